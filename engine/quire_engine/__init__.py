@@ -1,0 +1,32 @@
+"""The LLM engine: continuous batching over a paged KV cache.
+
+It knows nothing of Triton Inference Server, Prometheus or HTTP. `LLM` is its offline face, `AsyncLLM` the serving one.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from quire_engine.config import EngineConfig
+from quire_engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire_engine.async_llm import AsyncLLM
+    from quire_engine.llm import LLM
+    from quire_engine.output_processor import CompletionOutput, RequestOutput
+
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams"]
+
+_HOMES = {
+    "LLM": "quire_engine.llm",
+    "AsyncLLM": "quire_engine.async_llm",
+    "CompletionOutput": "quire_engine.output_processor",
+    "RequestOutput": "quire_engine.output_processor",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: a process that only needs the configuration should not pay for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

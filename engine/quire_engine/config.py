@@ -1,0 +1,196 @@
+"""EngineConfig: every setting of the engine, frozen and checked once.
+
+The flat names are vLLM's, as they stand in `model.json`. `EngineConfig.from_settings` sorts them into the four groups
+below; it knows nothing of where they came from (a file, `LLM(...)`, a command line).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+__all__ = ["CacheConfig", "EngineConfig", "FrontendConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig"]
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Which checkpoint, and how it is computed."""
+
+    model: str
+    """Path of a Hugging Face checkpoint folder."""
+    tokenizer: str | None = None
+    """Path of the tokenizer's folder; unset: the model's."""
+    dtype: str = "auto"
+    """Of weights, activations and KV cache; `auto` takes the checkpoint's."""
+    max_model_len: int | None = None
+    """Longest prompt plus output, in tokens; unset: what the checkpoint was trained for."""
+    seed: int = 0
+    """Seeds what is random at start-up. Requests without a seed of their own get a random one each."""
+
+    def __post_init__(self) -> None:
+        _check(isinstance(self.model, str) and self.model != "", "model", self.model, "the path of a folder")
+        _check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        if self.max_model_len is not None:
+            _check_int("max_model_len", self.max_model_len, 1)
+        _check_int("seed", self.seed, 0)
+
+    @property
+    def tokenizer_path(self) -> str:
+        """Folder of the tokenizer's files."""
+        return self.tokenizer or self.model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int = 16
+    """Tokens per KV block."""
+    kv_cache_memory_bytes: int | None = None
+    """Bytes of KV cache; unset: sized by a profiling run."""
+    gpu_memory_utilization: float = 0.9
+    """On a GPU, the share of its memory that weights, activations and KV cache may take. On the CPU the memory is
+    everybody's, so this share applies to half of what is free."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV blocks of equal prompt beginnings."""
+    prefix_caching_hash_algo: str = "sha256"
+    """How blocks are hashed."""
+
+    def __post_init__(self) -> None:
+        _check_int("block_size", self.block_size, 1, 1024)
+        if self.kv_cache_memory_bytes is not None:
+            _check_int("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        _check(_is_number(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1,
+               "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")  # fmt: skip
+        _check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        _check(self.prefix_caching_hash_algo == "sha256", "prefix_caching_hash_algo", self.prefix_caching_hash_algo,
+               "'sha256'")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig:
+    """What may run together in one step."""
+
+    max_num_seqs: int = 64
+    """Requests that run at once."""
+    max_num_batched_tokens: int = 2048
+    """Token budget of one step, prefill and decode together."""
+    long_prefill_token_threshold: int = 0
+    """The most prompt tokens one request may take of a step; 0: only the budget limits it."""
+    scheduling_policy: str = "fcfs"
+    """Which waiting request comes next."""
+
+    def __post_init__(self) -> None:
+        _check_int("max_num_seqs", self.max_num_seqs, 1)
+        _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        _check(self.scheduling_policy == "fcfs", "scheduling_policy", self.scheduling_policy, "'fcfs'")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """How many processes share the model. One, for now: other values are refused, not ignored."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    distributed_executor_backend: str = "uni"
+
+    def __post_init__(self) -> None:
+        for item in fields(self)[:3]:
+            value = getattr(self, item.name)
+            _check(value == 1, item.name, value, "1 (one process runs the model in this version)")
+        _check(self.distributed_executor_backend == "uni", "distributed_executor_backend",
+               self.distributed_executor_backend, "'uni'")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrontendConfig:
+    """What the process that faces the clients does; the engine core never reads it."""
+
+    stream_interval: int = 1
+    """Tokens per streamed response after the first, at least."""
+    stream_interval_ms: float = 20.0
+    """Time between two responses of one stream, at least; tokens that come faster travel together. 0: no limit."""
+
+    def __post_init__(self) -> None:
+        _check_int("stream_interval", self.stream_interval, 1)
+        _check(_is_number(self.stream_interval_ms) and 0 <= self.stream_interval_ms <= 1000,
+               "stream_interval_ms", self.stream_interval_ms, "from 0 to 1000")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """All settings of one engine."""
+
+    model: ModelConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    frontend: FrontendConfig = field(default_factory=FrontendConfig)
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any], base_dir: Path | None = None) -> "EngineConfig":
+        """Sort flat settings, named as in `model.json`, into their groups.
+
+        Args:
+            settings: name → value.
+            base_dir: what a relative `model` or `tokenizer` path is relative to; unset: the working directory.
+
+        Raises:
+            ValueError: an unknown name (the nearest known one is named), a missing `model`, or a bad value.
+        """
+        groups: dict[str, dict[str, Any]] = {name: {} for name in _GROUPS}
+        for name, value in settings.items():
+            groups[_group_of(name)][name] = value
+        if "model" not in settings:
+            raise ValueError("model is missing; it must be the path of a checkpoint folder")
+        for name in ("model", "tokenizer"):
+            path = groups["model"].get(name)
+            if base_dir is not None and isinstance(path, str) and path:
+                groups["model"][name] = str((base_dir / path).resolve())
+        return cls(**{name: _GROUPS[name](**values) for name, values in groups.items()})
+
+
+_GROUPS: dict[str, type[Any]] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "parallel": ParallelConfig,
+    "frontend": FrontendConfig,
+}
+
+
+def setting_names() -> list[str]:
+    """Every name that `model.json` may hold."""
+    return [item.name for group in _GROUPS.values() for item in fields(group)]
+
+
+def _group_of(name: str) -> str:
+    for group, kind in _GROUPS.items():
+        if any(item.name == name for item in fields(kind)):
+            return group
+    near = get_close_matches(name, setting_names(), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(setting_names()))}"
+    raise ValueError(f"unknown setting {name!r}{hint}")
+
+
+def _check(ok: bool, name: str, value: object, allowed: str) -> None:
+    if not ok:
+        raise ValueError(f"{name} is {value!r}; it must be {allowed}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
+    _check(ok, name, value, f"an integer from {low} to {high}" if high else f"an integer of at least {low}")
+
+
+def _check_bool(name: str, value: object) -> None:
+    _check(isinstance(value, bool), name, value, "true or false")

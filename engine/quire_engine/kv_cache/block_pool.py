@@ -1,0 +1,175 @@
+"""BlockPool: every KV block of the engine, each either free or referenced.
+
+A block is in exactly one of two states:
+
+::
+
+    free        ref_cnt == 0, linked in the free queue
+    referenced  ref_cnt  > 0, not in the free queue
+
+and, independently of that, it may carry the hash of its content (it is *cached*). A cached block that becomes free keeps
+its hash until it is handed out again, so an equal prefix can take it back out of the middle of the queue:
+
+::
+
+    head ⇄ least recently used ⇄ … ⇄ most recently freed ⇄ tail
+      allocate from here                free to here;  touch: unlink from anywhere, O(1)
+"""
+
+from collections.abc import Iterable, Sequence
+
+__all__ = ["BlockPool", "FreeKVCacheBlockQueue", "KVCacheBlock"]
+
+
+class KVCacheBlock:
+    """Metadata of one block; `block_id` is its index in the cache tensors."""
+
+    __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_cnt")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_cnt = 0
+        self.block_hash: bytes | None = None
+        self.prev_free: KVCacheBlock | None = None
+        self.next_free: KVCacheBlock | None = None
+
+    def __repr__(self) -> str:
+        return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}, cached={self.block_hash is not None})"
+
+
+class FreeKVCacheBlockQueue:
+    """A doubly linked list through the blocks themselves, in the order in which they will be reused."""
+
+    def __init__(self, blocks: Sequence[KVCacheBlock]) -> None:
+        self._head = KVCacheBlock(-1)  # sentinels, so that no link is ever None while in the queue
+        self._tail = KVCacheBlock(-1)
+        self._head.next_free, self._tail.prev_free = self._tail, self._head
+        self.num_free_blocks = 0
+        for block in blocks:
+            self.append(block)
+
+    def append(self, block: KVCacheBlock) -> None:
+        """Link at the tail: the last to be reused."""
+        last = self._tail.prev_free
+        assert last is not None
+        last.next_free = block
+        block.prev_free, block.next_free = last, self._tail
+        self._tail.prev_free = block
+        self.num_free_blocks += 1
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """Unlink from wherever it is."""
+        before, after = block.prev_free, block.next_free
+        assert before is not None, f"{block} is not in the free queue"
+        assert after is not None, f"{block} is not in the free queue"
+        before.next_free, after.prev_free = after, before
+        block.prev_free = block.next_free = None
+        self.num_free_blocks -= 1
+
+    def popleft(self) -> KVCacheBlock:
+        """Unlink and return the least recently used block."""
+        block = self._head.next_free
+        assert block is not None
+        assert block is not self._tail, "no free block"
+        self.remove(block)
+        return block
+
+    def __iter__(self) -> "Iterable[KVCacheBlock]":  # type: ignore[override]
+        block = self._head.next_free
+        while block is not None and block is not self._tail:
+            yield block
+            block = block.next_free
+
+
+class BlockPool:
+    """Allocates, shares, caches and frees blocks."""
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks is {num_blocks}; it must be at least 1")
+        self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
+        self.free_queue = FreeKVCacheBlockQueue(self.blocks)
+        self._cached: dict[bytes, KVCacheBlock] = {}
+        self._num_cached_free = 0
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be handed out, cached ones included."""
+        return self.free_queue.num_free_blocks
+
+    @property
+    def num_cached_free_blocks(self) -> int:
+        """Free blocks whose content can still be reused."""
+        return self._num_cached_free
+
+    def get_cached_block(self, block_hash: bytes) -> KVCacheBlock | None:
+        """The block that holds this content, free or referenced."""
+        return self._cached.get(block_hash)
+
+    def allocate(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Hand out the least recently used free blocks, each with `ref_cnt` 1 and no hash.
+
+        The caller checks `num_free_blocks` first.
+        """
+        assert num_blocks <= self.num_free_blocks, f"{num_blocks} blocks wanted, {self.num_free_blocks} free"
+        allocated = []
+        for _ in range(num_blocks):
+            block = self.free_queue.popleft()
+            if block.block_hash is not None:
+                del self._cached[block.block_hash]
+                block.block_hash = None
+                self._num_cached_free -= 1
+            block.ref_cnt = 1
+            allocated.append(block)
+        return allocated
+
+    def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Add a reference to cached blocks, taking free ones out of the queue."""
+        for block in blocks:
+            if block.ref_cnt == 0:
+                self.free_queue.remove(block)
+                self._num_cached_free -= 1
+            block.ref_cnt += 1
+
+    def free(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Drop a reference from each; those without any left become free, reused in the order given."""
+        for block in blocks:
+            assert block.ref_cnt > 0, f"{block} is freed twice"
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                self.free_queue.append(block)
+                self._num_cached_free += block.block_hash is not None
+
+    def cache(self, block: KVCacheBlock, block_hash: bytes) -> None:
+        """Note the content of a full block. When another block holds the same already, that one stays the cached one."""
+        assert block.ref_cnt > 0, f"{block} is cached while free"
+        if block.block_hash is None and block_hash not in self._cached:
+            block.block_hash = block_hash
+            self._cached[block_hash] = block
+
+    def reset_cache(self) -> None:
+        """Forget all cached content. Blocks in use stay with their owners, who go on undisturbed."""
+        for block in self._cached.values():
+            block.block_hash = None
+        self._cached.clear()
+        self._num_cached_free = 0
+
+    def check_integrity(self) -> None:
+        """Check that every block is in exactly one state, and that the counters and the hash map agree.
+
+        Raises:
+            AssertionError: a block was lost, shared wrongly or cached wrongly.
+        """
+        free = list(self.free_queue)
+        assert len(free) == self.num_free_blocks, "free queue: its length and its counter differ"
+        assert len({block.block_id for block in free}) == len(free), "free queue: a block is in it twice"
+        for block in free:
+            assert block.ref_cnt == 0, f"{block} is in the free queue"
+        num_referenced = sum(block.ref_cnt > 0 for block in self.blocks)
+        assert num_referenced + len(free) == len(self.blocks), "a block is neither free nor referenced"
+        num_cached = sum(block.block_hash is not None for block in self.blocks)
+        assert num_cached == len(self._cached), "hash map: its size and the cached blocks differ"
+        for block_hash, block in self._cached.items():
+            assert block.block_hash == block_hash, f"hash map: {block} is filed under another hash"
+        num_cached_free = sum(block.block_hash is not None for block in free)
+        assert num_cached_free == self._num_cached_free, "the counter of cached free blocks is off"

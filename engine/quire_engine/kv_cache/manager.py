@@ -1,0 +1,127 @@
+"""KVCacheManager: the blocks of each request, between the scheduler above and the block pool below."""
+
+from collections import Counter
+
+from quire_engine.kv_cache.block_pool import BlockPool, KVCacheBlock
+from quire_engine.kv_cache.hashing import NONE_HASH, hash_block_tokens
+from quire_engine.request import Request
+
+__all__ = ["KVCacheManager"]
+
+
+class KVCacheManager:
+    """Gives requests the blocks for the tokens they are about to compute, and shares equal prefixes."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.block_pool = BlockPool(num_blocks)
+        self._blocks: dict[str, list[KVCacheBlock]] = {}
+        self._num_cached_blocks: dict[str, int] = {}  # how many of a request's blocks were offered to the cache
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the whole cache."""
+        return len(self.block_pool.blocks)
+
+    def get_block_ids(self, request_id: str) -> list[int]:
+        """The request's block table."""
+        return [block.block_id for block in self._blocks.get(request_id, ())]
+
+    def get_computed_blocks(self, request: Request) -> list[KVCacheBlock]:
+        """The longest cached prefix of a request that holds no blocks yet, as blocks that are not yet referenced.
+
+        The last token is always left to compute: without it there would be no logits to sample from.
+        """
+        if not self.enable_prefix_caching:
+            return []
+        max_blocks = (request.num_tokens - 1) // self.block_size
+        self._extend_block_hashes(request, max_blocks)
+        computed: list[KVCacheBlock] = []
+        for block_hash in request.block_hashes[:max_blocks]:
+            block = self.block_pool.get_cached_block(block_hash)
+            if block is None:
+                break
+            computed.append(block)
+        return computed
+
+    def allocate_slots(
+        self, request: Request, num_new_tokens: int, computed_blocks: list[KVCacheBlock] | None = None
+    ) -> list[int] | None:
+        """Make room for the next `num_new_tokens` of a request.
+
+        ::
+
+            | request's blocks (computed) | computed_blocks (prefix hit) | new blocks ……………………… |
+            |◄──────────── num_computed_tokens + hit tokens ────────────►|◄─── num_new_tokens ───►|
+
+        Args:
+            request: `num_computed_tokens` does not yet include the prefix hit.
+            num_new_tokens: tokens to compute in the coming step.
+            computed_blocks: the prefix hit, for a request that is just being admitted.
+
+        Returns:
+            The ids of the blocks that were added, hit blocks included, or None when there is not enough room; then
+            nothing has changed.
+        """
+        computed_blocks = computed_blocks or []
+        blocks = self._blocks.get(request.request_id, [])
+        num_computed = request.num_computed_tokens + len(computed_blocks) * self.block_size
+        num_tokens = num_computed + num_new_tokens
+        num_new_blocks = -(-num_tokens // self.block_size) - len(blocks) - len(computed_blocks)
+        # A hit block that is free leaves the free queue too, though it is not allocated anew.
+        num_free_hits = sum(block.ref_cnt == 0 for block in computed_blocks)
+        if max(num_new_blocks, 0) + num_free_hits > self.block_pool.num_free_blocks:
+            return None
+        self.block_pool.touch(computed_blocks)
+        added = computed_blocks + self.block_pool.allocate(max(num_new_blocks, 0))
+        if request.request_id not in self._blocks:
+            self._blocks[request.request_id] = blocks
+            self._num_cached_blocks[request.request_id] = len(computed_blocks)
+        blocks.extend(added)
+        if self.enable_prefix_caching:
+            self._cache_full_blocks(request, num_tokens)
+        return [block.block_id for block in added]
+
+    def free(self, request: Request) -> None:
+        """Drop the request's references. Its last blocks are reused first, as they are the least likely to be shared."""
+        blocks = self._blocks.pop(request.request_id, [])
+        self._num_cached_blocks.pop(request.request_id, None)
+        self.block_pool.free(reversed(blocks))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self.block_pool.reset_cache()
+
+    def check_integrity(self) -> None:
+        """Check the pool, and that reference counts are exactly the requests' references.
+
+        Raises:
+            AssertionError: a block was lost or shared wrongly.
+        """
+        self.block_pool.check_integrity()
+        references = Counter(block.block_id for blocks in self._blocks.values() for block in blocks)
+        for block in self.block_pool.blocks:
+            assert block.ref_cnt == references[block.block_id], f"{block} has {references[block.block_id]} owners"
+
+    def _cache_full_blocks(self, request: Request, num_tokens: int) -> None:
+        """File the blocks that will be full once `num_tokens` are computed.
+
+        That is before they are: every layer writes the keys and values of the whole step before any request attends
+        to them, so another request of the same step may already share these blocks.
+        """
+        num_full = num_tokens // self.block_size
+        first = self._num_cached_blocks[request.request_id]
+        if num_full <= first:
+            return
+        self._extend_block_hashes(request, num_full)
+        blocks = self._blocks[request.request_id]
+        for i in range(first, num_full):
+            self.block_pool.cache(blocks[i], request.block_hashes[i])
+        self._num_cached_blocks[request.request_id] = num_full
+
+    def _extend_block_hashes(self, request: Request, num_blocks: int) -> None:
+        hashes, size = request.block_hashes, self.block_size
+        for i in range(len(hashes), num_blocks):
+            parent = hashes[-1] if hashes else NONE_HASH
+            hashes.append(hash_block_tokens(parent, request.all_token_ids[i * size : (i + 1) * size]))

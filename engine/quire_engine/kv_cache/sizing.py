@@ -1,0 +1,27 @@
+"""How many KV blocks a number of bytes holds."""
+
+__all__ = ["block_bytes", "num_blocks_for"]
+
+
+def block_bytes(*, num_layers: int, num_kv_heads: int, head_size: int, block_size: int, dtype_bytes: int) -> int:
+    """Bytes of one block over all layers: a key and a value of `num_kv_heads × head_size` for each of its tokens."""
+    return 2 * num_layers * num_kv_heads * head_size * block_size * dtype_bytes
+
+
+def num_blocks_for(
+    *, available_bytes: int, bytes_per_block: int, block_size: int, max_model_len: int, max_num_seqs: int
+) -> int:
+    """Blocks that fit, and no more than `max_num_seqs` requests of full length could ever use.
+
+    Raises:
+        ValueError: not even one block fits.
+    """
+    per_request = -(-max_model_len // block_size)
+    num_blocks = min(available_bytes // bytes_per_block, per_request * max_num_seqs)
+    if num_blocks < 1:
+        raise ValueError(
+            f"kv_cache_memory_bytes: one block of {block_size} tokens takes {bytes_per_block} bytes and only "
+            f"{available_bytes} are available; one request of max_model_len={max_model_len} takes "
+            f"{per_request * bytes_per_block}"
+        )
+    return num_blocks

@@ -1,0 +1,134 @@
+"""Everything that crosses a process or a stage, as msgspec structs (msgpack on the wire, never pickle).
+
+::
+
+    frontend ── EngineCoreRequest, abort ──► EngineCore ── SchedulerOutput ──► Worker
+    frontend ◄───── EngineCoreOutputs ────── EngineCore ◄─ ModelRunnerOutput ── Worker
+"""
+
+import enum
+
+import msgspec
+
+from quire_engine.request import FinishReason
+from quire_engine.sampling_params import SamplingParams
+from quire_engine.stats import SchedulerStats
+
+__all__ = [
+    "CachedRequestData",
+    "EngineCoreOutput",
+    "EngineCoreOutputs",
+    "EngineCoreReady",
+    "EngineCoreRequest",
+    "ModelRunnerOutput",
+    "NewRequestData",
+    "RequestType",
+    "SchedulerOutput",
+    "TokenLogprobs",
+]
+
+TokenLogprobs = list[tuple[int, float, int]]
+"""One position's log-probabilities as `(token id, logprob, rank)`: the sampled token first, then the most likely."""
+
+
+class RequestType(enum.Enum):
+    """First frame of a message to the engine core; the second is the request id, the third the payload."""
+
+    ADD = b"add"
+    ABORT = b"abort"
+    SHUTDOWN = b"shutdown"
+
+
+class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
+    """A validated, tokenized request on its way to the engine core."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    eos_token_ids: list[int] = []
+
+
+class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
+    """What one step produced for one request."""
+
+    request_id: str
+    new_token_ids: list[int] = []
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    """The stop token that ended the request; None for end-of-sequence."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One entry per new token, when asked for."""
+    error: str | None = None
+    """Why it failed, with `FinishReason.ERROR`."""
+    queue_seconds: float | None = None
+    """Time in the waiting queue, with the first token."""
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
+class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
+    """One message per step."""
+
+    outputs: list[EngineCoreOutput] = []
+    scheduler_stats: SchedulerStats | None = None
+
+
+class EngineCoreReady(msgspec.Struct):
+    """The engine core's first message: what the edge needs in order to validate, or why there is no engine."""
+
+    vocab_size: int = 0
+    max_model_len: int = 0
+    num_blocks: int = 0
+    block_size: int = 0
+    error: str | None = None
+
+    @property
+    def num_kv_cache_tokens(self) -> int:
+        """Tokens that the whole KV cache holds."""
+        return self.num_blocks * self.block_size
+
+
+class NewRequestData(msgspec.Struct, array_like=True):
+    """A request that the worker does not know (any more): everything about it, once.
+
+    A preempted request is forgotten by the worker and introduced again like this, its output so far included.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    stop_token_ids: list[int]
+    """Ids that `min_tokens` keeps from being sampled: end-of-sequence and the request's own."""
+    block_ids: list[int]
+    num_computed_tokens: int
+
+
+class CachedRequestData(msgspec.Struct, array_like=True):
+    """What changed for requests that the worker knows, column by column."""
+
+    request_ids: list[str] = []
+    new_block_ids: list[list[int]] = []
+    num_computed_tokens: list[int] = []
+
+
+class SchedulerOutput(msgspec.Struct, array_like=True):
+    """One step: how many tokens to compute for which request. Prefill and decode differ in nothing but the number."""
+
+    num_scheduled_tokens: dict[str, int]
+    new_requests: list[NewRequestData] = []
+    cached_requests: CachedRequestData = msgspec.field(default_factory=CachedRequestData)
+    dropped_request_ids: list[str] = []
+    """Finished or preempted since the last step: the worker forgets them first."""
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        """Tokens of the whole step."""
+        return sum(self.num_scheduled_tokens.values())
+
+
+class ModelRunnerOutput(msgspec.Struct, array_like=True):
+    """What one step sampled. A request whose prompt is not yet wholly computed has no entry."""
+
+    sampled_token_ids: dict[str, list[int]]
+    logprobs: dict[str, list[TokenLogprobs]] = {}

@@ -1,0 +1,181 @@
+"""Request: one generation as the scheduler sees it, and the check that it can be served at all."""
+
+import enum
+import time
+from collections.abc import Sequence
+
+from quire_engine.errors import RequestError
+from quire_engine.sampling_params import SamplingParams
+
+__all__ = ["FinishReason", "Request", "RequestStatus", "validate_request"]
+
+
+class RequestStatus(enum.IntEnum):
+    """Where a request is in its life.
+
+    ::
+
+        WAITING ──► RUNNING ──► FINISHED
+           ▲           │
+           └─ PREEMPTED◄
+    """
+
+    WAITING = 0
+    RUNNING = 1
+    PREEMPTED = 2
+    FINISHED = 3
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended; `str()` gives vLLM's (and OpenAI's) word for it."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class Request:
+    """The scheduler's state of one request.
+
+    `all_token_ids` is the prompt followed by the output; `num_computed_tokens` says how many of them have their keys
+    and values in the KV cache. The scheduler's whole task is to let the second number catch up with the first.
+    """
+
+    __slots__ = (
+        "all_token_ids",
+        "block_hashes",
+        "eos_token_ids",
+        "max_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "queued_at",
+        "request_id",
+        "sampling_params",
+        "scheduled_at",
+        "status",
+        "stop_token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        eos_token_ids: Sequence[int] = (),
+        max_model_len: int = 2**31,
+    ) -> None:
+        self.request_id = request_id
+        self.sampling_params = sampling_params
+        self.all_token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(self.all_token_ids)
+        self.max_tokens = max_output_tokens(self.num_prompt_tokens, sampling_params, max_model_len)
+        """Output tokens at most: `sampling_params.max_tokens`, or less where the context ends first."""
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.stop_token_ids = frozenset(sampling_params.stop_token_ids)
+        self.status = RequestStatus.WAITING
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        """Prompt tokens found in the prefix cache when the request was first scheduled."""
+        self.num_preemptions = 0
+        self.block_hashes: list[bytes] = []
+        """Hash of each full block of `all_token_ids`, as far as it was needed so far."""
+        self.queued_at = time.monotonic()
+        self.scheduled_at: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+        return len(self.all_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens so far."""
+        return len(self.all_token_ids) - self.num_prompt_tokens
+
+    def check_stop(self) -> tuple[FinishReason, int | None] | None:
+        """Whether the last token ends the request: `(reason, stop_token_id)`, where end-of-sequence has no stop id."""
+        params, last = self.sampling_params, self.all_token_ids[-1]
+        if self.num_output_tokens >= params.min_tokens:
+            if not params.ignore_eos and last in self.eos_token_ids:
+                return FinishReason.STOP, None
+            if last in self.stop_token_ids:
+                return FinishReason.STOP, last
+        if self.num_output_tokens >= self.max_tokens:
+            return FinishReason.LENGTH, None
+        return None
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id}, {self.status.name}, prompt={self.num_prompt_tokens}, "
+            f"output={self.num_output_tokens}, computed={self.num_computed_tokens})"
+        )
+
+
+def max_output_tokens(num_prompt_tokens: int, params: SamplingParams, max_model_len: int) -> int:
+    """How many tokens may be generated: `max_tokens`, or fewer where the context ends first."""
+    room = max_model_len - num_prompt_tokens
+    return room if params.max_tokens is None else min(params.max_tokens, room)
+
+
+def validate_request(
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    num_kv_cache_tokens: int,
+    prompt_name: str = "input_ids",
+) -> None:
+    """Check what depends on the model; the edge and the core both call this.
+
+    Args:
+        prompt_token_ids: the prompt.
+        params: already valid in themselves.
+        vocab_size: token ids are in [0, vocab_size).
+        max_model_len: tokens that prompt and output may have together.
+        num_kv_cache_tokens: tokens that the whole KV cache holds.
+        prompt_name: what the caller knows the prompt as, for the message.
+
+    Raises:
+        RequestError: the request could never be served.
+    """
+    num_prompt = len(prompt_token_ids)
+    if num_prompt == 0:
+        raise RequestError(prompt_name, f"{prompt_name} is empty; it must hold at least one token")
+    low, high = min(prompt_token_ids), max(prompt_token_ids)
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise RequestError(prompt_name, f"{prompt_name} holds token id {bad}; ids must be in [0, {vocab_size})")
+    if num_prompt >= max_model_len:
+        raise RequestError(
+            prompt_name,
+            f"{prompt_name} has {num_prompt} tokens; with max_model_len={max_model_len} it must have fewer than that",
+        )
+    if params.max_tokens is not None and params.max_tokens > max_model_len:
+        raise RequestError(
+            "max_tokens", f"max_tokens is {params.max_tokens}; it must be at most max_model_len={max_model_len}"
+        )
+    if params.min_tokens > max_model_len - num_prompt:
+        raise RequestError(
+            "min_tokens",
+            f"min_tokens is {params.min_tokens}; after a prompt of {num_prompt} tokens max_model_len={max_model_len} "
+            f"leaves room for {max_model_len - num_prompt}",
+        )
+    for token_id in params.stop_token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise RequestError("stop_token_ids", f"stop_token_ids holds {token_id}; ids must be in [0, {vocab_size})")
+    # The last token's keys and values are never needed, so one token less has to fit.
+    num_tokens = num_prompt + max_output_tokens(num_prompt, params, max_model_len) - 1
+    if num_tokens > num_kv_cache_tokens:
+        name = prompt_name if num_prompt > num_kv_cache_tokens else "max_tokens"
+        raise RequestError(
+            name,
+            f"{name}: a prompt of {num_prompt} tokens with {num_tokens + 1 - num_prompt} to generate can never fit the "
+            f"KV cache of {num_kv_cache_tokens} tokens; shorten it, lower max_tokens, or raise kv_cache_memory_bytes",
+        )

@@ -1,0 +1,77 @@
+"""What the engine tells about itself: plain data, and the protocol of whoever wants to hear it.
+
+The engine knows no Prometheus and no OpenTelemetry; `quire_monitoring` implements `StatLogger` for them.
+"""
+
+from typing import Protocol
+
+import msgspec
+
+__all__ = ["FinishedRequestStats", "IterationStats", "SchedulerStats", "StatLogger"]
+
+
+class SchedulerStats(msgspec.Struct, array_like=True):
+    """The engine core after a step. Counters are totals since its start, so that a lost message loses nothing."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks_used: int = 0
+    """Blocks that live requests refer to."""
+    num_blocks_cached: int = 0
+    """Free blocks whose content can still be reused by an equal prefix."""
+    num_blocks_free: int = 0
+    """Free blocks that hold nothing."""
+    prefix_cache_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_cache_hits: int = 0
+    """Prompt tokens found there."""
+    num_preemptions: int = 0
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the blocks that live requests hold, 0 to 1."""
+        total = self.num_blocks_used + self.num_blocks_cached + self.num_blocks_free
+        return self.num_blocks_used / total if total else 0.0
+
+
+class FinishedRequestStats(msgspec.Struct):
+    """One ended request. All times are intervals of the frontend's monotonic clock, in seconds."""
+
+    finish_reason: str
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    e2e_seconds: float = 0.0
+    queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    """From first scheduled to the first token."""
+    decode_seconds: float = 0.0
+    """From the first token to the last."""
+    time_to_first_token_seconds: float | None = None
+    """None when it ended before its first token."""
+
+    @property
+    def time_per_output_token_seconds(self) -> float | None:
+        """Mean time per token after the first; None with fewer than two."""
+        return self.decode_seconds / (self.num_output_tokens - 1) if self.num_output_tokens > 1 else None
+
+
+class IterationStats(msgspec.Struct):
+    """What one message of the engine core meant to the frontend."""
+
+    num_prompt_tokens: int = 0
+    """Prompt tokens of requests whose first token came."""
+    num_cached_tokens: int = 0
+    num_generation_tokens: int = 0
+    time_to_first_token_seconds: list[float] = []
+    inter_token_seconds: list[float] = []
+    finished_requests: list[FinishedRequestStats] = []
+
+
+class StatLogger(Protocol):
+    """Hears of every step, in the frontend. Must return at once: it is called on the output path."""
+
+    def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
+        """Take note of one step."""
+        ...
