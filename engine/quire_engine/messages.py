@@ -45,7 +45,6 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     request_id: str
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
-    eos_token_ids: list[int] = []
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -80,6 +79,7 @@ class EngineCoreReady(msgspec.Struct):
     max_model_len: int = 0
     num_blocks: int = 0
     block_size: int = 0
+    eos_token_ids: list[int] = []
     error: str | None = None
 
     @property

@@ -14,7 +14,7 @@ import msgspec
 
 from quire_engine.errors import RequestError
 
-__all__ = ["MAX_LOGPROBS", "MAX_STOP_STRINGS", "MAX_STOP_STRING_LENGTH", "SamplingParams"]
+__all__ = ["MAX_LOGPROBS", "MAX_STOP_STRINGS", "MAX_STOP_STRING_LENGTH", "SamplingParams", "convert_parameter"]
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
@@ -93,7 +93,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         Raises:
             RequestError: a name is not known (the nearest known one is named), or a value has the wrong type or range.
         """
-        cleaned = {name: _coerce(name, value) for name, value in values.items() if value is not None}
+        cleaned = {name: convert_parameter(name, value) for name, value in values.items() if value is not None}
         return cls(**cleaned)
 
 
@@ -109,8 +109,12 @@ def _require(ok: bool, name: str, value: object, allowed: str) -> None:
         raise RequestError(name, f"{name} is {value}; it must be {allowed}")
 
 
-def _coerce(name: str, value: Any) -> Any:
-    """One value of JSON or of a request parameter, as the field's own type."""
+def convert_parameter(name: str, value: Any) -> Any:
+    """One value of JSON or of a request parameter, as the field's own type.
+
+    Raises:
+        RequestError: the name is not known (the nearest known one is named), or the value has another type.
+    """
     kind = _FIELD_TYPES.get(name)
     if kind is None:
         near = get_close_matches(name, _FIELD_TYPES, n=1)

@@ -7,8 +7,8 @@ A block is in exactly one of two states:
     free        ref_cnt == 0, linked in the free queue
     referenced  ref_cnt  > 0, not in the free queue
 
-and, independently of that, it may carry the hash of its content (it is *cached*). A cached block that becomes free keeps
-its hash until it is handed out again, so an equal prefix can take it back out of the middle of the queue:
+and, independently of that, it may carry the hash of its content (it is *cached*). A cached block that becomes free
+keeps its hash until it is handed out again, so an equal prefix can take it back out of the middle of the queue:
 
 ::
 
@@ -16,7 +16,7 @@ its hash until it is handed out again, so an equal prefix can take it back out o
       allocate from here                free to here;  touch: unlink from anywhere, O(1)
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = ["BlockPool", "FreeKVCacheBlockQueue", "KVCacheBlock"]
 
@@ -74,7 +74,7 @@ class FreeKVCacheBlockQueue:
         self.remove(block)
         return block
 
-    def __iter__(self) -> "Iterable[KVCacheBlock]":  # type: ignore[override]
+    def __iter__(self) -> Iterator[KVCacheBlock]:
         block = self._head.next_free
         while block is not None and block is not self._tail:
             yield block
@@ -141,7 +141,7 @@ class BlockPool:
                 self._num_cached_free += block.block_hash is not None
 
     def cache(self, block: KVCacheBlock, block_hash: bytes) -> None:
-        """Note the content of a full block. When another block holds the same already, that one stays the cached one."""
+        """Note the content of a full block. When another block holds the same already, that one stays cached."""
         assert block.ref_cnt > 0, f"{block} is cached while free"
         if block.block_hash is None and block_hash not in self._cached:
             block.block_hash = block_hash

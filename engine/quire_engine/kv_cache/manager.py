@@ -84,7 +84,7 @@ class KVCacheManager:
         return [block.block_id for block in added]
 
     def free(self, request: Request) -> None:
-        """Drop the request's references. Its last blocks are reused first, as they are the least likely to be shared."""
+        """Drop the request's references. Its last blocks are reused first: they are the least likely to be shared."""
         blocks = self._blocks.pop(request.request_id, [])
         self._num_cached_blocks.pop(request.request_id, None)
         self.block_pool.free(reversed(blocks))

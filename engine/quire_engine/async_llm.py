@@ -1,0 +1,138 @@
+"""AsyncLLM: the serving face. The engine core runs in a process of its own, this one talks to the clients."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from quire_engine.config import EngineConfig
+from quire_engine.core.client import AsyncMPClient
+from quire_engine.errors import EngineDeadError
+from quire_engine.input_processor import InputProcessor, ProcessedRequest, Prompt, load_tokenizer
+from quire_engine.output_processor import OnOutput, OutputProcessor, RequestOutput
+from quire_engine.request import FinishReason
+from quire_engine.sampling_params import SamplingParams
+from quire_engine.stats import IterationStats, SchedulerStats, StatLogger
+
+__all__ = ["AsyncLLM"]
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncLLM:
+    """Serves many requests at once over one event loop.
+
+    The constructor blocks until the engine core is ready. `start` is awaited once, in the loop that is to serve; all
+    else but `input_processor` and `shutdown`, which are thread-safe, is called in that loop.
+
+    Args:
+        config: all settings.
+        stat_loggers: each hears of every step.
+
+    Raises:
+        CheckpointError: the tokenizer cannot be loaded.
+        EngineDeadError: the engine core could not start; the message says why.
+    """
+
+    def __init__(self, config: EngineConfig, stat_loggers: Sequence[StatLogger] = ()) -> None:
+        self.config = config
+        self.dead_error: str | None = None
+        self._stat_loggers = list(stat_loggers)
+        self._output_task: asyncio.Task[None] | None = None
+        self._client = AsyncMPClient(config)
+        try:
+            tokenizer = load_tokenizer(Path(config.model.tokenizer_path))  # while the engine core loads the weights
+            ready = self._client.wait_until_ready()
+        except BaseException:
+            self._client.shutdown()
+            raise
+        self.input_processor = InputProcessor(tokenizer, ready)
+        self._output_processor = OutputProcessor(tokenizer)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the engine core lives."""
+        return self.dead_error is None and self._client.is_alive
+
+    @property
+    def engine_pid(self) -> int:
+        """Process id of the engine core."""
+        return self._client.pid
+
+    async def start(self) -> None:
+        """Begin to take in what the engine core sends."""
+        if self._output_task is None:
+            self._client.watch(self._on_engine_death)
+            self._output_task = asyncio.get_running_loop().create_task(self._take_outputs(), name="engine-outputs")
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Complete one prompt; each output holds everything so far. Leaving the iteration early aborts the request.
+
+        Raises:
+            RequestError: the prompt or its parameters cannot be served.
+            EngineDeadError: the engine core died.
+        """
+        await self.start()
+        request = self.input_processor.process(prompt, sampling_params, request_id)
+        queue: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        self.add_request(request, queue.put_nowait)
+        total: RequestOutput | None = None
+        try:
+            while total is None or not total.finished:
+                delta = await queue.get()
+                if total is None:
+                    total = delta
+                else:
+                    total.merge(delta)
+                while not queue.empty():
+                    total.merge(queue.get_nowait())
+                if total.error is not None:
+                    raise EngineDeadError(total.error)
+                yield total
+        finally:
+            if total is None or not total.finished:
+                self.abort(request.request_id)
+
+    def add_request(self, request: ProcessedRequest, on_output: OnOutput) -> None:
+        """Start a request; `on_output` gets every delta, in the loop's thread, the last one with `finished`."""
+        self._output_processor.add_request(request, on_output)
+        if self.dead_error is not None:
+            self._record(None, self._output_processor.finish(request.request_id, FinishReason.ERROR, self.dead_error))
+            return
+        self._client.add_request(request.to_core())
+
+    def abort(self, request_id: str) -> None:
+        """End a request wherever it is. Its last output has finish_reason "abort". Unknown ids are passed over."""
+        if self.dead_error is None:
+            self._client.abort_request(request_id)
+        self._record(None, self._output_processor.finish(request_id, FinishReason.ABORT))
+
+    def shutdown(self) -> None:
+        """End the engine core and wait for it. Live requests end without an answer: abort them first. Idempotent."""
+        self.dead_error = self.dead_error or "the engine was shut down"
+        if self._output_task is not None:
+            loop = self._output_task.get_loop()
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._output_task.cancel)
+        self._client.shutdown()
+
+    async def _take_outputs(self) -> None:
+        while True:
+            outputs = await self._client.get_output()
+            stats, to_abort = self._output_processor.process(outputs)
+            for request_id in to_abort:
+                self._client.abort_request(request_id)
+            self._record(outputs.scheduler_stats, stats)
+
+    def _record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
+        for stat_logger in self._stat_loggers:
+            stat_logger.record(scheduler_stats, iteration_stats)
+
+    def _on_engine_death(self) -> None:
+        """Nobody waits for ever: every live request ends with an error."""
+        self.dead_error = "the engine process died"
+        logger.error("the engine process died; %d requests fail", len(self._output_processor.request_ids))
+        for request_id in self._output_processor.request_ids:
+            self._record(None, self._output_processor.finish(request_id, FinishReason.ERROR, self.dead_error))

@@ -1,0 +1,182 @@
+"""Clients of the engine core: in the same process, or in one of its own.
+
+::
+
+    LLM      ─► InprocClient   ─► EngineCore
+    AsyncLLM ─► AsyncMPClient  ─► ZMQ over ipc:// ─► EngineCoreProcess ─► EngineCore
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from quire_engine.config import EngineConfig
+from quire_engine.core.process import ProcessArguments
+from quire_engine.errors import EngineDeadError
+from quire_engine.messages import (
+    EngineCoreOutputs,
+    EngineCoreReady,
+    EngineCoreRequest,
+    RequestType,
+)
+
+__all__ = ["AsyncMPClient", "InprocClient"]
+
+SHUTDOWN_SECONDS = 5.0
+"""How long an engine core may take to end by itself before it is killed."""
+
+
+class InprocClient:
+    """Calls an EngineCore directly. For offline use: nothing runs unless `get_output` is called."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        from quire_engine.core.engine_core import EngineCore  # brings torch, which a serving frontend does without
+
+        self._core = EngineCore(config)
+        self.ready = self._core.ready
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Hand a request over.
+
+        Raises:
+            RequestError: it could never be served.
+        """
+        self._core.add_request(request)
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request wherever it is."""
+        self._core.abort_request(request_id)
+
+    def get_output(self) -> EngineCoreOutputs:
+        """Run one step."""
+        return self._core.step() if self._core.has_requests() else EngineCoreOutputs()
+
+    def shutdown(self) -> None:
+        """End the workers."""
+        self._core.shutdown()
+
+
+class AsyncMPClient:
+    """Owns the process of one engine core, and the two sockets to it.
+
+    The constructor starts the process and returns at once; `wait_until_ready` blocks. All else belongs to one event
+    loop.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.ready = EngineCoreReady()
+        self._closing = threading.Event()
+        self._directory = Path(tempfile.mkdtemp(prefix="quire-"))  # mode 0700
+        self._context = zmq.Context()
+        self._input, input_address = self._bind(zmq.PUSH, "input")
+        self._output, output_address = self._bind(zmq.PULL, "output")
+        self._async_output: zmq.asyncio.Socket | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "quire_engine.core.process"],
+            stdin=subprocess.PIPE,
+            stdout=sys.stderr.fileno(),  # stdout may carry somebody's protocol; logs do not belong there
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        arguments = ProcessArguments(config, input_address, output_address)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # died already: wait_until_ready tells
+            self._process.stdin.write(msgspec.json.encode(arguments) + b"\n")
+            self._process.stdin.flush()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine core."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    def wait_until_ready(self) -> EngineCoreReady:
+        """Block until the engine core can take requests.
+
+        Raises:
+            EngineDeadError: it could not start; the message is its own.
+        """
+        while not self._output.poll(100):
+            if not self.is_alive and not self._output.poll(100):
+                self.shutdown()
+                raise EngineDeadError(f"the engine process died at start-up with exit code {self._process.returncode}")
+        self.ready = msgspec.msgpack.decode(self._output.recv(), type=EngineCoreReady)
+        if self.ready.error is not None:
+            self.shutdown()
+            raise EngineDeadError(self.ready.error)
+        # Both sides are connected, so the socket files have done their work: nothing is left on disk from here on.
+        shutil.rmtree(self._directory, ignore_errors=True)
+        return self.ready
+
+    def watch(self, on_death: Callable[[], None]) -> None:
+        """Have `on_death` called in the running event loop when the process ends without having been told to."""
+        loop = asyncio.get_running_loop()
+
+        def wait() -> None:
+            self._process.wait()
+            if not self._closing.is_set():
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+                    loop.call_soon_threadsafe(on_death)
+
+        threading.Thread(target=wait, name="engine-watch", daemon=True).start()
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Hand a request over. Never blocks."""
+        self._send(RequestType.ADD, request.request_id, self._encoder.encode(request))
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request wherever it is. Never blocks."""
+        self._send(RequestType.ABORT, request_id)
+
+    async def get_output(self) -> EngineCoreOutputs:
+        """The next message of the engine core; waits for it."""
+        if self._async_output is None:
+            self._async_output = zmq.asyncio.Socket(shadow=self._output)
+        return self._decoder.decode(await self._async_output.recv())
+
+    def shutdown(self) -> None:
+        """End the process, by force if it does not go by itself; release everything. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        with contextlib.suppress(zmq.ZMQError):
+            self._send(RequestType.SHUTDOWN, "")
+        try:
+            self._process.wait(SHUTDOWN_SECONDS if self.ready.num_blocks else 0.1)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        if self._async_output is not None:
+            self._async_output.close(linger=0)
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _bind(self, kind: int, name: str) -> "tuple[zmq.Socket[bytes], str]":
+        address = f"ipc://{self._directory / name}"
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.SNDHWM, 0)  # no limit: a full queue would block the event loop
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.bind(address)
+        return socket, address
+
+    def _send(self, request_type: RequestType, request_id: str, payload: bytes = b"") -> None:
+        self._input.send_multipart((request_type.value, request_id.encode(), payload), zmq.NOBLOCK)

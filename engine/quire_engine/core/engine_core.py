@@ -1,0 +1,91 @@
+"""EngineCore: the inner loop. One step is schedule, execute, update."""
+
+import logging
+from pathlib import Path
+
+from quire_engine.config import EngineConfig
+from quire_engine.executor import Executor, UniProcExecutor
+from quire_engine.kv_cache import KVCacheManager
+from quire_engine.messages import EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
+from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.request import Request, validate_request
+from quire_engine.scheduler import Scheduler
+
+__all__ = ["EngineCore"]
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Scheduler and executor under one roof. Knows token ids, never text."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        checkpoint = CheckpointConfig.from_folder(Path(config.model.model))
+        max_model_len = config.model.max_model_len or checkpoint.max_position_embeddings
+        if max_model_len > checkpoint.max_position_embeddings:
+            raise ValueError(
+                f"max_model_len is {max_model_len}; the checkpoint's positions end at "
+                f"{checkpoint.max_position_embeddings} (max_position_embeddings)"
+            )
+        self.executor: Executor = UniProcExecutor(config, checkpoint, max_model_len)
+        num_blocks = self.executor.determine_num_blocks()
+        self.executor.initialize_cache(num_blocks)
+        kv_cache = KVCacheManager(num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
+        self.scheduler = Scheduler(config.scheduler, kv_cache)
+        self.ready = EngineCoreReady(
+            vocab_size=checkpoint.vocab_size,
+            max_model_len=max_model_len,
+            num_blocks=num_blocks,
+            block_size=config.cache.block_size,
+            eos_token_ids=[i for i in checkpoint.eos_token_ids if i < checkpoint.vocab_size],
+        )
+
+    def add_request(self, message: EngineCoreRequest) -> None:
+        """Validate once more, and let the request wait for its turn.
+
+        Raises:
+            RequestError: it could never be served.
+        """
+        validate_request(
+            message.prompt_token_ids,
+            message.sampling_params,
+            vocab_size=self.ready.vocab_size,
+            max_model_len=self.ready.max_model_len,
+            num_kv_cache_tokens=self.ready.num_kv_cache_tokens,
+        )
+        self.scheduler.add_request(
+            Request(
+                message.request_id,
+                message.prompt_token_ids,
+                message.sampling_params,
+                self.ready.eos_token_ids,
+                self.ready.max_model_len,
+            )
+        )
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request wherever it is. Its blocks are free when this returns. Unknown ids are passed over."""
+        self.scheduler.finish_request(request_id)
+
+    def has_requests(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.scheduler.has_requests()
+
+    def step(self) -> EngineCoreOutputs:
+        """Schedule, execute, update.
+
+        A step that raises ends no one but the request that is to blame for it.
+        """
+        scheduler_output = self.scheduler.schedule()
+        try:
+            runner_output = self.executor.execute_model(scheduler_output)
+        except Exception as error:
+            logger.exception("a step of %d requests failed", len(scheduler_output.num_scheduled_tokens))
+            outputs = self.scheduler.recover_from_failed_step(scheduler_output, f"the engine failed: {error!r}")
+        else:
+            outputs = self.scheduler.update_from_output(runner_output)
+        return EngineCoreOutputs(outputs, self.scheduler.make_stats())
+
+    def shutdown(self) -> None:
+        """End the workers."""
+        self.executor.shutdown()

@@ -1,0 +1,155 @@
+"""The process of one EngineCore: `python -m quire_engine.core.process`, started by `AsyncMPClient` alone.
+
+::
+
+    stdin           one line of JSON (`ProcessArguments`), then open for as long as the parent lives
+    input socket    PULL ◄── [RequestType, request id, payload]        ipc:// in a private directory
+    output socket   PUSH ──► EngineCoreReady once, then EngineCoreOutputs, one message per step
+
+One thread does it all: take in what has come, step, send. When there is nothing to do it blocks in poll and uses no
+CPU. When the parent dies, however it dies, stdin ends and so does this process.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+
+import msgspec
+import zmq
+
+from quire_engine.config import EngineConfig
+from quire_engine.core.engine_core import EngineCore
+from quire_engine.errors import EngineError
+from quire_engine.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreReady,
+    EngineCoreRequest,
+    RequestType,
+)
+from quire_engine.request import FinishReason
+
+__all__ = ["EngineCoreProcess", "ProcessArguments"]
+
+logger = logging.getLogger(__name__)
+
+IDLE_CHECK_MS = 1000
+"""After this long without work, the block pool's integrity is checked, once per idle period."""
+
+
+class ProcessArguments(msgspec.Struct):
+    """What the parent tells its child on stdin."""
+
+    config: EngineConfig
+    input_address: str
+    output_address: str
+
+
+class EngineCoreProcess:
+    """The engine core's loop between its two sockets."""
+
+    def __init__(self, arguments: ProcessArguments) -> None:
+        self._context = zmq.Context()
+        self._input = self._socket(zmq.PULL, arguments.input_address)
+        self._output = self._socket(zmq.PUSH, arguments.output_address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._request_decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
+        self._refused: list[EngineCoreOutput] = []
+        self._stopping = False
+        try:
+            self._core = EngineCore(arguments.config)
+        except Exception as error:
+            known = isinstance(error, EngineError | ValueError | OSError)
+            logger.log(logging.ERROR, "cannot start: %s", error if known else traceback.format_exc())
+            self._send(EngineCoreReady(error=str(error) if known else f"{type(error).__name__}: {error}"))
+            raise SystemExit(1) from None
+        self._send(self._core.ready)
+
+    def run(self) -> None:
+        """Serve until told to stop."""
+        while not self._stopping:
+            if self._core.has_requests():
+                self._receive()
+                if self._core.has_requests():
+                    outputs = self._core.step()
+                    outputs.outputs += self._refused
+                    self._refused = []
+                    self._send(outputs)
+                else:
+                    self._send_stats()
+            else:
+                self._wait()
+        self._core.shutdown()
+
+    def _wait(self) -> None:
+        """Block until a message comes; look the books over when none has come for a while."""
+        if not self._input.poll(IDLE_CHECK_MS):
+            try:
+                self._core.scheduler.check_integrity()
+            except AssertionError:
+                logger.exception("the KV cache's books do not balance while idle; this is a bug")
+            self._input.poll()
+        self._receive()
+        if not self._core.has_requests():
+            self._send_stats()
+
+    def _receive(self) -> None:
+        """Take in everything that has come, without waiting."""
+        while True:
+            try:
+                frames = self._input.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            request_type, request_id = RequestType(frames[0]), frames[1].decode()
+            if request_type is RequestType.ADD:
+                self._add(request_id, frames[2])
+            elif request_type is RequestType.ABORT:
+                self._core.abort_request(request_id)
+            else:
+                self._stopping = True
+                return
+
+    def _add(self, request_id: str, payload: bytes) -> None:
+        """A message that does not decode or validate ends that request, and nothing else."""
+        try:
+            self._core.add_request(self._request_decoder.decode(payload))
+        except Exception as error:
+            self._refused.append(EngineCoreOutput(request_id, finish_reason=FinishReason.ERROR, error=str(error)))
+
+    def _send_stats(self) -> None:
+        self._send(EngineCoreOutputs(self._refused, self._core.scheduler.make_stats()))
+        self._refused = []
+
+    def _send(self, message: EngineCoreOutputs | EngineCoreReady) -> None:
+        self._output.send(self._encoder.encode(message), copy=False)
+
+    def _socket(self, kind: int, address: str) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.LINGER, 1000)
+        socket.connect(address)
+        return socket
+
+
+def _die_with_parent() -> None:
+    """The parent holds the other end of stdin and never writes to it again: its end means that the parent is gone."""
+    while os.read(0, 4096):
+        pass
+    os._exit(0)
+
+
+def main() -> None:
+    """Entry point of the child process."""
+    logging.basicConfig(level=logging.INFO, format="quire engine[%(process)d] %(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=ProcessArguments)
+    threading.Thread(target=_die_with_parent, name="die-with-parent", daemon=True).start()
+    EngineCoreProcess(arguments).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Tokens to text, one token at a time: never half a character, never part of a stop string, at linear cost."""
+
+from collections.abc import Callable, Sequence
+
+from quire_engine.sampling_params import SamplingParams
+
+__all__ = ["Decode", "IncrementalDetokenizer"]
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids → text, special tokens skipped or not as the request wants it."""
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+MAX_PENDING_TOKENS = 8
+"""A character has at most 4 bytes, so when this many tokens still end in a replacement character, it is not going to be
+completed: the bytes are invalid, and are shown as such."""
+
+
+class IncrementalDetokenizer:
+    """The text of one request's output.
+
+    A token's text may depend on the token before it (a leading space, a character split over two tokens), so each new
+    token is decoded together with a few before it, and only what that adds is kept::
+
+        tokens   … │ prefix │ pending │
+                   ▲        ▲         ▲
+            prefix_offset  read_offset  end        new text = decode(prefix + pending) - decode(prefix)
+    """
+
+    def __init__(self, decode: Decode, params: SamplingParams) -> None:
+        self.text = ""
+        self.token_ids: list[int] = []
+        self._decode = decode
+        self._prefix_offset = 0
+        self._read_offset = 0
+        self._prefix_text = ""
+        self._stop = params.stop
+        self._min_tokens = params.min_tokens
+        self._include_stop = params.include_stop_str_in_output
+        self._skipped_text = 0
+        """Characters that came before `min_tokens`, in which no stop string is looked for."""
+        held_back = 0 if self._include_stop else max(map(len, self._stop), default=1) - 1
+        self._held_back = held_back
+        self._num_emitted = 0
+
+    def append(self, token_id: int, *, is_stop_token: bool = False) -> str | None:
+        """Take in one token.
+
+        Args:
+            token_id: the next token.
+            is_stop_token: it ended the request; it has its place in `token_ids` but not in the text, unless stop
+                strings are to be included.
+
+        Returns:
+            The stop string that the text now contains, or None. The text then ends before it, or after it when stop
+            strings are to be included.
+        """
+        self.token_ids.append(token_id)
+        if is_stop_token and not self._include_stop:
+            self._flush(self.token_ids[:-1])
+            return None
+        before = len(self.text)
+        self._extend(self.token_ids)
+        if not self._stop:
+            return None
+        if len(self.token_ids) <= self._min_tokens:
+            self._skipped_text = len(self.text)
+            return None
+        return self._find_stop(before)
+
+    def finish(self) -> None:
+        """Nothing comes any more: show what was held back as incomplete."""
+        self._flush(self.token_ids)
+        self._held_back = 0
+
+    def next_delta(self, *, finished: bool) -> str:
+        """The text that has not been given out yet and certainly will not be taken back."""
+        end = len(self.text) if finished else max(len(self.text) - self._held_back, self._num_emitted)
+        delta = self.text[self._num_emitted : end]
+        self._num_emitted = end
+        return delta
+
+    def _extend(self, token_ids: list[int]) -> None:
+        """Decode what is pending, unless it ends within a character."""
+        text = self._decode(token_ids[self._prefix_offset :])
+        num_pending = len(token_ids) - self._read_offset
+        if text.endswith(REPLACEMENT) and num_pending < MAX_PENDING_TOKENS:
+            return
+        self._commit(token_ids, text)
+
+    def _flush(self, token_ids: list[int]) -> None:
+        if self._read_offset < len(token_ids):
+            self._commit(token_ids, self._decode(token_ids[self._prefix_offset :]))
+
+    def _commit(self, token_ids: list[int], text: str) -> None:
+        self.text += text[len(self._prefix_text) :]
+        self._prefix_offset, self._read_offset = self._read_offset, len(token_ids)
+        self._prefix_text = self._decode(token_ids[self._prefix_offset :])
+
+    def _find_stop(self, before: int) -> str | None:
+        """The stop string that appears first; only text that the last token can have completed is searched."""
+        found: tuple[int, str] | None = None
+        for stop in self._stop:
+            start = max(before - len(stop) + 1, self._skipped_text, 0)
+            index = self.text.find(stop, start)
+            if index >= 0 and (found is None or index < found[0]):
+                found = (index, stop)
+        if found is None:
+            return None
+        index, stop = found
+        self.text = self.text[: index + len(stop)] if self._include_stop else self.text[:index]
+        self._read_offset = len(self.token_ids)  # what was pending is cut off too
+        return stop

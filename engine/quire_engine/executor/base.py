@@ -1,0 +1,27 @@
+"""Executor: the seam between one engine core and its workers."""
+
+from typing import Protocol
+
+from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
+
+__all__ = ["Executor"]
+
+
+class Executor(Protocol):
+    """Runs steps on all ranks."""
+
+    def determine_num_blocks(self) -> int:
+        """KV blocks that every rank has room for."""
+        ...
+
+    def initialize_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache on every rank."""
+        ...
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step to its end."""
+        ...
+
+    def shutdown(self) -> None:
+        """End all workers. Idempotent."""
+        ...

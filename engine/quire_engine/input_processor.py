@@ -1,0 +1,143 @@
+"""InputProcessor: whatever a caller gives as a prompt → validated token ids. Thread-safe."""
+
+import operator
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from quire_engine.errors import CheckpointError, RequestError
+from quire_engine.messages import EngineCoreReady, EngineCoreRequest
+from quire_engine.models.checkpoint import TOKENIZER_FILES
+from quire_engine.request import validate_request
+from quire_engine.sampling_params import SamplingParams
+
+__all__ = ["InputProcessor", "ProcessedRequest", "Prompt", "load_tokenizer"]
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessedRequest:
+    """A request that is ready for the engine core."""
+
+    request_id: str
+    prompt: str | None
+    """None when the prompt came as token ids."""
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival_time: float
+    """Of the frontend's monotonic clock."""
+
+    def to_core(self) -> EngineCoreRequest:
+        """What the engine core gets to see."""
+        return EngineCoreRequest(self.request_id, self.prompt_token_ids, self.params)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint folder, from its files alone.
+
+    Raises:
+        CheckpointError: it has none, or it does not load.
+    """
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise CheckpointError(f"tokenizer: {folder} holds no {' or '.join(TOKENIZER_FILES)}")
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the library raises whatever its parsers raise
+        raise CheckpointError(f"tokenizer: {folder} does not load: {error}") from error
+    return tokenizer
+
+
+class InputProcessor:
+    """Tokenizes and validates."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, ready: EngineCoreReady) -> None:
+        self.tokenizer = tokenizer
+        self._ready = ready
+        self._max_token_length = max(map(len, tokenizer.get_vocab()), default=1)
+
+    def process(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> ProcessedRequest:
+        """Turn a prompt into a request.
+
+        Args:
+            prompt: see `Prompt`.
+            params: sampling parameters; without a seed they get a random one here, so that a replay repeats it.
+            request_id: unique among live requests; unset: random.
+
+        Raises:
+            RequestError: the prompt or a parameter cannot be served; it names which.
+        """
+        arrival_time = time.monotonic()
+        text, token_ids, name = self._split(prompt)
+        if text is not None:
+            token_ids = self._tokenize(text, name)
+        validate_request(
+            token_ids,
+            params,
+            vocab_size=self._ready.vocab_size,
+            max_model_len=self._ready.max_model_len,
+            num_kv_cache_tokens=self._ready.num_kv_cache_tokens,
+            prompt_name=name,
+        )
+        if params.seed is None and not params.is_greedy:
+            params = msgspec.structs.replace(params, seed=secrets.randbits(64))
+        return ProcessedRequest(
+            request_id=request_id or secrets.token_hex(8),
+            prompt=text,
+            prompt_token_ids=token_ids,
+            params=params,
+            arrival_time=arrival_time,
+        )
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation, by the checkpoint's template, which runs in a sandbox.
+
+        Raises:
+            RequestError: the checkpoint has no template, or it refuses the messages.
+        """
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template raises what it likes
+            raise RequestError("messages", f"messages: the chat template failed: {error}") from error
+        assert isinstance(text, str)
+        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return token_ids
+
+    def _split(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
+        """(text, token ids, name for messages)."""
+        if isinstance(prompt, str):
+            return prompt, [], "prompt"
+        if isinstance(prompt, Mapping):
+            keys = set(prompt)
+            if keys == {"prompt"} and isinstance(prompt["prompt"], str):
+                return prompt["prompt"], [], "prompt"
+            if keys == {"prompt_token_ids"}:
+                return None, _token_ids(prompt["prompt_token_ids"]), "prompt_token_ids"
+            raise RequestError("prompt", f"prompt has the keys {sorted(keys)}; it must have prompt or prompt_token_ids")
+        return None, _token_ids(prompt), "prompt_token_ids"
+
+    def _tokenize(self, text: str, name: str) -> list[int]:
+        if len(text) > self._max_token_length * self._ready.max_model_len:  # do not spend seconds to find that out
+            raise RequestError(
+                name,
+                f"{name} has {len(text)} characters; it cannot fit max_model_len={self._ready.max_model_len} tokens",
+            )
+        token_ids: list[int] = self.tokenizer.encode(text)
+        return token_ids
+
+
+def _token_ids(values: Any) -> list[int]:
+    """Plain ints, of numpy's integers too; anything else is refused rather than rounded."""
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError:
+        raise RequestError("prompt_token_ids", "prompt_token_ids must be a list of integers") from None

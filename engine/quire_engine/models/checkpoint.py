@@ -1,0 +1,201 @@
+"""A Hugging Face checkpoint folder: its configuration, and whether its files are all there.
+
+Reads JSON and safetensors headers only; knows nothing of torch.
+"""
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire_engine.errors import CheckpointError
+
+__all__ = ["ARCHITECTURES", "CheckpointConfig", "RopeConfig", "check_checkpoint", "weight_files"]
+
+ARCHITECTURES = ("LlamaForCausalLM",)
+ROPE_TYPES = ("default", "linear", "llama3")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeConfig:
+    """Rotary embedding parameters, under the names of `config.json`."""
+
+    rope_type: str = "default"
+    rope_theta: float = 10000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """What `config.json` and `generation_config.json` say that the engine needs."""
+
+    architecture: str
+    dtype: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    rope: RopeConfig
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "CheckpointConfig":
+        """Read and check the configuration.
+
+        Raises:
+            CheckpointError: the folder or file is missing, or describes a model that cannot be served.
+        """
+        if not folder.is_dir():
+            raise CheckpointError(f"model: there is no folder {folder}; give the path of a Hugging Face checkpoint")
+        config = _read_json(folder / "config.json")
+        architecture = (config.get("architectures") or ["(none named)"])[0]
+        if architecture not in ARCHITECTURES:
+            raise CheckpointError(
+                f"{folder / 'config.json'}: unknown architecture {architecture}; known are {', '.join(ARCHITECTURES)}"
+            )
+        if config.get("hidden_act", "silu") != "silu":
+            raise CheckpointError(f"{folder / 'config.json'}: hidden_act is {config['hidden_act']}; it must be silu")
+        try:
+            num_heads = int(config["num_attention_heads"])
+            return cls(
+                architecture=architecture,
+                dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+                vocab_size=int(config["vocab_size"]),
+                hidden_size=int(config["hidden_size"]),
+                intermediate_size=int(config["intermediate_size"]),
+                num_layers=int(config["num_hidden_layers"]),
+                num_heads=num_heads,
+                num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+                head_size=int(config.get("head_dim") or config["hidden_size"] // num_heads),
+                rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+                max_position_embeddings=int(config.get("max_position_embeddings", 2048)),
+                tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+                attention_bias=bool(config.get("attention_bias", False)),
+                mlp_bias=bool(config.get("mlp_bias", False)),
+                rope=_rope_config(folder, config),
+                eos_token_ids=_eos_token_ids(folder, config),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{folder / 'config.json'}: {error!r} is missing or not a number") from None
+
+
+def check_checkpoint(folder: Path) -> CheckpointConfig:
+    """Check everything that can be known without loading: configuration, tokenizer and every weight file's size.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        CheckpointError: what is missing or truncated, by file.
+    """
+    config = CheckpointConfig.from_folder(folder)
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise CheckpointError(
+            f"{folder}: there is no tokenizer ({' or '.join(TOKENIZER_FILES)}); copy its files into the folder, "
+            "or name another folder with the setting tokenizer"
+        )
+    for path in weight_files(folder):
+        check_safetensors(path)
+    return config
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, whole or sharded.
+
+    Raises:
+        CheckpointError: there are none, or a shard that the index names is missing.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        for name in names:
+            if not (folder / name).is_file():
+                raise CheckpointError(f"{folder / name}: this shard is missing, though {index.name} names it")
+        return [folder / name for name in names]
+    whole = folder / "model.safetensors"
+    if not whole.is_file():
+        raise CheckpointError(f"{folder}: there is no model.safetensors and no {index.name}; only safetensors are read")
+    return [whole]
+
+
+def check_safetensors(path: Path) -> None:
+    """Check that a safetensors file is as long as its header says.
+
+    ::
+
+        | 8 bytes: header length, little endian | header, JSON | tensors, at offsets that the header gives |
+
+    Raises:
+        CheckpointError: the file is truncated or has no valid header.
+    """
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            (header_size,) = struct.unpack("<Q", file.read(8))
+            if header_size > size:
+                raise CheckpointError(f"{path}: truncated; the file ends within its header")
+            header = json.loads(file.read(header_size))
+        data_size = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
+    except (struct.error, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: truncated or not a safetensors file") from None
+    expected = 8 + header_size + data_size
+    if size != expected:
+        raise CheckpointError(f"{path}: truncated; it has {size} bytes and its header speaks of {expected}")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent}: there is no {path.name}") from None
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return content
+
+
+def _rope_config(folder: Path, config: dict[str, Any]) -> RopeConfig:
+    """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type not in ROPE_TYPES:
+        raise CheckpointError(f"{folder / 'config.json'}: rope_type is {rope_type}; known are {', '.join(ROPE_TYPES)}")
+    default = RopeConfig()
+    return RopeConfig(
+        rope_type=rope_type,
+        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or default.rope_theta),
+        factor=float(rope.get("factor", default.factor)),
+        low_freq_factor=float(rope.get("low_freq_factor", default.low_freq_factor)),
+        high_freq_factor=float(rope.get("high_freq_factor", default.high_freq_factor)),
+        original_max_position_embeddings=int(
+            rope.get("original_max_position_embeddings", default.original_max_position_embeddings)
+        ),
+    )
+
+
+def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
+    """`generation_config.json` has the last word, as it may name several."""
+    path = folder / "generation_config.json"
+    generation = _read_json(path) if path.is_file() else {}
+    eos = generation.get("eos_token_id", config.get("eos_token_id"))
+    if eos is None:
+        return ()
+    return tuple(int(token_id) for token_id in (eos if isinstance(eos, list) else [eos]))

@@ -1,0 +1,94 @@
+"""The building blocks that architectures share."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quire_engine.models.checkpoint import RopeConfig
+
+__all__ = ["AttentionMetadata", "Linear", "Weight", "load_targets", "rope_cos_sin"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionMetadata:
+    """Where the tokens of one step stand, for every attention layer alike. All int64; legend in `quire_kernels`."""
+
+    positions: torch.Tensor
+    """[T], each token's position in its sequence."""
+    slot_mapping: torch.Tensor
+    """[T], where its key and value go."""
+    block_table: torch.Tensor
+    """[S, M], block ids in order."""
+    query_start_loc: torch.Tensor
+    """[S + 1], cumulative number of scheduled tokens."""
+    seq_lens: torch.Tensor
+    """[S], context and scheduled tokens together."""
+
+
+class Linear(nn.Module):
+    """One or several projections of the same input, stacked by output feature into one matrix multiplication.
+
+    Args:
+        in_features: size of the input.
+        parts: the checkpoint's name of each projection, and its output size, in the order in which they are stacked.
+        bias: whether each projection has one.
+    """
+
+    def __init__(self, in_features: int, parts: Mapping[str, int], bias: bool = False) -> None:
+        super().__init__()
+        self.parts = dict(parts)
+        out_features = sum(parts.values())
+        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in] -> [T, sum of parts]."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class Weight(nn.Module):
+    """A parameter that a `quire_kernels` op reads: the scale of a norm, the rows of an embedding."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(*shape), requires_grad=False)
+
+
+def load_targets(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Where each tensor of a checkpoint goes: its name there, without the leading `model.`, and a view to copy into."""
+    targets: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Weight):
+            targets[f"{path}.weight"] = module.weight.data
+        elif isinstance(module, Linear):
+            parent = path.rpartition(".")[0]
+            prefix = f"{parent}." if parent else ""
+            for kind, parameter in module.named_parameters():
+                pieces = torch.split(parameter.data, list(module.parts.values()))
+                targets |= {f"{prefix}{name}.{kind}": piece for name, piece in zip(module.parts, pieces, strict=True)}
+    return targets
+
+
+def rope_cos_sin(rope: RopeConfig, head_size: int, max_position: int) -> torch.Tensor:
+    """The table that `quire_kernels.rope_and_cache` reads: [max_position, D] float32, cos of D/2 angles, then sin."""
+    angles = torch.outer(torch.arange(max_position).float(), _inverse_frequencies(rope, head_size))
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def _inverse_frequencies(rope: RopeConfig, head_size: int) -> torch.Tensor:
+    inv_freq = 1.0 / rope.rope_theta ** (torch.arange(0, head_size, 2, dtype=torch.int64).float() / head_size)
+    if rope.rope_type == "linear":
+        return inv_freq / rope.factor
+    if rope.rope_type == "llama3":
+        # Llama 3.1: wavelengths beyond the original context are stretched by `factor`, short ones are left alone, and
+        # between the two bounds it goes over smoothly.
+        wavelength = 2 * math.pi / inv_freq
+        context = rope.original_max_position_embeddings
+        smooth = (context / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        smooth = smooth.clamp(0.0, 1.0)
+        return (1 - smooth) * inv_freq / rope.factor + smooth * inv_freq
+    return inv_freq

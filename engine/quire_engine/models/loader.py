@@ -1,0 +1,62 @@
+"""Weights: from safetensors files, memory-mapped, into a model's parameters, converted on the way."""
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from quire_engine.errors import CheckpointError
+from quire_engine.models.checkpoint import CheckpointConfig, check_safetensors, weight_files
+from quire_engine.models.layers import load_targets
+from quire_engine.models.llama import LlamaForCausalLM
+from quire_engine.models.registry import MODELS
+
+__all__ = ["load_model"]
+
+
+def load_model(folder: Path, config: CheckpointConfig, dtype: torch.dtype, max_model_len: int) -> LlamaForCausalLM:
+    """Build the model and fill every parameter.
+
+    Raises:
+        CheckpointError: a file is truncated, or a tensor is missing, superfluous or of the wrong shape.
+    """
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = MODELS[config.architecture](config, max_model_len)
+    finally:
+        torch.set_default_dtype(previous)
+    targets = load_targets(model)
+    missing = set(targets)
+    for path in weight_files(folder):
+        check_safetensors(path)
+        missing -= _load_file(path, targets)
+    if missing:
+        raise CheckpointError(f"{folder}: its safetensors files hold no {', '.join(sorted(missing)[:3])}")
+    return model.eval()
+
+
+def _load_file(path: Path, targets: dict[str, torch.Tensor]) -> set[str]:
+    """Copy what the file holds; returns the names that were filled."""
+    filled = set()
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - it is no mapping
+                name = key.removeprefix("model.")
+                target = targets.get(name)
+                if target is None:
+                    # The copy of a tied head, and the frequency tables of old checkpoints, are derived here.
+                    if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq"):
+                        continue
+                    raise CheckpointError(f"{path}: tensor {key} has no place in this architecture")
+                tensor = tensors.get_tensor(key)
+                if tensor.shape != target.shape:
+                    raise CheckpointError(
+                        f"{path}: tensor {key} has shape {tuple(tensor.shape)}; config.json asks for "
+                        f"{tuple(target.shape)}"
+                    )
+                target.copy_(tensor)
+                filled.add(name)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    return filled

@@ -1,0 +1,231 @@
+"""OutputProcessor: EngineCoreOutputs → text, RequestOutputs and statistics. Runs where the caller is."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from quire_engine.detokenizer import IncrementalDetokenizer
+from quire_engine.input_processor import ProcessedRequest
+from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, TokenLogprobs
+from quire_engine.request import FinishReason
+from quire_engine.stats import FinishedRequestStats, IterationStats
+
+__all__ = ["CompletionOutput", "Logprob", "OnOutput", "OutputProcessor", "RequestOutput"]
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One token's log-probability at one position."""
+
+    logprob: float
+    rank: int
+    """1 is the most likely."""
+    decoded_token: str
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One generated sequence, or what is new of it."""
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    """Sum over all tokens so far, also in a delta; None unless log-probabilities were asked for."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """One entry per token: the sampled token's, then the most likely ones'."""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What a request has produced, or what is new of it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    num_cached_tokens: int = 0
+    metrics: FinishedRequestStats | None = None
+    """On the last output."""
+    error: str | None = None
+    """Why it failed, with finish_reason "error"."""
+
+    def merge(self, later: "RequestOutput") -> None:
+        """Append a later delta to this one."""
+        for mine, new in zip(self.outputs, later.outputs, strict=True):
+            mine.text += new.text
+            mine.token_ids += new.token_ids
+            mine.cumulative_logprob = new.cumulative_logprob
+            if new.logprobs is not None:
+                mine.logprobs = (mine.logprobs or []) + new.logprobs
+            mine.finish_reason, mine.stop_reason = new.finish_reason, new.stop_reason
+        self.finished, self.metrics, self.error = later.finished, later.metrics, later.error
+        self.num_cached_tokens = later.num_cached_tokens
+
+
+OnOutput = Callable[[RequestOutput], None]
+
+
+class _RequestState:
+    """One live request."""
+
+    def __init__(self, request: ProcessedRequest, tokenizer: PreTrainedTokenizerBase, on_output: OnOutput) -> None:
+        skip = request.params.skip_special_tokens
+
+        def decode(token_ids: Sequence[int]) -> str:
+            text = tokenizer.decode(list(token_ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            assert isinstance(text, str)
+            return text
+
+        self.request = request
+        self.on_output = on_output
+        self.detokenizer = IncrementalDetokenizer(decode, request.params)
+        self.cumulative_logprob: float | None = None if request.params.logprobs is None else 0.0
+        self.first_token_time: float | None = None
+        self.last_token_time = request.arrival_time
+        self.stats = FinishedRequestStats(finish_reason="", num_prompt_tokens=len(request.prompt_token_ids))
+
+
+class OutputProcessor:
+    """Keeps the state of every live request of one frontend."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._states: dict[str, _RequestState] = {}
+        self._token_texts: dict[int, str] = {}
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The live requests."""
+        return list(self._states)
+
+    def add_request(self, request: ProcessedRequest, on_output: OnOutput) -> None:
+        """Expect output for a request; each delta goes to `on_output`, the last one with `finished`."""
+        self._states[request.request_id] = _RequestState(request, self._tokenizer, on_output)
+
+    def discard(self, request_id: str) -> None:
+        """Forget a request whose caller no longer listens."""
+        self._states.pop(request_id, None)
+
+    def has_requests(self) -> bool:
+        """Whether any request is live."""
+        return bool(self._states)
+
+    def process(self, outputs: EngineCoreOutputs) -> tuple[IterationStats, list[str]]:
+        """Take in one message.
+
+        Returns:
+            What happened, and the ids of the requests that ended here (a stop string) and must be aborted in the core.
+        """
+        now = time.monotonic()
+        stats = IterationStats()
+        to_abort = []
+        for output in outputs.outputs:
+            state = self._states.get(output.request_id)
+            if state is None:
+                continue  # ended here while the step ran
+            if self._process_one(state, output, now, stats) and output.finish_reason is None:
+                to_abort.append(output.request_id)
+        return stats, to_abort
+
+    def finish(self, request_id: str, reason: FinishReason, error: str | None = None) -> IterationStats:
+        """End a request from this side: aborted, or its engine is gone. Unknown ids are passed over."""
+        stats = IterationStats()
+        state = self._states.get(request_id)
+        if state is not None:
+            output = EngineCoreOutput(request_id, finish_reason=reason, error=error)
+            self._process_one(state, output, time.monotonic(), stats)
+        return stats
+
+    def _process_one(self, state: _RequestState, output: EngineCoreOutput, now: float, stats: IterationStats) -> bool:
+        """Give out the delta of one request; True when it is finished."""
+        completion = CompletionOutput(
+            finish_reason=None if output.finish_reason is None else str(output.finish_reason),
+            stop_reason=output.stop_reason,
+        )
+        for i, token_id in enumerate(output.new_token_ids):
+            is_last = i == len(output.new_token_ids) - 1
+            stop = state.detokenizer.append(
+                token_id, is_stop_token=is_last and output.finish_reason is FinishReason.STOP
+            )
+            completion.token_ids.append(token_id)
+            if output.logprobs is not None:
+                self._add_logprobs(state, completion, output.logprobs[i])
+            if stop is not None:
+                completion.finish_reason, completion.stop_reason = str(FinishReason.STOP), stop
+                break
+        finished = completion.finish_reason is not None
+        if finished and not isinstance(completion.stop_reason, str):
+            state.detokenizer.finish()
+        completion.text = state.detokenizer.next_delta(finished=finished)
+        completion.cumulative_logprob = state.cumulative_logprob
+        self._take_times(state, output, len(completion.token_ids), now, stats)
+        request = state.request
+        result = RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=[completion],
+            finished=finished,
+            num_cached_tokens=state.stats.num_cached_tokens,
+            error=output.error,
+        )
+        if finished:
+            del self._states[request.request_id]
+            assert completion.finish_reason is not None
+            result.metrics = self._finish_stats(state, completion.finish_reason, now)
+            stats.finished_requests.append(result.metrics)
+        state.on_output(result)
+        return finished
+
+    def _add_logprobs(self, state: _RequestState, completion: CompletionOutput, entries: TokenLogprobs) -> None:
+        assert state.cumulative_logprob is not None
+        state.cumulative_logprob += entries[0][1]
+        completion.logprobs = completion.logprobs or []
+        completion.logprobs.append(
+            {token_id: Logprob(logprob, rank, self._token_text(token_id)) for token_id, logprob, rank in entries}
+        )
+
+    def _token_text(self, token_id: int) -> str:
+        if token_id not in self._token_texts:
+            text = self._tokenizer.decode([token_id])
+            assert isinstance(text, str)
+            self._token_texts[token_id] = text
+        return self._token_texts[token_id]
+
+    @staticmethod
+    def _take_times(
+        state: _RequestState, output: EngineCoreOutput, num_new_tokens: int, now: float, stats: IterationStats
+    ) -> None:
+        own = state.stats
+        own.num_preemptions = max(own.num_preemptions, output.num_preemptions)
+        if not num_new_tokens:
+            return
+        if state.first_token_time is None:
+            state.first_token_time = now
+            own.time_to_first_token_seconds = now - state.request.arrival_time
+            own.queue_seconds = output.queue_seconds or 0.0
+            own.num_cached_tokens = output.num_cached_tokens
+            stats.time_to_first_token_seconds.append(own.time_to_first_token_seconds)
+            stats.num_prompt_tokens += own.num_prompt_tokens
+            stats.num_cached_tokens += own.num_cached_tokens
+        else:
+            stats.inter_token_seconds.append(now - state.last_token_time)
+        state.last_token_time = now
+        own.num_output_tokens += num_new_tokens
+        stats.num_generation_tokens += num_new_tokens
+
+    @staticmethod
+    def _finish_stats(state: _RequestState, finish_reason: str, now: float) -> FinishedRequestStats:
+        own = state.stats
+        own.finish_reason = finish_reason
+        own.e2e_seconds = now - state.request.arrival_time
+        if state.first_token_time is not None and own.time_to_first_token_seconds is not None:
+            own.prefill_seconds = max(own.time_to_first_token_seconds - own.queue_seconds, 0.0)
+            own.decode_seconds = state.last_token_time - state.first_token_time
+        return own

@@ -1,0 +1,6 @@
+"""From logits to the next token of every request."""
+
+from quire_engine.sampling.metadata import SamplingMetadata
+from quire_engine.sampling.sampler import Sampler, SamplerOutput
+
+__all__ = ["Sampler", "SamplerOutput", "SamplingMetadata"]

@@ -1,0 +1,30 @@
+"""SamplingMetadata: the sampling parameters of a batch, column by column."""
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["SamplingMetadata"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingMetadata:
+    """One entry per row of logits; S rows."""
+
+    temperature: torch.Tensor
+    """[S] float32; 0 is greedy."""
+    top_p: torch.Tensor
+    """[S] float32; 1 keeps all."""
+    top_k: torch.Tensor
+    """[S] int64; V keeps all."""
+    min_p: torch.Tensor
+    """[S] float32; 0 keeps all."""
+    seeds: torch.Tensor
+    """[S] int64, the 64 bits of each request's seed."""
+    positions: torch.Tensor
+    """[S] int64, the position that the sampled token will take."""
+    num_logprobs: list[int | None]
+    """How many log-probabilities each row wants besides its sampled token's; None: not even that."""
+    forbidden: list[tuple[int, list[int]]]
+    """Rows that may not stop yet, and the token ids that would stop them."""
+    all_greedy: bool

@@ -1,0 +1,254 @@
+"""Builders and a stand-in model for tests that need neither tensors nor a checkpoint.
+
+`FakeModelRunner` keeps a real (if small) KV cache: one number per slot that stands for everything up to that token, as
+keys and values of a deep layer do. It reads every request back through its block table before it samples, so a block
+that was shared, reused or reintroduced wrongly is noticed at once, by name. The tokens depend on nothing but the tokens
+before them: `undisturbed_output` says in one line what any schedule must produce.
+
+Like `scheduler/` and `kv_cache/`, this module never imports torch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from quire_engine.config import SchedulerConfig
+from quire_engine.kv_cache import KVCacheManager
+from quire_engine.messages import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
+from quire_engine.request import FinishReason, Request
+from quire_engine.sampling_params import SamplingParams
+from quire_engine.scheduler import Scheduler
+
+__all__ = [
+    "FakeModelRunner",
+    "make_request",
+    "make_requests",
+    "make_scheduler",
+    "next_token",
+    "run_step",
+    "undisturbed_output",
+]
+
+VOCAB_SIZE = 64
+"""Of the stand-in model: small, so that an end-of-sequence id is sampled now and then."""
+
+_request_numbers = count()
+
+
+def make_scheduler(
+    *, num_blocks: int = 64, block_size: int = 4, enable_prefix_caching: bool = True, **settings: int
+) -> Scheduler:
+    """A scheduler over a KV cache of its own; `settings` are those of `SchedulerConfig`."""
+    return Scheduler(
+        SchedulerConfig(**settings),  # type: ignore[arg-type]
+        KVCacheManager(num_blocks, block_size, enable_prefix_caching),
+    )
+
+
+def make_request(
+    prompt: Sequence[int],
+    *,
+    request_id: str | None = None,
+    eos_token_ids: Sequence[int] = (),
+    max_model_len: int = 2**31,
+    params: SamplingParams | None = None,
+) -> Request:
+    """A request with a name of its own: `request-0`, `request-1`, … unless one is given."""
+    return Request(
+        request_id or f"request-{next(_request_numbers)}",
+        prompt,
+        params or SamplingParams(),
+        eos_token_ids,
+        max_model_len,
+    )
+
+
+def make_requests(num_requests: int, *, prompt_length: int = 8, max_tokens: int = 4) -> list[Request]:
+    """Requests `r0`, `r1`, … whose prompts differ from their first token on, so that they share no prefix."""
+    return [
+        make_request(
+            [number, *range(1, prompt_length)], request_id=f"r{number}", params=SamplingParams(max_tokens=max_tokens)
+        )
+        for number in range(num_requests)
+    ]
+
+
+# -- the stand-in model ------------------------------------------------------------------------------------------------
+
+_SEED = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+
+
+def _extend(state: int, token_id: int) -> int:
+    """What the model knows after one more token."""
+    state = (state ^ (token_id + 1)) * 0xBF58476D1CE4E5B9 & _MASK
+    return state ^ (state >> 29)
+
+
+def _sample(state: int) -> int:
+    return (state >> 16) % VOCAB_SIZE
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    """The token that the stand-in model puts after these."""
+    state = _SEED
+    for token_id in token_ids:
+        state = _extend(state, token_id)
+    return _sample(state)
+
+
+def undisturbed_output(request: Request) -> tuple[list[int], FinishReason]:
+    """The output tokens and the reason that a request ends with when nobody fails or aborts it. Leaves it unchanged."""
+    twin = Request(
+        request.request_id,
+        request.all_token_ids[: request.num_prompt_tokens],
+        request.sampling_params,
+        tuple(request.eos_token_ids),
+    )
+    twin.max_tokens = request.max_tokens
+    state = _SEED
+    for token_id in twin.all_token_ids:
+        state = _extend(state, token_id)
+    while True:
+        token_id = _sample(state)
+        state = _extend(state, token_id)
+        twin.all_token_ids.append(token_id)
+        stopped = twin.check_stop()
+        if stopped:
+            return twin.all_token_ids[twin.num_prompt_tokens :], stopped[0]
+
+
+@dataclass(slots=True)
+class _WorkerRequest:
+    """What a worker remembers of one request between steps."""
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    block_ids: list[int]
+    num_computed_tokens: int
+    states: list[int] = field(default_factory=list)
+    """`states[i]` is what the model knows after token i: what its slot has to hold."""
+
+
+class FakeModelRunner:
+    """Carries out scheduled steps like a worker does, and asserts that each message fits what it was told before.
+
+    Checked at every step: a dropped request is known and told once; a new one is not known; what is said of a known one
+    agrees with the worker's own count; there is a block for every token; no slot is written twice in a step; and after
+    the writes of the whole step, each request finds its own tokens behind its block table.
+
+    Args:
+        num_blocks: blocks of the KV cache.
+        block_size: tokens per block.
+        fails: called with `(request id, number of output tokens so far)` for each request about to be sampled; when it
+            is true for one, the step overwrites all slots that it computed with rubbish and raises `RuntimeError`.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, fails: Callable[[str, int], bool] = lambda request_id, num_output: False
+    ) -> None:
+        self.block_size = block_size
+        self.fails = fails
+        self.num_steps = 0
+        self._slots = [0] * (num_blocks * block_size)
+        self._requests: dict[str, _WorkerRequest] = {}
+
+    @classmethod
+    def for_scheduler(
+        cls, scheduler: Scheduler, fails: Callable[[str, int], bool] = lambda request_id, num_output: False
+    ) -> "FakeModelRunner":
+        """A runner with the cache that the scheduler plans for."""
+        return cls(scheduler.kv_cache.num_blocks, scheduler.kv_cache.block_size, fails)
+
+    @property
+    def known_request_ids(self) -> set[str]:
+        """Requests that the worker has been told of and not told to forget."""
+        return set(self._requests)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute one step.
+
+        Raises:
+            RuntimeError: `fails` said so.
+            AssertionError: the message contradicts an earlier one, or the KV cache holds something else.
+        """
+        self.num_steps += 1
+        self._update_states(scheduler_output)
+        written: list[int] = []
+        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+            written += self._write(request_id, self._requests[request_id], num_tokens)
+        assert len(set(written)) == len(written), "two requests write the same slot in one step"
+        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+            self._read_back(request_id, self._requests[request_id], num_tokens)
+
+        sampling = [
+            request_id
+            for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
+            if (request := self._requests[request_id]).num_computed_tokens + num_tokens == len(request.token_ids)
+        ]
+        for request_id in sampling:
+            request = self._requests[request_id]
+            if self.fails(request_id, len(request.token_ids) - request.num_prompt_tokens):
+                for slot in written:
+                    self._slots[slot] = -1
+                raise RuntimeError(f"{request_id} made the step fail")
+        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+            self._requests[request_id].num_computed_tokens += num_tokens
+        output = ModelRunnerOutput(sampled_token_ids={})
+        for request_id in sampling:
+            request = self._requests[request_id]
+            token_id = _sample(request.states[-1])
+            request.token_ids.append(token_id)
+            output.sampled_token_ids[request_id] = [token_id]
+        return output
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> None:
+        for request_id in scheduler_output.dropped_request_ids:
+            assert request_id in self._requests, f"{request_id} is dropped, but was not known"
+            del self._requests[request_id]
+        for new in scheduler_output.new_requests:
+            assert new.request_id not in self._requests, f"{new.request_id} is introduced twice"
+            self._requests[new.request_id] = _WorkerRequest(
+                list(new.token_ids), new.num_prompt_tokens, list(new.block_ids), new.num_computed_tokens
+            )
+        cached = scheduler_output.cached_requests
+        for request_id, block_ids, num_computed in zip(
+            cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            assert request_id in self._requests, f"{request_id} goes on, but is not known"
+            request = self._requests[request_id]
+            assert num_computed == request.num_computed_tokens, f"{request_id}: the scheduler counts otherwise"
+            request.block_ids += block_ids
+        told = [*cached.request_ids, *(new.request_id for new in scheduler_output.new_requests)]
+        assert sorted(told) == sorted(scheduler_output.num_scheduled_tokens), "scheduled and told differ"
+
+    def _slot(self, request: _WorkerRequest, position: int) -> int:
+        return request.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+
+    def _write(self, request_id: str, request: _WorkerRequest, num_tokens: int) -> list[int]:
+        first, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
+        assert num_tokens > 0, f"{request_id} is scheduled for nothing"
+        assert end <= len(request.token_ids), f"{request_id} is scheduled beyond its tokens"
+        assert len(set(request.block_ids)) == len(request.block_ids), f"{request_id} has a block twice"
+        assert len(request.block_ids) * self.block_size >= end, f"{request_id} has too few blocks"
+        for token_id in request.token_ids[len(request.states) : end]:
+            request.states.append(_extend(request.states[-1] if request.states else _SEED, token_id))
+        slots = [self._slot(request, position) for position in range(first, end)]
+        for slot, state in zip(slots, request.states[first:end], strict=True):
+            self._slots[slot] = state
+        return slots
+
+    def _read_back(self, request_id: str, request: _WorkerRequest, num_tokens: int) -> None:
+        end = request.num_computed_tokens + num_tokens
+        found = [self._slots[self._slot(request, position)] for position in range(end)]
+        assert found == request.states[:end], f"{request_id}: its blocks hold something else"
+
+
+def run_step(scheduler: Scheduler, runner: FakeModelRunner) -> list[EngineCoreOutput]:
+    """One step of an engine: schedule, execute, and take in what came of it, a failure included."""
+    scheduler_output = scheduler.schedule()
+    try:
+        runner_output = runner.execute_model(scheduler_output)
+    except RuntimeError as error:
+        return scheduler.recover_from_failed_step(scheduler_output, str(error))
+    return scheduler.update_from_output(runner_output)

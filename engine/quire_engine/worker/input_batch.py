@@ -1,0 +1,75 @@
+"""InputBatch: what a worker remembers of each request, in arrays with one slot per request.
+
+A request keeps its slot for as long as the worker knows it; a step gathers the slots it needs. So nothing is ever moved
+between slots, and `add` sets every field of the slot anew: nothing of the last user is left.
+
+::
+
+    slot │ token_ids (prompt, then output)        │ num_tokens │ block_table        │ temperature …
+    ─────┼────────────────────────────────────────┼────────────┼────────────────────┼──────────────
+      0  │ 17 4 901 33 · · · · · · · · · · · · · ·│     4      │ 12 · · · · · · · · │ 0.0
+      1  │ (free)                                 │            │                    │
+      2  │ 5 5 8 812 77 301 4 4 4 19 2 · · · · · ·│    11      │ 3 40 7 · · · · · · │ 0.8
+"""
+
+import numpy as np
+
+from quire_engine.messages import NewRequestData
+from quire_engine.sampling_params import SamplingParams
+
+__all__ = ["InputBatch"]
+
+
+class InputBatch:
+    """The persistent batch. All arrays are indexed by slot first."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
+        max_blocks = -(-max_model_len // block_size)
+        self.vocab_size = vocab_size
+        self.slots: dict[str, int] = {}
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
+        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
+        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
+        self.top_p = np.ones(max_num_seqs, dtype=np.float32)
+        self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
+        self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
+        self.seed = np.zeros(max_num_seqs, dtype=np.uint64)
+        self.params: list[SamplingParams | None] = [None] * max_num_seqs
+        self.stop_token_ids: list[list[int]] = [[] for _ in range(max_num_seqs)]
+
+    def add(self, request: NewRequestData) -> None:
+        """Take a free slot and set every field of it."""
+        slot = self._free_slots.pop()
+        self.slots[request.request_id] = slot
+        params = request.sampling_params
+        num_tokens = len(request.token_ids)
+        self.token_ids[slot, :num_tokens] = request.token_ids
+        self.num_tokens[slot] = num_tokens
+        self.num_prompt_tokens[slot] = request.num_prompt_tokens
+        self.num_computed_tokens[slot] = request.num_computed_tokens
+        self.num_blocks[slot] = 0
+        self.append_blocks(slot, request.block_ids)
+        self.temperature[slot] = params.temperature
+        self.top_p[slot] = params.top_p
+        self.top_k[slot] = min(params.top_k, self.vocab_size) if params.top_k > 0 else self.vocab_size
+        self.min_p[slot] = params.min_p
+        self.seed[slot] = params.seed or 0
+        self.params[slot] = params
+        self.stop_token_ids[slot] = request.stop_token_ids
+
+    def remove(self, request_id: str) -> None:
+        """Free a request's slot, if it has one: a step that failed may not have come to adding it."""
+        slot = self.slots.pop(request_id, None)
+        if slot is not None:
+            self._free_slots.append(slot)
+
+    def append_blocks(self, slot: int, block_ids: list[int]) -> None:
+        """Extend a block table."""
+        start = self.num_blocks[slot]
+        self.block_table[slot, start : start + len(block_ids)] = block_ids
+        self.num_blocks[slot] += len(block_ids)

@@ -1,0 +1,36 @@
+"""How much memory there is, and how much a function takes at its peak. Linux."""
+
+import contextlib
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["available_memory_bytes", "peak_memory_growth"]
+
+
+def available_memory_bytes() -> int:
+    """Memory that can still be had without swapping: of the machine, or of the container where that is less."""
+    available = _status_bytes(Path("/proc/meminfo"), "MemAvailable")
+    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or no limit ("max")
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        available = min(available, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    return max(available, 0)
+
+
+def peak_memory_growth(function: Callable[[], None]) -> int:
+    """Run a function; returns by how many bytes the process's resident memory rose at its peak."""
+    status = Path("/proc/self/status")
+    with contextlib.suppress(OSError):  # resets the peak; without the right to, the peak since the start has to do
+        Path("/proc/self/clear_refs").write_text("5")
+    before = _status_bytes(status, "VmRSS")
+    function()
+    peak = max(_status_bytes(status, "VmHWM"), 0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return max(peak - before, 0)
+
+
+def _status_bytes(path: Path, field: str) -> int:
+    for line in path.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    return 0

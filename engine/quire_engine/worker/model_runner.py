@@ -1,0 +1,130 @@
+"""ModelRunner: turns one SchedulerOutput into tensors, runs the model, samples."""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
+from quire_engine.models.layers import AttentionMetadata
+from quire_engine.models.llama import LlamaForCausalLM
+from quire_engine.sampling import Sampler, SamplingMetadata
+from quire_engine.worker.input_batch import InputBatch
+
+__all__ = ["ModelRunner"]
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class ModelRunner:
+    """Owns the persistent batch and the KV cache tensors of one rank."""
+
+    def __init__(self, model: LlamaForCausalLM, batch: InputBatch, block_size: int) -> None:
+        self.model = model
+        self.batch = batch
+        self.block_size = block_size
+        self.sampler = Sampler()
+        self.kv_caches: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute one step:
+
+        1. Apply what changed: forget, add, extend.
+        2. Flatten the scheduled tokens of all requests into one batch.
+        3. Run the model over it.
+        4. Sample for the requests whose last token was computed, and append the result to their tokens.
+        """
+        self._update_batch(scheduler_output)
+        scheduled = scheduler_output.num_scheduled_tokens
+        slots = np.fromiter((self.batch.slots[request_id] for request_id in scheduled), dtype=np.int64)
+        num_scheduled = np.fromiter(scheduled.values(), dtype=np.int64)
+        token_ids, metadata = self._prepare_inputs(slots, num_scheduled)
+        hidden_TE = self.model(token_ids, self.kv_caches, metadata)
+
+        ends = self.batch.num_computed_tokens[slots] + num_scheduled
+        sampled_rows = np.flatnonzero(ends == self.batch.num_tokens[slots])
+        if not len(sampled_rows):
+            return ModelRunnerOutput({})
+        last_token_rows = torch.from_numpy(np.cumsum(num_scheduled)[sampled_rows] - 1)
+        logits_SV = self.model.compute_logits(hidden_TE[last_token_rows])
+        sampled_slots = slots[sampled_rows]
+        output = self.sampler(logits_SV, self._sampling_metadata(sampled_slots))
+        self.batch.token_ids[sampled_slots, self.batch.num_tokens[sampled_slots]] = output.token_ids
+        self.batch.num_tokens[sampled_slots] += 1
+
+        request_ids = list(scheduled)
+        sampled_ids = [request_ids[row] for row in sampled_rows.tolist()]
+        return ModelRunnerOutput(
+            {request_id: [token_id] for request_id, token_id in zip(sampled_ids, output.token_ids, strict=True)},
+            {
+                request_id: [logprobs]
+                for request_id, logprobs in zip(sampled_ids, output.logprobs, strict=True)
+                if logprobs is not None
+            },
+        )
+
+    def _update_batch(self, scheduler_output: SchedulerOutput) -> None:
+        for request_id in scheduler_output.dropped_request_ids:
+            self.batch.remove(request_id)
+        for request in scheduler_output.new_requests:
+            self.batch.add(request)
+        cached = scheduler_output.cached_requests
+        for request_id, block_ids, num_computed in zip(
+            cached.request_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            slot = self.batch.slots[request_id]
+            self.batch.num_computed_tokens[slot] = num_computed
+            if block_ids:
+                self.batch.append_blocks(slot, block_ids)
+
+    def _prepare_inputs(self, slots: Int64Array, num_scheduled: Int64Array) -> tuple[torch.Tensor, AttentionMetadata]:
+        """Flatten, without a Python loop over requests or tokens.
+
+        ::
+
+            num_scheduled      2      3            1
+            query_start_loc  0      2            5      6
+            slot_of_token    a a    b b b        c
+            positions        7 8    0 1 2        40        num_computed + 0, 1, …
+        """
+        batch, block_size = self.batch, self.block_size
+        num_computed = batch.num_computed_tokens[slots]
+        query_start_loc = np.concatenate(([0], np.cumsum(num_scheduled)))
+        slot_of_token = np.repeat(slots, num_scheduled)
+        offsets = np.arange(query_start_loc[-1]) - np.repeat(query_start_loc[:-1], num_scheduled)
+        positions = np.repeat(num_computed, num_scheduled) + offsets
+        block_ids = batch.block_table[slot_of_token, positions // block_size]
+        seq_lens = num_computed + num_scheduled
+        num_blocks = -(-int(seq_lens.max()) // block_size)
+        metadata = AttentionMetadata(
+            positions=torch.from_numpy(positions),
+            slot_mapping=torch.from_numpy(block_ids * block_size + positions % block_size),
+            block_table=torch.from_numpy(batch.block_table[slots, :num_blocks]),
+            query_start_loc=torch.from_numpy(query_start_loc),
+            seq_lens=torch.from_numpy(seq_lens),
+        )
+        return torch.from_numpy(batch.token_ids[slot_of_token, positions]), metadata
+
+    def _sampling_metadata(self, slots: Int64Array) -> SamplingMetadata:
+        """The columns of the rows that are sampled."""
+        batch = self.batch
+        num_output_tokens = batch.num_tokens[slots] - batch.num_prompt_tokens[slots]
+        forbidden = []
+        num_logprobs = []
+        for row, slot in enumerate(slots.tolist()):
+            params = batch.params[slot]
+            assert params is not None
+            num_logprobs.append(params.logprobs)
+            if num_output_tokens[row] < params.min_tokens:
+                forbidden.append((row, batch.stop_token_ids[slot]))
+        return SamplingMetadata(
+            temperature=torch.from_numpy(batch.temperature[slots]),
+            top_p=torch.from_numpy(batch.top_p[slots]),
+            top_k=torch.from_numpy(batch.top_k[slots]),
+            min_p=torch.from_numpy(batch.min_p[slots]),
+            seeds=torch.from_numpy(batch.seed[slots].view(np.int64)),
+            positions=torch.from_numpy(batch.num_tokens[slots]),
+            num_logprobs=num_logprobs,
+            forbidden=forbidden,
+            all_greedy=not batch.temperature[slots].any(),
+        )

@@ -1,0 +1,113 @@
+"""Worker: loads the model, sizes and owns the KV cache, executes steps."""
+
+import logging
+from pathlib import Path
+
+import torch
+
+from quire_engine.config import EngineConfig
+from quire_engine.kv_cache.sizing import block_bytes, num_blocks_for
+from quire_engine.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.loader import load_model
+from quire_engine.sampling_params import SamplingParams
+from quire_engine.worker.input_batch import InputBatch
+from quire_engine.worker.memory import available_memory_bytes, peak_memory_growth
+from quire_engine.worker.model_runner import ModelRunner
+
+__all__ = ["Worker"]
+
+logger = logging.getLogger(__name__)
+
+CPU_MEMORY_SHARE = 0.5
+"""On the CPU the cache shares memory with everything else on the machine, so it never plans with more than this."""
+
+
+class Worker:
+    """One rank. Built, then `initialize_cache`, then any number of `execute_model`."""
+
+    def __init__(self, config: EngineConfig, checkpoint: CheckpointConfig, max_model_len: int) -> None:
+        self.config = config
+        self.checkpoint = checkpoint
+        self.max_model_len = max_model_len
+        name = checkpoint.dtype if config.model.dtype == "auto" else config.model.dtype
+        self.dtype: torch.dtype = getattr(torch, name)
+        torch.manual_seed(config.model.seed)
+        model = load_model(Path(config.model.model), checkpoint, self.dtype, max_model_len)
+        batch = InputBatch(config.scheduler.max_num_seqs, max_model_len, config.cache.block_size, checkpoint.vocab_size)
+        self.runner = ModelRunner(model, batch, config.cache.block_size)
+
+    def determine_num_blocks(self) -> int:
+        """Blocks for `kv_cache_memory_bytes`, or for what a profiling run leaves of the memory.
+
+        Raises:
+            ValueError: not even one block fits.
+        """
+        bytes_per_block = block_bytes(
+            num_layers=self.checkpoint.num_layers,
+            num_kv_heads=self.checkpoint.num_kv_heads,
+            head_size=self.checkpoint.head_size,
+            block_size=self.config.cache.block_size,
+            dtype_bytes=self.dtype.itemsize,
+        )
+        activation_bytes = peak_memory_growth(self._profile_run)
+        available_bytes = self.config.cache.kv_cache_memory_bytes
+        if available_bytes is None:
+            share = CPU_MEMORY_SHARE * self.config.cache.gpu_memory_utilization
+            available_bytes = int(available_memory_bytes() * share) - activation_bytes
+        num_blocks = num_blocks_for(
+            available_bytes=available_bytes,
+            bytes_per_block=bytes_per_block,
+            block_size=self.config.cache.block_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.config.scheduler.max_num_seqs,
+        )
+        logger.info(
+            "KV cache: %d blocks of %d tokens, %.1f MiB; activations at their peak: %.1f MiB",
+            num_blocks, self.config.cache.block_size, num_blocks * bytes_per_block / 2**20, activation_bytes / 2**20,
+        )  # fmt: skip
+        return num_blocks
+
+    def initialize_cache(self, num_blocks: int) -> None:
+        """Allocate the cache tensors. The pages are zero, and become real memory only when first written."""
+        shape = (
+            num_blocks,
+            self.checkpoint.num_kv_heads,
+            self.config.cache.block_size,
+            self.checkpoint.head_size,
+        )
+        self.runner.kv_caches = [
+            (torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype))
+            for _ in range(self.checkpoint.num_layers)
+        ]
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute one step."""
+        return self.runner.execute_model(scheduler_output)
+
+    def _profile_run(self) -> None:
+        """The largest step there can be, on a cache of its own: shows its memory, and warms every op up."""
+        scheduler, block_size = self.config.scheduler, self.config.cache.block_size
+        num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        num_tokens = min(scheduler.max_num_batched_tokens // num_seqs, self.max_model_len)
+        blocks_each = -(-num_tokens // block_size)
+        self.initialize_cache(num_seqs * blocks_each)
+        params = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
+        requests = [
+            NewRequestData(
+                request_id=f"profile-{i}",
+                token_ids=[0] * num_tokens,
+                num_prompt_tokens=num_tokens,
+                sampling_params=params,
+                stop_token_ids=[],
+                block_ids=list(range(i * blocks_each, (i + 1) * blocks_each)),
+                num_computed_tokens=0,
+            )
+            for i in range(num_seqs)
+        ]
+        self.execute_model(
+            SchedulerOutput({request.request_id: num_tokens for request in requests}, new_requests=requests)
+        )
+        for request in requests:
+            self.runner.batch.remove(request.request_id)
+        self.runner.kv_caches = []

@@ -1,0 +1,17 @@
+"""The compute ops of the engine: one op per file, one signature for every device.
+
+This package knows tensors and nothing else: no request, no model, no scheduler. Shape suffixes, used throughout:
+
+    T  tokens of the flattened batch          S  sequences of the batch
+    H  query heads      K  key/value heads    D  head size
+    N  KV blocks        B  tokens per block   M  blocks per sequence, at most
+    E  hidden size      V  vocabulary size
+"""
+
+from quire_kernels.activation import silu_and_mul
+from quire_kernels.attention import paged_attention
+from quire_kernels.layernorm import add_rms_norm, rms_norm
+from quire_kernels.rope import rope_and_cache
+from quire_kernels.sampling import gumbel_noise
+
+__all__ = ["add_rms_norm", "gumbel_noise", "paged_attention", "rms_norm", "rope_and_cache", "silu_and_mul"]
