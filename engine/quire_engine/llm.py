@@ -11,6 +11,7 @@ from quire_engine.core.client import InprocClient
 from quire_engine.input_processor import InputProcessor, ProcessedRequest, Prompt, load_tokenizer
 from quire_engine.output_processor import OutputProcessor, RequestOutput
 from quire_engine.sampling_params import SamplingParams
+from quire_engine.stats import SchedulerStats
 
 __all__ = ["LLM"]
 
@@ -95,6 +96,10 @@ class LLM:
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self._inputs.apply_chat_template(conversation) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def get_stats(self) -> SchedulerStats:
+        """The engine core's numbers of this moment."""
+        return self._core.get_stats()
 
     def shutdown(self) -> None:
         """Give the workers and their memory back."""

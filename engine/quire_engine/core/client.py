@@ -30,6 +30,7 @@ from quire_engine.messages import (
     EngineCoreRequest,
     RequestType,
 )
+from quire_engine.stats import SchedulerStats
 
 __all__ = ["AsyncMPClient", "InprocClient"]
 
@@ -62,6 +63,10 @@ class InprocClient:
         """Run one step."""
         return self._core.step() if self._core.has_requests() else EngineCoreOutputs()
 
+    def get_stats(self) -> SchedulerStats:
+        """The numbers of this moment."""
+        return self._core.scheduler.make_stats()
+
     def shutdown(self) -> None:
         """End the workers."""
         self._core.shutdown()
@@ -88,7 +93,13 @@ class AsyncMPClient:
             [sys.executable, "-m", "quire_engine.core.process"],
             stdin=subprocess.PIPE,
             stdout=sys.stderr.fileno(),  # stdout may carry somebody's protocol; logs do not belong there
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env={
+                # OpenMP threads wait for each other by spinning, by default for so long that a neighbour on the same
+                # cores (tritonserver, the clients) slows every op down; this is some tens of microseconds.
+                "GOMP_SPINCOUNT": "20000",
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            },
         )
         arguments = ProcessArguments(config, input_address, output_address)
         assert self._process.stdin is not None

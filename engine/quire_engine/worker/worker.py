@@ -14,6 +14,7 @@ from quire_engine.sampling_params import SamplingParams
 from quire_engine.worker.input_batch import InputBatch
 from quire_engine.worker.memory import available_memory_bytes, peak_memory_growth
 from quire_engine.worker.model_runner import ModelRunner
+from quire_engine.worker.threads import configure_threads
 
 __all__ = ["Worker"]
 
@@ -34,6 +35,11 @@ class Worker:
         self.dtype: torch.dtype = getattr(torch, name)
         torch.manual_seed(config.model.seed)
         model = load_model(Path(config.model.model), checkpoint, self.dtype, max_model_len)
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        num_threads = configure_threads(num_parameters)
+        logger.info(
+            "%s: %.1f M parameters, %s, %d threads", config.model.model, num_parameters / 1e6, name, num_threads
+        )
         batch = InputBatch(config.scheduler.max_num_seqs, max_model_len, config.cache.block_size, checkpoint.vocab_size)
         self.runner = ModelRunner(model, batch, config.cache.block_size)
 

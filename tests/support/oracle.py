@@ -1,0 +1,78 @@
+"""The oracle of the token-exactness tests: Hugging Face transformers, and small seeded checkpoints for both sides."""
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+__all__ = ["CHECKPOINTS", "Expected", "generate_greedily", "make_checkpoint", "make_prompts"]
+
+VOCAB_SIZE = 515
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "tied-gqa": {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "untied-mha": {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": False},
+    "odd-sizes": {
+        "hidden_size": 60, "intermediate_size": 101, "num_attention_heads": 6, "num_key_value_heads": 1,
+        "head_dim": 20, "num_hidden_layers": 3, "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True,
+    },
+    "llama3-rope": {
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+}  # fmt: skip
+
+
+def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast, max_shard_size: str = "1GB") -> Path:
+    """Write a seeded random Llama checkpoint in float32, with weights large enough that its choices are clear-cut."""
+    settings = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.2,
+        **CHECKPOINTS[name],
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**settings)).eval()
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_prompts(count: int, vocab_size: int, max_length: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of 1 to `max_length` ids; every fourth begins like another, so that prefixes are shared."""
+    rng = random.Random(seed)
+    prompts: list[list[int]] = []
+    for i in range(count):
+        prompt = [rng.randrange(2, vocab_size) for _ in range(rng.randrange(1, max_length + 1))]
+        if i % 4 == 3:
+            prompt = (rng.choice(prompts) + prompt)[:max_length]
+        prompts.append(prompt)
+    return prompts
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What transformers makes of one prompt."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+@torch.inference_mode()
+def generate_greedily(model: LlamaForCausalLM, prompt: list[int], max_tokens: int) -> Expected:
+    """Greedy decoding of one prompt, alone, to exactly `max_tokens` tokens, and each token's log-probability."""
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    inputs, cache = torch.tensor([prompt]), None
+    for _ in range(max_tokens):
+        output = model(inputs, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        scores = output.logits[0, -1].float().log_softmax(-1)
+        token_ids.append(int(scores.argmax()))
+        logprobs.append(float(scores[token_ids[-1]]))
+        inputs = torch.tensor([[token_ids[-1]]])
+    return Expected(token_ids, logprobs)

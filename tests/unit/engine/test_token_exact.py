@@ -1,0 +1,64 @@
+"""In float32 and greedy, the engine says token for token what transformers says, however the work is cut and shared."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from quire_engine import LLM, SamplingParams
+from quire_engine.kv_cache.sizing import block_bytes
+from quire_engine.models import CheckpointConfig
+from support.oracle import CHECKPOINTS, Expected
+
+Workload = tuple[list[list[int]], list[int], list[Expected]]
+
+SCARCE_BLOCKS = {16: 11, 64: 40, 512: 40}
+"""KV blocks, by token budget, with which requests that run together cannot all keep theirs."""
+
+
+def make_llm(folder: Path, budget: int, enable_prefix_caching: bool, num_blocks: int | None) -> LLM:
+    config = CheckpointConfig.from_folder(folder)
+    per_block = block_bytes(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_size=config.head_size,
+        block_size=16,
+        dtype_bytes=4,
+    )
+    return LLM(
+        folder,
+        dtype="float32",
+        max_model_len=256,
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=enable_prefix_caching,
+        kv_cache_memory_bytes=(num_blocks or 512) * per_block,
+    )
+
+
+@pytest.mark.parametrize("scarce", [False, True], ids=["roomy", "scarce"])
+@pytest.mark.parametrize("budget", [16, 64, 512])
+@pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix-caching", "no-prefix-caching"])
+@pytest.mark.parametrize("name", [*CHECKPOINTS, "tinypy"])
+def test_64_requests_are_token_exact(
+    name: str,
+    prefix_caching: bool,
+    budget: int,
+    scarce: bool,
+    checkpoint: Callable[[str], Path],
+    workload: Callable[[str], Workload],
+) -> None:
+    prompts, lengths, expected = workload(name)
+    llm = make_llm(checkpoint(name), budget, prefix_caching, SCARCE_BLOCKS[budget] if scarce else None)
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=0) for n in lengths]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+
+    for output, want in zip(outputs, expected, strict=True):
+        completion = output.outputs[0]
+        assert completion.token_ids == want.token_ids
+        assert completion.logprobs is not None
+        logprobs = [entry[i].logprob for entry, i in zip(completion.logprobs, completion.token_ids, strict=True)]
+        assert logprobs == pytest.approx(want.logprobs, abs=1e-4)
+        assert completion.cumulative_logprob == pytest.approx(sum(want.logprobs), abs=1e-3)
+    stats = llm.get_stats()
+    assert (stats.num_preemptions > 0) == scarce, "the scarce cache must preempt, or this test shows nothing"
+    assert (stats.prefix_cache_hits > 0) == prefix_caching
+    assert stats.num_blocks_used == 0
