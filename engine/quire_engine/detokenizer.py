@@ -57,6 +57,7 @@ class IncrementalDetokenizer:
         self.token_ids.append(token_id)
         if is_stop_token and not self._include_stop:
             self._flush(self.token_ids[:-1])
+            self._read_offset = len(self.token_ids)
             return None
         before = len(self.text)
         self._extend(self.token_ids)

@@ -1,0 +1,208 @@
+"""AsyncLLM: the engine core in a process of its own, which is there when needed and gone when not."""
+
+import asyncio
+import contextlib
+import glob
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire_engine import LLM, AsyncLLM, EngineConfig, SamplingParams
+from quire_engine.errors import CheckpointError, EngineDeadError, RequestError
+from quire_engine.input_processor import ProcessedRequest
+from quire_engine.messages import RequestType
+from quire_engine.output_processor import RequestOutput
+from quire_engine.stats import IterationStats, SchedulerStats
+
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+
+
+class Recorder:
+    """A StatLogger that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.scheduler_stats: SchedulerStats | None = None
+        self.iterations: list[IterationStats] = []
+
+    def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
+        self.scheduler_stats = scheduler_stats or self.scheduler_stats
+        self.iterations.append(iteration_stats)
+
+
+@contextlib.contextmanager
+def engine(folder: Path, **settings: Any) -> Iterator[tuple[AsyncLLM, Recorder]]:
+    recorder = Recorder()
+    config = EngineConfig.from_settings({"model": str(folder), "dtype": "float32", **settings})
+    llm = AsyncLLM(config, [recorder])
+    try:
+        yield llm, recorder
+    finally:
+        llm.shutdown()
+        assert not is_running(llm.engine_pid)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def collect(llm: AsyncLLM, prompt: Any, params: SamplingParams) -> RequestOutput:
+    outputs = [output async for output in llm.generate(prompt, params)]
+    return outputs[-1]
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Let the loop run until something is so."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to be"
+        await asyncio.sleep(0.01)
+
+
+def test_concurrent_requests_equal_the_offline_engine(checkpoint: Callable[[str], Path]) -> None:
+    folder = checkpoint("tied-gqa")
+    prompts = [[2 + i, 3, 5 * i + 2] for i in range(20)]
+    expected = LLM(folder, dtype="float32").generate(prompts, LONG, use_tqdm=False)
+
+    async def main(llm: AsyncLLM) -> list[RequestOutput]:
+        return await asyncio.gather(*(collect(llm, prompt, LONG) for prompt in prompts))
+
+    with engine(folder) as (llm, recorder):
+        outputs = asyncio.run(main(llm))
+        assert not glob.glob(f"{tempfile.gettempdir()}/quire-*/input"), "the sockets are left on disk"
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
+    assert recorder.scheduler_stats is not None
+    assert recorder.scheduler_stats.num_blocks_used == 0
+    assert sum(stats.num_generation_tokens for stats in recorder.iterations) == 20 * 200
+    finished = [one for stats in recorder.iterations for one in stats.finished_requests]
+    assert len(finished) == 20
+    for one in finished:
+        assert one.time_to_first_token_seconds is not None
+        assert 0 < one.time_to_first_token_seconds <= one.e2e_seconds
+
+
+def test_abort_frees_blocks_and_ends_the_request(checkpoint: Callable[[str], Path]) -> None:
+    async def main(llm: AsyncLLM, recorder: Recorder) -> None:
+        await llm.start()
+        outputs: list[RequestOutput] = []
+        request = llm.input_processor.process([5, 6, 7], LONG)
+        llm.add_request(request, outputs.append)
+        await until(lambda: len(outputs) > 3)
+        llm.abort(request.request_id)
+        assert outputs[-1].finished
+        assert outputs[-1].outputs[0].finish_reason == "abort"
+        await until(lambda: recorder.scheduler_stats is not None and recorder.scheduler_stats.num_blocks_used == 0)
+        llm.abort(request.request_id)  # again: nothing happens
+        async for _ in llm.generate([5, 6, 7], LONG):
+            break  # leaving early aborts
+        await until(lambda: recorder.scheduler_stats is not None and recorder.scheduler_stats.num_running == 0)
+        assert (await collect(llm, [5, 6, 7], SamplingParams(max_tokens=3))).finished
+
+    with engine(checkpoint("tied-gqa")) as (llm, recorder):
+        asyncio.run(main(llm, recorder))
+
+
+def test_a_message_that_does_not_decode_ends_only_that_request(checkpoint: Callable[[str], Path]) -> None:
+    async def main(llm: AsyncLLM) -> None:
+        await llm.start()
+        outputs: list[RequestOutput] = []
+        good = llm.input_processor.process([5, 6], SamplingParams(max_tokens=2))
+        for payload in (b"", b"\xc1", b"\x93\xa1x\x91\x05\x81\xabtemperature\xcb\xbf\xf0\x00\x00\x00\x00\x00\x00"):
+            bad = ProcessedRequest(
+                request_id=f"bad-{len(outputs)}", prompt=None, prompt_token_ids=[1], params=good.params, arrival_time=0
+            )
+            llm._output_processor.add_request(bad, outputs.append)
+            llm._client._send(RequestType.ADD, bad.request_id, payload)
+            await until(lambda: bool(outputs) and outputs[-1].finished)
+            assert outputs[-1].outputs[0].finish_reason == "error"
+            assert outputs[-1].error
+            outputs.clear()
+        assert (await collect(llm, [5, 6], SamplingParams(max_tokens=2))).finished
+
+    with engine(checkpoint("tied-gqa")) as (llm, _):
+        asyncio.run(main(llm))
+
+
+def test_bad_requests_are_refused_at_the_edge(checkpoint: Callable[[str], Path]) -> None:
+    async def main(llm: AsyncLLM) -> None:
+        with pytest.raises(RequestError, match="token id -1"):
+            await collect(llm, [-1], LONG)
+        assert (await collect(llm, [5], SamplingParams(max_tokens=2))).finished
+
+    with engine(checkpoint("tied-gqa")) as (llm, _):
+        asyncio.run(main(llm))
+
+
+def test_when_the_engine_dies_every_request_ends(checkpoint: Callable[[str], Path]) -> None:
+    async def main(llm: AsyncLLM) -> None:
+        await llm.start()
+        outputs: list[RequestOutput] = []
+        for _ in range(3):
+            llm.add_request(llm.input_processor.process([5, 6, 7], LONG), outputs.append)
+        await until(lambda: len(outputs) > 3)
+        os.kill(llm.engine_pid, signal.SIGKILL)
+        await until(lambda: sum(output.finished for output in outputs) == 3)
+        assert not llm.is_healthy
+        with pytest.raises(EngineDeadError, match="died"):
+            await collect(llm, [5], LONG)
+
+    with engine(checkpoint("tied-gqa")) as (llm, _):
+        asyncio.run(main(llm))
+
+
+def test_the_engine_dies_with_its_parent(checkpoint: Callable[[str], Path]) -> None:
+    script = (
+        "import sys; from quire_engine import AsyncLLM, EngineConfig\n"
+        "llm = AsyncLLM(EngineConfig.from_settings({'model': sys.argv[1]}))\n"
+        "print(llm.engine_pid, flush=True); sys.stdin.read()\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script, str(checkpoint("tied-gqa"))],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    with parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert is_running(pid)
+        parent.kill()
+    deadline = time.monotonic() + 10
+    while is_running(pid):
+        assert time.monotonic() < deadline, "the engine outlived its parent"
+        time.sleep(0.02)
+
+
+def test_start_up_errors_are_the_engines_own(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = str(checkpoint("tied-gqa"))
+    for settings, message in [
+        ({"model": folder, "max_model_len": 100_000}, "max_position_embeddings"),
+        ({"model": folder, "kv_cache_memory_bytes": 10}, "kv_cache_memory_bytes"),
+    ]:
+        with pytest.raises(EngineDeadError, match=message):
+            AsyncLLM(EngineConfig.from_settings(settings))
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        AsyncLLM(EngineConfig.from_settings({"model": str(tmp_path)}))
+
+
+def test_an_idle_engine_uses_no_cpu(checkpoint: Callable[[str], Path]) -> None:
+    def cpu_ticks(pid: int) -> int:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+
+    async def main(llm: AsyncLLM) -> int:
+        await collect(llm, [5], SamplingParams(max_tokens=2))
+        before = cpu_ticks(llm.engine_pid)
+        await asyncio.sleep(1.5)  # the interval that is measured, idle check included
+        return cpu_ticks(llm.engine_pid) - before
+
+    with engine(checkpoint("tied-gqa")) as (llm, _):
+        assert asyncio.run(main(llm)) <= 3, "ticks of 10 ms"

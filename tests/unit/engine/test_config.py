@@ -1,0 +1,166 @@
+"""EngineConfig: every setting finds its group, and every bad one is refused by name."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire_engine.config import EngineConfig, ModelConfig, SchedulerConfig, setting_names
+
+
+def test_settings_are_sorted_into_their_groups() -> None:
+    config = EngineConfig.from_settings(
+        {
+            "model": "/m",
+            "dtype": "float32",
+            "max_model_len": 100,
+            "block_size": 8,
+            "enable_prefix_caching": False,
+            "max_num_seqs": 3,
+            "long_prefill_token_threshold": 7,
+            "tensor_parallel_size": 1,
+            "stream_interval": 2,
+            "stream_interval_ms": 0,
+        }
+    )
+    assert (config.model.model, config.model.dtype, config.model.max_model_len) == ("/m", "float32", 100)
+    assert (config.cache.block_size, config.cache.enable_prefix_caching) == (8, False)
+    assert (config.scheduler.max_num_seqs, config.scheduler.long_prefill_token_threshold) == (3, 7)
+    assert config.parallel.tensor_parallel_size == 1
+    assert (config.frontend.stream_interval, config.frontend.stream_interval_ms) == (2, 0)
+
+
+def test_unset_settings_keep_their_defaults() -> None:
+    config = EngineConfig.from_settings({"model": "/m"})
+    assert config == EngineConfig(model=ModelConfig(model="/m"))
+    assert config.scheduler == SchedulerConfig()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("model", "", "the path of a folder"),
+        ("model", 5, "the path of a folder"),
+        ("dtype", "int3", "one of auto, float32, bfloat16, float16"),
+        ("dtype", None, "one of auto"),
+        ("max_model_len", 0, "an integer of at least 1"),
+        ("max_model_len", 1.5, "an integer of at least 1"),
+        ("max_model_len", True, "an integer of at least 1"),
+        ("seed", -1, "an integer of at least 0"),
+        ("block_size", 0, "an integer from 1 to 1024"),
+        ("block_size", 1025, "an integer from 1 to 1024"),
+        ("block_size", "16", "an integer from 1 to 1024"),
+        ("kv_cache_memory_bytes", 0, "an integer of at least 1"),
+        ("kv_cache_memory_bytes", "4GB", "an integer of at least 1"),
+        ("gpu_memory_utilization", 0, "in (0, 1]"),
+        ("gpu_memory_utilization", 1.01, "in (0, 1]"),
+        ("gpu_memory_utilization", float("nan"), "in (0, 1]"),
+        ("gpu_memory_utilization", "0.9", "in (0, 1]"),
+        ("gpu_memory_utilization", True, "in (0, 1]"),
+        ("enable_prefix_caching", 1, "true or false"),
+        ("enable_prefix_caching", "true", "true or false"),
+        ("prefix_caching_hash_algo", "builtin", "'sha256'"),
+        ("max_num_seqs", 0, "an integer of at least 1"),
+        ("max_num_batched_tokens", 0, "an integer of at least 1"),
+        ("long_prefill_token_threshold", -1, "an integer of at least 0"),
+        ("scheduling_policy", "lottery", "'fcfs'"),
+        ("tensor_parallel_size", 2, "1 ("),
+        ("pipeline_parallel_size", 0, "1 ("),
+        ("data_parallel_size", "1", "1 ("),
+        ("distributed_executor_backend", "ray", "'uni'"),
+        ("stream_interval", 0, "an integer of at least 1"),
+        ("stream_interval_ms", -0.1, "from 0 to 1000"),
+        ("stream_interval_ms", float("inf"), "from 0 to 1000"),
+    ],
+)
+def test_bad_value_names_field_value_and_what_is_allowed(name: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ValueError, match=name) as error:
+        EngineConfig.from_settings({"model": "/m", name: value})
+    message = str(error.value)
+    assert message.startswith(f"{name} is {value!r}; it must be ")
+    assert allowed in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("block_size", 1),
+        ("block_size", 1024),
+        ("gpu_memory_utilization", 1),
+        ("max_model_len", 1),
+        ("max_num_batched_tokens", 1),
+        ("seed", 0),
+        ("stream_interval_ms", 1000),
+    ],
+)
+def test_values_at_the_edge_are_allowed(name: str, value: Any) -> None:
+    config = EngineConfig.from_settings({"model": "/m", name: value})
+    groups = (config.model, config.cache, config.scheduler, config.frontend)
+    assert [getattr(group, name) for group in groups if hasattr(group, name)] == [value]
+
+
+@pytest.mark.parametrize(
+    ("unknown", "nearest"),
+    [
+        ("max_num_seq", "max_num_seqs"),
+        ("blocksize", "block_size"),
+        ("Model", "model"),
+        ("max_model_length", "max_model_len"),
+    ],
+)
+def test_unknown_setting_names_the_nearest_known_one(unknown: str, nearest: str) -> None:
+    with pytest.raises(ValueError, match=f"^unknown setting '{unknown}'; did you mean '{nearest}'\\?$"):
+        EngineConfig.from_settings({"model": "/m", unknown: 1})
+
+
+def test_unknown_setting_with_nothing_near_lists_all_known_ones() -> None:
+    with pytest.raises(ValueError, match="unknown setting 'zzz'; known are ") as error:
+        EngineConfig.from_settings({"model": "/m", "zzz": 1})
+    assert all(name in str(error.value) for name in setting_names())
+
+
+def test_missing_model_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^model is missing; it must be the path of a checkpoint folder$"):
+        EngineConfig.from_settings({"block_size": 16})
+
+
+def test_relative_paths_are_relative_to_the_base_folder(tmp_path: Path) -> None:
+    config = EngineConfig.from_settings({"model": "../weights", "tokenizer": "tok"}, base_dir=tmp_path / "1")
+    assert config.model.model == str(tmp_path.resolve() / "weights")
+    assert config.model.tokenizer == str(tmp_path.resolve() / "1" / "tok")
+    assert config.model.tokenizer_path == config.model.tokenizer
+
+
+def test_absolute_paths_do_not_care_for_the_base_folder(tmp_path: Path) -> None:
+    config = EngineConfig.from_settings({"model": "/weights"}, base_dir=tmp_path)
+    assert config.model.model == str(Path("/weights").resolve())
+
+
+def test_relative_paths_without_base_folder_stay_as_they_are() -> None:
+    config = EngineConfig.from_settings({"model": "weights"})
+    assert config.model.model == "weights"
+    assert config.model.tokenizer is None
+    assert config.model.tokenizer_path == "weights"
+
+
+def test_bad_model_path_is_refused_with_a_base_folder_too(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^model is ''"):
+        EngineConfig.from_settings({"model": ""}, base_dir=tmp_path)
+    with pytest.raises(ValueError, match=r"^model is 5"):
+        EngineConfig.from_settings({"model": 5}, base_dir=tmp_path)
+
+
+def test_settings_given_are_not_changed(tmp_path: Path) -> None:
+    settings = {"model": "m"}
+    EngineConfig.from_settings(settings, base_dir=tmp_path)
+    assert settings == {"model": "m"}
+
+
+def test_config_is_frozen() -> None:
+    config = EngineConfig.from_settings({"model": "/m"})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.cache.block_size = 32  # type: ignore[misc]
+
+
+def test_no_setting_stands_in_two_groups() -> None:
+    assert len(set(setting_names())) == len(setting_names())

@@ -1,0 +1,134 @@
+"""Incremental text: equal to decoding it all at once, never half a character, never part of a stop string."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quire_engine.detokenizer import Decode, IncrementalDetokenizer
+from quire_engine.input_processor import load_tokenizer
+from quire_engine.sampling_params import SamplingParams
+
+TINYPY = Path(__file__).parents[3] / "model_repository" / "tinypy" / "1" / "model"
+TOKENIZER = load_tokenizer(TINYPY)
+
+
+def decode(token_ids: object) -> str:
+    text = TOKENIZER.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)  # type: ignore[call-overload]
+    assert isinstance(text, str)
+    return text
+
+
+def run(token_ids: list[int], params: SamplingParams, decode: Decode = decode) -> tuple[list[str], str, str | None]:
+    """(deltas, text, stop string) of feeding the tokens until a stop string is found."""
+    detokenizer = IncrementalDetokenizer(decode, params)
+    deltas = []
+    for token_id in token_ids:
+        stop = detokenizer.append(token_id)
+        if stop is not None:
+            deltas.append(detokenizer.next_delta(finished=True))
+            return deltas, detokenizer.text, stop
+        deltas.append(detokenizer.next_delta(finished=False))
+    detokenizer.finish()
+    deltas.append(detokenizer.next_delta(finished=True))
+    return deltas, detokenizer.text, None
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=60))
+def test_any_text_comes_back_whole(text: str) -> None:
+    token_ids = TOKENIZER.encode(text, add_special_tokens=False)
+    deltas, result, _ = run(token_ids, SamplingParams())
+    assert "".join(deltas) == result == decode(token_ids)
+    if "\N{REPLACEMENT CHARACTER}" not in text:
+        assert not any("\N{REPLACEMENT CHARACTER}" in delta for delta in deltas), "half a character was shown"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=40))
+def test_any_tokens_end_in_the_text_of_all(token_ids: list[int]) -> None:
+    deltas, result, _ = run(token_ids, SamplingParams())
+    assert "".join(deltas) == result
+
+    # Invalid bytes may be shown as more or fewer replacement characters, everything else is the same.
+    def strip(text: str) -> str:
+        return text.replace("\N{REPLACEMENT CHARACTER}", "")
+
+    assert strip(result) == strip(decode(token_ids))
+
+
+def byte_tokens(text: str) -> list[int]:
+    """One token per byte, so that every character of more than one byte is split."""
+    vocabulary = TOKENIZER.get_vocab()
+    names = TOKENIZER.backend_tokenizer.pre_tokenizer.pre_tokenize_str
+    return [vocabulary[symbol] for symbol in "".join(piece for piece, _ in names(text))]
+
+
+def test_a_character_split_over_tokens_is_shown_when_complete() -> None:
+    text = "naïve ☃ 🦉 end"
+    deltas, result, _ = run(byte_tokens(text), SamplingParams())
+    assert result == text
+    assert "🦉" in deltas
+    assert "☃" in deltas
+
+
+def test_invalid_bytes_do_not_hold_the_text_back_for_ever() -> None:
+    lead_byte = byte_tokens("é")[0]
+    detokenizer = IncrementalDetokenizer(decode, SamplingParams())
+    shown = ""
+    for _ in range(50):
+        detokenizer.append(lead_byte)
+        shown += detokenizer.next_delta(finished=False)
+    assert len(shown) > 30
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_string_over_several_tokens(include: bool) -> None:
+    params = SamplingParams(stop=["STOP", "XX"], include_stop_str_in_output=include)
+    deltas, text, stop = run(byte_tokens("abc ST STOPPED XX"), params)
+    assert stop == "STOP"
+    assert text == "".join(deltas) == ("abc ST STOP" if include else "abc ST ")
+    if not include:
+        for end in range(len(deltas)):
+            assert text.startswith("".join(deltas[:end])), "text was shown and then taken back"
+
+
+def test_the_stop_string_that_comes_first_wins() -> None:
+    assert run(byte_tokens("one two three"), SamplingParams(stop=["three", "two"]))[1:] == ("one ", "two")
+
+
+def test_stop_string_within_one_token() -> None:
+    tokens = TOKENIZER.encode("    def function(self):\n        return", add_special_tokens=False)
+    _, text, stop = run(tokens, SamplingParams(stop=["sel"]))
+    assert (text, stop) == ("    def function(", "sel")
+
+
+def test_stop_strings_before_min_tokens_do_not_count() -> None:
+    tokens = byte_tokens("ab ab ab")
+    assert run(tokens, SamplingParams(stop=["ab"], min_tokens=0))[1] == ""
+    assert run(tokens, SamplingParams(stop=["ab"], min_tokens=3))[1] == "ab "
+    assert run(tokens, SamplingParams(stop=["ab"], min_tokens=4))[1] == "ab ab "
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_token_is_counted_but_not_shown(include: bool) -> None:
+    detokenizer = IncrementalDetokenizer(decode, SamplingParams(include_stop_str_in_output=include))
+    first, last = byte_tokens("ab")
+    detokenizer.append(first)
+    detokenizer.append(last, is_stop_token=True)
+    detokenizer.finish()
+    assert detokenizer.token_ids == [first, last]
+    assert detokenizer.next_delta(finished=True) == ("ab" if include else "a")
+
+
+def test_cost_is_linear() -> None:
+    decoded = 0
+
+    def counting(token_ids: object) -> str:
+        nonlocal decoded
+        decoded += len(token_ids)  # type: ignore[arg-type]
+        return decode(token_ids)
+
+    tokens = byte_tokens("x = 1\n" * 400)
+    run(tokens, SamplingParams(stop=["never"]), counting)
+    assert decoded < 6 * len(tokens)

@@ -1,0 +1,165 @@
+"""LLM: prompts in, outputs in their order, and what ends a request."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from quire_engine import LLM, SamplingParams
+from quire_engine.errors import CheckpointError, RequestError
+from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Callable[[str], Path]) -> LLM:
+    return LLM(checkpoint("tinypy"), dtype="float32", max_model_len=256)
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
+
+
+def test_every_kind_of_prompt(llm: LLM) -> None:
+    ids = llm.generate("import os", GREEDY, use_tqdm=False)[0].prompt_token_ids
+    prompts = ["import os", ids, {"prompt": "import os"}, {"prompt_token_ids": ids}]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert len({output.outputs[0].text for output in outputs}) == 1
+    assert [output.prompt for output in outputs] == ["import os", None, "import os", None]
+    assert llm.generate(ids, GREEDY, use_tqdm=False)[0].outputs[0].text == outputs[0].outputs[0].text
+    assert llm.generate([], use_tqdm=False) == []
+
+
+def test_one_set_of_parameters_per_prompt(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (3, 30, 7)]
+    outputs = llm.generate(["a", "b", "c"], params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 30, 7]
+    assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
+    with pytest.raises(ValueError, match="2 entries for 3 prompts"):
+        llm.generate(["a", "b", "c"], params[:2], use_tqdm=False)
+
+
+def test_stream_concatenates_to_the_whole(llm: LLM) -> None:
+    whole = llm.generate("class A:\n", GREEDY, use_tqdm=False)[0].outputs[0]
+    deltas = list(llm.stream("class A:\n", GREEDY))
+    assert len(deltas) > 1
+    assert "".join(delta.outputs[0].text for delta in deltas) == whole.text
+    assert [token for delta in deltas for token in delta.outputs[0].token_ids] == whole.token_ids
+    assert [delta.finished for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+
+
+def test_leaving_a_stream_early_frees_its_blocks(llm: LLM) -> None:
+    stream = llm.stream("def f():\n", SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+    next(stream)
+    assert llm.get_stats().num_running == 1
+    stream.close()  # type: ignore[attr-defined]
+    stats = llm.get_stats()
+    assert (stats.num_running, stats.num_blocks_used) == (0, 0)
+
+
+def test_stop_conditions(llm: LLM) -> None:
+    free = llm.generate("import os\n", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True), use_tqdm=False)
+    tokens, text = free[0].outputs[0].token_ids, free[0].outputs[0].text
+    stop_id = tokens[5]
+    first = tokens.index(stop_id)
+
+    by_token = llm.generate(
+        "import os\n", SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[stop_id]), use_tqdm=False
+    )[0].outputs[0]
+    assert (by_token.finish_reason, by_token.stop_reason) == ("stop", stop_id)
+    assert by_token.token_ids == tokens[: first + 1]
+
+    stop = text[10:13]
+    by_string = llm.generate("import os\n", SamplingParams(temperature=0, max_tokens=30, stop=[stop]), use_tqdm=False)[
+        0
+    ].outputs[0]
+    assert (by_string.finish_reason, by_string.stop_reason) == ("stop", stop)
+    assert by_string.text == text[: text.index(stop)]
+    assert llm.get_stats().num_blocks_used == 0
+
+    late = llm.generate(
+        "import os\n",
+        SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[stop_id], min_tokens=first + 3),
+        use_tqdm=False,
+    )[0].outputs[0]
+    assert len(late.token_ids) > first + 3
+
+
+def test_the_context_ends_a_request(llm: LLM) -> None:
+    output = llm.generate([[5] * 250], SamplingParams(max_tokens=None, ignore_eos=True), use_tqdm=False)[0]
+    assert len(output.outputs[0].token_ids) == 6
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_a_bad_prompt_starts_nothing(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="must be in"):
+        llm.generate(["fine", [99999]], GREEDY, use_tqdm=False)
+    assert llm.get_stats().num_waiting == 0
+    assert llm.generate("fine", GREEDY, use_tqdm=False)[0].finished
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "prompt is empty"),
+        ([], "prompt_token_ids is empty"),
+        ([-1], "token id -1"),
+        ([4096], "token id 4096"),
+        ([1.5], "list of integers"),
+        ({"text": "a"}, "must have prompt or prompt_token_ids"),
+        ("x " * 300, "max_model_len=256"),
+        ("x" * 10_000_000, "cannot fit"),
+    ],
+)
+def test_bad_prompts_are_named(llm: LLM, prompt: object, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.generate([prompt], GREEDY, use_tqdm=False)  # type: ignore[list-item]
+
+
+def test_chat_uses_the_checkpoints_template(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "def f(x):"}]
+    one = llm.chat(conversation, GREEDY, use_tqdm=False)
+    many = llm.chat([conversation, conversation], GREEDY, use_tqdm=False)
+    assert one[0].outputs[0].text == many[1].outputs[0].text
+
+
+def test_a_failing_step_ends_only_the_request_that_fails(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [f"def f{i}(x):" for i in range(6)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    expected = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+    executor = llm._core._core.executor
+    execute = executor.execute_model
+    poison = llm.generate(prompts[2], params, use_tqdm=False)[0].prompt_token_ids
+    culprits: set[str] = set()
+
+    def fails(scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        culprits.update(r.request_id for r in scheduler_output.new_requests if r.token_ids[: len(poison)] == poison)
+        if culprits & set(scheduler_output.num_scheduled_tokens):
+            raise RuntimeError("a kernel failed")
+        return execute(scheduler_output)
+
+    monkeypatch.setattr(executor, "execute_model", fails)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 2 + ["error"] + ["length"] * 3
+    assert outputs[2].error is not None
+    assert "a kernel failed" in outputs[2].error
+    monkeypatch.undo()
+    assert [o.outputs[0].text for i, o in enumerate(outputs) if i != 2] == expected[:2] + expected[3:]
+    assert llm.get_stats().num_blocks_used == 0
+
+
+def test_sharded_checkpoints_load(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    from quire_engine.input_processor import load_tokenizer
+    from support.oracle import make_checkpoint
+
+    folder = make_checkpoint(tmp_path, "tied-gqa", load_tokenizer(checkpoint("tinypy")), max_shard_size="100KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    whole = LLM(checkpoint("tied-gqa"), dtype="float32").generate([[5, 6, 7]], GREEDY, use_tqdm=False)
+    assert LLM(folder, dtype="float32").generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs == whole[0].outputs
+
+
+def test_bfloat16_runs(checkpoint: Callable[[str], Path]) -> None:
+    output = LLM(checkpoint("tinypy"), dtype="bfloat16").generate("import os", GREEDY, use_tqdm=False)[0]
+    assert output.outputs[0].token_ids
+
+
+def test_missing_folder() -> None:
+    with pytest.raises(CheckpointError, match="/nowhere"):
+        LLM("/nowhere")

@@ -1,0 +1,88 @@
+"""Messages: each survives the wire unchanged, and none carries what the receiver would have to trust."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from quire_engine.messages import (
+    CachedRequestData,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreReady,
+    EngineCoreRequest,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
+from quire_engine.request import FinishReason
+from quire_engine.sampling_params import SamplingParams
+from quire_engine.stats import FinishedRequestStats, SchedulerStats
+
+PARAMS = SamplingParams(temperature=0.0, stop_token_ids=[3])
+
+MESSAGES: list[Any] = [
+    EngineCoreRequest("r", [1, 2], PARAMS),
+    EngineCoreRequest("r", [1, 2], SamplingParams()),
+    EngineCoreOutputs(
+        [
+            EngineCoreOutput("a", [1], FinishReason.STOP, 3, [[(1, -0.5, 1), (2, -1.5, 2)]], None, 0.25, 16, 1),
+            EngineCoreOutput("b", finish_reason=FinishReason.ERROR, error="why"),
+            EngineCoreOutput("c", [5]),
+        ],
+        SchedulerStats(num_running=1, num_preemptions=2),
+    ),
+    EngineCoreOutputs(),
+    EngineCoreReady(vocab_size=100, max_model_len=50, num_blocks=10, block_size=16, eos_token_ids=[2]),
+    EngineCoreReady(error="no checkpoint"),
+    SchedulerOutput(
+        {"a": 3, "b": 1},
+        [NewRequestData("a", [1, 2, 3], 3, PARAMS, [2, 3], [0, 7], 0)],
+        CachedRequestData(["b"], [[4]], [8]),
+        ["c"],
+    ),
+    SchedulerOutput({}),
+    ModelRunnerOutput({"a": [5]}, {"a": [[(5, -0.1, 1)]]}),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_message_survives_the_wire(message: Any) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message)) == message
+
+
+def test_finish_reason_keeps_its_type_on_the_wire() -> None:
+    output = EngineCoreOutput("a", finish_reason=FinishReason.ABORT)
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=EngineCoreOutput)
+    assert decoded.finish_reason is FinishReason.ABORT
+
+
+def test_bad_sampling_params_inside_a_request_are_refused_on_the_wire() -> None:
+    good = EngineCoreRequest("r", [1], SamplingParams(top_p=0.5))
+    frame = msgspec.msgpack.encode(good).replace(msgspec.msgpack.encode(0.5), msgspec.msgpack.encode(1.5))
+    with pytest.raises(msgspec.ValidationError, match=r"top_p is 1\.5"):
+        msgspec.msgpack.decode(frame, type=EngineCoreRequest)
+
+
+def test_step_counts_its_tokens() -> None:
+    assert SchedulerOutput({"a": 3, "b": 1}).total_num_scheduled_tokens == 4
+
+
+def test_messages_share_no_default_lists() -> None:
+    first, second = SchedulerOutput({}), SchedulerOutput({})
+    first.dropped_request_ids.append("a")
+    first.cached_requests.request_ids.append("a")
+    assert second == SchedulerOutput({})
+
+
+def test_ready_message_tells_the_tokens_of_the_cache() -> None:
+    assert EngineCoreReady(num_blocks=10, block_size=16).num_kv_cache_tokens == 160
+
+
+def test_cache_usage_is_the_share_that_live_requests_hold() -> None:
+    assert SchedulerStats(num_blocks_used=1, num_blocks_cached=2, num_blocks_free=1).kv_cache_usage == 0.25
+    assert SchedulerStats().kv_cache_usage == 0.0
+
+
+def test_time_per_output_token_leaves_out_the_first() -> None:
+    assert FinishedRequestStats("stop", num_output_tokens=5, decode_seconds=2.0).time_per_output_token_seconds == 0.5
+    assert FinishedRequestStats("stop", num_output_tokens=1).time_per_output_token_seconds is None

@@ -1,0 +1,277 @@
+"""SamplingParams: the ranges, what clients may send as strings, and that the wire is checked like the edge."""
+
+import re
+from typing import Any
+
+import msgspec
+import pytest
+from quire_engine.errors import RequestError
+from quire_engine.sampling_params import (
+    MAX_LOGPROBS,
+    MAX_STOP_STRING_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
+
+NAN, INFINITY = float("nan"), float("inf")
+
+OUT_OF_RANGE: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 1e4 + 1}, "temperature"),
+    ({"temperature": NAN}, "temperature"),
+    ({"temperature": INFINITY}, "temperature"),
+    ({"top_p": 0.0}, "top_p"),
+    ({"top_p": 1.001}, "top_p"),
+    ({"top_p": NAN}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": -0.001}, "min_p"),
+    ({"min_p": 1.001}, "min_p"),
+    ({"min_p": NAN}, "min_p"),
+    ({"seed": -1}, "seed"),
+    ({"seed": 2**64}, "seed"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ({"min_tokens": 17}, "min_tokens"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": ["ok", "x" * (MAX_STOP_STRING_LENGTH + 1)]}, "stop"),
+    ({"stop": ["x"] * (MAX_STOP_STRINGS + 1)}, "stop"),
+    ({"stop_token_ids": [1] * (MAX_STOP_TOKEN_IDS + 1)}, "stop_token_ids"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"logprobs": MAX_LOGPROBS + 1}, "logprobs"),
+]
+
+IN_RANGE: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1e4},
+    {"top_p": 1e-9},
+    {"top_p": 1.0},
+    {"top_k": -1},
+    {"top_k": 0},
+    {"top_k": 1},
+    {"top_k": 10**9},
+    {"min_p": 0.0},
+    {"min_p": 1.0},
+    {"seed": 0},
+    {"seed": 2**64 - 1},
+    {"max_tokens": 1},
+    {"max_tokens": None, "min_tokens": 1000},
+    {"min_tokens": 4, "max_tokens": 4},
+    {"stop": ["x" * MAX_STOP_STRING_LENGTH] * MAX_STOP_STRINGS},
+    {"stop_token_ids": [1] * MAX_STOP_TOKEN_IDS},
+    {"logprobs": 0},
+    {"logprobs": MAX_LOGPROBS},
+]
+
+
+def short(case: object) -> str:
+    """A name for a case."""
+    return str(case)[:40]
+
+
+@pytest.mark.parametrize(("values", "parameter"), OUT_OF_RANGE, ids=short)
+def test_value_out_of_range_is_refused_by_name(values: dict[str, Any], parameter: str) -> None:
+    with pytest.raises(RequestError, match=f"^{parameter} is .*; it must be ") as error:
+        SamplingParams(**values)
+    assert error.value.parameter == parameter
+
+
+@pytest.mark.parametrize("values", IN_RANGE, ids=short)
+def test_value_at_the_edge_of_its_range_is_allowed(values: dict[str, Any]) -> None:
+    params = SamplingParams(**values)
+    assert {name: getattr(params, name) for name in values} == values
+
+
+def test_message_holds_the_offending_value() -> None:
+    with pytest.raises(RequestError, match=re.escape("top_p is 1.5; it must be in (0, 1]")):
+        SamplingParams(top_p=1.5)
+
+
+def test_error_of_a_request_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="temperature"):
+        SamplingParams(temperature=-1.0)
+
+
+def test_defaults_are_those_of_vllm() -> None:
+    params = SamplingParams()
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
+    assert (params.max_tokens, params.min_tokens, params.seed, params.logprobs) == (16, 0, None, None)
+    assert (params.stop, params.stop_token_ids) == ([], [])
+    assert (params.ignore_eos, params.include_stop_str_in_output, params.skip_special_tokens) == (False, False, True)
+
+
+def test_only_temperature_zero_is_greedy() -> None:
+    assert SamplingParams(temperature=0.0).is_greedy
+    assert not SamplingParams(temperature=1e-6).is_greedy
+
+
+def test_params_are_frozen() -> None:
+    params = SamplingParams()
+    with pytest.raises(AttributeError):
+        params.temperature = 0.0  # type: ignore[misc]
+
+
+def test_lists_are_not_shared_between_params() -> None:
+    assert SamplingParams().stop is not SamplingParams().stop
+
+
+# -- from clients ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "sent", "value"),
+    [
+        ("temperature", "0.1", 0.1),
+        ("temperature", 1, 1.0),
+        ("temperature", "1e-1", 0.1),
+        ("top_p", "0.95", 0.95),
+        ("min_p", "0", 0.0),
+        ("top_k", "40", 40),
+        ("top_k", 40.0, 40),
+        ("top_k", "-1", -1),
+        ("max_tokens", "100", 100),
+        ("max_tokens", 100.0, 100),
+        ("min_tokens", "3", 3),
+        ("seed", str(2**64 - 1), 2**64 - 1),
+        ("logprobs", "5", 5),
+        ("ignore_eos", "true", True),
+        ("ignore_eos", "True", True),
+        ("ignore_eos", "1", True),
+        ("ignore_eos", "FALSE", False),
+        ("skip_special_tokens", "0", False),
+        ("skip_special_tokens", False, False),
+        ("include_stop_str_in_output", True, True),
+        ("stop", "END", ["END"]),
+        ("stop", ["a", "b"], ["a", "b"]),
+        ("stop", [], []),
+        ("stop_token_ids", ["5", 6, 7.0], [5, 6, 7]),
+        ("stop_token_ids", (1, 2), [1, 2]),
+    ],
+)
+def test_client_value_is_converted_to_the_type_of_its_field(name: str, sent: Any, value: Any) -> None:
+    params = SamplingParams.from_mapping({name: sent, "max_tokens": 1000} if name != "max_tokens" else {name: sent})
+    got = getattr(params, name)
+    assert got == value
+    assert type(got) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "sent"),
+    [
+        ("temperature", "warm"),
+        ("temperature", True),
+        ("temperature", [1.0]),
+        ("temperature", 10**400),
+        ("top_k", 1.5),
+        ("top_k", "1.5"),
+        ("top_k", float("inf")),
+        ("max_tokens", ""),
+        ("max_tokens", True),
+        ("max_tokens", {}),
+        ("seed", "abc"),
+        ("ignore_eos", "yes"),
+        ("ignore_eos", 1),
+        ("ignore_eos", []),
+        ("stop", 5),
+        ("stop", [5]),
+        ("stop", {"a": 1}),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", "5"),
+        ("stop_token_ids", [None]),
+        ("stop_token_ids", [True]),
+        ("stop_token_ids", ["x"]),
+    ],
+)
+def test_client_value_of_the_wrong_type_is_refused_by_name(name: str, sent: Any) -> None:
+    with pytest.raises(RequestError, match=f"^{name} is .*; it must be ") as error:
+        SamplingParams.from_mapping({name: sent})
+    assert error.value.parameter == name
+
+
+@pytest.mark.parametrize(
+    ("values", "parameter"),
+    [({"temperature": "-1"}, "temperature"), ({"top_p": "nan"}, "top_p"), ({"seed": "-5"}, "seed")],
+)
+def test_converted_value_is_checked_like_any_other(values: dict[str, Any], parameter: str) -> None:
+    with pytest.raises(RequestError) as error:
+        SamplingParams.from_mapping(values)
+    assert error.value.parameter == parameter
+
+
+def test_unknown_parameter_names_the_nearest_known_one() -> None:
+    with pytest.raises(
+        RequestError, match=r"^unknown sampling parameter 'temprature'; did you mean 'temperature'\?$"
+    ) as error:
+        SamplingParams.from_mapping({"temprature": 1})
+    assert error.value.parameter == "temprature"
+
+
+def test_unknown_parameter_with_nothing_near_lists_all_known_ones() -> None:
+    with pytest.raises(RequestError, match="unknown sampling parameter 'zzz'; known are ") as error:
+        SamplingParams.from_mapping({"zzz": 1})
+    assert all(name in str(error.value) for name in SamplingParams.__struct_fields__)
+
+
+def test_every_field_can_be_sent_by_a_client() -> None:
+    params = SamplingParams.from_mapping(
+        {
+            "temperature": "0.5",
+            "top_p": "0.9",
+            "top_k": "5",
+            "min_p": "0.1",
+            "seed": "1",
+            "max_tokens": "9",
+            "min_tokens": "2",
+            "stop": "x",
+            "stop_token_ids": ["3"],
+            "ignore_eos": "true",
+            "include_stop_str_in_output": "true",
+            "skip_special_tokens": "false",
+            "logprobs": "2",
+        }
+    )
+    defaults = SamplingParams()
+    unchanged = [name for name in SamplingParams.__struct_fields__ if getattr(params, name) == getattr(defaults, name)]
+    assert unchanged == []
+
+
+def test_null_means_unset() -> None:
+    assert SamplingParams.from_mapping({"seed": None, "logprobs": None, "temperature": None}) == SamplingParams()
+
+
+# -- over the wire ---------------------------------------------------------------------------------------------------
+
+
+def test_params_survive_the_wire() -> None:
+    params = SamplingParams(
+        temperature=0.3, seed=2**64 - 1, stop=["ä"], stop_token_ids=[7], max_tokens=None, logprobs=3
+    )
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+# msgpack has no integer beyond 64 bits.
+@pytest.mark.parametrize(
+    ("values", "parameter"), [case for case in OUT_OF_RANGE if case[0] != {"seed": 2**64}], ids=short
+)
+def test_value_out_of_range_is_refused_on_the_wire(values: dict[str, Any], parameter: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=f"{parameter} is "):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(values), type=SamplingParams)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": "0.5"},
+        {"max_tokens": 1.5},
+        {"stop": "END"},
+        {"stop_token_ids": ["1"]},
+        {"ignore_eos": 1},
+        {"bogus": 1},
+    ],
+    ids=str,
+)
+def test_wrong_type_or_name_is_refused_on_the_wire(values: dict[str, Any]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(values), type=SamplingParams)

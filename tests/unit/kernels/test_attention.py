@@ -1,0 +1,61 @@
+"""Paged attention against dense attention, on odd shapes."""
+
+import pytest
+import torch
+from quire_kernels import paged_attention
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+
+
+def dense_attention(query_QHD: torch.Tensor, key_LKD: torch.Tensor, value_LKD: torch.Tensor) -> torch.Tensor:
+    """Row by row and head by head, straight from the definition, in float64."""
+    query, key, value = query_QHD.double(), key_LKD.double(), value_LKD.double()
+    (num_rows, num_heads, head_size), (length, num_kv_heads, _) = query.shape, key.shape
+    out = torch.empty_like(query)
+    for row in range(num_rows):
+        visible = length - num_rows + row + 1
+        for head in range(num_heads):
+            kv_head = head // (num_heads // num_kv_heads)
+            scores = key[:visible, kv_head] @ query[row, head] * head_size**-0.5
+            out[row, head] = scores.softmax(0) @ value[:visible, kv_head]
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("block_size", [1, 16, 24])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size"), [(4, 4, 16), (6, 2, 20), (8, 1, 64)])
+def test_equals_dense_attention(
+    num_heads: int, num_kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    #        query rows of this step, of a sequence of this length: decodes, whole prompts, chunks, one-token prompts
+    shapes = [(1, 1), (1, 37), (5, 5), (7, 40), (1, 16), (16, 48), (33, 33), (1, 49)]
+    max_blocks = -(-max(length for _, length in shapes) // block_size)
+    num_blocks = max_blocks * len(shapes) + 3
+    ids = torch.randperm(num_blocks)
+    table = torch.zeros(len(shapes), max_blocks, dtype=torch.int64)  # unused entries: some valid block
+    key_cache = torch.full((num_blocks, num_kv_heads, block_size, head_size), 1e4, dtype=dtype)  # would show at once
+    value_cache = key_cache.clone()
+    queries, expected = [], []
+    for s, (rows, length) in enumerate(shapes):
+        query = torch.randn(rows, num_heads, head_size).to(dtype)
+        key, value = torch.randn(2, length, num_kv_heads, head_size).to(dtype)
+        used = ids[s * max_blocks : s * max_blocks + -(-length // block_size)]
+        table[s, : len(used)] = used
+        for position in range(length):
+            block, offset = used[position // block_size], position % block_size
+            key_cache[block, :, offset], value_cache[block, :, offset] = key[position], value[position]
+        queries.append(query)
+        expected.append(dense_attention(query, key, value))
+    lengths = torch.tensor([rows for rows, _ in shapes])
+    out = paged_attention(
+        torch.cat(queries),
+        key_cache,
+        value_cache,
+        table,
+        torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))),
+        torch.tensor([length for _, length in shapes]),
+        head_size**-0.5,
+    )
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), torch.cat(expected), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

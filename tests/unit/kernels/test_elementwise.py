@@ -1,0 +1,64 @@
+"""Norms, activation and rotary embedding against transformers' own modules."""
+
+import pytest
+import torch
+from quire_kernels import add_rms_norm, rms_norm, rope_and_cache, silu_and_mul
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 8), (5, 67)])
+def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    hidden, residual, weight = (
+        torch.randn(shape).to(dtype),
+        torch.randn(shape).to(dtype),
+        torch.randn(shape[1]).to(dtype),
+    )
+    norm = LlamaRMSNorm(shape[1], eps=1e-5)
+    norm.weight.data = weight
+    torch.testing.assert_close(rms_norm(hidden, weight, 1e-5), norm(hidden))
+    total = hidden + residual
+    torch.testing.assert_close(add_rms_norm(hidden, residual, weight, 1e-5), norm(total))
+    torch.testing.assert_close(residual, total)
+
+
+@DTYPES
+def test_silu_and_mul(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gate_up = torch.randn(3, 14).to(dtype)
+    gate, up = gate_up[:, :7], gate_up[:, 7:]
+    torch.testing.assert_close(silu_and_mul(gate_up), gate * torch.sigmoid(gate) * up, atol=1e-2, rtol=1e-2)
+
+
+@DTYPES
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_rope_and_cache(block_size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    num_tokens, num_heads, num_kv_heads, head_size = 9, 4, 2, 6
+    qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_size).to(dtype)  # strided views, as in a model
+    query, key, value = (
+        part.unflatten(-1, (-1, head_size))
+        for part in qkv.split([num_heads * head_size, num_kv_heads * head_size, num_kv_heads * head_size], -1)
+    )
+    positions = torch.randint(0, 100, (num_tokens,))
+    angles = torch.outer(torch.arange(100).float(), 10000 ** -(torch.arange(0, head_size, 2).float() / head_size))
+    slots = torch.randperm(8 * block_size)[:num_tokens] if 8 * block_size >= num_tokens else torch.randperm(num_tokens)
+    num_blocks = int(slots.max()) // block_size + 1
+    key_cache = torch.zeros(num_blocks, num_kv_heads, block_size, head_size, dtype=dtype)
+    value_cache = torch.zeros_like(key_cache)
+
+    cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+    rotated = rope_and_cache(query, key, value, positions, cos_sin, slots, key_cache, value_cache)
+
+    full = torch.cat((angles, angles), -1)[positions].to(torch.float32)
+    want_q, want_k = apply_rotary_pos_emb(
+        query.transpose(0, 1)[None], key.transpose(0, 1)[None], full.cos()[None].to(dtype), full.sin()[None].to(dtype)
+    )
+    torch.testing.assert_close(rotated, want_q[0].transpose(0, 1))
+    for token, slot in enumerate(slots.tolist()):
+        torch.testing.assert_close(key_cache[slot // block_size, :, slot % block_size], want_k[0, :, token])
+        torch.testing.assert_close(value_cache[slot // block_size, :, slot % block_size], value[token])
+    assert int((value_cache != 0).any(-1).sum()) == num_tokens * num_kv_heads, "something else was written to"
