@@ -92,7 +92,7 @@ class AsyncMPClient:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "quire_engine.core.process"],
             stdin=subprocess.PIPE,
-            stdout=sys.stderr.fileno(),  # stdout may carry somebody's protocol; logs do not belong there
+            stdout=2,  # stderr: stdout may carry somebody's protocol; logs do not belong there
             env={
                 # OpenMP threads wait for each other by spinning, by default for so long that a neighbour on the same
                 # cores (tritonserver, the clients) slows every op down; this is some tens of microseconds.
