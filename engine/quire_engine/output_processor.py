@@ -3,14 +3,16 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from quire_engine.detokenizer import IncrementalDetokenizer
 from quire_engine.input_processor import ProcessedRequest
 from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, TokenLogprobs
 from quire_engine.request import FinishReason
 from quire_engine.stats import FinishedRequestStats, IterationStats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["CompletionOutput", "Logprob", "OnOutput", "OutputProcessor", "RequestOutput"]
 
@@ -74,7 +76,7 @@ OnOutput = Callable[[RequestOutput], None]
 class _RequestState:
     """One live request."""
 
-    def __init__(self, request: ProcessedRequest, tokenizer: PreTrainedTokenizerBase, on_output: OnOutput) -> None:
+    def __init__(self, request: ProcessedRequest, tokenizer: "PreTrainedTokenizerBase", on_output: OnOutput) -> None:
         skip = request.params.skip_special_tokens
 
         def decode(token_ids: Sequence[int]) -> str:
@@ -94,7 +96,7 @@ class _RequestState:
 class OutputProcessor:
     """Keeps the state of every live request of one frontend."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
         self._states: dict[str, _RequestState] = {}
         self._token_texts: dict[int, str] = {}

@@ -22,12 +22,12 @@ import zmq
 import zmq.asyncio
 
 from quire_engine.config import EngineConfig
-from quire_engine.core.process import ProcessArguments
 from quire_engine.errors import EngineDeadError
 from quire_engine.messages import (
     EngineCoreOutputs,
     EngineCoreReady,
     EngineCoreRequest,
+    ProcessArguments,
     RequestType,
 )
 from quire_engine.stats import SchedulerStats

@@ -20,7 +20,6 @@ import traceback
 import msgspec
 import zmq
 
-from quire_engine.config import EngineConfig
 from quire_engine.core.engine_core import EngineCore
 from quire_engine.errors import EngineError
 from quire_engine.messages import (
@@ -28,24 +27,17 @@ from quire_engine.messages import (
     EngineCoreOutputs,
     EngineCoreReady,
     EngineCoreRequest,
+    ProcessArguments,
     RequestType,
 )
 from quire_engine.request import FinishReason
 
-__all__ = ["EngineCoreProcess", "ProcessArguments"]
+__all__ = ["EngineCoreProcess"]
 
 logger = logging.getLogger(__name__)
 
 IDLE_CHECK_MS = 1000
 """After this long without work, the block pool's integrity is checked, once per idle period."""
-
-
-class ProcessArguments(msgspec.Struct):
-    """What the parent tells its child on stdin."""
-
-    config: EngineConfig
-    input_address: str
-    output_address: str
 
 
 class EngineCoreProcess:
