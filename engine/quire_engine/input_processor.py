@@ -56,6 +56,7 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the library raises whatever its parsers raise
         raise CheckpointError(f"tokenizer: {folder} does not load: {error}") from error
+    tokenizer.model_max_length = 10**30  # the length is checked here, by name; the library would only log a warning
     return tokenizer
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire_engine.detokenizer import IncrementalDetokenizer
+from quire_engine.errors import RequestError
 from quire_engine.input_processor import ProcessedRequest
 from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, TokenLogprobs
 from quire_engine.request import FinishReason
@@ -107,7 +108,13 @@ class OutputProcessor:
         return list(self._states)
 
     def add_request(self, request: ProcessedRequest, on_output: OnOutput) -> None:
-        """Expect output for a request; each delta goes to `on_output`, the last one with `finished`."""
+        """Expect output for a request; each delta goes to `on_output`, the last one with `finished`.
+
+        Raises:
+            RequestError: another live request has the same id.
+        """
+        if request.request_id in self._states:
+            raise RequestError("request_id", f"request_id {request.request_id!r} is that of a live request")
         self._states[request.request_id] = _RequestState(request, self._tokenizer, on_output)
 
     def discard(self, request_id: str) -> None:

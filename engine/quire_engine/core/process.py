@@ -62,6 +62,7 @@ class EngineCoreProcess:
 
     def run(self) -> None:
         """Serve until told to stop."""
+        self._send_stats()  # so that the size of the KV cache is known before the first request
         while not self._stopping:
             if self._core.has_requests():
                 self._receive()
