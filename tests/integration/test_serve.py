@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from quire_cli import process
-from serving import ROOT, Server, run_cli, serve, start, wait_until
+from support.serving import ROOT, Server, run_cli, serve, start, wait_until
 
 pytestmark = pytest.mark.server
 

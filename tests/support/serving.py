@@ -94,7 +94,7 @@ def start(*args: str, env: Mapping[str, str] | None = None, ready: bool = True) 
     finally:
         os.close(handle)
     server = Server(process=process, run_id=RunId.of(process.pid), log_file=Path(log))
-    weakref.finalize(server, os.unlink, log)
+    weakref.finalize(server, Path(log).unlink, missing_ok=True)
     if ready:
         try:
             server.grpc, server.http, server.metrics = _wait_for_ready_line(server)
