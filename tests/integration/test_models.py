@@ -246,15 +246,16 @@ asyncio.run(main())
 
 def test_client_process_is_killed(small_server: Server, num_aborted: float) -> None:
     client = subprocess.Popen(
-        [sys.executable, "-c", KILLED_CLIENT, str(Path(__file__).parent), small_server.grpc, json.dumps(LONG)],
+        [sys.executable, "-c", KILLED_CLIENT, str(Path(__file__).parents[1]), small_server.grpc, json.dumps(LONG)],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert client.stdout is not None
-    with client.stdout:
-        assert client.stdout.readline() == "response\n"
-        client.kill()
-        client.wait()
-        since = time.monotonic()
+    with client:
+        try:
+            assert client.stdout.readline() == "response\n"
+        finally:
+            client.kill()
+    since = time.monotonic()
     assert_freed(small_server, num_aborted + 1, since)
 
 
