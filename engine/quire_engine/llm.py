@@ -107,11 +107,13 @@ class LLM:
 
     def _run(self, requests: list[ProcessedRequest]) -> Iterator[RequestOutput]:
         """Add the requests and step until all are finished, yielding every delta."""
+        if self._outputs.has_requests():
+            raise RuntimeError("another generation of this LLM is under way; finish or close it first")
         deltas: list[RequestOutput] = []
-        for request in requests:
-            self._outputs.add_request(request, deltas.append)
-            self._core.add_request(request.to_core())
         try:
+            for request in requests:
+                self._outputs.add_request(request, deltas.append)
+                self._core.add_request(request.to_core())
             while self._outputs.has_requests():
                 _, to_abort = self._outputs.process(self._core.get_output())
                 for request_id in to_abort:

@@ -1,5 +1,6 @@
 """OutputProcessor: EngineCoreOutputs → text, RequestOutputs and statistics. Runs where the caller is."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -71,6 +72,8 @@ class RequestOutput:
         self.num_cached_tokens = later.num_cached_tokens
 
 
+logger = logging.getLogger(__name__)
+
 OnOutput = Callable[[RequestOutput], None]
 
 
@@ -87,7 +90,7 @@ class _RequestState:
 
         self.request = request
         self.on_output = on_output
-        self.detokenizer = IncrementalDetokenizer(decode, request.params)
+        self.detokenizer = IncrementalDetokenizer(decode, request.params, request.prompt_token_ids)
         self.cumulative_logprob: float | None = None if request.params.logprobs is None else 0.0
         self.first_token_time: float | None = None
         self.last_token_time = request.arrival_time
@@ -138,7 +141,13 @@ class OutputProcessor:
             state = self._states.get(output.request_id)
             if state is None:
                 continue  # ended here while the step ran
-            if self._process_one(state, output, now, stats) and output.finish_reason is None:
+            try:
+                finished = self._process_one(state, output, now, stats)
+            except Exception:
+                logger.exception("request %s: its output could not be processed", output.request_id)
+                finished = True
+                self._fail(state)
+            if finished and output.finish_reason is None:
                 to_abort.append(output.request_id)
         return stats, to_abort
 
@@ -150,6 +159,23 @@ class OutputProcessor:
             output = EngineCoreOutput(request_id, finish_reason=reason, error=error)
             self._process_one(state, output, time.monotonic(), stats)
         return stats
+
+    def _fail(self, state: _RequestState) -> None:
+        """End a request whose output cannot even be made or taken; nobody else is to notice."""
+        request = state.request
+        self._states.pop(request.request_id, None)
+        output = RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=[CompletionOutput(finish_reason=str(FinishReason.ERROR))],
+            finished=True,
+            error="its output could not be processed",
+        )
+        try:
+            state.on_output(output)
+        except Exception:
+            logger.exception("request %s: its end could not be told", request.request_id)
 
     def _process_one(self, state: _RequestState, output: EngineCoreOutput, now: float, stats: IterationStats) -> bool:
         """Give out the delta of one request; True when it is finished."""
@@ -218,7 +244,7 @@ class OutputProcessor:
         if state.first_token_time is None:
             state.first_token_time = now
             own.time_to_first_token_seconds = now - state.request.arrival_time
-            own.queue_seconds = output.queue_seconds or 0.0
+            own.queue_seconds = output.queue_seconds
             own.num_cached_tokens = output.num_cached_tokens
             stats.time_to_first_token_seconds.append(own.time_to_first_token_seconds)
             stats.num_prompt_tokens += own.num_prompt_tokens
@@ -235,6 +261,6 @@ class OutputProcessor:
         own.finish_reason = finish_reason
         own.e2e_seconds = now - state.request.arrival_time
         if state.first_token_time is not None and own.time_to_first_token_seconds is not None:
-            own.prefill_seconds = max(own.time_to_first_token_seconds - own.queue_seconds, 0.0)
+            own.prefill_seconds = max(own.time_to_first_token_seconds - (own.queue_seconds or 0.0), 0.0)
             own.decode_seconds = state.last_token_time - state.first_token_time
         return own

@@ -27,7 +27,7 @@ ROOTS = {
 CHAIN = ["quire_kernels", "quire_engine", "quire_monitoring", "quire_backend", "quire_cli"]
 """Each may import itself and those before it. `quire_dashboard` stands aside."""
 
-LEAVES = {"config", "errors", "messages", "request", "sampling_params", "stats"}
+LEAVES = {"config", "errors", "memory", "messages", "request", "sampling_params", "stats"}
 
 _TEXT = {"input_processor", "output_processor", "detokenizer"}
 
