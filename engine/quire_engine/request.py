@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 __all__ = ["FinishReason", "Request", "RequestStatus", "validate_request"]
 
+MAX_PROMPT_LOGPROBS_ENTRIES = 500_000
+"""Log-probabilities that one request may ask for of its prompt: each becomes an object where the caller is."""
+
 
 class RequestStatus(enum.IntEnum):
     """Where a request is in its life.
@@ -190,6 +193,13 @@ def validate_request(
             "min_tokens",
             f"min_tokens is {params.min_tokens}; after a prompt of {num_prompt} tokens max_model_len={max_model_len} "
             f"leaves room for {max_model_len - num_prompt}",
+        )
+    num_entries = num_prompt * (1 + params.prompt_logprobs) if params.prompt_logprobs is not None else 0
+    if num_entries > MAX_PROMPT_LOGPROBS_ENTRIES:
+        raise RequestError(
+            "prompt_logprobs",
+            f"prompt_logprobs is {params.prompt_logprobs}; for a prompt of {num_prompt} tokens these are {num_entries} "
+            f"log-probabilities, and it must be at most {MAX_PROMPT_LOGPROBS_ENTRIES}",
         )
     _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     _check_token_ids("logit_bias", params.logit_bias or (), vocab_size)

@@ -105,7 +105,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """What each output of `AsyncLLM.generate` holds. `LLM.generate` always gives final ones."""
 
     def __post_init__(self) -> None:
-        """Check every range; each failure names the parameter, the value and what is allowed."""
+        """Check every range; each failure names the parameter, the value and what is allowed.
+
+        As in vLLM, a list may be given as None when it is empty, and one stop string or bad word need not be in a list.
+        """
+        for name in ("stop", "bad_words", "stop_token_ids"):
+            value = getattr(self, name)
+            if value is None or isinstance(value, str):
+                msgspec.structs.force_setattr(self, name, [] if value is None else [value])
         _require(math.isfinite(self.temperature) and 0.0 <= self.temperature <= 1e4, "temperature", self.temperature,
                  "a number from 0 (greedy) to 10000")  # fmt: skip
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "in (0, 1]")

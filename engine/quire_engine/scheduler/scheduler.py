@@ -135,7 +135,7 @@ class Scheduler:
             if request.scheduled_at is None:
                 request.scheduled_at = time.monotonic()
                 request.num_cached_tokens = num_hit_tokens
-                self.prefix_cache_queries += request.num_tokens
+                self.prefix_cache_queries += 0 if request.skip_reading_prefix_cache else request.num_tokens
                 self.prefix_cache_hits += num_hit_tokens
             request.num_computed_tokens = num_hit_tokens
             request.status = RequestStatus.RUNNING

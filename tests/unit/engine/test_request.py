@@ -145,6 +145,7 @@ def validate(prompt: list[int], *, limits: dict[str, Any] | None = None, **param
         ([1], {"logit_bias": {-1: 1.0}}, {}, "logit_bias", r"holds -1; ids must be in \[0, 100\)"),
         ([1], {"allowed_token_ids": [5, 100]}, {}, "allowed_token_ids", r"holds 100; ids must be in \[0, 100\)"),
         ([1], {"bad_words_token_ids": [[5], [1, 100]]}, {}, "bad_words", r"holds 100; ids must be in \[0, 100\)"),
+        ([1] * 23_810, {"prompt_logprobs": 20}, {"max_model_len": 10**5}, "prompt_logprobs", "23810 tokens these are"),
         ([1] * 17, {}, {"num_kv_cache_tokens": 16}, "input_ids", "can never fit the KV cache of 16 tokens"),
         ([1] * 16, {"max_tokens": 2}, {"num_kv_cache_tokens": 16}, "max_tokens", "16 tokens with 2 to generate"),
         ([1] * 4, {"max_tokens": None}, {"num_kv_cache_tokens": 16}, "max_tokens", "4 tokens with 46 to generate"),

@@ -162,6 +162,13 @@ def test_only_temperature_zero_is_greedy() -> None:
     assert not SamplingParams(temperature=1e-6).is_greedy
 
 
+def test_lists_may_be_none_and_a_single_string_is_a_list_of_one() -> None:
+    nothing: Any = None
+    assert SamplingParams(stop=nothing, bad_words=nothing, stop_token_ids=nothing) == SamplingParams()
+    one: Any = "END"
+    assert SamplingParams(stop=one, bad_words=one) == SamplingParams(stop=["END"], bad_words=["END"])
+
+
 @pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
 def test_any_penalty_counts(name: str) -> None:
     assert not SamplingParams().has_penalties
