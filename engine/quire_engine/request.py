@@ -194,6 +194,20 @@ def validate_request(
             f"min_tokens is {params.min_tokens}; after a prompt of {num_prompt} tokens max_model_len={max_model_len} "
             f"leaves room for {max_model_len - num_prompt}",
         )
+    _check_params(params, num_prompt, vocab_size)
+    # The last token's keys and values are never needed, so one token less has to fit.
+    num_tokens = num_prompt + max_output_tokens(num_prompt, params, max_model_len) - 1
+    if num_tokens > num_kv_cache_tokens:
+        name = prompt_name if num_prompt > num_kv_cache_tokens else "max_tokens"
+        raise RequestError(
+            name,
+            f"{name}: a prompt of {num_prompt} tokens with {num_tokens + 1 - num_prompt} to generate can never fit the "
+            f"KV cache of {num_kv_cache_tokens} tokens; shorten it, lower max_tokens, or raise kv_cache_memory_bytes",
+        )
+
+
+def _check_params(params: SamplingParams, num_prompt: int, vocab_size: int) -> None:
+    """Check the size of the prompt's log-probabilities, and that all token ids exist."""
     num_entries = num_prompt * (1 + params.prompt_logprobs) if params.prompt_logprobs is not None else 0
     if num_entries > MAX_PROMPT_LOGPROBS_ENTRIES:
         raise RequestError(
@@ -206,15 +220,6 @@ def validate_request(
     _check_token_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     for token_ids in params.bad_words_token_ids:
         _check_token_ids("bad_words", token_ids, vocab_size)
-    # The last token's keys and values are never needed, so one token less has to fit.
-    num_tokens = num_prompt + max_output_tokens(num_prompt, params, max_model_len) - 1
-    if num_tokens > num_kv_cache_tokens:
-        name = prompt_name if num_prompt > num_kv_cache_tokens else "max_tokens"
-        raise RequestError(
-            name,
-            f"{name}: a prompt of {num_prompt} tokens with {num_tokens + 1 - num_prompt} to generate can never fit the "
-            f"KV cache of {num_kv_cache_tokens} tokens; shorten it, lower max_tokens, or raise kv_cache_memory_bytes",
-        )
 
 
 def _check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
