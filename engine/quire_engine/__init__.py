@@ -6,14 +6,22 @@ It knows nothing of Triton Inference Server, Prometheus or HTTP. `LLM` is its of
 from typing import TYPE_CHECKING, Any
 
 from quire_engine.config import EngineConfig
-from quire_engine.sampling_params import SamplingParams
+from quire_engine.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from quire_engine.async_llm import AsyncLLM
     from quire_engine.llm import LLM
     from quire_engine.output_processor import CompletionOutput, RequestOutput
 
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EngineConfig", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+]
 
 _HOMES = {
     "LLM": "quire_engine.llm",

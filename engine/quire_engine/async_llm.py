@@ -12,7 +12,7 @@ from quire_engine.input_processor import InputProcessor, ProcessedRequest, Promp
 from quire_engine.models import check_checkpoint
 from quire_engine.output_processor import OnOutput, OutputProcessor, RequestOutput
 from quire_engine.request import FinishReason
-from quire_engine.sampling_params import SamplingParams
+from quire_engine.sampling_params import RequestOutputKind, SamplingParams
 from quire_engine.stats import IterationStats, SchedulerStats, StatLogger
 
 __all__ = ["AsyncLLM"]
@@ -72,7 +72,9 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
-        """Complete one prompt; each output holds everything so far. Leaving the iteration early aborts the request.
+        """Complete one prompt. Leaving the iteration early aborts the request.
+
+        Each output holds everything so far, or what is new, or there is only the last: see `output_kind`.
 
         Raises:
             RequestError: the prompt or its parameters cannot be served.
@@ -82,21 +84,25 @@ class AsyncLLM:
         request = self.input_processor.process(prompt, sampling_params, request_id)
         queue: asyncio.Queue[RequestOutput] = asyncio.Queue()
         self.add_request(request, queue.put_nowait)
-        total: RequestOutput | None = None
+        kind = sampling_params.output_kind
+        output: RequestOutput | None = None
+        finished = False
         try:
-            while total is None or not total.finished:
+            while not finished:
                 delta = await queue.get()
-                if total is None:
-                    total = delta
+                if output is None or kind is RequestOutputKind.DELTA:
+                    output = delta
                 else:
-                    total.merge(delta)
+                    output.merge(delta)
                 while not queue.empty():
-                    total.merge(queue.get_nowait())
-                if total.error is not None:
-                    raise EngineDeadError(total.error)
-                yield total
+                    output.merge(queue.get_nowait())
+                finished = output.finished
+                if output.error is not None:
+                    raise EngineDeadError(output.error)
+                if finished or kind is not RequestOutputKind.FINAL_ONLY:
+                    yield output
         finally:
-            if total is None or not total.finished:
+            if not finished:
                 self.abort(request.request_id)
 
     def add_request(self, request: ProcessedRequest, on_output: OnOutput) -> None:

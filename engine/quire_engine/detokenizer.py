@@ -44,8 +44,6 @@ class IncrementalDetokenizer:
         self._stop = params.stop
         self._min_tokens = params.min_tokens
         self._include_stop = params.include_stop_str_in_output
-        self._skipped_text = 0
-        """Characters that came before `min_tokens`, in which no stop string is looked for."""
         held_back = 0 if self._include_stop else max(map(len, self._stop), default=1) - 1
         self._held_back = held_back
         self._num_emitted = 0
@@ -74,10 +72,7 @@ class IncrementalDetokenizer:
             return None
         before = len(self.text)
         self._extend(self._token_ids)
-        if not self._stop:
-            return None
-        if len(self._token_ids) - self._num_context_tokens <= self._min_tokens:
-            self._skipped_text = len(self.text)
+        if not self._stop or len(self._token_ids) - self._num_context_tokens <= self._min_tokens:
             return None
         return self._find_stop(before)
 
@@ -114,7 +109,7 @@ class IncrementalDetokenizer:
         """The stop string that appears first; only text that the last token can have completed is searched."""
         found: tuple[int, str] | None = None
         for stop in self._stop:
-            start = max(before - len(stop) + 1, self._skipped_text, 0)
+            start = max(before - len(stop) + 1, 0)
             index = self.text.find(stop, start)
             if index >= 0 and (found is None or index < found[0]):
                 found = (index, stop)

@@ -81,8 +81,13 @@ class InputProcessor:
         """
         arrival_time = time.monotonic()
         text, token_ids, name = self._split(prompt)
+        max_prompt_tokens = self._max_prompt_tokens(params)
         if text is not None:
-            token_ids = self._tokenize(text, name)
+            token_ids = self._tokenize(text, name, max_prompt_tokens)
+        if max_prompt_tokens is not None:
+            token_ids = token_ids[-max_prompt_tokens:]
+        if params.bad_words:
+            params = msgspec.structs.replace(params, bad_words_token_ids=self._tokenize_bad_words(params.bad_words))
         validate_request(
             token_ids,
             params,
@@ -130,10 +135,48 @@ class InputProcessor:
             raise RequestError("prompt", f"prompt has the keys {sorted(keys)}; it must have prompt or prompt_token_ids")
         return None, _token_ids(prompt), "prompt_token_ids"
 
-    def _tokenize(self, text: str, name: str) -> list[int]:
+    def _max_prompt_tokens(self, params: SamplingParams) -> int | None:
+        """To how many tokens the prompt is truncated; None: it is not.
+
+        Raises:
+            RequestError: so long a prompt could not be served.
+        """
+        number, max_model_len = params.truncate_prompt_tokens, self._ready.max_model_len
+        if number == -1:
+            return max(1, max_model_len - (params.max_tokens or 1))
+        if number is not None and number >= max_model_len:
+            raise RequestError(
+                "truncate_prompt_tokens",
+                f"truncate_prompt_tokens is {number}; it must be less than max_model_len={max_model_len}",
+            )
+        return number
+
+    def _tokenize_bad_words(self, bad_words: list[str]) -> list[list[int]]:
+        """Each word as it begins a text and, where that is another token, as it follows a space.
+
+        Raises:
+            RequestError: a word has no tokens.
+        """
+        sequences: list[list[int]] = []
+        for word in bad_words:
+            plain, spaced = (
+                self.tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False) for prefix in ("", " ")
+            )
+            if not plain:
+                raise RequestError("bad_words", f"bad_words holds {word!r}; words must have at least one token")
+            sequences.append(plain)
+            # As vLLM does: another length means that the space became a token of its own, before those of the word.
+            if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
+                sequences.append(spaced)
+        return sequences
+
+    def _tokenize(self, text: str, name: str, max_prompt_tokens: int | None) -> list[int]:
         if not text:  # a tokenizer may make a token of it
             raise RequestError(name, f"{name} is empty; it must hold at least one character")
-        if len(text) > self._max_token_length * self._ready.max_model_len:  # do not spend seconds to find that out
+        max_characters = self._max_token_length * self._ready.max_model_len
+        if len(text) > max_characters and max_prompt_tokens is not None:
+            text = text[-2 * max_characters :]  # what is cut off is far from the last tokens
+        elif len(text) > max_characters:  # do not spend seconds to find that out
             raise RequestError(
                 name,
                 f"{name} has {len(text)} characters; it cannot fit max_model_len={self._ready.max_model_len} tokens",

@@ -24,6 +24,7 @@ __all__ = [
     "ModelRunnerOutput",
     "NewRequestData",
     "ProcessArguments",
+    "PromptLogprobs",
     "RequestType",
     "SchedulerOutput",
     "TokenLogprobs",
@@ -31,6 +32,26 @@ __all__ = [
 
 TokenLogprobs = list[tuple[int, float, int]]
 """One position's log-probabilities as `(token id, logprob, rank)`: the sampled token first, then the most likely."""
+
+
+class PromptLogprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities of consecutive prompt tokens, packed: a long prompt has too many for an object each.
+
+    ::
+
+        token_ids, logprobs   │ the prompt's token │ most likely │ … │ num_logprobs-th │   one row per position
+        ranks                 │ of the prompt's token │                                  the others' are 1, 2, …
+    """
+
+    start: int
+    """Position of the first prompt token that is scored; at least 1, as nothing comes before token 0."""
+    num_logprobs: int
+    token_ids: bytes
+    """int32, [n, 1 + num_logprobs]."""
+    logprobs: bytes
+    """float32, [n, 1 + num_logprobs]."""
+    ranks: bytes
+    """int32, [n]."""
 
 
 class RequestType(enum.Enum):
@@ -65,6 +86,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     """Time in the waiting queue, with the first token."""
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    prompt_logprobs: list[PromptLogprobs] | None = None
+    """Of the whole prompt, chunk by chunk, with the first token, when asked for."""
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -142,3 +165,5 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
 
     sampled_token_ids: dict[str, list[int]]
     logprobs: dict[str, list[TokenLogprobs]] = {}
+    prompt_logprobs: dict[str, PromptLogprobs] = {}
+    """Of the prompt tokens that this step came to, for requests that want them."""

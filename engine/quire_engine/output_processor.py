@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from quire_engine.detokenizer import IncrementalDetokenizer
 from quire_engine.errors import RequestError
 from quire_engine.input_processor import ProcessedRequest
-from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, TokenLogprobs
+from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, PromptLogprobs, TokenLogprobs
 from quire_engine.request import FinishReason
 from quire_engine.stats import FinishedRequestStats, IterationStats
 
@@ -26,7 +28,8 @@ class Logprob:
     logprob: float
     rank: int
     """1 is the most likely."""
-    decoded_token: str
+    decoded_token: str | None
+    """None when the request does not detokenize."""
 
 
 @dataclass(slots=True)
@@ -58,6 +61,9 @@ class RequestOutput:
     """On the last output."""
     error: str | None = None
     """Why it failed, with finish_reason "error"."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """One entry per prompt token, when asked for: its own, then the most likely ones'. The first is None: nothing comes
+    before it. In a stream of deltas, the first one has it."""
 
     def merge(self, later: "RequestOutput") -> None:
         """Append a later delta to this one."""
@@ -70,6 +76,7 @@ class RequestOutput:
             mine.finish_reason, mine.stop_reason = new.finish_reason, new.stop_reason
         self.finished, self.metrics, self.error = later.finished, later.metrics, later.error
         self.num_cached_tokens = later.num_cached_tokens
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
 
 
 logger = logging.getLogger(__name__)
@@ -90,7 +97,9 @@ class _RequestState:
 
         self.request = request
         self.on_output = on_output
-        self.detokenizer = IncrementalDetokenizer(decode, request.params, request.prompt_token_ids)
+        self.detokenizer = IncrementalDetokenizer(
+            decode if request.params.detokenize else lambda token_ids: "", request.params, request.prompt_token_ids
+        )
         self.cumulative_logprob: float | None = None if request.params.logprobs is None else 0.0
         self.first_token_time: float | None = None
         self.last_token_time = request.arrival_time
@@ -195,6 +204,8 @@ class OutputProcessor:
                 completion.finish_reason, completion.stop_reason = str(FinishReason.STOP), stop
                 break
         finished = completion.finish_reason is not None
+        if output.finish_reason is FinishReason.STOP and completion.stop_reason is None:
+            completion.stop_reason = self._secondary_eos(output.new_token_ids[-1])
         if finished and not isinstance(completion.stop_reason, str):
             state.detokenizer.finish()
         completion.text = state.detokenizer.next_delta(finished=finished)
@@ -210,6 +221,8 @@ class OutputProcessor:
             num_cached_tokens=state.stats.num_cached_tokens,
             error=output.error,
         )
+        if output.prompt_logprobs is not None:
+            result.prompt_logprobs = self._prompt_logprobs(state, output.prompt_logprobs)
         if finished:
             del self._states[request.request_id]
             assert completion.finish_reason is not None
@@ -223,8 +236,38 @@ class OutputProcessor:
         state.cumulative_logprob += entries[0][1]
         completion.logprobs = completion.logprobs or []
         completion.logprobs.append(
-            {token_id: Logprob(logprob, rank, self._token_text(token_id)) for token_id, logprob, rank in entries}
+            {token_id: self._logprob(state, token_id, logprob, rank) for token_id, logprob, rank in entries}
         )
+
+    def _prompt_logprobs(self, state: _RequestState, chunks: list[PromptLogprobs]) -> list[dict[int, Logprob] | None]:
+        """Unpack what the worker packed."""
+        result: list[dict[int, Logprob] | None] = [None]
+        for chunk in chunks:
+            shape = (-1, 1 + chunk.num_logprobs)
+            others = range(1, 1 + chunk.num_logprobs)
+            rows = zip(
+                np.frombuffer(chunk.token_ids, np.int32).reshape(shape).tolist(),
+                np.frombuffer(chunk.logprobs, np.float32).reshape(shape).tolist(),
+                np.frombuffer(chunk.ranks, np.int32).tolist(),
+                strict=True,
+            )
+            result += [
+                {
+                    token_id: self._logprob(state, token_id, logprob, token_rank)
+                    for token_id, logprob, token_rank in zip(token_ids, logprobs, (rank, *others), strict=True)
+                }
+                for token_ids, logprobs, rank in rows
+            ]
+        return result
+
+    def _secondary_eos(self, token_id: int) -> int | None:
+        """The stop reason of an end-of-sequence token: like vLLM, None for the tokenizer's own, else its id."""
+        primary = self._tokenizer.eos_token_id
+        return None if primary is None or token_id == primary else token_id
+
+    def _logprob(self, state: _RequestState, token_id: int, logprob: float, rank: int) -> Logprob:
+        text = self._token_text(token_id) if state.request.params.detokenize else None
+        return Logprob(logprob, rank, text)
 
     def _token_text(self, token_id: int) -> str:
         if token_id not in self._token_texts:

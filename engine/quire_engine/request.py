@@ -2,12 +2,19 @@
 
 import enum
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from quire_engine.errors import RequestError
 from quire_engine.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from quire_engine.messages import PromptLogprobs
+
 __all__ = ["FinishReason", "Request", "RequestStatus", "validate_request"]
+
+MAX_PROMPT_LOGPROBS_ENTRIES = 500_000
+"""Log-probabilities that one request may ask for of its prompt: each becomes an object where the caller is."""
 
 
 class RequestStatus(enum.IntEnum):
@@ -54,6 +61,7 @@ class Request:
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "prompt_logprobs",
         "queued_at",
         "request_id",
         "sampling_params",
@@ -83,6 +91,8 @@ class Request:
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache when the request was first scheduled."""
         self.num_preemptions = 0
+        self.prompt_logprobs: list[PromptLogprobs] | None = [] if sampling_params.prompt_logprobs is not None else None
+        """Those computed so far, until they are given out with the first token; None when there are none to give."""
         self.block_hashes: list[bytes] = []
         """Hash of each full block of `all_token_ids`, as far as it was needed so far."""
         self.queued_at = time.monotonic()
@@ -102,6 +112,23 @@ class Request:
     def ending_token_ids(self) -> frozenset[int]:
         """Tokens that end the request, once `min_tokens` allows it."""
         return self.stop_token_ids if self.sampling_params.ignore_eos else self.eos_token_ids | self.stop_token_ids
+
+    @property
+    def skip_reading_prefix_cache(self) -> bool:
+        """Whether every prompt token has to be computed: its log-probabilities are still to be given out."""
+        return self.prompt_logprobs is not None
+
+    def add_prompt_logprobs(self, chunk: "PromptLogprobs") -> None:
+        """Take in the next chunk; one that begins at the prompt's beginning starts anew, after a preemption."""
+        if self.prompt_logprobs is not None:
+            if chunk.start == 1:
+                self.prompt_logprobs.clear()
+            self.prompt_logprobs.append(chunk)
+
+    def take_prompt_logprobs(self) -> "list[PromptLogprobs] | None":
+        """All of them, once."""
+        taken, self.prompt_logprobs = self.prompt_logprobs, None
+        return taken
 
     def check_stop(self) -> tuple[FinishReason, int | None] | None:
         """Whether the last token ends the request: `(reason, stop_token_id)`, where end-of-sequence has no stop id."""
@@ -172,9 +199,7 @@ def validate_request(
             f"min_tokens is {params.min_tokens}; after a prompt of {num_prompt} tokens max_model_len={max_model_len} "
             f"leaves room for {max_model_len - num_prompt}",
         )
-    for token_id in params.stop_token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise RequestError("stop_token_ids", f"stop_token_ids holds {token_id}; ids must be in [0, {vocab_size})")
+    _check_params(params, num_prompt, vocab_size)
     # The last token's keys and values are never needed, so one token less has to fit.
     num_tokens = num_prompt + max_output_tokens(num_prompt, params, max_model_len) - 1
     if num_tokens > num_kv_cache_tokens:
@@ -184,3 +209,25 @@ def validate_request(
             f"{name}: a prompt of {num_prompt} tokens with {num_tokens + 1 - num_prompt} to generate can never fit the "
             f"KV cache of {num_kv_cache_tokens} tokens; shorten it, lower max_tokens, or raise kv_cache_memory_bytes",
         )
+
+
+def _check_params(params: SamplingParams, num_prompt: int, vocab_size: int) -> None:
+    """Check the size of the prompt's log-probabilities, and that all token ids exist."""
+    num_entries = num_prompt * (1 + params.prompt_logprobs) if params.prompt_logprobs is not None else 0
+    if num_entries > MAX_PROMPT_LOGPROBS_ENTRIES:
+        raise RequestError(
+            "prompt_logprobs",
+            f"prompt_logprobs is {params.prompt_logprobs}; for a prompt of {num_prompt} tokens these are {num_entries} "
+            f"log-probabilities, and it must be at most {MAX_PROMPT_LOGPROBS_ENTRIES}",
+        )
+    _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
+    _check_token_ids("logit_bias", params.logit_bias or (), vocab_size)
+    _check_token_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    for token_ids in params.bad_words_token_ids:
+        _check_token_ids("bad_words", token_ids, vocab_size)
+
+
+def _check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(name, f"{name} holds {token_id}; ids must be in [0, {vocab_size})")

@@ -5,6 +5,7 @@ and again in the engine core when its message is decoded. What depends on the mo
 checked by `Request.validate`, at the same two places.
 """
 
+import enum
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -13,12 +14,36 @@ import msgspec
 
 from quire_engine.errors import RequestError
 
-__all__ = ["MAX_LOGPROBS", "MAX_STOP_STRINGS", "MAX_STOP_STRING_LENGTH", "SamplingParams", "convert_parameter"]
+__all__ = [
+    "MAX_LOGPROBS",
+    "MAX_STOP_STRINGS",
+    "MAX_STOP_STRING_LENGTH",
+    "RequestOutputKind",
+    "SamplingParams",
+    "convert_parameter",
+]
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 1024
+MAX_ABSOLUTE_BIAS = 10_000.0
+MAX_ALLOWED_TOKEN_IDS = 65_536
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_LENGTH = 256
+MAX_BAD_WORD_TOKENS = 8 * MAX_BAD_WORD_LENGTH  # a character is at most four tokens, and there is room for a space
+
+
+class RequestOutputKind(enum.Enum):
+    """What each output of a stream holds."""
+
+    CUMULATIVE = 0
+    """Everything so far."""
+    DELTA = 1
+    """What is new since the output before."""
+    FINAL_ONLY = 2
+    """There is one output, when the request has finished."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -53,13 +78,42 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Leave special tokens out of the text."""
     logprobs: int | None = None
     """Log-probabilities of this many most likely tokens besides the sampled one's, at each position."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token that the output holds already, in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time that the output holds it already, in [-2, 2]."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits, and multiplies the negative ones, of all tokens of the prompt and the output. 1
+    changes nothing, more discourages repetition (https://arxiv.org/abs/1909.05858)."""
+    logit_bias: dict[int, float] | None = None
+    """Token id → what is added to its logit."""
+    allowed_token_ids: list[int] | None = None
+    """Only these tokens may be sampled."""
+    bad_words: list[str] = []
+    """Texts that must not be generated: the token that would complete one is not sampled."""
+    bad_words_token_ids: list[list[int]] = []
+    """`bad_words` as token ids. Filled in by the edge, which has the tokenizer; not for clients."""
+    prompt_logprobs: int | None = None
+    """Log-probabilities of each prompt token and of this many most likely ones in its place. The request then computes
+    its whole prompt, whatever the prefix cache holds."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only the last so many tokens of the prompt; -1: as many as leave room for `max_tokens`."""
+    detokenize: bool = True
+    """Make text of the output; without it there are only token ids, and no stop strings."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What each output of `AsyncLLM.generate` holds. `LLM.generate` always gives final ones."""
 
     def __post_init__(self) -> None:
-        """Check every range; each failure names the parameter, the value and what is allowed."""
-        if isinstance(self.stop, str):  # vLLM takes one string too
-            msgspec.structs.force_setattr(self, "stop", [self.stop])
-        for name, kind in _FIELD_TYPES.items():
-            _require_type(name, getattr(self, name), kind)
+        """Check every range; each failure names the parameter, the value and what is allowed.
+
+        As in vLLM, a list may be given as None when it is empty, and one stop string or bad word need not be in a list.
+        """
+        for name in ("stop", "bad_words", "stop_token_ids"):
+            value = getattr(self, name)
+            if value is None or isinstance(value, str):
+                msgspec.structs.force_setattr(self, name, [] if value is None else [value])
+        for field in msgspec.structs.fields(SamplingParams):
+            _require_type(field.name, getattr(self, field.name), field.type)
         _require(0.0 <= self.temperature <= 1e4, "temperature", self.temperature,
                  "a number from 0 (greedy) to 10000")  # fmt: skip
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "in (0, 1]")
@@ -81,18 +135,61 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                  f"at most {MAX_STOP_TOKEN_IDS} ids")  # fmt: skip
         _require(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", self.logprobs,
                  f"from 0 to {MAX_LOGPROBS}")  # fmt: skip
+        _require(self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS, "prompt_logprobs",
+                 self.prompt_logprobs, f"from 0 to {MAX_LOGPROBS}")  # fmt: skip
+        _require(self.truncate_prompt_tokens is None or self.truncate_prompt_tokens == -1
+                 or self.truncate_prompt_tokens >= 1, "truncate_prompt_tokens", self.truncate_prompt_tokens,
+                 "-1 (as many as there is room for), or at least 1")  # fmt: skip
+        _require(self.detokenize or not self.stop, "stop", f"{len(self.stop)} strings",
+                 "empty when detokenize is false: without text there is nothing to look for it in")  # fmt: skip
+        self._check_penalties()
+        self._check_token_constraints()
+
+    def _check_penalties(self) -> None:
+        _require(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", self.presence_penalty, "in [-2, 2]")
+        _require(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", self.frequency_penalty, "in [-2, 2]")
+        _require(1e-4 <= self.repetition_penalty <= 1e4, "repetition_penalty", self.repetition_penalty,
+                 "greater than 0: from 0.0001 to 10000")  # fmt: skip
+
+    def _check_token_constraints(self) -> None:
+        """Check what names tokens or words. Whether the ids exist depends on the model: see `validate_request`."""
+        if self.logit_bias is not None:
+            _require(len(self.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"{len(self.logit_bias)} entries",
+                     f"at most {MAX_LOGIT_BIAS} entries")  # fmt: skip
+            for token_id, bias in self.logit_bias.items():
+                _require(abs(bias) <= MAX_ABSOLUTE_BIAS, "logit_bias", f"{bias} for token {token_id}",
+                         f"from {-MAX_ABSOLUTE_BIAS:.0f} to {MAX_ABSOLUTE_BIAS:.0f}")  # fmt: skip
+        if self.allowed_token_ids is not None:
+            _require(0 < len(self.allowed_token_ids) <= MAX_ALLOWED_TOKEN_IDS, "allowed_token_ids",
+                     f"{len(self.allowed_token_ids)} ids", f"from 1 to {MAX_ALLOWED_TOKEN_IDS} ids")  # fmt: skip
+        _require(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", f"{len(self.bad_words)} words",
+                 f"at most {MAX_BAD_WORDS} words")  # fmt: skip
+        for word in self.bad_words:
+            _require(0 < len(word) <= MAX_BAD_WORD_LENGTH, "bad_words", f"a word of {len(word)} characters",
+                     f"words of 1 to {MAX_BAD_WORD_LENGTH} characters")  # fmt: skip
+        _require(len(self.bad_words_token_ids) <= 2 * MAX_BAD_WORDS, "bad_words_token_ids",
+                 f"{len(self.bad_words_token_ids)} sequences", f"at most {2 * MAX_BAD_WORDS} sequences")  # fmt: skip
+        for token_ids in self.bad_words_token_ids:
+            _require(0 < len(token_ids) <= MAX_BAD_WORD_TOKENS, "bad_words_token_ids",
+                     f"a sequence of {len(token_ids)} ids", f"sequences of 1 to {MAX_BAD_WORD_TOKENS} ids")  # fmt: skip
 
     @property
     def is_greedy(self) -> bool:
         """True when the most likely token is taken, with no randomness."""
         return self.temperature == 0.0
 
+    @property
+    def has_penalties(self) -> bool:
+        """True when logits depend on the tokens so far."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "SamplingParams":
         """Build from decoded JSON or request parameters, converting what clients commonly send as strings.
 
         vllm_backend's clients send `{"temperature": "0.1", "max_tokens": "100"}`: numbers and booleans as strings
-        are converted by the field's type. `stop` may be one string. null means unset.
+        are converted by the field's type, token ids that are keys of a JSON object too. `stop` may be one string. null
+        means unset.
 
         Raises:
             RequestError: a name is not known (the nearest known one is named), or a value has the wrong type or range.
@@ -103,8 +200,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 _FIELD_TYPES: dict[str, type] = {
     "temperature": float, "top_p": float, "top_k": int, "min_p": float, "seed": int, "max_tokens": int,
-    "min_tokens": int, "stop": list, "stop_token_ids": list, "ignore_eos": bool, "include_stop_str_in_output": bool,
-    "skip_special_tokens": bool, "logprobs": int,
+    "min_tokens": int, "stop": str, "stop_token_ids": list, "ignore_eos": bool, "include_stop_str_in_output": bool,
+    "skip_special_tokens": bool, "logprobs": int, "presence_penalty": float, "frequency_penalty": float,
+    "repetition_penalty": float, "logit_bias": dict, "allowed_token_ids": list, "bad_words": str,
+    "prompt_logprobs": int, "truncate_prompt_tokens": int, "detokenize": bool, "output_kind": RequestOutputKind,
 }  # fmt: skip
 
 
@@ -113,19 +212,14 @@ def _is_text(value: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
-_OPTIONAL = ("seed", "max_tokens", "logprobs")
-
-
-def _require_type(name: str, value: object, kind: type) -> None:
+def _require_type(name: str, value: object, kind: Any) -> None:
     """Decoding has checked that already; a caller of the constructor may have passed anything."""
-    if value is None and name in _OPTIONAL:
+    if isinstance(value, enum.Enum | msgspec.Struct):
         return
-    ok = isinstance(value, int | float if kind is float else kind) and (kind is bool or not isinstance(value, bool))
-    if ok and isinstance(value, list):
-        items = str if name == "stop" else int
-        ok = all(isinstance(item, items) and not isinstance(item, bool) for item in value)
-    wanted = {"stop": "a list of strings", "stop_token_ids": "a list of integers"}.get(name, f"of type {kind.__name__}")
-    _require(ok, name, repr(value), wanted)
+    try:
+        msgspec.convert(value, kind)
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise RequestError(name, f"{name} is {value!r}: {error}") from None
 
 
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:
@@ -146,12 +240,16 @@ def convert_parameter(name: str, value: Any) -> Any:
         raise RequestError(name, f"unknown sampling parameter {name!r}{hint}")
     if value is None:
         return None
-    if name == "stop":
+    if kind is str:
         return _string_list(name, value)
-    if name == "stop_token_ids":
+    if kind is list:
         if not isinstance(value, list | tuple):
             raise RequestError(name, f"{name} is {value!r}; it must be a list of token ids")
         return [_number(name, item, int) for item in value]
+    if kind is dict:
+        return _bias_of_token_ids(name, value)
+    if kind is RequestOutputKind:
+        return _output_kind(name, value)
     if kind is bool:
         return _boolean(name, value)
     return _number(name, value, kind)
@@ -162,6 +260,27 @@ def _string_list(name: str, value: Any) -> list[str]:
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
         raise RequestError(name, f"{name} is {value!r}; it must be a string or a list of strings")
     return list(items)
+
+
+def _bias_of_token_ids(name: str, value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise RequestError(name, f"{name} is {value!r}; it must be an object of token id and bias")
+    converted = {_number(name, token_id, int): _number(name, bias, float) for token_id, bias in value.items()}
+    if len(converted) < len(value):
+        raise RequestError(name, f"{name} is {value!r}; it must be an object that holds each token id once")
+    return converted
+
+
+def _output_kind(name: str, value: Any) -> RequestOutputKind:
+    if isinstance(value, RequestOutputKind):
+        return value
+    if isinstance(value, str) and value.upper() in RequestOutputKind.__members__:
+        return RequestOutputKind[value.upper()]
+    try:
+        return RequestOutputKind(_number(name, value, int))
+    except ValueError:
+        kinds = ", ".join(f"{kind.name} ({kind.value})" for kind in RequestOutputKind)
+        raise RequestError(name, f"{name} is {value!r}; it must be one of {kinds}") from None
 
 
 def _boolean(name: str, value: Any) -> bool:

@@ -33,7 +33,7 @@ class KVCacheManager:
 
         The last token is always left to compute: without it there would be no logits to sample from.
         """
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or request.skip_reading_prefix_cache:
             return []
         max_blocks = (request.num_tokens - 1) // self.block_size
         self._extend_block_hashes(request, max_blocks)

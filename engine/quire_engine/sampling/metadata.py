@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+from quire_engine.sampling.penalties import Penalties
+from quire_engine.sampling.token_constraints import TokenConstraints
+
 __all__ = ["SamplingMetadata"]
 
 
@@ -28,3 +31,7 @@ class SamplingMetadata:
     forbidden: list[tuple[int, list[int]]]
     """Rows that may not stop yet, and the token ids that would stop them."""
     all_greedy: bool
+    penalties: Penalties | None = None
+    """None when no row uses any."""
+    token_constraints: TokenConstraints | None = None
+    """None when no row has any."""

@@ -9,6 +9,8 @@ from quire_engine.messages import TokenLogprobs
 from quire_engine.sampling.logits_processors import apply_min_p, apply_min_tokens, apply_top_k_top_p
 from quire_engine.sampling.logprobs import gather_logprobs
 from quire_engine.sampling.metadata import SamplingMetadata
+from quire_engine.sampling.penalties import apply_penalties
+from quire_engine.sampling.token_constraints import apply_token_constraints
 
 __all__ = ["Sampler", "SamplerOutput"]
 
@@ -27,10 +29,12 @@ class Sampler:
     1. Take the logits as float32.
     2. Where asked for, keep their log-softmax: reported log-probabilities are the model's own, before any of the below.
     3. Mask the tokens that would stop a request before its `min_tokens`.
-    4. Greedy rows take the most likely token; if all rows are greedy, that was it.
-    5. Divide by the temperature.
-    6. Mask by min-p, top-k and top-p.
-    7. Add Gumbel noise, a function of (seed, position, token id) alone, and take the largest: a draw from the softmax.
+    4. Mask tokens that are not allowed or would complete a bad word; add the biases of `logit_bias`.
+    5. Apply repetition, frequency and presence penalties.
+    6. Greedy rows take the most likely token; if all rows are greedy, that was it.
+    7. Divide by the temperature.
+    8. Mask by min-p, top-k and top-p.
+    9. Add Gumbel noise, a function of (seed, position, token id) alone, and take the largest: a draw from the softmax.
     """
 
     def __call__(self, logits_SV: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
@@ -44,6 +48,10 @@ class Sampler:
         rows_with_logprobs = [row for row, number in enumerate(metadata.num_logprobs) if number is not None]
         logprobs_SV = logits_SV[rows_with_logprobs].log_softmax(-1) if rows_with_logprobs else None
         apply_min_tokens(logits_SV, metadata.forbidden)
+        if metadata.token_constraints is not None:
+            apply_token_constraints(logits_SV, metadata.token_constraints)
+        if metadata.penalties is not None:
+            apply_penalties(logits_SV, metadata.penalties)
         token_ids_S = logits_SV.argmax(-1)
         if not metadata.all_greedy:
             random_rows = (metadata.temperature > 0).nonzero().squeeze(1)
@@ -57,7 +65,7 @@ class Sampler:
         return SamplerOutput(token_ids_S.tolist(), logprobs)
 
     def _sample(self, logits_RV: torch.Tensor, metadata: SamplingMetadata, rows: torch.Tensor) -> torch.Tensor:
-        """Steps 5 to 7 for the random rows (R)."""
+        """Steps 7 to 9 for the random rows (R)."""
         vocab_size = logits_RV.shape[1]
         # Below their maximum, logits cannot overflow, however small the temperature.
         logits_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)) / metadata.temperature[rows, None]

@@ -145,7 +145,8 @@ class Scheduler:
             if request.scheduled_at is None:
                 request.scheduled_at = time.monotonic()
                 request.num_cached_tokens = num_hit_tokens
-                self.prefix_cache_queries += request.num_tokens if self.kv_cache.enable_prefix_caching else 0
+                if self.kv_cache.enable_prefix_caching and not request.skip_reading_prefix_cache:
+                    self.prefix_cache_queries += request.num_tokens
                 self.prefix_cache_hits += num_hit_tokens
             request.num_computed_tokens = num_hit_tokens
             request.status = RequestStatus.RUNNING
@@ -195,6 +196,9 @@ class Scheduler:
         A request that was aborted while the step ran is no longer known, and is passed over.
         """
         outputs = []
+        for request_id, chunk in runner_output.prompt_logprobs.items():
+            if request_id in self.requests:
+                self.requests[request_id].add_prompt_logprobs(chunk)
         for request_id, new_token_ids in runner_output.sampled_token_ids.items():
             request = self.requests.get(request_id)
             if request is None:
@@ -203,6 +207,7 @@ class Scheduler:
             if request.num_output_tokens == 0 and request.scheduled_at is not None:
                 output.queue_seconds = request.scheduled_at - request.queued_at
                 output.num_cached_tokens = request.num_cached_tokens
+                output.prompt_logprobs = request.take_prompt_logprobs()
             stopped = None
             for token_id in new_token_ids:
                 request.all_token_ids.append(token_id)

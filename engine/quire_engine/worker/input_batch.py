@@ -13,11 +13,16 @@ between slots, and `add` sets every field of the slot anew: nothing of the last 
 """
 
 import numpy as np
+import numpy.typing as npt
 
 from quire_engine.messages import NewRequestData
+from quire_engine.sampling.penalties import PenaltyState
+from quire_engine.sampling.token_constraints import TokenConstraintState
 from quire_engine.sampling_params import SamplingParams
 
 __all__ = ["InputBatch"]
+
+NO_PROMPT_LOGPROBS = -1
 
 
 class InputBatch:
@@ -41,6 +46,9 @@ class InputBatch:
         self.seed = np.zeros(max_num_seqs, dtype=np.uint64)
         self.params: list[SamplingParams | None] = [None] * max_num_seqs
         self.stop_token_ids: list[list[int]] = [[] for _ in range(max_num_seqs)]
+        self.num_prompt_logprobs = np.full(max_num_seqs, NO_PROMPT_LOGPROBS, dtype=np.int64)
+        self.penalties = PenaltyState(max_num_seqs, vocab_size, max_model_len + 1)
+        self.token_constraints = TokenConstraintState(max_num_seqs, vocab_size)
 
     def add(self, request: NewRequestData) -> None:
         """Take a free slot and set every field of it."""
@@ -62,12 +70,29 @@ class InputBatch:
         self.seed[slot] = params.seed or 0
         self.params[slot] = params
         self.stop_token_ids[slot] = request.stop_token_ids
+        # A request that comes back with output has had the log-probabilities of its prompt.
+        wants_prompt_logprobs = params.prompt_logprobs is not None and num_tokens == request.num_prompt_tokens
+        self.num_prompt_logprobs[slot] = params.prompt_logprobs if wants_prompt_logprobs else NO_PROMPT_LOGPROBS
+        self.penalties.add(slot, params, request.token_ids, request.num_prompt_tokens)
+        self.token_constraints.add(slot, params)
 
     def remove(self, request_id: str) -> None:
         """Free a request's slot, if it has one: a step that failed may not have come to adding it."""
         slot = self.slots.pop(request_id, None)
         if slot is not None:
             self._free_slots.append(slot)
+
+    def append_tokens(self, slots: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]) -> None:
+        """Append one sampled token to each slot."""
+        self.token_ids[slots, self.num_tokens[slots]] = token_ids
+        self.num_tokens[slots] += 1
+        self.penalties.append(slots, token_ids)
+
+    def output_tail(self, slot: int, num_tokens: int) -> list[int]:
+        """The last `num_tokens` output tokens, or all if there are fewer."""
+        end = self.num_tokens[slot]
+        tail: list[int] = self.token_ids[slot, max(end - num_tokens, self.num_prompt_tokens[slot]) : end].tolist()
+        return tail
 
     def append_blocks(self, slot: int, block_ids: list[int]) -> None:
         """Extend a block table."""

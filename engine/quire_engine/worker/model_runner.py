@@ -4,11 +4,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
+from quire_engine.messages import ModelRunnerOutput, PromptLogprobs, SchedulerOutput
 from quire_engine.models.layers import AttentionMetadata
 from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.sampling import Sampler, SamplingMetadata
-from quire_engine.worker.input_batch import InputBatch
+from quire_engine.sampling.prompt_logprobs import compute_prompt_logprobs
+from quire_engine.worker.input_batch import NO_PROMPT_LOGPROBS, InputBatch
 
 __all__ = ["ModelRunner"]
 
@@ -32,7 +33,8 @@ class ModelRunner:
         1. Apply what changed: forget, add, extend.
         2. Flatten the scheduled tokens of all requests into one batch.
         3. Run the model over it.
-        4. Sample for the requests whose last token was computed, and append the result to their tokens.
+        4. Where asked for, keep the log-probabilities of the prompt tokens that were computed.
+        5. Sample for the requests whose last token was computed, and append the result to their tokens.
         """
         self._update_batch(scheduler_output)
         scheduled = scheduler_output.num_scheduled_tokens
@@ -41,16 +43,16 @@ class ModelRunner:
         token_ids, metadata = self._prepare_inputs(slots, num_scheduled)
         hidden_TE = self.model(token_ids, self.kv_caches, metadata)
 
+        prompt_logprobs = self._prompt_logprobs(list(scheduled), slots, num_scheduled, hidden_TE)
         ends = self.batch.num_computed_tokens[slots] + num_scheduled
         sampled_rows = np.flatnonzero(ends == self.batch.num_tokens[slots])
         if not len(sampled_rows):
-            return ModelRunnerOutput({})
+            return ModelRunnerOutput({}, prompt_logprobs=prompt_logprobs)
         last_token_rows = torch.from_numpy(np.cumsum(num_scheduled)[sampled_rows] - 1)
         logits_SV = self.model.compute_logits(hidden_TE[last_token_rows])
         sampled_slots = slots[sampled_rows]
         output = self.sampler(logits_SV, self._sampling_metadata(sampled_slots))
-        self.batch.token_ids[sampled_slots, self.batch.num_tokens[sampled_slots]] = output.token_ids
-        self.batch.num_tokens[sampled_slots] += 1
+        self.batch.append_tokens(sampled_slots, np.array(output.token_ids, dtype=np.int64))
 
         request_ids = list(scheduled)
         sampled_ids = [request_ids[row] for row in sampled_rows.tolist()]
@@ -61,7 +63,30 @@ class ModelRunner:
                 for request_id, logprobs in zip(sampled_ids, output.logprobs, strict=True)
                 if logprobs is not None
             },
+            prompt_logprobs,
         )
+
+    def _prompt_logprobs(
+        self, request_ids: list[str], slots: Int64Array, num_scheduled: Int64Array, hidden_TE: torch.Tensor
+    ) -> dict[str, PromptLogprobs]:
+        """Score the prompt tokens that follow the ones computed in this step, for the requests that want it."""
+        batch = self.batch
+        wanted = np.flatnonzero(batch.num_prompt_logprobs[slots] != NO_PROMPT_LOGPROBS)
+        first_rows = np.cumsum(num_scheduled) - num_scheduled
+        result = {}
+        for i in wanted.tolist():
+            slot, start = slots[i], int(batch.num_computed_tokens[slots[i]]) + 1
+            end = min(start + int(num_scheduled[i]), int(batch.num_prompt_tokens[slot]))
+            if start < end:
+                result[request_ids[i]] = compute_prompt_logprobs(
+                    self.model.compute_logits,
+                    hidden_TE[first_rows[i] : first_rows[i] + end - start],
+                    torch.from_numpy(batch.token_ids[slot, start:end]),
+                    start,
+                    int(batch.num_prompt_logprobs[slot]),
+                    batch.vocab_size,
+                )
+        return result
 
     def _update_batch(self, scheduler_output: SchedulerOutput) -> None:
         for request_id in scheduler_output.dropped_request_ids:
@@ -127,4 +152,6 @@ class ModelRunner:
             num_logprobs=num_logprobs,
             forbidden=forbidden,
             all_greedy=not batch.temperature[slots].any(),
+            penalties=batch.penalties.gather(slots),
+            token_constraints=batch.token_constraints.gather(slots, batch.output_tail),
         )

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import glob
 import os
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_engine import LLM, AsyncLLM, EngineConfig, SamplingParams
+from quire_engine import LLM, AsyncLLM, EngineConfig, RequestOutputKind, SamplingParams
 from quire_engine.errors import CheckpointError, EngineDeadError, RequestError
 from quire_engine.input_processor import ProcessedRequest
 from quire_engine.messages import RequestType
@@ -90,6 +91,40 @@ def test_concurrent_requests_equal_the_offline_engine(checkpoint: Callable[[str]
     for one in finished:
         assert one.time_to_first_token_seconds is not None
         assert 0 < one.time_to_first_token_seconds <= one.e2e_seconds
+
+
+def test_output_kinds(checkpoint: Callable[[str], Path]) -> None:
+    def params(kind: RequestOutputKind) -> SamplingParams:
+        return SamplingParams(
+            temperature=0, max_tokens=40, ignore_eos=True, output_kind=kind, logprobs=1, prompt_logprobs=2
+        )
+
+    async def outputs(llm: AsyncLLM, kind: RequestOutputKind) -> list[RequestOutput]:
+        return [copy.deepcopy(output) async for output in llm.generate([5, 6, 7], params(kind))]
+
+    async def main(llm: AsyncLLM) -> list[list[RequestOutput]]:
+        return [await outputs(llm, kind) for kind in RequestOutputKind]
+
+    folder = checkpoint("tied-gqa")
+    expected = LLM(folder, dtype="float32").generate([5, 6, 7], params(RequestOutputKind.DELTA), use_tqdm=False)[0]
+    with engine(folder) as (llm, _):
+        cumulative, deltas, final = asyncio.run(main(llm))
+    assert cumulative[-1].outputs == final[0].outputs == expected.outputs
+    assert cumulative[-1].prompt_logprobs == final[0].prompt_logprobs == expected.prompt_logprobs is not None
+    assert len(final) == 1
+    for stream in (cumulative, deltas):
+        assert len(stream) > 1
+        assert [output.finished for output in stream] == [False] * (len(stream) - 1) + [True]
+    lengths = [len(output.outputs[0].token_ids) for output in cumulative]
+    assert lengths == sorted(set(lengths)), "each holds more than the one before"
+    assert all(output.outputs[0].text.startswith(cumulative[0].outputs[0].text) for output in cumulative)
+    assert all(output.prompt_logprobs == expected.prompt_logprobs for output in cumulative)
+    whole = deltas[0]
+    assert whole.prompt_logprobs is not None
+    for delta in deltas[1:]:
+        assert delta.prompt_logprobs is None
+        whole.merge(delta)
+    assert whole.outputs == expected.outputs
 
 
 def test_abort_frees_blocks_and_ends_the_request(checkpoint: Callable[[str], Path]) -> None:

@@ -107,7 +107,8 @@ def test_stop_strings_before_min_tokens_do_not_count() -> None:
     tokens = byte_tokens("ab ab ab")
     assert run(tokens, SamplingParams(stop=["ab"], min_tokens=0))[1] == ""
     assert run(tokens, SamplingParams(stop=["ab"], min_tokens=3))[1] == "ab "
-    assert run(tokens, SamplingParams(stop=["ab"], min_tokens=4))[1] == "ab ab "
+    assert run(tokens, SamplingParams(stop=["ab"], min_tokens=4))[1] == "ab ", "it ends after min_tokens, so it counts"
+    assert run(tokens, SamplingParams(stop=["ab"], min_tokens=5))[1] == "ab ab "
 
 
 @pytest.mark.parametrize("include", [False, True])

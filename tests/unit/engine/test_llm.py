@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
-from quire_engine import LLM, SamplingParams
+from quire_engine import LLM, RequestOutputKind, SamplingParams
 from quire_engine.errors import CheckpointError, RequestError
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
 
@@ -185,3 +186,75 @@ def test_min_tokens_leaves_an_ignored_eos_alone(llm: LLM) -> None:
     free = llm.generate("x = 1\n", params, use_tqdm=False)[0].outputs[0].token_ids
     held = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, min_tokens=40)
     assert llm.generate("x = 1\n", held, use_tqdm=False)[0].outputs[0].token_ids == free
+
+
+def test_bad_words_of_several_tokens_do_not_come(llm: LLM) -> None:
+    free = llm.generate("import os\n", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True), use_tqdm=False)
+    output = free[0].outputs[0]
+    phrase = output.token_ids[8:11]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, bad_words_token_ids=[phrase])
+    kept = llm.generate("import os\n", params, use_tqdm=False)[0].outputs[0].token_ids
+    last = next(i for i in range(30) if output.token_ids[i : i + 3] == phrase) + 2
+    assert kept[:last] == output.token_ids[:last]
+    assert kept[last] != output.token_ids[last]
+    assert not any(kept[i : i + 3] == phrase for i in range(len(kept)))
+    word = output.text.split()[2]
+    words = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, bad_words=[word])
+    assert word not in llm.generate("import os\n", words, use_tqdm=False)[0].outputs[0].text.split()
+
+
+def test_without_detokenizing_there_are_only_token_ids(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, logprobs=1, prompt_logprobs=1)
+    with_text = llm.generate("import os\n", params, use_tqdm=False)[0]
+    without = llm.generate("import os\n", msgspec.structs.replace(params, detokenize=False), use_tqdm=False)[0]
+    assert with_text.outputs[0].text
+    assert without.outputs[0].text == ""
+    assert without.outputs[0].token_ids == with_text.outputs[0].token_ids
+    assert without.outputs[0].finish_reason == with_text.outputs[0].finish_reason
+    for entries in (without.outputs[0].logprobs, without.prompt_logprobs):
+        assert entries is not None
+        assert {one.decoded_token for entry in entries if entry for one in entry.values()} == {None}
+
+
+def test_a_stop_string_over_several_tokens_keeps_the_tokens_and_cuts_the_text(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    free = llm.generate("import os\n", params, use_tqdm=False)[0].outputs[0]
+    decode = llm._inputs.tokenizer.decode
+    stop = decode(free.token_ids[:12])[-6:]
+    end = free.text.index(stop) + len(stop)
+    num_tokens = next(n for n in range(31) if len(decode(free.token_ids[:n])) >= end)
+    for include in (False, True):
+        stopping = msgspec.structs.replace(params, stop=[stop], include_stop_str_in_output=include)
+        output = llm.generate("import os\n", stopping, use_tqdm=False)[0].outputs[0]
+        assert output.text == free.text[: end if include else end - len(stop)]
+        assert output.token_ids == free.token_ids[:num_tokens]
+        assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+        deltas = list(llm.stream("import os\n", stopping))
+        assert "".join(delta.outputs[0].text for delta in deltas) == output.text
+
+
+def test_an_end_of_sequence_token_that_is_not_the_tokenizers_own_is_named(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30)
+    token_ids = llm.generate("import os\n", params, use_tqdm=False)[0].outputs[0].token_ids
+    other = token_ids[4]
+    monkeypatch.setattr(llm._core._core.ready, "eos_token_ids", [1, other])
+    output = llm.generate("import os\n", params, use_tqdm=False)[0].outputs[0]
+    assert (output.finish_reason, output.stop_reason) == ("stop", other)
+    primary = llm._inputs.tokenizer.eos_token_id
+    try:
+        llm._inputs.tokenizer.eos_token_id = other
+        output = llm.generate("import os\n", params, use_tqdm=False)[0].outputs[0]
+    finally:
+        llm._inputs.tokenizer.eos_token_id = primary
+    assert (output.finish_reason, output.stop_reason) == ("stop", None)
+    assert output.token_ids == token_ids[: token_ids.index(other) + 1]
+
+
+def test_output_kind_makes_no_difference_offline(llm: LLM) -> None:
+    outputs = [
+        llm.generate("class A:\n", SamplingParams(temperature=0, max_tokens=9, output_kind=kind), use_tqdm=False)[0]
+        for kind in RequestOutputKind
+    ]
+    assert all(output.finished and output.outputs == outputs[0].outputs for output in outputs)

@@ -12,6 +12,7 @@ from quire_engine.messages import (
     EngineCoreRequest,
     ModelRunnerOutput,
     NewRequestData,
+    PromptLogprobs,
     SchedulerOutput,
 )
 from quire_engine.request import FinishReason
@@ -19,6 +20,9 @@ from quire_engine.sampling_params import SamplingParams
 from quire_engine.stats import FinishedRequestStats, SchedulerStats
 
 PARAMS = SamplingParams(temperature=0.0, stop_token_ids=[3])
+PROMPT_LOGPROBS = PromptLogprobs(
+    start=1, num_logprobs=0, token_ids=b"\1\0\0\0", logprobs=b"\0\0\x80\xbf", ranks=b"\2\0\0\0"
+)
 
 MESSAGES: list[Any] = [
     EngineCoreRequest("r", [1, 2], PARAMS),
@@ -28,6 +32,8 @@ MESSAGES: list[Any] = [
             EngineCoreOutput("a", [1], FinishReason.STOP, 3, [[(1, -0.5, 1), (2, -1.5, 2)]], None, 0.25, 16, 1),
             EngineCoreOutput("b", finish_reason=FinishReason.ERROR, error="why"),
             EngineCoreOutput("c", [5]),
+            EngineCoreOutput("d", [5], prompt_logprobs=[PROMPT_LOGPROBS]),
+            EngineCoreOutput("e", [5], prompt_logprobs=[]),
         ],
         SchedulerStats(num_running=1, num_preemptions=2),
     ),
@@ -42,6 +48,7 @@ MESSAGES: list[Any] = [
     ),
     SchedulerOutput({}),
     ModelRunnerOutput({"a": [5]}, {"a": [[(5, -0.1, 1)]]}),
+    ModelRunnerOutput({}, prompt_logprobs={"a": PROMPT_LOGPROBS}),
 ]
 
 

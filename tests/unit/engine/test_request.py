@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from quire_engine.errors import RequestError
+from quire_engine.messages import PromptLogprobs
 from quire_engine.request import FinishReason, Request, max_output_tokens, validate_request
 from quire_engine.sampling_params import SamplingParams
 
@@ -99,6 +100,22 @@ def test_request_counts_prompt_and_output_apart() -> None:
     assert prompt == [1, 2, 3]
 
 
+def prompt_logprobs(start: int) -> PromptLogprobs:
+    return PromptLogprobs(start=start, num_logprobs=0, token_ids=b"", logprobs=b"", ranks=b"")
+
+
+def test_prompt_logprobs_are_collected_given_out_once_and_begun_anew_after_a_preemption() -> None:
+    request = Request("r", [1] * 40, SamplingParams(prompt_logprobs=0))
+    assert request.skip_reading_prefix_cache
+    for start in (1, 9, 1, 17, 33):
+        request.add_prompt_logprobs(prompt_logprobs(start))
+    assert [chunk.start for chunk in request.take_prompt_logprobs() or ()] == [1, 17, 33]
+    request.add_prompt_logprobs(prompt_logprobs(1))
+    assert request.take_prompt_logprobs() is None
+    assert not request.skip_reading_prefix_cache, "what was given out need not be computed again"
+    assert not Request("r", [1], SamplingParams()).skip_reading_prefix_cache
+
+
 def test_finish_reason_reads_like_vllm() -> None:
     assert [str(reason) for reason in FinishReason] == ["stop", "length", "abort", "error"]
 
@@ -124,6 +141,11 @@ def validate(prompt: list[int], *, limits: dict[str, Any] | None = None, **param
         ([1] * 40, {"max_tokens": None, "min_tokens": 11}, {}, "min_tokens", "leaves room for 10"),
         ([1], {"stop_token_ids": [5, 100]}, {}, "stop_token_ids", r"holds 100; ids must be in \[0, 100\)"),
         ([1], {"stop_token_ids": [-1]}, {}, "stop_token_ids", r"holds -1; ids must be in \[0, 100\)"),
+        ([1], {"logit_bias": {5: 1.0, 100: 1.0}}, {}, "logit_bias", r"holds 100; ids must be in \[0, 100\)"),
+        ([1], {"logit_bias": {-1: 1.0}}, {}, "logit_bias", r"holds -1; ids must be in \[0, 100\)"),
+        ([1], {"allowed_token_ids": [5, 100]}, {}, "allowed_token_ids", r"holds 100; ids must be in \[0, 100\)"),
+        ([1], {"bad_words_token_ids": [[5], [1, 100]]}, {}, "bad_words", r"holds 100; ids must be in \[0, 100\)"),
+        ([1] * 23_810, {"prompt_logprobs": 20}, {"max_model_len": 10**5}, "prompt_logprobs", "23810 tokens these are"),
         ([1] * 17, {}, {"num_kv_cache_tokens": 16}, "input_ids", "can never fit the KV cache of 16 tokens"),
         ([1] * 16, {"max_tokens": 2}, {"num_kv_cache_tokens": 16}, "max_tokens", "16 tokens with 2 to generate"),
         ([1] * 4, {"max_tokens": None}, {"num_kv_cache_tokens": 16}, "max_tokens", "4 tokens with 46 to generate"),
@@ -147,6 +169,7 @@ def test_request_that_could_never_be_served_is_refused_by_name(
         ([1], {"max_tokens": 50}, {}),
         ([1] * 40, {"max_tokens": 10, "min_tokens": 10}, {}),
         ([1], {"stop_token_ids": [0, 99]}, {}),
+        ([1], {"logit_bias": {0: 1.0, 99: 1.0}, "allowed_token_ids": [0, 99], "bad_words_token_ids": [[0, 99]]}, {}),
         ([1] * 16, {"max_tokens": 1}, {"num_kv_cache_tokens": 16}),
         ([1] * 15, {"max_tokens": 2}, {"num_kv_cache_tokens": 16}),
     ],

@@ -7,10 +7,17 @@ import msgspec
 import pytest
 from quire_engine.errors import RequestError
 from quire_engine.sampling_params import (
+    MAX_ABSOLUTE_BIAS,
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_STOP_STRING_LENGTH,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    RequestOutputKind,
     SamplingParams,
 )
 
@@ -41,6 +48,31 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": [1] * (MAX_STOP_TOKEN_IDS + 1)}, "stop_token_ids"),
     ({"logprobs": -1}, "logprobs"),
     ({"logprobs": MAX_LOGPROBS + 1}, "logprobs"),
+    ({"presence_penalty": 2.01}, "presence_penalty"),
+    ({"presence_penalty": NAN}, "presence_penalty"),
+    ({"frequency_penalty": -2.01}, "frequency_penalty"),
+    ({"frequency_penalty": NAN}, "frequency_penalty"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty"),
+    ({"repetition_penalty": -1.0}, "repetition_penalty"),
+    ({"repetition_penalty": INFINITY}, "repetition_penalty"),
+    ({"repetition_penalty": NAN}, "repetition_penalty"),
+    ({"logit_bias": {5: NAN}}, "logit_bias"),
+    ({"logit_bias": {5: 1.0, 6: MAX_ABSOLUTE_BIAS + 1}}, "logit_bias"),
+    ({"logit_bias": {5: -INFINITY}}, "logit_bias"),
+    ({"logit_bias": dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0)}, "logit_bias"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [1] * (MAX_ALLOWED_TOKEN_IDS + 1)}, "allowed_token_ids"),
+    ({"bad_words": [""]}, "bad_words"),
+    ({"bad_words": ["x" * (MAX_BAD_WORD_LENGTH + 1)]}, "bad_words"),
+    ({"bad_words": ["x"] * (MAX_BAD_WORDS + 1)}, "bad_words"),
+    ({"bad_words_token_ids": [[]]}, "bad_words_token_ids"),
+    ({"bad_words_token_ids": [[1] * (MAX_BAD_WORD_TOKENS + 1)]}, "bad_words_token_ids"),
+    ({"bad_words_token_ids": [[1]] * (2 * MAX_BAD_WORDS + 1)}, "bad_words_token_ids"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"prompt_logprobs": MAX_LOGPROBS + 1}, "prompt_logprobs"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"detokenize": False, "stop": ["x"]}, "stop"),
 ]
 
 IN_RANGE: list[dict[str, Any]] = [
@@ -63,6 +95,20 @@ IN_RANGE: list[dict[str, Any]] = [
     {"stop_token_ids": [1] * MAX_STOP_TOKEN_IDS},
     {"logprobs": 0},
     {"logprobs": MAX_LOGPROBS},
+    {"presence_penalty": -2.0, "frequency_penalty": 2.0},
+    {"repetition_penalty": 1e-4},
+    {"repetition_penalty": 1e4},
+    {"logit_bias": {}},
+    {"logit_bias": dict.fromkeys(range(MAX_LOGIT_BIAS), -MAX_ABSOLUTE_BIAS)},
+    {"allowed_token_ids": [1] * MAX_ALLOWED_TOKEN_IDS},
+    {"bad_words": ["x" * MAX_BAD_WORD_LENGTH] * MAX_BAD_WORDS},
+    {"bad_words_token_ids": [[1] * MAX_BAD_WORD_TOKENS] * (2 * MAX_BAD_WORDS)},
+    {"prompt_logprobs": 0},
+    {"prompt_logprobs": MAX_LOGPROBS},
+    {"truncate_prompt_tokens": -1},
+    {"truncate_prompt_tokens": 1},
+    {"detokenize": False, "stop_token_ids": [1]},
+    {"output_kind": RequestOutputKind.FINAL_ONLY},
 ]
 
 
@@ -100,11 +146,33 @@ def test_defaults_are_those_of_vllm() -> None:
     assert (params.max_tokens, params.min_tokens, params.seed, params.logprobs) == (16, 0, None, None)
     assert (params.stop, params.stop_token_ids) == ([], [])
     assert (params.ignore_eos, params.include_stop_str_in_output, params.skip_special_tokens) == (False, False, True)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
+    assert (params.logit_bias, params.allowed_token_ids, params.bad_words) == (None, None, [])
+    assert (params.prompt_logprobs, params.truncate_prompt_tokens, params.detokenize) == (None, None, True)
+    assert params.output_kind is RequestOutputKind.CUMULATIVE
+    assert [(kind.name, kind.value) for kind in RequestOutputKind] == [
+        ("CUMULATIVE", 0),
+        ("DELTA", 1),
+        ("FINAL_ONLY", 2),
+    ]
 
 
 def test_only_temperature_zero_is_greedy() -> None:
     assert SamplingParams(temperature=0.0).is_greedy
     assert not SamplingParams(temperature=1e-6).is_greedy
+
+
+def test_lists_may_be_none_and_a_single_string_is_a_list_of_one() -> None:
+    nothing: Any = None
+    assert SamplingParams(stop=nothing, bad_words=nothing, stop_token_ids=nothing) == SamplingParams()
+    one: Any = "END"
+    assert SamplingParams(stop=one, bad_words=one) == SamplingParams(stop=["END"], bad_words=["END"])
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
+def test_any_penalty_counts(name: str) -> None:
+    assert not SamplingParams().has_penalties
+    assert SamplingParams(**{name: 0.5}).has_penalties
 
 
 def test_params_are_frozen() -> None:
@@ -148,6 +216,21 @@ def test_lists_are_not_shared_between_params() -> None:
         ("stop", [], []),
         ("stop_token_ids", ["5", 6, 7.0], [5, 6, 7]),
         ("stop_token_ids", (1, 2), [1, 2]),
+        ("presence_penalty", "-0.5", -0.5),
+        ("frequency_penalty", 1, 1.0),
+        ("repetition_penalty", "1.1", 1.1),
+        ("logit_bias", {"5": "-1.5", 6: 2}, {5: -1.5, 6: 2.0}),
+        ("logit_bias", {}, {}),
+        ("allowed_token_ids", ["5", 6.0], [5, 6]),
+        ("bad_words", ["a", "b c"], ["a", "b c"]),
+        ("bad_words", "a", ["a"]),
+        ("prompt_logprobs", "3", 3),
+        ("truncate_prompt_tokens", "-1", -1),
+        ("detokenize", "false", False),
+        ("output_kind", "delta", RequestOutputKind.DELTA),
+        ("output_kind", 2, RequestOutputKind.FINAL_ONLY),
+        ("output_kind", "0", RequestOutputKind.CUMULATIVE),
+        ("output_kind", RequestOutputKind.DELTA, RequestOutputKind.DELTA),
     ],
 )
 def test_client_value_is_converted_to_the_type_of_its_field(name: str, sent: Any, value: Any) -> None:
@@ -182,6 +265,24 @@ def test_client_value_is_converted_to_the_type_of_its_field(name: str, sent: Any
         ("stop_token_ids", [None]),
         ("stop_token_ids", [True]),
         ("stop_token_ids", ["x"]),
+        ("repetition_penalty", "much"),
+        ("logit_bias", "5"),
+        ("logit_bias", [5, 1.0]),
+        ("logit_bias", {"x": 1.0}),
+        ("logit_bias", {"1.5": 1.0}),
+        ("logit_bias", {"5": "x"}),
+        ("logit_bias", {"5": None}),
+        ("logit_bias", {"5": 1.0, " 5": 2.0}),
+        ("allowed_token_ids", 5),
+        ("allowed_token_ids", [None]),
+        ("bad_words", [5]),
+        ("bad_words", {"a": 1}),
+        ("prompt_logprobs", True),
+        ("truncate_prompt_tokens", 1.5),
+        ("detokenize", "no"),
+        ("output_kind", "all"),
+        ("output_kind", 3),
+        ("output_kind", True),
     ],
 )
 def test_client_value_of_the_wrong_type_is_refused_by_name(name: str, sent: Any) -> None:
@@ -200,6 +301,15 @@ def test_converted_value_is_checked_like_any_other(values: dict[str, Any], param
     assert error.value.parameter == parameter
 
 
+CLIENT_FIELDS = set(SamplingParams.__struct_fields__) - {"bad_words_token_ids"}
+"""What a client may send; the rest is filled in by the edge."""
+
+
+def test_what_the_edge_fills_in_is_unknown_to_clients() -> None:
+    with pytest.raises(RequestError, match="unknown sampling parameter 'bad_words_token_ids'"):
+        SamplingParams.from_mapping({"bad_words_token_ids": [[1]]})
+
+
 def test_unknown_parameter_names_the_nearest_known_one() -> None:
     with pytest.raises(
         RequestError, match=r"^unknown sampling parameter 'temprature'; did you mean 'temperature'\?$"
@@ -211,7 +321,7 @@ def test_unknown_parameter_names_the_nearest_known_one() -> None:
 def test_unknown_parameter_with_nothing_near_lists_all_known_ones() -> None:
     with pytest.raises(RequestError, match="unknown sampling parameter 'zzz'; known are ") as error:
         SamplingParams.from_mapping({"zzz": 1})
-    assert all(name in str(error.value) for name in SamplingParams.__struct_fields__)
+    assert all(name in str(error.value) for name in CLIENT_FIELDS)
 
 
 def test_every_field_can_be_sent_by_a_client() -> None:
@@ -230,10 +340,20 @@ def test_every_field_can_be_sent_by_a_client() -> None:
             "include_stop_str_in_output": "true",
             "skip_special_tokens": "false",
             "logprobs": "2",
+            "presence_penalty": "1",
+            "frequency_penalty": "1",
+            "repetition_penalty": "2",
+            "logit_bias": {"1": "1"},
+            "allowed_token_ids": ["1"],
+            "bad_words": ["x"],
+            "prompt_logprobs": "1",
+            "truncate_prompt_tokens": "5",
+            "output_kind": "delta",
         }
     )
     defaults = SamplingParams()
-    unchanged = [name for name in SamplingParams.__struct_fields__ if getattr(params, name) == getattr(defaults, name)]
+    assert not SamplingParams.from_mapping({"detokenize": "false"}).detokenize  # excludes stop
+    unchanged = [name for name in CLIENT_FIELDS - {"detokenize"} if getattr(params, name) == getattr(defaults, name)]
     assert unchanged == []
 
 
@@ -246,8 +366,11 @@ def test_null_means_unset() -> None:
 
 def test_params_survive_the_wire() -> None:
     params = SamplingParams(
-        temperature=0.3, seed=2**64 - 1, stop=["ä"], stop_token_ids=[7], max_tokens=None, logprobs=3
-    )
+        temperature=0.3, seed=2**64 - 1, stop=["ä"], stop_token_ids=[7], max_tokens=None, logprobs=3,
+        presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.5, logit_bias={7: -1.5},
+        allowed_token_ids=[1, 2], bad_words=["ö"], bad_words_token_ids=[[1, 2], [3]], prompt_logprobs=2,
+        truncate_prompt_tokens=-1, output_kind=RequestOutputKind.DELTA,
+    )  # fmt: skip
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
 
 
@@ -268,6 +391,13 @@ def test_value_out_of_range_is_refused_on_the_wire(values: dict[str, Any], param
         {"stop": "END"},
         {"stop_token_ids": ["1"]},
         {"ignore_eos": 1},
+        {"repetition_penalty": "1.5"},
+        {"logit_bias": {"5": 1.0}},
+        {"logit_bias": [1]},
+        {"allowed_token_ids": [1.5]},
+        {"bad_words": "a"},
+        {"bad_words_token_ids": [["1"]]},
+        {"output_kind": 3},
         {"bogus": 1},
     ],
     ids=str,
@@ -283,7 +413,7 @@ def test_one_stop_string_may_stand_alone() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("temperature", "abc"), ("max_tokens", 5.5), ("stop", None), ("stop", [1]), ("stop_token_ids", None),
+    [("temperature", "abc"), ("max_tokens", 5.5), ("stop", [1]),
      ("stop_token_ids", ["1"]), ("ignore_eos", 1), ("top_k", True), ("top_k", 10**30)],
 )  # fmt: skip
 def test_a_value_of_another_type_is_named(name: str, value: object) -> None:

@@ -2,9 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from quire_engine.sampling import Sampler, SamplingMetadata
+from quire_engine.sampling.penalties import PenaltyState
+from quire_engine.sampling.token_constraints import TokenConstraintState
+from quire_engine.sampling_params import SamplingParams
 
 
 def metadata(rows: int, **columns: Any) -> SamplingMetadata:
@@ -25,6 +29,8 @@ def metadata(rows: int, **columns: Any) -> SamplingMetadata:
         num_logprobs=columns.get("num_logprobs", [None] * rows),
         forbidden=columns.get("forbidden", []),
         all_greedy=not temperature.any(),
+        penalties=columns.get("penalties"),
+        token_constraints=columns.get("token_constraints"),
     )
 
 
@@ -62,6 +68,28 @@ def test_logprobs_are_the_models_own() -> None:
             assert rank == int((want[row] > want[row, token_id]).sum()) + 1
     assert output.logprobs[0] is not None
     assert output.logprobs[0][0][2] == 2, "the most likely token was forbidden, so the second was taken"
+
+
+def test_biases_come_before_penalties_and_neither_shows_in_logprobs() -> None:
+    """-1 + 3 is positive, so the repetition penalty divides it: 1.0 is less than 1.5, and 9 is masked."""
+    constraints = TokenConstraintState(2, 4)
+    constraints.add(1, SamplingParams(logit_bias={0: 3.0, 2: 5.0}, bad_words_token_ids=[[2]]))
+    penalties = PenaltyState(2, 4, 8)
+    penalties.add(1, SamplingParams(repetition_penalty=2.0), [0, 0], 1)
+    logits = torch.tensor([[-1.0, 1.5, 9.0, 0.0]] * 2)
+    output = Sampler()(
+        logits.clone(),
+        metadata(
+            2,
+            num_logprobs=[1, 1],
+            penalties=penalties.gather(np.array([0, 1])),
+            token_constraints=constraints.gather(np.array([0, 1]), lambda slot, number: []),
+        ),
+    )
+    assert output.token_ids == [2, 1]
+    assert output.logprobs[1] is not None
+    assert output.logprobs[1][0][1] == pytest.approx(float(logits[1].log_softmax(-1)[1]), abs=1e-6)
+    assert [entry[::2] for entry in output.logprobs[1]] == [(1, 2), (2, 1)]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,134 @@
+"""Presence, frequency and repetition penalties, at a cost that follows the tokens seen and not the vocabulary.
+
+`PenaltyState` remembers for each slot which tokens its request has seen; `apply_penalties` changes the logits of just
+those. Everything can be rebuilt from a request's token ids, and nothing is kept for slots that use no penalty.
+
+::
+
+    slot │ seen_token_ids      │ output_counts       │ num_seen │ column_of[token id]: 0, or 1 + its column
+    ─────┼─────────────────────┼─────────────────────┼──────────┼───────────────────────────────────────────
+      2  │ 5 8 77 301 · · · · ·│ 0 2  1   1 · · · · ·│    4     │ 0 0 0 0 0 1 0 0 2 0 …
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire_engine.sampling_params import SamplingParams
+
+__all__ = ["Penalties", "PenaltyState", "apply_penalties"]
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Penalties:
+    """What a step needs: P pairs of a row and a token that it has seen, each pair once."""
+
+    positions: torch.Tensor
+    """[P] int64, row * V + token id."""
+    output_counts: torch.Tensor
+    """[P] float32, how often the token stands in the row's output; 0 when only in its prompt."""
+    presence: torch.Tensor
+    """[P] float32, the row's presence penalty; 0 changes nothing."""
+    frequency: torch.Tensor
+    """[P] float32; 0 changes nothing."""
+    repetition: torch.Tensor
+    """[P] float32; 1 changes nothing."""
+
+
+def apply_penalties(logits_SV: torch.Tensor, penalties: Penalties) -> None:
+    """Change in place the logits of tokens that were seen, in vLLM's order:
+
+    1. repetition (prompt and output): positive logits are divided by it, others multiplied with it.
+    2. frequency (output): subtracted once per occurrence.
+    3. presence (output): subtracted once.
+    """
+    flat = logits_SV.view(-1)
+    logits = flat.index_select(0, penalties.positions)
+    logits = torch.where(logits > 0, logits / penalties.repetition, logits * penalties.repetition)
+    logits -= penalties.frequency * penalties.output_counts
+    logits -= penalties.presence * (penalties.output_counts > 0)
+    flat.index_copy_(0, penalties.positions, logits)
+
+
+class PenaltyState:
+    """What the penalties of each slot depend on.
+
+    Args:
+        max_num_seqs: slots.
+        vocab_size: token ids are below it.
+        max_num_tokens: the most tokens a request can have.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, max_num_tokens: int) -> None:
+        self.is_used = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._presence = np.zeros(max_num_seqs, dtype=np.float32)
+        self._frequency = np.zeros(max_num_seqs, dtype=np.float32)
+        self._repetition = np.ones(max_num_seqs, dtype=np.float32)
+        self._vocab_size = vocab_size
+        self._num_seen = np.zeros(max_num_seqs, dtype=np.int64)
+        # Fresh pages are zero, and become real memory when a slot first writes to them.
+        max_seen = min(max_num_tokens, vocab_size)
+        self._seen_token_ids = np.zeros((max_num_seqs, max_seen), dtype=np.int64)
+        self._output_counts = np.zeros((max_num_seqs, max_seen), dtype=np.float32)
+        self._column_of = np.zeros((max_num_seqs, vocab_size), dtype=np.int32)
+
+    def add(self, slot: int, params: SamplingParams, token_ids: list[int], num_prompt_tokens: int) -> None:
+        """Set every field of a slot anew.
+
+        Args:
+            slot: whose last user is gone.
+            params: of the new user.
+            token_ids: its prompt, and its output so far.
+            num_prompt_tokens: where the output begins.
+        """
+        last_seen = self._seen_token_ids[slot, : self._num_seen[slot]]
+        self._column_of[slot, last_seen] = 0
+        self._num_seen[slot] = 0
+        self.is_used[slot] = params.has_penalties
+        self._presence[slot] = params.presence_penalty
+        self._frequency[slot] = params.frequency_penalty
+        self._repetition[slot] = params.repetition_penalty
+        if not params.has_penalties:
+            return
+        seen = np.unique(np.asarray(token_ids, dtype=np.int64))
+        self._num_seen[slot] = len(seen)
+        self._seen_token_ids[slot, : len(seen)] = seen
+        self._output_counts[slot, : len(seen)] = 0
+        self._column_of[slot, seen] = np.arange(1, len(seen) + 1)
+        output, counts = np.unique(np.asarray(token_ids[num_prompt_tokens:], dtype=np.int64), return_counts=True)
+        self._output_counts[slot, self._column_of[slot, output] - 1] = counts
+
+    def append(self, slots: Int64Array, token_ids: Int64Array) -> None:
+        """Count one new output token per slot; slots that use no penalty are passed over."""
+        used = self.is_used[slots]
+        if not used.any():
+            return
+        slots, token_ids = slots[used], token_ids[used]
+        columns = self._column_of[slots, token_ids] - 1
+        new = columns < 0
+        columns[new] = self._num_seen[slots[new]]
+        self._seen_token_ids[slots[new], columns[new]] = token_ids[new]
+        self._output_counts[slots[new], columns[new]] = 0
+        self._column_of[slots[new], token_ids[new]] = columns[new] + 1
+        self._num_seen[slots[new]] += 1
+        self._output_counts[slots, columns] += 1
+
+    def gather(self, slots: Int64Array) -> Penalties | None:
+        """The penalties of a step whose rows are these slots; None when no row uses any."""
+        rows = np.flatnonzero(self.is_used[slots])
+        if not len(rows):
+            return None
+        num_seen = self._num_seen[slots[rows]]
+        columns = [(slot, slice(number)) for slot, number in zip(slots[rows].tolist(), num_seen.tolist(), strict=True)]
+        token_ids = np.concatenate([self._seen_token_ids[column] for column in columns])
+        return Penalties(
+            positions=torch.from_numpy(token_ids + np.repeat(rows * self._vocab_size, num_seen)),
+            output_counts=torch.from_numpy(np.concatenate([self._output_counts[column] for column in columns])),
+            presence=torch.from_numpy(np.repeat(self._presence[slots[rows]], num_seen)),
+            frequency=torch.from_numpy(np.repeat(self._frequency[slots[rows]], num_seen)),
+            repetition=torch.from_numpy(np.repeat(self._repetition[slots[rows]], num_seen)),
+        )

@@ -1,0 +1,139 @@
+"""What one request may or may not sample, by token id: `allowed_token_ids`, `bad_words` and `logit_bias`.
+
+`TokenConstraintState` keeps it per slot; `gather` lays out what a step needs, and the functions change the logits of
+all rows at once. Nothing is kept for slots that use none of it.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire_engine.sampling_params import SamplingParams
+
+__all__ = ["BadWords", "TokenConstraintState", "TokenConstraints", "apply_token_constraints"]
+
+Int64Array = npt.NDArray[np.int64]
+
+OutputTail = Callable[[int, int], list[int]]
+"""(slot, n) → the last n output tokens of the slot's request, or all if there are fewer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenConstraints:
+    """What a step needs; an empty pair of tensors changes nothing."""
+
+    restricted_rows: torch.Tensor
+    """[A] int64, the rows that may only sample allowed tokens."""
+    limits: torch.Tensor
+    """[A, V] float32, infinite for these tokens and minus infinity for all others. The smaller of logit and limit is
+    found without a branch: 64 rows of 32,000 in 0.5 ms, where masking by booleans takes 11."""
+    bad_rows: torch.Tensor
+    """[B] int64, with `bad_token_ids`: the tokens that would complete a bad word."""
+    bad_token_ids: torch.Tensor
+    """[B] int64."""
+    bias_rows: torch.Tensor
+    """[C] int64, with `bias_token_ids` and `biases`; no pair of row and token comes twice."""
+    bias_token_ids: torch.Tensor
+    """[C] int64."""
+    biases: torch.Tensor
+    """[C] float32."""
+
+
+def apply_token_constraints(logits_SV: torch.Tensor, constraints: TokenConstraints) -> None:
+    """Mask and bias in place. A masked token stays masked whatever its bias."""
+    rows = constraints.restricted_rows
+    if len(rows) == len(logits_SV):
+        torch.minimum(logits_SV, constraints.limits, out=logits_SV)
+    elif len(rows):
+        logits_SV.index_copy_(0, rows, torch.minimum(logits_SV.index_select(0, rows), constraints.limits))
+    if len(constraints.bad_rows):
+        logits_SV[constraints.bad_rows, constraints.bad_token_ids] = float("-inf")
+    if len(constraints.bias_rows):
+        logits_SV[constraints.bias_rows, constraints.bias_token_ids] += constraints.biases
+
+
+class BadWords:
+    """The bad words of one request, by the token that comes before their last one.
+
+    So a step looks at the few words that could be completed by the very next token, and at no others.
+    """
+
+    def __init__(self, sequences: list[list[int]]) -> None:
+        self._single = sorted({sequence[0] for sequence in sequences if len(sequence) == 1})
+        self._by_previous: dict[int, list[tuple[list[int], int]]] = defaultdict(list)
+        self.max_prefix = 0
+        for sequence in sequences:
+            if len(sequence) > 1:
+                *prefix, last = sequence
+                self._by_previous[prefix[-1]].append((prefix, last))
+                self.max_prefix = max(self.max_prefix, len(prefix))
+
+    def completions(self, output: list[int]) -> list[int]:
+        """The tokens that would complete a bad word; of the output, the last `max_prefix` tokens suffice."""
+        candidates = self._by_previous.get(output[-1], ()) if output else ()
+        return self._single + [last for prefix, last in candidates if output[-len(prefix) :] == prefix]
+
+
+class TokenConstraintState:
+    """The constraints of each slot."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+        self.is_used = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._is_restricted = np.zeros(max_num_seqs, dtype=np.bool_)
+        # Pages become real memory when a slot first writes to them.
+        self._limits = np.zeros((max_num_seqs, vocab_size), dtype=np.float32)
+        self._bad_words: list[BadWords | None] = [None] * max_num_seqs
+        self._bias: list[tuple[Int64Array, npt.NDArray[np.float32]] | None] = [None] * max_num_seqs
+
+    def add(self, slot: int, params: SamplingParams) -> None:
+        """Set every field of a slot anew."""
+        allowed, bias, bad_words = params.allowed_token_ids, params.logit_bias, params.bad_words_token_ids
+        self._is_restricted[slot] = allowed is not None
+        if allowed is not None:
+            self._limits[slot] = -np.inf
+            self._limits[slot, allowed] = np.inf
+        self._bad_words[slot] = BadWords(bad_words) if bad_words else None
+        self._bias[slot] = None
+        if bias:
+            self._bias[slot] = (np.fromiter(bias, dtype=np.int64), np.fromiter(bias.values(), dtype=np.float32))
+        self.is_used[slot] = bool(allowed or bad_words or bias)
+
+    def gather(self, slots: Int64Array, output_tail: OutputTail) -> TokenConstraints | None:
+        """The constraints of a step whose rows are these slots; None when no row has any.
+
+        Args:
+            slots: of the rows.
+            output_tail: see `OutputTail`.
+        """
+        used_rows = np.flatnonzero(self.is_used[slots])
+        if not len(used_rows):
+            return None
+        bad_rows: list[int] = []
+        bad_token_ids: list[int] = []
+        bias_rows: list[int] = []
+        biases: list[tuple[Int64Array, npt.NDArray[np.float32]]] = []
+        for row, slot in zip(used_rows.tolist(), slots[used_rows].tolist(), strict=True):
+            bad_words, bias = self._bad_words[slot], self._bias[slot]
+            if bad_words is not None:
+                completions = bad_words.completions(output_tail(slot, bad_words.max_prefix))
+                bad_rows += [row] * len(completions)
+                bad_token_ids += completions
+            if bias is not None:
+                bias_rows.append(row)
+                biases.append(bias)
+        restricted_rows = used_rows[self._is_restricted[slots[used_rows]]]
+        biases = biases or [(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))]
+        num_biases = [len(token_ids) for token_ids, _ in biases]
+        return TokenConstraints(
+            restricted_rows=torch.from_numpy(restricted_rows),
+            limits=torch.from_numpy(self._limits[slots[restricted_rows]]),
+            bad_rows=torch.tensor(bad_rows, dtype=torch.int64),
+            bad_token_ids=torch.tensor(bad_token_ids, dtype=torch.int64),
+            bias_rows=torch.from_numpy(np.repeat(np.array(bias_rows or [0], dtype=np.int64), num_biases)),
+            bias_token_ids=torch.from_numpy(np.concatenate([token_ids for token_ids, _ in biases])),
+            biases=torch.from_numpy(np.concatenate([values for _, values in biases])),
+        )
