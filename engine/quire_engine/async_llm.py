@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quire_engine.config import EngineConfig
 from quire_engine.core.client import AsyncMPClient
-from quire_engine.errors import EngineDeadError
+from quire_engine.errors import EngineDeadError, RequestError
 from quire_engine.input_processor import InputProcessor, ProcessedRequest, Prompt, load_tokenizer
 from quire_engine.output_processor import OnOutput, OutputProcessor, RequestOutput
 from quire_engine.request import FinishReason
@@ -88,6 +88,8 @@ class AsyncLLM:
                     total.merge(delta)
                 while not queue.empty():
                     total.merge(queue.get_nowait())
+                if total.error is not None and total.error_parameter is not None:
+                    raise RequestError(total.error_parameter, total.error)
                 if total.error is not None:
                     raise EngineDeadError(total.error)
                 yield total

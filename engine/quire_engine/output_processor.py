@@ -54,6 +54,8 @@ class RequestOutput:
     """On the last output."""
     error: str | None = None
     """Why it failed, with finish_reason "error"."""
+    error_parameter: str | None = None
+    """The request's parameter that `error` is about: the caller's fault then. None: ours."""
 
     def merge(self, later: "RequestOutput") -> None:
         """Append a later delta to this one."""
@@ -65,6 +67,7 @@ class RequestOutput:
                 mine.logprobs = (mine.logprobs or []) + new.logprobs
             mine.finish_reason, mine.stop_reason = new.finish_reason, new.stop_reason
         self.finished, self.metrics, self.error = later.finished, later.metrics, later.error
+        self.error_parameter = later.error_parameter
         self.num_cached_tokens = later.num_cached_tokens
 
 
@@ -174,6 +177,7 @@ class OutputProcessor:
             finished=finished,
             num_cached_tokens=state.stats.num_cached_tokens,
             error=output.error,
+            error_parameter=output.error_parameter,
         )
         if finished:
             del self._states[request.request_id]

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from quire_engine.errors import RequestError
+from quire_engine.structured_outputs_params import StructuredOutputsParams
 
 __all__ = ["MAX_LOGPROBS", "MAX_STOP_STRINGS", "MAX_STOP_STRING_LENGTH", "SamplingParams", "convert_parameter"]
 
@@ -54,6 +55,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Leave special tokens out of the text."""
     logprobs: int | None = None
     """Log-probabilities of this many most likely tokens besides the sampled one's, at each position."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the text must look like; a mapping of the same shape does as well."""
 
     def __post_init__(self) -> None:
         """Check every range; each failure names the parameter, the value and what is allowed."""
@@ -77,6 +80,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                  f"at most {MAX_STOP_TOKEN_IDS} ids")  # fmt: skip
         _require(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", self.logprobs,
                  f"from 0 to {MAX_LOGPROBS}")  # fmt: skip
+        if isinstance(self.structured_outputs, Mapping):
+            structured_outputs = StructuredOutputsParams.from_value(self.structured_outputs)
+            msgspec.structs.force_setattr(self, "structured_outputs", structured_outputs)
 
     @property
     def is_greedy(self) -> bool:
@@ -100,7 +106,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 _FIELD_TYPES: dict[str, type] = {
     "temperature": float, "top_p": float, "top_k": int, "min_p": float, "seed": int, "max_tokens": int,
     "min_tokens": int, "stop": str, "stop_token_ids": list, "ignore_eos": bool, "include_stop_str_in_output": bool,
-    "skip_special_tokens": bool, "logprobs": int,
+    "skip_special_tokens": bool, "logprobs": int, "structured_outputs": dict,
 }  # fmt: skip
 
 
@@ -126,6 +132,8 @@ def convert_parameter(name: str, value: Any) -> Any:
         if not isinstance(value, list | tuple):
             raise RequestError(name, f"{name} is {value!r}; it must be a list of token ids")
         return [_number(name, item, int) for item in value]
+    if name == "structured_outputs":
+        return StructuredOutputsParams.from_value(value)
     if kind is bool:
         return _boolean(name, value)
     return _number(name, value, kind)

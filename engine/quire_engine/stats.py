@@ -26,6 +26,8 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     prefix_cache_hits: int = 0
     """Prompt tokens found there."""
     num_preemptions: int = 0
+    num_waiting_for_fsm: int = 0
+    """Of `num_waiting`, those whose grammar is still being compiled."""
 
     @property
     def kv_cache_usage(self) -> float:

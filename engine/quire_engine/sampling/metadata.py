@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 __all__ = ["SamplingMetadata"]
@@ -28,3 +30,5 @@ class SamplingMetadata:
     forbidden: list[tuple[int, list[int]]]
     """Rows that may not stop yet, and the token ids that would stop them."""
     all_greedy: bool
+    grammar_bitmask: tuple[list[int], npt.NDArray[np.int32]] | None = None
+    """Rows that have a grammar, and [R, ceil(V / 32)] which tokens it allows them, see `GrammarBitmask`."""

@@ -6,6 +6,7 @@ import torch
 from quire_kernels import gumbel_noise
 
 from quire_engine.messages import TokenLogprobs
+from quire_engine.sampling.grammar_bitmask import apply_grammar_bitmask
 from quire_engine.sampling.logits_processors import apply_min_p, apply_min_tokens, apply_top_k_top_p
 from quire_engine.sampling.logprobs import gather_logprobs
 from quire_engine.sampling.metadata import SamplingMetadata
@@ -26,7 +27,7 @@ class Sampler:
 
     1. Take the logits as float32.
     2. Where asked for, keep their log-softmax: reported log-probabilities are the model's own, before any of the below.
-    3. Mask the tokens that would stop a request before its `min_tokens`.
+    3. Mask the tokens that would stop a request before its `min_tokens`, and those that its grammar does not allow.
     4. Greedy rows take the most likely token; if all rows are greedy, that was it.
     5. Divide by the temperature.
     6. Mask by min-p, top-k and top-p.
@@ -44,6 +45,8 @@ class Sampler:
         rows_with_logprobs = [row for row, number in enumerate(metadata.num_logprobs) if number is not None]
         logprobs_SV = logits_SV[rows_with_logprobs].log_softmax(-1) if rows_with_logprobs else None
         apply_min_tokens(logits_SV, metadata.forbidden)
+        if metadata.grammar_bitmask is not None:
+            apply_grammar_bitmask(logits_SV, *metadata.grammar_bitmask)
         token_ids_S = logits_SV.argmax(-1)
         if not metadata.all_greedy:
             random_rows = (metadata.temperature > 0).nonzero().squeeze(1)
