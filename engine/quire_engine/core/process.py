@@ -121,7 +121,7 @@ class EngineCoreProcess:
         try:
             self._core.add_request(self._request_decoder.decode(payload))
         except Exception as error:
-            parameter = getattr(error, "parameter", None)
+            parameter = getattr(error, "parameter", None) or getattr(error.__cause__, "parameter", None)
             self._refused.append(
                 EngineCoreOutput(
                     request_id, finish_reason=FinishReason.ERROR, error=str(error), error_parameter=parameter

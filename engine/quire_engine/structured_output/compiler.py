@@ -10,6 +10,7 @@ loaded again::
 When the engine core ends, however it ends, stdin ends; then this process kills its jobs and ends too.
 """
 
+import ctypes
 import os
 import resource
 import selectors
@@ -42,6 +43,10 @@ MAX_JOBS = 4
 """Grammars compiled at once, so that one that takes all its time does not hold up the others."""
 NICENESS = 5
 """Steps come first when there are not enough cores."""
+
+
+_libc = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(slots=True)
@@ -102,7 +107,7 @@ class CompilerServer:
             try:
                 os.close(0)  # else the engine core would not see that this process has died before its jobs did
                 os.close(self._output)
-                _limit_resources()
+                _limit_job()
                 _write_all(writer, msgspec.msgpack.encode(self._compiler.compile(request)))
                 os._exit(0)
             finally:
@@ -127,8 +132,9 @@ class CompilerServer:
             _write_all(self._output, to_frame(_explain(job.request, status)))
 
 
-def _limit_resources() -> None:
-    """Of a job: wall clock, memory, no core file."""
+def _limit_job() -> None:
+    """Wall clock, memory, no core file, and an end when this process ends, however it does."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.setitimer(signal.ITIMER_REAL, COMPILE_SECONDS)  # SIGALRM's default action ends the process, in C++ too
     with open("/proc/self/statm") as file:
         used_bytes = int(file.read().split()[0]) * resource.getpagesize()
@@ -171,6 +177,7 @@ def main() -> None:
         return
     _write_all(output, to_frame(CompilerReady(compiler.tokenizer_info.serialize_json())))
     CompilerServer(compiler, output).run(0)
+    os._exit(0)  # libraries complain on stderr when Python takes them down, and there is nothing to save
 
 
 if __name__ == "__main__":

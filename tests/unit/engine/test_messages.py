@@ -10,6 +10,7 @@ from quire_engine.messages import (
     EngineCoreOutputs,
     EngineCoreReady,
     EngineCoreRequest,
+    GrammarBitmask,
     ModelRunnerOutput,
     NewRequestData,
     SchedulerOutput,
@@ -28,6 +29,9 @@ MESSAGES: list[Any] = [
             EngineCoreOutput("a", [1], FinishReason.STOP, 3, [[(1, -0.5, 1), (2, -1.5, 2)]], None, 0.25, 16, 1),
             EngineCoreOutput("b", finish_reason=FinishReason.ERROR, error="why"),
             EngineCoreOutput("c", [5]),
+            EngineCoreOutput(
+                "d", finish_reason=FinishReason.ERROR, error="whose", error_parameter="structured_outputs"
+            ),
         ],
         SchedulerStats(num_running=1, num_preemptions=2),
     ),
@@ -41,6 +45,7 @@ MESSAGES: list[Any] = [
         ["c"],
     ),
     SchedulerOutput({}),
+    SchedulerOutput({"a": 1}, grammar_bitmask=GrammarBitmask(["a"], b"\xff\x00\x01\x80")),
     ModelRunnerOutput({"a": [5]}, {"a": [[(5, -0.1, 1)]]}),
 ]
 

@@ -230,6 +230,7 @@ def test_every_field_can_be_sent_by_a_client() -> None:
             "include_stop_str_in_output": "true",
             "skip_special_tokens": "false",
             "logprobs": "2",
+            "structured_outputs": '{"regex": "a+"}',
         }
     )
     defaults = SamplingParams()
