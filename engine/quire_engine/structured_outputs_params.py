@@ -111,7 +111,9 @@ def _refuse(what: str, allowed: str) -> None:
 def _decode_json(name: str, text: str) -> Any:
     try:
         return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+    except RecursionError:
+        raise RequestError("structured_outputs", f"structured_outputs: {name} nests too deeply") from None
+    except ValueError as error:
         raise RequestError("structured_outputs", f"structured_outputs: {name} is no JSON: {error}") from None
 
 

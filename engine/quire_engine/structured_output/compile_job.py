@@ -44,6 +44,8 @@ class GrammarCompiler:
                 grammar.fill_bitmask(np.zeros((1, -(-self.tokenizer_info.vocab_size // 32)), np.int32), 0)
         except Exception as error:  # the library raises whatever its parsers raise
             message = _clean(str(error) or repr(error))
+            if isinstance(error, MemoryError) or "bad_alloc" in message:
+                message = f"the {request.kind} takes too much memory to compile; simplify it"
             return CompileResult(request.job_id, error=message.removeprefix("structured_outputs: "))
         return CompileResult(request.job_id, text)
 

@@ -133,7 +133,8 @@ class CompilerServer:
 
 
 def _limit_job() -> None:
-    """Wall clock, memory, no core file, and an end when this process ends, however it does."""
+    """Wall clock, memory, priority, no core file, and an end when this process ends, however it does."""
+    os.nice(NICENESS)
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.setitimer(signal.ITIMER_REAL, COMPILE_SECONDS)  # SIGALRM's default action ends the process, in C++ too
     with open("/proc/self/statm") as file:
@@ -161,7 +162,6 @@ def _write_all(descriptor: int, data: bytes) -> None:
 def main() -> None:
     """Entry point of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine core decides
-    os.nice(NICENESS)
     output = os.dup(1)
     os.dup2(2, 1)  # whatever prints something must not print it into our messages
     with os.fdopen(os.dup(0), "rb", buffering=0) as stream:

@@ -47,6 +47,7 @@ class CompilerProcess:
 
     Args:
         arguments: for the process.
+        on_start: called when the process is starting, which takes seconds that the caller can use.
         on_ready: gets the tokenizer's information, each time that the process has started; returns what is wrong with
             it, if anything.
         on_result: gets each result.
@@ -55,10 +56,12 @@ class CompilerProcess:
     def __init__(
         self,
         arguments: CompilerArguments,
+        on_start: Callable[[], None],
         on_ready: Callable[[str], str | None],
         on_result: Callable[[CompileResult], None],
     ) -> None:
         self._arguments = arguments
+        self._on_start = on_start
         self._on_ready = on_ready
         self._on_result = on_result
         self._lock = threading.Lock()
@@ -147,6 +150,7 @@ class CompilerProcess:
         writer.start()
         error = None
         try:
+            self._on_start()
             payload = read_frame(process.stdout)
             if payload is not None:
                 ready = msgspec.msgpack.decode(payload, type=CompilerReady)

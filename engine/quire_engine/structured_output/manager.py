@@ -48,8 +48,13 @@ class _Results:
         self.event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._backend: XGrammarBackend | None = None
 
+    def on_start(self) -> None:
+        """Import xgrammar while the compiler's process does."""
+        with contextlib.suppress(Exception):  # on_ready meets it again, and can say so
+            import quire_engine.structured_output.xgrammar  # noqa: F401
+
     def on_ready(self, tokenizer_info: str) -> str | None:
-        """The vocabulary has come; the first time, this imports xgrammar."""
+        """The vocabulary has come."""
         try:
             from quire_engine.structured_output.xgrammar import XGrammarBackend
 
@@ -81,7 +86,9 @@ class StructuredOutputManager:
     def __init__(self, arguments: CompilerArguments) -> None:
         self._num_words = -(-arguments.vocab_size // 32)
         self._results = _Results()
-        self._compiler = CompilerProcess(arguments, self._results.on_ready, self._results.on_result)
+        self._compiler = CompilerProcess(
+            arguments, self._results.on_start, self._results.on_ready, self._results.on_result
+        )
         self._cache: OrderedDict[_Key, Any] = OrderedDict()
         """Compiled grammars and what is known not to compile, least recently used first."""
         self._cached_bytes = 0

@@ -187,7 +187,8 @@ def compiler(folder: Path, results: dict[int, CompileResult], arrived: threading
             results[result.job_id] = result
             arrived.notify_all()
 
-    return CompilerProcess(CompilerArguments(str(folder), 4096, [1]), lambda info: None, on_result)
+    arguments = CompilerArguments(str(folder), 4096, [1])
+    return CompilerProcess(arguments, lambda: None, lambda info: None, on_result)
 
 
 def test_one_bad_grammar_does_not_hold_up_the_others(checkpoint: Callable[[str], Path]) -> None:
