@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quire_engine.config import EngineConfig
 from quire_engine.core.client import AsyncMPClient
-from quire_engine.errors import EngineDeadError
+from quire_engine.errors import EngineDeadError, RequestError
 from quire_engine.input_processor import InputProcessor, ProcessedRequest, Prompt, load_tokenizer
 from quire_engine.models import check_checkpoint
 from quire_engine.output_processor import OnOutput, OutputProcessor, RequestOutput
@@ -97,6 +97,8 @@ class AsyncLLM:
                 while not queue.empty():
                     output.merge(queue.get_nowait())
                 finished = output.finished
+                if output.error is not None and output.error_parameter is not None:
+                    raise RequestError(output.error_parameter, output.error)
                 if output.error is not None:
                     raise EngineDeadError(output.error)
                 if finished or kind is not RequestOutputKind.FINAL_ONLY:

@@ -21,6 +21,7 @@ __all__ = [
     "EngineCoreOutputs",
     "EngineCoreReady",
     "EngineCoreRequest",
+    "GrammarBitmask",
     "ModelRunnerOutput",
     "NewRequestData",
     "ProcessArguments",
@@ -88,6 +89,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     num_preemptions: int = 0
     prompt_logprobs: list[PromptLogprobs] | None = None
     """Of the whole prompt, chunk by chunk, with the first token, when asked for."""
+    error_parameter: str | None = None
+    """The request's parameter that `error` is about: the caller's fault then. None: ours."""
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -145,6 +148,14 @@ class CachedRequestData(msgspec.Struct, array_like=True):
     num_computed_tokens: list[int] = []
 
 
+class GrammarBitmask(msgspec.Struct, array_like=True):
+    """Which tokens may come next, for the requests of a step that are sampled and have a grammar."""
+
+    request_ids: list[str]
+    bitmask: bytes
+    """[requests, ceil(vocabulary / 32)] int32, row by row; bit i % 32 of word i // 32 is set when token i may come."""
+
+
 class SchedulerOutput(msgspec.Struct, array_like=True):
     """One step: how many tokens to compute for which request. Prefill and decode differ in nothing but the number."""
 
@@ -153,6 +164,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     cached_requests: CachedRequestData = msgspec.field(default_factory=CachedRequestData)
     dropped_request_ids: list[str] = []
     """Finished or preempted since the last step: the worker forgets them first."""
+    grammar_bitmask: GrammarBitmask | None = None
 
     @property
     def total_num_scheduled_tokens(self) -> int:

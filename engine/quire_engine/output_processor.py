@@ -64,6 +64,8 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """One entry per prompt token, when asked for: its own, then the most likely ones'. The first is None: nothing comes
     before it. In a stream of deltas, the first one has it."""
+    error_parameter: str | None = None
+    """The request's parameter that `error` is about: the caller's fault then. None: ours."""
 
     def merge(self, later: "RequestOutput") -> None:
         """Append a later delta to this one."""
@@ -75,6 +77,7 @@ class RequestOutput:
                 mine.logprobs = (mine.logprobs or []) + new.logprobs
             mine.finish_reason, mine.stop_reason = new.finish_reason, new.stop_reason
         self.finished, self.metrics, self.error = later.finished, later.metrics, later.error
+        self.error_parameter = later.error_parameter
         self.num_cached_tokens = later.num_cached_tokens
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
 
@@ -220,6 +223,7 @@ class OutputProcessor:
             finished=finished,
             num_cached_tokens=state.stats.num_cached_tokens,
             error=output.error,
+            error_parameter=output.error_parameter,
         )
         if output.prompt_logprobs is not None:
             result.prompt_logprobs = self._prompt_logprobs(state, output.prompt_logprobs)

@@ -10,6 +10,7 @@ from quire_engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from quire_engine.messages import PromptLogprobs
+    from quire_engine.structured_output.grammar import Grammar
 
 __all__ = ["FinishReason", "Request", "RequestStatus", "validate_request"]
 
@@ -23,14 +24,16 @@ class RequestStatus(enum.IntEnum):
     ::
 
         WAITING ──► RUNNING ──► FINISHED
-           ▲           │
-           └─ PREEMPTED◄
+         ▲ ▲           │
+         │ └─ PREEMPTED◄
+        WAITING_FOR_FSM: its grammar is being compiled
     """
 
     WAITING = 0
     RUNNING = 1
     PREEMPTED = 2
     FINISHED = 3
+    WAITING_FOR_FSM = 4
 
 
 class FinishReason(enum.IntEnum):
@@ -56,6 +59,7 @@ class Request:
         "all_token_ids",
         "block_hashes",
         "eos_token_ids",
+        "grammar",
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -97,6 +101,13 @@ class Request:
         """Hash of each full block of `all_token_ids`, as far as it was needed so far."""
         self.queued_at = time.monotonic()
         self.scheduled_at: float | None = None
+        self.grammar: Grammar | None = None
+        """Where in its grammar the output is, once the grammar is compiled. Survives preemption, as the output does."""
+
+    @property
+    def needs_grammar(self) -> bool:
+        """Whether it cannot run yet because its grammar is still being compiled."""
+        return self.grammar is None and self.sampling_params.structured_outputs is not None
 
     @property
     def num_tokens(self) -> int:
@@ -133,6 +144,9 @@ class Request:
     def check_stop(self) -> tuple[FinishReason, int | None] | None:
         """Whether the last token ends the request: `(reason, stop_token_id)`, where end-of-sequence has no stop id."""
         params, last = self.sampling_params, self.all_token_ids[-1]
+        if self.grammar is not None and self.grammar.is_terminated():
+            # Nothing can follow, whatever min_tokens and ignore_eos say.
+            return FinishReason.STOP, None
         if self.num_output_tokens >= params.min_tokens:
             if not params.ignore_eos and last in self.eos_token_ids:
                 return FinishReason.STOP, None

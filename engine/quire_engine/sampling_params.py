@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from quire_engine.errors import RequestError
+from quire_engine.structured_outputs_params import StructuredOutputsParams
 
 __all__ = [
     "MAX_LOGPROBS",
@@ -102,6 +103,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Make text of the output; without it there are only token ids, and no stop strings."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """What each output of `AsyncLLM.generate` holds. `LLM.generate` always gives final ones."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the text must look like; a mapping of the same shape does as well."""
 
     def __post_init__(self) -> None:
         """Check every range; each failure names the parameter, the value and what is allowed.
@@ -112,6 +115,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             value = getattr(self, name)
             if value is None or isinstance(value, str):
                 msgspec.structs.force_setattr(self, name, [] if value is None else [value])
+        if isinstance(self.structured_outputs, Mapping):
+            structured_outputs = StructuredOutputsParams.from_value(self.structured_outputs)
+            msgspec.structs.force_setattr(self, "structured_outputs", structured_outputs)
         for field in msgspec.structs.fields(SamplingParams):
             _require_type(field.name, getattr(self, field.name), field.type)
         _require(0.0 <= self.temperature <= 1e4, "temperature", self.temperature,
@@ -204,6 +210,7 @@ _FIELD_TYPES: dict[str, type] = {
     "skip_special_tokens": bool, "logprobs": int, "presence_penalty": float, "frequency_penalty": float,
     "repetition_penalty": float, "logit_bias": dict, "allowed_token_ids": list, "bad_words": str,
     "prompt_logprobs": int, "truncate_prompt_tokens": int, "detokenize": bool, "output_kind": RequestOutputKind,
+    "structured_outputs": StructuredOutputsParams,
 }  # fmt: skip
 
 
@@ -250,6 +257,8 @@ def convert_parameter(name: str, value: Any) -> Any:
         return _bias_of_token_ids(name, value)
     if kind is RequestOutputKind:
         return _output_kind(name, value)
+    if kind is StructuredOutputsParams:
+        return StructuredOutputsParams.from_value(value)
     if kind is bool:
         return _boolean(name, value)
     return _number(name, value, kind)

@@ -28,6 +28,8 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     num_preemptions: int = 0
     num_failed_steps: int = 0
     """Steps that raised, and were computed again request by request."""
+    num_waiting_for_fsm: int = 0
+    """Of `num_waiting`, those whose grammar is still being compiled."""
 
     @property
     def kv_cache_usage(self) -> float:

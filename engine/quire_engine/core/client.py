@@ -61,6 +61,7 @@ class InprocClient:
 
     def get_output(self) -> EngineCoreOutputs:
         """Run one step."""
+        self._core.wait_for_grammar()
         return self._core.step() if self._core.has_requests() else EngineCoreOutputs()
 
     def get_stats(self) -> SchedulerStats:

@@ -6,10 +6,19 @@ from pathlib import Path
 from quire_engine.config import EngineConfig
 from quire_engine.executor import Executor, UniProcExecutor
 from quire_engine.kv_cache import KVCacheManager
-from quire_engine.messages import EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
+from quire_engine.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreReady,
+    EngineCoreRequest,
+    SchedulerOutput,
+)
 from quire_engine.models.checkpoint import CheckpointConfig
-from quire_engine.request import Request, validate_request
+from quire_engine.request import FinishReason, Request, validate_request
 from quire_engine.scheduler import Scheduler
+from quire_engine.structured_output.grammar import GrammarError
+from quire_engine.structured_output.manager import StructuredOutputManager
+from quire_engine.structured_output.protocol import CompilerArguments
 
 __all__ = ["EngineCore"]
 
@@ -39,6 +48,9 @@ class EngineCore:
             block_size=config.cache.block_size,
             eos_token_ids=[i for i in checkpoint.eos_token_ids if i < checkpoint.vocab_size],
         )
+        self.structured_output = StructuredOutputManager(
+            CompilerArguments(config.model.tokenizer_path, self.ready.vocab_size, self.ready.eos_token_ids)
+        )
 
     def add_request(self, message: EngineCoreRequest) -> None:
         """Validate once more, and let the request wait for its turn.
@@ -53,15 +65,16 @@ class EngineCore:
             max_model_len=self.ready.max_model_len,
             num_kv_cache_tokens=self.ready.num_kv_cache_tokens,
         )
-        self.scheduler.add_request(
-            Request(
-                message.request_id,
-                message.prompt_token_ids,
-                message.sampling_params,
-                self.ready.eos_token_ids,
-                self.ready.max_model_len,
-            )
+        request = Request(
+            message.request_id,
+            message.prompt_token_ids,
+            message.sampling_params,
+            self.ready.eos_token_ids,
+            self.ready.max_model_len,
         )
+        if request.needs_grammar:
+            self.structured_output.init_grammar(request)
+        self.scheduler.add_request(request)
 
     def abort_request(self, request_id: str) -> None:
         """End a request wherever it is. Its blocks are free when this returns. Unknown ids are passed over."""
@@ -69,14 +82,23 @@ class EngineCore:
 
     def has_requests(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.has_requests()
+        return self.scheduler.has_requests() or self.structured_output.has_finished()
+
+    def wait_for_grammar(self) -> None:
+        """When all there is waits for its grammar, block until the next one is compiled."""
+        if not self.has_requests() and self.scheduler.requests:
+            self.structured_output.wait()
 
     def step(self) -> EngineCoreOutputs:
         """Schedule, execute, update.
 
         A step that raises ends no one but the request that is to blame for it.
         """
+        refused = self._take_grammars()
+        if not self.scheduler.has_requests():
+            return EngineCoreOutputs(refused, self.scheduler.make_stats())
         scheduler_output = self.scheduler.schedule()
+        refused += self._fill_grammar_bitmask(scheduler_output)
         try:
             runner_output = self.executor.execute_model(scheduler_output)
         except Exception as error:
@@ -84,8 +106,44 @@ class EngineCore:
             outputs = self.scheduler.recover_from_failed_step(scheduler_output, f"the engine failed: {error!r}")
         else:
             outputs = self.scheduler.update_from_output(runner_output)
-        return EngineCoreOutputs(outputs, self.scheduler.make_stats())
+        return EngineCoreOutputs(refused + outputs, self.scheduler.make_stats())
 
     def shutdown(self) -> None:
         """End the workers."""
         self.executor.shutdown()
+        self.structured_output.shutdown()
+
+    def _take_grammars(self) -> list[EngineCoreOutput]:
+        """Let the requests whose grammar is ready wait for their turn; end those whose grammar is no good."""
+        if not self.structured_output.has_finished():
+            return []
+        outputs = []
+        for request, error in self.structured_output.take_finished():
+            if error is not None:
+                outputs += self._refuse(request, error)
+            else:
+                self.scheduler.grammar_is_ready(request)
+        return outputs
+
+    def _fill_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> list[EngineCoreOutput]:
+        """Constrain the structured requests of a step; end those that cannot go on."""
+        structured = self.scheduler.structured_requests_to_sample(scheduler_output)
+        if not structured:
+            return []
+        scheduler_output.grammar_bitmask, failed = self.structured_output.grammar_bitmask(structured)
+        return [output for request, error in failed for output in self._refuse(request, error)]
+
+    def _refuse(self, request: Request, error: GrammarError) -> list[EngineCoreOutput]:
+        """End a request because of its grammar, unless it was aborted before."""
+        if self.scheduler.requests.get(request.request_id) is not request:
+            return []
+        self.scheduler.finish_request(request.request_id)
+        return [
+            EngineCoreOutput(
+                request.request_id,
+                finish_reason=FinishReason.ERROR,
+                error=str(error),
+                error_parameter=error.parameter,
+                num_preemptions=request.num_preemptions,
+            )
+        ]

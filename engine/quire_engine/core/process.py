@@ -58,6 +58,9 @@ class EngineCoreProcess:
             logger.log(logging.ERROR, "cannot start: %s", error if known else traceback.format_exc())
             self._send(EngineCoreReady(error=str(error) if known else f"{type(error).__name__}: {error}"))
             raise SystemExit(1) from None
+        self._poller = zmq.Poller()
+        self._poller.register(self._input, zmq.POLLIN)
+        self._poller.register(self._core.structured_output.fileno(), zmq.POLLIN)
         self._send(self._core.ready)
 
     def run(self) -> None:
@@ -78,13 +81,14 @@ class EngineCoreProcess:
         self._core.shutdown()
 
     def _wait(self) -> None:
-        """Block until a message comes; look the books over when none has come for a while."""
-        if not self._input.poll(IDLE_CHECK_MS):
+        """Block until a message comes or a grammar is ready; look the books over when none has for a while."""
+        if not self._poller.poll(IDLE_CHECK_MS):
             try:
                 self._core.scheduler.check_integrity()
             except AssertionError:
                 logger.exception("the KV cache's books do not balance while idle; this is a bug")
-            self._input.poll()
+            self._poller.poll()
+        self._core.structured_output.drain()
         self._receive()
         if not self._core.has_requests():
             self._send_stats()
@@ -110,7 +114,12 @@ class EngineCoreProcess:
         try:
             self._core.add_request(self._request_decoder.decode(payload))
         except Exception as error:
-            self._refused.append(EngineCoreOutput(request_id, finish_reason=FinishReason.ERROR, error=str(error)))
+            parameter = getattr(error, "parameter", None) or getattr(error.__cause__, "parameter", None)
+            self._refused.append(
+                EngineCoreOutput(
+                    request_id, finish_reason=FinishReason.ERROR, error=str(error), error_parameter=parameter
+                )
+            )
 
     def _send_stats(self) -> None:
         self._send(EngineCoreOutputs(self._refused, self._core.scheduler.make_stats()))

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire_engine.sampling.penalties import Penalties
@@ -35,3 +37,5 @@ class SamplingMetadata:
     """None when no row uses any."""
     token_constraints: TokenConstraints | None = None
     """None when no row has any."""
+    grammar_bitmask: tuple[list[int], npt.NDArray[np.int32]] | None = None
+    """Rows that have a grammar, and [R, ceil(V / 32)] which tokens it allows them, see `GrammarBitmask`."""

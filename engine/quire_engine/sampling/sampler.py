@@ -6,6 +6,7 @@ import torch
 from quire_kernels import gumbel_noise
 
 from quire_engine.messages import TokenLogprobs
+from quire_engine.sampling.grammar_bitmask import apply_grammar_bitmask
 from quire_engine.sampling.logits_processors import apply_min_p, apply_min_tokens, apply_top_k_top_p
 from quire_engine.sampling.logprobs import gather_logprobs
 from quire_engine.sampling.metadata import SamplingMetadata
@@ -31,10 +32,11 @@ class Sampler:
     3. Mask the tokens that would stop a request before its `min_tokens`.
     4. Mask tokens that are not allowed or would complete a bad word; add the biases of `logit_bias`.
     5. Apply repetition, frequency and presence penalties.
-    6. Greedy rows take the most likely token; if all rows are greedy, that was it.
-    7. Divide by the temperature.
-    8. Mask by min-p, top-k and top-p.
-    9. Add Gumbel noise, a function of (seed, position, token id) alone, and take the largest: a draw from the softmax.
+    6. Mask the tokens that a row's grammar does not allow; last, so that nothing brings one back.
+    7. Greedy rows take the most likely token; if all rows are greedy, that was it.
+    8. Divide by the temperature.
+    9. Mask by min-p, top-k and top-p.
+    10. Add Gumbel noise, a function of (seed, position, token id) alone, and take the largest: a draw from the softmax.
     """
 
     def __call__(self, logits_SV: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
@@ -52,6 +54,8 @@ class Sampler:
             apply_token_constraints(logits_SV, metadata.token_constraints)
         if metadata.penalties is not None:
             apply_penalties(logits_SV, metadata.penalties)
+        if metadata.grammar_bitmask is not None:
+            apply_grammar_bitmask(logits_SV, *metadata.grammar_bitmask)
         token_ids_S = logits_SV.argmax(-1)
         if not metadata.all_greedy:
             random_rows = (metadata.temperature > 0).nonzero().squeeze(1)

@@ -13,6 +13,8 @@ A long prompt that exceeds the budget simply gets what is left of it: chunked pr
 
 import time
 
+import msgspec
+
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.messages import (
@@ -23,10 +25,16 @@ from quire_engine.messages import (
     SchedulerOutput,
 )
 from quire_engine.request import FinishReason, Request, RequestStatus
+from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.request_queue import FCFSRequestQueue
 from quire_engine.stats import SchedulerStats
 
 __all__ = ["Scheduler"]
+
+
+def _without_grammar(params: SamplingParams) -> SamplingParams:
+    """What a worker needs: it gets bitmasks, and has no use for a schema that may be long."""
+    return params if params.structured_outputs is None else msgspec.structs.replace(params, structured_outputs=None)
 
 
 class Scheduler:
@@ -42,6 +50,10 @@ class Scheduler:
         self.num_failed_steps = 0
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
+        self.waiting_for_fsm: set[Request] = set()
+        """Requests whose grammar is still being compiled. Their place in the queue dates from when it is ready."""
+        self._structured: dict[str, Request] = {}
+        """Live requests with a grammar."""
         self._dropped_request_ids: list[str] = []
         """Finished or preempted since the last step; the worker still has to hear of them."""
         self._suspects = FCFSRequestQueue()
@@ -56,11 +68,25 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         """Let a validated request wait for its turn."""
         self.requests[request.request_id] = request
+        if request.needs_grammar:
+            request.status = RequestStatus.WAITING_FOR_FSM
+            self.waiting_for_fsm.add(request)
+            return
+        if request.grammar is not None:
+            self._structured[request.request_id] = request
         self.waiting.add(request)
+
+    def grammar_is_ready(self, request: Request) -> None:
+        """Let a request wait for its turn now that it has its grammar, unless it was aborted before."""
+        if request in self.waiting_for_fsm:
+            self.waiting_for_fsm.remove(request)
+            request.status = RequestStatus.WAITING
+            self._structured[request.request_id] = request
+            self.waiting.add(request)
 
     def has_requests(self) -> bool:
         """Whether there is anything to schedule."""
-        return bool(self.requests)
+        return len(self.requests) > len(self.waiting_for_fsm)
 
     def finish_request(self, request_id: str) -> Request | None:
         """End a request wherever it is and free its blocks at once; None when it is not (any more) known."""
@@ -70,11 +96,14 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
             self._dropped_request_ids.append(request_id)
+        elif request.status is RequestStatus.WAITING_FOR_FSM:
+            self.waiting_for_fsm.remove(request)
         else:
             next(queue for queue in self._queues if request in queue).remove(request)
         if request is self._trial:
             self._trial = None
         request.status = RequestStatus.FINISHED
+        self._structured.pop(request_id, None)
         self.kv_cache.free(request)
         return request
 
@@ -104,6 +133,14 @@ class Scheduler:
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             self.requests[request_id].num_computed_tokens += num_tokens
         return output
+
+    def structured_requests_to_sample(self, output: SchedulerOutput) -> list[Request]:
+        """The requests with a grammar that this step computes the last token of."""
+        return [
+            request
+            for request_id, request in self._structured.items()
+            if request_id in output.num_scheduled_tokens and request.num_computed_tokens == request.num_tokens
+        ]
 
     def _schedule_running(self, output: SchedulerOutput, budget: int) -> tuple[int, bool]:
         """Part 1; returns the budget that is left, and whether anyone was preempted."""
@@ -182,7 +219,7 @@ class Scheduler:
             request_id=request.request_id,
             token_ids=request.all_token_ids.copy(),
             num_prompt_tokens=request.num_prompt_tokens,
-            sampling_params=request.sampling_params,
+            sampling_params=_without_grammar(request.sampling_params),
             stop_token_ids=sorted(request.ending_token_ids),
             block_ids=self.kv_cache.get_block_ids(request.request_id),
             num_computed_tokens=request.num_computed_tokens,
@@ -208,8 +245,15 @@ class Scheduler:
                 output.queue_seconds = request.scheduled_at - request.queued_at
                 output.num_cached_tokens = request.num_cached_tokens
                 output.prompt_logprobs = request.take_prompt_logprobs()
-            stopped = None
+            stopped: tuple[FinishReason, int | None] | None = None
             for token_id in new_token_ids:
+                if request.grammar is not None and not request.grammar.accept_tokens([token_id]):
+                    stopped = FinishReason.ERROR, None
+                    output.error = (
+                        "structured_outputs: no token that the grammar allows is left by the other parameters"
+                    )
+                    output.error_parameter = "structured_outputs"
+                    break
                 request.all_token_ids.append(token_id)
                 output.new_token_ids.append(token_id)
                 stopped = request.check_stop()
@@ -260,7 +304,7 @@ class Scheduler:
         pool = self.kv_cache.block_pool
         return SchedulerStats(
             num_running=len(self.running),
-            num_waiting=sum(len(queue) for queue in self._queues),
+            num_waiting=sum(len(queue) for queue in self._queues) + len(self.waiting_for_fsm),
             num_blocks_used=self.kv_cache.num_blocks - pool.num_free_blocks,
             num_blocks_cached=pool.num_cached_free_blocks,
             num_blocks_free=pool.num_free_blocks - pool.num_cached_free_blocks,
@@ -268,6 +312,7 @@ class Scheduler:
             prefix_cache_hits=self.prefix_cache_hits,
             num_preemptions=self.num_preemptions,
             num_failed_steps=self.num_failed_steps,
+            num_waiting_for_fsm=len(self.waiting_for_fsm),
         )
 
     def check_integrity(self) -> None:
@@ -277,6 +322,8 @@ class Scheduler:
             AssertionError: a request or a block was lost or shared wrongly.
         """
         self.kv_cache.check_integrity()
-        places = [*self.running, *(request for queue in self._queues for request in queue)]
+        places = [
+            *self.running, *(request for queue in self._queues for request in queue), *self.waiting_for_fsm,
+        ]  # fmt: skip
         assert len(places) == len(self.requests), "a request is in no queue, or in two"
         assert {id(request) for request in places} == {id(request) for request in self.requests.values()}

@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire_engine.messages import ModelRunnerOutput, PromptLogprobs, SchedulerOutput
+from quire_engine.messages import GrammarBitmask, ModelRunnerOutput, PromptLogprobs, SchedulerOutput
 from quire_engine.models.layers import AttentionMetadata
 from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.sampling import Sampler, SamplingMetadata
@@ -14,6 +14,7 @@ from quire_engine.worker.input_batch import NO_PROMPT_LOGPROBS, InputBatch
 __all__ = ["ModelRunner"]
 
 Int64Array = npt.NDArray[np.int64]
+GrammarRows = tuple[list[int], npt.NDArray[np.int32]]
 
 
 class ModelRunner:
@@ -51,7 +52,8 @@ class ModelRunner:
         last_token_rows = torch.from_numpy(np.cumsum(num_scheduled)[sampled_rows] - 1)
         logits_SV = self.model.compute_logits(hidden_TE[last_token_rows])
         sampled_slots = slots[sampled_rows]
-        output = self.sampler(logits_SV, self._sampling_metadata(sampled_slots))
+        grammar = self._grammar_rows(scheduler_output.grammar_bitmask, sampled_slots)
+        output = self.sampler(logits_SV, self._sampling_metadata(sampled_slots, grammar))
         self.batch.append_tokens(sampled_slots, np.array(output.token_ids, dtype=np.int64))
 
         request_ids = list(scheduled)
@@ -130,17 +132,26 @@ class ModelRunner:
         )
         return torch.from_numpy(batch.token_ids[slot_of_token, positions]), metadata
 
-    def _sampling_metadata(self, slots: Int64Array) -> SamplingMetadata:
+    def _grammar_rows(self, bitmask: GrammarBitmask | None, slots: Int64Array) -> GrammarRows | None:
+        """The rows of logits that a grammar constrains, and how."""
+        if bitmask is None:
+            return None
+        row_of_slot = {slot: row for row, slot in enumerate(slots.tolist())}
+        rows = [row_of_slot[self.batch.slots[request_id]] for request_id in bitmask.request_ids]
+        return rows, np.frombuffer(bitmask.bitmask, dtype=np.int32).reshape(len(rows), -1)
+
+    def _sampling_metadata(self, slots: Int64Array, grammar: GrammarRows | None) -> SamplingMetadata:
         """The columns of the rows that are sampled."""
         batch = self.batch
         num_output_tokens = batch.num_tokens[slots] - batch.num_prompt_tokens[slots]
         forbidden = []
         num_logprobs = []
+        constrained = set(grammar[0]) if grammar is not None else ()
         for row, slot in enumerate(slots.tolist()):
             params = batch.params[slot]
             assert params is not None
             num_logprobs.append(params.logprobs)
-            if num_output_tokens[row] < params.min_tokens:
+            if num_output_tokens[row] < params.min_tokens and row not in constrained:  # there it is in the bitmask
                 forbidden.append((row, batch.stop_token_ids[slot]))
         return SamplingMetadata(
             temperature=torch.from_numpy(batch.temperature[slots]),
@@ -154,4 +165,5 @@ class ModelRunner:
             all_greedy=not batch.temperature[slots].any(),
             penalties=batch.penalties.gather(slots),
             token_constraints=batch.token_constraints.gather(slots, batch.output_tail),
+            grammar_bitmask=grammar,
         )

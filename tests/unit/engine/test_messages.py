@@ -10,6 +10,7 @@ from quire_engine.messages import (
     EngineCoreOutputs,
     EngineCoreReady,
     EngineCoreRequest,
+    GrammarBitmask,
     ModelRunnerOutput,
     NewRequestData,
     PromptLogprobs,
@@ -34,6 +35,9 @@ MESSAGES: list[Any] = [
             EngineCoreOutput("c", [5]),
             EngineCoreOutput("d", [5], prompt_logprobs=[PROMPT_LOGPROBS]),
             EngineCoreOutput("e", [5], prompt_logprobs=[]),
+            EngineCoreOutput(
+                "f", finish_reason=FinishReason.ERROR, error="whose", error_parameter="structured_outputs"
+            ),
         ],
         SchedulerStats(num_running=1, num_preemptions=2),
     ),
@@ -47,6 +51,7 @@ MESSAGES: list[Any] = [
         ["c"],
     ),
     SchedulerOutput({}),
+    SchedulerOutput({"a": 1}, grammar_bitmask=GrammarBitmask(["a"], b"\xff\x00\x01\x80")),
     ModelRunnerOutput({"a": [5]}, {"a": [[(5, -0.1, 1)]]}),
     ModelRunnerOutput({}, prompt_logprobs={"a": PROMPT_LOGPROBS}),
 ]

@@ -349,6 +349,7 @@ def test_every_field_can_be_sent_by_a_client() -> None:
             "prompt_logprobs": "1",
             "truncate_prompt_tokens": "5",
             "output_kind": "delta",
+            "structured_outputs": '{"regex": "a+"}',
         }
     )
     defaults = SamplingParams()

@@ -1,0 +1,160 @@
+"""What one job of the grammar compiler does: a schema, expression or grammar → xgrammar's compiled form, tried out."""
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import xgrammar
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from quire_engine.structured_output.grammar import GrammarError
+from quire_engine.structured_output.protocol import CompilerArguments, CompileRequest, CompileResult
+from quire_engine.structured_output.xgrammar import XGrammar
+
+__all__ = ["GrammarCompiler", "make_tokenizer_info"]
+
+MAX_COMPILED_BYTES = 32 << 20
+"""Of a compiled grammar as text. Reading one in takes the engine core some 30 ms of a second thread per MB."""
+MAX_ERROR_CHARACTERS = 300
+
+
+class GrammarCompiler:
+    """Compiles in this very process; `compiler` is what keeps it in bounds."""
+
+    def __init__(self, arguments: CompilerArguments) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer_path, local_files_only=True)
+        self.tokenizer_info = make_tokenizer_info(tokenizer, arguments.vocab_size, arguments.stop_token_ids)
+        # A process with threads cannot fork safely; and a grammar is compiled only once, so there is nothing to cache.
+        self._compiler = xgrammar.GrammarCompiler(self.tokenizer_info, max_threads=1, cache_enabled=False)
+
+    def compile(self, request: CompileRequest) -> CompileResult:
+        """Compile, write out, read back and try the first token, so that all that can crash crashes here."""
+        try:
+            with _captured_stderr() as read_stderr:
+                compiled = self._compiler.compile_grammar(_to_grammar(request))
+                _refuse_warnings(read_stderr())
+                text = compiled.serialize_json()
+                if len(text) > MAX_COMPILED_BYTES:
+                    raise GrammarError(f"the {request.kind} is too complex: compiled, it has {len(text) >> 20} MiB")
+                grammar = XGrammar(xgrammar.CompiledGrammar.deserialize_json(text, self.tokenizer_info))
+                grammar.fill_bitmask(np.zeros((1, -(-self.tokenizer_info.vocab_size // 32)), np.int32), 0)
+        except Exception as error:  # the library raises whatever its parsers raise
+            message = _clean(str(error) or repr(error))
+            if isinstance(error, MemoryError) or "bad_alloc" in message:
+                message = f"the {request.kind} takes too much memory to compile; simplify it"
+            return CompileResult(request.job_id, error=message.removeprefix("structured_outputs: "))
+        return CompileResult(request.job_id, text)
+
+
+def make_tokenizer_info(
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop_token_ids: list[int]
+) -> xgrammar.TokenizerInfo:
+    """The text of every token. Special tokens have none: they would not be part of the text that a client gets.
+
+    Raises:
+        ValueError: the tokenizer is of no known kind, or nothing ends a text.
+    """
+    stop_ids = stop_token_ids or [i for i in [tokenizer.eos_token_id] if i is not None and i < vocab_size]
+    if not stop_ids:
+        raise ValueError("the model has no end-of-sequence token")
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=stop_ids)
+    vocabulary = list(info.decoded_vocab)
+    for token_id in tokenizer.all_special_ids:
+        if token_id < vocab_size and token_id not in stop_ids:
+            vocabulary[token_id] = b""
+    return xgrammar.TokenizerInfo(
+        vocabulary, xgrammar.VocabType.RAW, vocab_size=vocab_size, stop_token_ids=stop_ids,
+        add_prefix_space=info.add_prefix_space,
+    )  # fmt: skip
+
+
+def _to_grammar(request: CompileRequest) -> xgrammar.Grammar:
+    kind, text = request.kind, request.text
+    if kind == "regex":
+        return xgrammar.Grammar.from_regex(text)
+    if kind == "choice":
+        choices = " | ".join(_ebnf_string(choice) for choice in json.loads(text))
+        return xgrammar.Grammar.from_ebnf(f"root ::= {choices}")
+    if kind == "grammar":
+        return xgrammar.Grammar.from_ebnf(text) if "::=" in text else xgrammar.Grammar.from_lark(text)
+    if kind == "structural_tag":
+        return _without_control_characters(_from_structural_tag(json.loads(text)))
+    schema = '{"type": "object", "additionalProperties": true}' if kind == "json_object" else text
+    _check_patterns(json.loads(schema))
+    grammar = xgrammar.Grammar.from_json_schema(schema, any_whitespace=request.any_whitespace)
+    return _without_control_characters(grammar)
+
+
+def _ebnf_string(text: str) -> str:
+    """A string literal of xgrammar's EBNF."""
+    return '"' + "".join(f"\\x{ord(c):02x}" if c in '"\\' or ord(c) < 32 else c for c in text) + '"'
+
+
+def _from_structural_tag(tag: dict[str, Any]) -> xgrammar.Grammar:
+    """Of xgrammar's own shape, or of the older one with `structures` and `triggers`, which vLLM takes too."""
+    if "structures" not in tag:
+        return xgrammar.Grammar.from_structural_tag(json.dumps(tag))
+    tags = [
+        {"begin": part["begin"], "content": {"type": "json_schema", "json_schema": part["schema"]}, "end": part["end"]}
+        for part in tag["structures"]
+    ]
+    content = {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
+    return xgrammar.Grammar.from_structural_tag(json.dumps({"type": "structural_tag", "format": content}))
+
+
+def _check_patterns(schema: Any) -> None:
+    """Inside a schema, the library takes `foo**` or `(?=a)b` for something else; as a regex it says what is wrong."""
+    stack = [schema]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, dict):
+            patterns = [part["pattern"]] if isinstance(part.get("pattern"), str) else []
+            if isinstance(part.get("patternProperties"), dict):
+                patterns += part["patternProperties"]
+            for pattern in patterns:
+                xgrammar.Grammar.from_regex(pattern)
+            stack += [value for name, value in part.items() if name not in ("enum", "const", "default", "examples")]
+        elif isinstance(part, list):
+            stack += part
+
+
+_BOUNDED_CHARACTER = re.compile(r"^(\w+ ::= \(\()" + re.escape(r"[^\"\\\r\n]") + r"(\)\))$", re.MULTILINE)
+
+
+def _without_control_characters(grammar: xgrammar.Grammar) -> xgrammar.Grammar:
+    r"""JSON strings hold no raw control characters, but xgrammar 0.2.8 allows most of them under a `maxLength`.
+
+    Other strings are right, so the character class of the bounded ones is exchanged, where there are any.
+    """
+    text, number = _BOUNDED_CHARACTER.subn(lambda match: match[1] + r"[^\"\\\0-\x1f]" + match[2], str(grammar))
+    return xgrammar.Grammar.from_ebnf(text) if number else grammar
+
+
+@contextlib.contextmanager
+def _captured_stderr() -> Iterator[Any]:
+    """The library says on stderr what it leaves out; gives a function that returns what it said so far."""
+    kept, captured = os.dup(2), os.memfd_create("stderr")
+    os.dup2(captured, 2)
+    try:
+        yield lambda: os.pread(captured, 1 << 16, 0).decode(errors="replace")
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(captured)
+
+
+def _refuse_warnings(stderr: str) -> None:
+    """What the library leaves out, the text would break; but `oneOf` as `anyOf` is what everybody means by it."""
+    for line in stderr.splitlines():
+        if "Warning:" in line and "oneOf" not in line:
+            raise GrammarError(line.partition("Warning:")[2].strip())
+
+
+def _clean(message: str) -> str:
+    """Without the library's own times and places in the source."""
+    message = re.sub(r"\[\d\d:\d\d:\d\d\] \S+:\d+: (Check failed: \(.*?\) is false: )?", "", message)
+    return " ".join(message.split())[:MAX_ERROR_CHARACTERS]

@@ -1,0 +1,47 @@
+"""Grammar: the seam between the engine and whatever library knows which tokens may come next."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Grammar", "GrammarError"]
+
+
+class GrammarError(Exception):
+    """A grammar cannot be compiled, or cannot go on; the message says why, for the one who sent it.
+
+    Attributes:
+        parameter: `structured_outputs` when the request is to blame, None when we are.
+        cacheable: whether the same would come of another try.
+    """
+
+    def __init__(self, message: str, parameter: str | None = "structured_outputs", *, cacheable: bool = False) -> None:
+        super().__init__(f"{parameter}: {message}" if parameter else message)
+        self.parameter = parameter
+        self.cacheable = cacheable
+
+
+class Grammar(Protocol):
+    """How far one request's output has come in its grammar."""
+
+    def accept_tokens(self, token_ids: Sequence[int]) -> bool:
+        """Advance by tokens that were really sampled; False when the grammar does not allow them."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take the last tokens back."""
+        ...
+
+    def fill_bitmask(self, bitmask: npt.NDArray[np.int32], row: int) -> None:
+        """Set, in one row, the bits of the tokens that may come next, and clear all others.
+
+        Raises:
+            GrammarError: no token may come next, or the grammar is too slow to go on with.
+        """
+        ...
+
+    def is_terminated(self) -> bool:
+        """Whether it has accepted the end-of-sequence token: nothing may follow."""
+        ...

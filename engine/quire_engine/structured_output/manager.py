@@ -1,0 +1,221 @@
+"""StructuredOutputManager: gets every structured request its grammar, and every step its bitmask.
+
+::
+
+    engine core's thread                                  compiler's reader thread          compiler's process
+    init_grammar ── not cached ──► CompilerProcess.submit ─────────────────────────────────► compile
+    poll (eventfd) ◄─────────────────────────────────────── load, queue, ring ◄───────────── CompiledGrammar
+    take_finished: cache, attach to the requests
+    grammar_bitmask: one row per structured request that is sampled in the step
+"""
+
+import contextlib
+import os
+import select
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quire_engine.messages import GrammarBitmask
+from quire_engine.request import Request
+from quire_engine.structured_output.compiler_process import CompilerProcess
+from quire_engine.structured_output.grammar import Grammar, GrammarError
+from quire_engine.structured_output.protocol import CompilerArguments, CompileRequest, CompileResult
+from quire_engine.structured_outputs_params import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from quire_engine.structured_output.xgrammar import XGrammarBackend
+
+__all__ = ["StructuredOutputManager"]
+
+MAX_CACHED_GRAMMARS = 256
+MAX_CACHED_BYTES = 256 << 20
+"""Of compiled grammars that are kept for the next request with the same schema."""
+
+_Key = tuple[str, str, bool]
+
+
+class _Results:
+    """What the reader's thread hands over. It holds no reference to the manager, so that one can be collected."""
+
+    def __init__(self) -> None:
+        self.finished: deque[tuple[int, Any]] = deque()
+        """(job id, compiled grammar or GrammarError)."""
+        self.event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._backend: XGrammarBackend | None = None
+
+    def on_start(self) -> None:
+        """Import xgrammar while the compiler's process does."""
+        with contextlib.suppress(Exception):  # on_ready meets it again, and can say so
+            import quire_engine.structured_output.xgrammar  # noqa: F401
+
+    def on_ready(self, tokenizer_info: str) -> str | None:
+        """The vocabulary has come."""
+        try:
+            from quire_engine.structured_output.xgrammar import XGrammarBackend
+
+            self._backend = self._backend or XGrammarBackend(tokenizer_info)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def on_result(self, result: CompileResult) -> None:
+        """A grammar is compiled, or not."""
+        grammar: Any
+        if result.error is not None:
+            parameter = None if result.is_our_fault else "structured_outputs"
+            grammar = GrammarError(result.error, parameter, cacheable=result.cacheable)
+        else:
+            try:
+                assert self._backend is not None
+                grammar = self._backend.load(result.grammar)
+            except Exception as error:
+                grammar = GrammarError(f"the compiled grammar cannot be read: {error}", None)
+        self.finished.append((result.job_id, grammar))
+        with contextlib.suppress(OSError):  # closed: nobody waits any more
+            os.eventfd_write(self.event, 1)
+
+
+class StructuredOutputManager:
+    """All its methods belong to the engine core's thread. Nothing is started before the first structured request."""
+
+    def __init__(self, arguments: CompilerArguments) -> None:
+        self._num_words = -(-arguments.vocab_size // 32)
+        self._results = _Results()
+        self._compiler = CompilerProcess(
+            arguments, self._results.on_start, self._results.on_ready, self._results.on_result
+        )
+        self._cache: OrderedDict[_Key, Any] = OrderedDict()
+        """Compiled grammars and what is known not to compile, least recently used first."""
+        self._cached_bytes = 0
+        self._jobs: dict[int, tuple[_Key, list[Request]]] = {}
+        self._job_of: dict[_Key, int] = {}
+        self._num_jobs = 0
+        self._refused: list[tuple[Request, GrammarError | None]] = []
+        """Requests whose grammar is known not to compile."""
+        self.shutdown = weakref.finalize(self, _close, self._compiler, self._results)
+        """End the compiler's process. Idempotent."""
+
+    @property
+    def compiler_pid(self) -> int | None:
+        """Process id of the compiler, once there is one."""
+        return self._compiler.pid
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when `take_finished` has something."""
+        return self._results.event
+
+    def drain(self) -> None:
+        """Make the descriptor unreadable again; look for results after this, not before."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._results.event)
+
+    def has_finished(self) -> bool:
+        """Whether `take_finished` has something."""
+        return bool(self._refused or self._results.finished)
+
+    def wait(self) -> None:
+        """Block until `take_finished` has something."""
+        while not self.has_finished():
+            select.select([self._results.event], [], [])
+            self.drain()
+
+    def init_grammar(self, request: Request) -> None:
+        """Give a structured request its grammar if it is cached, or else have it compiled."""
+        params = request.sampling_params.structured_outputs
+        assert params is not None
+        key = _key(params)
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            error = _attach(self._cache[key], request)
+            if error is not None:
+                self._refused.append((request, error))
+        elif key in self._job_of:
+            self._jobs[self._job_of[key]][1].append(request)
+        else:
+            self._num_jobs += 1
+            self._jobs[self._num_jobs] = key, [request]
+            self._job_of[key] = self._num_jobs
+            self._compiler.submit(CompileRequest(self._num_jobs, *key))
+
+    def take_finished(self) -> list[tuple[Request, GrammarError | None]]:
+        """The requests whose grammar has been compiled since the last call: now they have it, or the error."""
+        requests, self._refused = self._refused, []
+        while self._results.finished:
+            job_id, grammar = self._results.finished.popleft()
+            key, waiting = self._jobs.pop(job_id)
+            del self._job_of[key]
+            if not isinstance(grammar, GrammarError) or grammar.cacheable:
+                self._remember(key, grammar)
+            requests += [(request, _attach(grammar, request)) for request in waiting]
+        return requests
+
+    def grammar_bitmask(
+        self, requests: Sequence[Request]
+    ) -> tuple[GrammarBitmask | None, list[tuple[Request, GrammarError]]]:
+        """The tokens that may come next for these requests, and the requests that cannot go on.
+
+        A request that cannot go on has a row that forbids nothing: it takes part in the step like any other.
+        """
+        bitmask = np.empty((len(requests), self._num_words), dtype=np.int32)
+        failed: list[tuple[Request, GrammarError]] = []
+        for row, request in enumerate(requests):
+            assert request.grammar is not None
+            try:
+                request.grammar.fill_bitmask(bitmask, row)
+                if request.num_output_tokens < request.sampling_params.min_tokens:
+                    _forbid_stop(bitmask[row], request.eos_token_ids | request.stop_token_ids)
+            except Exception as error:
+                bitmask[row] = -1
+                if not isinstance(error, GrammarError):
+                    error = GrammarError(f"the grammar failed: {error}", None)
+                failed.append((request, error))
+        if not requests:
+            return None, failed
+        return GrammarBitmask([request.request_id for request in requests], bitmask.tobytes()), failed
+
+    def _remember(self, key: _Key, grammar: Any) -> None:
+        self._cache[key] = grammar
+        self._cached_bytes += _size(key, grammar)
+        while len(self._cache) > MAX_CACHED_GRAMMARS or self._cached_bytes > MAX_CACHED_BYTES:
+            oldest, forgotten = self._cache.popitem(last=False)
+            self._cached_bytes -= _size(oldest, forgotten)
+
+
+def _close(compiler: CompilerProcess, results: _Results) -> None:
+    compiler.shutdown()
+    os.close(results.event)
+
+
+def _key(params: StructuredOutputsParams) -> _Key:
+    return params.kind, params.text, not params.disable_any_whitespace
+
+
+def _size(key: _Key, grammar: Any) -> int:
+    return len(key[1]) + int(getattr(grammar, "memory_size_bytes", 0))
+
+
+def _attach(compiled: Any, request: Request) -> GrammarError | None:
+    """Give a request a matcher of its own, which stands where the request's output so far has brought it."""
+    if isinstance(compiled, GrammarError):
+        return compiled
+    from quire_engine.structured_output.xgrammar import XGrammar
+
+    grammar: Grammar = XGrammar(compiled)
+    if not grammar.accept_tokens(request.all_token_ids[request.num_prompt_tokens :]):
+        return GrammarError("the output so far does not follow the grammar", None)
+    request.grammar = grammar
+    return None
+
+
+def _forbid_stop(row: npt.NDArray[np.int32], token_ids: Iterable[int]) -> None:
+    """`min_tokens`, as far as the grammar lets the text go on: when it must end, it ends."""
+    before = row.copy()
+    for token_id in token_ids:
+        row.view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+    if not row.any():
+        row[:] = before

@@ -1,0 +1,80 @@
+"""The Grammar protocol over xgrammar (https://arxiv.org/abs/2411.15100). The one module of the core that imports it."""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import xgrammar
+
+from quire_engine.structured_output.grammar import GrammarError
+
+__all__ = ["XGrammar", "XGrammarBackend"]
+
+SLOWEST_TOKEN_SECONDS = 0.1
+"""CPU time that one token of one request may take of everybody's step. Usual is a millionth of a second to some
+thousandths; an ambiguous grammar such as `((a+)+)+b` has more ways to read its text with every token, and took 1 s per
+token after 400 of them."""
+MEAN_TOKEN_SECONDS = 0.005
+ALLOWANCE_SECONDS = 0.5
+"""All tokens together may take this and `MEAN_TOKEN_SECONDS` for each."""
+
+
+class XGrammarBackend:
+    """Reads in what the compiler's process has compiled. Built and used in the compiler's reader thread."""
+
+    def __init__(self, tokenizer_info: str) -> None:
+        self._tokenizer_info = xgrammar.TokenizerInfo.deserialize_json(tokenizer_info)
+
+    def load(self, text: str) -> xgrammar.CompiledGrammar:
+        """A compiled grammar, which any number of requests can share."""
+        return xgrammar.CompiledGrammar.deserialize_json(text, self._tokenizer_info)
+
+
+class XGrammar:
+    """One request's matcher, and its account of the time it took."""
+
+    def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
+        self._matcher = xgrammar.GrammarMatcher(compiled)
+        self._num_tokens = 0
+        self._seconds = 0.0
+        self._slowest_seconds = 0.0
+
+    def accept_tokens(self, token_ids: Sequence[int]) -> bool:
+        """See `Grammar`."""
+        started = time.thread_time()
+        accepted = all(not self._matcher.is_terminated() and self._matcher.accept_token(i) for i in token_ids)
+        self._num_tokens += len(token_ids)
+        self._account(started, len(token_ids))
+        return accepted
+
+    def rollback(self, num_tokens: int) -> None:
+        """See `Grammar`."""
+        self._matcher.rollback(num_tokens)
+
+    def fill_bitmask(self, bitmask: npt.NDArray[np.int32], row: int) -> None:
+        """See `Grammar`."""
+        self._check_time()
+        started = time.thread_time()
+        if not self._matcher.fill_next_token_bitmask(bitmask, row):
+            bitmask[row] = -1  # every token may come
+        self._account(started, 1)
+        if not bitmask[row].any():
+            raise GrammarError("the grammar allows no token to come next, so no text can satisfy it from here on")
+
+    def is_terminated(self) -> bool:
+        """See `Grammar`."""
+        return bool(self._matcher.is_terminated())
+
+    def _account(self, started: float, num_tokens: int) -> None:
+        seconds = time.thread_time() - started
+        self._seconds += seconds
+        self._slowest_seconds = max(self._slowest_seconds, seconds / max(num_tokens, 1))
+
+    def _check_time(self) -> None:
+        allowed = ALLOWANCE_SECONDS + MEAN_TOKEN_SECONDS * self._num_tokens
+        if self._slowest_seconds > SLOWEST_TOKEN_SECONDS or self._seconds > allowed:
+            raise GrammarError(
+                f"the grammar is too ambiguous: after {self._num_tokens} tokens, finding out what may come next took "
+                f"{self._slowest_seconds * 1e3:.0f} ms for one token and {self._seconds:.1f} s in all"
+            )

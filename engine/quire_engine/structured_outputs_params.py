@@ -1,0 +1,171 @@
+"""StructuredOutputsParams: what a request's text must look like, and what of it can be checked without compiling.
+
+A leaf: it knows nothing of tokens and of the library that compiles grammars. What only the compiler can tell (syntax,
+size of the result) comes back as an error of the request, see `structured_output`.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from quire_engine.errors import RequestError
+
+__all__ = ["MAX_CHOICES", "MAX_STRUCTURED_OUTPUTS_BYTES", "StructuredOutputsParams"]
+
+MAX_CHOICES = 4096
+MAX_STRUCTURED_OUTPUTS_BYTES = 256 * 1024
+"""Of the schema, expression or grammar as JSON: far more than any schema a model could follow."""
+
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+class StructuredOutputsParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """vLLM's shape: exactly one of the first six fields is set.
+
+    Raises:
+        RequestError: none or several are set, one is too large, or a schema asks for what cannot be enforced.
+    """
+
+    json: dict[str, Any] | str | None = None
+    """A JSON schema, as an object or as text."""
+    regex: str | None = None
+    choice: list[str] | None = None
+    """Exactly one of these strings."""
+    grammar: str | None = None
+    """EBNF (with `::=`), or else Lark."""
+    json_object: bool | None = None
+    """Any JSON value that is an object."""
+    structural_tag: dict[str, Any] | str | None = None
+    """Free text with tagged parts that follow schemas (tool calls), as an object or as text."""
+    disable_any_whitespace: bool = False
+    """JSON in one line, with one space after each comma and colon."""
+    disable_fallback: bool = False
+    """There is one backend and nothing to fall back to, so this changes nothing."""
+    disable_additional_properties: bool = False
+    """Properties that a schema does not name are only ever allowed where it says so, so this changes nothing."""
+
+    def __post_init__(self) -> None:
+        """Check the shape; each failure says what is allowed."""
+        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            _refuse(f"given with {' and '.join(given) or 'nothing'}", f"exactly one of {', '.join(_KINDS)}")
+        if self.choice is not None:
+            if not 0 < len(self.choice) <= MAX_CHOICES:
+                _refuse(f"a choice of {len(self.choice)} strings", f"a choice of 1 to {MAX_CHOICES} strings")
+            if not all(self.choice):
+                _refuse("a choice with an empty string", "a choice of strings that are not empty")
+        if self.regex == "" or self.grammar == "":
+            _refuse(f"an empty {given[0]}", f"a {given[0]}")
+        size = len(self.text.encode(errors="replace"))
+        if size > MAX_STRUCTURED_OUTPUTS_BYTES:
+            _refuse(f"a {given[0]} of {size} bytes", f"at most {MAX_STRUCTURED_OUTPUTS_BYTES} bytes")
+        if self.json is not None:
+            _check_json_schema(_decode_json("json", self.text))
+        elif self.structural_tag is not None and not isinstance(_decode_json("structural_tag", self.text), dict):
+            _refuse("a structural_tag that is no JSON object", "a JSON object")
+
+    @classmethod
+    def from_value(cls, value: Any) -> "StructuredOutputsParams":
+        """From what a client may send: an object, or the JSON text of one.
+
+        Raises:
+            RequestError: it is neither, a key is unknown or has the wrong type, or see the class.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            value = _decode_json("structured_outputs", value)
+        if not isinstance(value, Mapping):
+            _refuse(f"of type {type(value).__name__}", "a JSON object")
+        try:
+            return msgspec.convert(dict(value), cls)
+        except msgspec.ValidationError as error:
+            if isinstance(error.__cause__, RequestError):
+                raise error.__cause__ from None
+            raise RequestError("structured_outputs", f"structured_outputs: {error}") from None
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is set."""
+        return next(name for name in _KINDS if getattr(self, name) not in (None, False))
+
+    @property
+    def text(self) -> str:
+        """That field as one string; objects and lists as JSON, in their own order, which is the output's."""
+        value = getattr(self, self.kind)
+        if isinstance(value, str):
+            return value
+        try:
+            return msgspec.json.encode(value).decode()
+        except (RecursionError, TypeError, ValueError) as error:
+            raise RequestError("structured_outputs", f"structured_outputs: {self.kind} is no JSON: {error}") from None
+
+
+def _refuse(what: str, allowed: str) -> None:
+    raise RequestError("structured_outputs", f"structured_outputs is {what}; it must be {allowed}")
+
+
+def _decode_json(name: str, text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except RecursionError:
+        raise RequestError("structured_outputs", f"structured_outputs: {name} nests too deeply") from None
+    except ValueError as error:
+        raise RequestError("structured_outputs", f"structured_outputs: {name} is no JSON: {error}") from None
+
+
+# -- JSON schema -------------------------------------------------------------------------------------------------------
+
+_UNSUPPORTED = (
+    "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "propertyNames", "contains",
+    "minContains", "maxContains", "uniqueItems", "$dynamicRef", "$recursiveRef",
+)  # fmt: skip
+"""The compiler passes over these without a word (seen with xgrammar 0.2.8), and the text would break the schema."""
+_COMBINATORS = ("anyOf", "oneOf", "allOf", "$ref")
+_ASSERTIONS = frozenset((
+    "properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties", "items",
+    "prefixItems", "minItems", "maxItems", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
+    "minLength", "maxLength", "pattern", "format", "enum", "const",
+))  # fmt: skip
+
+
+def _check_json_schema(schema: Any) -> None:
+    """Refuse what the compiler would silently leave out; whether the rest is a good schema is for it to say."""
+    if not isinstance(schema, dict | bool):
+        _refuse("a json schema that is no object", "an object, or the JSON text of one")
+    stack = [("#", schema)]
+    while stack:
+        path, part = stack.pop()
+        if not isinstance(part, dict):
+            continue
+        for name in _UNSUPPORTED:
+            if part.get(name) not in (None, False):
+                raise _unsupported(path, repr(name))
+        combinator = next((name for name in _COMBINATORS if name in part), None)
+        if combinator is not None:
+            beside = sorted(_ASSERTIONS & part.keys() | {name for name in _COMBINATORS if name in part} - {combinator})
+            if beside:
+                raise _unsupported(path, f"{beside[0]!r} beside {combinator!r}")
+        if isinstance(part.get("allOf"), list) and len(part["allOf"]) != 1:
+            raise _unsupported(path, "'allOf' of several schemas")
+        stack += _subschemas(path, part)
+
+
+def _unsupported(path: str, what: str) -> RequestError:
+    return RequestError(
+        "structured_outputs", f"structured_outputs: the json schema uses {what} at {path}, which cannot be enforced"
+    )
+
+
+def _subschemas(path: str, part: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name in ("properties", "patternProperties", "$defs", "definitions"):
+        if isinstance(part.get(name), dict):
+            yield from ((f"{path}/{name}/{key}", value) for key, value in part[name].items())
+    for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        if isinstance(part.get(name), list):
+            yield from ((f"{path}/{name}/{i}", value) for i, value in enumerate(part[name]))
+    for name in ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems"):
+        yield f"{path}/{name}", part.get(name)

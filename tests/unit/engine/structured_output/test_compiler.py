@@ -1,0 +1,252 @@
+"""The grammar compiler: whatever it is given, it costs one request, and nobody else waits for it."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire_engine import AsyncLLM, EngineConfig, SamplingParams
+from quire_engine.errors import RequestError
+from quire_engine.output_processor import RequestOutput
+from quire_engine.stats import IterationStats, SchedulerStats
+from quire_engine.structured_output.compiler import COMPILE_SECONDS
+from quire_engine.structured_output.compiler_process import CompilerProcess
+from quire_engine.structured_output.protocol import CompilerArguments, CompileRequest, CompileResult
+
+FREE = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
+
+
+def nested(depth: int) -> str:
+    """A schema of objects within objects."""
+    return '{"type":"object","required":["a"],"properties":{"a":' * depth + '{"type":"string"}' + "}}" * depth
+
+
+PATHOLOGICAL: dict[str, dict[str, Any]] = {
+    "nested objects": {"json": nested(2000)},
+    "objects as deep as JSON may be": {"json": nested(450)},
+    "nested arrays": {"json": '{"type":"array","items":' * 300 + '{"type":"integer"}' + "}" * 300},
+    "nested groups": {"regex": "(" * 100_000 + "a" + ")" * 100_000},
+    "many optional properties": {
+        "json": {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(3000)}}
+    },
+    "an enormous enum": {"json": {"enum": [f"{i:05d} and more" for i in range(14_000)]}},
+    "many alternatives": {"grammar": "root ::= " + " | ".join(f'"{i:06d}"' for i in range(22_000))},
+    "many rules": {
+        "grammar": "root ::= r0\n" + "".join(f'r{i} ::= "a" r{i + 1} | "b"\n' for i in range(9000)) + 'r9000 ::= "x"'
+    },
+    "repetition of repetitions": {"regex": "((a{1,1000}){1,1000}){1,1000}b"},
+    "a huge repetition": {"regex": "a{1,1000000}"},
+    "a cyclic reference": {"json": {"$ref": "#"}},
+    "a doubled quantifier": {"regex": "foo**"},
+}
+
+
+class Recorder:
+    """A StatLogger that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.stats = SchedulerStats()
+
+    def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
+        self.stats = scheduler_stats or self.stats
+
+
+@contextlib.contextmanager
+def engine(folder: Path, **settings: Any) -> Iterator[tuple[AsyncLLM, Recorder]]:
+    recorder = Recorder()
+    llm = AsyncLLM(EngineConfig.from_settings({"model": str(folder), "dtype": "float32", **settings}), [recorder])
+    try:
+        yield llm, recorder
+    finally:
+        llm.shutdown()
+
+
+def params(structured_outputs: dict[str, Any], **values: Any) -> SamplingParams:
+    given = {"temperature": 0, "max_tokens": 8, "structured_outputs": structured_outputs, **values}
+    return SamplingParams.from_mapping(given)
+
+
+async def collect(llm: AsyncLLM, sampling_params: SamplingParams) -> RequestOutput:
+    return [output async for output in llm.generate("x = ", sampling_params)][-1]
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Let the loop run until something is so."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to be"
+        await asyncio.sleep(0.01)
+
+
+def compiler_of(engine_pid: int) -> int:
+    """The process id of an engine's grammar compiler."""
+    children = []
+    for task in Path(f"/proc/{engine_pid}/task").iterdir():
+        children += (task / "children").read_text().split()
+    name = b"structured_output.compiler"
+    return next(int(pid) for pid in children if name in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+@pytest.mark.slow
+def test_pathological_grammars_end_in_time_and_nobody_waits(checkpoint: Callable[[str], Path]) -> None:
+    async def one(llm: AsyncLLM, name: str) -> tuple[str, float, str]:
+        started = time.monotonic()
+        try:
+            outcome = str((await collect(llm, params(PATHOLOGICAL[name]))).outputs[0].finish_reason)
+        except RequestError as error:
+            outcome = str(error)
+        return name, time.monotonic() - started, outcome
+
+    async def stream(llm: AsyncLLM, times: list[float]) -> RequestOutput:
+        last = None
+        async for output in llm.generate("import os", FREE):
+            times.append(time.monotonic())
+            last = output
+        assert last is not None
+        return last
+
+    async def main(llm: AsyncLLM) -> None:
+        await collect(llm, params({"choice": ["warm"]}))
+        times: list[float] = []
+        reference = await stream(llm, [])
+        streams = 0
+        compiling = asyncio.gather(*(one(llm, name) for name in PATHOLOGICAL))
+        while not compiling.done():
+            assert (await stream(llm, times)).outputs == reference.outputs
+            streams += 1
+        gaps = [after - before for before, after in pairwise(times)]
+        assert max(gaps) < COMPILE_SECONDS / 2, "steps waited for a compilation"
+        print(f"longest gap between two tokens: {max(gaps) * 1e3:.0f} ms; {await compiling}")
+        rounds = -(-len(PATHOLOGICAL) // 4)
+        for name, seconds, outcome in await compiling:
+            assert seconds < rounds * (COMPILE_SECONDS + 2), (name, seconds)
+            assert outcome in ("stop", "length") or outcome.startswith("structured_outputs: "), (name, outcome)
+        outcomes = {name: outcome for name, _, outcome in await compiling}
+        assert "position 5" in outcomes["a doubled quantifier"]
+        assert "no text" in outcomes["a cyclic reference"]
+        assert outcomes["a huge repetition"] in ("stop", "length")
+        assert f"more than {COMPILE_SECONDS:g} s" in outcomes["many optional properties"]
+        assert (await collect(llm, params({"choice": ["well"]}))).outputs[0].text == "well"
+
+    with engine(checkpoint("tinypy"), max_model_len=1024) as (llm, _):
+        asyncio.run(main(llm))
+
+
+def test_who_waits_for_a_grammar_uses_no_cpu_and_can_leave(checkpoint: Callable[[str], Path]) -> None:
+    def cpu_ticks(pid: int) -> int:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+
+    async def main(llm: AsyncLLM, recorder: Recorder) -> None:
+        await collect(llm, params({"choice": ["warm"]}))
+        outputs: list[RequestOutput] = []
+        request = llm.input_processor.process("x", params(PATHOLOGICAL["many optional properties"]))
+        llm.add_request(request, outputs.append)
+        await until(lambda: recorder.stats.num_waiting_for_fsm == 1)
+        before = cpu_ticks(llm.engine_pid)
+        await asyncio.sleep(1.0)  # the interval that is measured
+        assert cpu_ticks(llm.engine_pid) - before <= 5, "ticks of 10 ms"
+        llm.abort(request.request_id)
+        await until(lambda: recorder.stats.num_waiting_for_fsm == 0)
+        assert (await collect(llm, params({"choice": ["next"]}))).outputs[0].text == "next"
+
+    with engine(checkpoint("tinypy"), max_model_len=256) as (llm, recorder):
+        asyncio.run(main(llm, recorder))
+
+
+@pytest.mark.slow
+def test_a_killed_compiler_loses_nothing(checkpoint: Callable[[str], Path]) -> None:
+    async def main(llm: AsyncLLM, recorder: Recorder) -> None:
+        await collect(llm, params({"choice": ["warm"]}))
+        for signum in (signal.SIGKILL, signal.SIGTERM):
+            slow = asyncio.ensure_future(collect(llm, params(PATHOLOGICAL["many optional properties"])))
+            await until(lambda: recorder.stats.num_waiting_for_fsm == 1)
+            pid = compiler_of(llm.engine_pid)
+            os.kill(pid, signum)
+            outputs = await asyncio.gather(*(collect(llm, params({"choice": [f"{signum} {i}"]})) for i in range(5)))
+            assert [output.outputs[0].text for output in outputs] == [f"{signum} {i}" for i in range(5)]
+            assert compiler_of(llm.engine_pid) != pid
+            with pytest.raises(RequestError, match="simplify it"):
+                await slow
+
+    with engine(checkpoint("tinypy"), max_model_len=256) as (llm, recorder):
+        asyncio.run(main(llm, recorder))
+
+
+def compiler(folder: Path, results: dict[int, CompileResult], arrived: threading.Condition) -> CompilerProcess:
+    def on_result(result: CompileResult) -> None:
+        with arrived:
+            results[result.job_id] = result
+            arrived.notify_all()
+
+    arguments = CompilerArguments(str(folder), 4096, [1])
+    return CompilerProcess(arguments, lambda: None, lambda info: None, on_result)
+
+
+def test_one_bad_grammar_does_not_hold_up_the_others(checkpoint: Callable[[str], Path]) -> None:
+    results: dict[int, CompileResult] = {}
+    arrived = threading.Condition()
+    process = compiler(checkpoint("tinypy"), results, arrived)
+    try:
+        process.submit(CompileRequest(0, "json", json.dumps(PATHOLOGICAL["many optional properties"]["json"])))
+        for i in range(1, 6):
+            process.submit(CompileRequest(i, "regex", f"a{{{i}}}"))
+        with arrived:
+            assert arrived.wait_for(lambda: len(results) == 5, 30)
+            assert 0 not in results
+            assert all(result.error is None for result in results.values())
+            assert arrived.wait_for(lambda: len(results) == 6, 30)
+        assert "simplify it" in (results[0].error or "")
+        assert not results[0].is_our_fault
+    finally:
+        process.shutdown()
+
+
+def test_a_tokenizer_that_does_not_load_is_our_fault(tmp_path: Path) -> None:
+    results: dict[int, CompileResult] = {}
+    arrived = threading.Condition()
+    process = compiler(tmp_path, results, arrived)
+    try:
+        for job_id in (1, 2):  # the second try starts it again
+            process.submit(CompileRequest(job_id, "regex", "a"))
+            with arrived:
+                assert arrived.wait_for(lambda job_id=job_id: job_id in results, 60)  # type: ignore[misc]
+            assert results[job_id].is_our_fault
+            assert "cannot start" in (results[job_id].error or "")
+    finally:
+        process.shutdown()
+
+
+@pytest.mark.slow
+def test_what_keeps_killing_the_compiler_is_given_up(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results: dict[int, CompileResult] = {}
+    arrived = threading.Condition()
+    starts = threading.Semaphore(0)
+    process = compiler(checkpoint("tinypy"), results, arrived)
+    process._on_ready = lambda info: starts.release()
+    try:
+        process.submit(CompileRequest(1, "json", json.dumps(PATHOLOGICAL["many optional properties"]["json"])))
+        for _ in range(2):
+            assert starts.acquire(timeout=60)
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+        with arrived:
+            assert arrived.wait_for(lambda: 1 in results, 60)
+        assert "died repeatedly" in (results[1].error or "")
+        process.submit(CompileRequest(2, "choice", json.dumps(["a"])))
+        with arrived:
+            assert arrived.wait_for(lambda: 2 in results, 60)
+        assert results[2].error is None
+    finally:
+        process.shutdown()
+    assert process._reader is None or not process._reader.is_alive()

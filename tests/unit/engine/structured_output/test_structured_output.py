@@ -1,0 +1,265 @@
+"""Structured outputs through LLM: every text that came to its end follows its grammar, in whatever company."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from quire_engine import LLM, SamplingParams
+from quire_engine.output_processor import CompletionOutput
+from quire_engine.structured_output import manager as manager_module
+from support.schemas import random_schema
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Callable[[str], Path]) -> Iterator[LLM]:
+    llm = LLM(checkpoint("tinypy"), dtype="float32", max_model_len=512)
+    yield llm
+    llm.shutdown()
+
+
+def params(structured_outputs: dict[str, Any] | None, **values: Any) -> SamplingParams:
+    return SamplingParams.from_mapping(
+        {"temperature": 0, "max_tokens": 100, "structured_outputs": structured_outputs, **values}
+    )
+
+
+def complete(llm: LLM, structured_outputs: dict[str, Any] | None, **values: Any) -> CompletionOutput:
+    output = llm.generate("x = ", params(structured_outputs, **values), use_tqdm=False)[0]
+    assert output.error is None
+    return output.outputs[0]
+
+
+def refusal(llm: LLM, structured_outputs: dict[str, Any], **values: Any) -> str:
+    output = llm.generate("x = ", params(structured_outputs, **values), use_tqdm=False)[0]
+    assert (output.outputs[0].finish_reason, output.error_parameter) == ("error", "structured_outputs")
+    assert output.error is not None
+    assert output.error.startswith("structured_outputs: ")
+    assert llm.get_stats().num_blocks_used == 0
+    return output.error
+
+
+@pytest.mark.slow
+def test_schemas_among_free_requests(llm: LLM) -> None:
+    free = [
+        SamplingParams(temperature=(i % 3) * 0.5, seed=i, max_tokens=10 + i % 30, ignore_eos=True) for i in range(50)
+    ]
+    alone = llm.generate(["def f(x):"] * 50, free, use_tqdm=False)
+    schemas = [random_schema(i) for i in range(200)]
+    structured = [
+        params(
+            {"json": schema, "disable_any_whitespace": i % 10 != 0},
+            temperature=(0, 0.8, 1)[i % 3], seed=i, max_tokens=200,
+        )
+        for i, schema in enumerate(schemas)
+    ]  # fmt: skip
+    # One free request after every fourth structured one, so that all batches are mixed.
+    prompts, all_params = [], []
+    for i, one in enumerate(structured):
+        prompts.append("config = ")
+        all_params.append(one)
+        if i % 4 == 3:
+            prompts.append("def f(x):")
+            all_params.append(free[i // 4])
+    outputs = llm.generate(prompts, all_params, use_tqdm=False)
+    assert [o.outputs for o in outputs if o.prompt == "def f(x):"] == [o.outputs for o in alone]
+
+    cut = 0
+    for schema, output in zip(schemas, (o for o in outputs if o.prompt == "config = "), strict=True):
+        completion = output.outputs[0]
+        if completion.finish_reason == "length":
+            cut += 1  # a small model may go on with white space for ever, where it may
+            continue
+        assert completion.finish_reason == "stop"
+        jsonschema.validate(json.loads(completion.text), schema)
+    assert cut <= 20
+    assert llm.get_stats().num_blocks_used == 0
+
+
+AWKWARD = 'new\nline "quoted" \\ \0 日本 \U0001f600'
+KINDS: list[tuple[dict[str, Any], Callable[[str], object]]] = [
+    ({"regex": "[a-c]{3}-[0-9]+x"}, lambda text: re.fullmatch("[a-c]{3}-[0-9]+x", text)),
+    ({"regex": "(a+)+b"}, lambda text: re.fullmatch("a+b", text)),
+    ({"regex": "[日本]{3}"}, lambda text: re.fullmatch("[日本]{3}", text)),
+    ({"choice": ["yes", "no", "yes and no"]}, lambda text: text in ("yes", "no", "yes and no")),
+    ({"choice": [AWKWARD]}, lambda text: text == AWKWARD),
+    ({"choice": ["<s>"]}, lambda text: text == "<s>"),  # as text, not as the special token
+    ({"grammar": 'root ::= "a" root "b" | "c"'}, lambda text: re.fullmatch("(a*)c(b*)", text)),
+    ({"grammar": 'start: "n" NUMBER\nNUMBER: /[0-9]{3}/'}, lambda text: re.fullmatch("n[0-9]{3}", text)),
+    ({"json_object": True, "disable_any_whitespace": True}, lambda text: isinstance(json.loads(text), dict)),
+    ({"json": "true"}, lambda text: [json.loads(text)]),
+    ({"json": {"type": "string", "maxLength": 3}}, lambda text: len(json.loads(text)) <= 3),
+    (
+        {"structural_tag": {
+            "type": "structural_tag", "triggers": ["<f"],
+            "structures": [{"begin": "<f>", "schema": {"type": "boolean"}, "end": "</f>"}],
+        }},
+        lambda text: all(re.match("<f>(true|false)</f>", text[m.start():]) for m in re.finditer("<f", text)),
+    ),
+    (
+        {"structural_tag": {
+            "type": "structural_tag",
+            "format": {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": {"const": 5}},
+                       "end": "</f>"},
+        }},
+        lambda text: text == "<f>5</f>",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize(("structured_outputs", "follows"), KINDS, ids=lambda case: str(case)[:50])
+def test_every_kind(
+    llm: LLM, structured_outputs: dict[str, Any], follows: Callable[[str], object], temperature: float
+) -> None:
+    ended = 0
+    for seed in range(4):
+        output = complete(llm, structured_outputs, temperature=temperature, seed=seed, max_tokens=200)
+        if output.finish_reason == "stop":
+            ended += 1
+            assert follows(output.text), output.text
+    endless = structured_outputs.keys() & {"json_object", "structural_tag"} or structured_outputs.get("json") == "true"
+    assert ended or endless
+
+
+def test_a_recursive_schema(llm: LLM) -> None:
+    node = {
+        "type": "object", "required": ["v", "c"], "additionalProperties": False,
+        "properties": {"v": {"type": "boolean"}, "c": {"type": "array", "maxItems": 2, "items": {"$ref": "#/$defs/n"}}},
+    }  # fmt: skip
+    schema = {"$ref": "#/$defs/n", "$defs": {"n": node}}
+    texts = set()
+    for seed in range(8):
+        structured_outputs = {"json": schema, "disable_any_whitespace": True}
+        output = complete(llm, structured_outputs, temperature=1.0, seed=seed, max_tokens=200)
+        if output.finish_reason == "stop":
+            jsonschema.validate(json.loads(output.text), schema)
+            texts.add(output.text)
+    assert any(text.count("{") > 1 for text in texts)
+
+
+def test_bounded_strings_hold_no_raw_control_characters(llm: LLM) -> None:
+    # The model is made to want a tab: all else is forbidden but by the grammar.
+    schema = {
+        "type": "array",
+        "items": {"type": "string", "minLength": 6, "maxLength": 8},
+        "minItems": 8,
+        "maxItems": 8,
+    }
+    for seed in range(10):
+        output = complete(
+            llm, {"json": schema, "disable_any_whitespace": True}, temperature=50, seed=seed, max_tokens=400
+        )
+        assert output.finish_reason == "stop"
+        jsonschema.validate(json.loads(output.text), schema)
+
+
+def test_where_it_ends(llm: LLM) -> None:
+    assert complete(llm, {"regex": "[ab]{2}"}).finish_reason == "stop"
+    # The grammar has the last word: when it must end, it ends.
+    assert len(complete(llm, {"regex": "[ab]{2}"}, min_tokens=10).text) == 2
+    assert len(complete(llm, {"regex": "[ab]{2}"}, ignore_eos=True).text) == 2
+    # Where it may go on, min_tokens holds.
+    assert len(complete(llm, {"regex": "[ab]{1,40}"}, min_tokens=15).token_ids) >= 15
+    cut = complete(llm, {"regex": "[ab]{50}"}, max_tokens=5)
+    assert (cut.finish_reason, len(cut.token_ids)) == ("length", 5)
+    stopped = complete(llm, {"regex": "aaaxbbb"}, stop=["x"])
+    assert (stopped.finish_reason, stopped.stop_reason, stopped.text) == ("stop", "x", "aaa")
+    token = complete(llm, {"regex": "[ab]{9}"}).token_ids[1]
+    by_token = complete(llm, {"regex": "[ab]{9}"}, stop_token_ids=[token])
+    assert (by_token.finish_reason, by_token.stop_reason) == ("stop", token)
+    assert complete(llm, {"regex": "[ab]{3}"}, logprobs=2).cumulative_logprob is not None
+
+
+@pytest.mark.slow
+def test_preemption_and_slot_reuse_change_nothing(llm: LLM, checkpoint: Callable[[str], Path]) -> None:
+    all_params = [
+        params(
+            None if i % 3 == 2 else {"json": random_schema(i), "disable_any_whitespace": True},
+            temperature=i % 2, seed=i, max_tokens=100, ignore_eos=i % 3 == 2,
+        )
+        for i in range(12)
+    ]  # fmt: skip
+    prompts = [f"config_{i} = " for i in range(12)]
+    expected = llm.generate(prompts, all_params, use_tqdm=False)
+    for settings in ({"kv_cache_memory_bytes": 1_000_000}, {"max_num_seqs": 2}):
+        small = LLM(checkpoint("tinypy"), dtype="float32", max_model_len=160, **settings)
+        outputs = small.generate(prompts, all_params, use_tqdm=False)
+        stats = small.get_stats()
+        small.shutdown()
+        assert [o.outputs for o in outputs] == [o.outputs for o in expected]
+        assert stats.num_blocks_used == 0
+        if "max_num_seqs" not in settings:
+            assert stats.num_preemptions > 3
+
+
+def test_the_cache_is_bounded_and_used(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager_module, "MAX_CACHED_GRAMMARS", 4)
+    manager = llm._core._core.structured_output
+    for i in range(8):
+        assert complete(llm, {"choice": [f"choice {i}"]}).text == f"choice {i}"
+    assert len(manager._cache) == 4
+    assert manager._cached_bytes == sum(manager_module._size(*item) for item in manager._cache.items())
+    before = manager._num_jobs
+    assert complete(llm, {"choice": ["choice 7"]}).text == "choice 7"
+    assert manager._num_jobs == before
+    assert complete(llm, {"choice": ["choice 0"]}).text == "choice 0"  # evicted: compiled again
+    outputs = llm.generate(["a"] * 5, params({"choice": ["once for all"]}), use_tqdm=False)
+    assert {output.outputs[0].text for output in outputs} == {"once for all"}
+    assert manager._num_jobs == before + 2
+    monkeypatch.setattr(manager_module, "MAX_CACHED_BYTES", 1)
+    assert complete(llm, {"choice": ["too large to keep"]}).text == "too large to keep"
+    assert (len(manager._cache), manager._cached_bytes) == (0, 0)
+    assert not manager._jobs
+    assert not manager._job_of
+
+
+@pytest.mark.parametrize(
+    ("structured_outputs", "message"),
+    [
+        ({"regex": "foo**"}, "position 5"),
+        ({"regex": "a("}, "parenthesis"),
+        ({"regex": "(?=a)b"}, "Lookahead"),
+        ({"grammar": "root ::= nothing"}, "not defined"),
+        ({"grammar": 'root ::= "ab" dead\ndead ::= dead "x"'}, "no text can satisfy"),
+        ({"grammar": "start: ("}, "."),
+        ({"json": {"type": "nonsense"}}, "nonsense"),
+        ({"json": {"$ref": "#/$defs/missing"}}, "missing"),
+        ({"json": {"$ref": "http://example.org/schema"}}, "URI"),
+        ({"json": {"$ref": "#"}}, "no text can satisfy"),
+        ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}}, "no text"),
+        ({"json": {"type": "string", "pattern": "foo**"}}, "repetition"),
+        ({"json": {"type": "string", "pattern": "a", "maxLength": 5}}, "ignoring"),
+        ({"json": {"type": "number", "multipleOf": 0.5}}, "multipleOf"),
+        ({"json": "false"}, "cannot accept any value"),
+        ({"structural_tag": {"type": "nonsense"}}, "."),
+        ({"structural_tag": {"structures": 5}}, "."),
+    ],
+    ids=str,
+)
+def test_what_does_not_compile_says_why(llm: LLM, structured_outputs: dict[str, Any], message: str) -> None:
+    first = refusal(llm, structured_outputs)
+    assert re.search(message, first)
+    assert "/project/" not in first
+    assert refusal(llm, structured_outputs) == first
+
+
+def test_a_grammar_that_gets_slow_ends_alone(llm: LLM) -> None:
+    """Ever more ways to read `aaaa…`: compiles at once, but each token takes longer than the one before."""
+    slow = params({"regex": "(((a+)+)+)+"}, max_tokens=450, min_tokens=450)
+    free = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    expected = llm.generate("import os", free, use_tqdm=False)[0].outputs
+    outputs = llm.generate(["x = a", "import os"], [slow, free], use_tqdm=False)
+    assert outputs[1].outputs == expected
+    assert (outputs[0].outputs[0].finish_reason, outputs[0].error_parameter) == ("error", "structured_outputs")
+    assert "too ambiguous" in (outputs[0].error or "")
+
+
+def test_unstructured_requests_start_nothing(checkpoint: Callable[[str], Path]) -> None:
+    llm = LLM(checkpoint("tinypy"), dtype="float32", max_model_len=256)
+    llm.generate("a", use_tqdm=False)
+    assert llm._core._core.structured_output.compiler_pid is None
+    llm.shutdown()
