@@ -20,11 +20,14 @@ __all__ = [
     "EngineCoreOutputs",
     "EngineCoreReady",
     "EngineCoreRequest",
+    "ErrorCode",
     "ModelRunnerOutput",
     "NewRequestData",
     "RequestType",
     "SchedulerOutput",
     "TokenLogprobs",
+    "UtilityOutput",
+    "UtilityRequest",
 ]
 
 TokenLogprobs = list[tuple[int, float, int]]
@@ -37,6 +40,7 @@ class RequestType(enum.Enum):
     ADD = b"add"
     ABORT = b"abort"
     SHUTDOWN = b"shutdown"
+    UTILITY = b"utility"
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -45,6 +49,17 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     request_id: str
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
+    deadline_ms: float | None = None
+    """Milliseconds from now in which it has to be finished; unset: it may take as long as it does."""
+
+
+class ErrorCode(enum.Enum):
+    """What kind of error ended a request, where the caller can do something about it."""
+
+    UNAVAILABLE = "unavailable"
+    """Never started, for want of capacity: the same request can succeed later."""
+    DEADLINE = "deadline"
+    """Its own deadline passed while it waited or ran."""
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -63,6 +78,26 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     """Time in the waiting queue, with the first token."""
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    error_code: ErrorCode | None = None
+    """The kind of `error`, where it is not the request's or the engine's fault."""
+    retry_after_seconds: float | None = None
+    """With `ErrorCode.UNAVAILABLE`: an estimate of when it is worth trying again."""
+
+
+class UtilityRequest(msgspec.Struct, array_like=True):
+    """A call of one of the engine core's utilities, by name; the payload of `RequestType.UTILITY`."""
+
+    call_id: int
+    method: str
+    arguments: list[int] = []
+
+
+class UtilityOutput(msgspec.Struct, array_like=True):
+    """What came of a `UtilityRequest`."""
+
+    call_id: int
+    result: bool = True
+    error: str | None = None
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -70,6 +105,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
 
     outputs: list[EngineCoreOutput] = []
     scheduler_stats: SchedulerStats | None = None
+    utility_outputs: list[UtilityOutput] = []
 
 
 class EngineCoreReady(msgspec.Struct):
@@ -81,6 +117,7 @@ class EngineCoreReady(msgspec.Struct):
     block_size: int = 0
     eos_token_ids: list[int] = []
     error: str | None = None
+    scheduling_policy: str = "fcfs"
 
     @property
     def num_kv_cache_tokens(self) -> int:
