@@ -22,13 +22,16 @@ import zmq
 
 from quire_engine.config import EngineConfig
 from quire_engine.core.engine_core import EngineCore
-from quire_engine.errors import EngineError
+from quire_engine.errors import EngineError, EngineUnavailableError
 from quire_engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreReady,
     EngineCoreRequest,
+    ErrorCode,
     RequestType,
+    UtilityOutput,
+    UtilityRequest,
 )
 from quire_engine.request import FinishReason
 
@@ -57,7 +60,9 @@ class EngineCoreProcess:
         self._output = self._socket(zmq.PUSH, arguments.output_address)
         self._encoder = msgspec.msgpack.Encoder()
         self._request_decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
+        self._utility_decoder = msgspec.msgpack.Decoder(UtilityRequest)
         self._refused: list[EngineCoreOutput] = []
+        self._utility_outputs: list[UtilityOutput] = []
         self._stopping = False
         try:
             self._core = EngineCore(arguments.config)
@@ -76,7 +81,8 @@ class EngineCoreProcess:
                 if self._core.has_requests():
                     outputs = self._core.step()
                     outputs.outputs += self._refused
-                    self._refused = []
+                    outputs.utility_outputs = self._utility_outputs
+                    self._refused, self._utility_outputs = [], []
                     self._send(outputs)
                 else:
                     self._send_stats()
@@ -108,6 +114,8 @@ class EngineCoreProcess:
                 self._add(request_id, frames[2])
             elif request_type is RequestType.ABORT:
                 self._core.abort_request(request_id)
+            elif request_type is RequestType.UTILITY:
+                self._call_utility(frames[2])
             else:
                 self._stopping = True
                 return
@@ -117,11 +125,22 @@ class EngineCoreProcess:
         try:
             self._core.add_request(self._request_decoder.decode(payload))
         except Exception as error:
-            self._refused.append(EngineCoreOutput(request_id, finish_reason=FinishReason.ERROR, error=str(error)))
+            output = EngineCoreOutput(request_id, finish_reason=FinishReason.ERROR, error=str(error))
+            if isinstance(error, EngineUnavailableError):
+                output.error_code = ErrorCode.UNAVAILABLE
+            self._refused.append(output)
+
+    def _call_utility(self, payload: bytes) -> None:
+        try:
+            request = self._utility_decoder.decode(payload)
+        except msgspec.MsgspecError:
+            logger.exception("a utility call does not decode; nobody can be answered")
+            return
+        self._utility_outputs.append(self._core.call_utility(request))
 
     def _send_stats(self) -> None:
-        self._send(EngineCoreOutputs(self._refused, self._core.scheduler.make_stats()))
-        self._refused = []
+        self._send(EngineCoreOutputs(self._refused, self._core.scheduler.make_stats(), self._utility_outputs))
+        self._refused, self._utility_outputs = [], []
 
     def _send(self, message: EngineCoreOutputs | EngineCoreReady) -> None:
         self._output.send(self._encoder.encode(message), copy=False)
