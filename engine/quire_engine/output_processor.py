@@ -1,6 +1,7 @@
 """OutputProcessor: EngineCoreOutputs → text, RequestOutputs and statistics. Runs where the caller is."""
 
 import time
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -8,7 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from quire_engine.detokenizer import IncrementalDetokenizer
 from quire_engine.input_processor import ProcessedRequest
-from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, TokenLogprobs
+from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, ErrorCode, TokenLogprobs
+from quire_engine.parallel_sampling import ParentRequest
 from quire_engine.request import FinishReason
 from quire_engine.stats import FinishedRequestStats, IterationStats
 
@@ -54,10 +56,19 @@ class RequestOutput:
     """On the last output."""
     error: str | None = None
     """Why it failed, with finish_reason "error"."""
+    error_code: ErrorCode | None = None
+    """The kind of error, where it is not the request's or the engine's fault."""
+    retry_after_seconds: float | None = None
+    """When it is worth trying again, with `ErrorCode.UNAVAILABLE`; an estimate."""
 
     def merge(self, later: "RequestOutput") -> None:
-        """Append a later delta to this one."""
-        for mine, new in zip(self.outputs, later.outputs, strict=True):
+        """Append a later delta to this one; each may hold some of the request's sequences."""
+        known = {mine.index: mine for mine in self.outputs}
+        for new in later.outputs:
+            mine = known.get(new.index)
+            if mine is None:
+                insort(self.outputs, new, key=lambda output: output.index)
+                continue
             mine.text += new.text
             mine.token_ids += new.token_ids
             mine.cumulative_logprob = new.cumulative_logprob
@@ -66,6 +77,7 @@ class RequestOutput:
             mine.finish_reason, mine.stop_reason = new.finish_reason, new.stop_reason
         self.finished, self.metrics, self.error = later.finished, later.metrics, later.error
         self.num_cached_tokens = later.num_cached_tokens
+        self.error_code, self.retry_after_seconds = later.error_code, later.retry_after_seconds
 
 
 OnOutput = Callable[[RequestOutput], None]
@@ -74,7 +86,14 @@ OnOutput = Callable[[RequestOutput], None]
 class _RequestState:
     """One live request."""
 
-    def __init__(self, request: ProcessedRequest, tokenizer: PreTrainedTokenizerBase, on_output: OnOutput) -> None:
+    def __init__(
+        self,
+        request: ProcessedRequest,
+        tokenizer: PreTrainedTokenizerBase,
+        on_output: OnOutput,
+        parent: ParentRequest | None = None,
+        index: int = 0,
+    ) -> None:
         skip = request.params.skip_special_tokens
 
         def decode(token_ids: Sequence[int]) -> str:
@@ -84,6 +103,9 @@ class _RequestState:
 
         self.request = request
         self.on_output = on_output
+        self.parent = parent
+        self.index = index
+        """Which of the parent's sequences this is."""
         self.detokenizer = IncrementalDetokenizer(decode, request.params)
         self.cumulative_logprob: float | None = None if request.params.logprobs is None else 0.0
         self.first_token_time: float | None = None
@@ -97,6 +119,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._states: dict[str, _RequestState] = {}
+        self._parents: dict[str, ParentRequest] = {}
         self._token_texts: dict[int, str] = {}
 
     @property
@@ -104,13 +127,31 @@ class OutputProcessor:
         """The live requests."""
         return list(self._states)
 
-    def add_request(self, request: ProcessedRequest, on_output: OnOutput) -> None:
-        """Expect output for a request; each delta goes to `on_output`, the last one with `finished`."""
-        self._states[request.request_id] = _RequestState(request, self._tokenizer, on_output)
+    def add_request(self, request: ProcessedRequest, on_output: OnOutput) -> list[ProcessedRequest]:
+        """Expect output for a request; each delta goes to `on_output`, the last one with `finished`.
+
+        Returns:
+            What to hand to the engine core: the request itself, or one for each of its sequences.
+        """
+        if request.params.n == 1:
+            self._states[request.request_id] = _RequestState(request, self._tokenizer, on_output)
+            return [request]
+        parent = ParentRequest(request, on_output)
+        self._parents[request.request_id] = parent
+        for index, child in enumerate(parent.children):
+            self._states[child.request_id] = _RequestState(child, self._tokenizer, on_output, parent, index)
+        return parent.children
+
+    def core_request_ids(self, request_id: str) -> list[str]:
+        """The live requests of the engine core that a caller's request stands for."""
+        parent = self._parents.get(request_id)
+        return sorted(parent.live) if parent is not None else [request_id]
 
     def discard(self, request_id: str) -> None:
         """Forget a request whose caller no longer listens."""
-        self._states.pop(request_id, None)
+        state = self._states.pop(request_id, None)
+        if state is not None and state.parent is not None:
+            self._parents.pop(state.parent.request_id, None)
 
     def has_requests(self) -> bool:
         """Whether any request is live."""
@@ -131,15 +172,18 @@ class OutputProcessor:
                 continue  # ended here while the step ran
             if self._process_one(state, output, now, stats) and output.finish_reason is None:
                 to_abort.append(output.request_id)
+            if state.parent is not None and output.error is not None:
+                to_abort += state.parent.live  # one sequence failed, and so the request has
         return stats, to_abort
 
     def finish(self, request_id: str, reason: FinishReason, error: str | None = None) -> IterationStats:
         """End a request from this side: aborted, or its engine is gone. Unknown ids are passed over."""
         stats = IterationStats()
-        state = self._states.get(request_id)
-        if state is not None:
-            output = EngineCoreOutput(request_id, finish_reason=reason, error=error)
-            self._process_one(state, output, time.monotonic(), stats)
+        for core_request_id in self.core_request_ids(request_id):
+            state = self._states.get(core_request_id)
+            if state is not None:
+                output = EngineCoreOutput(core_request_id, finish_reason=reason, error=error)
+                self._process_one(state, output, time.monotonic(), stats)
         return stats
 
     def _process_one(self, state: _RequestState, output: EngineCoreOutput, now: float, stats: IterationStats) -> bool:
@@ -174,14 +218,30 @@ class OutputProcessor:
             finished=finished,
             num_cached_tokens=state.stats.num_cached_tokens,
             error=output.error,
+            error_code=output.error_code,
+            retry_after_seconds=output.retry_after_seconds,
         )
         if finished:
             del self._states[request.request_id]
             assert completion.finish_reason is not None
             result.metrics = self._finish_stats(state, completion.finish_reason, now)
-            stats.finished_requests.append(result.metrics)
-        state.on_output(result)
+            if state.parent is None:
+                stats.finished_requests.append(result.metrics)
+        if state.parent is None:
+            state.on_output(result)
+        else:
+            self._give_to_parent(state, state.parent, result, stats)
         return finished
+
+    def _give_to_parent(
+        self, state: _RequestState, parent: ParentRequest, result: RequestOutput, stats: IterationStats
+    ) -> None:
+        total = parent.take_output(state.request.request_id, state.index, result)
+        if total is not None:
+            stats.finished_requests.append(total)
+            del self._parents[parent.request_id]
+            for child_id in parent.live:  # after an error
+                self._states.pop(child_id, None)
 
     def _add_logprobs(self, state: _RequestState, completion: CompletionOutput, entries: TokenLogprobs) -> None:
         assert state.cumulative_logprob is not None
@@ -211,9 +271,10 @@ class OutputProcessor:
             own.time_to_first_token_seconds = now - state.request.arrival_time
             own.queue_seconds = output.queue_seconds or 0.0
             own.num_cached_tokens = output.num_cached_tokens
-            stats.time_to_first_token_seconds.append(own.time_to_first_token_seconds)
-            stats.num_prompt_tokens += own.num_prompt_tokens
-            stats.num_cached_tokens += own.num_cached_tokens
+            if state.parent is None or state.parent.take_first_token():
+                stats.time_to_first_token_seconds.append(own.time_to_first_token_seconds)
+                stats.num_prompt_tokens += own.num_prompt_tokens
+                stats.num_cached_tokens += own.num_cached_tokens
         else:
             stats.inter_token_seconds.append(now - state.last_token_time)
         state.last_token_time = now

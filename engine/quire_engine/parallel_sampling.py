@@ -1,0 +1,96 @@
+"""ParentRequest: one request for n sequences, as n requests of the engine core and one of the caller.
+
+The engine core knows nothing of it. The children have the same prompt, so the first one computes it and the others find
+its full blocks in the prefix cache, within the same step already; only what follows the last full block, at most
+`block_size` tokens, is computed once per child. (Sharing that block and copying it on the first write would save no
+memory, as each child writes to it in its very next step. What it would save in time is measured by
+`tests/benchmarks/parallel_sampling.py`.) Without prefix caching each child computes the prompt for itself.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire_engine.input_processor import ProcessedRequest
+from quire_engine.stats import FinishedRequestStats
+
+if TYPE_CHECKING:
+    from quire_engine.output_processor import RequestOutput
+
+__all__ = ["ParentRequest", "child_seed"]
+
+WORST_LAST = ("stop", "length", "abort", "error")
+
+
+def child_seed(seed: int | None, index: int) -> int | None:
+    """The seed of sequence `index`: `seed + index` modulo 2**64. So the first sequence is the one that n=1 gives."""
+    return None if seed is None else (seed + index) % 2**64
+
+
+class ParentRequest:
+    """Makes the children, and their outputs into the parent's."""
+
+    def __init__(self, request: ProcessedRequest, on_output: "Callable[[RequestOutput], None]") -> None:
+        self.request_id = request.request_id
+        self.on_output = on_output
+        self.children = [
+            replace(
+                request,
+                request_id=f"{index}_{request.request_id}",
+                params=msgspec.structs.replace(request.params, n=1, seed=child_seed(request.params.seed, index)),
+            )
+            for index in range(request.params.n)
+        ]
+        self.live = {child.request_id for child in self.children}
+        """The children that have not ended."""
+        self._first_token_seen = False
+        self._finished: list[FinishedRequestStats] = []
+        self._num_cached_tokens: int | None = None
+
+    def take_first_token(self) -> bool:
+        """Whether a child's first token is the parent's first too: the prompt and the time to it count once."""
+        first, self._first_token_seen = not self._first_token_seen, True
+        return first
+
+    def take_output(self, child_id: str, index: int, output: "RequestOutput") -> FinishedRequestStats | None:
+        """Give out a child's delta as the parent's.
+
+        Returns:
+            The parent's statistics when this was its end: the last child's end, or any child's error.
+        """
+        (completion,) = output.outputs
+        completion.index = index
+        output.request_id = self.request_id
+        if completion.token_ids and self._num_cached_tokens is None:
+            self._num_cached_tokens = output.num_cached_tokens  # the other children also find what this one computed
+        output.num_cached_tokens = self._num_cached_tokens or 0
+        if output.metrics is not None:
+            self.live.discard(child_id)
+            self._finished.append(output.metrics)
+        output.finished = not self.live or output.error is not None
+        output.metrics = self._total() if output.finished else None
+        self.on_output(output)
+        return output.metrics
+
+    def _total(self) -> FinishedRequestStats:
+        """One request's statistics of all its children's."""
+        stats = self._finished
+        started = [one for one in stats if one.time_to_first_token_seconds is not None]
+        first = min(started, key=lambda one: one.time_to_first_token_seconds or 0.0, default=stats[0])
+        # From the first token of any to the last token of any.
+        ends = [(one.time_to_first_token_seconds or 0.0) + one.decode_seconds for one in started]
+        return FinishedRequestStats(
+            finish_reason=max((one.finish_reason for one in stats), key=WORST_LAST.index),
+            num_prompt_tokens=first.num_prompt_tokens,
+            num_output_tokens=sum(one.num_output_tokens for one in stats),
+            num_cached_tokens=self._num_cached_tokens or 0,
+            num_preemptions=sum(one.num_preemptions for one in stats),
+            e2e_seconds=max(one.e2e_seconds for one in stats),
+            queue_seconds=first.queue_seconds,
+            prefill_seconds=first.prefill_seconds,
+            decode_seconds=max(ends) - (first.time_to_first_token_seconds or 0.0) if ends else 0.0,
+            time_to_first_token_seconds=first.time_to_first_token_seconds,
+            num_sequences=len(self.children),
+        )
