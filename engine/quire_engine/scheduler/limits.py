@@ -21,6 +21,9 @@ SHORTEST_RETRY_SECONDS = 0.1
 FIRST_RETRY_SECONDS = 1.0
 """The estimate before any two requests have ended."""
 
+_Timer = tuple[float, int, str, str]
+"""(moment, arrival and id of the request, value of the `ErrorCode` that it ends with then)"""
+
 
 class RequestLimits:
     """Knows the moments at which waiting or running requests have to end, and finds those that have come."""
@@ -28,8 +31,8 @@ class RequestLimits:
     def __init__(self, config: SchedulerConfig, clock: Callable[[], float]) -> None:
         self._config = config
         self._clock = clock
-        self._timers: list[tuple[float, int, str, ErrorCode]] = []
-        """A heap of (moment, arrival, request id, what runs out then); those of ended requests stay in for a while."""
+        self._timers: list[_Timer] = []
+        """A heap; those of ended requests stay in for a while."""
         self._ends: deque[float] = deque(maxlen=NUM_ENDS)
 
     def watch(self, request: Request, requests: Mapping[str, Request]) -> None:
@@ -43,7 +46,7 @@ class RequestLimits:
         for milliseconds, code in ((delay, ErrorCode.UNAVAILABLE), (deadline, ErrorCode.DEADLINE)):
             if milliseconds is not None:
                 moment = request.queued_at + milliseconds / 1000
-                heapq.heappush(self._timers, (moment, request.arrival, request.request_id, code))
+                heapq.heappush(self._timers, (moment, request.arrival, request.request_id, code.value))
 
     def overdue(self, requests: Mapping[str, Request]) -> list[tuple[Request, ErrorCode]]:
         """Requests whose time has run out since the last call, and which time."""
@@ -55,8 +58,9 @@ class RequestLimits:
             timer = heapq.heappop(self._timers)
             request = _find(requests, timer)
             # A request that has had its turn may be preempted and wait again: that is not what the delay limits.
-            if request is not None and (timer[3] is ErrorCode.DEADLINE or request.scheduled_at is None):
-                overdue.append((request, timer[3]))
+            code = ErrorCode(timer[3])
+            if request is not None and (code is ErrorCode.DEADLINE or request.scheduled_at is None):
+                overdue.append((request, code))
         return overdue
 
     def excess(self, waiting: RequestQueue) -> list[Request]:
@@ -117,7 +121,7 @@ class RequestLimits:
         )
 
 
-def _find(requests: Mapping[str, Request], timer: tuple[float, int, str, ErrorCode]) -> Request | None:
+def _find(requests: Mapping[str, Request], timer: _Timer) -> Request | None:
     """The request that a timer belongs to, unless it has ended; a later one may have the same id."""
     _, arrival, request_id, _ = timer
     request = requests.get(request_id)

@@ -123,8 +123,8 @@ class Scheduler:
         The step is empty when the requests that were left have run out of time or were refused.
         """
         for request, code in self._limits.overdue(self.requests):
-            self.finish_request(request.request_id)
-            self._ended.append(self._limits.overdue_output(request, code, len(self.waiting)))
+            if self.finish_request(request.request_id) is not None:
+                self._ended.append(self._limits.overdue_output(request, code, len(self.waiting)))
         output = SchedulerOutput(num_scheduled_tokens={})
         room = self._schedule_running(output)
         if self._suspects and self._trial is None:
@@ -132,9 +132,10 @@ class Scheduler:
             self._trial = self.running[0]
         elif self._trial is None and not room.preempted:
             self._admit(self.waiting, output, room, self.config.max_num_seqs)
-        for request in self._limits.excess(self.waiting):
+        excess = self._limits.excess(self.waiting)
+        for request in excess:
             self.finish_request(request.request_id)
-            self._ended.append(self._limits.excess_output(request, len(self.waiting)))
+        self._ended += [self._limits.excess_output(request, len(self.waiting)) for request in excess]
         output.dropped_request_ids, self._dropped_request_ids = self._dropped_request_ids, []
         return output
 
