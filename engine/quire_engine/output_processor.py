@@ -225,6 +225,8 @@ class OutputProcessor:
             del self._states[request.request_id]
             assert completion.finish_reason is not None
             result.metrics = self._finish_stats(state, completion.finish_reason, now)
+            if output.error_code is not None:
+                result.metrics.error_code = output.error_code.value
             if state.parent is None:
                 stats.finished_requests.append(result.metrics)
         if state.parent is None:

@@ -52,6 +52,8 @@ class FinishedRequestStats(msgspec.Struct):
     """None when it ended before its first token."""
     num_sequences: int = 1
     """Sequences that were generated side by side; the number of output tokens is that of all."""
+    error_code: str | None = None
+    """Value of the `ErrorCode`, for a request that was refused or missed its deadline."""
 
     @property
     def time_per_output_token_seconds(self) -> float | None:
