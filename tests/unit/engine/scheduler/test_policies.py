@@ -355,3 +355,52 @@ def test_scheduler_without_limits_keeps_no_timers() -> None:
     scheduler: Scheduler = make_scheduler()
     scheduler.add_request(make_request([1, 2]))
     assert scheduler._limits._timers == []
+
+
+def test_prompts_that_were_passed_by_keep_their_order() -> None:
+    engine = Engine(num_blocks=300, max_num_batched_tokens=64, long_prefill_token_threshold=16)
+    for name in ("first", "second", "third", "fourth"):
+        engine.add(name, 40)
+    engine.step()
+    assert names(engine.scheduler.waiting) == ["second", "third", "fourth"]
+
+
+def test_idle_time_does_not_count_into_the_retry_estimate() -> None:
+    engine = Engine(max_num_seqs=1, max_queued_requests=1)
+    engine.add("before", max_tokens=1)
+    engine.run()
+    engine.clock.now += 1e6
+    for i in range(5):
+        engine.add(f"r{i}", max_tokens=1)
+    for _ in range(2):
+        engine.clock.now += 1.0
+        engine.step()
+        engine.add(f"more{engine.clock.now}", max_tokens=1)
+    engine.step()
+    assert max(output.retry_after_seconds or 0.0 for output in engine.ended.values()) < 10
+
+
+def test_priority_queue_tells_requests_of_one_id_apart() -> None:
+    queue = PriorityRequestQueue()
+    gone, stays = (make_request([1], request_id="same", params=SamplingParams(priority=p)) for p in (-5, 5))
+    queue.add(gone)
+    queue.remove(gone)
+    queue.add(stays)
+    assert gone not in queue
+    assert queue.pop() is stays
+    assert not queue
+
+
+def test_running_request_needs_the_kv_cache_manager_only_when_a_block_is_full_or_missing() -> None:
+    scheduler = make_scheduler(block_size=4)
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    request = make_request(range(5), params=SamplingParams(max_tokens=20))
+    scheduler.add_request(request)
+    settled = []
+    for _ in range(6):
+        run_step(scheduler, runner)
+        settled.append((request.num_computed_tokens, request.settled_until))
+    # At 8 tokens the second block is full and goes into the cache; at 9 a third one is needed.
+    assert settled == [(5, 7), (6, 7), (7, 7), (8, 8), (9, 11), (10, 11)]
+    scheduler.finish_request(request.request_id)
+    assert request.settled_until == 0
