@@ -160,9 +160,8 @@ class Scheduler:
                 block_ids = allocated
             if num_new_tokens < num_left:
                 self._count_partial_prefill(room, num_left)
-            request_id = request.request_id
-            scheduled[request_id] = num_new_tokens
-            request_ids.append(request_id)
+            scheduled[request.request_id] = num_new_tokens
+            request_ids.append(request.request_id)
             new_block_ids.append(block_ids)
             computed.append(num_computed_tokens)
             request.num_computed_tokens = num_computed_tokens + num_new_tokens
