@@ -13,6 +13,7 @@ from quire_engine.core.client import AsyncMPClient
 from quire_engine.errors import DeadlineExceededError, EngineDeadError, EngineUnavailableError
 from quire_engine.input_processor import InputProcessor, ProcessedRequest, Prompt, load_tokenizer
 from quire_engine.messages import ErrorCode
+from quire_engine.models import check_checkpoint
 from quire_engine.output_processor import OnOutput, OutputProcessor, RequestOutput
 from quire_engine.request import FinishReason
 from quire_engine.sampling_params import SamplingParams
@@ -34,7 +35,7 @@ class AsyncLLM:
         stat_loggers: each hears of every step.
 
     Raises:
-        CheckpointError: the tokenizer cannot be loaded.
+        CheckpointError: the checkpoint or its tokenizer cannot be served.
         EngineDeadError: the engine core could not start; the message says why.
     """
 
@@ -43,9 +44,11 @@ class AsyncLLM:
         self.dead_error: str | None = None
         self._stat_loggers = list(stat_loggers)
         self._output_task: asyncio.Task[None] | None = None
+        tokenizer_path = Path(config.model.tokenizer_path)
+        check_checkpoint(Path(config.model.model), tokenizer_path)  # takes milliseconds, and a process start seconds
         self._client = AsyncMPClient(config)
         try:
-            tokenizer = load_tokenizer(Path(config.model.tokenizer_path))  # while the engine core loads the weights
+            tokenizer = load_tokenizer(tokenizer_path)  # while the engine core loads the weights
             ready = self._client.wait_until_ready()
         except BaseException:
             self._client.shutdown()

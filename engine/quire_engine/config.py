@@ -33,6 +33,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _check(isinstance(self.model, str) and self.model != "", "model", self.model, "the path of a folder")
+        _check(self.tokenizer is None or isinstance(self.tokenizer, str), "tokenizer", self.tokenizer, "a path")
         _check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         if self.max_model_len is not None:
             _check_int("max_model_len", self.max_model_len, 1)
@@ -130,7 +131,9 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for item in fields(self)[:3]:
             value = getattr(self, item.name)
-            _check(value == 1, item.name, value, "1 (one process runs the model in this version)")
+            _check(
+                type(value) is int and value == 1, item.name, value, "1 (one process runs the model in this version)"
+            )
         _check(self.distributed_executor_backend == "uni", "distributed_executor_backend",
                self.distributed_executor_backend, "'uni'")  # fmt: skip
 

@@ -7,16 +7,18 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from quire_engine.errors import CheckpointError, RequestError
 from quire_engine.messages import EngineCoreReady, EngineCoreRequest
 from quire_engine.models.checkpoint import TOKENIZER_FILES
 from quire_engine.request import validate_request
 from quire_engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["InputProcessor", "ProcessedRequest", "Prompt", "load_tokenizer"]
 
@@ -46,7 +48,7 @@ class ProcessedRequest:
         return EngineCoreRequest(self.request_id, self.prompt_token_ids, self.params, left_ms)
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     """The tokenizer of a checkpoint folder, from its files alone.
 
     Raises:
@@ -54,17 +56,20 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise CheckpointError(f"tokenizer: {folder} holds no {' or '.join(TOKENIZER_FILES)}")
+    from transformers import AutoTokenizer  # takes a second, in which the engine process already loads the weights
+
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the library raises whatever its parsers raise
         raise CheckpointError(f"tokenizer: {folder} does not load: {error}") from error
+    tokenizer.model_max_length = 10**30  # the length is checked here, by name; the library would only log a warning
     return tokenizer
 
 
 class InputProcessor:
     """Tokenizes and validates."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, ready: EngineCoreReady) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", ready: EngineCoreReady) -> None:
         self.tokenizer = tokenizer
         self._ready = ready
         self._max_token_length = max(map(len, tokenizer.get_vocab()), default=1)

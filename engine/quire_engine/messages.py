@@ -10,6 +10,7 @@ import enum
 
 import msgspec
 
+from quire_engine.config import EngineConfig
 from quire_engine.request import FinishReason
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.stats import SchedulerStats
@@ -23,6 +24,7 @@ __all__ = [
     "ErrorCode",
     "ModelRunnerOutput",
     "NewRequestData",
+    "ProcessArguments",
     "RequestType",
     "SchedulerOutput",
     "TokenLogprobs",
@@ -106,6 +108,14 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
     outputs: list[EngineCoreOutput] = []
     scheduler_stats: SchedulerStats | None = None
     utility_outputs: list[UtilityOutput] = []
+
+
+class ProcessArguments(msgspec.Struct):
+    """What the process of an engine core is told on its stdin, as one line of JSON."""
+
+    config: EngineConfig
+    input_address: str
+    output_address: str
 
 
 class EngineCoreReady(msgspec.Struct):

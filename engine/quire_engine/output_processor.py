@@ -4,15 +4,18 @@ import time
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from quire_engine.detokenizer import IncrementalDetokenizer
+from quire_engine.errors import RequestError
 from quire_engine.input_processor import ProcessedRequest
 from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, ErrorCode, TokenLogprobs
 from quire_engine.parallel_sampling import ParentRequest
 from quire_engine.request import FinishReason
 from quire_engine.stats import FinishedRequestStats, IterationStats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["CompletionOutput", "Logprob", "OnOutput", "OutputProcessor", "RequestOutput"]
 
@@ -89,7 +92,7 @@ class _RequestState:
     def __init__(
         self,
         request: ProcessedRequest,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: "PreTrainedTokenizerBase",
         on_output: OnOutput,
         parent: ParentRequest | None = None,
         index: int = 0,
@@ -116,7 +119,7 @@ class _RequestState:
 class OutputProcessor:
     """Keeps the state of every live request of one frontend."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
         self._states: dict[str, _RequestState] = {}
         self._parents: dict[str, ParentRequest] = {}
@@ -132,7 +135,12 @@ class OutputProcessor:
 
         Returns:
             What to hand to the engine core: the request itself, or one for each of its sequences.
+
+        Raises:
+            RequestError: another live request has the same id.
         """
+        if request.request_id in self._states or request.request_id in self._parents:
+            raise RequestError("request_id", f"request_id {request.request_id!r} is that of a live request")
         if request.params.n == 1:
             self._states[request.request_id] = _RequestState(request, self._tokenizer, on_output)
             return [request]

@@ -69,10 +69,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         """Check every range; each failure names the parameter, the value and what is allowed."""
+        if isinstance(self.stop, str):  # vLLM takes one string too
+            msgspec.structs.force_setattr(self, "stop", [self.stop])
+        for name, kind in _FIELD_TYPES.items():
+            _require_type(name, getattr(self, name), kind)
         _require(math.isfinite(self.temperature) and 0.0 <= self.temperature <= 1e4, "temperature", self.temperature,
                  "a number from 0 (greedy) to 10000")  # fmt: skip
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "in (0, 1]")
-        _require(self.top_k >= -1, "top_k", self.top_k, "-1 or 0 (all tokens), or at least 1")
+        _require(-1 <= self.top_k < 2**63, "top_k", self.top_k, "-1 or 0 (all tokens), or from 1 to 2**63 - 1")
         _require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "in [0, 1]")
         _require(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "an integer from 0 to 2**64 - 1")
         _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
@@ -108,20 +112,35 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Build from decoded JSON or request parameters, converting what clients commonly send as strings.
 
         vllm_backend's clients send `{"temperature": "0.1", "max_tokens": "100"}`: numbers and booleans as strings
-        are converted by the field's type. `stop` may be one string.
+        are converted by the field's type. `stop` may be one string. null means unset.
 
         Raises:
             RequestError: a name is not known (the nearest known one is named), or a value has the wrong type or range.
         """
-        cleaned = {name: convert_parameter(name, value) for name, value in values.items() if value is not None}
-        return cls(**cleaned)
+        converted = {name: convert_parameter(name, value) for name, value in values.items()}
+        return cls(**{name: value for name, value in converted.items() if value is not None})
 
 
 _FIELD_TYPES: dict[str, type] = {
     "temperature": float, "top_p": float, "top_k": int, "min_p": float, "seed": int, "max_tokens": int,
-    "min_tokens": int, "stop": str, "stop_token_ids": list, "ignore_eos": bool, "include_stop_str_in_output": bool,
+    "min_tokens": int, "stop": list, "stop_token_ids": list, "ignore_eos": bool, "include_stop_str_in_output": bool,
     "skip_special_tokens": bool, "logprobs": int, "n": int, "priority": int, "cache_salt": str,
 }  # fmt: skip
+
+
+_OPTIONAL = ("seed", "max_tokens", "logprobs", "cache_salt")
+
+
+def _require_type(name: str, value: object, kind: type) -> None:
+    """Decoding has checked that already; a caller of the constructor may have passed anything."""
+    if value is None and name in _OPTIONAL:
+        return
+    ok = isinstance(value, int | float if kind is float else kind) and (kind is bool or not isinstance(value, bool))
+    if ok and isinstance(value, list):
+        items = str if name == "stop" else int
+        ok = all(isinstance(item, items) and not isinstance(item, bool) for item in value)
+    wanted = {"stop": "a list of strings", "stop_token_ids": "a list of integers"}.get(name, f"of type {kind.__name__}")
+    _require(ok, name, repr(value), wanted)
 
 
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:
@@ -130,7 +149,7 @@ def _require(ok: bool, name: str, value: object, allowed: str) -> None:
 
 
 def convert_parameter(name: str, value: Any) -> Any:
-    """One value of JSON or of a request parameter, as the field's own type.
+    """One value of JSON or of a request parameter, as the field's own type; null stays None and means unset.
 
     Raises:
         RequestError: the name is not known (the nearest known one is named), or the value has another type.
@@ -140,6 +159,8 @@ def convert_parameter(name: str, value: Any) -> Any:
         near = get_close_matches(name, _FIELD_TYPES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(_FIELD_TYPES))}"
         raise RequestError(name, f"unknown sampling parameter {name!r}{hint}")
+    if value is None:
+        return None
     if name == "stop":
         return _string_list(name, value)
     if name == "stop_token_ids":

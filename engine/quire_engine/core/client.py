@@ -23,12 +23,12 @@ import zmq
 import zmq.asyncio
 
 from quire_engine.config import EngineConfig
-from quire_engine.core.process import ProcessArguments
 from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.messages import (
     EngineCoreOutputs,
     EngineCoreReady,
     EngineCoreRequest,
+    ProcessArguments,
     RequestType,
     UtilityRequest,
 )

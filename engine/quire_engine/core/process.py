@@ -20,7 +20,6 @@ import traceback
 import msgspec
 import zmq
 
-from quire_engine.config import EngineConfig
 from quire_engine.core.engine_core import EngineCore
 from quire_engine.errors import EngineError, EngineUnavailableError
 from quire_engine.messages import (
@@ -29,26 +28,19 @@ from quire_engine.messages import (
     EngineCoreReady,
     EngineCoreRequest,
     ErrorCode,
+    ProcessArguments,
     RequestType,
     UtilityOutput,
     UtilityRequest,
 )
 from quire_engine.request import FinishReason
 
-__all__ = ["EngineCoreProcess", "ProcessArguments"]
+__all__ = ["EngineCoreProcess"]
 
 logger = logging.getLogger(__name__)
 
 IDLE_CHECK_MS = 1000
 """After this long without work, the block pool's integrity is checked, once per idle period."""
-
-
-class ProcessArguments(msgspec.Struct):
-    """What the parent tells its child on stdin."""
-
-    config: EngineConfig
-    input_address: str
-    output_address: str
 
 
 class EngineCoreProcess:
@@ -75,6 +67,7 @@ class EngineCoreProcess:
 
     def run(self) -> None:
         """Serve until told to stop."""
+        self._send_stats()  # so that the size of the KV cache is known before the first request
         while not self._stopping:
             if self._core.has_requests():
                 self._receive()
@@ -163,7 +156,7 @@ def _die_with_parent() -> None:
 
 def main() -> None:
     """Entry point of the child process."""
-    logging.basicConfig(level=logging.INFO, format="quire engine[%(process)d] %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, format="quire engine[%(process)d] %(levelname)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=ProcessArguments)
     threading.Thread(target=_die_with_parent, name="die-with-parent", daemon=True).start()

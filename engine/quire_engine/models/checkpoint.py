@@ -94,8 +94,12 @@ class CheckpointConfig:
             raise CheckpointError(f"{folder / 'config.json'}: {error!r} is missing or not a number") from None
 
 
-def check_checkpoint(folder: Path) -> CheckpointConfig:
+def check_checkpoint(folder: Path, tokenizer_folder: Path | None = None) -> CheckpointConfig:
     """Check everything that can be known without loading: configuration, tokenizer and every weight file's size.
+
+    Args:
+        folder: the checkpoint.
+        tokenizer_folder: where the tokenizer is, when it is elsewhere.
 
     Returns:
         The configuration.
@@ -104,10 +108,11 @@ def check_checkpoint(folder: Path) -> CheckpointConfig:
         CheckpointError: what is missing or truncated, by file.
     """
     config = CheckpointConfig.from_folder(folder)
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    tokenizer_folder = tokenizer_folder or folder
+    if not any((tokenizer_folder / name).is_file() for name in TOKENIZER_FILES):
         raise CheckpointError(
-            f"{folder}: there is no tokenizer ({' or '.join(TOKENIZER_FILES)}); copy its files into the folder, "
-            "or name another folder with the setting tokenizer"
+            f"{tokenizer_folder}: there is no tokenizer ({' or '.join(TOKENIZER_FILES)}); copy its files there, or "
+            "name another folder with the setting tokenizer"
         )
     for path in weight_files(folder):
         check_safetensors(path)

@@ -80,6 +80,8 @@ class Scheduler:
         self._arrivals = count()
         self._ended: list[EngineCoreOutput] = []
         """Of requests that ended without a step: refused, or out of time."""
+        self._acquitted = FCFSRequestQueue()
+        """Suspects that have; they wait for the trials of the others."""
 
     # -- requests come and go ---------------------------------------------------------------------------------------
 
@@ -105,7 +107,7 @@ class Scheduler:
             self._dropped_request_ids.append(request_id)
             self._limits.request_ended()
         else:
-            (self._suspects if request in self._suspects else self.waiting).remove(request)
+            next(queue for queue in self._queues if request in queue).remove(request)
         if request is self._trial:
             self._trial = None
         request.status = RequestStatus.FINISHED
@@ -113,6 +115,11 @@ class Scheduler:
         if not self.requests:
             self._limits.nothing_left()
         return request
+
+    @property
+    def _queues(self) -> tuple[RequestQueue, ...]:
+        """Everywhere that a request can wait."""
+        return self.waiting, self._suspects, self._acquitted
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -126,6 +133,8 @@ class Scheduler:
             if self.finish_request(request.request_id) is not None:
                 self._ended.append(self._limits.overdue_output(request, code, len(self.waiting)))
         output = SchedulerOutput(num_scheduled_tokens={})
+        if self._acquitted and not self._suspects and self._trial is None:
+            self._end_trials()
         room = self._schedule_running(output)
         if self._suspects and self._trial is None:
             self._admit(self._suspects, output, room, max_running=1)
@@ -177,7 +186,8 @@ class Scheduler:
         """
         while (block_ids := self.kv_cache.allocate_slots(request, num_new_tokens)) is None:
             victim = self.running.pop()
-            self._preempt(victim, self.waiting)
+            self._preempt(victim)
+            self.waiting.prepend(victim)
             room.preempted = True
             if victim is request:
                 return None
@@ -204,7 +214,7 @@ class Scheduler:
             if request.scheduled_at is None:
                 request.scheduled_at = self._clock()
                 request.num_cached_tokens = num_hit_tokens
-                self.prefix_cache_queries += request.num_tokens
+                self.prefix_cache_queries += request.num_tokens if self.kv_cache.enable_prefix_caching else 0
                 self.prefix_cache_hits += num_hit_tokens
             request.num_computed_tokens = num_hit_tokens
             request.status = RequestStatus.RUNNING
@@ -239,8 +249,8 @@ class Scheduler:
         room.num_partial_prefills += 1
         room.num_long_partial_prefills += self._is_long(num_left)
 
-    def _preempt(self, request: Request, queue: RequestQueue) -> None:
-        """Take everything back from a request that has left `running`, and put it first in a queue.
+    def _preempt(self, request: Request) -> None:
+        """Take everything back from a request that leaves `running`; the caller lets it wait somewhere.
 
         What it computed is computed again later, as far as the prefix cache does not still hold it.
         """
@@ -250,7 +260,6 @@ class Scheduler:
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._dropped_request_ids.append(request.request_id)
-        queue.prepend(request)
 
     def _introduce(self, request: Request) -> NewRequestData:
         return NewRequestData(
@@ -295,7 +304,10 @@ class Scheduler:
                 self.finish_request(request_id)
             outputs.append(output)
         if self._trial is not None and self._trial.request_id in runner_output.sampled_token_ids:
-            self._acquit(self._trial)
+            self.running.remove(self._trial)
+            self._preempt(self._trial)
+            self._acquitted.add(self._trial)
+            self._trial = None
         return outputs
 
     def recover_from_failed_step(self, scheduler_output: SchedulerOutput, error: str) -> list[EngineCoreOutput]:
@@ -309,27 +321,28 @@ class Scheduler:
         scheduled = list(scheduler_output.num_scheduled_tokens)
         outputs, self._ended = self._ended, []
         if len(scheduled) == 1:
-            self.finish_request(scheduled[0])
-            outputs.append(EngineCoreOutput(scheduled[0], finish_reason=FinishReason.ERROR, error=error))
+            culprit = self.finish_request(scheduled[0])
+            if culprit is not None:  # it may have been aborted while the step ran
+                outputs.append(EngineCoreOutput(scheduled[0], finish_reason=FinishReason.ERROR, error=error))
         suspects, self.running, self._trial = self.running, [], None
         for request in reversed(suspects):
-            self._preempt(request, self._suspects)
+            self._preempt(request)
+            self._suspects.prepend(request)
         self.kv_cache.reset_prefix_cache()
         return outputs
 
-    def _acquit(self, request: Request) -> None:
-        """End a trial: the suspect goes on like any other, after the remaining suspects had their trial."""
-        self._trial = None
-        if self._suspects:
-            self.running.remove(request)
-            self._preempt(request, self.waiting)
+    def _end_trials(self) -> None:
+        """Let the acquitted go on, in their old order and before all who wait."""
+        for request in reversed(list(self._acquitted)):
+            self._acquitted.remove(request)
+            self.waiting.prepend(request)
 
     def make_stats(self) -> SchedulerStats:
         """The numbers of this moment."""
         pool = self.kv_cache.block_pool
         return SchedulerStats(
             num_running=len(self.running),
-            num_waiting=len(self.waiting) + len(self._suspects),
+            num_waiting=sum(len(queue) for queue in self._queues),
             num_blocks_used=self.kv_cache.num_blocks - pool.num_free_blocks,
             num_blocks_cached=pool.num_cached_free_blocks,
             num_blocks_free=pool.num_free_blocks - pool.num_cached_free_blocks,
@@ -345,6 +358,6 @@ class Scheduler:
             AssertionError: a request or a block was lost or shared wrongly.
         """
         self.kv_cache.check_integrity()
-        places = [*self.running, *self.waiting, *self._suspects]
+        places = [*self.running, *(request for queue in self._queues for request in queue)]
         assert len(places) == len(self.requests), "a request is in no queue, or in two"
         assert {id(request) for request in places} == {id(request) for request in self.requests.values()}

@@ -41,7 +41,7 @@ class Worker:
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         num_threads = configure_threads(num_parameters)
         logger.info(
-            "%s: %.1f M parameters, %s, %d threads", config.model.model, num_parameters / 1e6, name, num_threads
+            "%s: %.1f M parameters, %s, threads: %d", config.model.model, num_parameters / 1e6, name, num_threads
         )
         batch = InputBatch(config.scheduler.max_num_seqs, max_model_len, config.cache.block_size, checkpoint.vocab_size)
         self.runner = ModelRunner(model, batch, config.cache.block_size)

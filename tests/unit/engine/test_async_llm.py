@@ -21,6 +21,8 @@ from quire_engine.messages import RequestType
 from quire_engine.output_processor import RequestOutput
 from quire_engine.stats import IterationStats, SchedulerStats
 
+pytestmark = pytest.mark.slow
+
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
 
@@ -189,8 +191,10 @@ def test_start_up_errors_are_the_engines_own(checkpoint: Callable[[str], Path], 
     ]:
         with pytest.raises(EngineDeadError, match=message):
             AsyncLLM(EngineConfig.from_settings(settings))
-    with pytest.raises(CheckpointError, match="tokenizer"):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
         AsyncLLM(EngineConfig.from_settings({"model": str(tmp_path)}))
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        AsyncLLM(EngineConfig.from_settings({"model": folder, "tokenizer": str(tmp_path)}))
 
 
 def test_an_idle_engine_uses_no_cpu(checkpoint: Callable[[str], Path]) -> None:

@@ -279,3 +279,24 @@ def test_value_out_of_range_is_refused_on_the_wire(values: dict[str, Any], param
 def test_wrong_type_or_name_is_refused_on_the_wire(values: dict[str, Any]) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(values), type=SamplingParams)
+
+
+def test_one_stop_string_may_stand_alone() -> None:
+    assert SamplingParams(stop="END").stop == ["END"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", "abc"), ("max_tokens", 5.5), ("stop", None), ("stop", [1]), ("stop_token_ids", None),
+     ("stop_token_ids", ["1"]), ("ignore_eos", 1), ("top_k", True), ("top_k", 10**30)],
+)  # fmt: skip
+def test_a_value_of_another_type_is_named(name: str, value: object) -> None:
+    with pytest.raises(RequestError, match=f"^{name} is") as caught:
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+    assert caught.value.parameter == name
+
+
+def test_null_means_unset_but_not_for_unknown_names() -> None:
+    assert SamplingParams.from_mapping({"max_tokens": None, "seed": None}) == SamplingParams()
+    with pytest.raises(RequestError, match="unknown sampling parameter 'bogus'"):
+        SamplingParams.from_mapping({"bogus": None})

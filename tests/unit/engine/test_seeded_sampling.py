@@ -7,6 +7,8 @@ import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.output_processor import RequestOutput
 
+pytestmark = pytest.mark.slow
+
 SEEDED = [
     SamplingParams(temperature=0.8, seed=1, max_tokens=40, ignore_eos=True),
     SamplingParams(temperature=1.0, top_p=0.9, seed=2**64 - 1, max_tokens=40, ignore_eos=True),

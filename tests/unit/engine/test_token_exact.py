@@ -9,6 +9,8 @@ from quire_engine.kv_cache.sizing import block_bytes
 from quire_engine.models import CheckpointConfig
 from support.oracle import CHECKPOINTS, Expected
 
+pytestmark = pytest.mark.slow
+
 Workload = tuple[list[list[int]], list[int], list[Expected]]
 
 SCARCE_BLOCKS = {16: 11, 64: 40, 512: 40}

@@ -1,0 +1,48 @@
+# Everything runs from .venv, which each target sets up for itself: Python 3.10 to 3.12 and make are enough.
+# ARGS goes to the program a target runs:  make serve ARGS="--model PATH"   make test ARGS="-k scheduler -x"
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test check bench clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+
+serve: $(VENV)/.server-installed  ## Serve the demo model: gRPC on port 8001, HTTP on 8000, metrics on 8002
+	@$(BIN)/quire serve $(ARGS)
+
+test: $(VENV)/.dev-installed  ## Run all tests, those with a real server too
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev-installed  ## Check format, lint and types
+	@$(BIN)/ruff format --check --quiet . || { echo "quire: some files are not formatted; run $(BIN)/ruff format"; exit 1; }
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+
+bench: $(VENV)/.dev-installed  ## Measure what the server adds to the engine's own time
+	@$(BIN)/python tests/benchmarks/overhead.py $(ARGS)
+
+clean:  ## Remove .venv and everything else that was built
+	@rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@find . -name __pycache__ -prune -exec rm -rf {} +
+	@find . -name '*.egg-info' -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@# The Python backend of the wheel's tritonserver needs numpy 1, which was never built for Python 3.13.
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' \
+	  || { echo "quire: $(PYTHON) is not Python 3.10, 3.11 or 3.12; name one with make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+# What `make serve` needs is less than what developers need, and comes faster.
+$(VENV)/.server-installed: pyproject.toml | $(BIN)/python
+	@echo "quire: installing into $(VENV); this takes minutes, once" >&2
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[server]'
+	@touch $@
+
+$(VENV)/.dev-installed: pyproject.toml | $(BIN)/python
+	@echo "quire: installing into $(VENV); this takes minutes, once" >&2
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[dev]'
+	@touch $(VENV)/.server-installed $@

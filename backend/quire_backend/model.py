@@ -1,0 +1,87 @@
+"""TritonPythonModel: the five calls of the server's Python stub."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire_engine.config import EngineConfig
+from quire_engine.errors import EngineError
+from quire_monitoring import TritonStatLogger
+
+from quire_backend import model_config, triton_api
+from quire_backend.serving import Serving
+from quire_backend.settings import load_engine_config, one_line
+from quire_backend.triton_api import TritonRequest
+
+if TYPE_CHECKING:
+    from quire_engine.async_llm import AsyncLLM
+
+__all__ = ["TritonPythonModel"]
+
+logger = logging.getLogger(__name__)
+
+
+def make_engine(config: EngineConfig, stat_logger: TritonStatLogger) -> "AsyncLLM":
+    """Start the engine; imported only now, because completing a configuration should not load torch."""
+    from quire_engine.async_llm import AsyncLLM
+
+    return AsyncLLM(config, [stat_logger])
+
+
+class TritonPythonModel:
+    """One instance serves all requests of the model: the engine does the batching."""
+
+    @staticmethod
+    def auto_complete_config(auto_complete_model_config: Any) -> Any:
+        """Complete `config.pbtxt`, which need not say more than `backend: "quire"`."""
+        model_config.complete(auto_complete_model_config)
+        return auto_complete_model_config
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Start the engine with the settings of `model.json`.
+
+        Raises:
+            TritonModelException: it cannot be served; the message says in one line why.
+        """
+        triton_api.install_log_handler()
+        failure = None
+        try:
+            self._start(args)
+        except (EngineError, ValueError, OSError) as error:
+            failure = one_line(error)
+        except Exception as error:
+            logger.exception("model %s could not be loaded", args["model_name"])
+            failure = f"{type(error).__name__}: {one_line(error)}"
+        if failure is not None:
+            # Raised here, and not in the handlers, so that tritonserver's report holds no chain of tracebacks.
+            raise triton_api.load_error(failure)
+
+    def _start(self, args: dict[str, str]) -> None:
+        config = load_engine_config(Path(args["model_repository"]) / args["model_version"])
+        labels = {"model": args["model_name"], "version": args["model_version"], "engine": "0"}
+        self._metrics = TritonStatLogger(triton_api.metric_family, labels)
+        engine = make_engine(config, self._metrics)
+        self._serving = Serving(engine, config.frontend, on_rejected=self._metrics.record_rejection)
+        try:
+            self._serving.start()
+        except BaseException:
+            engine.shutdown()
+            raise
+        self._metrics.start(is_up=lambda: engine.is_healthy)
+        logger.info("model %s is served by the Quire engine", args["model_name"])
+
+    def execute(self, requests: Sequence[TritonRequest]) -> None:
+        """Take requests and return at once; their responses are sent from elsewhere. Never raises."""
+        for request in requests:
+            self._serving.submit(request)
+
+    def is_ready(self) -> bool:
+        """Whether the engine steps; newer servers ask."""
+        return self._serving.is_ready
+
+    def finalize(self) -> None:
+        """End everything that `initialize` has started."""
+        if hasattr(self, "_serving"):
+            self._serving.shutdown()
+            self._metrics.stop()

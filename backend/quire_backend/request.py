@@ -1,0 +1,193 @@
+"""Tensors and request parameters → prompt, sampling parameters, options of the answer.
+
+A sampling parameter can be said in three places: in the JSON of `sampling_parameters`, as a request parameter, and as
+a typed input. vllm_backend's own client says each twice. What is said twice must agree, once both are converted to the
+parameter's type; nothing is ignored silently.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from quire_engine.errors import RequestError
+from quire_engine.sampling_params import SamplingParams, convert_parameter
+
+from quire_backend.model_config import RETURN_FLAGS, SAMPLING_INPUTS
+from quire_backend.triton_api import Tensor, TritonRequest
+
+__all__ = ["GenerateRequest", "ResponseOptions", "UnknownLoRAError", "parse_request"]
+
+
+class UnknownLoRAError(RequestError):
+    """The request names a LoRA adapter that this model does not serve."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResponseOptions:
+    """How the answer is to be given."""
+
+    stream: bool = False
+    """Many responses with what is new in each, or one with everything."""
+    prepend_prompt: bool = False
+    """Begin `text_output` with the prompt; never when streaming."""
+    outputs: frozenset[str] = frozenset()
+    """Additional outputs, which every response then carries."""
+    logprobs: bool = False
+    """Whether log-probabilities were asked for, and not only computed for `cumulative_logprob`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateRequest:
+    """One request, read and converted; whether the model can serve it is for the engine to say."""
+
+    label: str
+    """Triton's request id. It need not be unique, and only appears in logs."""
+    prompt: str | list[int]
+    sampling_params: SamplingParams
+    options: ResponseOptions
+
+
+def parse_request(request: TritonRequest) -> GenerateRequest:
+    """Read everything a request says. It keeps no reference to the request's memory.
+
+    Raises:
+        RequestError: something is missing, contradictory, unknown, or of a wrong type or range.
+    """
+    tensors = {tensor.name(): tensor for tensor in request.inputs()}
+    prompt = _prompt(tensors)
+    options = _options(tensors, has_text=isinstance(prompt, str))
+    params = SamplingParams.from_mapping(_sampling_parameters(tensors, request.parameters()))
+    if params.logprobs is not None:
+        options = replace(options, logprobs=True)
+    elif "cumulative_logprob" in options.outputs:
+        params = msgspec.structs.replace(params, logprobs=0)
+    return GenerateRequest(label=request.request_id(), prompt=prompt, sampling_params=params, options=options)
+
+
+# -- prompt and options ---------------------------------------------------------------------------------------------
+
+
+def _prompt(tensors: Mapping[str, Tensor]) -> str | list[int]:
+    if "text_input" in tensors and "input_ids" in tensors:
+        raise RequestError("input_ids", "text_input and input_ids are both given; exactly one of them must be")
+    if "text_input" in tensors:
+        return _text("text_input", _scalar("text_input", tensors["text_input"].as_numpy()))
+    if "input_ids" in tensors:
+        token_ids: list[int] = tensors["input_ids"].as_numpy().reshape(-1).tolist()
+        return token_ids
+    raise RequestError("text_input", "text_input is missing; give it, or input_ids instead")
+
+
+def _options(tensors: Mapping[str, Tensor], *, has_text: bool) -> ResponseOptions:
+    stream = _flag(tensors, "stream") or False
+    exclude_input = _flag(tensors, "exclude_input_in_output")
+    if exclude_input is False and stream:
+        raise RequestError(
+            "exclude_input_in_output", "exclude_input_in_output is false; with stream=true it must be true or left out"
+        )
+    if exclude_input is False and not has_text:
+        raise RequestError(
+            "exclude_input_in_output", "exclude_input_in_output is false; with input_ids there is no text to include"
+        )
+    return ResponseOptions(
+        stream=stream,
+        prepend_prompt=has_text and not stream and not exclude_input,
+        outputs=frozenset(output for flag, output in RETURN_FLAGS.items() if _flag(tensors, flag)),
+    )
+
+
+def _flag(tensors: Mapping[str, Tensor], name: str) -> bool | None:
+    return bool(_scalar(name, tensors[name].as_numpy())) if name in tensors else None
+
+
+# -- sampling parameters --------------------------------------------------------------------------------------------
+
+
+def _sampling_parameters(tensors: Mapping[str, Tensor], parameters: str) -> dict[str, Any]:
+    """All sampling parameters of a request, from the three places."""
+    values: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    for place, said in (
+        ("sampling_parameters", _json_parameters(tensors)),
+        ("the request parameters", _request_parameters(parameters)),
+        ("the input tensors", _typed_parameters(tensors)),
+    ):
+        for name, value in said.items():
+            if name == "lora_name":
+                raise UnknownLoRAError(name, f"lora_name is {value!r}; this model serves no LoRA adapter of that name")
+            converted = convert_parameter(name, value)
+            if converted is None:
+                continue
+            if name in values and not _agree(values[name], converted):
+                raise RequestError(
+                    name, f"{name} is {values[name]!r} in {places[name]} but {converted!r} in {place}; they must agree"
+                )
+            # The first place wins: where they agree, JSON has a float's full precision.
+            values.setdefault(name, converted)
+            places.setdefault(name, place)
+    return values
+
+
+def _agree(first: Any, second: Any) -> bool:
+    """Equal, or equal as FP32: a typed input cannot say 0.1 more precisely."""
+    if isinstance(first, float) and isinstance(second, float):
+        return bool(np.float32(first) == np.float32(second))
+    return bool(first == second)
+
+
+def _json_parameters(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    name = "sampling_parameters"
+    if name not in tensors:
+        return {}
+    text = _text(name, _scalar(name, tensors[name].as_numpy()))
+    try:
+        values = json.loads(text) if text else {}
+    except (ValueError, RecursionError) as error:
+        raise RequestError(name, f"{name} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise RequestError(name, f"{name} must be a JSON object, not a {type(values).__name__}")
+    return values
+
+
+def _request_parameters(parameters: str) -> dict[str, Any]:
+    """Request parameters without Triton's own, such as `triton_enable_empty_final_response`."""
+    values = json.loads(parameters) if parameters else {}
+    return {name: value for name, value in values.items() if not name.startswith("triton_")}
+
+
+def _typed_parameters(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for input_name, name in SAMPLING_INPUTS.items():
+        if input_name not in tensors:
+            continue
+        array = tensors[input_name].as_numpy()
+        if name == "stop":
+            values[name] = [_text(input_name, item) for item in array.reshape(-1)]
+        elif name == "stop_token_ids":
+            values[name] = array.reshape(-1).tolist()
+        elif array.dtype == np.float32:
+            # The shortest decimal that is this FP32 number: 0.1, not 0.10000000149.
+            values[name] = float(str(_scalar(input_name, array)))
+        else:
+            values[name] = _scalar(input_name, array).item()
+    return values
+
+
+# -- values ---------------------------------------------------------------------------------------------------------
+
+
+def _scalar(name: str, array: npt.NDArray[Any]) -> Any:
+    if array.size != 1:
+        raise RequestError(name, f"{name} holds {array.size} values; it must hold one")
+    return array.reshape(-1)[0]
+
+
+def _text(name: str, value: bytes | str) -> str:
+    try:
+        return value if isinstance(value, str) else bytes(value).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(name, f"{name} is not valid UTF-8 at byte {error.start}") from None

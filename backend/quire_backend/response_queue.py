@@ -1,0 +1,229 @@
+"""ResponseQueue: everything that is sent to clients goes through one thread here.
+
+Sending a response blocks for a round trip to the server process, so the engine's event loop never does it. The loop
+puts deltas here; what arrives for a request before its last response is out is merged into one. So streams coalesce by
+themselves under load, and `stream_interval_ms` makes them do so even without:
+
+::
+
+    put(delta) ──► stream.pending (merged) ──► heap of (due, stream) ──► send thread ──► response_sender.send
+
+A stream is due at once for its first token and for its end, and `stream_interval_ms` after its last response otherwise.
+"""
+
+import heapq
+import itertools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from quire_backend import triton_api
+from quire_backend.request import ResponseOptions
+from quire_backend.responses import tensors_of
+from quire_backend.triton_api import ErrorCode, ResponseSender
+
+if TYPE_CHECKING:
+    from quire_engine.output_processor import RequestOutput
+
+__all__ = ["ResponseQueue", "ResponseStream"]
+
+logger = logging.getLogger(__name__)
+
+NOT_DUE = math.inf
+
+
+class ResponseStream:
+    """One live request's way back to its client.
+
+    ::
+
+        open ──► ending (the last response is queued) ──► closed (it is on its way; the sender is not touched again)
+    """
+
+    def __init__(self, sender: ResponseSender, label: str = "") -> None:
+        self._sender = sender
+        self._lock = threading.Lock()
+        self._closed = False
+        self.label = label
+        """The client's name for the request; for logs."""
+        self.options = ResponseOptions()
+        self.request_id: str | None = None
+        """The engine's name for it, once it has one."""
+        self.cancelled = False
+        # Of the queue, under its lock:
+        self.pending: RequestOutput | None = None
+        self.failure: tuple[ErrorCode, str] | None = None
+        self.ending = False
+        self.due = NOT_DUE
+        # Of the send thread:
+        self.last_sent_at: float | None = None
+        self.broken = False
+
+    def check_cancelled(self) -> bool:
+        """Ask the server whether the client is gone; once is enough, so later calls say False.
+
+        After the final response the server frees what this question needs, hence the lock.
+        """
+        with self._lock:
+            if self._closed or self.cancelled or not self._sender.is_cancelled():
+                return False
+            self.cancelled = True
+            return True
+
+    @property
+    def closed(self) -> bool:
+        """Whether the final response is on its way."""
+        return self._closed
+
+    def send(self, response: object, *, final: bool) -> None:
+        """Send one response; only the send thread does that."""
+        if final:
+            with self._lock:
+                self._closed = True
+        triton_api.send(self._sender, response, final=final)
+
+
+class ResponseQueue:
+    """Merges deltas and sends them from a thread of its own.
+
+    Args:
+        stream_interval: tokens per streamed response after the first, at least.
+        stream_interval_ms: time between two responses of one stream, at least.
+        on_broken: called from the send thread for a stream whose response could not be sent.
+        on_closed: called from the send thread when a stream's last response is out.
+    """
+
+    def __init__(
+        self,
+        *,
+        stream_interval: int,
+        stream_interval_ms: float,
+        on_broken: Callable[[ResponseStream], None],
+        on_closed: Callable[[ResponseStream], None],
+    ) -> None:
+        self._stream_interval = stream_interval
+        self._interval = stream_interval_ms / 1000
+        self._on_broken = on_broken
+        self._on_closed = on_closed
+        self._condition = threading.Condition()
+        self._heap: list[tuple[float, int, ResponseStream]] = []
+        self._order = itertools.count()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="quire-responses", daemon=True)
+
+    def start(self) -> None:
+        """Begin to send."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Send what is due, then end the thread."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify()
+        self._thread.join(timeout=5.0)
+
+    # -- any thread -------------------------------------------------------------------------------------------------
+
+    def put(self, stream: ResponseStream, output: "RequestOutput") -> None:
+        """Add what is new of a request; `output.finished` makes it the last."""
+        with self._condition:
+            if stream.ending:
+                return
+            if stream.pending is None:
+                stream.pending = output
+            else:
+                stream.pending.merge(output)
+            stream.ending = output.finished
+            self._schedule(stream)
+
+    def fail(self, stream: ResponseStream, code: ErrorCode, message: str) -> None:
+        """End a request with an error; nothing that is still pending is sent."""
+        with self._condition:
+            if stream.ending:
+                return
+            stream.pending, stream.failure, stream.ending = None, (code, message), True
+            self._schedule(stream)
+
+    def _schedule(self, stream: ResponseStream) -> None:
+        """Note when the stream is due, if that is earlier than it was."""
+        due = self._due(stream)
+        if due < stream.due:
+            stream.due = due
+            heapq.heappush(self._heap, (due, next(self._order), stream))
+            if self._heap[0][2] is stream:
+                self._condition.notify()
+
+    def _due(self, stream: ResponseStream) -> float:
+        if stream.ending:
+            return 0.0
+        if not stream.options.stream or stream.pending is None:
+            return NOT_DUE
+        if stream.last_sent_at is None:
+            return 0.0
+        if sum(len(item.token_ids) for item in stream.pending.outputs) < self._stream_interval:
+            return NOT_DUE
+        return stream.last_sent_at + self._interval
+
+    # -- the send thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                stream = self._wait_for_due()
+                if stream is None:
+                    return
+                output, stream.pending = stream.pending, None
+                failure, final = stream.failure, stream.ending
+                stream.due = NOT_DUE
+                stream.last_sent_at = time.monotonic()
+            self._send(stream, output, failure, final)
+
+    def _wait_for_due(self) -> ResponseStream | None:
+        """The next stream that is due; None when stopping and nothing is due at once."""
+        while True:
+            while self._heap and self._heap[0][0] != self._heap[0][2].due:
+                heapq.heappop(self._heap)  # it has become due earlier, and was sent then
+            wait = self._heap[0][0] - time.monotonic() if self._heap else None
+            if wait is not None and wait <= 0:
+                return heapq.heappop(self._heap)[2]
+            if self._stopping:
+                return None
+            self._condition.wait(wait)
+
+    def _send(
+        self,
+        stream: ResponseStream,
+        output: "RequestOutput | None",
+        failure: tuple[ErrorCode, str] | None,
+        final: bool,
+    ) -> None:
+        """Send one response. Whatever goes wrong with it is that request's affair alone."""
+        if not final and (stream.broken or output is None):
+            return
+        try:
+            if failure is not None:
+                response = triton_api.error_response(*failure)
+            elif stream.broken or output is None:
+                response = triton_api.error_response(ErrorCode.INTERNAL, "a response could not be sent")
+            else:
+                response = triton_api.response(tensors_of(output, stream.options))
+            stream.send(response, final=final)
+        except Exception as error:
+            logger.warning("request %r: a response could not be sent: %s", stream.label, error)
+            self._break(stream, final)
+        if final:
+            self._on_closed(stream)
+
+    def _break(self, stream: ResponseStream, final: bool) -> None:
+        if not final:
+            stream.broken = True
+            self._on_broken(stream)
+        elif not stream.closed:
+            # The last response could not even be made: the server must still hear of the end.
+            try:
+                stream.send(triton_api.error_response(ErrorCode.INTERNAL, "the response is invalid"), final=True)
+            except Exception as error:
+                logger.warning("request %r could not be ended: %s", stream.label, error)

@@ -1,0 +1,106 @@
+"""What one output of the engine looks like as tensors."""
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from quire_backend.request import ResponseOptions
+from quire_backend.triton_api import ErrorCode, strings
+
+if TYPE_CHECKING:
+    from quire_engine.output_processor import CompletionOutput, RequestOutput
+    from quire_engine.stats import FinishedRequestStats
+
+__all__ = ["failure_of", "tensors_of"]
+
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot say; the value is vLLM's."""
+
+
+def tensors_of(output: "RequestOutput", options: ResponseOptions) -> dict[str, npt.NDArray[Any]]:
+    """The outputs of one response.
+
+    Args:
+        output: what is new since the last response; everything, when the request does not stream.
+        options: what the request asked for.
+    """
+    completions = output.outputs
+    prefix = output.prompt or "" if options.prepend_prompt else ""
+    tensors: dict[str, npt.NDArray[Any]] = {"text_output": strings([prefix + item.text for item in completions])}
+    if options.outputs:
+        tensors.update(_additional(output, completions, options))
+    return tensors
+
+
+def _additional(
+    output: "RequestOutput", completions: Sequence["CompletionOutput"], options: ResponseOptions
+) -> dict[str, npt.NDArray[Any]]:
+    wanted = options.outputs
+    tensors: dict[str, npt.NDArray[Any]] = {}
+    if "finish_reason" in wanted:
+        # "None" until it is known, as vllm_backend has it.
+        tensors["finish_reason"] = strings([str(item.finish_reason) for item in completions])
+    if "cumulative_logprob" in wanted:
+        sums = [float("nan") if item.cumulative_logprob is None else item.cumulative_logprob for item in completions]
+        tensors["cumulative_logprob"] = np.array(sums, dtype=np.float32)
+    if "logprobs" in wanted:
+        tensors["logprobs"] = strings([_logprobs(item) if options.logprobs else "null" for item in completions])
+    if "num_input_tokens" in wanted:
+        tensors["num_input_tokens"] = np.array([len(output.prompt_token_ids)], dtype=np.uint32)
+    if "num_output_tokens" in wanted:
+        tensors["num_output_tokens"] = np.array([len(item.token_ids) for item in completions], dtype=np.uint32)
+    if "token_ids" in wanted:
+        tensors["token_ids"] = np.array([id_ for item in completions for id_ in item.token_ids], dtype=np.int32)
+    if "perf_metrics" in wanted:
+        tensors["perf_metrics"] = strings([_perf_metrics(output.metrics)])
+    return tensors
+
+
+def _logprobs(completion: "CompletionOutput") -> str:
+    """A JSON list with one object per new token: token id → logprob, rank and text."""
+    if not completion.logprobs:
+        return "null"
+    return json.dumps(
+        [
+            {
+                str(token_id): {
+                    "logprob": max(item.logprob, LOWEST_LOGPROB),
+                    "rank": item.rank,
+                    "decoded_token": item.decoded_token,
+                }
+                for token_id, item in position.items()
+            }
+            for position in completion.logprobs
+        ]
+    )
+
+
+def _perf_metrics(metrics: "FinishedRequestStats | None") -> str:
+    """The request's times and counts as a JSON object, "null" before its end."""
+    if metrics is None:
+        return "null"
+    values = msgspec.to_builtins(metrics)
+    values["time_per_output_token_seconds"] = metrics.time_per_output_token_seconds
+    return json.dumps(values)
+
+
+def failure_of(output: "RequestOutput", *, cancelled: bool, draining: bool) -> tuple[ErrorCode, str] | None:
+    """The error that an ended request's client gets, None when it ended well.
+
+    Args:
+        output: the request's last output.
+        cancelled: the client asked for the end.
+        draining: we did, because the model is being unloaded.
+    """
+    reasons = {item.finish_reason for item in output.outputs}
+    if output.error is not None or "error" in reasons:
+        return ErrorCode.INTERNAL, output.error or "the engine failed this request"
+    if "abort" in reasons:
+        if draining and not cancelled:
+            return ErrorCode.UNAVAILABLE, "the model is being unloaded; send the request elsewhere or again later"
+        return ErrorCode.CANCELLED, "the request was cancelled"
+    return None

@@ -1,0 +1,40 @@
+"""`1/model.json` → EngineConfig, with one clear line for whatever is wrong with it."""
+
+import json
+from pathlib import Path
+
+from quire_engine.config import EngineConfig
+
+__all__ = ["load_engine_config", "one_line"]
+
+SETTINGS_FILE = "model.json"
+
+
+def load_engine_config(version_dir: Path) -> EngineConfig:
+    """Read the settings in a model's version folder.
+
+    Raises:
+        ValueError: the file is missing, not a JSON object, or holds an unknown name or a bad value.
+    """
+    path = version_dir / SETTINGS_FILE
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(
+            f'{path} is missing; it must hold the engine\'s settings, at least {{"model": "folder"}}'
+        ) from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {one_line(error)}") from None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} must hold a JSON object of settings, not a {type(settings).__name__}")
+    try:
+        return EngineConfig.from_settings(settings, base_dir=version_dir)
+    except ValueError as error:
+        raise ValueError(f"{path}: {one_line(error)}") from None
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's message without line breaks; its type where it has no message."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,134 @@
+"""The one door to `triton_python_backend_utils`, a module that exists only inside tritonserver's Python stub."""
+
+import enum
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import triton_python_backend_utils as pb_utils
+from quire_monitoring import MetricDefinition, MetricKind
+from quire_monitoring.triton import MetricFamily
+
+__all__ = ["ErrorCode", "ResponseSender", "Tensor", "TritonRequest", "error_response", "install_log_handler",
+           "load_error", "metric_family", "response", "send", "strings"]  # fmt: skip
+
+
+class ErrorCode(enum.Enum):
+    """The kinds of error that a client can get."""
+
+    INVALID_ARG = "INVALID_ARG"
+    """The request is wrong and would fail again."""
+    NOT_FOUND = "NOT_FOUND"
+    UNAVAILABLE = "UNAVAILABLE"
+    """Not now; later or elsewhere it may work."""
+    CANCELLED = "CANCELLED"
+    INTERNAL = "INTERNAL"
+    """A fault of ours."""
+
+
+class Tensor(Protocol):
+    """An input tensor of a request."""
+
+    def name(self) -> str:
+        """The input's name."""
+        ...
+
+    def as_numpy(self) -> npt.NDArray[Any]:
+        """Its values; BYTES as an array of `bytes` objects."""
+        ...
+
+
+class ResponseSender(Protocol):
+    """The way back to one request's client."""
+
+    def send(self, response: Any = ..., flags: int = ...) -> None:
+        """Send a response; blocks for a round trip to the server process."""
+        ...
+
+    def is_cancelled(self) -> bool:
+        """Whether the client is gone or has cancelled. Never call it once the final response is on its way."""
+        ...
+
+
+class TritonRequest(Protocol):
+    """One inference request, as `execute` gets it."""
+
+    def inputs(self) -> list[Tensor]:
+        """The inputs that were sent."""
+        ...
+
+    def parameters(self) -> str:
+        """The request parameters as a JSON object."""
+        ...
+
+    def request_id(self) -> str:
+        """The client's label, which need not be unique."""
+        ...
+
+    def get_response_sender(self) -> ResponseSender:
+        """The way back."""
+        ...
+
+
+def response(tensors: Mapping[str, npt.NDArray[Any]]) -> Any:
+    """A response that holds these outputs."""
+    return pb_utils.InferenceResponse(output_tensors=[pb_utils.Tensor(name, array) for name, array in tensors.items()])
+
+
+def error_response(code: ErrorCode, message: str) -> Any:
+    """A response that is an error."""
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, code.value)))
+
+
+def send(sender: ResponseSender, message: Any, *, final: bool) -> None:
+    """Send one response, the last one with the flag that ends the request."""
+    sender.send(message, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
+
+
+def load_error(message: str) -> Exception:
+    """What to raise from `initialize` so that tritonserver reports `message` as the reason."""
+    error: Exception = pb_utils.TritonModelException(message)
+    return error
+
+
+def metric_family(definition: MetricDefinition) -> MetricFamily:
+    """Register a family of custom metrics at the server."""
+    kinds = {
+        MetricKind.GAUGE: pb_utils.MetricFamily.GAUGE,
+        MetricKind.COUNTER: pb_utils.MetricFamily.COUNTER,
+        MetricKind.HISTOGRAM: getattr(pb_utils.MetricFamily, "HISTOGRAM", None),
+    }
+    family: MetricFamily = pb_utils.MetricFamily(
+        name=definition.name, description=definition.help, kind=kinds[definition.kind]
+    )
+    return family
+
+
+class _TritonLogHandler(logging.Handler):
+    """Passes the packages' log records on to the server's log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log = pb_utils.Logger
+        if record.levelno >= logging.ERROR:
+            log.log_error(self.format(record))
+        elif record.levelno >= logging.WARNING:
+            log.log_warn(self.format(record))
+        else:
+            log.log_info(self.format(record))
+
+
+def install_log_handler() -> None:
+    """Let what Quire's packages log appear in the server's log."""
+    for name in ("quire_backend", "quire_monitoring", "quire_engine"):
+        package_logger = logging.getLogger(name)
+        if not package_logger.handlers:
+            package_logger.addHandler(_TritonLogHandler())
+            package_logger.setLevel(logging.INFO)
+            package_logger.propagate = False
+
+
+def strings(values: list[str]) -> npt.NDArray[np.object_]:
+    """A BYTES tensor's array."""
+    return np.array([value.encode("utf-8") for value in values], dtype=np.object_)

@@ -1,0 +1,75 @@
+"""Lines on stderr for the person who started the command, with a status line below them on a terminal.
+
+stdout is left to what other programs read: the ready line, generated text, JSON.
+"""
+
+import sys
+import threading
+import time
+
+__all__ = ["Console", "waiting_line"]
+
+_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+_CLEAR = "\r\x1b[K"
+_PLAIN_INTERVAL_S = 10.0
+
+
+class Console:
+    """Writes whole lines to stderr from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._status = ""
+        self.is_terminal = sys.stderr.isatty()
+
+    def line(self, text: str) -> None:
+        """Write one line above the status line."""
+        with self._lock:
+            self._write(f"{_CLEAR if self._status else ''}{text}\n{self._status}")
+
+    def status(self, text: str) -> None:
+        """Replace the status line; an empty text removes it. Nothing happens where stderr is no terminal."""
+        if not self.is_terminal or text == self._status:
+            return
+        with self._lock:
+            self._write(_CLEAR + text)
+            self._status = text
+
+    @staticmethod
+    def _write(text: str) -> None:
+        # A reader that went away (`quire serve 2>&1 | head`) must not take the server with it.
+        try:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            pass
+
+
+class waiting_line:  # noqa: N801 (a context manager, used like a function)
+    """Shows that something takes a while: a spinner on a terminal, a plain line every ten seconds elsewhere.
+
+    Call `tick` often, from the thread that waits.
+    """
+
+    def __init__(self, console: Console, what: str) -> None:
+        self._console = console
+        self._what = what
+        self._start = time.monotonic()
+        self._next_plain = _PLAIN_INTERVAL_S
+
+    def __enter__(self) -> "waiting_line":
+        if not self._console.is_terminal:
+            self._console.line(f"quire: {self._what}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._console.status("")
+
+    def tick(self) -> None:
+        """Show the time that has passed."""
+        elapsed = time.monotonic() - self._start
+        if self._console.is_terminal:
+            self._console.status(f"{_SPINNER[int(elapsed * 10) % len(_SPINNER)]} quire: {self._what} ({elapsed:.0f} s)")
+        elif elapsed >= self._next_plain:
+            self._next_plain += _PLAIN_INTERVAL_S
+            self._console.line(f"quire: {self._what} ({elapsed:.0f} s)")

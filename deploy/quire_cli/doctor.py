@@ -1,0 +1,189 @@
+"""`quire doctor`: what this machine can run, and what is missing, each with its mend."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from quire_cli.errors import CommandError
+from quire_cli.ports import Endpoint, reserve
+from quire_cli.run_directory import SHARED_MEMORY, leftovers
+from quire_cli.tritonserver import find_tritonserver
+
+__all__ = ["Check", "examine", "is_fit"]
+
+_CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
+_GIB = 2**30
+_MIB = 2**20
+# The Python backend maps 1 MiB per model and grows with what is in flight; containers get 64 MiB by default.
+_SHM_ENOUGH = 64 * _MIB
+_SHM_LEAST = 8 * _MIB
+_MEMORY_ENOUGH = 2 * _GIB
+_PORTS = {"grpc-port": 8001, "http-port": 8000, "metrics-port": 8002}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding. `FAIL`: `quire serve` cannot work. `WARN`: it can, but less well, or not with its defaults."""
+
+    name: str
+    status: Literal["OK", "WARN", "FAIL"]
+    detail: str
+    mend: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.status:4}  {self.name:12} {self.detail}{f'; {self.mend}' if self.mend else ''}"
+
+    def as_dict(self) -> dict[str, str]:
+        """For JSON."""
+        return asdict(self)
+
+
+def examine() -> Iterator[Check]:
+    """Run every check, one after the other."""
+    checks: tuple[Callable[[], Check], ...] = (
+        _python, _packages, _cpu, _cores, _memory, _gpu, _tritonserver, _ports, _shared_memory, _leftovers,
+    )  # fmt: skip
+    for check in checks:
+        yield check()
+
+
+def is_fit(checks: list[Check]) -> bool:
+    """True when nothing that `quire serve` needs is missing."""
+    return all(check.status != "FAIL" for check in checks)
+
+
+def _python() -> Check:
+    detail = f"{platform.python_version()} at {sys.executable}"
+    if sys.platform != "linux":
+        return Check("python", "FAIL", f"{detail}, on {sys.platform}", "quire runs on Linux")
+    return Check("python", "OK", detail)
+
+
+def _packages() -> Check:
+    versions = {name: _version(name) for name in ("torch", "transformers", "numpy", "msgspec", "pyzmq")}
+    missing = [name for name, version in versions.items() if version is None]
+    if missing:
+        return Check("packages", "FAIL", f"{', '.join(missing)} not installed", "pip install 'quire[server]'")
+    return Check("packages", "OK", ", ".join(f"{name} {version}" for name, version in versions.items()))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> Check:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    fields: dict[str, str] = {}
+    for line in lines:
+        key, separator, value = line.partition(":")
+        if separator:
+            fields.setdefault(key.strip(), value.strip())
+    flags = set(fields.get("flags", "").split())
+    detail = f"{fields.get('model name', platform.machine())}: {' '.join(_features(flags)) or 'no vector features'}"
+    if "avx2" not in flags:
+        return Check(
+            "cpu", "WARN", detail, "without AVX2 the slow reference kernels run; use a newer x86-64 CPU or a GPU"
+        )
+    return Check("cpu", "OK", detail)
+
+
+def _features(flags: set[str]) -> list[str]:
+    return [name for name in _CPU_FEATURES if name in flags]
+
+
+def _cores() -> Check:
+    allowed = len(os.sched_getaffinity(0))
+    quota = _cgroup("cpu.max").split()
+    if len(quota) == 2 and quota[0].isdecimal() and int(quota[0]) / int(quota[1]) < allowed:
+        limit = int(quota[0]) / int(quota[1])
+        mend = f"threads beyond the quota are throttled; pin the container to {max(1, int(limit))} CPUs (--cpuset-cpus)"
+        return Check("cores", "WARN", f"{allowed} allowed, but the container's quota is {limit:.1f}", mend)
+    return Check("cores", "OK", f"{allowed} of {os.cpu_count()} allowed")
+
+
+def _memory() -> Check:
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+    available = kib["MemAvailable"] * 1024
+    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
+    if limit.isdecimal() and used.isdecimal():
+        available = min(available, int(limit) - int(used))
+    detail = f"{available / _GIB:.1f} GiB available of {kib['MemTotal'] / 2**20:.1f}"
+    if available < _MEMORY_ENOUGH:
+        return Check("memory", "WARN", detail, "only the smallest models fit; free some")
+    return Check("memory", "OK", detail)
+
+
+def _gpu() -> Check:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return Check("gpu", "OK", "none (no nvidia-smi); models run on the CPU")
+    query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.split("\n")
+    except (OSError, subprocess.SubprocessError) as error:
+        cause = str(error).splitlines()[0]
+        return Check("gpu", "WARN", f"nvidia-smi failed: {cause}", "mend the driver, or models run on the CPU")
+    return Check("gpu", "OK", ", ".join(line for line in answer if line) or "none; models run on the CPU")
+
+
+def _tritonserver() -> Check:
+    try:
+        server = find_tritonserver()
+    except CommandError as error:
+        cause, _, mend = str(error).partition("; ")
+        return Check("tritonserver", "FAIL", cause, mend)
+    return Check("tritonserver", "OK", f"{server.version}, found in {server.origin}: {server.binary}")
+
+
+def _ports() -> Check:
+    taken = [f"{port} (--{option})" for option, port in _PORTS.items() if not _is_free(option, port)]
+    if taken:
+        return Check("ports", "WARN", f"in use: {', '.join(taken)}", "free them, or choose others with those options")
+    return Check("ports", "OK", f"{', '.join(map(str, _PORTS.values()))} are free")
+
+
+def _is_free(option: str, port: int) -> bool:
+    try:
+        reserve({option: Endpoint("127.0.0.1", port)})
+    except CommandError:
+        return False
+    return True
+
+
+def _shared_memory() -> Check:
+    if not SHARED_MEMORY.is_dir():
+        return Check("/dev/shm", "FAIL", "is missing", "mount a tmpfs there")
+    usage = shutil.disk_usage(SHARED_MEMORY)
+    detail = f"{usage.free / _MIB:.0f} MiB free of {usage.total / _MIB:.0f}"
+    mend = "give it more (docker run --shm-size=1g), or remove what fills it"
+    if usage.free < _SHM_LEAST:
+        return Check("/dev/shm", "FAIL", detail, mend)
+    if usage.free < _SHM_ENOUGH:
+        return Check("/dev/shm", "WARN", detail, mend)
+    return Check("/dev/shm", "OK", detail)
+
+
+def _leftovers() -> Check:
+    found = leftovers()
+    if found:
+        return Check("leftovers", "WARN", f"of dead runs: {found}", "the next quire serve removes them")
+    return Check("leftovers", "OK", "none")
+
+
+def _cgroup(file: str) -> str:
+    """A control file of this process's cgroup (version 2, as containers see it); empty where there is none."""
+    try:
+        return Path("/sys/fs/cgroup", file).read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

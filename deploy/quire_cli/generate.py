@@ -1,0 +1,69 @@
+"""`quire generate`: one prompt, offline and in this process, streamed to the terminal."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quire_cli.console import Console
+from quire_cli.errors import CommandError, UsageError
+
+__all__ = ["generate", "read_prompt"]
+
+
+def generate(model: Path, prompt: str | None, sampling: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Generate from one prompt and write the text to stdout as it comes.
+
+    Args:
+        model: a checkpoint's folder.
+        prompt: unset: read from stdin.
+        sampling: sampling parameters by name; those that are None take their defaults.
+        settings: the engine's, as in `model.json`.
+
+    Raises:
+        CommandError: the checkpoint cannot be loaded.
+        UsageError: a parameter or setting has a bad value, or there is no prompt.
+    """
+    from quire_engine.config import EngineConfig
+    from quire_engine.errors import CheckpointError, RequestError
+    from quire_engine.models.checkpoint import check_checkpoint
+    from quire_engine.sampling_params import SamplingParams
+
+    # Everything that can be wrong is found before the seconds that loading takes.
+    try:
+        sampling_params = SamplingParams.from_mapping(sampling)
+        config = EngineConfig.from_settings({"model": str(model), **settings})
+        check_checkpoint(model, Path(config.model.tokenizer_path))
+        text = read_prompt() if prompt is None else prompt
+        if not text:
+            raise UsageError("the prompt is empty; give --prompt TEXT, or write it to stdin")
+        _stream(model, text, sampling_params, settings)
+    except CheckpointError as error:
+        raise CommandError(str(error)) from None
+    except (RequestError, ValueError) as error:
+        raise UsageError(str(error)) from error
+
+
+def read_prompt() -> str:
+    """All of stdin, without the line end that shells add."""
+    if sys.stdin.isatty():
+        Console().line("quire: type the prompt, then Ctrl-D")
+    return sys.stdin.read().removesuffix("\n")
+
+
+def _stream(model: Path, prompt: str, sampling_params: Any, settings: Mapping[str, Any]) -> None:
+    console = Console()
+    console.status(f"quire: loading {model}")
+    try:
+        from quire_engine import LLM
+
+        llm = LLM(model=str(model), **settings)
+    finally:
+        console.status("")
+    try:
+        for output in llm.stream(prompt, sampling_params):
+            sys.stdout.write(output.outputs[0].text)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+    finally:
+        llm.shutdown()

@@ -1,0 +1,136 @@
+"""What tritonserver is started with: its backend directory, its environment, its flags.
+
+Every detail here is one that a Python-based backend fails without, in ways that are hard to read from its log.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from quire_cli.errors import UsageError
+from quire_cli.tritonserver import STUB, TritonServer, libpython
+
+__all__ = ["ServerFlags", "compose_backends", "has_gpu", "server_environment"]
+
+PACKAGES = ("quire_cli", "quire_backend", "quire_monitoring", "quire_engine", "quire_kernels")
+_MODEL_PY = """\
+# The Python that is embedded in the stub knows its own site-packages, and ignores PYTHONPATH.
+import os
+import sys
+
+sys.path[:0] = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+
+from quire_backend.model import TritonPythonModel
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFlags:
+    """Flags for tritonserver that the user gave after `--`. They win over ours."""
+
+    tokens: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.tokens and not self.tokens[0].startswith("--"):
+            raise UsageError(f"unexpected argument {self.tokens[0]!r}; flags for tritonserver go after --")
+
+    @property
+    def values(self) -> dict[str, str]:
+        """Flag name without its dashes → its last value, empty when it has none."""
+        values: dict[str, str] = {}
+        name = ""
+        for token in self.tokens:
+            if token.startswith("--"):
+                name, _, value = token[2:].partition("=")
+                values[name] = value
+            else:  # `--flag value`, which tritonserver takes as well
+                values[name] = token
+        return values
+
+    def is_off(self, name: str) -> bool:
+        """True when a boolean flag was given and says no."""
+        return self.values.get(name, "true").lower() in ("false", "0")
+
+    def merge(self, defaults: Iterable[tuple[str, str]]) -> list[str]:
+        """Our flags, without those that the user gave as well, then the user's."""
+        # The settings of backends are many flags of one name; of these, only an equal setting replaces ours.
+        given = self.values.keys() - {"backend-config"}
+        settings = {token.rpartition("=")[0] for token in self.tokens if "shm-region-prefix-name" in token}
+        ours = [
+            f"--{name}={value}"
+            for name, value in defaults
+            if name not in given and not (name == "backend-config" and settings)
+        ]
+        return [*ours, *self.tokens]
+
+
+def compose_backends(server: TritonServer, folder: Path) -> Path:
+    """Make a backend directory that holds ours and the Python backend.
+
+    ::
+
+        backends/quire/model.py
+        backends/python/…          libtriton_python.so, triton_python_backend_utils.py, triton_python_backend_stub
+
+    Returns:
+        The backend directory.
+    """
+    backends = folder / "backends"
+    (backends / "quire").mkdir(parents=True)
+    (backends / "quire" / "model.py").write_text(_MODEL_PY, encoding="utf-8")
+    if not server.is_wheel:
+        for backend in server.python_backend.parent.iterdir():
+            if backend.name != "quire":
+                (backends / backend.name).symlink_to(backend)
+        return backends
+    # Copies: tritonserver refuses a library that is a link out of the backend directory.
+    python = backends / "python"
+    python.mkdir()
+    for name in ("libtriton_python.so", "triton_python_backend_utils.py"):
+        shutil.copy(server.python_backend / name, python / name)
+    shutil.copy(server.stub, python / STUB)
+    return backends
+
+
+def server_environment(server: TritonServer, own: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which the stub runs this Python, with this Python's packages, and with `own` added."""
+    library = libpython()
+    libraries = [*([library.parent] if isinstance(library, Path) else []), *server.library_dirs]
+    environment = {**os.environ, **own}
+    # The stub would otherwise load the system's libpython, and run it with this Python's standard library.
+    environment["LD_LIBRARY_PATH"] = _joined(map(str, libraries), os.environ.get("LD_LIBRARY_PATH"))
+    environment["PYTHONPATH"] = _joined(_package_paths(), None)
+    # An embedded Python takes its prefix, and so its environment, from the first python on PATH.
+    environment["PATH"] = _joined([str(Path(sys.executable).parent)], os.environ.get("PATH"))
+    return environment
+
+
+def has_gpu() -> bool:
+    """True when this machine has an NVIDIA driver."""
+    return any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg"))
+
+
+def _package_paths() -> list[str]:
+    """Entries of sys.path that hold installed packages, and the folders that our own packages are in."""
+    ours = {str(folder.parent) for name in PACKAGES if (folder := _package_folder(name))}
+    given = {str(Path(entry)) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
+    found = [
+        entry for entry in sys.path
+        if entry in ours | given or Path(entry).name in ("site-packages", "dist-packages")
+    ]  # fmt: skip
+    return [*found, *sorted(ours - set(found))]
+
+
+def _package_folder(name: str) -> Path | None:
+    spec = find_spec(name)
+    locations = list(spec.submodule_search_locations or []) if spec else []
+    return Path(locations[0]) if locations else None
+
+
+def _joined(first: Iterable[str], rest: str | None) -> str:
+    entries: Sequence[str] = [*first, *([rest] if rest else [])]
+    return os.pathsep.join(entries)

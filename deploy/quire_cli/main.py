@@ -1,0 +1,227 @@
+"""The commands of `quire`, their options, and how errors reach the user.
+
+Each command's work is in a module of its own, imported when the command runs.
+"""
+
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from quire_cli.errors import CommandError
+
+__all__ = ["app", "main", "run"]
+
+app = typer.Typer(
+    name="quire",
+    help="Serve language models with NVIDIA Triton Inference Server, and run them without it.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    add_completion=False,
+    rich_markup_mode=None,  # plain paragraphs, and half the time to the first line
+)
+model_app = typer.Typer(help="The models of a model repository.", rich_markup_mode=None)
+app.add_typer(model_app, name="model")
+
+# Only declared here: `run` looks for it itself, since an error can come before any option is parsed.
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Engine settings, as in model.json; values are JSON, else strings."),
+]
+Port = typer.Option(min=0, max=65535, metavar="PORT")
+
+
+def main() -> NoReturn:
+    """The `quire` program."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line.
+
+    Returns:
+        The exit code: 0 done, 1 failed, 2 wrong usage.
+    """
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    try:
+        # Without standalone mode, errors come here instead of being printed in a box of several lines.
+        return app(args=list(arguments), prog_name="quire", standalone_mode=False) or 0
+    except Exception as error:
+        if "--debug" in own:
+            traceback.print_exc()
+        code, text = _explain(error)
+        print(f"quire: {text}", file=sys.stderr)
+        return code
+    except KeyboardInterrupt:
+        print("\nquire: interrupted", file=sys.stderr)
+        return 1
+
+
+def _explain(error: Exception) -> tuple[int, str]:
+    """Exit code and message, one line."""
+    if isinstance(error, CommandError):
+        return error.exit_code, " ".join(str(error).split("\n"))
+    if isinstance(error, typer.Abort):
+        return 1, "interrupted"
+    # A usage error of Click, of which Typer may carry a copy of its own: its class has no one name.
+    message = getattr(error, "format_message", None)
+    if message is not None:
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "quire"
+        return 2, f"{' '.join(message().split()).rstrip('.')}; see {command} --help"
+    text = str(error).strip().split("\n")[0]
+    return 1, f"{type(error).__name__}: {text}; --debug shows where"
+
+
+def _version(value: bool) -> None:
+    if value:
+        from importlib import metadata
+
+        print(f"quire {metadata.version('quire')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _quire(
+    context: typer.Context,
+    _show_version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    _debug: Debug = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@model_app.callback(invoke_without_command=True)
+def _model(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def serve(
+    model_repository: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Default: ./model_repository, else the demo model of the checkout."),
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Serve this Hugging Face checkpoint folder, with no repository.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the model of --model; default: its folder's.")] = None,
+    host: Annotated[
+        str, typer.Option(help="IPv4 address to listen on. There is no authentication: mind who can reach it.")
+    ] = "127.0.0.1",
+    grpc_port: Annotated[int, Port] = 8001,
+    http_port: Annotated[int, Port] = 8000,
+    metrics_port: Annotated[int, Port] = 8002,
+    drain_timeout: Annotated[
+        int, typer.Option(min=0, max=86400, metavar="S", help="Seconds that running requests get when asked to stop.")
+    ] = 30,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Pass on tritonserver's whole log, from its first line.")
+    ] = False,
+    server_flags: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- FLAGS...]", help="Flags for tritonserver; they win over those set here."),
+    ] = None,
+    _debug: Debug = False,
+) -> int:
+    """Start tritonserver with the Quire backend, and watch over it.
+
+    When every model is loaded, one line on stdout says so: "quire: ready grpc=HOST:PORT http=HOST:PORT
+    metrics=HOST:PORT". A port of 0 means any free one.
+
+    The server's warnings and errors and the lines of Quire itself go to stderr; --verbose, or any --log-... flag after
+    --, passes on everything. When a model does not load, one line says why.
+
+    SIGTERM, SIGINT and SIGHUP drain: no new requests, running ones have --drain-timeout seconds. A second one stops at
+    once. Nothing is left behind, and what a killed run had to leave is removed by the next.
+    """
+    from quire_cli.serve import ServeOptions
+    from quire_cli.serve import serve as run_server
+
+    return run_server(
+        ServeOptions(
+            model_repository=model_repository,
+            model=model,
+            name=name,
+            host=host,
+            grpc_port=grpc_port,
+            http_port=http_port,
+            metrics_port=metrics_port,
+            drain_timeout_s=drain_timeout,
+            verbose=verbose,
+            server_flags=server_flags or (),
+        )
+    )
+
+
+@model_app.command("add")
+def model_add(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A Hugging Face checkpoint folder.")],
+    settings: Settings = None,
+    name: Annotated[str | None, typer.Option(help="Name of the model; default: the folder's.")] = None,
+    model_repository: Annotated[Path, typer.Option(metavar="DIR", help="Is made when it does not exist.")] = Path(
+        "model_repository"
+    ),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a model of that name.")] = False,
+    _debug: Debug = False,
+) -> None:
+    """Check a checkpoint folder, and write its config.pbtxt and 1/model.json into a model repository.
+
+    The weights stay where they are. Example: quire model add ./Llama-3.2-1B max_model_len=4096 dtype=bfloat16
+    """
+    from quire_cli.model_repository import parse_settings, write_model
+
+    folder = write_model(model_repository, path, name, parse_settings(settings or []), force=force)
+    print(f"quire: wrote {folder}; serve it with: quire serve --model-repository {model_repository}")
+
+
+@app.command()
+def generate(
+    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face checkpoint folder.")],
+    settings: Settings = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Default: read from stdin.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="The most tokens to generate.")] = 128,
+    min_tokens: Annotated[int | None, typer.Option(help="No end before this many tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="The most likely tokens up to this sum.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Only the k most likely tokens.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Drop tokens less likely than this share of the first.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes the text reproducible.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Ends the text; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of the text.")] = False,
+    _debug: Debug = False,
+) -> None:
+    """Generate text from one prompt, with no server, and stream it to stdout."""
+    from quire_cli.generate import generate as run_generate
+    from quire_cli.model_repository import parse_settings
+
+    sampling: dict[str, Any] = {
+        "max_tokens": max_tokens, "min_tokens": min_tokens, "temperature": temperature, "top_p": top_p,
+        "top_k": top_k, "min_p": min_p, "seed": seed, "stop": stop or None, "ignore_eos": ignore_eos,
+    }  # fmt: skip
+    run_generate(model, prompt, sampling, parse_settings(settings or []))
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    _debug: Debug = False,
+) -> int:
+    """Show what this machine can run, and what is missing. Exit code 1: `quire serve` cannot work here."""
+    from quire_cli.doctor import examine, is_fit
+
+    checks = []
+    for check in examine():
+        checks.append(check)
+        if not as_json:
+            print(check, flush=True)
+    if as_json:
+        print(json.dumps({"fit": is_fit(checks), "checks": [check.as_dict() for check in checks]}, indent=2))
+    return 0 if is_fit(checks) else 1

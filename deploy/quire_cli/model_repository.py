@@ -1,0 +1,116 @@
+"""A Triton model repository: writing the two files that make a checkpoint a model of it."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quire_cli.errors import CommandError, UsageError
+
+__all__ = ["default_repository", "demo_repository", "model_name", "parse_settings", "write_model"]
+
+LOCAL = Path("model_repository")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_CONFIG = """\
+backend: "quire"
+instance_group [ { count: 1 kind: KIND_MODEL } ]
+"""
+
+
+def default_repository() -> Path | None:
+    """`./model_repository` where there is one, else the checkout's, which holds the demo model."""
+    return LOCAL.resolve() if LOCAL.is_dir() else demo_repository()
+
+
+def demo_repository() -> Path | None:
+    """The checkout's repository; None where quire was installed without it."""
+    folder = Path(__file__).resolve().parents[2] / "model_repository"
+    return folder if folder.is_dir() else None
+
+
+def model_name(path: Path, name: str | None) -> str:
+    """The name of a model: the one given, else its folder's.
+
+    Raises:
+        UsageError: it cannot be a model's name.
+    """
+    chosen = name if name is not None else path.resolve().name
+    if not _NAME.fullmatch(chosen):
+        mend = "use letters, digits, '_', '-' and '.'" if name is not None else "choose one with --name"
+        raise UsageError(f"{chosen!r} cannot be a model's name; {mend}")
+    return chosen
+
+
+def parse_settings(items: Sequence[str]) -> dict[str, Any]:
+    """Settings given as `key=value`: the value is JSON where it can be read as JSON, else a string.
+
+    Raises:
+        UsageError: an item is not of that form, or a key comes twice or is `model`.
+    """
+    settings: dict[str, Any] = {}
+    for item in items:
+        key, separator, value = item.partition("=")
+        if not separator or not key:
+            raise UsageError(f"{item!r} is no setting; write key=value, for example max_model_len=4096")
+        if key == "model":
+            raise UsageError("the setting model is the PATH; leave model= out")
+        if key in settings:
+            raise UsageError(f"the setting {key} is given twice; give it once")
+        settings[key] = _value(value)
+    return settings
+
+
+def write_model(
+    repository: Path, path: Path, name: str | None = None, settings: Mapping[str, Any] | None = None, *,
+    force: bool = False,
+) -> Path:  # fmt: skip
+    """Check a checkpoint and its settings, and write `<name>/config.pbtxt` and `<name>/1/model.json`.
+
+    Args:
+        repository: is made when it does not exist.
+        path: the checkpoint's folder.
+        name: of the model; unset: the folder's.
+        settings: the engine's, as in `model.json`. Relative paths in them are relative to the working directory.
+        force: overwrite the two files of a model that is already there.
+
+    Returns:
+        The model's folder in the repository.
+
+    Raises:
+        CommandError: the checkpoint is incomplete, or the model is already there.
+        UsageError: a setting is not known or has a bad value.
+    """
+    from quire_engine.config import EngineConfig
+    from quire_engine.errors import CheckpointError
+    from quire_engine.models.checkpoint import check_checkpoint
+
+    folder = repository / model_name(path, name)
+    try:
+        config = EngineConfig.from_settings({"model": str(path), **(settings or {})}, base_dir=Path.cwd())
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    try:
+        check_checkpoint(Path(config.model.model), Path(config.model.tokenizer_path))
+    except CheckpointError as error:
+        raise CommandError(str(error)) from None
+    if (folder / "config.pbtxt").exists() and not force:
+        raise CommandError(f"{folder} already exists; choose another --name, or overwrite it with --force")
+    # The file's paths would be relative to the version folder; the settings' were relative to where we are.
+    written = {**(settings or {}), "model": config.model.model}
+    if config.model.tokenizer is not None:
+        written["tokenizer"] = config.model.tokenizer
+    (folder / "1").mkdir(parents=True, exist_ok=True)
+    (folder / "1" / "model.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    (folder / "config.pbtxt").write_text(_CONFIG, encoding="utf-8")
+    return folder
+
+
+def _value(text: str) -> Any:
+    def refuse(constant: str) -> Any:
+        raise ValueError(constant)
+
+    try:
+        return json.loads(text, parse_constant=refuse)  # NaN and Infinity are no JSON
+    except ValueError:
+        return text

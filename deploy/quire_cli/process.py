@@ -1,0 +1,131 @@
+"""Small facts about Linux processes, read from /proc, and the two prctl flags that tie a tree of them together."""
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = [
+    "ProcessStat", "adopt_orphans", "die_with_parent", "environment_value", "kill", "lineage", "own_processes",
+    "process_stat", "wait_gone",
+]  # fmt: skip
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessStat:
+    """What /proc/PID/stat says."""
+
+    name: str
+    """At most 15 characters of the program's name."""
+    state: str
+    """`R`, `S`, `D`, …; `Z` and `X` are dead."""
+    parent: int
+    start_time: int
+    """In clock ticks since the machine started: with the id, it names a process for good."""
+
+    @property
+    def is_dead(self) -> bool:
+        """True for a process that only waits for its parent to notice."""
+        return self.state in "ZX"
+
+
+def process_stat(pid: int) -> ProcessStat | None:
+    """The state of a process, or None when there is none of that id."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    # The name stands in parentheses and may hold any character, parentheses too.
+    name_end = text.rindex(")")
+    rest = text[name_end + 2 :].split()
+    return ProcessStat(
+        name=text[text.index("(") + 1 : name_end], state=rest[0], parent=int(rest[1]), start_time=int(rest[19])
+    )
+
+
+def own_processes() -> Iterator[int]:
+    """Ids of all processes of this user."""
+    user = os.geteuid()
+    for entry in os.scandir("/proc"):
+        if entry.name.isdecimal():
+            try:
+                if entry.stat().st_uid == user:
+                    yield int(entry.name)
+            except OSError:
+                continue
+
+
+def environment_value(pid: int, name: str) -> str | None:
+    """The value that an environment variable had when the process started."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return None
+    prefix = f"{name}=".encode()
+    for item in environment.split(b"\0"):
+        if item.startswith(prefix):
+            return os.fsdecode(item[len(prefix) :])
+    return None
+
+
+def lineage() -> set[int]:
+    """This process and everything that it descends from."""
+    pids: set[int] = set()
+    pid = os.getpid()
+    while pid > 0 and pid not in pids:
+        pids.add(pid)
+        stat = process_stat(pid)
+        pid = stat.parent if stat else 0
+    return pids
+
+
+def kill(pid: int, is_right: Callable[[int], bool]) -> bool:
+    """SIGKILL one process, provided that it is the one that is meant.
+
+    The id is pinned by a pidfd before `is_right` looks, so that a new process that got the same id is never hit.
+
+    Returns:
+        True when the signal was sent.
+    """
+    try:
+        handle = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        if not is_right(pid):
+            return False
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+
+
+def wait_gone(find: Callable[[], list[int]], deadline_s: float) -> bool:
+    """Wait until `find` finds nothing more; False when the deadline passed first."""
+    end = time.monotonic() + deadline_s
+    while find():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent dies (instead of process 1)."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def die_with_parent(parent: int, signal_number: int) -> None:
+    """In a new child: have `signal_number` sent to it when the parent thread that started it is gone."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
+    if os.getppid() != parent:  # it was already gone
+        os._exit(1)

@@ -1,0 +1,238 @@
+"""What one `quire serve` owns, and how to recognise and remove what a dead one left.
+
+Everything a run makes carries its run id, and the id says which process owns it:
+
+    <pid>-<start time>-<pid namespace>     start time in clock ticks since boot, so that a reused pid is no match
+
+    processes      environment variable QUIRE_RUN_ID=<run id>, inherited by every child
+    /dev/shm       quire-<run id>-…
+    directory      <runtime or temporary folder>/quire-<uid>/run-<run id>/, mode 0700; TMPDIR of the run is in it
+
+A run is dead when no process of that pid and start time exists. Runs of another pid namespace (a container, seen from
+its host) cannot be judged from here and are left alone, and so is everything of another user.
+"""
+
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire_cli import process
+from quire_cli.errors import CommandError
+
+__all__ = ["RUN_ID_VARIABLE", "Leftovers", "RunDirectory", "RunId", "leftovers", "sweep"]
+
+RUN_ID_VARIABLE = "QUIRE_RUN_ID"
+SHARED_MEMORY = Path("/dev/shm")
+_KILL_DEADLINE_S = 10.0
+_RUN_ID = r"(\d+)-(\d+)-(\d+)"
+
+
+@dataclass(frozen=True, slots=True)
+class RunId:
+    """Names one run by the process that owns it."""
+
+    pid: int
+    start_time: int
+    namespace: int
+
+    def __str__(self) -> str:
+        return f"{self.pid}-{self.start_time}-{self.namespace}"
+
+    @classmethod
+    def of(cls, pid: int) -> "RunId":
+        """The id of a run that a living process owns."""
+        owner = process.process_stat(pid)
+        if owner is None:
+            raise ProcessLookupError(pid)
+        return cls(pid, owner.start_time, _pid_namespace())
+
+    @classmethod
+    def parse(cls, text: str) -> "RunId | None":
+        """The id that `text` spells; None when it spells none."""
+        match = re.fullmatch(_RUN_ID, text)
+        return cls(*map(int, match.groups())) if match else None
+
+    @property
+    def is_dead(self) -> bool:
+        """True when the owner is gone for certain."""
+        if self.namespace != _pid_namespace():
+            return False
+        owner = process.process_stat(self.pid)
+        return owner is None or owner.is_dead or owner.start_time != self.start_time
+
+    @property
+    def shared_memory_prefix(self) -> str:
+        """What the names of this run's files in /dev/shm begin with."""
+        return f"quire-{self}-"
+
+    def processes(self) -> list[int]:
+        """The living processes of this run, besides its owner."""
+        return [pid for pid, run_id in _processes() if run_id == self]
+
+    def shared_memory(self) -> list[Path]:
+        """This run's files in /dev/shm."""
+        return [path for path, run_id in _shared_memory() if run_id == self]
+
+    def directories(self) -> list[Path]:
+        """This run's directory, while it exists."""
+        return [path for path, run_id in _directories() if run_id == self]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leftovers:
+    """What runs left behind whose owner is dead."""
+
+    processes: tuple[int, ...] = ()
+    shared_memory: tuple[Path, ...] = ()
+    directories: tuple[Path, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.processes or self.shared_memory or self.directories)
+
+    def __str__(self) -> str:
+        counts = (
+            (len(self.processes), "process", "processes"),
+            (len(self.shared_memory), "file in /dev/shm", "files in /dev/shm"),
+            (len(self.directories), "run directory", "run directories"),
+        )
+        return ", ".join(f"{count} {one if count == 1 else many}" for count, one, many in counts if count)
+
+
+class RunDirectory:
+    """The private directory of a run. Leaving the context ends every process of the run and removes all it made."""
+
+    def __init__(self) -> None:
+        self.run_id = RunId.of(os.getpid())
+        self.path = _private_folder(_roots()[0]) / f"run-{self.run_id}"
+
+    def __enter__(self) -> "RunDirectory":
+        self.path.mkdir(mode=0o700)
+        (self.path / "tmp").mkdir()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _remove(self.run_id)
+        _reap_children()
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """What every process of the run is started with, so that it is recognised, and its temporary files too."""
+        return {RUN_ID_VARIABLE: str(self.run_id), "TMPDIR": str(self.path / "tmp")}
+
+
+def leftovers() -> Leftovers:
+    """Find what dead runs left, and touch nothing."""
+    return Leftovers(
+        processes=tuple(pid for pid, run_id in _processes() if run_id.is_dead),
+        shared_memory=tuple(path for path, run_id in _shared_memory() if run_id.is_dead),
+        directories=tuple(path for path, run_id in _directories() if run_id.is_dead),
+    )
+
+
+def sweep() -> Leftovers:
+    """End and remove what dead runs left.
+
+    Returns:
+        What was found.
+    """
+    found = leftovers()
+    runs = {run_id for _, run_id in [*_processes(), *_shared_memory(), *_directories()] if run_id.is_dead}
+    for run_id in runs:
+        _remove(run_id)
+    return found
+
+
+def _remove(run_id: RunId) -> None:
+    """End the run's processes, then remove its files: a living process could still make new ones."""
+
+    def kill_and_list() -> list[int]:
+        pids = run_id.processes()
+        for pid in pids:
+            process.kill(pid, lambda pid: _run_id_of(pid) == run_id)
+        return pids
+
+    if not process.wait_gone(kill_and_list, _KILL_DEADLINE_S):
+        raise CommandError(
+            f"processes {', '.join(map(str, run_id.processes()))} of run {run_id} do not die; look at them with ps"
+        )
+    for path in run_id.shared_memory():
+        path.unlink(missing_ok=True)
+    for path in run_id.directories():
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _reap_children() -> None:
+    """Collect the exit codes of children, adopted ones too, that are already dead."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+def _run_id_of(pid: int) -> RunId | None:
+    text = process.environment_value(pid, RUN_ID_VARIABLE)
+    return RunId.parse(text) if text else None
+
+
+def _processes() -> Iterator[tuple[int, RunId]]:
+    """Processes of runs. This one and its ancestors are not: whoever starts `quire` from within a run is its user."""
+    spared = process.lineage()
+    for pid in process.own_processes():
+        if pid not in spared and (run_id := _run_id_of(pid)):
+            yield pid, run_id
+
+
+def _shared_memory() -> Iterator[tuple[Path, RunId]]:
+    return _own_entries(SHARED_MEMORY, re.compile(f"quire-({_RUN_ID})-.*"))
+
+
+def _directories() -> Iterator[tuple[Path, RunId]]:
+    for root in _roots():
+        yield from _own_entries(root / f"quire-{os.geteuid()}", re.compile(f"run-({_RUN_ID})"))
+
+
+def _own_entries(folder: Path, name: re.Pattern[str]) -> Iterator[tuple[Path, RunId]]:
+    """Entries of this user in `folder` whose name spells a run id in the pattern's first group."""
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        match = name.fullmatch(path.name)
+        run_id = RunId.parse(match[1]) if match else None
+        try:
+            if run_id and path.lstat().st_uid == os.geteuid():
+                yield path, run_id
+        except FileNotFoundError:
+            continue
+
+
+def _roots() -> list[Path]:
+    """Where run directories can be; new ones go to the first."""
+    roots = [Path(tempfile.gettempdir())]
+    runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    # The python backend is loaded from the run directory, which a file system without execution forbids.
+    if runtime.is_absolute() and runtime.is_dir() and runtime.stat().st_uid == os.geteuid():
+        executable = not os.statvfs(runtime).f_flag & os.ST_NOEXEC
+        roots.insert(0 if executable and os.access(runtime, os.W_OK) else 1, runtime)
+    return roots
+
+
+def _private_folder(root: Path) -> Path:
+    """This user's folder in a root that others may write to as well."""
+    folder = root / f"quire-{os.geteuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise CommandError(f"{folder} is not a private folder of yours; remove it, or set TMPDIR to another place")
+    return folder
+
+
+def _pid_namespace() -> int:
+    match = re.search(r"\d+", os.readlink("/proc/self/ns/pid"))
+    assert match is not None
+    return int(match[0])

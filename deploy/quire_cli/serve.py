@@ -1,0 +1,140 @@
+"""`quire serve`: from options to a running tritonserver."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire_cli.console import Console
+from quire_cli.errors import CommandError, UsageError
+from quire_cli.launch import ServerFlags, compose_backends, has_gpu, server_environment
+from quire_cli.model_repository import default_repository, write_model
+from quire_cli.ports import Endpoint, reserve
+from quire_cli.run_directory import RunDirectory, sweep
+from quire_cli.supervisor import Supervisor, blocked_signals
+from quire_cli.tritonserver import TritonServer, find_tritonserver
+
+__all__ = ["ServeOptions", "serve"]
+
+# The service of each port: its name in the ready line, and the flag that turns it off.
+_SERVICES = {"grpc": "allow-grpc", "http": "allow-http", "metrics": "allow-metrics"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeOptions:
+    """What `quire serve` was asked for."""
+
+    model_repository: Path | None = None
+    model: Path | None = None
+    name: str | None = None
+    host: str = "127.0.0.1"
+    grpc_port: int = 8001
+    http_port: int = 8000
+    metrics_port: int = 8002
+    drain_timeout_s: int = 30
+    verbose: bool = False
+    server_flags: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.model is not None and self.model_repository is not None:
+            raise UsageError("--model and --model-repository are both given; give one of them")
+        if self.name is not None and self.model is None:
+            raise UsageError("--name names the model of --model; give that as well")
+
+
+def serve(options: ServeOptions) -> int:
+    """Serve until asked to stop.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        CommandError: it could not start, or ended badly.
+    """
+    console = Console()
+    flags = ServerFlags(tuple(options.server_flags))
+    repository = None if "model-repository" in flags.values else _repository(options)
+    server = find_tritonserver()
+    removed = sweep()
+    if removed:
+        console.line(f"quire: removed what an earlier run left behind: {removed}")
+    endpoints = _endpoints(options, flags)
+    with blocked_signals(), RunDirectory() as run:
+        if options.model is not None:
+            repository = run.path / "models"
+            write_model(repository, options.model, options.name)
+        return Supervisor(
+            command=_command(options, flags, server, run, repository, endpoints),
+            environment=server_environment(server, run.environment),
+            http=endpoints["http"],
+            ready_line=_ready_line(endpoints),
+            drain_timeout_s=options.drain_timeout_s,
+            console=console,
+            what=f"loading {options.model or repository or 'the models'}",
+            show_whole_log=options.verbose or any(name.startswith("log-") for name in flags.values),
+            watch_models=flags.values.get("model-control-mode", "none") == "none",
+        ).run()
+
+
+def _repository(options: ServeOptions) -> Path | None:
+    """The repository to serve; None when `--model` has one made."""
+    if options.model is not None:
+        return None
+    if options.model_repository is None:
+        found = default_repository()
+        if found is None:
+            raise CommandError("there is no ./model_repository and no demo model; give --model or --model-repository")
+        return found
+    if not options.model_repository.is_dir():
+        raise CommandError(f"there is no folder {options.model_repository}; make one with: quire model add PATH")
+    repository = options.model_repository.resolve()
+    if (repository / "config.json").is_file():
+        raise CommandError(f"{repository} is a checkpoint, not a model repository; give it with --model")
+    if not any(_is_model(entry) for entry in repository.iterdir()):
+        raise CommandError(f"{repository} holds no model; add one with: quire model add PATH")
+    return repository
+
+
+def _is_model(folder: Path) -> bool:
+    return folder.is_dir() and any(entry.name == "config.pbtxt" or entry.name.isdecimal() for entry in folder.iterdir())
+
+
+def _endpoints(options: ServeOptions, flags: ServerFlags) -> dict[str, Endpoint]:
+    """Where each service will listen, by name; services that are turned off are left out."""
+    if flags.is_off("allow-http"):
+        raise UsageError("--allow-http=false cannot be used here, readiness is asked for over HTTP; leave it out")
+    ports = {"grpc": options.grpc_port, "http": options.http_port, "metrics": options.metrics_port}
+    wanted = {}
+    for service, allow in _SERVICES.items():
+        if not flags.is_off(allow):
+            host = flags.values.get(f"{service}-address", options.host)
+            wanted[f"{service}-port"] = Endpoint(host, _port(f"{service}-port", flags, ports[service]))
+    return {option.removesuffix("-port"): endpoint for option, endpoint in reserve(wanted).items()}
+
+
+def _port(flag: str, flags: ServerFlags, default: int) -> int:
+    text = flags.values.get(flag, str(default))
+    if not text.isdecimal() or int(text) > 65535:
+        raise UsageError(f"--{flag} is {text!r}; it must be a number from 0 to 65535")
+    return int(text)
+
+
+def _command(
+    options: ServeOptions, flags: ServerFlags, server: TritonServer, run: RunDirectory, repository: Path | None,
+    endpoints: dict[str, Endpoint],
+) -> list[str]:  # fmt: skip
+    defaults = [
+        ("model-repository", str(repository)),
+        ("backend-directory", str(compose_backends(server, run.path))),
+        ("backend-config", f"python,shm-region-prefix-name={run.run_id.shared_memory_prefix}"),
+        ("exit-timeout-secs", str(options.drain_timeout_s)),
+    ]
+    for service, endpoint in endpoints.items():
+        defaults += [(f"{service}-address", endpoint.host), (f"{service}-port", str(endpoint.port))]
+    if not has_gpu():
+        # Without a driver, both only fail, at the length of several lines of log.
+        defaults += [("allow-gpu-metrics", "false"), ("pinned-memory-pool-byte-size", "0")]
+    return [str(server.binary), *flags.merge(defaults)]
+
+
+def _ready_line(endpoints: dict[str, Endpoint]) -> str:
+    return "quire: ready " + " ".join(f"{service}={endpoint}" for service, endpoint in endpoints.items())

@@ -1,0 +1,120 @@
+"""tritonserver's log, as an operator wants it: warnings, errors and what Quire says; and why a start failed.
+
+An entry starts with a line such as `I1120 20:56:05.518395 6259 http_server.cc:4713] "…"`. Lines that start otherwise
+belong to the entry before (tables), or are what a process printed: the entries of the engine itself, which start with
+`quire engine[11172] INFO`, tracebacks, anything.
+"""
+
+import re
+import threading
+from collections import deque
+from collections.abc import Iterable
+from typing import IO, Literal
+
+from quire_cli.console import Console
+
+__all__ = ["ServerLog", "failure_cause"]
+
+_ENTRY = re.compile(r"(?P<level>[EWIVF])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ (?P<source>[^:\]]+):\d+\] ")
+_ENGINE = re.compile(r"quire \S+ (INFO|WARNING) ")
+_TABLE = re.compile(r"[+|]|\s*$")
+_USAGE = "Usage: tritonserver"
+# True of every machine without a GPU, and nothing that anybody could mend there.
+_NOISE = ("CudaDriverHelper has not been initialized", "Signal (")
+_KEPT_LINES = 2000
+_CAUSES = (
+    re.compile(r"failed to load '(?P<model>[^']+)' version \d+: (?P<cause>.*)"),
+    re.compile(r"Poll failed for model directory '(?P<model>[^']+)': (?P<cause>.*)"),
+    re.compile(r"(?P<cause>failed to start \w+ service: .*)"),
+    re.compile(r"(?P<cause>unrecognized option '[^']*')"),
+    re.compile(r"^error: (?P<cause>.*)"),
+)
+_PREFIXES = re.compile(r"^(?:(?:Internal|Invalid argument|Unavailable|Not found|Unsupported|Unknown)(?::| -) |"
+                       r"(?:c_python_backend_utils\.)?TritonModelException: )+")  # fmt: skip
+
+
+class ServerLog:
+    """Reads the server's output in a thread of its own.
+
+    Until `release`, errors are held back: if the start fails, one line says why, and the rest would bury it.
+    """
+
+    def __init__(self, stream: IO[bytes], console: Console, *, everything: bool) -> None:
+        self._stream = stream
+        self._console = console
+        self._everything = everything
+        self._lock = threading.Lock()
+        self._held: list[str] | None = [] if not everything else None
+        self._recent: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._thread = threading.Thread(target=self._read, name="server-log", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        """The server is ready: pass on what was held back, and from now on every line at once."""
+        with self._lock:
+            held, self._held = self._held or [], None
+            for line in held:
+                self._console.line(line)
+
+    def finish(self) -> None:
+        """Wait for the last lines of a server that has exited; one that a lost child still holds open ends here too."""
+        self._thread.join(timeout=1.0)
+
+    def cause(self) -> str | None:
+        """Why the server failed, in one line, as far as its log tells."""
+        with self._lock:
+            return failure_cause(self._recent)
+
+    def _read(self) -> None:
+        sorter = _Sorter()
+        for raw in self._stream:
+            line = raw.decode(errors="replace").rstrip("\n")
+            kind = sorter.sort(line)
+            with self._lock:
+                self._recent.append(line)
+                if self._everything or kind == "show" or (kind == "hold" and self._held is None):
+                    self._console.line(line)
+                elif kind == "hold" and self._held is not None:
+                    self._held.append(line)
+
+
+class _Sorter:
+    """Decides what becomes of each line: `show` at once, `hold` until the server is ready, or `drop`."""
+
+    def __init__(self) -> None:
+        self._last: Literal["show", "hold", "drop"] = "drop"
+        self._in_usage = False
+
+    def sort(self, line: str) -> Literal["show", "hold", "drop"]:
+        entry = _ENTRY.match(line)
+        if entry:
+            self._in_usage = False
+            # Entries of our own code name a Python file.
+            ours = entry["source"].endswith(".py")
+            self._last = "hold" if entry["level"] in "EF" else "show" if ours or entry["level"] == "W" else "drop"
+        elif _ENGINE.match(line):
+            self._last = "show"
+        elif _USAGE in line:
+            self._in_usage = True
+        elif not _TABLE.match(line):
+            self._last = "hold"
+        return "drop" if self._in_usage or any(noise in line for noise in _NOISE) else self._last
+
+
+def failure_cause(lines: Iterable[str]) -> str | None:
+    """Find in a log why the server did not start; one line."""
+    lines = list(lines)
+    for pattern in _CAUSES:
+        matches = [match for line in lines if (match := pattern.search(line))]
+        if not matches:
+            continue
+        cause = _first_line(matches[0]["cause"])
+        model = matches[0].groupdict().get("model")
+        return f"model {model!r} did not load: {cause}" if model else cause
+    return None
+
+
+def _first_line(text: str) -> str:
+    """The first line of a message that the log quotes and escapes, without the names of the layers it came through."""
+    text = text.split("\\n")[0].rstrip().removesuffix('"').rstrip()
+    return _PREFIXES.sub("", text.replace('\\"', '"').replace("\\'", "'"))

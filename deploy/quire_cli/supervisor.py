@@ -1,0 +1,214 @@
+"""Runs one tritonserver from start to end: ready, drained, and nothing left of it.
+
+Signals are blocked and waited for (`sigtimedwait`), never handled: everything here happens in one thread, in order.
+"""
+
+import http.client
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from quire_cli import process
+from quire_cli.console import Console, waiting_line
+from quire_cli.errors import CommandError
+from quire_cli.ports import Endpoint
+from quire_cli.server_log import ServerLog
+
+__all__ = ["Supervisor", "blocked_signals"]
+
+_STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+_SIGNALS = {*_STOP_SIGNALS, signal.SIGCHLD}
+_READY_POLL_S = 0.05
+_SERVING_POLL_S = 1.0
+_PROBE_TIMEOUT_S = 2.0
+_STUB_NAME = "triton_python_backend_stub"[:15]
+# tritonserver counts its drain timeout in whole seconds, then ends its models.
+_GRACE_S = 5.0
+
+
+class blocked_signals:  # noqa: N801 (a context manager, used like a function)
+    """Signals wait until the supervisor asks for them: none can come between a start and the tidying up after it."""
+
+    def __enter__(self) -> None:
+        self._before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+    def __exit__(self, *_: object) -> None:
+        # Drop what is still pending: the run is over, and being killed by its second SIGTERM would hide its exit code.
+        while signal.sigtimedwait(_SIGNALS, 0):
+            pass
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Supervisor:
+    """Supervises one server. Use `run` once, inside `blocked_signals` and a `RunDirectory`."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    http: Endpoint
+    """Where readiness is asked for."""
+    ready_line: str
+    drain_timeout_s: int
+    console: Console
+    what: str
+    """What is being started, for the status line."""
+    show_whole_log: bool = False
+    watch_models: bool = True
+    """Stop when a model's process dies; not where models come and go while the server runs."""
+
+    def run(self) -> int:
+        """Start, serve and stop.
+
+        Returns:
+            The exit code: 0 after a clean stop.
+
+        Raises:
+            CommandError: the server or a model's process failed.
+        """
+        process.adopt_orphans()
+        server = self._start()
+        assert server.stdout is not None
+        log = ServerLog(server.stdout, self.console, everything=self.show_whole_log)
+        try:
+            if not self._wait_until_ready(server, log):
+                return 0
+            log.release()
+            _print_line(self.ready_line)
+            self._serve(server, log)
+            return self._drain(server)
+        finally:
+            if server.poll() is None:
+                server.kill()
+                server.wait()
+            log.finish()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        parent = os.getpid()
+
+        def in_child() -> None:
+            # SIGTERM, not SIGKILL: an orphaned server then still ends its models itself.
+            process.die_with_parent(parent, signal.SIGTERM)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+        return subprocess.Popen(
+            self.command,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            # A session of its own: Ctrl-C must reach this process alone, which then drains.
+            start_new_session=True,
+            preexec_fn=in_child,
+        )
+
+    def _wait_until_ready(self, server: subprocess.Popen[bytes], log: ServerLog) -> bool:
+        """Wait for the models; False when asked to stop meanwhile."""
+        with waiting_line(self.console, self.what) as waiting:
+            while not self._is_ready():
+                if _wait_for_signal(_READY_POLL_S, server):
+                    return False
+                if server.returncode is not None:
+                    log.finish()
+                    raise CommandError(
+                        log.cause()
+                        or f"tritonserver {_how_it_ended(server)} before it was ready; "
+                        "see its whole log with: quire serve --verbose"
+                    )
+                waiting.tick()
+        return True
+
+    def _is_ready(self) -> bool:
+        connection = http.client.HTTPConnection(self.http.client_host, self.http.port, timeout=_PROBE_TIMEOUT_S)
+        try:
+            connection.request("GET", "/v2/health/ready")
+            return connection.getresponse().status == http.client.OK
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def _serve(self, server: subprocess.Popen[bytes], log: ServerLog) -> None:
+        """Returns when asked to stop."""
+        stubs = _stubs(server.pid) if self.watch_models else {}
+        while not _wait_for_signal(_SERVING_POLL_S, server):
+            if server.returncode is not None:
+                log.finish()
+                raise CommandError(f"tritonserver {_how_it_ended(server)}; its log is above, start it again")
+            for pid, is_alive in stubs.items():
+                if not is_alive():
+                    # tritonserver would go on, call itself ready, and refuse every request of this model.
+                    raise CommandError(f"the model process {pid} died; its log is above, start the server again")
+
+    def _drain(self, server: subprocess.Popen[bytes]) -> int:
+        self.console.line(
+            f"quire: draining: running requests have {self.drain_timeout_s} s; a second signal stops at once"
+        )
+        server.terminate()
+        timeout = time.monotonic() + self.drain_timeout_s
+        while server.returncode is None:
+            if _wait_for_signal(_READY_POLL_S, server):
+                raise CommandError("stopped at once by a second signal; running requests were cut off")
+            if time.monotonic() > timeout + _GRACE_S:
+                break
+        # When its timeout expires it leaves without tidying up, which now and then is a crash: that is no news.
+        if server.returncode is not None and server.returncode < 0 and time.monotonic() < timeout:
+            raise CommandError(f"tritonserver {_how_it_ended(server)} while it drained; running requests were cut off")
+        if server.returncode != 0:
+            raise CommandError(
+                f"not drained within {self.drain_timeout_s} s, what still ran was cut off; "
+                "give it longer with --drain-timeout"
+            )
+        return 0
+
+
+def _wait_for_signal(timeout_s: float, server: subprocess.Popen[bytes]) -> bool:
+    """Sleep until a signal or the timeout; collect children that have died. True when asked to stop."""
+    received = signal.sigtimedwait(_SIGNALS, timeout_s)
+    # The server's exit code is for Popen to collect; orphans that this process adopted are nobody else's.
+    while dead := _dead_child():
+        if dead == server.pid:
+            server.wait()
+        else:
+            os.waitpid(dead, 0)
+    return received is not None and received.si_signo in _STOP_SIGNALS
+
+
+def _dead_child() -> int | None:
+    try:
+        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    return found.si_pid if found else None
+
+
+def _stubs(server_pid: int) -> dict[int, Callable[[], bool]]:
+    """The model processes of a server, each with a test of whether it lives."""
+
+    def test_of(pid: int, start_time: int) -> Callable[[], bool]:
+        def is_alive() -> bool:
+            now = process.process_stat(pid)
+            return now is not None and not now.is_dead and now.start_time == start_time
+
+        return is_alive
+
+    stats = ((pid, process.process_stat(pid)) for pid in process.own_processes())
+    return {
+        pid: test_of(pid, stat.start_time)
+        for pid, stat in stats
+        if stat and stat.parent == server_pid and stat.name == _STUB_NAME
+    }
+
+
+def _how_it_ended(server: subprocess.Popen[bytes]) -> str:
+    code = server.returncode
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _print_line(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except OSError:  # nobody reads any more (`quire serve | head -1`); the server goes on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -1,0 +1,282 @@
+"""`quire serve` as its user meets it: ready, drained, killed, mistyped; and nothing left of any of it.
+
+The life of processes is tested with a small model of the plain Python backend, which starts within a second.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire_cli import process
+from support.serving import ROOT, Server, run_cli, serve, start, wait_until
+
+pytestmark = pytest.mark.server
+
+CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
+ECHO_CONFIG = """
+backend: "python"
+max_batch_size: 0
+input [ { name: "count" data_type: TYPE_INT32 dims: [ 1 ] } ]
+output [ { name: "number" data_type: TYPE_INT32 dims: [ 1 ] } ]
+model_transaction_policy { decoupled: true }
+instance_group [ { count: 1 kind: KIND_CPU } ]
+"""
+# Counts, ten numbers a second; has a child process, as the engine does.
+ECHO_MODEL = """
+import subprocess, sys, threading, time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        START
+        self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+
+    def execute(self, requests):
+        for request in requests:
+            count = int(pb_utils.get_input_tensor_by_name(request, "count").as_numpy()[0])
+            threading.Thread(target=self.answer, args=(request.get_response_sender(), count)).start()
+
+    def answer(self, sender, count):
+        for i in range(count):
+            time.sleep(0.1 if i else 0)
+            sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("number", np.array([i], dtype=np.int32))]))
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def finalize(self):
+        self.child.kill()
+        self.child.wait()
+"""
+
+
+def write_echo(folder: Path, at_start: str = "pass") -> Path:
+    (folder / "echo" / "1").mkdir(parents=True)
+    (folder / "echo" / "config.pbtxt").write_text(ECHO_CONFIG)
+    (folder / "echo" / "1" / "model.py").write_text(ECHO_MODEL.replace("START", at_start))
+    return folder
+
+
+@pytest.fixture
+def echo(tmp_path: Path) -> str:
+    return str(write_echo(tmp_path / "echo-repository"))
+
+
+def get(address: str, path: str, body: dict[str, Any] | None = None) -> str:
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(f"http://{address}{path}", data=data, timeout=60) as response:
+        return str(response.read().decode())
+
+
+class Counting(threading.Thread):
+    """A streamed request in flight."""
+
+    def __init__(self, server: Server, count: int) -> None:
+        super().__init__()
+        self.address, self.count = server.http, count
+        self.started_answering = threading.Event()
+        self.lines: list[str] = []
+
+    def run(self) -> None:
+        url = f"http://{self.address}/v2/models/echo/generate_stream"
+        body = json.dumps({"count": self.count}).encode()
+        try:
+            with urllib.request.urlopen(url, data=body, timeout=60) as response:
+                for line in response:
+                    if line.strip():
+                        self.lines.append(line.decode())
+                    self.started_answering.set()
+        except OSError:
+            pass  # cut off, as some tests want it
+
+    @classmethod
+    def begin(cls, server: Server, count: int) -> "Counting":
+        request = cls(server, count)
+        request.start()
+        assert request.started_answering.wait(30)
+        return request
+
+
+def test_is_ready_where_it_says_so_and_stops_cleanly(echo: str) -> None:
+    with serve("--model-repository", echo) as server:
+        assert get(server.http, "/v2/health/ready") == ""
+        assert "nv_cpu_utilization" in get(server.metrics, "/metrics")
+        for endpoint in (server.grpc, server.http, server.metrics):
+            host, port = endpoint.split(":")
+            assert host == "127.0.0.1"
+            socket.create_connection((host, int(port)), timeout=10).close()
+            with pytest.raises(ConnectionRefusedError):  # another address of the loopback device
+                socket.create_connection(("127.0.0.2", int(port)), timeout=10)
+        assert server.run_id.directories()[0].stat().st_mode & 0o777 == 0o700
+    # Stopping is checked by `serve`: exit code 0, nothing left.
+
+
+def test_draining_lets_a_running_request_finish(echo: str) -> None:
+    server = start("--model-repository", echo)
+    request = Counting.begin(server, count=20)
+    assert server.stop() == 0, server.log()
+    request.join(30)
+    assert len(request.lines) == 20
+    server.assert_nothing_left()
+
+
+def test_draining_ends_with_its_timeout(echo: str) -> None:
+    server = start("--model-repository", echo, "--drain-timeout", "1")
+    request = Counting.begin(server, count=300)
+    assert server.stop() == 1
+    assert server.log().splitlines()[-1].startswith("quire: not drained within 1 s")
+    request.join(30)
+    server.assert_nothing_left()
+
+
+def test_second_signal_stops_at_once(echo: str) -> None:
+    server = start("--model-repository", echo, "--drain-timeout", "600")
+    request = Counting.begin(server, count=3000)
+    server.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "quire: draining" in server.log(), "draining")
+    assert server.stop() == 1
+    assert server.log().splitlines()[-1].startswith("quire: stopped at once")
+    request.join(30)
+    server.assert_nothing_left()
+
+
+def test_stops_while_a_model_loads(tmp_path: Path) -> None:
+    repository = write_echo(tmp_path / "slow", at_start="print('loading slowly', file=sys.stderr); time.sleep(600)")
+    server = start("--model-repository", str(repository), "--verbose", ready=False)
+    wait_until(lambda: "loading slowly" in server.log(), "loading")
+    assert server.stop(signal.SIGINT) == 0, server.log()
+    server.assert_nothing_left()
+
+
+def find_server(server: Server) -> int:
+    return _find(server, "tritonserver")
+
+
+def find_stub(server: Server) -> int:
+    return _find(server, "triton_python_backend_stub")
+
+
+def find_serve(server: Server) -> int:
+    return server.process.pid
+
+
+def _find(server: Server, name: str) -> int:
+    stats = ((pid, process.process_stat(pid)) for pid in server.run_id.processes())
+    return next(pid for pid, stat in stats if stat and stat.name == name[:15])
+
+
+@pytest.mark.parametrize("victim", [find_server, find_stub])
+def test_death_of_a_process_ends_everything(echo: str, victim: Callable[[Server], int]) -> None:
+    server = start("--model-repository", echo)
+    os.kill(victim(server), signal.SIGKILL)
+    assert server.wait() == 1
+    assert "died" in server.log().splitlines()[-1] or "killed by SIGKILL" in server.log().splitlines()[-1]
+    server.assert_nothing_left()
+
+
+def test_a_killed_run_is_removed_by_the_next(echo: str) -> None:
+    killed = start("--model-repository", echo)
+    with serve("--model-repository", echo) as living:
+        before = set(living.run_id.processes())
+        # All at once, so that nobody tidies up: the child of the stub is left, shared memory, and the directory.
+        victims = [find_serve(killed), find_server(killed), find_stub(killed)]
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        killed.wait()
+        assert killed.run_id.processes()
+        assert killed.run_id.shared_memory()
+        assert killed.run_id.directories()
+        with serve("--model-repository", echo) as following:
+            assert "quire: removed what an earlier run left behind" in following.log()
+            killed.assert_nothing_left()
+        assert set(living.run_id.processes()) == before, "a living run was touched"
+
+
+def test_a_killed_engine_is_removed_by_the_next_run(echo: str) -> None:
+    killed = start("--model", str(CHECKPOINT))
+    for pid in [find_serve(killed), find_server(killed), find_stub(killed)]:
+        os.kill(pid, signal.SIGKILL)
+    killed.wait()
+    with serve("--model-repository", echo):
+        killed.assert_nothing_left()
+
+
+def test_orphaned_server_ends_by_itself(echo: str) -> None:
+    server = start("--model-repository", echo)
+    assert server.stop(signal.SIGKILL) == -signal.SIGKILL
+    wait_until(lambda: not server.run_id.processes(), "the processes of a killed quire serve end")
+    with serve("--model-repository", echo):
+        server.assert_nothing_left()
+
+
+def assert_one_line(result: subprocess.CompletedProcess[str], *parts: str, code: int = 1) -> None:
+    """The command failed with one line on stderr."""
+    assert result.returncode == code, result.stderr
+    assert result.stdout == ""
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("quire: loading ")]
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("quire: ")
+    for part in parts:
+        assert part in lines[0]
+
+
+def test_port_in_use(echo: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = run_cli("serve", "--model-repository", echo, "--http-port", port)
+    assert_one_line(result, port, "in use", "--http-port")
+
+
+def test_model_that_does_not_load_is_named_in_one_line(tmp_path: Path) -> None:
+    repository = write_echo(tmp_path / "broken", at_start="raise ValueError('the weights are gone; bring them back')")
+    result = run_cli("serve", "--grpc-port", "0", "--http-port", "0", "--metrics-port", "0",
+                     "--model-repository", str(repository))  # fmt: skip
+    assert_one_line(result, "model 'echo' did not load", "the weights are gone; bring them back")
+
+
+def test_unknown_server_flag(echo: str) -> None:
+    result = run_cli("serve", "--model-repository", echo, "--grpc-port", "0", "--http-port", "0", "--metrics-port", "0",
+                     "--", "--nonsense")  # fmt: skip
+    assert_one_line(result, "unrecognized option '--nonsense'")
+
+
+def test_flags_for_tritonserver_win(echo: str) -> None:
+    with serve(
+        "--model-repository", echo, "--drain-timeout", "77", "--", "--exit-timeout-secs=33", "--log-info=true"
+    ) as s:
+        assert "exit_timeout                     | 33 " in s.log()
+
+
+def test_missing_model_folder(tmp_path: Path) -> None:
+    assert_one_line(run_cli("serve", "--model", str(tmp_path / "nowhere")), str(tmp_path / "nowhere"))
+    assert_one_line(run_cli("serve", "--model-repository", str(tmp_path / "nowhere")), str(tmp_path / "nowhere"))
+    assert_one_line(run_cli("serve", "--model-repository", str(tmp_path)), "holds no model", "quire model add")
+
+
+def test_truncated_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "half"
+    folder.mkdir()
+    for file in CHECKPOINT.iterdir():
+        content = file.read_bytes()
+        (folder / file.name).write_bytes(content[: len(content) // 2] if file.suffix == ".safetensors" else content)
+    assert_one_line(run_cli("serve", "--model", str(folder)), "model.safetensors")
+
+
+def test_serves_a_checkpoint_without_a_repository() -> None:
+    with serve("--model", str(CHECKPOINT), "--name", "mine") as server:
+        answer = json.loads(get(server.http, "/v2/models/mine/generate", {"text_input": "def add(a, b):"}))
+    assert answer["model_name"] == "mine"
+    assert answer["text_output"]
+
+
+def test_serves_the_demo_model(server: Server) -> None:
+    get(server.http, "/v2/models/tinypy/ready")
+    answer = json.loads(get(server.http, "/v2/models/tinypy/generate", {"text_input": "def add(a, b):"}))
+    assert answer["text_output"]

@@ -1,0 +1,164 @@
+"""Clients for the integration tests: gRPC streams by tritonclient, HTTP by the standard library, /metrics."""
+
+import asyncio
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+from quire_backend.model_config import INPUTS, OUTPUTS
+from support.serving import Server
+from tritonclient.grpc import InferInput, InferRequestedOutput
+from tritonclient.grpc import aio as grpc_aio
+from tritonclient.utils import InferenceServerException
+
+__all__ = ["Answer", "ask", "ask_all", "http", "infer_inputs", "metric", "run", "sse", "with_client"]
+
+MODEL = "tinypy"
+DEADLINE_SECONDS = 60.0
+
+_T = TypeVar("_T")
+_NUMPY = {"TYPE_STRING": np.object_, "TYPE_BOOL": np.bool_, "TYPE_INT32": np.int32, "TYPE_FP32": np.float32,
+          "TYPE_UINT64": np.uint64}  # fmt: skip
+_DATATYPES = {"TYPE_STRING": "BYTES"}
+_TYPES = {spec.name: spec.data_type for spec in INPUTS}
+_OUTPUT_NAMES = [spec.name for spec in OUTPUTS]
+
+
+@dataclass
+class Answer:
+    """Everything that came for one request."""
+
+    responses: list[dict[str, list[Any]]] = field(default_factory=list)
+    error: InferenceServerException | None = None
+    num_final_flags: int = 0
+    """Responses that carried the FINAL flag."""
+
+    @property
+    def text(self) -> str:
+        """All text, joined."""
+        assert self.error is None, self.error
+        return "".join(text for response in self.responses for text in response["text_output"])
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All token ids; the request must have asked for them."""
+        assert self.error is None, self.error
+        return [token_id for response in self.responses for token_id in response["token_ids"]]
+
+    @property
+    def message(self) -> str:
+        """The error's text; there must be one."""
+        assert self.error is not None, self.responses
+        return str(self.error.message())
+
+
+def infer_inputs(**values: Any) -> list[InferInput]:
+    """Input tensors of the types that the model declares; a dict becomes JSON."""
+    inputs = []
+    for name, value in values.items():
+        kind = _TYPES[name]
+        value = json.dumps(value) if isinstance(value, dict) else value
+        items = value if isinstance(value, list) else [value]
+        items = [item.encode() if isinstance(item, str) else item for item in items]
+        array = np.array(items, dtype=_NUMPY[kind])
+        tensor = InferInput(name, list(array.shape), _DATATYPES.get(kind, kind.removeprefix("TYPE_")))
+        tensor.set_data_from_numpy(array)
+        inputs.append(tensor)
+    return inputs
+
+
+async def ask(
+    client: grpc_aio.InferenceServerClient, *, model: str = MODEL, request_id: str = "",
+    parameters: dict[str, Any] | None = None, outputs: list[str] | None = None,
+    enable_empty_final_response: bool = False,
+    on_response: Callable[[dict[str, list[Any]]], None] = lambda response: None, **inputs: Any,
+) -> Answer:  # fmt: skip
+    """One request on a gRPC stream of its own."""
+
+    async def requests() -> Any:
+        wanted = [InferRequestedOutput(name) for name in outputs] if outputs else None
+        yield {
+            "model_name": model, "inputs": infer_inputs(**inputs), "outputs": wanted, "request_id": request_id,
+            "parameters": parameters, "enable_empty_final_response": enable_empty_final_response,
+        }  # fmt: skip
+
+    answer = Answer()
+    try:
+        async for result, error in client.stream_infer(requests()):
+            if error is not None:
+                answer.error = error
+                continue
+            answer.num_final_flags += result.get_response().parameters["triton_final_response"].bool_param
+            response = {}
+            for name in _OUTPUT_NAMES:
+                array = result.as_numpy(name)
+                if array is not None:
+                    response[name] = [item.decode() if isinstance(item, bytes) else item for item in array.tolist()]
+            answer.responses.append(response)
+            on_response(response)
+    except InferenceServerException as error:
+        answer.error = error
+    return answer
+
+
+async def with_client(server: Server, work: Callable[[grpc_aio.InferenceServerClient], Awaitable[_T]]) -> _T:
+    """Run `work` with a client, and not for ever."""
+    async with grpc_aio.InferenceServerClient(server.grpc) as client:
+        return await asyncio.wait_for(work(client), DEADLINE_SECONDS)
+
+
+def run(server: Server, **request: Any) -> Answer:
+    """One request, from start to end."""
+    return asyncio.run(with_client(server, lambda client: ask(client, **request)))
+
+
+def ask_all(server: Server, requests: list[dict[str, Any]]) -> list[Answer]:
+    """Many requests at once, each on a stream of its own."""
+
+    async def work(client: grpc_aio.InferenceServerClient) -> list[Answer]:
+        coroutines: list[Coroutine[Any, Any, Answer]] = [ask(client, **request) for request in requests]
+        return list(await asyncio.gather(*coroutines))
+
+    return asyncio.run(with_client(server, work))
+
+
+def http(server: Server, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+    """(status, JSON or text) of a POST with `body`, or of a GET without."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://{server.http}{path}", data=data)
+    if data is None and path.startswith("/v2/repository"):
+        request.method = "POST"
+    try:
+        with urllib.request.urlopen(request, timeout=DEADLINE_SECONDS) as response:
+            status, content = response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            status, content = error.code, error.read().decode()
+    try:
+        return status, json.loads(content)
+    except ValueError:
+        return status, content
+
+
+def sse(server: Server, body: dict[str, Any], model: str = MODEL) -> list[dict[str, Any]]:
+    """The events of `generate_stream`."""
+    status, content = http(server, f"/v2/models/{model}/generate_stream", body)
+    assert status == 200, content
+    return [json.loads(line.removeprefix("data: ")) for line in content.splitlines() if line]
+
+
+def metric(server: Server, name: str, model: str = MODEL, **labels: str) -> float:
+    """One series of /metrics as it is now."""
+    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=DEADLINE_SECONDS) as response:
+        text = response.read().decode()
+    wanted = {"model": model, "version": "1", "engine": "0", **labels}
+    for line in text.splitlines():
+        match = re.fullmatch(r"(\w+)\{(.*)\} (\S+)", line)
+        if match and match[1] == name and dict(re.findall(r'(\w+)="(.*?)"', match[2])) == wanted:
+            return float(match[3])
+    raise AssertionError(f"{name}{wanted} is not in /metrics")

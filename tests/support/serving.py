@@ -1,0 +1,134 @@
+"""A real tritonserver for tests, started by `quire serve` as a user would, and proof that nothing is left of it."""
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire_cli.run_directory import RunId
+
+__all__ = ["ROOT", "Server", "run_cli", "serve", "start", "wait_until"]
+
+ROOT = Path(__file__).resolve().parents[2]
+READY_DEADLINE_S = 120.0
+STOP_DEADLINE_S = 60.0
+_READY = re.compile(r"quire: ready grpc=(\S+) http=(\S+) metrics=(\S+)\n")
+_ANY_PORTS = ("--grpc-port", "0", "--http-port", "0", "--metrics-port", "0")
+
+
+@dataclass(kw_only=True)
+class Server:
+    """A running `quire serve`. The endpoints are `host:port`."""
+
+    process: subprocess.Popen[bytes]
+    run_id: RunId
+    log_file: Path
+    grpc: str = ""
+    http: str = ""
+    metrics: str = ""
+
+    def log(self) -> str:
+        """All it has written to stderr so far."""
+        return self.log_file.read_text(errors="replace")
+
+    def stop(self, signal_number: int = signal.SIGTERM) -> int:
+        """Send a signal, wait for the end, and return the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal_number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Wait for the end and return the exit code."""
+        try:
+            return self.process.wait(STOP_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise AssertionError(f"quire serve did not stop; its log:\n{self.log()}") from None
+        finally:
+            if self.process.stdout is not None:
+                self.process.stdout.close()
+
+    def assert_nothing_left(self) -> None:
+        """Fail when a process, a shared memory file or a directory of this run is left."""
+        assert not self.run_id.processes(), self.log()
+        assert not self.run_id.shared_memory(), self.log()
+        assert not self.run_id.directories(), self.log()
+
+
+@contextmanager
+def serve(*args: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """A server that is ready, on free ports; afterwards it is stopped, and nothing of it may be left.
+
+    Args:
+        args: further arguments of `quire serve`.
+        env: further environment variables.
+    """
+    server = start(*args, env=env)
+    try:
+        yield server
+    finally:
+        code = server.stop()
+    assert code == 0, f"quire serve ended with {code}; its log:\n{server.log()}"
+    server.assert_nothing_left()
+
+
+def start(*args: str, env: Mapping[str, str] | None = None, ready: bool = True) -> Server:
+    """Start a server, and unless told otherwise wait until it is ready. The caller stops it."""
+    handle, log = tempfile.mkstemp(prefix="quire-serve-", suffix=".log")
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "quire_cli", "serve", *_ANY_PORTS, *args],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=handle, cwd=ROOT,
+            env={**os.environ, **(env or {})},
+        )  # fmt: skip
+    finally:
+        os.close(handle)
+    server = Server(process=process, run_id=RunId.of(process.pid), log_file=Path(log))
+    weakref.finalize(server, Path(log).unlink, missing_ok=True)
+    if ready:
+        try:
+            server.grpc, server.http, server.metrics = _wait_for_ready_line(server)
+        except BaseException:
+            server.stop(signal.SIGKILL)
+            raise
+    return server
+
+
+def run_cli(
+    *args: str, env: Mapping[str, str] | None = None, timeout_s: float = 60
+) -> subprocess.CompletedProcess[str]:
+    """Run `quire` to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "quire_cli", *args],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=ROOT, timeout=timeout_s,
+        env={**os.environ, **(env or {})}, check=False,
+    )  # fmt: skip
+
+
+def wait_until(is_true: Callable[[], object], what: str, deadline_s: float = 30.0) -> None:
+    """Poll until something holds; fail when the deadline passes first."""
+    end = time.monotonic() + deadline_s
+    while not is_true():
+        assert time.monotonic() < end, f"{what}: not within {deadline_s} s"
+        time.sleep(0.02)
+
+
+def _wait_for_ready_line(server: Server) -> tuple[str, str, str]:
+    assert server.process.stdout is not None
+    text, end = "", time.monotonic() + READY_DEADLINE_S
+    while not (match := _READY.match(text)):
+        readable, _, _ = select.select([server.process.stdout], [], [], max(0.0, end - time.monotonic()))
+        chunk = os.read(server.process.stdout.fileno(), 4096).decode() if readable else ""
+        assert chunk, f"no ready line, stdout is {text!r}; the log:\n{server.log()}"
+        text += chunk
+    return match[1], match[2], match[3]

@@ -1,0 +1,245 @@
+"""A stand-in for the server's Python module, and an engine that a test drives by hand."""
+
+import json
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from quire_engine.errors import RequestError
+from quire_engine.output_processor import CompletionOutput, RequestOutput
+from quire_engine.sampling_params import SamplingParams
+
+
+class FakeError:
+    INVALID_ARG, NOT_FOUND, UNAVAILABLE, CANCELLED, INTERNAL = (
+        "INVALID_ARG", "NOT_FOUND", "UNAVAILABLE", "CANCELLED", "INTERNAL",
+    )  # fmt: skip
+
+    def __init__(self, message: str, code: str) -> None:
+        self.message, self.code = message, code
+
+
+class FakeTensor:
+    def __init__(self, name: str, array: np.ndarray) -> None:
+        self._name, self._array = name, array
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> np.ndarray:
+        return self._array
+
+
+class FakeResponse:
+    def __init__(self, output_tensors: list[FakeTensor] = (), error: FakeError | None = None) -> None:  # type: ignore[assignment]
+        self.error = error
+        self.tensors = {tensor.name(): tensor.as_numpy() for tensor in output_tensors}
+
+    @property
+    def text(self) -> str:
+        return b"".join(self.tensors["text_output"]).decode()
+
+
+class FakeFamily:
+    GAUGE, COUNTER, HISTOGRAM = "gauge", "counter", "histogram"
+
+    def __init__(self, name: str, description: str, kind: str) -> None:
+        self.name = name
+
+    def Metric(self, labels: dict[str, str], buckets: list[float] | None = None) -> SimpleNamespace:  # noqa: N802
+        ignore = lambda value: None  # noqa: E731
+        return SimpleNamespace(set=ignore, increment=ignore, observe=ignore)
+
+
+class FakeSender:
+    """Collects responses; `cancelled` is what the server would say."""
+
+    def __init__(self) -> None:
+        self.responses: list[FakeResponse] = []
+        self.finals: list[bool] = []
+        self.cancelled = False
+        self.fail_after: int | None = None
+        self.misused = False
+        self._changed = threading.Condition()
+
+    def send(self, response: FakeResponse, flags: int = 0) -> None:
+        with self._changed:
+            if self.fail_after is not None and len(self.responses) >= self.fail_after and not flags:
+                raise RuntimeError("the client is gone")
+            self.misused |= self.finished
+            self.responses.append(response)
+            self.finals.append(flags == 1)
+            self._changed.notify_all()
+
+    def is_cancelled(self) -> bool:
+        self.misused |= self.finished  # the server would read freed memory
+        return self.cancelled
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.finals) and self.finals[-1]
+
+    def wait(self, condition: Callable[[], bool] | None = None) -> list[FakeResponse]:
+        """The responses, once the last one (or what `condition` says) is there."""
+        with self._changed:
+            assert self._changed.wait_for(condition or (lambda: self.finished), timeout=10), self.responses
+            return self.responses
+
+
+class FakeRequest:
+    def __init__(self, tensors: dict[str, np.ndarray], parameters: dict[str, Any] | None = None) -> None:
+        self._tensors = tensors
+        self._parameters = parameters or {}
+        self.sender = FakeSender()
+
+    def inputs(self) -> list[FakeTensor]:
+        return [FakeTensor(name, array) for name, array in self._tensors.items()]
+
+    def parameters(self) -> str:
+        return json.dumps(self._parameters) if self._parameters else ""
+
+    def request_id(self) -> str:
+        return "label"
+
+    def get_response_sender(self) -> FakeSender:
+        return self.sender
+
+
+NUMPY_TYPES = {"max_tokens": np.int32, "min_tokens": np.int32, "top_k": np.int32, "logprobs": np.int32,
+               "temperature": np.float32, "top_p": np.float32, "min_p": np.float32, "seed": np.uint64,
+               "input_ids": np.int32, "stop_token_ids": np.int32}  # fmt: skip
+
+
+def make_request(parameters: dict[str, Any] | None = None, /, **inputs: Any) -> FakeRequest:
+    """A request with inputs of the types that the model's configuration gives them."""
+    tensors = {}
+    for name, value in inputs.items():
+        values = value if isinstance(value, list) else [value]
+        if name == "sampling_parameters" and isinstance(value, dict):
+            values = [json.dumps(value)]
+        if values and isinstance(values[0], str | bytes):
+            values = [item.encode() if isinstance(item, str) else item for item in values]
+            tensors[name] = np.array(values, dtype=np.object_)
+        else:
+            tensors[name] = np.array(values, dtype=NUMPY_TYPES.get(name, np.bool_))
+    return FakeRequest(tensors, parameters)
+
+
+@dataclass
+class FakeEngine:
+    """As much of AsyncLLM as the backend touches. Prompts are tokenized as one id per character."""
+
+    is_healthy: bool = True
+    dead_error: str | None = None
+    events: list[str] = field(default_factory=list)
+    sinks: dict[str, Callable[[RequestOutput], None]] = field(default_factory=dict)
+    on_add: Callable[["FakeEngine", str], None] | None = None
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    @property
+    def input_processor(self) -> "FakeEngine":
+        return self
+
+    def process(self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None) -> Any:
+        if prompt == "explode":
+            raise ZeroDivisionError("by design")
+        if len(prompt) == 0:
+            name = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+            raise RequestError(name, f"{name} is empty")
+        ids = [ord(c) for c in prompt] if isinstance(prompt, str) else prompt
+        return SimpleNamespace(request_id=f"r{len(self.events)}", prompt_token_ids=ids, params=params,
+                               prompt=prompt if isinstance(prompt, str) else None)  # fmt: skip
+
+    def add_request(self, request: Any, on_output: Callable[[RequestOutput], None]) -> None:
+        with self.changed:
+            self.events.append("add")
+            self.sinks[request.request_id] = on_output
+            self.changed.notify_all()
+        if self.on_add:
+            self.on_add(self, request.request_id)
+
+    def emit(self, request_id: str, text: str = "", finish_reason: str | None = None, **fields: Any) -> None:
+        """One delta of one token per character."""
+        completion = CompletionOutput(text=text, token_ids=[ord(c) for c in text], finish_reason=finish_reason)
+        output = RequestOutput(request_id, "Hi", [1, 2], [completion], finished=finish_reason is not None, **fields)
+        sink = self.sinks[request_id] if not output.finished else self.sinks.pop(request_id)
+        sink(output)
+
+    def abort(self, request_id: str) -> None:
+        with self.changed:
+            self.events.append("abort")
+            self.changed.notify_all()
+        if request_id in self.sinks:
+            self.emit(request_id, finish_reason="abort")
+
+    async def start(self) -> None:
+        self.events.append("start")
+
+    def shutdown(self) -> None:
+        self.events.append("shutdown")
+
+    def wait_for(self, event: str) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: event in self.events, timeout=10)
+
+
+def _fake_module() -> ModuleType:
+    module = ModuleType("triton_python_backend_utils")
+    for name, value in {
+        "TritonError": FakeError, "Tensor": FakeTensor, "InferenceResponse": FakeResponse, "MetricFamily": FakeFamily,
+        "TritonModelException": type("TritonModelException", (Exception,), {}),
+        "TRITONSERVER_RESPONSE_COMPLETE_FINAL": 1, "Logger": SimpleNamespace(log_info=print, log_warn=print,
+                                                                            log_error=print),
+    }.items():  # fmt: skip
+        setattr(module, name, value)
+    return module
+
+
+# Before any module of the backend is imported: it exists only inside the server.
+sys.modules.setdefault("triton_python_backend_utils", _fake_module())
+
+
+@pytest.fixture(autouse=True)
+def _own_loggers() -> Iterator[None]:
+    """Loading a model redirects the packages' loggers to the server; undo that after each test."""
+    yield
+    for name in ("quire_backend", "quire_monitoring", "quire_engine"):
+        package_logger = logging.getLogger(name)
+        package_logger.handlers.clear()
+        package_logger.setLevel(logging.NOTSET)
+        package_logger.propagate = True
+
+
+@pytest.fixture
+def request_of() -> Callable[..., FakeRequest]:
+    return make_request
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def serve(engine: FakeEngine) -> Iterator[Callable[..., Any]]:
+    """Starts a Serving over the fake engine; ends it after the test."""
+    from quire_backend.serving import Serving
+    from quire_engine.config import FrontendConfig
+
+    started = []
+
+    def start(**config: Any) -> Serving:
+        serving = Serving(engine, FrontendConfig(**config))
+        serving.start()
+        started.append(serving)
+        return serving
+
+    yield start
+    for serving in started:
+        serving.shutdown()

@@ -1,0 +1,172 @@
+"""The calls of the server's stub, settings, and the completion of config.pbtxt."""
+
+import json
+from typing import Any
+
+import pytest
+from quire_backend import model as model_module
+from quire_backend.model import TritonPythonModel
+from quire_backend.model_config import INPUTS, OUTPUTS, RETURN_FLAGS, SAMPLING_INPUTS, complete
+from quire_backend.settings import load_engine_config
+from quire_engine.errors import CheckpointError
+
+
+class Config:
+    """As much of pb_utils.ModelConfig as matters: it refuses another type or another policy."""
+
+    def __init__(self, **declared):
+        self.values = {"max_batch_size": 0, "input": [], "output": [], **declared}
+
+    def as_dict(self):
+        return self.values
+
+    def _add(self, kind, item):
+        for known in self.values[kind]:
+            if known["name"] == item["name"]:
+                for name, value in item.items():
+                    if known.get(name) not in (None, [], value):
+                        raise ValueError(f"{item['name']}: {name}")
+                known.update(item)
+                return
+        self.values[kind].append(item)
+
+    def add_input(self, input):
+        self._add("input", input)
+
+    def add_output(self, output):
+        self._add("output", output)
+
+    def set_max_batch_size(self, size):
+        self.values["max_batch_size"] = size
+
+    def set_model_transaction_policy(self, policy):
+        if self.values.get("model_transaction_policy", policy) != policy:
+            raise ValueError("policy")
+        self.values["model_transaction_policy"] = policy
+
+
+# -- config.pbtxt -----------------------------------------------------------------------------------------------------
+
+
+def test_completes_an_empty_configuration() -> None:
+    config = Config()
+    assert TritonPythonModel.auto_complete_config(config) is config
+    inputs = {item["name"]: item for item in config.values["input"]}
+    outputs = {item["name"]: item for item in config.values["output"]}
+    assert inputs["text_input"] == {"name": "text_input", "data_type": "TYPE_STRING", "dims": [1], "optional": True}
+    assert inputs["seed"]["data_type"] == "TYPE_UINT64"
+    assert outputs["text_output"] == {"name": "text_output", "data_type": "TYPE_STRING", "dims": [-1]}
+    assert outputs["num_input_tokens"]["dims"] == [1]
+    assert config.values["model_transaction_policy"] == {"decoupled": True}
+    assert config.values["max_batch_size"] == 0
+
+
+def test_tables_agree() -> None:
+    inputs = [spec.name for spec in INPUTS]
+    assert len(set(inputs)) == len(inputs)
+    assert set(RETURN_FLAGS) | set(SAMPLING_INPUTS) <= set(inputs)
+    assert set(RETURN_FLAGS.values()) | {"text_output"} == {spec.name for spec in OUTPUTS}
+
+
+def test_what_is_declared_stays() -> None:
+    declared = {"name": "text_input", "data_type": "TYPE_STRING", "dims": [-1], "optional": False}
+    config = Config(input=[declared], output=[{"name": "text_output", "data_type": "TYPE_STRING", "dims": [1]}])
+    complete(config)
+    assert config.values["input"][0] == {
+        "name": "text_input", "data_type": "TYPE_STRING", "dims": [-1], "optional": False,
+    }  # fmt: skip
+    assert config.values["output"][0]["dims"] == [1]
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        {"input": [{"name": "stream", "data_type": "TYPE_INT32", "dims": [1]}]},
+        {"max_batch_size": 8},
+        {"model_transaction_policy": {"decoupled": False}},
+    ],
+)
+def test_contradictions_are_refused(declared: Any) -> None:
+    with pytest.raises(ValueError, match=r"stream|max_batch_size|policy"):
+        complete(Config(**declared))
+
+
+# -- model.json -------------------------------------------------------------------------------------------------------
+
+
+def test_settings_are_relative_to_the_version_folder(tmp_path: Any) -> None:
+    (tmp_path / "model.json").write_text('{"model": "weights", "stream_interval": 3}')
+    config = load_engine_config(tmp_path)
+    assert config.model.model == str(tmp_path / "weights")
+    assert config.frontend.stream_interval == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "is missing"),
+        ("{", "is not JSON"),
+        ("[1]", "must hold a JSON object of settings, not a list"),
+        ("\xff", "is not JSON"),
+        ("{}", "model is missing"),
+        ('{"model": "m", "max_num_seq": 3}', "did you mean 'max_num_seqs'"),
+        ('{"model": "m", "block_size": "x"}', "block_size is 'x'"),
+    ],
+)
+def test_bad_settings_are_one_clear_line(tmp_path: Any, text: Any, message: Any) -> None:
+    if text is not None:
+        (tmp_path / "model.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=message) as caught:
+        load_engine_config(tmp_path)
+    assert "model.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# -- TritonPythonModel ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "model.json").write_text(json.dumps({"model": "weights"}))
+    return {"model_repository": str(tmp_path), "model_version": "1", "model_name": "m"}
+
+
+def test_serves(engine: Any, request_of: Any, arguments: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(model_module, "make_engine", lambda config, stat_logger: engine)
+    engine.on_add = lambda engine, request_id: engine.emit(request_id, "x", finish_reason="stop")
+    model = TritonPythonModel()
+    model.initialize(arguments)
+    assert model.is_ready()
+    request = request_of(text_input="Hi")
+    assert model.execute([request]) is None
+    assert request.sender.wait()[-1].text == "Hix"
+    model.finalize()
+    assert not model.is_ready()
+    assert engine.events[-1] == "shutdown"
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (CheckpointError("weights: config.json\nis missing"), "weights: config.json is missing"),
+        (ZeroDivisionError("by design"), "ZeroDivisionError: by design"),
+    ],
+)
+def test_load_error_is_one_line(arguments: Any, monkeypatch: Any, error: Any, message: Any) -> None:
+    def fail(config, stat_logger):
+        raise error
+
+    monkeypatch.setattr(model_module, "make_engine", fail)
+    with pytest.raises(Exception, match=message) as caught:
+        TritonPythonModel().initialize(arguments)
+    assert type(caught.value).__name__ == "TritonModelException"
+    assert str(caught.value) == message
+    assert caught.value.__context__ is None
+    TritonPythonModel().finalize()
+
+
+def test_missing_settings_are_a_load_error(arguments: Any, tmp_path: Any) -> None:
+    (tmp_path / "1" / "model.json").unlink()
+    with pytest.raises(Exception, match=r"model\.json is missing"):
+        TritonPythonModel().initialize(arguments)

@@ -1,0 +1,153 @@
+"""Tensors and parameters → GenerateRequest."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from quire_backend.model_config import RETURN_FLAGS
+from quire_backend.request import UnknownLoRAError, parse_request
+from quire_engine.errors import RequestError
+from quire_engine.sampling_params import SamplingParams
+
+
+def test_plain_text(request_of: Any) -> None:
+    parsed = parse_request(request_of(text_input="Hi"))
+    assert parsed.prompt == "Hi"
+    assert parsed.label == "label"
+    assert parsed.sampling_params == SamplingParams()
+    assert parsed.options.stream is False
+    assert parsed.options.prepend_prompt is True
+    assert parsed.options.outputs == frozenset()
+
+
+def test_token_ids(request_of: Any) -> None:
+    parsed = parse_request(request_of(input_ids=[5, 6, 7]))
+    assert parsed.prompt == [5, 6, 7]
+    assert parsed.options.prepend_prompt is False
+
+
+def test_nul_is_text(request_of: Any) -> None:
+    assert parse_request(request_of(text_input="a\0b")).prompt == "a\0b"
+
+
+def test_a_client_of_vllm_backend(request_of: Any) -> None:
+    params = {"temperature": "0.1", "top_p": "0.95", "max_tokens": "100"}
+    parsed = parse_request(request_of(params, text_input="Hi", stream=True, sampling_parameters=json.dumps(params)))
+    assert parsed.sampling_params == SamplingParams(temperature=0.1, top_p=0.95, max_tokens=100)
+    assert parsed.options.stream
+
+
+def test_typed_inputs(request_of: Any) -> None:
+    parsed = parse_request(
+        request_of(
+            text_input="Hi", max_tokens=7, min_tokens=2, temperature=0.1, top_p=0.9, top_k=5, min_p=0.05,
+            seed=2**64 - 1, stop_words=["a", "é"], stop_token_ids=[3, 4], ignore_eos=True,
+            include_stop_str_in_output=True, skip_special_tokens=False, logprobs=2,
+        )
+    )  # fmt: skip
+    assert parsed.sampling_params == SamplingParams(
+        max_tokens=7, min_tokens=2, temperature=0.1, top_p=0.9, top_k=5, min_p=0.05, seed=2**64 - 1, stop=["a", "é"],
+        stop_token_ids=[3, 4], ignore_eos=True, include_stop_str_in_output=True, skip_special_tokens=False, logprobs=2,
+    )  # fmt: skip
+
+
+def test_fp32_agrees_with_json(request_of: Any) -> None:
+    parsed = parse_request(request_of(text_input="Hi", temperature=0.1, sampling_parameters={"temperature": 0.1}))
+    assert parsed.sampling_params.temperature == 0.1
+
+
+@pytest.mark.parametrize(
+    ("parameters", "inputs", "name"),
+    [
+        ({"max_tokens": 3}, {"max_tokens": 4}, "max_tokens"),
+        ({"max_tokens": 3}, {"sampling_parameters": {"max_tokens": "4"}}, "max_tokens"),
+        ({}, {"temperature": 0.1, "sampling_parameters": {"temperature": 0.2}}, "temperature"),
+        ({"stop": "a"}, {"stop_words": ["b"]}, "stop"),
+        ({"ignore_eos": "true"}, {"ignore_eos": False}, "ignore_eos"),
+    ],
+)
+def test_what_is_said_twice_must_agree(request_of: Any, parameters: Any, inputs: Any, name: Any) -> None:
+    with pytest.raises(RequestError, match="must agree") as caught:
+        parse_request(request_of(parameters, text_input="Hi", **inputs))
+    assert caught.value.parameter == name
+    assert str(caught.value).startswith(name)
+
+
+def test_null_says_nothing(request_of: Any) -> None:
+    parsed = parse_request(request_of({"max_tokens": 3}, text_input="Hi", sampling_parameters={"max_tokens": None}))
+    assert parsed.sampling_params.max_tokens == 3
+
+
+def test_parameters_of_the_server_are_passed_over(request_of: Any) -> None:
+    parse_request(request_of({"triton_enable_empty_final_response": True}, text_input="Hi"))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "inputs", "message"),
+    [
+        ({}, {}, "text_input is missing"),
+        ({}, {"text_input": "Hi", "input_ids": [1]}, "text_input and input_ids"),
+        ({}, {"text_input": b"\xff"}, "text_input is not valid UTF-8 at byte 0"),
+        ({}, {"text_input": ["a", "b"]}, "text_input holds 2 values"),
+        ({}, {"text_input": "Hi", "stop_words": [b"\xff"]}, "stop_words is not valid UTF-8"),
+        ({}, {"text_input": "Hi", "sampling_parameters": "{"}, "sampling_parameters is not JSON"),
+        ({}, {"text_input": "Hi", "sampling_parameters": "[1]"}, "sampling_parameters must be a JSON object"),
+        ({}, {"text_input": "Hi", "sampling_parameters": "[" * 100_000}, "sampling_parameters is not JSON"),
+        ({}, {"text_input": "Hi", "sampling_parameters": {"temprature": 1}}, "did you mean 'temperature'"),
+        ({}, {"text_input": "Hi", "sampling_parameters": '{"temperature": NaN}'}, "temperature is nan"),
+        ({"priority": 1}, {"text_input": "Hi"}, "unknown sampling parameter 'priority'"),
+        ({}, {"text_input": "Hi", "temperature": float("inf")}, "temperature is inf"),
+        ({}, {"text_input": "Hi", "max_tokens": 0}, "max_tokens is 0"),
+        ({}, {"text_input": "Hi", "stop_words": ["x"] * 10_000}, "stop is 10000 strings"),
+        ({}, {"text_input": "Hi", "stream": True, "exclude_input_in_output": False}, "exclude_input_in_output"),
+        ({}, {"input_ids": [1], "exclude_input_in_output": False}, "exclude_input_in_output"),
+    ],
+)  # fmt: skip
+def test_bad_requests_are_refused_by_name(request_of: Any, parameters: Any, inputs: Any, message: Any) -> None:
+    with pytest.raises(RequestError, match=message):
+        parse_request(request_of(parameters, **inputs))
+
+
+@pytest.mark.parametrize("where", ["json", "parameter"])
+def test_unknown_lora(request_of: Any, where: Any) -> None:
+    said = {"lora_name": "x"}
+    request = request_of(said, text_input="Hi") if where == "parameter" else request_of(
+        text_input="Hi", sampling_parameters=said
+    )  # fmt: skip
+    with pytest.raises(UnknownLoRAError, match="lora_name"):
+        parse_request(request)
+
+
+@pytest.mark.parametrize(
+    ("stream", "exclude", "prepend"),
+    [(None, None, True), (None, True, False), (None, False, True), (True, None, False), (True, True, False)],
+)
+def test_exclude_input_in_output(request_of: Any, stream: Any, exclude: Any, prepend: Any) -> None:
+    said = {"stream": stream, "exclude_input_in_output": exclude}
+    parsed = parse_request(request_of(text_input="Hi", **{k: v for k, v in said.items() if v is not None}))
+    assert parsed.options.prepend_prompt is prepend
+
+
+def test_additional_outputs(request_of: Any) -> None:
+    parsed = parse_request(request_of(text_input="Hi", **dict.fromkeys(RETURN_FLAGS, True)))
+    assert parsed.options.outputs == frozenset(RETURN_FLAGS.values())
+    assert parse_request(request_of(text_input="Hi", return_logprobs=False)).options.outputs == frozenset()
+
+
+def test_cumulative_logprob_alone_has_logprobs_computed_but_not_shown(request_of: Any) -> None:
+    parsed = parse_request(request_of(text_input="Hi", return_cumulative_logprob=True, return_logprobs=True))
+    assert parsed.sampling_params.logprobs == 0
+    assert parsed.options.logprobs is False
+    parsed = parse_request(request_of(text_input="Hi", return_cumulative_logprob=True, logprobs=1))
+    assert parsed.sampling_params.logprobs == 1
+    assert parsed.options.logprobs is True
+
+
+def test_nothing_of_the_request_is_kept(request_of: Any) -> None:
+    request = request_of(input_ids=[1, 2], stop_token_ids=[3])
+    parsed = parse_request(request)
+    for tensor in request.inputs():
+        np.copyto(tensor.as_numpy(), 0)
+    assert parsed.prompt == [1, 2]
+    assert parsed.sampling_params.stop_token_ids == [3]

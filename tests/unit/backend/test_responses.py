@@ -1,0 +1,95 @@
+"""RequestOutput → tensors and errors."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from quire_backend.model_config import OUTPUTS
+from quire_backend.request import ResponseOptions
+from quire_backend.responses import failure_of, tensors_of
+from quire_backend.triton_api import ErrorCode
+from quire_engine.output_processor import CompletionOutput, Logprob, RequestOutput
+from quire_engine.stats import FinishedRequestStats
+
+ALL = frozenset(spec.name for spec in OUTPUTS) - {"text_output"}
+NUMPY_TYPES = {"TYPE_STRING": np.object_, "TYPE_FP32": np.float32, "TYPE_UINT32": np.uint32, "TYPE_INT32": np.int32}
+
+
+def output(finish_reason=None, error=None, **fields):
+    completion = CompletionOutput(
+        text="né", token_ids=[7, 8], cumulative_logprob=-1.5, finish_reason=finish_reason,
+        logprobs=[{7: Logprob(-0.5, 1, "n")}, {8: Logprob(float("-inf"), 2, "é"), 9: Logprob(-0.1, 1, "x")}],
+    )  # fmt: skip
+    return RequestOutput("r", "Hi", [1, 2, 3], [completion], finished=finish_reason is not None, error=error, **fields)
+
+
+def test_text_alone() -> None:
+    tensors = tensors_of(output(), ResponseOptions(stream=True))
+    assert list(tensors) == ["text_output"]
+    assert tensors["text_output"].tolist() == ["né".encode()]
+
+
+def test_prompt_goes_first_when_wanted() -> None:
+    tensors = tensors_of(output(), ResponseOptions(prepend_prompt=True))
+    assert tensors["text_output"].tolist() == ["Hiné".encode()]
+
+
+def test_every_additional_output_has_the_type_and_shape_of_the_configuration() -> None:
+    tensors = tensors_of(output(), ResponseOptions(outputs=ALL, logprobs=True))
+    assert tensors.keys() == {spec.name for spec in OUTPUTS}
+    for spec in OUTPUTS:
+        assert tensors[spec.name].dtype == NUMPY_TYPES[spec.data_type], spec.name
+        assert spec.dims in ((-1,), tensors[spec.name].shape), spec.name
+
+
+def test_values_before_the_end() -> None:
+    tensors = tensors_of(output(), ResponseOptions(outputs=ALL, logprobs=True))
+    assert tensors["finish_reason"].tolist() == [b"None"]
+    assert tensors["cumulative_logprob"].tolist() == [-1.5]
+    assert tensors["num_input_tokens"].tolist() == [3]
+    assert tensors["num_output_tokens"].tolist() == [2]
+    assert tensors["token_ids"].tolist() == [7, 8]
+    assert tensors["perf_metrics"].tolist() == [b"null"]
+    assert json.loads(tensors["logprobs"][0]) == [
+        {"7": {"logprob": -0.5, "rank": 1, "decoded_token": "n"}},
+        {
+            "8": {"logprob": -9999.0, "rank": 2, "decoded_token": "é"},
+            "9": {"logprob": -0.1, "rank": 1, "decoded_token": "x"},
+        },
+    ]
+
+
+def test_values_at_the_end() -> None:
+    stats = FinishedRequestStats(
+        "length", num_output_tokens=3, decode_seconds=0.4, queue_seconds=0.1, time_to_first_token_seconds=0.2
+    )
+    tensors = tensors_of(output("length", metrics=stats), ResponseOptions(outputs=ALL))
+    assert tensors["finish_reason"].tolist() == [b"length"]
+    metrics = json.loads(tensors["perf_metrics"][0])
+    assert metrics["queue_seconds"] == 0.1
+    assert metrics["time_to_first_token_seconds"] == 0.2
+    assert metrics["time_per_output_token_seconds"] == 0.2
+
+
+def test_logprobs_that_nobody_asked_for_are_null() -> None:
+    tensors = tensors_of(output(), ResponseOptions(outputs=ALL, logprobs=False))
+    assert tensors["logprobs"].tolist() == [b"null"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "error", "cancelled", "draining", "code"),
+    [
+        ("stop", None, False, False, None),
+        ("length", None, True, True, None),
+        ("abort", None, True, False, ErrorCode.CANCELLED),
+        ("abort", None, False, True, ErrorCode.UNAVAILABLE),
+        ("abort", None, True, True, ErrorCode.CANCELLED),
+        ("error", "it broke", False, False, ErrorCode.INTERNAL),
+    ],
+)
+def test_failures(reason: Any, error: Any, cancelled: Any, draining: Any, code: Any) -> None:
+    failure = failure_of(output(reason, error), cancelled=cancelled, draining=draining)
+    assert (failure and failure[0]) == code
+    if error:
+        assert failure[1] == error

@@ -1,0 +1,178 @@
+"""The life of a request, with an engine that the test drives."""
+
+import threading
+from typing import Any
+
+import pytest
+from quire_backend.cancellation import POLL_INTERVAL_SECONDS
+from quire_engine.errors import EngineDeadError
+
+
+def emit_hello(engine, request_id):
+    engine.emit(request_id, "He")
+    engine.emit(request_id, "l")
+    engine.emit(request_id, "lo", finish_reason="stop")
+
+
+def error_of(request):
+    last = request.sender.wait()[-1]
+    assert last.error is not None
+    return last.error.code, last.error.message
+
+
+def test_answer_without_streaming_is_one_response(engine: Any, serve: Any, request_of: Any) -> None:
+    engine.on_add = emit_hello
+    request = request_of(text_input="Hi", return_num_output_tokens=True, return_finish_reason=True)
+    serve().submit(request)
+    (response,) = request.sender.wait()
+    assert response.text == "HiHello"
+    assert response.tensors["num_output_tokens"].tolist() == [5]
+    assert response.tensors["finish_reason"].tolist() == [b"stop"]
+
+
+def test_stream_ends_with_the_flag_on_its_last_response(engine: Any, serve: Any, request_of: Any) -> None:
+    engine.on_add = emit_hello
+    request = request_of(text_input="Hi", stream=True)
+    serve().submit(request)
+    responses = request.sender.wait()
+    assert "".join(response.text for response in responses) == "Hello"
+    assert request.sender.finals == [False] * (len(responses) - 1) + [True]
+
+
+def test_bad_request_ends_alone(engine: Any, serve: Any, request_of: Any) -> None:
+    engine.on_add = emit_hello
+    serving = serve()
+    bad, good = request_of(text_input=""), request_of(text_input="Hi")
+    serving.submit(bad)
+    serving.submit(good)
+    assert error_of(bad) == ("INVALID_ARG", "text_input is empty")
+    assert good.sender.wait()[-1].text == "HiHello"
+
+
+def test_input_ids_keep_their_name_in_errors(serve: Any, request_of: Any) -> None:
+    request = request_of(input_ids=[])
+    request._tensors["input_ids"] = request._tensors["input_ids"].astype("int32")
+    serve().submit(request)
+    assert error_of(request) == ("INVALID_ARG", "input_ids is empty")
+
+
+def test_unknown_lora_is_not_found(serve: Any, request_of: Any) -> None:
+    request = request_of({"lora_name": "x"}, text_input="Hi")
+    serve().submit(request)
+    assert error_of(request)[0] == "NOT_FOUND"
+
+
+def test_fault_of_ours_is_internal(serve: Any, request_of: Any) -> None:
+    request = request_of(text_input="explode")
+    serve().submit(request)
+    assert error_of(request) == ("INTERNAL", "the backend failed: ZeroDivisionError: by design")
+
+
+def test_error_of_the_engine_reaches_the_client(engine: Any, serve: Any, request_of: Any) -> None:
+    engine.on_add = lambda engine, request_id: engine.emit(request_id, finish_reason="error", error="it broke")
+    request = request_of(text_input="Hi")
+    serve().submit(request)
+    assert error_of(request) == ("INTERNAL", "it broke")
+
+
+def test_engine_that_dies_between_check_and_add(engine: Any, serve: Any, request_of: Any) -> None:
+    def die(engine, request_id):
+        raise EngineDeadError("the engine process died")
+
+    engine.on_add = die
+    request = request_of(text_input="Hi")
+    serve().submit(request)
+    assert error_of(request) == ("UNAVAILABLE", "the engine process died")
+
+
+def test_dead_engine_takes_no_requests(engine: Any, serve: Any, request_of: Any) -> None:
+    serving = serve()
+    assert serving.is_ready
+    engine.is_healthy, engine.dead_error = False, "the engine process died"
+    assert not serving.is_ready
+    request = request_of(text_input="Hi")
+    serving.submit(request)
+    assert error_of(request) == ("UNAVAILABLE", "the engine is not running: the engine process died")
+    assert "add" not in engine.events
+
+
+def test_request_without_a_way_back_disturbs_nobody(serve: Any, request_of: Any) -> None:
+    request = request_of(text_input="Hi")
+    request.get_response_sender = lambda: 1 / 0
+    serve().submit(request)
+
+
+def test_cancelled_request_is_aborted_and_told_so(engine: Any, serve: Any, request_of: Any) -> None:
+    request = request_of(text_input="Hi", stream=True)
+    serve().submit(request)
+    engine.wait_for("add")
+    request.sender.cancelled = True
+    assert error_of(request)[0] == "CANCELLED"
+    assert engine.events.count("abort") == 1
+
+
+def test_client_that_is_gone_at_once_is_aborted_after_it_was_added(engine: Any, serve: Any, request_of: Any) -> None:
+    request = request_of(text_input="Hi")
+    request.sender.cancelled = True
+    serve().submit(request)
+    assert error_of(request)[0] == "CANCELLED"
+    assert engine.events == ["start", "add", "abort"]
+
+
+def test_failed_send_aborts_the_request(engine: Any, serve: Any, request_of: Any) -> None:
+    request = request_of(text_input="Hi", stream=True)
+    request.sender.fail_after = 1
+    serve(stream_interval_ms=0).submit(request)
+    engine.wait_for("add")
+    (request_id,) = engine.sinks
+    engine.emit(request_id, "a")
+    request.sender.wait(lambda: len(request.sender.responses) == 1)
+    engine.emit(request_id, "b")
+    engine.wait_for("abort")
+    assert error_of(request)[0] in ("INTERNAL", "CANCELLED")
+
+
+def test_nothing_is_asked_or_sent_after_the_last_response(engine: Any, serve: Any, request_of: Any) -> None:
+    engine.on_add = emit_hello
+    serving = serve()
+    requests = [request_of(text_input="Hi", stream=True) for _ in range(20)]
+    for request in requests:
+        serving.submit(request)
+    for request in requests:
+        request.sender.wait()
+    threading.Event().wait(3 * POLL_INTERVAL_SECONDS)
+    assert not any(request.sender.misused for request in requests)
+    assert not serving._live
+    assert not serving._poller._streams
+
+
+def test_shutdown_tells_live_clients_and_ends_everything(engine: Any, serve: Any, request_of: Any) -> None:
+    serving = serve()
+    live = request_of(text_input="Hi", stream=True)
+    serving.submit(live)
+    engine.wait_for("add")
+    serving.shutdown()
+    assert error_of(live)[0] == "UNAVAILABLE"
+    assert engine.events[-2:] == ["abort", "shutdown"]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("quire-")]
+
+
+def test_draining_refuses_new_requests(engine: Any, serve: Any, request_of: Any) -> None:
+    serving = serve()
+    serving._draining = True
+    request = request_of(text_input="Hi")
+    serving.submit(request)
+    code, message = error_of(request)
+    assert code == "UNAVAILABLE"
+    assert "unloaded" in message
+    assert not serving.is_ready
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_many_requests_at_once(engine: Any, serve: Any, request_of: Any, stream: Any) -> None:
+    engine.on_add = emit_hello
+    serving = serve()
+    requests = [request_of(text_input="Hi", stream=stream, exclude_input_in_output=True) for _ in range(200)]
+    for request in requests:
+        serving.submit(request)
+    assert {"".join(response.text for response in request.sender.wait()) for request in requests} == {"Hello"}

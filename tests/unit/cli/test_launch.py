@@ -1,0 +1,106 @@
+"""What tritonserver is started with."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from quire_cli import tritonserver
+from quire_cli.errors import CommandError, UsageError
+from quire_cli.launch import ServerFlags, compose_backends, server_environment
+from quire_cli.tritonserver import PYTHON, TritonServer, find_tritonserver, libpython
+
+
+def test_given_flags_win_and_come_last() -> None:
+    flags = ServerFlags(("--http-port=1", "--log-verbose", "2", "--strict-readiness", "--backend-config=python,x=1"))
+    assert flags.values == {
+        "http-port": "1",
+        "log-verbose": "2",
+        "strict-readiness": "",
+        "backend-config": "python,x=1",
+    }
+    defaults = [("http-port", "8000"), ("grpc-port", "8001"), ("backend-config", "python,shm-region-prefix-name=q-")]
+    assert flags.merge(defaults) == [
+        "--grpc-port=8001", "--backend-config=python,shm-region-prefix-name=q-", *flags.tokens,
+    ]  # fmt: skip
+
+
+def test_own_shared_memory_prefix_replaces_ours() -> None:
+    flags = ServerFlags(("--backend-config=python,shm-region-prefix-name=mine",))
+    assert flags.merge([("backend-config", "python,shm-region-prefix-name=q-")]) == list(flags.tokens)
+
+
+def test_stray_argument_is_no_flag() -> None:
+    with pytest.raises(UsageError, match="stray"):
+        ServerFlags(("stray", "--flag"))
+
+
+def fake_server(root: Path, *, wheel: bool, stub_python: str = PYTHON) -> Path:
+    """The files of an installation, as far as they are looked at; returns the binary."""
+    python_backend = root / "backends" / "python"
+    stubs = root / "python_backend_stubs" / PYTHON if wheel else python_backend
+    for folder in (root / "bin", python_backend, stubs, root / "backends" / "onnxruntime"):
+        folder.mkdir(parents=True, exist_ok=True)
+    (root / "TRITON_VERSION").write_text("9.8.7\n")
+    (python_backend / "libtriton_python.so").write_text("so")
+    (python_backend / "triton_python_backend_utils.py").write_text("py")
+    (stubs / "triton_python_backend_stub").write_bytes(f"\0libpython{stub_python}.so.1.0\0".encode())
+    binary = root / "bin" / "tritonserver"
+    binary.write_text("#!/bin/sh\n")
+    binary.chmod(0o755)
+    return binary
+
+
+@pytest.fixture
+def only_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing is installed but what a test puts into this folder, which is on PATH."""
+    monkeypatch.setattr(tritonserver, "_OPT", tmp_path / "nowhere")
+    monkeypatch.setattr(tritonserver, "_wheel_folder", lambda: None)
+    monkeypatch.setattr(tritonserver, "libpython", lambda: "libpython.so")
+    monkeypatch.setenv("PATH", str(tmp_path / "triton" / "bin"))
+    return tmp_path / "triton"
+
+
+def test_no_server_names_the_places_and_the_mend(only_path: Path) -> None:
+    with pytest.raises(CommandError, match=r"PATH, /opt/tritonserver/bin, .*pip install 'quire\[server\]'"):
+        find_tritonserver()
+
+
+def test_server_on_path_is_used_with_all_its_backends(only_path: Path, tmp_path: Path) -> None:
+    fake_server(only_path, wheel=False)
+    server = find_tritonserver()
+    assert (server.origin, server.version) == ("PATH", "9.8.7")
+    backends = compose_backends(server, tmp_path / "run")
+    assert sorted(path.name for path in backends.iterdir()) == ["onnxruntime", "python", "quire"]
+    assert (backends / "python" / "triton_python_backend_stub").is_file()
+
+
+def test_server_of_another_python_is_refused(only_path: Path) -> None:
+    fake_server(only_path, wheel=False, stub_python="3.99")
+    with pytest.raises(CommandError, match=r"runs Python 3\.99"):
+        find_tritonserver()
+
+
+def test_files_of_the_wheel_are_copied_not_linked(only_path: Path, tmp_path: Path) -> None:
+    fake_server(only_path, wheel=True)
+    server = next(tritonserver.installations())
+    assert server.is_wheel
+    python = compose_backends(server, tmp_path / "run") / "python"
+    assert not any(path.is_symlink() for path in python.iterdir())
+
+
+def test_environment_is_that_of_this_python(tmp_path: Path) -> None:
+    server = TritonServer(
+        binary=tmp_path, origin="", python_backend=tmp_path, stub=tmp_path, library_dirs=(tmp_path / "libs",)
+    )
+    environment = server_environment(server, {"OWN": "1"})
+    assert environment["OWN"] == "1"
+    assert environment["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
+    libraries = environment["LD_LIBRARY_PATH"].split(os.pathsep)
+    assert str(tmp_path / "libs") in libraries
+    own = libpython()
+    if isinstance(own, Path):
+        assert libraries.index(str(own.parent)) < libraries.index(str(tmp_path / "libs"))
+    paths = environment["PYTHONPATH"].split(os.pathsep)
+    assert any((Path(path) / "quire_engine" / "config.py").is_file() for path in paths)
+    assert any((Path(path) / "numpy").is_dir() for path in paths)

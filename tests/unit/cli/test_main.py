@@ -1,0 +1,70 @@
+"""Command lines: exit codes, one-line errors, and help that comes fast."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from quire_cli.main import run
+
+CHECKPOINT = Path(__file__).resolve().parents[3] / "model_repository" / "tinypy" / "1" / "model"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["serve", "--nonsense"], "--nonsense"),
+        (["serve", "--grpc-port", "70000"], "65535"),
+        (["serve", "stray"], "unexpected argument 'stray'"),
+        (["serve", "--model", "a", "--model-repository", "b"], "give one of them"),
+        (["serve", "--name", "a"], "--name"),
+        (["serve", "--", "--allow-http=false"], "--allow-http=false"),
+        (["serve", "--grpc-port", "18765", "--http-port", "18765"], "given twice"),
+        (["serve", "--", "--http-port=seven"], "'seven'"),
+        (["nonsense"], "nonsense"),
+        (["model", "add"], "PATH"),
+        (["model", "add", str(CHECKPOINT), "max_modell_len=5"], "did you mean 'max_model_len'?"),
+        (["generate"], "--model"),
+        (["generate", "--model", str(CHECKPOINT), "--prompt", "x", "--top-p", "7"], "top_p is 7"),
+        (["generate", "--model", str(CHECKPOINT), "--prompt", "x", "block_sizes=1"], "did you mean 'block_size'?"),
+        (["generate", "--model", str(CHECKPOINT), "--prompt", ""], "--prompt"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(
+    arguments: list[str], part: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("quire: ")
+    assert len(err.splitlines()) == 1
+    assert part in err
+
+
+@pytest.mark.parametrize("arguments", [["model", "add", "/nowhere"], ["generate", "--model", "/nowhere"]])
+def test_failure_is_one_line_and_exit_code_1(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 1
+    err = capfd.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert "/nowhere" in err
+
+
+def test_debug_shows_the_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["model", "add", "/nowhere", "--debug"]) == 1
+    assert "Traceback" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--help"], ["serve", "--help"], ["model"], ["model", "add", "-h"], ["generate", "-h"]]
+)
+def test_help(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 0
+    assert capfd.readouterr().out.startswith("Usage: quire")
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom quire_cli.main import run\nrun(['--help'])\n"
+        "assert not {'torch', 'transformers', 'numpy', 'quire_engine'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

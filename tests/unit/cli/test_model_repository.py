@@ -1,0 +1,69 @@
+"""`quire model add`: settings from the command line, and the two files that it writes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from quire_cli.errors import CommandError, UsageError
+from quire_cli.main import run
+from quire_cli.model_repository import demo_repository, model_name, parse_settings, write_model
+
+CHECKPOINT = Path(__file__).resolve().parents[3] / "model_repository" / "tinypy" / "1" / "model"
+
+
+def test_values_are_json_else_strings() -> None:
+    items = ["a=1", "b=0.5", "c=true", "d=bfloat16", 'e={"x": [1]}', "f=", "g=a=b", "h=null", "i=NaN", 'j="7"']
+    assert parse_settings(items) == {
+        "a": 1, "b": 0.5, "c": True, "d": "bfloat16", "e": {"x": [1]}, "f": "", "g": "a=b", "h": None, "i": "NaN",
+        "j": "7",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("items", [["dtype"], ["=1"], ["model=x"], ["a=1", "a=2"]])
+def test_what_is_no_setting_is_refused(items: list[str]) -> None:
+    with pytest.raises(UsageError):
+        parse_settings(items)
+
+
+def test_name_is_the_folders_unless_given(tmp_path: Path) -> None:
+    assert model_name(tmp_path / "Llama-3.2-1B", None) == "Llama-3.2-1B"
+    assert model_name(tmp_path / "x", "mine") == "mine"
+    for path, name in ((tmp_path / "with space", None), (tmp_path / "x", "../up"), (tmp_path / "x", "")):
+        with pytest.raises(UsageError, match="cannot be a model's name"):
+            model_name(path, name)
+
+
+def test_writes_a_model_that_the_engine_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(CHECKPOINT.parent)
+    folder = write_model(tmp_path, Path("model"), "mine", {"max_model_len": 128, "tokenizer": "model"})
+    assert folder == tmp_path / "mine"
+    assert 'backend: "quire"' in (folder / "config.pbtxt").read_text()
+    # Relative paths on the command line are relative to where it is typed, not to the file that is written.
+    settings = json.loads((folder / "1" / "model.json").read_text())
+    assert settings == {"model": str(CHECKPOINT), "max_model_len": 128, "tokenizer": str(CHECKPOINT)}
+
+
+def test_overwrites_only_when_forced(tmp_path: Path) -> None:
+    write_model(tmp_path, CHECKPOINT, "mine")
+    with pytest.raises(CommandError, match="--force"):
+        write_model(tmp_path, CHECKPOINT, "mine", {"seed": 1})
+    write_model(tmp_path, CHECKPOINT, "mine", {"seed": 1}, force=True)
+    assert json.loads((tmp_path / "mine" / "1" / "model.json").read_text())["seed"] == 1
+
+
+def test_nothing_is_written_for_a_bad_setting(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="max_model_len"):
+        write_model(tmp_path / "repository", CHECKPOINT, "mine", {"max_model_len": -1})
+    assert not (tmp_path / "repository").exists()
+
+
+def test_command_says_how_to_serve_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["model", "add", str(CHECKPOINT), "dtype=float32", "--name", "mine", "--model-repository"]
+    assert run([*arguments, str(tmp_path)]) == 0
+    assert f"quire serve --model-repository {tmp_path}" in capsys.readouterr().out
+
+
+def test_demo_repository_holds_the_demo_model() -> None:
+    repository = demo_repository()
+    assert repository is not None
+    assert (repository / "tinypy" / "config.pbtxt").is_file()

@@ -1,0 +1,81 @@
+"""Which lines of the server's log reach the operator, and the cause that is read from it."""
+
+import io
+from collections.abc import Sequence
+
+import pytest
+from quire_cli.console import Console
+from quire_cli.server_log import ServerLog, failure_cause
+
+STAMP = "1120 20:57:07.191031 6896"
+CHATTER = [
+    f'I{STAMP} model_lifecycle.cc:472] "loading: echo:1"',
+    f"I{STAMP} server.cc:604] ",
+    "+------------------+------+",
+    "| Repository Agent | Path |",
+    "",
+]
+OURS = f'I{STAMP} triton_api.py:119] "model tinypy is served"'
+ENGINE = "quire engine[11172] INFO quire_engine.worker.worker: KV cache: 4096 blocks"
+WARNING = f'W{STAMP} model_lifecycle.cc:111] "ignored"'
+ERROR = f'E{STAMP} server.cc:1] "bad"'
+PRINTED = "Traceback (most recent call last):"
+
+
+def passed_on(lines: Sequence[str], capsys: pytest.CaptureFixture[str], *, ready: bool, everything: bool) -> list[str]:
+    log = ServerLog(io.BytesIO("\n".join(lines).encode()), Console(), everything=everything)
+    log.finish()
+    if ready:
+        log.release()
+    return capsys.readouterr().err.splitlines()
+
+
+def test_chatter_and_tables_are_dropped(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [*CHATTER, OURS, WARNING, *CHATTER]
+    assert passed_on(lines, capsys, ready=True, everything=False) == [OURS, WARNING]
+
+
+def test_errors_wait_until_the_server_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [ERROR, PRINTED, ENGINE, WARNING]
+    assert passed_on(lines, capsys, ready=False, everything=False) == [ENGINE, WARNING]
+    assert passed_on(lines, capsys, ready=True, everything=False) == [ENGINE, WARNING, ERROR, PRINTED]
+
+
+def test_everything_means_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [*CHATTER, ERROR, "Usage: tritonserver [options]", "  --help"]
+    assert passed_on(lines, capsys, ready=False, everything=True) == lines
+
+
+def test_usage_text_is_dropped(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ["Usage: tritonserver [options]", "  --help", "\tPrint usage"]
+    assert passed_on(lines, capsys, ready=True, everything=False) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        (
+            f"E{STAMP} model_lifecycle.cc:642] \"failed to load 'echo' version 1: Internal: TritonModelException: "
+            '/x has no config.json; copy it\\n\\nAt:\\n  /x/model.py(16): initialize\\n"',
+            "model 'echo' did not load: /x has no config.json; copy it",
+        ),
+        (
+            f"E{STAMP} model_lifecycle.cc:642] \"failed to load 'a' version 1: Internal: ValueError: no \\\"b\\\"\"",
+            "model 'a' did not load: ValueError: no \"b\"",
+        ),
+        (
+            f"E{STAMP} main.cc:257] \"failed to start HTTP service: Socket '127.0.0.1:1' in use \"",
+            "failed to start HTTP service: Socket '127.0.0.1:1' in use",
+        ),
+        ("/x/bin/tritonserver: unrecognized option '--foo'", "unrecognized option '--foo'"),
+        ("error: creating server: Internal - failed to load all models",
+         "creating server: Internal - failed to load all models"),
+    ],
+)  # fmt: skip
+def test_cause_is_one_line(line: str, cause: str) -> None:
+    last = "error: creating server: Internal - failed to load all models"
+    assert failure_cause([OURS, line, *CHATTER, last]) == cause
+
+
+def test_no_cause_in_a_healthy_log() -> None:
+    assert failure_cause([*CHATTER, OURS, WARNING]) is None

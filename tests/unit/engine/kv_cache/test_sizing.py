@@ -1,0 +1,33 @@
+"""Sizing: blocks from bytes."""
+
+import pytest
+from quire_engine.kv_cache.sizing import block_bytes, num_blocks_for
+
+
+def test_block_holds_a_key_and_a_value_per_layer_head_and_token() -> None:
+    shape = {"num_layers": 3, "num_kv_heads": 5, "head_size": 7, "block_size": 11, "dtype_bytes": 2}
+    assert block_bytes(**shape) == 2 * 3 * 5 * 7 * 11 * 2
+
+
+def num_blocks(available_bytes: int, max_model_len: int = 1000, max_num_seqs: int = 100) -> int:
+    return num_blocks_for(
+        available_bytes=available_bytes,
+        bytes_per_block=100,
+        block_size=16,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+    )
+
+
+def test_only_whole_blocks_count() -> None:
+    assert [num_blocks(available) for available in (100, 199, 200)] == [1, 1, 2]
+
+
+def test_no_more_blocks_than_could_ever_be_used() -> None:
+    assert num_blocks(10**9, max_model_len=33, max_num_seqs=4) == 12
+
+
+@pytest.mark.parametrize("available", [99, 0, -1])
+def test_too_little_memory_for_one_block_names_the_setting_and_the_sizes(available: int) -> None:
+    with pytest.raises(ValueError, match=f"kv_cache_memory_bytes: .* 100 bytes and only {available} are available"):
+        num_blocks(available)

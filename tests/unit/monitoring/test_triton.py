@@ -1,0 +1,184 @@
+"""TritonStatLogger against a stand-in for the server's metrics."""
+
+import threading
+import time
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats
+from quire_monitoring import METRICS, MetricKind, TritonStatLogger
+
+LABELS = {"model": "m", "version": "1", "engine": "0"}
+
+
+class Server:
+    """What a scrape would show, and how many round trips it took."""
+
+    def __init__(self, broken=False):
+        self.values = {}
+        self.observed = defaultdict(list)
+        self.buckets = {}
+        self.calls = 0
+        self.broken = broken
+        self.changed = threading.Condition()
+
+    def make_family(self, definition):
+        if self.broken:
+            raise RuntimeError("metrics are off\nreally")
+        server = self
+
+        class Metric:
+            def __init__(self, labels, buckets=None):
+                assert {name: labels[name] for name in LABELS} == LABELS
+                own = {name: value for name, value in labels.items() if name not in LABELS}
+                self.key = (definition.name, *own.values())
+                assert self.key not in server.values
+                server.values[self.key] = 0
+                server.buckets[self.key] = buckets
+
+            def set(self, value):
+                assert definition.kind is MetricKind.GAUGE
+                self._call(value)
+
+            def increment(self, value):
+                assert definition.kind is MetricKind.COUNTER
+                assert value > 0
+                self._call(server.values[self.key] + value)
+
+            def observe(self, value):
+                assert definition.kind is MetricKind.HISTOGRAM
+                server.observed[definition.name].append(value)
+                self._call(value)
+
+            def _call(self, value):
+                with server.changed:
+                    server.calls += 1
+                    server.values[self.key] = value
+                    server.changed.notify_all()
+
+        class Family:
+            def Metric(self, labels, buckets=None):  # noqa: N802
+                return Metric(labels, buckets)
+
+        return Family()
+
+    def wait_for(self, key, value, timeout=5.0):
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.values[key] == value, timeout), (key, self.values[key])
+
+
+@pytest.fixture
+def server():
+    return Server()
+
+
+@pytest.fixture
+def stat_logger(server):
+    result = TritonStatLogger(server.make_family, LABELS)
+    result.start(is_up=lambda: True)
+    yield result
+    result.stop()
+
+
+def test_every_series_exists_from_the_start(server: Any, stat_logger: Any) -> None:
+    assert server.values.keys() == {
+        (definition.name, *labels.values()) for definition in METRICS for labels in definition.label_sets()
+    }
+    assert ("quire_requests_total", "abort") in server.values
+    assert ("quire_requests_waiting", "capacity") in server.values
+
+
+def test_definitions_are_well_formed() -> None:
+    for definition in METRICS:
+        assert definition.name.startswith("quire_")
+        assert (definition.kind is MetricKind.COUNTER) == definition.name.endswith("_total")
+        assert (definition.kind is MetricKind.HISTOGRAM) == bool(definition.buckets)
+        assert list(definition.buckets) == sorted(set(definition.buckets))
+    assert len({definition.name for definition in METRICS}) == len(METRICS)
+
+
+def test_gauges_follow_and_the_last_state_is_written(server: Any, stat_logger: Any) -> None:
+    busy = SchedulerStats(num_running=3, num_waiting=2, num_blocks_used=5, num_blocks_cached=1, num_blocks_free=4)
+    stat_logger.record(busy, IterationStats())
+    server.wait_for(("quire_requests_running",), 3)
+    server.wait_for(("quire_kv_cache_usage_ratio",), 0.5)
+    stat_logger.record(SchedulerStats(num_blocks_cached=6, num_blocks_free=4), IterationStats())
+    started = time.monotonic()
+    server.wait_for(("quire_kv_blocks", "used"), 0)
+    server.wait_for(("quire_requests_running",), 0)
+    server.wait_for(("quire_requests_waiting", "capacity"), 0)
+    assert time.monotonic() - started < 0.3
+
+
+def test_counters_add_up(server: Any, stat_logger: Any) -> None:
+    for total in (2, 5):
+        stats = SchedulerStats(num_preemptions=total, prefix_cache_queries=10 * total, prefix_cache_hits=total)
+        stat_logger.record(stats, IterationStats(num_prompt_tokens=7, num_cached_tokens=3, num_generation_tokens=total))
+    stat_logger.record(SchedulerStats(num_preemptions=1), IterationStats())  # the engine was started again
+    server.wait_for(("quire_preemptions_total",), 6)
+    server.wait_for(("quire_prefix_cache_queries_total",), 50)
+    server.wait_for(("quire_prompt_tokens_total",), 14)
+    server.wait_for(("quire_prompt_tokens_cached_total",), 6)
+    server.wait_for(("quire_generation_tokens_total",), 7)
+
+
+def test_finished_requests_are_counted_and_timed(server: Any, stat_logger: Any) -> None:
+    done = FinishedRequestStats("length", num_output_tokens=5, e2e_seconds=2.0, queue_seconds=0.5, decode_seconds=1.0)
+    short = FinishedRequestStats("abort", num_output_tokens=0, e2e_seconds=0.25)
+    stat_logger.record(None, IterationStats(time_to_first_token_seconds=[0.125], finished_requests=[done, short]))
+    stat_logger.record_rejection()
+    server.wait_for(("quire_requests_total", "length"), 1)
+    server.wait_for(("quire_requests_total", "abort"), 1)
+    server.wait_for(("quire_requests_total", "rejected"), 1)
+    stat_logger.stop()
+    assert server.observed["quire_time_to_first_token_seconds"] == [0.125]
+    assert server.observed["quire_time_per_output_token_seconds"] == [0.25]
+    assert server.observed["quire_e2e_request_latency_seconds"] == [2.0, 0.25]
+
+
+def test_many_steps_take_few_round_trips(server: Any, stat_logger: Any) -> None:
+    for step in range(1, 1001):
+        stat_logger.record(SchedulerStats(num_running=1 + step % 2), IterationStats(num_generation_tokens=1))
+    server.wait_for(("quire_generation_tokens_total",), 1000)
+    assert server.calls < 50
+
+
+def test_idle_writes_nothing(server: Any, stat_logger: Any) -> None:
+    server.wait_for(("quire_engine_up",), 1)
+    stat_logger.record(SchedulerStats(), IterationStats())
+    stat_logger.record_rejection()
+    server.wait_for(("quire_requests_total", "rejected"), 1)
+    calls = server.calls
+    stat_logger.record(SchedulerStats(), IterationStats())
+    threading.Event().wait(0.25)
+    assert server.calls == calls
+
+
+def test_engine_up_falls_when_it_dies_and_when_it_stops(server: Any) -> None:
+    healthy = threading.Event()
+    healthy.set()
+    stat_logger = TritonStatLogger(server.make_family, LABELS)
+    stat_logger.start(is_up=healthy.is_set)
+    server.wait_for(("quire_engine_up",), 1)
+    healthy.clear()
+    server.wait_for(("quire_engine_up",), 0)
+    healthy.set()
+    server.wait_for(("quire_engine_up",), 1)
+    stat_logger.stop()
+    assert server.values[("quire_engine_up",)] == 0
+
+
+def test_server_without_metrics_is_noted_once(caplog: Any) -> None:
+    stat_logger = TritonStatLogger(Server(broken=True).make_family, LABELS)
+    assert not stat_logger.enabled
+    stat_logger.start(is_up=lambda: True)
+    stat_logger.record(SchedulerStats(), IterationStats(num_generation_tokens=1))
+    stat_logger.record_rejection()
+    stat_logger.stop()
+    assert [record.getMessage() for record in caplog.records] == ["no custom metrics: metrics are off"]
+
+
+def test_an_unknown_outcome_is_passed_over(server: Any, stat_logger: Any) -> None:
+    stat_logger.record(None, IterationStats(finished_requests=[FinishedRequestStats("novel")], num_prompt_tokens=1))
+    server.wait_for(("quire_prompt_tokens_total",), 1)
