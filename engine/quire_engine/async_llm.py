@@ -71,6 +71,7 @@ class AsyncLLM:
         if self._output_task is None:
             self._client.watch(self._on_engine_death)
             self._output_task = asyncio.get_running_loop().create_task(self._take_outputs(), name="engine-outputs")
+            self._output_task.add_done_callback(self._on_output_task_done)
 
     async def generate(
         self,
@@ -132,8 +133,13 @@ class AsyncLLM:
         if self.dead_error is not None:
             self._record(None, self._output_processor.finish(request.request_id, FinishReason.ERROR, self.dead_error))
             return
-        for core_request in core_requests:
-            self._client.add_request(core_request.to_core())
+        try:
+            for core_request in core_requests:
+                self._client.add_request(core_request.to_core())
+        except BaseException:
+            for core_request in core_requests:
+                self._output_processor.discard(core_request.request_id)
+            raise
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is. Its last output has finish_reason "abort". Unknown ids are passed over."""
@@ -231,12 +237,11 @@ class AsyncLLM:
         return await self._client.call_utility(method, *arguments)
 
     def shutdown(self) -> None:
-        """End the engine core and wait for it. Live requests end without an answer: abort them first. Idempotent."""
+        """End the engine core and wait for it. Live requests end with an error. Idempotent."""
+        loop = None if self._output_task is None else self._output_task.get_loop()
+        if loop is not None and loop.is_running():
+            loop.call_soon_threadsafe(self._die, "the engine was shut down")
         self.dead_error = self.dead_error or "the engine was shut down"
-        if self._output_task is not None:
-            loop = self._output_task.get_loop()
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(self._output_task.cancel)
         self._client.shutdown()
 
     async def _take_outputs(self) -> None:
@@ -252,12 +257,23 @@ class AsyncLLM:
             stat_logger.record(scheduler_stats, iteration_stats)
 
     def _on_engine_death(self) -> None:
-        """Nobody waits for ever: every live request ends with an error."""
-        self.dead_error = "the engine process died"
-        self._client.fail_utilities(self.dead_error)
         logger.error("the engine process died; %d requests fail", len(self._output_processor.request_ids))
+        self._die("the engine process died")
+
+    def _on_output_task_done(self, task: "asyncio.Task[None]") -> None:
+        """The task never ends by itself, so without it no output would ever come: that is an engine's death, too."""
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("the engine's outputs cannot be taken in any more", exc_info=task.exception())
+            self._die("the engine's outputs cannot be taken in any more")
+
+    def _die(self, reason: str) -> None:
+        """Nobody waits for ever: every live request ends with an error."""
+        self.dead_error = self.dead_error or reason
+        self._client.fail_utilities(reason)
+        if self._output_task is not None:
+            self._output_task.cancel()
         for request_id in self._output_processor.request_ids:
-            self._record(None, self._output_processor.finish(request_id, FinishReason.ERROR, self.dead_error))
+            self._record(None, self._output_processor.finish(request_id, FinishReason.ERROR, reason))
 
 
 async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, RequestOutput]]) -> list[RequestOutput]:

@@ -10,6 +10,8 @@ Decode = Callable[[Sequence[int]], str]
 """Token ids → text, special tokens skipped or not as the request wants it."""
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+CONTEXT_TOKENS = 5
+"""Of the prompt, as many as can matter to the text of the first output token; vLLM takes as many."""
 MAX_PENDING_TOKENS = 8
 """A character has at most 4 bytes, so when this many tokens still end in a replacement character, it is not going to be
 completed: the bytes are invalid, and are shown as such."""
@@ -19,20 +21,26 @@ class IncrementalDetokenizer:
     """The text of one request's output.
 
     A token's text may depend on the token before it (a leading space, a character split over two tokens), so each new
-    token is decoded together with a few before it, and only what that adds is kept::
+    token is decoded together with a few before it, at first of the prompt, and only what that adds is kept::
 
         tokens   … │ prefix │ pending │
                    ▲        ▲         ▲
             prefix_offset  read_offset  end        new text = decode(prefix + pending) - decode(prefix)
     """
 
-    def __init__(self, decode: Decode, params: SamplingParams) -> None:
+    def __init__(self, decode: Decode, params: SamplingParams, prompt_token_ids: Sequence[int] = ()) -> None:
         self.text = ""
-        self.token_ids: list[int] = []
+        """The output's text so far."""
+        context = list(prompt_token_ids[-CONTEXT_TOKENS:])
+        context_text = decode(context)
+        if context_text.endswith(REPLACEMENT):  # ends within a character, so it says nothing about what follows
+            context, context_text = [], ""
+        self._num_context_tokens = len(context)
+        self._token_ids = context
         self._decode = decode
         self._prefix_offset = 0
-        self._read_offset = 0
-        self._prefix_text = ""
+        self._read_offset = len(context)
+        self._prefix_text = context_text
         self._stop = params.stop
         self._min_tokens = params.min_tokens
         self._include_stop = params.include_stop_str_in_output
@@ -41,6 +49,11 @@ class IncrementalDetokenizer:
         held_back = 0 if self._include_stop else max(map(len, self._stop), default=1) - 1
         self._held_back = held_back
         self._num_emitted = 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The output's tokens so far."""
+        return self._token_ids[self._num_context_tokens :]
 
     def append(self, token_id: int, *, is_stop_token: bool = False) -> str | None:
         """Take in one token.
@@ -54,23 +67,23 @@ class IncrementalDetokenizer:
             The stop string that the text now contains, or None. The text then ends before it, or after it when stop
             strings are to be included.
         """
-        self.token_ids.append(token_id)
+        self._token_ids.append(token_id)
         if is_stop_token and not self._include_stop:
-            self._flush(self.token_ids[:-1])
-            self._read_offset = len(self.token_ids)
+            self._flush(self._token_ids[:-1])
+            self._read_offset = len(self._token_ids)
             return None
         before = len(self.text)
-        self._extend(self.token_ids)
+        self._extend(self._token_ids)
         if not self._stop:
             return None
-        if len(self.token_ids) <= self._min_tokens:
+        if len(self._token_ids) - self._num_context_tokens <= self._min_tokens:
             self._skipped_text = len(self.text)
             return None
         return self._find_stop(before)
 
     def finish(self) -> None:
         """Nothing comes any more: show what was held back as incomplete."""
-        self._flush(self.token_ids)
+        self._flush(self._token_ids)
         self._held_back = 0
 
     def next_delta(self, *, finished: bool) -> str:
@@ -109,5 +122,5 @@ class IncrementalDetokenizer:
             return None
         index, stop = found
         self.text = self.text[: index + len(stop)] if self._include_stop else self.text[:index]
-        self._read_offset = len(self.token_ids)  # what was pending is cut off too
+        self._read_offset = len(self._token_ids)  # what was pending is cut off too
         return stop

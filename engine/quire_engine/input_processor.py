@@ -161,6 +161,8 @@ class InputProcessor:
         return None, _token_ids(prompt), "prompt_token_ids"
 
     def _tokenize(self, text: str, name: str) -> list[int]:
+        if not text:  # a tokenizer may make a token of it
+            raise RequestError(name, f"{name} is empty; it must hold at least one character")
         if len(text) > self._max_token_length * self._ready.max_model_len:  # do not spend seconds to find that out
             raise RequestError(
                 name,

@@ -187,6 +187,8 @@ class LLM:
 
     def _run(self, requests: list[ProcessedRequest]) -> Iterator[RequestOutput]:
         """Add the requests and step until all are finished, yielding every delta."""
+        if self._outputs.has_requests():
+            raise RuntimeError("another generation of this LLM is under way; finish or close it first")
         deltas: list[RequestOutput] = []
         try:
             for request in requests:

@@ -1,5 +1,6 @@
 """OutputProcessor: EngineCoreOutputs → text, RequestOutputs and statistics. Runs where the caller is."""
 
+import logging
 import time
 from bisect import insort
 from collections.abc import Callable, Sequence
@@ -83,6 +84,8 @@ class RequestOutput:
         self.error_code, self.retry_after_seconds = later.error_code, later.retry_after_seconds
 
 
+logger = logging.getLogger(__name__)
+
 OnOutput = Callable[[RequestOutput], None]
 
 
@@ -109,7 +112,7 @@ class _RequestState:
         self.parent = parent
         self.index = index
         """Which of the parent's sequences this is."""
-        self.detokenizer = IncrementalDetokenizer(decode, request.params)
+        self.detokenizer = IncrementalDetokenizer(decode, request.params, request.prompt_token_ids)
         self.cumulative_logprob: float | None = None if request.params.logprobs is None else 0.0
         self.first_token_time: float | None = None
         self.last_token_time = request.arrival_time
@@ -144,7 +147,7 @@ class OutputProcessor:
         if request.params.n == 1:
             self._states[request.request_id] = _RequestState(request, self._tokenizer, on_output)
             return [request]
-        parent = ParentRequest(request, on_output)
+        parent = ParentRequest(request)
         self._parents[request.request_id] = parent
         for index, child in enumerate(parent.children):
             self._states[child.request_id] = _RequestState(child, self._tokenizer, on_output, parent, index)
@@ -178,9 +181,15 @@ class OutputProcessor:
             state = self._states.get(output.request_id)
             if state is None:
                 continue  # ended here while the step ran
-            if self._process_one(state, output, now, stats) and output.finish_reason is None:
+            try:
+                finished = self._process_one(state, output, now, stats)
+            except Exception:
+                logger.exception("request %s: its output could not be processed", output.request_id)
+                finished = True
+                self._fail(state)
+            if finished and output.finish_reason is None:
                 to_abort.append(output.request_id)
-            if state.parent is not None and output.error is not None:
+            if state.parent is not None and state.parent.request_id not in self._parents:
                 to_abort += state.parent.live  # one sequence failed, and so the request has
         return stats, to_abort
 
@@ -193,6 +202,28 @@ class OutputProcessor:
                 output = EngineCoreOutput(core_request_id, finish_reason=reason, error=error)
                 self._process_one(state, output, time.monotonic(), stats)
         return stats
+
+    def _fail(self, state: _RequestState) -> None:
+        """End a request whose output cannot even be made or taken; nobody else is to notice."""
+        request = state.request
+        self._states.pop(request.request_id, None)
+        if state.parent is not None:
+            state.parent.live.discard(request.request_id)
+            self._parents.pop(state.parent.request_id, None)
+            for child_id in state.parent.live:
+                self._states.pop(child_id, None)
+        output = RequestOutput(
+            request_id=request.request_id if state.parent is None else state.parent.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=[CompletionOutput(finish_reason=str(FinishReason.ERROR))],
+            finished=True,
+            error="its output could not be processed",
+        )
+        try:
+            state.on_output(output)
+        except Exception:
+            logger.exception("request %s: its end could not be told", request.request_id)
 
     def _process_one(self, state: _RequestState, output: EngineCoreOutput, now: float, stats: IterationStats) -> bool:
         """Give out the delta of one request; True when it is finished."""
@@ -246,12 +277,18 @@ class OutputProcessor:
     def _give_to_parent(
         self, state: _RequestState, parent: ParentRequest, result: RequestOutput, stats: IterationStats
     ) -> None:
-        total = parent.take_output(state.request.request_id, state.index, result)
+        """Give out a child's delta as its parent's."""
+        child_id, own = state.request.request_id, result.metrics
+        total = None if own is None else parent.take_end(child_id, own, result.error is not None)
+        result.request_id, result.outputs[0].index = parent.request_id, state.index
+        result.num_cached_tokens = parent.take_cached_tokens(result.num_cached_tokens)
+        result.finished, result.metrics = total is not None, total
         if total is not None:
             stats.finished_requests.append(total)
             del self._parents[parent.request_id]
-            for child_id in parent.live:  # after an error
-                self._states.pop(child_id, None)
+            for live_id in parent.live:  # after an error
+                self._states.pop(live_id, None)
+        state.on_output(result)
 
     def _add_logprobs(self, state: _RequestState, completion: CompletionOutput, entries: TokenLogprobs) -> None:
         assert state.cumulative_logprob is not None
@@ -279,7 +316,7 @@ class OutputProcessor:
         if state.first_token_time is None:
             state.first_token_time = now
             own.time_to_first_token_seconds = now - state.request.arrival_time
-            own.queue_seconds = output.queue_seconds or 0.0
+            own.queue_seconds = output.queue_seconds
             own.num_cached_tokens = output.num_cached_tokens
             if state.parent is None or state.parent.take_first_token():
                 stats.time_to_first_token_seconds.append(own.time_to_first_token_seconds)
@@ -297,6 +334,6 @@ class OutputProcessor:
         own.finish_reason = finish_reason
         own.e2e_seconds = now - state.request.arrival_time
         if state.first_token_time is not None and own.time_to_first_token_seconds is not None:
-            own.prefill_seconds = max(own.time_to_first_token_seconds - own.queue_seconds, 0.0)
+            own.prefill_seconds = max(own.time_to_first_token_seconds - (own.queue_seconds or 0.0), 0.0)
             own.decode_seconds = state.last_token_time - state.first_token_time
         return own

@@ -7,17 +7,12 @@ memory, as each child writes to it in its very next step. What it would save in 
 `tests/benchmarks/parallel_sampling.py`.) Without prefix caching each child computes the prompt for itself.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from quire_engine.input_processor import ProcessedRequest
 from quire_engine.stats import FinishedRequestStats
-
-if TYPE_CHECKING:
-    from quire_engine.output_processor import RequestOutput
 
 __all__ = ["ParentRequest", "child_seed"]
 
@@ -30,11 +25,10 @@ def child_seed(seed: int | None, index: int) -> int | None:
 
 
 class ParentRequest:
-    """Makes the children, and their outputs into the parent's."""
+    """Makes the children, and knows when they have ended, and of all their statistics one request's."""
 
-    def __init__(self, request: ProcessedRequest, on_output: "Callable[[RequestOutput], None]") -> None:
+    def __init__(self, request: ProcessedRequest) -> None:
         self.request_id = request.request_id
-        self.on_output = on_output
         self.children = [
             replace(
                 request,
@@ -54,25 +48,21 @@ class ParentRequest:
         first, self._first_token_seen = not self._first_token_seen, True
         return first
 
-    def take_output(self, child_id: str, index: int, output: "RequestOutput") -> FinishedRequestStats | None:
-        """Give out a child's delta as the parent's.
+    def take_cached_tokens(self, num_cached_tokens: int) -> int:
+        """The first child's number of cached prompt tokens: the other children also find what that one computed."""
+        if self._num_cached_tokens is None:
+            self._num_cached_tokens = num_cached_tokens
+        return self._num_cached_tokens
+
+    def take_end(self, child_id: str, stats: FinishedRequestStats, failed: bool) -> FinishedRequestStats | None:
+        """Take note of a child's end.
 
         Returns:
-            The parent's statistics when this was its end: the last child's end, or any child's error.
+            The parent's statistics when this was its end too: the last child's end, or any child's failure.
         """
-        (completion,) = output.outputs
-        completion.index = index
-        output.request_id = self.request_id
-        if completion.token_ids and self._num_cached_tokens is None:
-            self._num_cached_tokens = output.num_cached_tokens  # the other children also find what this one computed
-        output.num_cached_tokens = self._num_cached_tokens or 0
-        if output.metrics is not None:
-            self.live.discard(child_id)
-            self._finished.append(output.metrics)
-        output.finished = not self.live or output.error is not None
-        output.metrics = self._total() if output.finished else None
-        self.on_output(output)
-        return output.metrics
+        self.live.discard(child_id)
+        self._finished.append(stats)
+        return self._total() if failed or not self.live else None
 
     def _total(self) -> FinishedRequestStats:
         """One request's statistics of all its children's."""

@@ -117,6 +117,11 @@ class Request:
         """Output tokens so far."""
         return len(self.all_token_ids) - self.num_prompt_tokens
 
+    @property
+    def ending_token_ids(self) -> frozenset[int]:
+        """Tokens that end the request, once `min_tokens` allows it."""
+        return self.stop_token_ids if self.sampling_params.ignore_eos else self.eos_token_ids | self.stop_token_ids
+
     def check_stop(self) -> tuple[FinishReason, int | None] | None:
         """Whether the last token ends the request: `(reason, stop_token_id)`, where end-of-sequence has no stop id."""
         last = self.all_token_ids[-1]

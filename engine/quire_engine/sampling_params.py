@@ -5,7 +5,6 @@ and again in the engine core when its message is decoded. What depends on the mo
 checked by `Request.validate`, at the same two places.
 """
 
-import math
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -73,7 +72,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             msgspec.structs.force_setattr(self, "stop", [self.stop])
         for name, kind in _FIELD_TYPES.items():
             _require_type(name, getattr(self, name), kind)
-        _require(math.isfinite(self.temperature) and 0.0 <= self.temperature <= 1e4, "temperature", self.temperature,
+        _require(0.0 <= self.temperature <= 1e4, "temperature", self.temperature,
                  "a number from 0 (greedy) to 10000")  # fmt: skip
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "in (0, 1]")
         _require(-1 <= self.top_k < 2**63, "top_k", self.top_k, "-1 or 0 (all tokens), or from 1 to 2**63 - 1")
@@ -87,6 +86,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"{len(self.stop)} strings",
                  f"at most {MAX_STOP_STRINGS} strings")  # fmt: skip
         for stop in self.stop:
+            _require(_is_text(stop), "stop", ascii(stop), "of text that UTF-8 can encode")
             _require(0 < len(stop) <= MAX_STOP_STRING_LENGTH, "stop", f"a string of {len(stop)} characters",
                      f"strings of 1 to {MAX_STOP_STRING_LENGTH} characters")  # fmt: skip
         _require(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"{len(self.stop_token_ids)} ids",
@@ -126,6 +126,11 @@ _FIELD_TYPES: dict[str, type] = {
     "min_tokens": int, "stop": list, "stop_token_ids": list, "ignore_eos": bool, "include_stop_str_in_output": bool,
     "skip_special_tokens": bool, "logprobs": int, "n": int, "priority": int, "cache_salt": str,
 }  # fmt: skip
+
+
+def _is_text(value: str) -> bool:
+    """JSON can say half of a surrogate pair, which is no character."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 _OPTIONAL = ("seed", "max_tokens", "logprobs", "cache_salt")
@@ -196,6 +201,8 @@ def _number(name: str, value: Any, kind: type) -> Any:
     try:
         if isinstance(value, bool) or not isinstance(value, int | float | str):
             raise TypeError
+        if isinstance(value, str) and "_" in value:  # a digit separator of Python's own
+            raise ValueError
         if kind is float:
             return float(value)
         if isinstance(value, float):

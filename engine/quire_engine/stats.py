@@ -26,6 +26,8 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     prefix_cache_hits: int = 0
     """Prompt tokens found there."""
     num_preemptions: int = 0
+    num_failed_steps: int = 0
+    """Steps that raised, and were computed again request by request."""
 
     @property
     def kv_cache_usage(self) -> float:
@@ -35,7 +37,7 @@ class SchedulerStats(msgspec.Struct, array_like=True):
 
 
 class FinishedRequestStats(msgspec.Struct):
-    """One ended request. All times are intervals of the frontend's monotonic clock, in seconds."""
+    """One ended request. Times are in seconds of the frontend's monotonic clock, but for `queue_seconds`."""
 
     finish_reason: str
     num_prompt_tokens: int = 0
@@ -43,9 +45,10 @@ class FinishedRequestStats(msgspec.Struct):
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     e2e_seconds: float = 0.0
-    queue_seconds: float = 0.0
+    queue_seconds: float | None = None
+    """From the engine core's admission to the request's first step, by the core's clock; None when it never ran."""
     prefill_seconds: float = 0.0
-    """From first scheduled to the first token."""
+    """The rest of the time to first token: what was not spent in the queue."""
     decode_seconds: float = 0.0
     """From the first token to the last."""
     time_to_first_token_seconds: float | None = None

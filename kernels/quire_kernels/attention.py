@@ -80,6 +80,8 @@ def _attend_single(
     outside = torch.arange(key.shape[2], device=key.device) >= seq_lens[:, None]
     scores.masked_fill_(outside[:, None, None], float("-inf"))
     weights = scores.softmax(-1).to(value.dtype)
+    # A weight of 0 is not enough to leave a value out: padding may be another sequence's NaN or infinity.
+    value.masked_fill_(outside[:, None, :, None], 0.0)
     return (weights @ value).reshape(num_seqs, num_heads, head_size)
 
 

@@ -27,7 +27,7 @@ ROOTS = {
 CHAIN = ["quire_kernels", "quire_engine", "quire_monitoring", "quire_backend", "quire_cli"]
 """Each may import itself and those before it. `quire_dashboard` stands aside."""
 
-LEAVES = {"config", "errors", "messages", "request", "sampling_params", "stats"}
+LEAVES = {"config", "errors", "memory", "messages", "request", "sampling_params", "stats"}
 
 _TEXT = {"input_processor", "output_processor", "detokenizer"}
 
@@ -43,11 +43,13 @@ ARROWS: dict[str, set[str]] = {
     "core": {"scheduler", "executor"},
     "detokenizer": set(),
     "input_processor": set(),
-    "output_processor": {"detokenizer", "input_processor"},
-    "llm": {"core"} | _TEXT,
-    "async_llm": {"core"} | _TEXT,
+    "parallel_sampling": {"input_processor"},
+    "output_processor": {"detokenizer", "input_processor", "parallel_sampling"},
+    "beam_search": {"output_processor"},
+    "llm": {"core", "beam_search"} | _TEXT,
+    "async_llm": {"core", "beam_search"} | _TEXT,
     "testing": {"scheduler"},
-    "__init__": {"llm", "async_llm"},
+    "__init__": {"llm", "async_llm", "beam_search"},
 }
 """Within the engine: part → the parts it may import, besides itself, the leaves, and whatever those reach."""
 

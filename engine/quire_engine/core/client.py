@@ -113,6 +113,7 @@ class AsyncMPClient:
                 # cores (tritonserver, the clients) slows every op down; this is some tens of microseconds.
                 "GOMP_SPINCOUNT": "20000",
                 **os.environ,
+                "PYTHONSAFEPATH": "1",  # never import from the working directory, which may be a downloaded folder
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             },
         )

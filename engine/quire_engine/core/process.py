@@ -157,7 +157,8 @@ def _die_with_parent() -> None:
 def main() -> None:
     """Entry point of the child process."""
     logging.basicConfig(level=logging.INFO, format="quire engine[%(process)d] %(levelname)s: %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the parent decides
+        signal.signal(number, signal.SIG_IGN)
     arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=ProcessArguments)
     threading.Thread(target=_die_with_parent, name="die-with-parent", daemon=True).start()
     EngineCoreProcess(arguments).run()

@@ -14,6 +14,7 @@ from quire_engine.errors import CheckpointError
 __all__ = ["ARCHITECTURES", "CheckpointConfig", "RopeConfig", "check_checkpoint", "weight_files"]
 
 ARCHITECTURES = ("LlamaForCausalLM",)
+DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "llama3")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 
@@ -70,7 +71,7 @@ class CheckpointConfig:
             raise CheckpointError(f"{folder / 'config.json'}: hidden_act is {config['hidden_act']}; it must be silu")
         try:
             num_heads = int(config["num_attention_heads"])
-            return cls(
+            checkpoint = cls(
                 architecture=architecture,
                 dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
                 vocab_size=int(config["vocab_size"]),
@@ -88,10 +89,24 @@ class CheckpointConfig:
                 rope=_rope_config(folder, config),
                 eos_token_ids=_eos_token_ids(folder, config),
             )
+            checkpoint._check(folder / "config.json")
+            return checkpoint
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{folder / 'config.json'}: {error!r} is missing or not a number") from None
+
+    def _check(self, path: Path) -> None:
+        """Refuse what would fail later, and less clearly."""
+        if self.dtype not in DTYPES:
+            raise CheckpointError(f"{path}: dtype is {self.dtype}; known are {', '.join(DTYPES)}")
+        if self.num_heads < 1 or self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise CheckpointError(
+                f"{path}: num_attention_heads is {self.num_heads}; it must be a multiple of "
+                f"num_key_value_heads={self.num_kv_heads}"
+            )
+        if self.head_size < 2 or self.head_size % 2:
+            raise CheckpointError(f"{path}: the head size is {self.head_size}; it must be even")
 
 
 def check_checkpoint(folder: Path, tokenizer_folder: Path | None = None) -> CheckpointConfig:

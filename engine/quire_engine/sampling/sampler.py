@@ -59,7 +59,8 @@ class Sampler:
     def _sample(self, logits_RV: torch.Tensor, metadata: SamplingMetadata, rows: torch.Tensor) -> torch.Tensor:
         """Steps 5 to 7 for the random rows (R)."""
         vocab_size = logits_RV.shape[1]
-        logits_RV = logits_RV / metadata.temperature[rows, None]
+        # Below their maximum, logits cannot overflow, however small the temperature.
+        logits_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)) / metadata.temperature[rows, None]
         min_p, top_k, top_p = metadata.min_p[rows], metadata.top_k[rows], metadata.top_p[rows]
         if bool((min_p > 0).any()):
             logits_RV = apply_min_p(logits_RV, min_p)

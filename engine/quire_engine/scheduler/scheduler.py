@@ -67,6 +67,7 @@ class Scheduler:
         self.running: list[Request] = []
         """In the order in which they get their tokens; the last one gives way first."""
         self.num_preemptions = 0
+        self.num_failed_steps = 0
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
         self._dropped_request_ids: list[str] = []
@@ -187,7 +188,6 @@ class Scheduler:
         while (block_ids := self.kv_cache.allocate_slots(request, num_new_tokens)) is None:
             victim = self.running.pop()
             self._preempt(victim)
-            self.waiting.prepend(victim)
             room.preempted = True
             if victim is request:
                 return None
@@ -250,6 +250,13 @@ class Scheduler:
         room.num_long_partial_prefills += self._is_long(num_left)
 
     def _preempt(self, request: Request) -> None:
+        """Let a request that leaves `running` wait before all others, for lack of blocks."""
+        self._release(request)
+        self.waiting.prepend(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def _release(self, request: Request) -> None:
         """Take everything back from a request that leaves `running`; the caller lets it wait somewhere.
 
         What it computed is computed again later, as far as the prefix cache does not still hold it.
@@ -257,8 +264,6 @@ class Scheduler:
         self.kv_cache.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
-        request.num_preemptions += 1
-        self.num_preemptions += 1
         self._dropped_request_ids.append(request.request_id)
 
     def _introduce(self, request: Request) -> NewRequestData:
@@ -267,7 +272,7 @@ class Scheduler:
             token_ids=request.all_token_ids.copy(),
             num_prompt_tokens=request.num_prompt_tokens,
             sampling_params=request.sampling_params,
-            stop_token_ids=sorted(request.eos_token_ids | request.stop_token_ids),
+            stop_token_ids=sorted(request.ending_token_ids),
             block_ids=self.kv_cache.get_block_ids(request.request_id),
             num_computed_tokens=request.num_computed_tokens,
         )
@@ -305,7 +310,7 @@ class Scheduler:
             outputs.append(output)
         if self._trial is not None and self._trial.request_id in runner_output.sampled_token_ids:
             self.running.remove(self._trial)
-            self._preempt(self._trial)
+            self._release(self._trial)
             self._acquitted.add(self._trial)
             self._trial = None
         return outputs
@@ -324,9 +329,10 @@ class Scheduler:
             culprit = self.finish_request(scheduled[0])
             if culprit is not None:  # it may have been aborted while the step ran
                 outputs.append(EngineCoreOutput(scheduled[0], finish_reason=FinishReason.ERROR, error=error))
+        self.num_failed_steps += 1
         suspects, self.running, self._trial = self.running, [], None
         for request in reversed(suspects):
-            self._preempt(request)
+            self._release(request)
             self._suspects.prepend(request)
         self.kv_cache.reset_prefix_cache()
         return outputs
@@ -349,6 +355,7 @@ class Scheduler:
             prefix_cache_queries=self.prefix_cache_queries,
             prefix_cache_hits=self.prefix_cache_hits,
             num_preemptions=self.num_preemptions,
+            num_failed_steps=self.num_failed_steps,
         )
 
     def check_integrity(self) -> None:

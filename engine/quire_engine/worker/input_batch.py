@@ -52,6 +52,7 @@ class InputBatch:
         self.num_tokens[slot] = num_tokens
         self.num_prompt_tokens[slot] = request.num_prompt_tokens
         self.num_computed_tokens[slot] = request.num_computed_tokens
+        self.block_table[slot] = 0  # entries past the request's blocks are read, if never used: they must be valid ids
         self.num_blocks[slot] = 0
         self.append_blocks(slot, request.block_ids)
         self.temperature[slot] = params.temperature

@@ -7,13 +7,13 @@ import torch
 
 from quire_engine.config import EngineConfig
 from quire_engine.kv_cache.sizing import block_bytes, num_blocks_for
+from quire_engine.memory import available_memory_bytes, peak_memory_growth, return_freed_memory
 from quire_engine.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.models.loader import load_model
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.worker.input_batch import InputBatch
-from quire_engine.worker.memory import available_memory_bytes, peak_memory_growth, return_freed_memory
 from quire_engine.worker.model_runner import ModelRunner
 from quire_engine.worker.threads import configure_threads
 

@@ -210,3 +210,72 @@ def test_an_idle_engine_uses_no_cpu(checkpoint: Callable[[str], Path]) -> None:
 
     with engine(checkpoint("tied-gqa")) as (llm, _):
         assert asyncio.run(main(llm)) <= 3, "ticks of 10 ms"
+
+
+def test_a_sink_that_raises_ends_only_its_own_request(checkpoint: Callable[[str], Path]) -> None:
+    async def main(llm: AsyncLLM) -> None:
+        await llm.start()
+        broken: list[RequestOutput] = []
+
+        def sink(output: RequestOutput) -> None:
+            broken.append(output)
+            if len(broken) == 3:
+                raise RuntimeError("a sink failed")
+
+        llm.add_request(llm.input_processor.process([5, 6, 7], LONG), sink)
+        neighbour = await collect(llm, [5, 6, 7], LONG)
+        assert len(neighbour.outputs[0].token_ids) == 200
+        assert broken[-1].finished
+        assert broken[-1].outputs[0].finish_reason == "error"
+        assert llm.is_healthy
+
+    with engine(checkpoint("tied-gqa")) as (llm, _):
+        asyncio.run(main(llm))
+
+
+def test_outputs_that_cannot_be_taken_in_are_an_engines_death(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main(llm: AsyncLLM) -> None:
+        await collect(llm, [5], SamplingParams(max_tokens=2))
+
+        def fails(*_: object) -> None:
+            raise RuntimeError("a logger failed")
+
+        monkeypatch.setattr(llm, "_record", fails)
+        request = asyncio.ensure_future(collect(llm, [5, 6, 7], LONG))
+        await until(lambda: not llm.is_healthy)
+        monkeypatch.undo()
+        with pytest.raises(EngineDeadError, match="cannot be taken in"):
+            await collect(llm, [5], LONG)
+        request.cancel()
+
+    with engine(checkpoint("tied-gqa")) as (llm, _):
+        asyncio.run(main(llm))
+
+
+def test_shutdown_leaves_nobody_waiting(checkpoint: Callable[[str], Path]) -> None:
+    async def main(llm: AsyncLLM) -> None:
+        requests = [asyncio.ensure_future(collect(llm, [5, 6, i + 2], LONG)) for i in range(8)]
+        await asyncio.sleep(0)
+        await asyncio.to_thread(llm.shutdown)
+        ended = await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), 20)
+        assert all(isinstance(one, EngineDeadError | RequestOutput) for one in ended)
+
+    with engine(checkpoint("tied-gqa")) as (llm, _):
+        asyncio.run(main(llm))
+
+
+def test_the_engine_imports_nothing_from_the_working_directory(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "zmq.py").write_text("raise SystemExit('imported from the working directory')")
+    monkeypatch.chdir(tmp_path)
+    with engine(checkpoint("tied-gqa")) as (llm, _):
+        assert llm.is_healthy
+
+
+def test_sigterm_to_the_group_does_not_end_the_engine(checkpoint: Callable[[str], Path]) -> None:
+    with engine(checkpoint("tied-gqa")) as (llm, _):
+        os.kill(llm.engine_pid, signal.SIGTERM)
+        assert asyncio.run(collect(llm, [5], SamplingParams(max_tokens=2))).finished

@@ -132,3 +132,27 @@ def test_cost_is_linear() -> None:
     tokens = byte_tokens("x = 1\n" * 400)
     run(tokens, SamplingParams(stop=["never"]), counting)
     assert decoded < 6 * len(tokens)
+
+
+def test_the_first_space_after_a_prompt_is_kept() -> None:
+    """A SentencePiece-like decoder strips the leading space of whatever it is given."""
+    pieces = {1: "\u2581The", 2: "\u2581capital", 3: "\u2581is", 4: "\u2581Paris", 5: "\u2581now"}
+
+    def metaspace(token_ids: object) -> str:
+        return "".join(pieces[i] for i in token_ids).replace("\u2581", " ").removeprefix(" ")  # type: ignore[attr-defined]
+
+    detokenizer = IncrementalDetokenizer(metaspace, SamplingParams(stop=["zzz"]), [1, 2, 3])
+    detokenizer.append(4)
+    detokenizer.append(5)
+    detokenizer.finish()
+    assert detokenizer.next_delta(finished=True) == " Paris now"
+    assert detokenizer.token_ids == [4, 5]
+
+
+def test_a_prompt_that_ends_within_a_character() -> None:
+    *first, last = byte_tokens("\N{SNOWMAN}")
+    detokenizer = IncrementalDetokenizer(decode, SamplingParams(), first)
+    detokenizer.append(last)
+    detokenizer.append(byte_tokens("a")[0])
+    detokenizer.finish()
+    assert detokenizer.next_delta(finished=True).endswith("a")

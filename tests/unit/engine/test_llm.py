@@ -163,3 +163,25 @@ def test_bfloat16_runs(checkpoint: Callable[[str], Path]) -> None:
 def test_missing_folder() -> None:
     with pytest.raises(CheckpointError, match="/nowhere"):
         LLM("/nowhere")
+
+
+def test_one_generation_at_a_time(llm: LLM) -> None:
+    stream = llm.stream("a", GREEDY)
+    next(stream)
+    with pytest.raises(RuntimeError, match="under way"):
+        llm.generate("b", GREEDY, use_tqdm=False)
+    assert len(list(stream)) == 19, "the first goes on undisturbed"
+    assert llm.generate("b", GREEDY, use_tqdm=False)[0].finished
+
+
+def test_a_tiny_temperature_is_as_good_as_greedy(llm: LLM) -> None:
+    greedy = llm.generate("class A:\n", GREEDY, use_tqdm=False)[0].outputs[0].text
+    cold = SamplingParams(temperature=1e-40, seed=1, max_tokens=20)
+    assert llm.generate("class A:\n", cold, use_tqdm=False)[0].outputs[0].text == greedy
+
+
+def test_min_tokens_leaves_an_ignored_eos_alone(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    free = llm.generate("x = 1\n", params, use_tqdm=False)[0].outputs[0].token_ids
+    held = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, min_tokens=40)
+    assert llm.generate("x = 1\n", held, use_tqdm=False)[0].outputs[0].token_ids == free

@@ -300,3 +300,14 @@ def test_null_means_unset_but_not_for_unknown_names() -> None:
     assert SamplingParams.from_mapping({"max_tokens": None, "seed": None}) == SamplingParams()
     with pytest.raises(RequestError, match="unknown sampling parameter 'bogus'"):
         SamplingParams.from_mapping({"bogus": None})
+
+
+def test_half_a_surrogate_pair_is_refused() -> None:
+    with pytest.raises(RequestError, match="it must be of text"):
+        SamplingParams.from_mapping({"stop": ["\udc00"]})
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_tokens", "1_0"), ("temperature", "1_0.5"), ("temperature", 10**400)])
+def test_numbers_that_are_none(name: str, value: object) -> None:
+    with pytest.raises(RequestError, match=f"^{name} is"):
+        SamplingParams.from_mapping({name: value})

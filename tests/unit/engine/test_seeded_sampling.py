@@ -73,3 +73,4 @@ def test_same_tokens_after_preemption(alone: list[list[int]], tinypy: Path) -> N
     preempted = [output.metrics.num_preemptions for output in outputs[-4:] if output.metrics is not None]
     assert sum(preempted) > 0, "nothing was preempted, so this test shows nothing"
     assert [token_ids(output) for output in outputs[-4:]] == alone
+    assert llm.get_stats().num_failed_steps == 0

@@ -64,3 +64,16 @@ def test_64_requests_are_token_exact(
     assert (stats.num_preemptions > 0) == scarce, "the scarce cache must preempt, or this test shows nothing"
     assert (stats.prefix_cache_hits > 0) == prefix_caching
     assert stats.num_blocks_used == 0
+    assert stats.num_failed_steps == 0
+
+
+def test_a_cache_smaller_than_the_profiling_run(
+    checkpoint: Callable[[str], Path], workload: Callable[[str], Workload]
+) -> None:
+    """Whatever the largest step of the start left in the batch's slots, no block of it is read later."""
+    prompts, lengths, expected = workload("tied-gqa")
+    llm = make_llm(checkpoint("tied-gqa"), 2048, enable_prefix_caching=True, num_blocks=12)
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == [want.token_ids for want in expected]
+    assert llm.get_stats().num_failed_steps == 0

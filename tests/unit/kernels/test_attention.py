@@ -59,3 +59,26 @@ def test_equals_dense_attention(
     )
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), torch.cat(expected), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_others_left_in_a_block_never_leaks(rows: int) -> None:
+    """Padding entries of the block table and the tail of the last block may hold NaN; weights of 0 do not undo that."""
+    torch.manual_seed(0)
+    block_size, length = 8, 11
+    key, value = torch.randn(2, length, 2, 16)
+    query = torch.randn(rows, 4, 16)
+    long_query = torch.randn(1, 4, 16)  # a neighbour with more blocks, so that the table is padded
+    table = torch.tensor([[1, 2, 0, 0, 0], [3, 4, 5, 6, 7]])
+    key_cache = torch.full((8, 2, block_size, 16), float("nan"))
+    value_cache = torch.full((8, 2, block_size, 16), float("inf"))
+    key_cache[3:], value_cache[3:] = 1.0, 1.0
+    for position in range(length):
+        block, offset = table[0, position // block_size], position % block_size
+        key_cache[block, :, offset], value_cache[block, :, offset] = key[position], value[position]
+    out = paged_attention(
+        torch.cat((query, long_query)), key_cache, value_cache, table,
+        torch.tensor([0, rows, rows + 1]), torch.tensor([length, 40]), 0.25,
+    )  # fmt: skip
+    torch.testing.assert_close(out[:rows].double(), dense_attention(query, key, value), atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(out[rows:], torch.ones(1, 4, 16))

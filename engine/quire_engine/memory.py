@@ -13,9 +13,13 @@ __all__ = ["available_memory_bytes", "peak_memory_growth", "resident_memory_byte
 def available_memory_bytes() -> int:
     """Memory that can still be had without swapping: of the machine, or of the container where that is less."""
     available = _status_bytes(Path("/proc/meminfo"), "MemAvailable")
-    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or no limit ("max")
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        available = min(available, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    with contextlib.suppress(OSError, ValueError, KeyError):  # no cgroup v2, or no limit ("max")
+        cgroup = Path("/sys/fs/cgroup")
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+        statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        used -= int(statistics["inactive_file"])  # page cache, such as a checkpoint's, that is given up when needed
+        available = min(available, limit - used)
     return max(available, 0)
 
 
