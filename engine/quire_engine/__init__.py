@@ -10,12 +10,14 @@ from quire_engine.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from quire_engine.async_llm import AsyncLLM
+    from quire_engine.beam_search import BeamSearchParams
     from quire_engine.llm import LLM
     from quire_engine.output_processor import CompletionOutput, RequestOutput
 
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
     "RequestOutput",
@@ -26,6 +28,7 @@ __all__ = [
 _HOMES = {
     "LLM": "quire_engine.llm",
     "AsyncLLM": "quire_engine.async_llm",
+    "BeamSearchParams": "quire_engine.beam_search",
     "CompletionOutput": "quire_engine.output_processor",
     "RequestOutput": "quire_engine.output_processor",
 }

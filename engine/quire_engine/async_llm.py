@@ -2,13 +2,17 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
+from quire_engine.beam_search import BeamSearch, BeamSearchParams, next_logprobs
 from quire_engine.config import EngineConfig
 from quire_engine.core.client import AsyncMPClient
-from quire_engine.errors import EngineDeadError, RequestError
+from quire_engine.errors import DeadlineExceededError, EngineDeadError, EngineUnavailableError, RequestError
 from quire_engine.input_processor import InputProcessor, ProcessedRequest, Prompt, load_tokenizer
+from quire_engine.messages import ErrorCode
 from quire_engine.models import check_checkpoint
 from quire_engine.output_processor import OnOutput, OutputProcessor, RequestOutput
 from quire_engine.request import FinishReason
@@ -70,18 +74,35 @@ class AsyncLLM:
             self._output_task.add_done_callback(self._on_output_task_done)
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        priority: int | None = None,
+        deadline_ms: float | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt. Leaving the iteration early aborts the request.
 
         Each output holds everything so far, or what is new, or there is only the last: see `output_kind`.
 
+        Args:
+            prompt: see `Prompt`.
+            sampling_params: its parameters.
+            request_id: unique among live requests; unset: random.
+            priority: instead of the parameters' own.
+            deadline_ms: milliseconds from now in which it has to be finished.
+
         Raises:
             RequestError: the prompt or its parameters cannot be served.
+            EngineUnavailableError: the queue is full, the request waited for too long, or the engine sleeps.
+            DeadlineExceededError: `deadline_ms` passed before it was finished.
             EngineDeadError: the engine core died.
         """
         await self.start()
-        request = self.input_processor.process(prompt, sampling_params, request_id)
+        request = self.input_processor.process(
+            prompt, sampling_params, request_id, priority=priority, deadline_ms=deadline_ms
+        )
         queue: asyncio.Queue[RequestOutput] = asyncio.Queue()
         self.add_request(request, queue.put_nowait)
         kind = sampling_params.output_kind
@@ -97,10 +118,8 @@ class AsyncLLM:
                 while not queue.empty():
                     output.merge(queue.get_nowait())
                 finished = output.finished
-                if output.error is not None and output.error_parameter is not None:
-                    raise RequestError(output.error_parameter, output.error)
                 if output.error is not None:
-                    raise EngineDeadError(output.error)
+                    raise _error_of(output, output.error)
                 if finished or kind is not RequestOutputKind.FINAL_ONLY:
                     yield output
         finally:
@@ -108,22 +127,116 @@ class AsyncLLM:
                 self.abort(request.request_id)
 
     def add_request(self, request: ProcessedRequest, on_output: OnOutput) -> None:
-        """Start a request; `on_output` gets every delta, in the loop's thread, the last one with `finished`."""
-        self._output_processor.add_request(request, on_output)
+        """Start a request; `on_output` gets every delta, in the loop's thread, the last one with `finished`.
+
+        With `n` sequences a delta holds what is new of one of them, told by its `index`.
+        """
+        core_requests = self._output_processor.add_request(request, on_output)
         if self.dead_error is not None:
             self._record(None, self._output_processor.finish(request.request_id, FinishReason.ERROR, self.dead_error))
             return
         try:
-            self._client.add_request(request.to_core())
+            for core_request in core_requests:
+                self._client.add_request(core_request.to_core())
         except BaseException:
-            self._output_processor.discard(request.request_id)
+            for core_request in core_requests:
+                self._output_processor.discard(core_request.request_id)
             raise
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is. Its last output has finish_reason "abort". Unknown ids are passed over."""
         if self.dead_error is None:
-            self._client.abort_request(request_id)
+            for core_request_id in self._output_processor.core_request_ids(request_id):
+                self._client.abort_request(core_request_id)
         self._record(None, self._output_processor.finish(request_id, FinishReason.ABORT))
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        priority: int | None = None,
+        deadline_ms: float | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer a conversation, a list of `{"role": …, "content": …}`, by the checkpoint's template; see `generate`.
+
+        Raises:
+            RequestError: the checkpoint has no chat template, or the conversation cannot be served.
+        """
+        prompt = self.input_processor.apply_chat_template(messages)
+        outputs = self.generate(prompt, sampling_params, request_id, priority=priority, deadline_ms=deadline_ms)
+        async with aclosing(outputs):  # leaving this iteration early leaves that one too
+            async for output in outputs:
+                yield output
+
+    async def beam_search(
+        self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None
+    ) -> RequestOutput:
+        """Search for the most likely continuations of a prompt; see `LLM.beam_search`.
+
+        Returns:
+            The `beam_width` best sequences as the outputs of one request, the best first.
+
+        Raises:
+            RequestError: the prompt or the parameters cannot be served.
+        """
+        request = self.input_processor.process(prompt, SamplingParams(max_tokens=1), request_id)
+        ready = self._client.ready
+        search = BeamSearch(
+            request.prompt_token_ids,
+            params,
+            eos_token_ids=ready.eos_token_ids,
+            vocab_size=ready.vocab_size,
+            max_model_len=ready.max_model_len,
+        )
+        while search.beams:
+            steps = [self._last_output(beam.tokens, search.step_params) for beam in search.beams]
+            search.advance([next_logprobs(output) for output in await gather_or_cancel(steps)])
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=search.completions(self.input_processor.decode),
+            finished=True,
+        )
+
+    async def _last_output(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+        outputs = self.generate(prompt, params)
+        async with aclosing(outputs):
+            async for output in outputs:
+                if output.finished:
+                    return output
+        raise EngineDeadError("a request ended without an output")  # not reached: generate raises first
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes, as after new weights; whatever is running goes on undisturbed."""
+        return await self._call_utility("reset_prefix_cache")
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`; no request may be live. Those that come meanwhile are refused.
+
+        Args:
+            level: 1 frees the KV cache; 2 the weights as well, which `wake_up` loads from the checkpoint again.
+
+        Raises:
+            EngineError: requests are live, or there is no such level.
+        """
+        await self._call_utility("sleep", level)
+
+    async def wake_up(self) -> None:
+        """Undo `sleep`. The prefix cache is empty then. Does nothing to an engine that is awake."""
+        await self._call_utility("wake_up")
+
+    async def is_sleeping(self) -> bool:
+        """Whether `sleep` was called, and `wake_up` was not."""
+        return await self._call_utility("is_sleeping")
+
+    async def _call_utility(self, method: str, *arguments: int) -> bool:
+        await self.start()
+        if self.dead_error is not None:
+            raise EngineDeadError(self.dead_error)
+        return await self._client.call_utility(method, *arguments)
 
     def shutdown(self) -> None:
         """End the engine core and wait for it. Live requests end with an error. Idempotent."""
@@ -158,7 +271,30 @@ class AsyncLLM:
     def _die(self, reason: str) -> None:
         """Nobody waits for ever: every live request ends with an error."""
         self.dead_error = self.dead_error or reason
+        self._client.fail_utilities(reason)
         if self._output_task is not None:
             self._output_task.cancel()
         for request_id in self._output_processor.request_ids:
             self._record(None, self._output_processor.finish(request_id, FinishReason.ERROR, reason))
+
+
+def _error_of(output: RequestOutput, message: str) -> Exception:
+    """What to raise for a request that failed."""
+    if output.error_code is ErrorCode.UNAVAILABLE:
+        return EngineUnavailableError(message, output.retry_after_seconds)
+    if output.error_code is ErrorCode.DEADLINE:
+        return DeadlineExceededError(message)
+    if output.error_parameter is not None:
+        return RequestError(output.error_parameter, message)
+    return EngineDeadError(message)
+
+
+async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, RequestOutput]]) -> list[RequestOutput]:
+    """Run all; when one fails or the caller is cancelled, none is left running."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -5,7 +5,7 @@ below; it knows nothing of where they came from (a file, `LLM(...)`, a command l
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 __all__ = ["CacheConfig", "EngineConfig", "FrontendConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+SCHEDULING_POLICIES = ("fcfs", "priority")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,13 +83,40 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     """The most prompt tokens one request may take of a step; 0: only the budget limits it."""
     scheduling_policy: str = "fcfs"
-    """Which waiting request comes next."""
+    """Which waiting request comes next: `fcfs` the one that came first, `priority` the one with the lowest `priority`
+    value, and of these the one that came first. The last in this order gives way when the blocks run out."""
+    max_num_partial_prefills: int = 1
+    """Prompts that may be in computation piece by piece at the same time. Prompts that fit into what is left of a step
+    are not held up by these."""
+    max_long_partial_prefills: int = 1
+    """Of these, how many may be longer than `long_prefill_token_threshold`; shorter prompts pass the others by."""
+    max_queued_requests: int | None = None
+    """Requests that may wait for their first turn; what exceeds it after a step is refused at once. Unset: no limit."""
+    max_queue_delay_ms: float | None = None
+    """How long a request may wait for its first turn before it is refused. Unset: no limit."""
 
     def __post_init__(self) -> None:
         _check_int("max_num_seqs", self.max_num_seqs, 1)
         _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
-        _check(self.scheduling_policy == "fcfs", "scheduling_policy", self.scheduling_policy, "'fcfs'")
+        _check(self.scheduling_policy in SCHEDULING_POLICIES, "scheduling_policy", self.scheduling_policy,
+               "'fcfs' or 'priority'")  # fmt: skip
+        _check_int("max_num_partial_prefills", self.max_num_partial_prefills, 1)
+        _check_int("max_long_partial_prefills", self.max_long_partial_prefills, 1)
+        _check(self.max_long_partial_prefills <= self.max_num_partial_prefills, "max_long_partial_prefills",
+               self.max_long_partial_prefills,
+               f"at most max_num_partial_prefills={self.max_num_partial_prefills}")  # fmt: skip
+        if self.max_queued_requests is not None:
+            _check_int("max_queued_requests", self.max_queued_requests, 0)
+        if self.max_queue_delay_ms is not None:
+            _check(_is_number(self.max_queue_delay_ms) and 0 < self.max_queue_delay_ms < float("inf"),
+                   "max_queue_delay_ms", self.max_queue_delay_ms, "a number of milliseconds above 0")  # fmt: skip
+
+    def for_max_model_len(self, max_model_len: int) -> "SchedulerConfig":
+        """The same, with a threshold of 4% of the context where several partial prefills need one and none is set."""
+        if self.max_num_partial_prefills == 1 or self.long_prefill_token_threshold:
+            return self
+        return replace(self, long_prefill_token_threshold=max(int(max_model_len * 0.04), 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

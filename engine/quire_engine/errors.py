@@ -1,6 +1,14 @@
 """The errors a caller can meet. Each message names the parameter or file, what is wrong, and what would be right."""
 
-__all__ = ["CheckpointError", "EngineDeadError", "EngineError", "RequestError"]
+__all__ = [
+    "CheckpointError",
+    "DeadlineExceededError",
+    "EngineDeadError",
+    "EngineError",
+    "EngineSleepingError",
+    "EngineUnavailableError",
+    "RequestError",
+]
 
 
 class EngineError(Exception):
@@ -25,3 +33,23 @@ class CheckpointError(EngineError, ValueError):
 
 class EngineDeadError(EngineError):
     """The engine process is gone. The request in hand did not finish."""
+
+
+class EngineUnavailableError(EngineError):
+    """The engine had no place for the request; the same request can succeed later.
+
+    Attributes:
+        retry_after_seconds: an estimate of when it is worth trying again; None when that is for somebody to decide.
+    """
+
+    def __init__(self, message: str, retry_after_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class EngineSleepingError(EngineUnavailableError):
+    """The engine has given its memory back and takes no requests until it is woken up."""
+
+
+class DeadlineExceededError(EngineError):
+    """The request's own deadline passed before it was finished."""

@@ -1,5 +1,6 @@
 """InputProcessor: whatever a caller gives as a prompt → validated token ids. Thread-safe."""
 
+import math
 import operator
 import secrets
 import time
@@ -36,10 +37,15 @@ class ProcessedRequest:
     params: SamplingParams
     arrival_time: float
     """Of the frontend's monotonic clock."""
+    deadline_ms: float | None = None
+    """Milliseconds from its arrival in which it has to be finished."""
 
     def to_core(self) -> EngineCoreRequest:
-        """What the engine core gets to see."""
-        return EngineCoreRequest(self.request_id, self.prompt_token_ids, self.params)
+        """What the engine core gets to see. Of the deadline that is what is left now."""
+        left_ms = self.deadline_ms
+        if left_ms is not None:
+            left_ms -= 1000 * (time.monotonic() - self.arrival_time)
+        return EngineCoreRequest(self.request_id, self.prompt_token_ids, self.params, left_ms)
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
@@ -68,18 +74,32 @@ class InputProcessor:
         self._ready = ready
         self._max_token_length = max(map(len, tokenizer.get_vocab()), default=1)
 
-    def process(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> ProcessedRequest:
+    def process(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        priority: int | None = None,
+        deadline_ms: float | None = None,
+    ) -> ProcessedRequest:
         """Turn a prompt into a request.
 
         Args:
             prompt: see `Prompt`.
             params: sampling parameters; without a seed they get a random one here, so that a replay repeats it.
             request_id: unique among live requests; unset: random.
+            priority: instead of the parameters' own.
+            deadline_ms: milliseconds from now in which the request has to be finished; unset: no limit.
 
         Raises:
             RequestError: the prompt or a parameter cannot be served; it names which.
         """
         arrival_time = time.monotonic()
+        if priority is not None:
+            params = msgspec.structs.replace(params, priority=priority)
+        if deadline_ms is not None and not 0 < deadline_ms < math.inf:
+            raise RequestError("deadline_ms", f"deadline_ms is {deadline_ms}; it must be a number above 0")
         text, token_ids, name = self._split(prompt)
         max_prompt_tokens = self._max_prompt_tokens(params)
         if text is not None:
@@ -95,6 +115,7 @@ class InputProcessor:
             max_model_len=self._ready.max_model_len,
             num_kv_cache_tokens=self._ready.num_kv_cache_tokens,
             prompt_name=name,
+            scheduling_policy=self._ready.scheduling_policy,
         )
         if params.seed is None and not params.is_greedy:
             params = msgspec.structs.replace(params, seed=secrets.randbits(64))
@@ -104,6 +125,7 @@ class InputProcessor:
             prompt_token_ids=token_ids,
             params=params,
             arrival_time=arrival_time,
+            deadline_ms=deadline_ms,
         )
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -121,6 +143,14 @@ class InputProcessor:
         assert isinstance(text, str)
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return token_ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of whole sequences of token ids."""
+        text = self.tokenizer.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
 
     def _split(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
         """(text, token ids, name for messages)."""

@@ -6,10 +6,12 @@ from typing import Any
 
 from tqdm import tqdm
 
+from quire_engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, next_logprobs
 from quire_engine.config import EngineConfig
 from quire_engine.core.client import InprocClient
 from quire_engine.input_processor import InputProcessor, ProcessedRequest, Prompt, load_tokenizer
 from quire_engine.output_processor import OutputProcessor, RequestOutput
+from quire_engine.request import FinishReason
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.stats import SchedulerStats
 
@@ -40,6 +42,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt.
 
@@ -47,12 +51,14 @@ class LLM:
             prompts: one prompt or several; see `Prompt`. A flat list of ints is one prompt of token ids.
             sampling_params: one for all, or one per prompt.
             use_tqdm: show a progress bar.
+            priority: instead of the parameters' own; one for all, or one per prompt.
 
         Returns:
             One finished output per prompt, in their order.
 
         Raises:
             RequestError: a prompt or its parameters cannot be served; nothing was started then.
+            EngineSleepingError: `sleep` was called, and `wake_up` was not.
         """
         prompt_list = _as_prompts(prompts)
         if sampling_params is None:
@@ -61,8 +67,12 @@ class LLM:
             sampling_params = [sampling_params] * len(prompt_list)
         if len(sampling_params) != len(prompt_list):
             raise ValueError(f"sampling_params has {len(sampling_params)} entries for {len(prompt_list)} prompts")
+        priorities = [priority] * len(prompt_list) if priority is None or isinstance(priority, int) else priority
+        if len(priorities) != len(prompt_list):
+            raise ValueError(f"priority has {len(priorities)} entries for {len(prompt_list)} prompts")
         requests = [
-            self._inputs.process(prompt, params) for prompt, params in zip(prompt_list, sampling_params, strict=True)
+            self._inputs.process(prompt, params, priority=own_priority)
+            for prompt, params, own_priority in zip(prompt_list, sampling_params, priorities, strict=True)
         ]
         results: dict[str, RequestOutput] = {}
         with tqdm(total=len(requests), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as progress:
@@ -97,6 +107,76 @@ class LLM:
         prompts = [self._inputs.apply_chat_template(conversation) for conversation in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
 
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """Search for the most likely continuations of every prompt, with the semantics of transformers' `num_beams`.
+
+        Returns:
+            For each prompt its `beam_width` best sequences, the best first.
+
+        Raises:
+            RequestError: a prompt or the parameters cannot be served.
+        """
+        ready = self._core.ready
+        searches = [
+            BeamSearch(
+                self._inputs.process(prompt, SamplingParams(max_tokens=1)).prompt_token_ids,
+                params,
+                eos_token_ids=ready.eos_token_ids,
+                vocab_size=ready.vocab_size,
+                max_model_len=ready.max_model_len,
+            )
+            for prompt in _as_prompts(prompts)
+        ]
+        with tqdm(total=len(searches), desc="Searched prompts", unit="prompt", disable=not use_tqdm) as progress:
+            live = searches
+            while live:
+                beams = [(search, beam.tokens) for search in live for beam in search.beams]
+                outputs = self.generate(
+                    [{"prompt_token_ids": tokens} for _, tokens in beams],
+                    [search.step_params for search, _ in beams],
+                    use_tqdm=False,
+                )
+                steps = iter(outputs)
+                for search in live:
+                    search.advance([next_logprobs(next(steps)) for _ in search.beams])
+                live = [search for search in live if search.beams]
+                progress.update(len(searches) - len(live) - progress.n)
+        for search in searches:
+            for sequence in search.finished:
+                sequence.text = self._inputs.decode(sequence.tokens)
+        return [BeamSearchOutput(search.finished) for search in searches]
+
+    def abort(self, request_id: str) -> None:
+        """End the request of a `stream` that is being read; its last output has finish_reason "abort"."""
+        for core_request_id in self._outputs.core_request_ids(request_id):
+            self._core.abort_request(core_request_id)
+        self._outputs.finish(request_id, FinishReason.ABORT)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes, as after new weights; whatever is running goes on undisturbed."""
+        return self._core.call_utility("reset_prefix_cache")
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`; no request may be live, and none is taken meanwhile.
+
+        Args:
+            level: 1 frees the KV cache; 2 the weights as well, which `wake_up` loads from the checkpoint again.
+
+        Raises:
+            EngineError: a `stream` is still being read, or there is no such level.
+        """
+        self._core.call_utility("sleep", level)
+
+    def wake_up(self) -> None:
+        """Undo `sleep`. The prefix cache is empty then. Does nothing to an engine that is awake."""
+        self._core.call_utility("wake_up")
+
+    def is_sleeping(self) -> bool:
+        """Whether `sleep` was called, and `wake_up` was not."""
+        return self._core.call_utility("is_sleeping")
+
     def get_stats(self) -> SchedulerStats:
         """The engine core's numbers of this moment."""
         return self._core.get_stats()
@@ -112,8 +192,8 @@ class LLM:
         deltas: list[RequestOutput] = []
         try:
             for request in requests:
-                self._outputs.add_request(request, deltas.append)
-                self._core.add_request(request.to_core())
+                for core_request in self._outputs.add_request(request, deltas.append):
+                    self._core.add_request(core_request.to_core())
             while self._outputs.has_requests():
                 _, to_abort = self._outputs.process(self._core.get_output())
                 for request_id in to_abort:

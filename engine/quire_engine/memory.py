@@ -1,11 +1,13 @@
 """How much memory there is, and how much a function takes at its peak. Linux."""
 
 import contextlib
+import ctypes
+import gc
 import resource
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["available_memory_bytes", "peak_memory_growth"]
+__all__ = ["available_memory_bytes", "peak_memory_growth", "resident_memory_bytes", "return_freed_memory"]
 
 
 def available_memory_bytes() -> int:
@@ -30,6 +32,18 @@ def peak_memory_growth(function: Callable[[], None]) -> int:
     function()
     peak = max(_status_bytes(status, "VmHWM"), 0) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return max(peak - before, 0)
+
+
+def resident_memory_bytes(pid: int | str = "self") -> int:
+    """Memory that a process holds at the moment."""
+    return _status_bytes(Path(f"/proc/{pid}/status"), "VmRSS")
+
+
+def return_freed_memory() -> None:
+    """Give what has been freed back to the system, which the allocator else keeps for later."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # not glibc: its allocator decides
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _status_bytes(path: Path, field: str) -> int:

@@ -21,6 +21,7 @@ __all__ = [
     "EngineCoreOutputs",
     "EngineCoreReady",
     "EngineCoreRequest",
+    "ErrorCode",
     "GrammarBitmask",
     "ModelRunnerOutput",
     "NewRequestData",
@@ -29,6 +30,8 @@ __all__ = [
     "RequestType",
     "SchedulerOutput",
     "TokenLogprobs",
+    "UtilityOutput",
+    "UtilityRequest",
 ]
 
 TokenLogprobs = list[tuple[int, float, int]]
@@ -61,6 +64,7 @@ class RequestType(enum.Enum):
     ADD = b"add"
     ABORT = b"abort"
     SHUTDOWN = b"shutdown"
+    UTILITY = b"utility"
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -69,6 +73,17 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     request_id: str
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
+    deadline_ms: float | None = None
+    """Milliseconds from now in which it has to be finished; unset: it may take as long as it does."""
+
+
+class ErrorCode(enum.Enum):
+    """What kind of error ended a request, where the caller can do something about it."""
+
+    UNAVAILABLE = "unavailable"
+    """Never started, for want of capacity: the same request can succeed later."""
+    DEADLINE = "deadline"
+    """Its own deadline passed while it waited or ran."""
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -91,6 +106,26 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     """Of the whole prompt, chunk by chunk, with the first token, when asked for."""
     error_parameter: str | None = None
     """The request's parameter that `error` is about: the caller's fault then. None: ours."""
+    error_code: ErrorCode | None = None
+    """The kind of `error`, where it is not the request's or the engine's fault."""
+    retry_after_seconds: float | None = None
+    """With `ErrorCode.UNAVAILABLE`: an estimate of when it is worth trying again."""
+
+
+class UtilityRequest(msgspec.Struct, array_like=True):
+    """A call of one of the engine core's utilities, by name; the payload of `RequestType.UTILITY`."""
+
+    call_id: int
+    method: str
+    arguments: list[int] = []
+
+
+class UtilityOutput(msgspec.Struct, array_like=True):
+    """What came of a `UtilityRequest`."""
+
+    call_id: int
+    result: bool = True
+    error: str | None = None
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -98,6 +133,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
 
     outputs: list[EngineCoreOutput] = []
     scheduler_stats: SchedulerStats | None = None
+    utility_outputs: list[UtilityOutput] = []
 
 
 class ProcessArguments(msgspec.Struct):
@@ -117,6 +153,7 @@ class EngineCoreReady(msgspec.Struct):
     block_size: int = 0
     eos_token_ids: list[int] = []
     error: str | None = None
+    scheduling_policy: str = "fcfs"
 
     @property
     def num_kv_cache_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -11,7 +12,8 @@ import numpy as np
 from quire_engine.detokenizer import IncrementalDetokenizer
 from quire_engine.errors import RequestError
 from quire_engine.input_processor import ProcessedRequest
-from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, PromptLogprobs, TokenLogprobs
+from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, ErrorCode, PromptLogprobs, TokenLogprobs
+from quire_engine.parallel_sampling import ParentRequest
 from quire_engine.request import FinishReason
 from quire_engine.stats import FinishedRequestStats, IterationStats
 
@@ -66,10 +68,19 @@ class RequestOutput:
     before it. In a stream of deltas, the first one has it."""
     error_parameter: str | None = None
     """The request's parameter that `error` is about: the caller's fault then. None: ours."""
+    error_code: ErrorCode | None = None
+    """The kind of error, where it is not the request's or the engine's fault."""
+    retry_after_seconds: float | None = None
+    """When it is worth trying again, with `ErrorCode.UNAVAILABLE`; an estimate."""
 
     def merge(self, later: "RequestOutput") -> None:
-        """Append a later delta to this one."""
-        for mine, new in zip(self.outputs, later.outputs, strict=True):
+        """Append a later delta to this one; each may hold some of the request's sequences."""
+        known = {mine.index: mine for mine in self.outputs}
+        for new in later.outputs:
+            mine = known.get(new.index)
+            if mine is None:
+                insort(self.outputs, new, key=lambda output: output.index)
+                continue
             mine.text += new.text
             mine.token_ids += new.token_ids
             mine.cumulative_logprob = new.cumulative_logprob
@@ -80,6 +91,7 @@ class RequestOutput:
         self.error_parameter = later.error_parameter
         self.num_cached_tokens = later.num_cached_tokens
         self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
+        self.error_code, self.retry_after_seconds = later.error_code, later.retry_after_seconds
 
 
 logger = logging.getLogger(__name__)
@@ -90,7 +102,14 @@ OnOutput = Callable[[RequestOutput], None]
 class _RequestState:
     """One live request."""
 
-    def __init__(self, request: ProcessedRequest, tokenizer: "PreTrainedTokenizerBase", on_output: OnOutput) -> None:
+    def __init__(
+        self,
+        request: ProcessedRequest,
+        tokenizer: "PreTrainedTokenizerBase",
+        on_output: OnOutput,
+        parent: ParentRequest | None = None,
+        index: int = 0,
+    ) -> None:
         skip = request.params.skip_special_tokens
 
         def decode(token_ids: Sequence[int]) -> str:
@@ -100,6 +119,9 @@ class _RequestState:
 
         self.request = request
         self.on_output = on_output
+        self.parent = parent
+        self.index = index
+        """Which of the parent's sequences this is."""
         self.detokenizer = IncrementalDetokenizer(
             decode if request.params.detokenize else lambda token_ids: "", request.params, request.prompt_token_ids
         )
@@ -115,6 +137,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
         self._states: dict[str, _RequestState] = {}
+        self._parents: dict[str, ParentRequest] = {}
         self._token_texts: dict[int, str] = {}
 
     @property
@@ -122,19 +145,36 @@ class OutputProcessor:
         """The live requests."""
         return list(self._states)
 
-    def add_request(self, request: ProcessedRequest, on_output: OnOutput) -> None:
+    def add_request(self, request: ProcessedRequest, on_output: OnOutput) -> list[ProcessedRequest]:
         """Expect output for a request; each delta goes to `on_output`, the last one with `finished`.
+
+        Returns:
+            What to hand to the engine core: the request itself, or one for each of its sequences.
 
         Raises:
             RequestError: another live request has the same id.
         """
-        if request.request_id in self._states:
+        if request.request_id in self._states or request.request_id in self._parents:
             raise RequestError("request_id", f"request_id {request.request_id!r} is that of a live request")
-        self._states[request.request_id] = _RequestState(request, self._tokenizer, on_output)
+        if request.params.n == 1:
+            self._states[request.request_id] = _RequestState(request, self._tokenizer, on_output)
+            return [request]
+        parent = ParentRequest(request)
+        self._parents[request.request_id] = parent
+        for index, child in enumerate(parent.children):
+            self._states[child.request_id] = _RequestState(child, self._tokenizer, on_output, parent, index)
+        return parent.children
+
+    def core_request_ids(self, request_id: str) -> list[str]:
+        """The live requests of the engine core that a caller's request stands for."""
+        parent = self._parents.get(request_id)
+        return sorted(parent.live) if parent is not None else [request_id]
 
     def discard(self, request_id: str) -> None:
         """Forget a request whose caller no longer listens."""
-        self._states.pop(request_id, None)
+        state = self._states.pop(request_id, None)
+        if state is not None and state.parent is not None:
+            self._parents.pop(state.parent.request_id, None)
 
     def has_requests(self) -> bool:
         """Whether any request is live."""
@@ -161,23 +201,31 @@ class OutputProcessor:
                 self._fail(state)
             if finished and output.finish_reason is None:
                 to_abort.append(output.request_id)
+            if state.parent is not None and state.parent.request_id not in self._parents:
+                to_abort += state.parent.live  # one sequence failed, and so the request has
         return stats, to_abort
 
     def finish(self, request_id: str, reason: FinishReason, error: str | None = None) -> IterationStats:
         """End a request from this side: aborted, or its engine is gone. Unknown ids are passed over."""
         stats = IterationStats()
-        state = self._states.get(request_id)
-        if state is not None:
-            output = EngineCoreOutput(request_id, finish_reason=reason, error=error)
-            self._process_one(state, output, time.monotonic(), stats)
+        for core_request_id in self.core_request_ids(request_id):
+            state = self._states.get(core_request_id)
+            if state is not None:
+                output = EngineCoreOutput(core_request_id, finish_reason=reason, error=error)
+                self._process_one(state, output, time.monotonic(), stats)
         return stats
 
     def _fail(self, state: _RequestState) -> None:
         """End a request whose output cannot even be made or taken; nobody else is to notice."""
         request = state.request
         self._states.pop(request.request_id, None)
+        if state.parent is not None:
+            state.parent.live.discard(request.request_id)
+            self._parents.pop(state.parent.request_id, None)
+            for child_id in state.parent.live:
+                self._states.pop(child_id, None)
         output = RequestOutput(
-            request_id=request.request_id,
+            request_id=request.request_id if state.parent is None else state.parent.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
             outputs=[CompletionOutput(finish_reason=str(FinishReason.ERROR))],
@@ -224,6 +272,8 @@ class OutputProcessor:
             num_cached_tokens=state.stats.num_cached_tokens,
             error=output.error,
             error_parameter=output.error_parameter,
+            error_code=output.error_code,
+            retry_after_seconds=output.retry_after_seconds,
         )
         if output.prompt_logprobs is not None:
             result.prompt_logprobs = self._prompt_logprobs(state, output.prompt_logprobs)
@@ -231,9 +281,31 @@ class OutputProcessor:
             del self._states[request.request_id]
             assert completion.finish_reason is not None
             result.metrics = self._finish_stats(state, completion.finish_reason, now)
-            stats.finished_requests.append(result.metrics)
-        state.on_output(result)
+            if output.error_code is not None:
+                result.metrics.error_code = output.error_code.value
+            if state.parent is None:
+                stats.finished_requests.append(result.metrics)
+        if state.parent is None:
+            state.on_output(result)
+        else:
+            self._give_to_parent(state, state.parent, result, stats)
         return finished
+
+    def _give_to_parent(
+        self, state: _RequestState, parent: ParentRequest, result: RequestOutput, stats: IterationStats
+    ) -> None:
+        """Give out a child's delta as its parent's."""
+        child_id, own = state.request.request_id, result.metrics
+        total = None if own is None else parent.take_end(child_id, own, result.error is not None)
+        result.request_id, result.outputs[0].index = parent.request_id, state.index
+        result.num_cached_tokens = parent.take_cached_tokens(result.num_cached_tokens)
+        result.finished, result.metrics = total is not None, total
+        if total is not None:
+            stats.finished_requests.append(total)
+            del self._parents[parent.request_id]
+            for live_id in parent.live:  # after an error
+                self._states.pop(live_id, None)
+        state.on_output(result)
 
     def _add_logprobs(self, state: _RequestState, completion: CompletionOutput, entries: TokenLogprobs) -> None:
         assert state.cumulative_logprob is not None
@@ -293,9 +365,10 @@ class OutputProcessor:
             own.time_to_first_token_seconds = now - state.request.arrival_time
             own.queue_seconds = output.queue_seconds
             own.num_cached_tokens = output.num_cached_tokens
-            stats.time_to_first_token_seconds.append(own.time_to_first_token_seconds)
-            stats.num_prompt_tokens += own.num_prompt_tokens
-            stats.num_cached_tokens += own.num_cached_tokens
+            if state.parent is None or state.parent.take_first_token():
+                stats.time_to_first_token_seconds.append(own.time_to_first_token_seconds)
+                stats.num_prompt_tokens += own.num_prompt_tokens
+                stats.num_cached_tokens += own.num_cached_tokens
         else:
             stats.inter_token_seconds.append(now - state.last_token_time)
         state.last_token_time = now

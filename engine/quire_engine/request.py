@@ -12,7 +12,11 @@ if TYPE_CHECKING:
     from quire_engine.messages import PromptLogprobs
     from quire_engine.structured_output.grammar import Grammar
 
-__all__ = ["FinishReason", "Request", "RequestStatus", "validate_request"]
+__all__ = ["FinishReason", "MultimodalHash", "Request", "RequestStatus", "validate_request"]
+
+
+MultimodalHash = tuple[bytes, int, int]
+"""An image or other input that takes the place of tokens: `(hash of its content, first position, number of tokens)`."""
 
 MAX_PROMPT_LOGPROBS_ENTRIES = 500_000
 """Log-probabilities that one request may ask for of its prompt: each becomes an object where the caller is."""
@@ -57,10 +61,14 @@ class Request:
 
     __slots__ = (
         "all_token_ids",
+        "arrival",
         "block_hashes",
+        "deadline_ms",
         "eos_token_ids",
         "grammar",
+        "lora_id",
         "max_tokens",
+        "mm_hashes",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
@@ -70,6 +78,7 @@ class Request:
         "request_id",
         "sampling_params",
         "scheduled_at",
+        "settled_until",
         "status",
         "stop_token_ids",
     )
@@ -103,6 +112,16 @@ class Request:
         self.scheduled_at: float | None = None
         self.grammar: Grammar | None = None
         """Where in its grammar the output is, once the grammar is compiled. Survives preemption, as the output does."""
+        self.arrival = 0
+        """The scheduler's number for it, in order of arrival."""
+        self.deadline_ms: float | None = None
+        """Milliseconds from `queued_at` in which it has to be finished."""
+        self.lora_id: str | None = None
+        """The adapter that its keys and values are computed with; part of the block hashes."""
+        self.mm_hashes: list[MultimodalHash] = []
+        """What stands behind placeholder tokens of the prompt; part of the hashes of the blocks they reach into."""
+        self.settled_until = 0
+        """Up to this many tokens the KVCacheManager has nothing to do: no block to add, none that has become full."""
 
     @property
     def needs_grammar(self) -> bool:
@@ -143,16 +162,19 @@ class Request:
 
     def check_stop(self) -> tuple[FinishReason, int | None] | None:
         """Whether the last token ends the request: `(reason, stop_token_id)`, where end-of-sequence has no stop id."""
-        params, last = self.sampling_params, self.all_token_ids[-1]
         if self.grammar is not None and self.grammar.is_terminated():
             # Nothing can follow, whatever min_tokens and ignore_eos say.
             return FinishReason.STOP, None
-        if self.num_output_tokens >= params.min_tokens:
-            if not params.ignore_eos and last in self.eos_token_ids:
-                return FinishReason.STOP, None
-            if last in self.stop_token_ids:
-                return FinishReason.STOP, last
-        if self.num_output_tokens >= self.max_tokens:
+        last = self.all_token_ids[-1]
+        num_output_tokens = len(self.all_token_ids) - self.num_prompt_tokens
+        if last in self.eos_token_ids or last in self.stop_token_ids:
+            params = self.sampling_params
+            if num_output_tokens >= params.min_tokens:
+                if not params.ignore_eos and last in self.eos_token_ids:
+                    return FinishReason.STOP, None
+                if last in self.stop_token_ids:
+                    return FinishReason.STOP, last
+        if num_output_tokens >= self.max_tokens:
             return FinishReason.LENGTH, None
         return None
 
@@ -177,6 +199,7 @@ def validate_request(
     max_model_len: int,
     num_kv_cache_tokens: int,
     prompt_name: str = "input_ids",
+    scheduling_policy: str = "fcfs",
 ) -> None:
     """Check what depends on the model; the edge and the core both call this.
 
@@ -187,6 +210,7 @@ def validate_request(
         max_model_len: tokens that prompt and output may have together.
         num_kv_cache_tokens: tokens that the whole KV cache holds.
         prompt_name: what the caller knows the prompt as, for the message.
+        scheduling_policy: the engine's; only "priority" takes requests with a priority.
 
     Raises:
         RequestError: the request could never be served.
@@ -214,6 +238,11 @@ def validate_request(
             f"leaves room for {max_model_len - num_prompt}",
         )
     _check_params(params, num_prompt, vocab_size)
+    if params.priority != 0 and scheduling_policy != "priority":
+        raise RequestError(
+            "priority",
+            f"priority is {params.priority}; it must be 0 unless the engine runs with scheduling_policy 'priority'",
+        )
     # The last token's keys and values are never needed, so one token less has to fit.
     num_tokens = num_prompt + max_output_tokens(num_prompt, params, max_model_len) - 1
     if num_tokens > num_kv_cache_tokens:

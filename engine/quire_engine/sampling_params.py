@@ -28,6 +28,10 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_N = 128
+"""Sequences of one request, as with OpenAI: each takes a place of its own in the batch."""
+MAX_BEAM_LOGPROBS = 1024
+MAX_CACHE_SALT_LENGTH = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_ABSOLUTE_BIAS = 10_000.0
 MAX_ALLOWED_TOKEN_IDS = 65_536
@@ -105,6 +109,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """What each output of `AsyncLLM.generate` holds. `LLM.generate` always gives final ones."""
     structured_outputs: StructuredOutputsParams | None = None
     """What the text must look like; a mapping of the same shape does as well."""
+    n: int = 1
+    """Sequences to generate from the prompt, which is computed once. Sequence i samples with the seed `seed + i`."""
+    priority: int = 0
+    """Lower goes first; for `scheduling_policy` "priority" only."""
+    cache_salt: str | None = None
+    """Prefixes are shared only among requests with the same salt, so that nobody else can probe for them."""
+    beam_width: int | None = None
+    """Set by beam search for its steps, never by a client: lifts the limit of `logprobs` to what its beams need."""
 
     def __post_init__(self) -> None:
         """Check every range; each failure names the parameter, the value and what is allowed.
@@ -139,8 +151,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                      f"strings of 1 to {MAX_STOP_STRING_LENGTH} characters")  # fmt: skip
         _require(len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"{len(self.stop_token_ids)} ids",
                  f"at most {MAX_STOP_TOKEN_IDS} ids")  # fmt: skip
-        _require(self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", self.logprobs,
-                 f"from 0 to {MAX_LOGPROBS}")  # fmt: skip
+        _require(self.beam_width is None or self.beam_width >= 1, "beam_width", self.beam_width, "at least 1")
+        max_logprobs = MAX_LOGPROBS if self.beam_width is None else MAX_BEAM_LOGPROBS
+        _require(self.logprobs is None or 0 <= self.logprobs <= max_logprobs, "logprobs", self.logprobs,
+                 f"from 0 to {max_logprobs}")  # fmt: skip
         _require(self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS, "prompt_logprobs",
                  self.prompt_logprobs, f"from 0 to {MAX_LOGPROBS}")  # fmt: skip
         _require(self.truncate_prompt_tokens is None or self.truncate_prompt_tokens == -1
@@ -148,6 +162,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                  "-1 (as many as there is room for), or at least 1")  # fmt: skip
         _require(self.detokenize or not self.stop, "stop", f"{len(self.stop)} strings",
                  "empty when detokenize is false: without text there is nothing to look for it in")  # fmt: skip
+        _require(1 <= self.n <= MAX_N, "n", self.n, f"from 1 to {MAX_N}")
+        _require(self.n == 1 or not self.is_greedy, "n", self.n, "1 when sampling is greedy (temperature is 0)")
+        _require(-(2**63) <= self.priority < 2**63, "priority", self.priority, "an integer of 64 bits")
+        _require(self.cache_salt is None or 0 < len(self.cache_salt) <= MAX_CACHE_SALT_LENGTH, "cache_salt",
+                 f"a string of {len(self.cache_salt or '')} characters",
+                 f"a string of 1 to {MAX_CACHE_SALT_LENGTH} characters")  # fmt: skip
         self._check_penalties()
         self._check_token_constraints()
 
@@ -204,13 +224,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return cls(**{name: value for name, value in converted.items() if value is not None})
 
 
-_FIELD_TYPES: dict[str, type] = {
+_FIELD_TYPES: dict[str, Any] = {
     "temperature": float, "top_p": float, "top_k": int, "min_p": float, "seed": int, "max_tokens": int,
-    "min_tokens": int, "stop": str, "stop_token_ids": list, "ignore_eos": bool, "include_stop_str_in_output": bool,
-    "skip_special_tokens": bool, "logprobs": int, "presence_penalty": float, "frequency_penalty": float,
-    "repetition_penalty": float, "logit_bias": dict, "allowed_token_ids": list, "bad_words": str,
-    "prompt_logprobs": int, "truncate_prompt_tokens": int, "detokenize": bool, "output_kind": RequestOutputKind,
-    "structured_outputs": StructuredOutputsParams,
+    "min_tokens": int, "stop": list[str], "stop_token_ids": list, "ignore_eos": bool,
+    "include_stop_str_in_output": bool, "skip_special_tokens": bool, "logprobs": int, "presence_penalty": float,
+    "frequency_penalty": float, "repetition_penalty": float, "logit_bias": dict, "allowed_token_ids": list,
+    "bad_words": list[str], "prompt_logprobs": int, "truncate_prompt_tokens": int, "detokenize": bool,
+    "output_kind": RequestOutputKind, "structured_outputs": StructuredOutputsParams, "n": int, "priority": int,
+    "cache_salt": str,
 }  # fmt: skip
 
 
@@ -247,7 +268,7 @@ def convert_parameter(name: str, value: Any) -> Any:
         raise RequestError(name, f"unknown sampling parameter {name!r}{hint}")
     if value is None:
         return None
-    if kind is str:
+    if kind == list[str]:
         return _string_list(name, value)
     if kind is list:
         if not isinstance(value, list | tuple):
@@ -261,6 +282,10 @@ def convert_parameter(name: str, value: Any) -> Any:
         return StructuredOutputsParams.from_value(value)
     if kind is bool:
         return _boolean(name, value)
+    if kind is str:
+        if not isinstance(value, str):
+            raise RequestError(name, f"{name} is {value!r}; it must be a string")
+        return value
     return _number(name, value, kind)
 
 

@@ -55,11 +55,16 @@ class FinishedRequestStats(msgspec.Struct):
     """From the first token to the last."""
     time_to_first_token_seconds: float | None = None
     """None when it ended before its first token."""
+    num_sequences: int = 1
+    """Sequences that were generated side by side; the number of output tokens is that of all."""
+    error_code: str | None = None
+    """Value of the `ErrorCode`, for a request that was refused or missed its deadline."""
 
     @property
     def time_per_output_token_seconds(self) -> float | None:
-        """Mean time per token after the first; None with fewer than two."""
-        return self.decode_seconds / (self.num_output_tokens - 1) if self.num_output_tokens > 1 else None
+        """Mean time per token after the first of each sequence; None with fewer than two."""
+        num_later_tokens = self.num_output_tokens - self.num_sequences
+        return self.decode_seconds * self.num_sequences / num_later_tokens if num_later_tokens > 0 else None
 
 
 class IterationStats(msgspec.Struct):

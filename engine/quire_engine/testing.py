@@ -8,9 +8,11 @@ before them: `undisturbed_output` says in one line what any schedule must produc
 Like `scheduler/` and `kv_cache/`, this module never imports torch.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheManager
@@ -36,13 +38,15 @@ _request_numbers = count()
 
 
 def make_scheduler(
-    *, num_blocks: int = 64, block_size: int = 4, enable_prefix_caching: bool = True, **settings: int
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    enable_prefix_caching: bool = True,
+    clock: Callable[[], float] = time.monotonic,
+    **settings: Any,
 ) -> Scheduler:
     """A scheduler over a KV cache of its own; `settings` are those of `SchedulerConfig`."""
-    return Scheduler(
-        SchedulerConfig(**settings),  # type: ignore[arg-type]
-        KVCacheManager(num_blocks, block_size, enable_prefix_caching),
-    )
+    return Scheduler(SchedulerConfig(**settings), KVCacheManager(num_blocks, block_size, enable_prefix_caching), clock)
 
 
 def make_request(

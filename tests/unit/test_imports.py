@@ -27,7 +27,16 @@ ROOTS = {
 CHAIN = ["quire_kernels", "quire_engine", "quire_monitoring", "quire_backend", "quire_cli"]
 """Each may import itself and those before it. `quire_dashboard` stands aside."""
 
-LEAVES = {"config", "errors", "memory", "messages", "request", "sampling_params", "stats"}
+LEAVES = {
+    "config",
+    "errors",
+    "memory",
+    "messages",
+    "request",
+    "sampling_params",
+    "stats",
+    "structured_outputs_params",
+}
 
 _TEXT = {"input_processor", "output_processor", "detokenizer"}
 
@@ -40,22 +49,26 @@ ARROWS: dict[str, set[str]] = {
     "spec_decode": set(),
     "worker": {"models", "sampling", "spec_decode"},
     "executor": {"worker"},
-    "core": {"scheduler", "executor"},
+    "structured_output": set(),
+    "core": {"scheduler", "executor", "structured_output"},
     "detokenizer": set(),
     "input_processor": set(),
-    "output_processor": {"detokenizer", "input_processor"},
-    "llm": {"core"} | _TEXT,
-    "async_llm": {"core"} | _TEXT,
+    "parallel_sampling": {"input_processor"},
+    "output_processor": {"detokenizer", "input_processor", "parallel_sampling"},
+    "beam_search": {"output_processor"},
+    "llm": {"core", "beam_search"} | _TEXT,
+    "async_llm": {"core", "beam_search"} | _TEXT,
     "testing": {"scheduler"},
-    "__init__": {"llm", "async_llm"},
+    "__init__": {"llm", "async_llm", "beam_search"},
 }
 """Within the engine: part → the parts it may import, besides itself, the leaves, and whatever those reach."""
 
 BESIDES = {
     ("worker", "quire_engine.kv_cache.sizing"),
     ("input_processor", "quire_engine.models.checkpoint"),
+    ("request", "quire_engine.structured_output.grammar"),
 }
-"""Single modules that a part may import besides: plain arithmetic and plain JSON, which import only leaves."""
+"""Single modules that a part may import besides: plain arithmetic, plain JSON, a protocol. They import only leaves."""
 
 ENGINE_KNOWS_NOTHING_OF = {
     "aiohttp",

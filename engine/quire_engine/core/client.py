@@ -8,6 +8,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -22,13 +23,14 @@ import zmq
 import zmq.asyncio
 
 from quire_engine.config import EngineConfig
-from quire_engine.errors import EngineDeadError
+from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.messages import (
     EngineCoreOutputs,
     EngineCoreReady,
     EngineCoreRequest,
     ProcessArguments,
     RequestType,
+    UtilityRequest,
 )
 from quire_engine.stats import SchedulerStats
 
@@ -64,6 +66,17 @@ class InprocClient:
         self._core.wait_for_grammar()
         return self._core.step() if self._core.has_requests() else EngineCoreOutputs()
 
+    def call_utility(self, method: str, *arguments: int) -> bool:
+        """Call one of the engine core's utilities; see `EngineCore.call_utility`.
+
+        Raises:
+            EngineError: it could not do what it was asked for.
+        """
+        output = self._core.call_utility(UtilityRequest(0, method, list(arguments)))
+        if output.error is not None:
+            raise EngineError(output.error)
+        return output.result
+
     def get_stats(self) -> SchedulerStats:
         """The numbers of this moment."""
         return self._core.scheduler.make_stats()
@@ -88,6 +101,8 @@ class AsyncMPClient:
         self._input, input_address = self._bind(zmq.PUSH, "input")
         self._output, output_address = self._bind(zmq.PULL, "output")
         self._async_output: zmq.asyncio.Socket | None = None
+        self._call_ids = itertools.count()
+        self._calls: dict[int, asyncio.Future[bool]] = {}
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
         self._process = subprocess.Popen(
@@ -157,11 +172,42 @@ class AsyncMPClient:
         """End a request wherever it is. Never blocks."""
         self._send(RequestType.ABORT, request_id)
 
+    async def call_utility(self, method: str, *arguments: int) -> bool:
+        """Call one of the engine core's utilities, between two steps; somebody has to be taking outputs meanwhile.
+
+        Raises:
+            EngineError: it could not do what it was asked for.
+            EngineDeadError: the engine core died.
+        """
+        request = UtilityRequest(next(self._call_ids), method, list(arguments))
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._calls[request.call_id] = future
+        self._send(RequestType.UTILITY, "", self._encoder.encode(request))
+        try:
+            return await future
+        finally:
+            self._calls.pop(request.call_id, None)
+
+    def fail_utilities(self, error: str) -> None:
+        """Nobody will answer any more."""
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(error))
+
     async def get_output(self) -> EngineCoreOutputs:
         """The next message of the engine core; waits for it."""
         if self._async_output is None:
             self._async_output = zmq.asyncio.Socket(shadow=self._output)
-        return self._decoder.decode(await self._async_output.recv())
+        outputs = self._decoder.decode(await self._async_output.recv())
+        for answer in outputs.utility_outputs:
+            future = self._calls.get(answer.call_id)
+            if future is None or future.done():
+                continue  # the caller does not wait any more
+            if answer.error is None:
+                future.set_result(answer.result)
+            else:
+                future.set_exception(EngineError(answer.error))
+        return outputs
 
     def shutdown(self) -> None:
         """End the process, by force if it does not go by itself; release everything. Idempotent."""

@@ -1,9 +1,11 @@
 """EngineCore: the inner loop. One step is schedule, execute, update."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from quire_engine.config import EngineConfig
+from quire_engine.errors import EngineError, EngineSleepingError
 from quire_engine.executor import Executor, UniProcExecutor
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.messages import (
@@ -12,6 +14,8 @@ from quire_engine.messages import (
     EngineCoreReady,
     EngineCoreRequest,
     SchedulerOutput,
+    UtilityOutput,
+    UtilityRequest,
 )
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.request import FinishReason, Request, validate_request
@@ -40,13 +44,15 @@ class EngineCore:
         num_blocks = self.executor.determine_num_blocks()
         self.executor.initialize_cache(num_blocks)
         kv_cache = KVCacheManager(num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
-        self.scheduler = Scheduler(config.scheduler, kv_cache)
+        self.scheduler = Scheduler(config.scheduler.for_max_model_len(max_model_len), kv_cache)
+        self._sleep_level = 0
         self.ready = EngineCoreReady(
             vocab_size=checkpoint.vocab_size,
             max_model_len=max_model_len,
             num_blocks=num_blocks,
             block_size=config.cache.block_size,
             eos_token_ids=[i for i in checkpoint.eos_token_ids if i < checkpoint.vocab_size],
+            scheduling_policy=config.scheduler.scheduling_policy,
         )
         self.structured_output = StructuredOutputManager(
             CompilerArguments(config.model.tokenizer_path, self.ready.vocab_size, self.ready.eos_token_ids)
@@ -57,6 +63,7 @@ class EngineCore:
 
         Raises:
             RequestError: it could never be served.
+            EngineSleepingError: `sleep` was called, and `wake_up` was not.
         """
         validate_request(
             message.prompt_token_ids,
@@ -64,7 +71,10 @@ class EngineCore:
             vocab_size=self.ready.vocab_size,
             max_model_len=self.ready.max_model_len,
             num_kv_cache_tokens=self.ready.num_kv_cache_tokens,
+            scheduling_policy=self.ready.scheduling_policy,
         )
+        if self._sleep_level:
+            raise EngineSleepingError("the engine sleeps; wake it up first")
         request = Request(
             message.request_id,
             message.prompt_token_ids,
@@ -72,6 +82,7 @@ class EngineCore:
             self.ready.eos_token_ids,
             self.ready.max_model_len,
         )
+        request.deadline_ms = message.deadline_ms
         if request.needs_grammar:
             self.structured_output.init_grammar(request)
         self.scheduler.add_request(request)
@@ -85,9 +96,9 @@ class EngineCore:
         return self.scheduler.has_requests() or self.structured_output.has_finished()
 
     def wait_for_grammar(self) -> None:
-        """When all there is waits for its grammar, block until the next one is compiled."""
+        """When all there is waits for its grammar, block until the next one is compiled, or a request out of time."""
         if not self.has_requests() and self.scheduler.requests:
-            self.structured_output.wait()
+            self.structured_output.wait(self.scheduler.seconds_until_overdue())
 
     def step(self) -> EngineCoreOutputs:
         """Schedule, execute, update.
@@ -107,6 +118,56 @@ class EngineCore:
         else:
             outputs = self.scheduler.update_from_output(runner_output)
         return EngineCoreOutputs(refused + outputs, self.scheduler.make_stats())
+
+    # -- utilities: each returns whether it did what it was asked for --------------------------------------------------
+
+    def call_utility(self, request: UtilityRequest) -> UtilityOutput:
+        """Call one of the utilities below by its name; an error goes into the answer."""
+        utilities: dict[str, Callable[..., bool]] = {
+            "reset_prefix_cache": self.reset_prefix_cache,
+            "sleep": self.sleep,
+            "wake_up": self.wake_up,
+            "is_sleeping": self.is_sleeping,
+        }
+        try:
+            return UtilityOutput(request.call_id, utilities[request.method](*request.arguments))
+        except Exception as error:
+            known = isinstance(error, EngineError)
+            if not known:
+                logger.exception("%s failed", request.method)
+            return UtilityOutput(request.call_id, False, str(error) if known else f"{request.method}: {error!r}")
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. Running requests keep their blocks and go on undisturbed."""
+        self.scheduler.kv_cache.reset_prefix_cache()
+        return True
+
+    def sleep(self, level: int = 1) -> bool:
+        """Give memory back: the KV cache (level 1), and the weights as well (level 2). Cached prefixes are lost.
+
+        Raises:
+            EngineError: requests are live, or there is no such level.
+        """
+        if level not in (1, 2):
+            raise EngineError(f"sleep: level is {level}; it must be 1 (free the KV cache) or 2 (the weights as well)")
+        if self.scheduler.requests:
+            raise EngineError(f"sleep: {len(self.scheduler.requests)} requests are live; let them end or abort them")
+        if level > self._sleep_level:
+            self.reset_prefix_cache()
+            self.executor.sleep(level)
+            self._sleep_level = level
+        return True
+
+    def wake_up(self) -> bool:
+        """Undo `sleep`: take the memory again, and load the weights again if they were given back."""
+        if self._sleep_level:
+            self.executor.wake_up()
+            self._sleep_level = 0
+        return True
+
+    def is_sleeping(self) -> bool:
+        """Whether `sleep` was called, and `wake_up` was not."""
+        return self._sleep_level > 0
 
     def shutdown(self) -> None:
         """End the workers."""

@@ -11,6 +11,7 @@ CPU. When the parent dies, however it dies, stdin ends and so does this process.
 """
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -21,14 +22,17 @@ import msgspec
 import zmq
 
 from quire_engine.core.engine_core import EngineCore
-from quire_engine.errors import EngineError
+from quire_engine.errors import EngineError, EngineUnavailableError
 from quire_engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreReady,
     EngineCoreRequest,
+    ErrorCode,
     ProcessArguments,
     RequestType,
+    UtilityOutput,
+    UtilityRequest,
 )
 from quire_engine.request import FinishReason
 
@@ -49,7 +53,9 @@ class EngineCoreProcess:
         self._output = self._socket(zmq.PUSH, arguments.output_address)
         self._encoder = msgspec.msgpack.Encoder()
         self._request_decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
+        self._utility_decoder = msgspec.msgpack.Decoder(UtilityRequest)
         self._refused: list[EngineCoreOutput] = []
+        self._utility_outputs: list[UtilityOutput] = []
         self._stopping = False
         try:
             self._core = EngineCore(arguments.config)
@@ -72,7 +78,8 @@ class EngineCoreProcess:
                 if self._core.has_requests():
                     outputs = self._core.step()
                     outputs.outputs += self._refused
-                    self._refused = []
+                    outputs.utility_outputs = self._utility_outputs
+                    self._refused, self._utility_outputs = [], []
                     self._send(outputs)
                 else:
                     self._send_stats()
@@ -81,8 +88,14 @@ class EngineCoreProcess:
         self._core.shutdown()
 
     def _wait(self) -> None:
-        """Block until a message comes or a grammar is ready; look the books over when none has for a while."""
-        if not self._poller.poll(IDLE_CHECK_MS):
+        """Block until a message comes, a grammar is ready, or a request that waits for one is out of time.
+
+        Look the books over when nothing has for a while.
+        """
+        seconds = self._core.scheduler.seconds_until_overdue()
+        if seconds is not None:
+            self._poller.poll(math.ceil(1000 * seconds))
+        elif not self._poller.poll(IDLE_CHECK_MS):
             try:
                 self._core.scheduler.check_integrity()
             except AssertionError:
@@ -105,6 +118,8 @@ class EngineCoreProcess:
                 self._add(request_id, frames[2])
             elif request_type is RequestType.ABORT:
                 self._core.abort_request(request_id)
+            elif request_type is RequestType.UTILITY:
+                self._call_utility(frames[2])
             else:
                 self._stopping = True
                 return
@@ -115,15 +130,24 @@ class EngineCoreProcess:
             self._core.add_request(self._request_decoder.decode(payload))
         except Exception as error:
             parameter = getattr(error, "parameter", None) or getattr(error.__cause__, "parameter", None)
-            self._refused.append(
-                EngineCoreOutput(
-                    request_id, finish_reason=FinishReason.ERROR, error=str(error), error_parameter=parameter
-                )
+            output = EngineCoreOutput(
+                request_id, finish_reason=FinishReason.ERROR, error=str(error), error_parameter=parameter
             )
+            if isinstance(error, EngineUnavailableError):
+                output.error_code = ErrorCode.UNAVAILABLE
+            self._refused.append(output)
+
+    def _call_utility(self, payload: bytes) -> None:
+        try:
+            request = self._utility_decoder.decode(payload)
+        except msgspec.MsgspecError:
+            logger.exception("a utility call does not decode; nobody can be answered")
+            return
+        self._utility_outputs.append(self._core.call_utility(request))
 
     def _send_stats(self) -> None:
-        self._send(EngineCoreOutputs(self._refused, self._core.scheduler.make_stats()))
-        self._refused = []
+        self._send(EngineCoreOutputs(self._refused, self._core.scheduler.make_stats(), self._utility_outputs))
+        self._refused, self._utility_outputs = [], []
 
     def _send(self, message: EngineCoreOutputs | EngineCoreReady) -> None:
         self._output.send(self._encoder.encode(message), copy=False)

@@ -22,6 +22,14 @@ class Executor(Protocol):
         """Run one step to its end."""
         ...
 
+    def sleep(self, level: int) -> None:
+        """Give the KV cache's memory back on every rank, and with level 2 the weights' as well. No step may follow."""
+        ...
+
+    def wake_up(self) -> None:
+        """Have again what `sleep` gave back: the weights from the checkpoint, the KV cache empty."""
+        ...
+
     def shutdown(self) -> None:
         """End all workers. Idempotent."""
         ...

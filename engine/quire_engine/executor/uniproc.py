@@ -26,5 +26,13 @@ class UniProcExecutor:
         """See `Executor`."""
         return self._worker.execute_model(scheduler_output)
 
+    def sleep(self, level: int) -> None:
+        """See `Executor`."""
+        self._worker.sleep(level)
+
+    def wake_up(self) -> None:
+        """See `Executor`."""
+        self._worker.wake_up()
+
     def shutdown(self) -> None:
         """See `Executor`."""

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from quire_engine.kv_cache.block_pool import BlockPool, KVCacheBlock
-from quire_engine.kv_cache.hashing import NONE_HASH, hash_block_tokens
+from quire_engine.kv_cache.hashing import NONE_HASH, encode_extra_keys, hash_block_tokens
 from quire_engine.request import Request
 
 __all__ = ["KVCacheManager"]
@@ -57,7 +57,8 @@ class KVCacheManager:
 
         Args:
             request: `num_computed_tokens` does not yet include the prefix hit.
-            num_new_tokens: tokens to compute in the coming step.
+            num_new_tokens: tokens to compute in the coming step. As long as `num_computed_tokens` and these do not
+                exceed `request.settled_until`, the call may be left out: it would change nothing.
             computed_blocks: the prefix hit, for a request that is just being admitted.
 
         Returns:
@@ -79,12 +80,16 @@ class KVCacheManager:
             self._blocks[request.request_id] = blocks
             self._num_cached_blocks[request.request_id] = len(computed_blocks)
         blocks.extend(added)
+        request.settled_until = len(blocks) * self.block_size
         if self.enable_prefix_caching:
             self._cache_full_blocks(request, num_tokens)
+            next_full = (self._num_cached_blocks[request.request_id] + 1) * self.block_size
+            request.settled_until = min(request.settled_until, next_full - 1)
         return [block.block_id for block in added]
 
     def free(self, request: Request) -> None:
         """Drop the request's references. Its last blocks are reused first: they are the least likely to be shared."""
+        request.settled_until = 0
         blocks = self._blocks.pop(request.request_id, [])
         self._num_cached_blocks.pop(request.request_id, None)
         self.block_pool.free(reversed(blocks))
@@ -124,4 +129,18 @@ class KVCacheManager:
         hashes, size = request.block_hashes, self.block_size
         for i in range(len(hashes), num_blocks):
             parent = hashes[-1] if hashes else NONE_HASH
-            hashes.append(hash_block_tokens(parent, request.all_token_ids[i * size : (i + 1) * size]))
+            token_ids = request.all_token_ids[i * size : (i + 1) * size]
+            extra_keys = self._extra_keys(request, i) if i == 0 or request.mm_hashes else b""
+            hashes.append(hash_block_tokens(parent, token_ids, extra_keys))
+
+    def _extra_keys(self, request: Request, index: int) -> bytes:
+        """What the content of the request's block depends on besides its tokens; see `encode_extra_keys`."""
+        start, end = index * self.block_size, (index + 1) * self.block_size
+        mm_hashes = [
+            (content, first - start, num_tokens)
+            for content, first, num_tokens in request.mm_hashes
+            if first < end and first + num_tokens > start
+        ]
+        if index > 0:
+            return encode_extra_keys(mm_hashes=mm_hashes)
+        return encode_extra_keys(request.sampling_params.cache_salt, request.lora_id, mm_hashes)

@@ -1,41 +1,143 @@
-"""The waiting requests, first come, first served."""
+"""The waiting requests, first come, first served or by priority.
 
-from collections import deque
+Both queues keep requests by id, so that one leaves from anywhere at no cost that grows with the queue.
+"""
+
+import heapq
+from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import count
+from typing import Protocol
 
 from quire_engine.request import Request
 
-__all__ = ["FCFSRequestQueue"]
+__all__ = ["FCFSRequestQueue", "PriorityRequestQueue", "RequestQueue", "make_request_queue", "priority_key"]
+
+
+class RequestQueue(Protocol):
+    """Requests that wait for their turn; iterating goes from the next one to the last."""
+
+    def add(self, request: Request) -> None:
+        """Put in a new request."""
+        ...
+
+    def prepend(self, request: Request) -> None:
+        """Put back a request that had its turn already, or was passed over."""
+        ...
+
+    def peek(self) -> Request:
+        """The next request, left in the queue."""
+        ...
+
+    def pop(self) -> Request:
+        """Take the next request out."""
+        ...
+
+    def remove(self, request: Request) -> None:
+        """Take a request out from wherever it is; ValueError when it is not there."""
+        ...
+
+    def __contains__(self, request: object) -> bool: ...
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Request]: ...
 
 
 class FCFSRequestQueue:
     """A queue by arrival. A preempted request goes back to the front: it arrived before all who still wait."""
 
     def __init__(self) -> None:
-        self._queue: deque[Request] = deque()
+        self._queue: OrderedDict[str, Request] = OrderedDict()
 
     def add(self, request: Request) -> None:
         """Put a new request last."""
-        self._queue.append(request)
+        self._queue[request.request_id] = request
 
     def prepend(self, request: Request) -> None:
         """Put a preempted request first."""
-        self._queue.appendleft(request)
+        self._queue[request.request_id] = request
+        self._queue.move_to_end(request.request_id, last=False)
 
     def peek(self) -> Request:
         """The next request, left in the queue."""
-        return self._queue[0]
+        return next(iter(self._queue.values()))
 
     def pop(self) -> Request:
         """Take the next request out."""
-        return self._queue.popleft()
+        return self._queue.popitem(last=False)[1]
 
     def remove(self, request: Request) -> None:
         """Take a request out from wherever it is."""
-        self._queue.remove(request)
+        if request not in self:
+            raise ValueError(f"{request} is not in the queue")
+        del self._queue[request.request_id]
+
+    def __contains__(self, request: object) -> bool:
+        return isinstance(request, Request) and self._queue.get(request.request_id) is request
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._queue)
+        return iter(self._queue.values())
+
+
+def priority_key(request: Request) -> tuple[int, int]:
+    """What requests are ordered by under the policy "priority": the lowest value first, then the earliest."""
+    return request.sampling_params.priority, request.arrival
+
+
+class PriorityRequestQueue:
+    """A heap by priority, then arrival. A preempted request goes back to the place that it has by these."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, Request] = {}
+        self._entry_numbers = count()  # no two entries are equal, so requests themselves are never compared
+        self._heap: list[tuple[int, int, int, Request]] = []
+        """Requests that have left from the middle are still in here, and are dropped when they come to the top."""
+
+    def add(self, request: Request) -> None:
+        """Put in a request."""
+        self._requests[request.request_id] = request
+        heapq.heappush(self._heap, (*priority_key(request), next(self._entry_numbers), request))
+
+    def prepend(self, request: Request) -> None:
+        """Put back a request; its place does not depend on that it was there before."""
+        self.add(request)
+
+    def peek(self) -> Request:
+        """The next request, left in the queue."""
+        while (request := self._heap[0][-1]) not in self:
+            heapq.heappop(self._heap)
+        return request
+
+    def pop(self) -> Request:
+        """Take the next request out."""
+        request = self.peek()
+        heapq.heappop(self._heap)
+        del self._requests[request.request_id]
+        return request
+
+    def remove(self, request: Request) -> None:
+        """Take a request out from wherever it is."""
+        if request not in self:
+            raise ValueError(f"{request} is not in the queue")
+        del self._requests[request.request_id]
+        if len(self._heap) > 2 * len(self._requests) + 16:  # mostly requests that have left
+            self._heap = [entry for entry in self._heap if entry[-1] in self]
+            heapq.heapify(self._heap)
+
+    def __contains__(self, request: object) -> bool:
+        return isinstance(request, Request) and self._requests.get(request.request_id) is request
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(sorted(self._requests.values(), key=priority_key))
+
+
+def make_request_queue(scheduling_policy: str) -> RequestQueue:
+    """The queue of a policy: "fcfs" or "priority"."""
+    return PriorityRequestQueue() if scheduling_policy == "priority" else FCFSRequestQueue()

@@ -8,17 +8,25 @@ KV cache, and a step moves the second number towards the first, under one token 
    progress (a request that alone could not fit was refused before it came here).
 2. Waiting requests, while budget, blocks and `max_num_seqs` allow. A prefix found in the cache counts as computed.
 
-A long prompt that exceeds the budget simply gets what is left of it: chunked prefill.
+Under the policy "priority" the same holds with another order in both: by priority value, then by arrival.
+
+A long prompt that exceeds the budget simply gets what is left of it: chunked prefill. It leaves a token to each running
+request behind it, and only `max_num_partial_prefills` prompts are in such a state at a time, of which
+`max_long_partial_prefills` are long; prompts that fit into the step pass the others by. So no prompt, however long,
+keeps the others from going on or from starting.
 """
 
 import time
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
 
 import msgspec
 
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.messages import (
-    CachedRequestData,
     EngineCoreOutput,
     ModelRunnerOutput,
     NewRequestData,
@@ -26,7 +34,8 @@ from quire_engine.messages import (
 )
 from quire_engine.request import FinishReason, Request, RequestStatus
 from quire_engine.sampling_params import SamplingParams
-from quire_engine.scheduler.request_queue import FCFSRequestQueue
+from quire_engine.scheduler.limits import RequestLimits
+from quire_engine.scheduler.request_queue import FCFSRequestQueue, RequestQueue, make_request_queue, priority_key
 from quire_engine.stats import SchedulerStats
 
 __all__ = ["Scheduler"]
@@ -37,15 +46,34 @@ def _without_grammar(params: SamplingParams) -> SamplingParams:
     return params if params.structured_outputs is None else msgspec.structs.replace(params, structured_outputs=None)
 
 
-class Scheduler:
-    """Owns the requests from admission to their end."""
+@dataclass(slots=True)
+class _Room:
+    """What is left of a step, and what the running requests already take of other limits."""
 
-    def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager) -> None:
+    budget: int
+    num_partial_prefills: int = 0
+    num_long_partial_prefills: int = 0
+    preempted: bool = False
+
+
+class Scheduler:
+    """Owns the requests from admission to their end.
+
+    Args:
+        config: budgets, limits and the policy.
+        kv_cache: the blocks to give out.
+        clock: seconds, monotonic; what deadlines and delays are measured with.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, kv_cache: KVCacheManager, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.config = config
         self.kv_cache = kv_cache
         self.requests: dict[str, Request] = {}
-        self.waiting = FCFSRequestQueue()
+        self.waiting: RequestQueue = make_request_queue(config.scheduling_policy)
         self.running: list[Request] = []
+        """In the order in which they get their tokens; the last one gives way first."""
         self.num_preemptions = 0
         self.num_failed_steps = 0
         self.prefix_cache_queries = 0
@@ -60,6 +88,11 @@ class Scheduler:
         """Requests of a failed step, which wait to be tried one at a time."""
         self._trial: Request | None = None
         """The suspect that runs alone until it has survived one token."""
+        self._clock = clock
+        self._limits = RequestLimits(config, clock)
+        self._arrivals = count()
+        self._ended: list[EngineCoreOutput] = []
+        """Of requests that ended without a step: refused, or out of time."""
         self._acquitted = FCFSRequestQueue()
         """Suspects that have; they wait for the trials of the others."""
 
@@ -67,7 +100,10 @@ class Scheduler:
 
     def add_request(self, request: Request) -> None:
         """Let a validated request wait for its turn."""
+        request.arrival = next(self._arrivals)
+        request.queued_at = self._clock()
         self.requests[request.request_id] = request
+        self._limits.watch(request, self.requests)
         if request.needs_grammar:
             request.status = RequestStatus.WAITING_FOR_FSM
             self.waiting_for_fsm.add(request)
@@ -85,8 +121,14 @@ class Scheduler:
             self.waiting.add(request)
 
     def has_requests(self) -> bool:
-        """Whether there is anything to schedule."""
-        return len(self.requests) > len(self.waiting_for_fsm)
+        """Whether there is anything to schedule, or to tell."""
+        if len(self.requests) > len(self.waiting_for_fsm) or self._ended:
+            return True
+        return bool(self.waiting_for_fsm) and self._limits.has_work(len(self.waiting_for_fsm))
+
+    def seconds_until_overdue(self) -> float | None:
+        """When a request that waits for its grammar may be out of time; None when none ever is."""
+        return self._limits.seconds_until_overdue() if self.waiting_for_fsm else None
 
     def finish_request(self, request_id: str) -> Request | None:
         """End a request wherever it is and free its blocks at once; None when it is not (any more) known."""
@@ -96,6 +138,7 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
             self._dropped_request_ids.append(request_id)
+            self._limits.request_ended()
         elif request.status is RequestStatus.WAITING_FOR_FSM:
             self.waiting_for_fsm.remove(request)
         else:
@@ -105,12 +148,19 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         self._structured.pop(request_id, None)
         self.kv_cache.free(request)
+        if not self.requests:
+            self._limits.nothing_left()
         return request
 
     @property
-    def _queues(self) -> tuple[FCFSRequestQueue, ...]:
+    def _queues(self) -> tuple[RequestQueue, ...]:
         """Everywhere that a request can wait."""
         return self.waiting, self._suspects, self._acquitted
+
+    @property
+    def _num_queued(self) -> int:
+        """Requests that have not had their turn, or lost it."""
+        return len(self.waiting) + len(self.waiting_for_fsm)
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -118,20 +168,25 @@ class Scheduler:
         """Choose the next step and reserve its blocks.
 
         `num_computed_tokens` is advanced here, not when the result comes: the next step could be planned already.
+        The step is empty when the requests that were left have run out of time or were refused.
         """
+        for request, code in self._limits.overdue(self.requests):
+            if self.finish_request(request.request_id) is not None:
+                self._ended.append(self._limits.overdue_output(request, code, self._num_queued))
         output = SchedulerOutput(num_scheduled_tokens={})
-        budget = self.config.max_num_batched_tokens
         if self._acquitted and not self._suspects and self._trial is None:
             self._end_trials()
-        budget, preempted = self._schedule_running(output, budget)
+        room = self._schedule_running(output)
         if self._suspects and self._trial is None:
-            self._admit(self._suspects, output, budget, max_running=1)
+            self._admit(self._suspects, output, room, max_running=1)
             self._trial = self.running[0]
-        elif self._trial is None and not preempted:
-            self._admit(self.waiting, output, budget, self.config.max_num_seqs)
+        elif self._trial is None and not room.preempted:
+            self._admit(self.waiting, output, room, self.config.max_num_seqs)
+        excess = self._limits.excess(self.waiting, self.waiting_for_fsm)
+        for request in excess:
+            self.finish_request(request.request_id)
+        self._ended += [self._limits.excess_output(request, self._num_queued) for request in excess]
         output.dropped_request_ids, self._dropped_request_ids = self._dropped_request_ids, []
-        for request_id, num_tokens in output.num_scheduled_tokens.items():
-            self.requests[request_id].num_computed_tokens += num_tokens
         return output
 
     def structured_requests_to_sample(self, output: SchedulerOutput) -> list[Request]:
@@ -142,60 +197,106 @@ class Scheduler:
             if request_id in output.num_scheduled_tokens and request.num_computed_tokens == request.num_tokens
         ]
 
-    def _schedule_running(self, output: SchedulerOutput, budget: int) -> tuple[int, bool]:
-        """Part 1; returns the budget that is left, and whether anyone was preempted."""
-        preempted = False
-        cached = CachedRequestData(request_ids=[], new_block_ids=[], num_computed_tokens=[])
-        output.cached_requests = cached
+    def _schedule_running(self, output: SchedulerOutput) -> _Room:
+        """Part 1; returns what it leaves."""
+        room = _Room(self.config.max_num_batched_tokens)
+        budget, running = room.budget, self.running
+        scheduled, cached = output.num_scheduled_tokens, output.cached_requests
+        request_ids, new_block_ids, computed = cached.request_ids, cached.new_block_ids, cached.num_computed_tokens
         index = 0
-        while index < len(self.running) and budget > 0:
-            request = self.running[index]
-            num_new_tokens = self._chunk(request.num_tokens - request.num_computed_tokens, budget)
-            block_ids = self.kv_cache.allocate_slots(request, num_new_tokens)
-            while block_ids is None:
-                victim = self.running.pop()
-                self._preempt(victim)
-                preempted = True
-                if victim is request:
+        while index < len(running) and budget > 0:
+            request = running[index]
+            num_computed_tokens = request.num_computed_tokens
+            num_new_tokens = num_left = len(request.all_token_ids) - num_computed_tokens
+            if num_left > 1:
+                num_new_tokens = self._chunk(num_left, max(budget - (len(running) - index - 1), 1))
+            block_ids: list[int] = []
+            if num_computed_tokens + num_new_tokens > request.settled_until:
+                allocated = self._allocate_or_preempt(request, num_new_tokens, room)
+                if allocated is None:
                     break
-                block_ids = self.kv_cache.allocate_slots(request, num_new_tokens)
-            if block_ids is None:
-                break
-            output.num_scheduled_tokens[request.request_id] = num_new_tokens
-            cached.request_ids.append(request.request_id)
-            cached.new_block_ids.append(block_ids)
-            cached.num_computed_tokens.append(request.num_computed_tokens)
+                block_ids = allocated
+            if num_new_tokens < num_left:
+                self._count_partial_prefill(room, num_left)
+            scheduled[request.request_id] = num_new_tokens
+            request_ids.append(request.request_id)
+            new_block_ids.append(block_ids)
+            computed.append(num_computed_tokens)
+            request.num_computed_tokens = num_computed_tokens + num_new_tokens
             budget -= num_new_tokens
             index += 1
-        return budget, preempted
+        room.budget = budget
+        return room
 
-    def _admit(self, queue: FCFSRequestQueue, output: SchedulerOutput, budget: int, max_running: int) -> None:
-        """Part 2: let waiting requests run, in order; the first that does not fit holds back those behind it."""
-        while queue and budget > 0 and len(self.running) < max_running:
+    def _allocate_or_preempt(self, request: Request, num_new_tokens: int, room: _Room) -> list[int] | None:
+        """Blocks for a running request, taken from the last in `running` as far as need be; None when that is itself.
+
+        Those who give way come after it, so none of them has been scheduled in this step.
+        """
+        while (block_ids := self.kv_cache.allocate_slots(request, num_new_tokens)) is None:
+            victim = self.running.pop()
+            self._preempt(victim)
+            room.preempted = True
+            if victim is request:
+                return None
+        return block_ids
+
+    def _admit(self, queue: RequestQueue, output: SchedulerOutput, room: _Room, max_running: int) -> None:
+        """Part 2: let waiting requests run, in order; the first that does not fit holds back those behind it.
+
+        One that would be a partial prefill too many is passed over instead, and is the first again in the next step.
+        """
+        passed_over: list[Request] = []
+        while queue and room.budget > 0 and len(self.running) < max_running and len(passed_over) <= max_running:
             request = queue.peek()
             computed_blocks = self.kv_cache.get_computed_blocks(request)
             num_hit_tokens = len(computed_blocks) * self.kv_cache.block_size
-            num_new_tokens = self._chunk(request.num_tokens - num_hit_tokens, budget)
+            num_left = request.num_tokens - num_hit_tokens
+            num_new_tokens = self._chunk(num_left, room.budget)
+            if num_new_tokens < num_left and not self._may_be_partial(room, num_left):
+                passed_over.append(queue.pop())
+                continue
             if self.kv_cache.allocate_slots(request, num_new_tokens, computed_blocks) is None:
                 break
             queue.pop()
             if request.scheduled_at is None:
-                request.scheduled_at = time.monotonic()
+                request.scheduled_at = self._clock()
                 request.num_cached_tokens = num_hit_tokens
                 if self.kv_cache.enable_prefix_caching and not request.skip_reading_prefix_cache:
                     self.prefix_cache_queries += request.num_tokens
                 self.prefix_cache_hits += num_hit_tokens
             request.num_computed_tokens = num_hit_tokens
             request.status = RequestStatus.RUNNING
-            self.running.append(request)
+            if self.config.scheduling_policy == "priority":
+                insort(self.running, request, key=priority_key)
+            else:
+                self.running.append(request)
             output.num_scheduled_tokens[request.request_id] = num_new_tokens
             output.new_requests.append(self._introduce(request))
-            budget -= num_new_tokens
+            request.num_computed_tokens += num_new_tokens
+            if num_new_tokens < num_left:
+                self._count_partial_prefill(room, num_left)
+            room.budget -= num_new_tokens
+        for request in reversed(passed_over):
+            queue.prepend(request)
 
     def _chunk(self, num_tokens: int, budget: int) -> int:
         """How many of a request's uncomputed tokens go into this step."""
         threshold = self.config.long_prefill_token_threshold
         return min(num_tokens, budget, threshold) if threshold else min(num_tokens, budget)
+
+    def _is_long(self, num_tokens: int) -> bool:
+        return 0 < self.config.long_prefill_token_threshold < num_tokens
+
+    def _may_be_partial(self, room: _Room, num_left: int) -> bool:
+        """Whether one more prompt, of which `num_left` tokens are not computed, may take several steps."""
+        if room.num_partial_prefills >= self.config.max_num_partial_prefills:
+            return False
+        return not self._is_long(num_left) or room.num_long_partial_prefills < self.config.max_long_partial_prefills
+
+    def _count_partial_prefill(self, room: _Room, num_left: int) -> None:
+        room.num_partial_prefills += 1
+        room.num_long_partial_prefills += self._is_long(num_left)
 
     def _preempt(self, request: Request) -> None:
         """Let a request that leaves `running` wait before all others, for lack of blocks."""
@@ -232,34 +333,37 @@ class Scheduler:
 
         A request that was aborted while the step ran is no longer known, and is passed over.
         """
-        outputs = []
+        outputs, self._ended = self._ended, []
         for request_id, chunk in runner_output.prompt_logprobs.items():
             if request_id in self.requests:
                 self.requests[request_id].add_prompt_logprobs(chunk)
+        logprobs = runner_output.logprobs
         for request_id, new_token_ids in runner_output.sampled_token_ids.items():
             request = self.requests.get(request_id)
             if request is None:
                 continue
+            token_ids, grammar = request.all_token_ids, request.grammar
             output = EngineCoreOutput(request_id, num_preemptions=request.num_preemptions)
-            if request.num_output_tokens == 0 and request.scheduled_at is not None:
+            if len(token_ids) == request.num_prompt_tokens and request.scheduled_at is not None:
                 output.queue_seconds = request.scheduled_at - request.queued_at
                 output.num_cached_tokens = request.num_cached_tokens
                 output.prompt_logprobs = request.take_prompt_logprobs()
             stopped: tuple[FinishReason, int | None] | None = None
             for token_id in new_token_ids:
-                if request.grammar is not None and not request.grammar.accept_tokens([token_id]):
+                if grammar is not None and not grammar.accept_tokens([token_id]):
                     stopped = FinishReason.ERROR, None
                     output.error = (
                         "structured_outputs: no token that the grammar allows is left by the other parameters"
                     )
                     output.error_parameter = "structured_outputs"
                     break
-                request.all_token_ids.append(token_id)
+                token_ids.append(token_id)
                 output.new_token_ids.append(token_id)
                 stopped = request.check_stop()
                 if stopped:
                     break
-            output.logprobs = runner_output.logprobs.get(request_id)
+            if logprobs:
+                output.logprobs = logprobs.get(request_id)
             if stopped:
                 output.finish_reason, output.stop_reason = stopped
                 self.finish_request(request_id)
@@ -280,7 +384,7 @@ class Scheduler:
         3. The blocks of the step may hold anything, so no cached prefix is trusted any more.
         """
         scheduled = list(scheduler_output.num_scheduled_tokens)
-        outputs = []
+        outputs, self._ended = self._ended, []
         if len(scheduled) == 1:
             culprit = self.finish_request(scheduled[0])
             if culprit is not None:  # it may have been aborted while the step ran
@@ -322,8 +426,6 @@ class Scheduler:
             AssertionError: a request or a block was lost or shared wrongly.
         """
         self.kv_cache.check_integrity()
-        places = [
-            *self.running, *(request for queue in self._queues for request in queue), *self.waiting_for_fsm,
-        ]  # fmt: skip
+        places = [*self.running, *(request for queue in self._queues for request in queue), *self.waiting_for_fsm]
         assert len(places) == len(self.requests), "a request is in no queue, or in two"
         assert {id(request) for request in places} == {id(request) for request in self.requests.values()}

@@ -118,11 +118,13 @@ class StructuredOutputManager:
         """Whether `take_finished` has something."""
         return bool(self._refused or self._results.finished)
 
-    def wait(self) -> None:
-        """Block until `take_finished` has something."""
+    def wait(self, timeout_seconds: float | None = None) -> None:
+        """Block until `take_finished` has something, or for so long."""
         while not self.has_finished():
-            select.select([self._results.event], [], [])
+            ready, _, _ = select.select([self._results.event], [], [], timeout_seconds)
             self.drain()
+            if not ready:
+                return
 
     def init_grammar(self, request: Request) -> None:
         """Give a structured request its grammar if it is cached, or else have it compiled."""

@@ -39,6 +39,8 @@ class ModelRunner:
         """
         self._update_batch(scheduler_output)
         scheduled = scheduler_output.num_scheduled_tokens
+        if not scheduled:
+            return ModelRunnerOutput({})
         slots = np.fromiter((self.batch.slots[request_id] for request_id in scheduled), dtype=np.int64)
         num_scheduled = np.fromiter(scheduled.values(), dtype=np.int64)
         token_ids, metadata = self._prepare_inputs(slots, num_scheduled)

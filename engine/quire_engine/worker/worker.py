@@ -7,9 +7,10 @@ import torch
 
 from quire_engine.config import EngineConfig
 from quire_engine.kv_cache.sizing import block_bytes, num_blocks_for
-from quire_engine.memory import available_memory_bytes, peak_memory_growth
+from quire_engine.memory import available_memory_bytes, peak_memory_growth, return_freed_memory
 from quire_engine.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.models.loader import load_model
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.worker.input_batch import InputBatch
@@ -34,7 +35,9 @@ class Worker:
         name = checkpoint.dtype if config.model.dtype == "auto" else config.model.dtype
         self.dtype: torch.dtype = getattr(torch, name)
         torch.manual_seed(config.model.seed)
-        model = load_model(Path(config.model.model), checkpoint, self.dtype, max_model_len)
+        self._num_blocks = 0
+        self._weights_discarded = False
+        model = self._load_model()
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         num_threads = configure_threads(num_parameters)
         logger.info(
@@ -76,6 +79,7 @@ class Worker:
 
     def initialize_cache(self, num_blocks: int) -> None:
         """Allocate the cache tensors. The pages are zero, and become real memory only when first written."""
+        self._num_blocks = num_blocks
         shape = (
             num_blocks,
             self.checkpoint.num_kv_heads,
@@ -90,6 +94,24 @@ class Worker:
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step."""
         return self.runner.execute_model(scheduler_output)
+
+    def sleep(self, level: int) -> None:
+        """Give the KV cache's memory back to the system, and with level 2 the weights' as well."""
+        self.runner.kv_caches = []
+        if level == 2:
+            del self.runner.model
+            self._weights_discarded = True
+        return_freed_memory()
+
+    def wake_up(self) -> None:
+        """Load the weights again if they are gone, and allocate an empty KV cache of the same size."""
+        if self._weights_discarded:
+            self.runner.model = self._load_model()
+            self._weights_discarded = False
+        self.initialize_cache(self._num_blocks)
+
+    def _load_model(self) -> LlamaForCausalLM:
+        return load_model(Path(self.config.model.model), self.checkpoint, self.dtype, self.max_model_len)
 
     def _profile_run(self) -> None:
         """The largest step there can be, on a cache of its own: shows its memory, and warms every op up."""

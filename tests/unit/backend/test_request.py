@@ -96,7 +96,7 @@ def test_parameters_of_the_server_are_passed_over(request_of: Any) -> None:
         ({}, {"text_input": "Hi", "sampling_parameters": "[" * 100_000}, "sampling_parameters is not JSON"),
         ({}, {"text_input": "Hi", "sampling_parameters": {"temprature": 1}}, "did you mean 'temperature'"),
         ({}, {"text_input": "Hi", "sampling_parameters": '{"temperature": NaN}'}, "temperature is nan"),
-        ({"priority": 1}, {"text_input": "Hi"}, "unknown sampling parameter 'priority'"),
+        ({"urgency": 1}, {"text_input": "Hi"}, "unknown sampling parameter 'urgency'"),
         ({}, {"text_input": "Hi", "temperature": float("inf")}, "temperature is inf"),
         ({}, {"text_input": "Hi", "max_tokens": 0}, "max_tokens is 0"),
         ({}, {"text_input": "Hi", "stop_words": ["x"] * 10_000}, "stop is 10000 strings"),

@@ -100,3 +100,13 @@ def test_a_request_after_them_is_left_alone(checkpoint: Callable[[str], Path]) -
     llm = LLM(checkpoint(NAME), dtype="float32", max_model_len=160, max_num_seqs=1)
     outputs = llm.generate(PROMPTS[:3], [params(1), params(6), params(2)], use_tqdm=False)
     assert [output.prompt_logprobs is None for output in outputs] == [False, True, False]
+
+
+def test_of_n_sequences_the_first_one_brings_them(
+    checkpoint: Callable[[str], Path], expected: list[torch.Tensor]
+) -> None:
+    llm = LLM(checkpoint(NAME), dtype="float32", max_model_len=160)
+    sampled = SamplingParams(n=3, seed=1, temperature=0.8, max_tokens=4, ignore_eos=True, prompt_logprobs=3)
+    check(llm.generate(PROMPTS[:1], sampled, use_tqdm=False)[0], 3, expected[0], llm)
+    with_them = [delta for delta in llm.stream(PROMPTS[0], sampled) if delta.prompt_logprobs is not None]
+    assert [[completion.index for completion in delta.outputs] for delta in with_them] == [[0]]

@@ -12,6 +12,7 @@ from quire_engine.sampling_params import (
     MAX_BAD_WORD_LENGTH,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
+    MAX_BEAM_LOGPROBS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_STOP_STRING_LENGTH,
@@ -301,13 +302,21 @@ def test_converted_value_is_checked_like_any_other(values: dict[str, Any], param
     assert error.value.parameter == parameter
 
 
-CLIENT_FIELDS = set(SamplingParams.__struct_fields__) - {"bad_words_token_ids"}
+CLIENT_FIELDS = set(SamplingParams.__struct_fields__) - {"bad_words_token_ids", "beam_width"}
 """What a client may send; the rest is filled in by the edge."""
 
 
 def test_what_the_edge_fills_in_is_unknown_to_clients() -> None:
     with pytest.raises(RequestError, match="unknown sampling parameter 'bad_words_token_ids'"):
         SamplingParams.from_mapping({"bad_words_token_ids": [[1]]})
+    with pytest.raises(RequestError, match="unknown sampling parameter 'beam_width'"):
+        SamplingParams.from_mapping({"beam_width": 2})
+
+
+def test_only_beam_search_may_ask_for_more_logprobs() -> None:
+    assert SamplingParams(logprobs=MAX_BEAM_LOGPROBS, beam_width=2).logprobs == MAX_BEAM_LOGPROBS
+    with pytest.raises(RequestError, match="from 0 to 20"):
+        SamplingParams(logprobs=MAX_BEAM_LOGPROBS)
 
 
 def test_unknown_parameter_names_the_nearest_known_one() -> None:
@@ -350,6 +359,9 @@ def test_every_field_can_be_sent_by_a_client() -> None:
             "truncate_prompt_tokens": "5",
             "output_kind": "delta",
             "structured_outputs": '{"regex": "a+"}',
+            "n": "2",
+            "priority": "-3",
+            "cache_salt": "tenant",
         }
     )
     defaults = SamplingParams()

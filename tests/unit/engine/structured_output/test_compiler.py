@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from quire_engine import AsyncLLM, EngineConfig, SamplingParams
-from quire_engine.errors import RequestError
+from quire_engine.errors import DeadlineExceededError, EngineError, RequestError
 from quire_engine.output_processor import RequestOutput
 from quire_engine.stats import IterationStats, SchedulerStats
 from quire_engine.structured_output.compiler import COMPILE_SECONDS
@@ -157,6 +157,26 @@ def test_who_waits_for_a_grammar_uses_no_cpu_and_can_leave(checkpoint: Callable[
         llm.abort(request.request_id)
         await until(lambda: recorder.stats.num_waiting_for_fsm == 0)
         assert (await collect(llm, params({"choice": ["next"]}))).outputs[0].text == "next"
+
+    with engine(checkpoint("tinypy"), max_model_len=256) as (llm, recorder):
+        asyncio.run(main(llm, recorder))
+
+
+def test_a_deadline_passes_while_nothing_runs_but_the_compiler(checkpoint: Callable[[str], Path]) -> None:
+    async def main(llm: AsyncLLM, recorder: Recorder) -> None:
+        await collect(llm, params({"choice": ["warm"]}))
+        slow = params(PATHOLOGICAL["many optional properties"])
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceededError, match="while it waited"):
+            _ = [output async for output in llm.generate("x", slow, deadline_ms=700)]
+        assert 0.7 <= time.monotonic() - started < COMPILE_SECONDS
+        await until(lambda: recorder.stats.num_waiting_for_fsm == 0)
+
+        waiting = asyncio.ensure_future(collect(llm, slow))
+        await until(lambda: recorder.stats.num_waiting_for_fsm == 1)
+        with pytest.raises(EngineError, match="1 requests are live"):
+            await llm.sleep()
+        waiting.cancel()
 
     with engine(checkpoint("tinypy"), max_model_len=256) as (llm, recorder):
         asyncio.run(main(llm, recorder))

@@ -110,19 +110,41 @@ KINDS: list[tuple[dict[str, Any], Callable[[str], object]]] = [
 ]  # fmt: skip
 
 
+EVEN = 10_000.0
+"""At this temperature all tokens that the grammar allows are as likely: where it ends does not depend on the model."""
+
+
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize(("structured_outputs", "follows"), KINDS, ids=lambda case: str(case)[:50])
 def test_every_kind(
     llm: LLM, structured_outputs: dict[str, Any], follows: Callable[[str], object], temperature: float
 ) -> None:
     ended = 0
-    for seed in range(4):
-        output = complete(llm, structured_outputs, temperature=temperature, seed=seed, max_tokens=200)
+    for seed, each in enumerate([temperature] * 4 + [EVEN] * 2):
+        output = complete(llm, structured_outputs, temperature=each, seed=seed, max_tokens=200)
         if output.finish_reason == "stop":
             ended += 1
             assert follows(output.text), output.text
     endless = structured_outputs.keys() & {"json_object", "structural_tag"} or structured_outputs.get("json") == "true"
     assert ended or endless
+
+
+def test_each_of_n_sequences_has_a_grammar_state_of_its_own(llm: LLM) -> None:
+    def run(seed: int, n: int) -> list[str]:
+        all_params = params({"regex": "[a-z]{3,12}[.]"}, temperature=EVEN, seed=seed, n=n)
+        output = llm.generate("x = ", all_params, use_tqdm=False)[0]
+        assert output.error is None
+        return [completion.text for completion in output.outputs]
+
+    manager = llm._core._core.structured_output
+    texts = run(seed=3, n=6)
+    num_jobs = manager._num_jobs
+    assert texts == [run(seed=3 + i, n=1)[0] for i in range(6)]
+    assert manager._num_jobs == num_jobs, "compiled once for all of them"
+    assert len(set(texts)) > 1
+    assert all(re.fullmatch("[a-z]{3,12}[.]", text) for text in texts)
+    failed = llm.generate("x = ", params({"regex": "foo**"}, temperature=1, seed=0, n=3), use_tqdm=False)[0]
+    assert (failed.finished, failed.error_parameter) == (True, "structured_outputs")
 
 
 def test_a_recursive_schema(llm: LLM) -> None:
@@ -134,7 +156,7 @@ def test_a_recursive_schema(llm: LLM) -> None:
     texts = set()
     for seed in range(8):
         structured_outputs = {"json": schema, "disable_any_whitespace": True}
-        output = complete(llm, structured_outputs, temperature=1.0, seed=seed, max_tokens=200)
+        output = complete(llm, structured_outputs, temperature=(1.0, EVEN)[seed % 2], seed=seed, max_tokens=200)
         if output.finish_reason == "stop":
             jsonschema.validate(json.loads(output.text), schema)
             texts.add(output.text)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import pytest
-from quire_engine.messages import EngineCoreOutput
+from quire_engine.messages import EngineCoreOutput, ErrorCode
 from quire_engine.request import FinishReason, Request, RequestStatus
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.structured_outputs_params import StructuredOutputsParams
@@ -167,3 +167,68 @@ def test_a_failed_step_does_not_advance_the_grammar() -> None:
         assert isinstance(request.grammar, CountingGrammar)
         assert request.grammar.seen == request.all_token_ids[1:]
         assert len(request.grammar.seen) == 6
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("settings", "deadline_ms", "code"),
+    [({}, 500.0, ErrorCode.DEADLINE), ({"max_queue_delay_ms": 500.0}, None, ErrorCode.UNAVAILABLE)],
+)
+def test_time_runs_while_a_grammar_is_compiled(
+    settings: dict[str, float], deadline_ms: float | None, code: ErrorCode
+) -> None:
+    clock = Clock()
+    scheduler = make_scheduler(clock=clock, **settings)
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    request = structured([1, 2, 3])
+    request.deadline_ms = deadline_ms
+    scheduler.add_request(request)
+    assert not scheduler.has_requests()
+    assert scheduler.seconds_until_overdue() == pytest.approx(0.5)
+    clock.now += 0.6
+    assert (scheduler.has_requests(), scheduler.seconds_until_overdue()) == (True, 0.0)
+    (output,) = run_step(scheduler, runner)
+    assert (output.request_id, output.finish_reason, output.error_code) == (
+        request.request_id, FinishReason.ERROR, code,
+    )  # fmt: skip
+    request.grammar = CountingGrammar(1)
+    scheduler.grammar_is_ready(request)  # too late: nothing happens
+    assert not scheduler.has_requests()
+    assert scheduler.seconds_until_overdue() is None
+    scheduler.check_integrity()
+
+
+def test_who_waits_for_a_grammar_counts_in_a_bounded_queue() -> None:
+    scheduler = make_scheduler(max_queued_requests=2)
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    requests = [structured([number, 2, 3]) for number in range(4)]
+    for request in requests[:2]:
+        scheduler.add_request(request)
+    assert not scheduler.has_requests()
+    for request in requests[2:]:
+        scheduler.add_request(request)
+    assert scheduler.has_requests()
+    outputs = run_step(scheduler, runner)
+    assert [(output.request_id, output.error_code) for output in outputs] == [
+        (request.request_id, ErrorCode.UNAVAILABLE) for request in requests[2:]
+    ]
+    assert not scheduler.has_requests()
+    scheduler.check_integrity()
+    # One that can run at once takes nobody's place.
+    scheduler.add_request(make_requests(1)[0])
+    assert all(output.error is None for output in run_step(scheduler, runner))
+    for request in requests[:2]:
+        request.grammar = CountingGrammar(3)
+        scheduler.grammar_is_ready(request)
+    while scheduler.has_requests():
+        assert all(output.error is None for output in run_step(scheduler, runner))
+    assert [request.num_output_tokens for request in requests] == [3, 3, 0, 0]

@@ -59,7 +59,7 @@ def plain(value: Any) -> Any:
 
 def metadata(batch: InputBatch, slots: list[int]) -> SamplingMetadata:
     runner = ModelRunner(None, batch, 4)  # type: ignore[arg-type]
-    return runner._sampling_metadata(np.array(slots))
+    return runner._sampling_metadata(np.array(slots), None)
 
 
 def test_a_used_slot_is_like_a_fresh_one() -> None:

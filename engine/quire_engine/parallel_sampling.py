@@ -1,0 +1,92 @@
+"""ParentRequest: one request for n sequences, as n requests of the engine core and one of the caller.
+
+The engine core knows nothing of it. The children have the same prompt, so the first one computes it and the others find
+its full blocks in the prefix cache, within the same step already; only what follows the last full block, at most
+`block_size` tokens, is computed once per child. (Sharing that block and copying it on the first write would save no
+memory, as each child writes to it in its very next step. What it would save in time is measured by
+`tests/benchmarks/parallel_sampling.py`.) Without prefix caching each child computes the prompt for itself.
+"""
+
+from dataclasses import replace
+
+import msgspec
+
+from quire_engine.input_processor import ProcessedRequest
+from quire_engine.stats import FinishedRequestStats
+
+__all__ = ["ParentRequest", "child_seed"]
+
+WORST_LAST = ("stop", "length", "abort", "error")
+
+
+def child_seed(seed: int | None, index: int) -> int | None:
+    """The seed of sequence `index`: `seed + index` modulo 2**64. So the first sequence is the one that n=1 gives."""
+    return None if seed is None else (seed + index) % 2**64
+
+
+class ParentRequest:
+    """Makes the children, and knows when they have ended, and of all their statistics one request's."""
+
+    def __init__(self, request: ProcessedRequest) -> None:
+        self.request_id = request.request_id
+        self.children = [
+            replace(
+                request,
+                request_id=f"{index}_{request.request_id}",
+                params=msgspec.structs.replace(
+                    request.params,
+                    n=1,
+                    seed=child_seed(request.params.seed, index),
+                    prompt_logprobs=request.params.prompt_logprobs if index == 0 else None,
+                ),
+            )
+            for index in range(request.params.n)
+        ]
+        self.live = {child.request_id for child in self.children}
+        """The children that have not ended."""
+        self._first_token_seen = False
+        self._finished: list[FinishedRequestStats] = []
+        self._num_cached_tokens: int | None = None
+
+    def take_first_token(self) -> bool:
+        """Whether a child's first token is the parent's first too: the prompt and the time to it count once."""
+        first, self._first_token_seen = not self._first_token_seen, True
+        return first
+
+    def take_cached_tokens(self, num_cached_tokens: int) -> int:
+        """The first child's number of cached prompt tokens: the other children also find what that one computed."""
+        if self._num_cached_tokens is None:
+            self._num_cached_tokens = num_cached_tokens
+        return self._num_cached_tokens
+
+    def take_end(self, child_id: str, stats: FinishedRequestStats, failed: bool) -> FinishedRequestStats | None:
+        """Take note of a child's end.
+
+        Returns:
+            The parent's statistics when this was its end too: the last child's end, or any child's failure.
+        """
+        self.live.discard(child_id)
+        self._finished.append(stats)
+        return self._total() if failed or not self.live else None
+
+    def _total(self) -> FinishedRequestStats:
+        """One request's statistics of all its children's."""
+        stats = self._finished
+        started = [one for one in stats if one.time_to_first_token_seconds is not None]
+        first = min(started, key=lambda one: one.time_to_first_token_seconds or 0.0, default=stats[0])
+        # From the first token of any to the last token of any.
+        ends = [(one.time_to_first_token_seconds or 0.0) + one.decode_seconds for one in started]
+        return FinishedRequestStats(
+            finish_reason=max((one.finish_reason for one in stats), key=WORST_LAST.index),
+            num_prompt_tokens=first.num_prompt_tokens,
+            num_output_tokens=sum(one.num_output_tokens for one in stats),
+            num_cached_tokens=self._num_cached_tokens or 0,
+            num_preemptions=sum(one.num_preemptions for one in stats),
+            e2e_seconds=max(one.e2e_seconds for one in stats),
+            queue_seconds=first.queue_seconds,
+            prefill_seconds=first.prefill_seconds,
+            decode_seconds=max(ends) - (first.time_to_first_token_seconds or 0.0) if ends else 0.0,
+            time_to_first_token_seconds=first.time_to_first_token_seconds,
+            num_sequences=len(self.children),
+            error_code=next((one.error_code for one in stats if one.error_code is not None), None),
+        )

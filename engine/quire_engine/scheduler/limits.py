@@ -1,0 +1,140 @@
+"""RequestLimits: who may not wait any longer, who may not wait at all, and when it is worth coming back.
+
+Costs nothing for requests without a deadline in an engine without a bound or delay of its queue.
+"""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+
+from quire_engine.config import SchedulerConfig
+from quire_engine.messages import EngineCoreOutput, ErrorCode
+from quire_engine.request import FinishReason, Request
+from quire_engine.scheduler.request_queue import RequestQueue, priority_key
+
+__all__ = ["RequestLimits"]
+
+NUM_ENDS = 64
+"""Ends of requests from which the rate is taken."""
+SHORTEST_RETRY_SECONDS = 0.1
+FIRST_RETRY_SECONDS = 1.0
+"""The estimate before any two requests have ended."""
+
+_Timer = tuple[float, int, str, str]
+"""(moment, arrival and id of the request, value of the `ErrorCode` that it ends with then)"""
+
+
+class RequestLimits:
+    """Knows the moments at which waiting or running requests have to end, and finds those that have come."""
+
+    def __init__(self, config: SchedulerConfig, clock: Callable[[], float]) -> None:
+        self._config = config
+        self._clock = clock
+        self._timers: list[_Timer] = []
+        """A heap; those of ended requests stay in for a while."""
+        self._ends: deque[float] = deque(maxlen=NUM_ENDS)
+
+    def watch(self, request: Request, requests: Mapping[str, Request]) -> None:
+        """Begin to look after a request that has just come."""
+        delay, deadline = self._config.max_queue_delay_ms, request.deadline_ms
+        if delay is None and deadline is None:
+            return
+        if len(self._timers) > 4 * len(requests) + 64:  # mostly of requests that have ended
+            self._timers = [timer for timer in self._timers if _find(requests, timer) is not None]
+            heapq.heapify(self._timers)
+        for milliseconds, code in ((delay, ErrorCode.UNAVAILABLE), (deadline, ErrorCode.DEADLINE)):
+            if milliseconds is not None:
+                moment = request.queued_at + milliseconds / 1000
+                heapq.heappush(self._timers, (moment, request.arrival, request.request_id, code.value))
+
+    def overdue(self, requests: Mapping[str, Request]) -> list[tuple[Request, ErrorCode]]:
+        """Requests whose time has run out since the last call, and which time."""
+        overdue: list[tuple[Request, ErrorCode]] = []
+        if not self._timers:
+            return overdue
+        now = self._clock()
+        while self._timers and self._timers[0][0] <= now:
+            timer = heapq.heappop(self._timers)
+            request = _find(requests, timer)
+            # A request that has had its turn may be preempted and wait again: that is not what the delay limits.
+            code = ErrorCode(timer[3])
+            if request is not None and (code is ErrorCode.DEADLINE or request.scheduled_at is None):
+                overdue.append((request, code))
+        return overdue
+
+    def excess(self, waiting: RequestQueue, waiting_for_fsm: Collection[Request]) -> list[Request]:
+        """The last of the waiting requests, as many as exceed `max_queued_requests`; never one that had its turn.
+
+        Those whose grammar is still being compiled come after all that could run already.
+        """
+        limit = self._config.max_queued_requests
+        if limit is None or len(waiting) + len(waiting_for_fsm) <= limit:
+            return []
+        new = [request for request in waiting if request.scheduled_at is None]
+        return [*new, *sorted(waiting_for_fsm, key=priority_key)][limit:]
+
+    def has_work(self, num_queued: int) -> bool:
+        """Whether `overdue` or `excess` may have something, of so many queued requests."""
+        limit = self._config.max_queued_requests
+        return (limit is not None and num_queued > limit) or self.seconds_until_overdue() == 0.0
+
+    def seconds_until_overdue(self) -> float | None:
+        """When `overdue` may next have something, 0 when that is now; None when there is nothing to wait for."""
+        return max(self._timers[0][0] - self._clock(), 0.0) if self._timers else None
+
+    def request_ended(self) -> None:
+        """A running request has made room."""
+        self._ends.append(self._clock())
+
+    def nothing_left(self) -> None:
+        """The engine is idle: the time until the next request comes says nothing about how fast it is."""
+        self._ends.clear()
+
+    def retry_after_seconds(self, num_queued: int) -> float:
+        """An estimate of the time until as many requests have ended as wait now, rounded up to 0.1 s."""
+        if len(self._ends) < 2:
+            return FIRST_RETRY_SECONDS
+        interval = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        return max(math.ceil(interval * (num_queued + 1) * 10) / 10, SHORTEST_RETRY_SECONDS)
+
+    def overdue_output(self, request: Request, code: ErrorCode, num_queued: int) -> EngineCoreOutput:
+        """What to tell about a request whose time has run out."""
+        elapsed = f"{1000 * (self._clock() - request.queued_at):.0f} ms"
+        if code is ErrorCode.UNAVAILABLE:
+            return self._unavailable(
+                request,
+                f"waited {elapsed} without a turn (max_queue_delay_ms is {self._config.max_queue_delay_ms:g})",
+                num_queued,
+            )
+        where = "while it waited" if request.scheduled_at is None else f"after {request.num_output_tokens} tokens"
+        return EngineCoreOutput(
+            request.request_id,
+            finish_reason=FinishReason.ERROR,
+            error=f"deadline: the request's deadline passed {where}, {elapsed} after it came",
+            num_preemptions=request.num_preemptions,
+            error_code=ErrorCode.DEADLINE,
+        )
+
+    def excess_output(self, request: Request, num_queued: int) -> EngineCoreOutput:
+        """What to tell about a request that found the queue full."""
+        return self._unavailable(
+            request, f"the queue is full (max_queued_requests is {self._config.max_queued_requests})", num_queued
+        )
+
+    def _unavailable(self, request: Request, why: str, num_queued: int) -> EngineCoreOutput:
+        seconds = self.retry_after_seconds(num_queued)
+        return EngineCoreOutput(
+            request.request_id,
+            finish_reason=FinishReason.ERROR,
+            error=f"unavailable: {why}; {num_queued} requests are queued; try again in about {seconds:g} s",
+            error_code=ErrorCode.UNAVAILABLE,
+            retry_after_seconds=seconds,
+        )
+
+
+def _find(requests: Mapping[str, Request], timer: _Timer) -> Request | None:
+    """The request that a timer belongs to, unless it has ended; a later one may have the same id."""
+    _, arrival, request_id, _ = timer
+    request = requests.get(request_id)
+    return request if request is not None and request.arrival == arrival else None

@@ -1,0 +1,204 @@
+"""Thousands of short random lives of a scheduler: its books balance after every operation, whatever comes together."""
+
+import random
+from typing import Any
+
+import pytest
+from quire_engine.messages import EngineCoreOutput, ErrorCode
+from quire_engine.request import FinishReason, Request
+from quire_engine.sampling_params import SamplingParams
+from quire_engine.testing import FakeModelRunner, make_request, make_scheduler, undisturbed_output
+
+NUM_SEQUENCES = 10_000
+NUM_PARTS = 10
+MAX_MODEL_LEN = 24
+
+
+class Life:
+    """One scheduler with settings drawn at random, and a ledger of what each request must end with."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = rng = random.Random(seed)
+        self.now = 0.0
+        threshold = rng.choice([0, 0, 3, 6])
+        num_partial = rng.choice([1, 2, 3])
+        block_size = rng.choice([1, 2, 4])
+        settings: dict[str, Any] = {
+            "block_size": block_size,
+            "num_blocks": -(-MAX_MODEL_LEN // block_size) + rng.randrange(8),
+            "enable_prefix_caching": rng.random() < 0.8,
+            "scheduling_policy": rng.choice(["fcfs", "priority"]),
+            "max_num_seqs": rng.randrange(1, 6),
+            "max_num_batched_tokens": rng.choice([1, 4, 9, 32]),
+            "long_prefill_token_threshold": threshold,
+            "max_num_partial_prefills": num_partial,
+            "max_long_partial_prefills": rng.randrange(1, num_partial + 1),
+            "max_queued_requests": rng.choice([None, None, 0, 2, 6]),
+            "max_queue_delay_ms": rng.choice([None, None, 30.0]),
+        }
+        self.scheduler = make_scheduler(clock=lambda: self.now, **settings)
+        self.runner = FakeModelRunner.for_scheduler(self.scheduler, lambda name, n: self.poison.get(name) == n)
+        self.poison: dict[str, int] = {}
+        self.expected: dict[str, tuple[list[int], FinishReason]] = {}
+        self.streamed: dict[str, list[int]] = {}
+        self.ended: dict[str, EngineCoreOutput] = {}
+        self.aborted: set[str] = set()
+        self.counts = dict.fromkeys(["preempted", "refused", "deadline", "shared", "failed", "together"], 0)
+        self._prefixes = [[rng.randrange(64) for _ in range(12)] for _ in range(2)]
+
+    def add(self) -> None:
+        """One request, or a group with the same prompt, as n > 1 makes it."""
+        rng = self.random
+        prompt = rng.choice(self._prefixes)[: rng.randrange(13)] + [
+            rng.randrange(64) for _ in range(rng.randrange(1, 5))
+        ]
+        params = SamplingParams(
+            max_tokens=rng.choice([1, 2, 6, None]),
+            priority=rng.choice([0, 0, 1, -1]) if self.scheduler.config.scheduling_policy == "priority" else 0,
+            cache_salt=rng.choice([None, None, "tenant"]),
+        )
+        deadline_ms = rng.choice([None, None, None, 20.0, 90.0])
+        for _ in range(rng.choice([1, 1, 3])):
+            request = make_request(
+                prompt,
+                request_id=f"r{len(self.expected)}",
+                params=params,
+                eos_token_ids=[2],
+                max_model_len=MAX_MODEL_LEN,
+            )
+            request.deadline_ms = deadline_ms
+            self.expected[request.request_id] = undisturbed_output(request)
+            self.streamed[request.request_id] = []
+            if rng.random() < 0.03:
+                self.poison[request.request_id] = rng.randrange(3)
+            self.scheduler.add_request(request)
+
+    def abort(self) -> None:
+        if self.scheduler.requests:
+            request_id = self.random.choice(sorted(self.scheduler.requests))
+            assert self.scheduler.finish_request(request_id) is not None
+            assert self.scheduler.kv_cache.get_block_ids(request_id) == []
+            self.aborted.add(request_id)
+
+    def step(self) -> None:
+        """One step, with an abort or a reset of the cache while it runs, at times."""
+        scheduler = self.scheduler
+        first = scheduler.running[0] if scheduler.running else None
+        num_preemptions = first.num_preemptions if first else 0
+        scheduler_output = scheduler.schedule()
+        scheduler.check_integrity()
+        scheduled = scheduler_output.num_scheduled_tokens
+        assert bool(scheduled) == bool(scheduler.requests), "no progress"
+        assert sum(scheduled.values()) <= scheduler.config.max_num_batched_tokens
+        assert len(scheduler.running) <= scheduler.config.max_num_seqs
+        if first is not None and first.request_id in scheduler.requests:
+            assert first.num_preemptions == num_preemptions, "the first in the order gave way"
+        self._check_partial_prefills()
+        try:
+            runner_output = self.runner.execute_model(scheduler_output)
+        except RuntimeError as error:
+            self.counts["failed"] += 1
+            self._take(scheduler.recover_from_failed_step(scheduler_output, str(error)))
+            return
+        if self.random.random() < 0.1:
+            self.abort()
+            scheduler.check_integrity()
+        if self.random.random() < 0.05:
+            scheduler.kv_cache.reset_prefix_cache()
+        self._take(scheduler.update_from_output(runner_output))
+        self.counts["together"] += len(scheduled) > 1
+
+    def _check_partial_prefills(self) -> None:
+        running, config = self.scheduler.running, self.scheduler.config
+        partial = [request for request in running if request.num_computed_tokens < request.num_tokens]
+        assert len(partial) <= config.max_num_partial_prefills
+        keys = [(request.sampling_params.priority, request.arrival) for request in running]
+        assert config.scheduling_policy == "fcfs" or keys == sorted(keys), "running is out of order"
+
+    def _take(self, outputs: list[EngineCoreOutput]) -> None:
+        for output in outputs:
+            assert output.request_id not in self.ended, "heard of after its end"
+            assert output.request_id not in self.aborted, "heard of after its end"
+            self.streamed[output.request_id] += output.new_token_ids
+            if output.finish_reason is not None:
+                self.ended[output.request_id] = output
+
+    def operate(self) -> None:
+        """Any one operation."""
+        kind = self.random.choices(["add", "abort", "step", "reset", "wait"], [4, 1, 7, 0.5, 1])[0]
+        if kind == "add":
+            self.add()
+        elif kind == "abort":
+            self.abort()
+        elif kind == "step":
+            self.step()
+        elif kind == "reset":
+            self.scheduler.kv_cache.reset_prefix_cache()
+        else:
+            self.now += self.random.choice([0.001, 0.02, 0.05])
+        self.scheduler.check_integrity()
+
+    def finish(self) -> None:
+        """Step until nobody is left, and check what each got."""
+        for _ in range(3000):
+            if not self.scheduler.has_requests():
+                break
+            self.step()
+            self.scheduler.check_integrity()
+        assert not self.scheduler.has_requests(), "it never ends"
+        assert set(self.ended) | self.aborted == set(self.expected)
+        for request_id, (tokens, reason) in self.expected.items():
+            got = self.streamed[request_id]
+            assert got == tokens[: len(got)]
+            output = self.ended.get(request_id)
+            if output is None or output.error_code is ErrorCode.DEADLINE:
+                continue
+            if output.error_code is ErrorCode.UNAVAILABLE:
+                assert got == [], "refused after it ran"
+            elif output.finish_reason is FinishReason.ERROR:
+                assert len(got) == self.poison[request_id]
+            else:
+                assert (got, output.finish_reason) == (tokens, reason)
+        stats = self.scheduler.make_stats()
+        assert stats.num_blocks_used == 0
+        self.counts["preempted"] = stats.num_preemptions
+        self.counts["shared"] = stats.prefix_cache_hits
+        codes = [output.error_code for output in self.ended.values()]
+        self.counts["refused"] = codes.count(ErrorCode.UNAVAILABLE)
+        self.counts["deadline"] = codes.count(ErrorCode.DEADLINE)
+
+
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_books_balance_after_every_operation_of_random_sequences(part: int) -> None:
+    totals: dict[str, int] = {}
+    size = NUM_SEQUENCES // NUM_PARTS
+    for seed in range(part * size, (part + 1) * size):
+        life = Life(seed)
+        try:
+            for _ in range(life.random.randrange(4, 16)):
+                life.operate()
+            life.finish()
+        except Exception as error:
+            raise AssertionError(f"Life({seed}) shows it again: {error}") from error
+        for name, number in life.counts.items():
+            totals[name] = totals.get(name, 0) + number
+    assert min(totals.values()) > 10, f"too quiet to show anything: {totals}"
+
+
+def test_group_with_one_prompt_holds_its_full_blocks_once() -> None:
+    def blocks_used(group: list[Request], enable_prefix_caching: bool) -> int:
+        scheduler = make_scheduler(num_blocks=256, block_size=4, enable_prefix_caching=enable_prefix_caching)
+        runner = FakeModelRunner.for_scheduler(scheduler)
+        for request in group:
+            scheduler.add_request(request)
+        scheduler.update_from_output(runner.execute_model(scheduler.schedule()))
+        scheduler.check_integrity()
+        return scheduler.make_stats().num_blocks_used
+
+    def group(size: int) -> list[Request]:
+        return [make_request(range(63)) for _ in range(size)]
+
+    alone = blocks_used(group(1), True)
+    assert alone == 16
+    assert blocks_used(group(8), True) == 15 + 8 * 1, "15 full blocks, once; one of its own each"
+    assert blocks_used(group(8), False) == 8 * alone

@@ -1,0 +1,29 @@
+"""A deadline is counted from the request's arrival in the frontend, however long it takes to the engine core."""
+
+import time
+
+import pytest
+from quire_engine.input_processor import ProcessedRequest
+from quire_engine.sampling_params import SamplingParams
+
+
+def request_of_age(seconds: float, deadline_ms: float | None) -> ProcessedRequest:
+    return ProcessedRequest(
+        request_id="r",
+        prompt=None,
+        prompt_token_ids=[1],
+        params=SamplingParams(),
+        arrival_time=time.monotonic() - seconds,
+        deadline_ms=deadline_ms,
+    )
+
+
+def test_engine_core_gets_what_is_left() -> None:
+    assert request_of_age(100.0, 250_000).to_core().deadline_ms == pytest.approx(150_000, abs=10_000)
+    left = request_of_age(100.0, 1_000).to_core().deadline_ms
+    assert left is not None
+    assert left < 0, "it has passed on the way"
+
+
+def test_no_deadline_stays_none() -> None:
+    assert request_of_age(100.0, None).to_core().deadline_ms is None

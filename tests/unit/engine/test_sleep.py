@@ -1,0 +1,113 @@
+"""Sleep gives memory back to the system, and wake_up has everything again as it was."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from quire_engine import LLM, SamplingParams
+from quire_engine.errors import EngineError, EngineSleepingError
+from quire_engine.memory import resident_memory_bytes
+
+KV_CACHE_BYTES = 96 * 2**20
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPT = [5 + i % 60 for i in range(40)]
+
+
+def make_llm(folder: Path) -> LLM:
+    return LLM(folder, dtype="float32", max_model_len=512, kv_cache_memory_bytes=KV_CACHE_BYTES)
+
+
+def touch_kv_cache(llm: LLM) -> int:
+    """Write to every page of the cache, as a long life would; returns its size in bytes."""
+    size = 0
+    for caches in llm._core._core.executor._worker.runner.kv_caches:  # type: ignore[attr-defined]
+        for cache in caches:
+            cache.fill_(0.5)
+            size += cache.nbytes
+    return size
+
+
+def weight_bytes(llm: LLM) -> int:
+    model = llm._core._core.executor._worker.runner.model  # type: ignore[attr-defined]
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def tokens(llm: LLM) -> list[int]:
+    return llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_memory_is_returned_and_everything_works_again(level: int, checkpoint: Callable[[str], Path]) -> None:
+    llm = make_llm(checkpoint("tinypy"))
+    expected = tokens(llm)
+    size = touch_kv_cache(llm) + (weight_bytes(llm) if level == 2 else 0)
+    awake = resident_memory_bytes()
+    llm.sleep(level)
+    assert llm.is_sleeping()
+    returned = awake - resident_memory_bytes()
+    assert returned >= 0.9 * size, f"{returned / 2**20:.1f} MiB of {size / 2**20:.1f} came back"
+    llm.wake_up()
+    assert not llm.is_sleeping()
+    assert llm.get_stats().num_blocks_cached == 0, "cached blocks would hold nothing"
+    assert tokens(llm) == expected
+    assert tokens(llm) == expected, "from the prefix cache"
+
+
+def test_deeper_sleep_and_waking_twice(checkpoint: Callable[[str], Path]) -> None:
+    llm = make_llm(checkpoint("tied-gqa"))
+    expected = tokens(llm)
+    for level in (1, 1, 2, 1):
+        llm.sleep(level)
+    llm.wake_up()
+    llm.wake_up()
+    assert tokens(llm) == expected
+
+
+def test_sleeping_engine_takes_no_requests_and_forgets_none(checkpoint: Callable[[str], Path]) -> None:
+    llm = make_llm(checkpoint("tied-gqa"))
+    llm.sleep()
+    with pytest.raises(EngineSleepingError, match="wake it up"):
+        llm.generate([PROMPT, PROMPT], GREEDY, use_tqdm=False)
+    llm.wake_up()
+    assert len(tokens(llm)) == 12
+    assert not llm._outputs.has_requests()
+
+
+def test_live_requests_keep_the_engine_awake(checkpoint: Callable[[str], Path]) -> None:
+    llm = make_llm(checkpoint("tied-gqa"))
+    stream = llm.stream(PROMPT, GREEDY)
+    first = next(stream)
+    with pytest.raises(EngineError, match="1 requests are live"):
+        llm.sleep()
+    assert len(first.outputs[0].token_ids) + sum(len(delta.outputs[0].token_ids) for delta in stream) == 12
+    llm.sleep()
+    llm.wake_up()
+
+
+def test_bad_level_is_named(checkpoint: Callable[[str], Path]) -> None:
+    llm = make_llm(checkpoint("tied-gqa"))
+    with pytest.raises(EngineError, match="level is 3; it must be 1"):
+        llm.sleep(3)
+
+
+def test_reset_prefix_cache_forgets_and_disturbs_nobody(checkpoint: Callable[[str], Path]) -> None:
+    llm = make_llm(checkpoint("tied-gqa"))
+    expected = tokens(llm)
+    stream = llm.stream(PROMPT, GREEDY)
+    got = next(stream).outputs[0].token_ids
+    assert llm.get_stats().prefix_cache_hits == 32
+    assert llm.reset_prefix_cache()
+    assert got + [token for delta in stream for token in delta.outputs[0].token_ids] == expected
+    assert llm.reset_prefix_cache()
+    assert llm.get_stats().num_blocks_cached == 0
+    assert tokens(llm) == expected
+    assert llm.get_stats().prefix_cache_hits == 32, "the last one found nothing"
+
+
+def test_salted_prompts_share_only_with_their_own_salt(checkpoint: Callable[[str], Path]) -> None:
+    llm = make_llm(checkpoint("tied-gqa"))
+    cached = [
+        llm.generate([PROMPT], SamplingParams(max_tokens=1, cache_salt=salt), use_tqdm=False)[0].num_cached_tokens
+        for salt in (None, "a", "b", "a", None)
+    ]
+    assert cached == [0, 0, 0, 32, 32]
