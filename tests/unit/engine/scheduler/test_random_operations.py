@@ -1,17 +1,41 @@
 """Thousands of short random lives of a scheduler: its books balance after every operation, whatever comes together."""
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from quire_engine.messages import EngineCoreOutput, ErrorCode
 from quire_engine.request import FinishReason, Request
 from quire_engine.sampling_params import SamplingParams
+from quire_engine.structured_outputs_params import StructuredOutputsParams
 from quire_engine.testing import FakeModelRunner, make_request, make_scheduler, undisturbed_output
 
 NUM_SEQUENCES = 10_000
 NUM_PARTS = 10
 MAX_MODEL_LEN = 24
+
+
+class AnythingGoes:
+    """A grammar without an end that allows every token, and keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def accept_tokens(self, token_ids: Sequence[int]) -> bool:
+        self.seen += token_ids
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        raise NotImplementedError
+
+    def fill_bitmask(self, bitmask: npt.NDArray[np.int32], row: int) -> None:
+        raise NotImplementedError
+
+    def is_terminated(self) -> bool:
+        return False
 
 
 class Life:
@@ -43,7 +67,8 @@ class Life:
         self.streamed: dict[str, list[int]] = {}
         self.ended: dict[str, EngineCoreOutput] = {}
         self.aborted: set[str] = set()
-        self.counts = dict.fromkeys(["preempted", "refused", "deadline", "shared", "failed", "together"], 0)
+        self.grammars: dict[str, AnythingGoes] = {}
+        self.counts = dict.fromkeys(["preempted", "refused", "deadline", "shared", "failed", "together", "compiled"], 0)
         self._prefixes = [[rng.randrange(64) for _ in range(12)] for _ in range(2)]
 
     def add(self) -> None:
@@ -56,6 +81,7 @@ class Life:
             max_tokens=rng.choice([1, 2, 6, None]),
             priority=rng.choice([0, 0, 1, -1]) if self.scheduler.config.scheduling_policy == "priority" else 0,
             cache_salt=rng.choice([None, None, "tenant"]),
+            structured_outputs=StructuredOutputsParams(regex=".*") if rng.random() < 0.2 else None,
         )
         deadline_ms = rng.choice([None, None, None, 20.0, 90.0])
         for _ in range(rng.choice([1, 1, 3])):
@@ -80,6 +106,15 @@ class Life:
             assert self.scheduler.kv_cache.get_block_ids(request_id) == []
             self.aborted.add(request_id)
 
+    def grammar_is_ready(self) -> None:
+        """One of those that are being compiled."""
+        waiting = sorted(self.scheduler.waiting_for_fsm, key=lambda request: request.arrival)
+        if waiting:
+            request = self.random.choice(waiting)
+            request.grammar = AnythingGoes()
+            self.grammars[request.request_id] = request.grammar
+            self.scheduler.grammar_is_ready(request)
+
     def step(self) -> None:
         """One step, with an abort or a reset of the cache while it runs, at times."""
         scheduler = self.scheduler
@@ -88,7 +123,7 @@ class Life:
         scheduler_output = scheduler.schedule()
         scheduler.check_integrity()
         scheduled = scheduler_output.num_scheduled_tokens
-        assert bool(scheduled) == bool(scheduler.requests), "no progress"
+        assert bool(scheduled) == (len(scheduler.requests) > len(scheduler.waiting_for_fsm)), "no progress"
         assert sum(scheduled.values()) <= scheduler.config.max_num_batched_tokens
         assert len(scheduler.running) <= scheduler.config.max_num_seqs
         if first is not None and first.request_id in scheduler.requests:
@@ -125,13 +160,15 @@ class Life:
 
     def operate(self) -> None:
         """Any one operation."""
-        kind = self.random.choices(["add", "abort", "step", "reset", "wait"], [4, 1, 7, 0.5, 1])[0]
+        kind = self.random.choices(["add", "abort", "step", "compile", "reset", "wait"], [4, 1, 7, 1, 0.5, 1])[0]
         if kind == "add":
             self.add()
         elif kind == "abort":
             self.abort()
         elif kind == "step":
             self.step()
+        elif kind == "compile":
+            self.grammar_is_ready()
         elif kind == "reset":
             self.scheduler.kv_cache.reset_prefix_cache()
         else:
@@ -141,6 +178,7 @@ class Life:
     def finish(self) -> None:
         """Step until nobody is left, and check what each got."""
         for _ in range(3000):
+            self.grammar_is_ready()
             if not self.scheduler.has_requests():
                 break
             self.step()
@@ -150,6 +188,8 @@ class Life:
         for request_id, (tokens, reason) in self.expected.items():
             got = self.streamed[request_id]
             assert got == tokens[: len(got)]
+            if request_id in self.grammars:
+                assert self.grammars[request_id].seen == got
             output = self.ended.get(request_id)
             if output is None or output.error_code is ErrorCode.DEADLINE:
                 continue
@@ -161,6 +201,7 @@ class Life:
                 assert (got, output.finish_reason) == (tokens, reason)
         stats = self.scheduler.make_stats()
         assert stats.num_blocks_used == 0
+        self.counts["compiled"] = len(self.grammars)
         self.counts["preempted"] = stats.num_preemptions
         self.counts["shared"] = stats.prefix_cache_hits
         codes = [output.error_code for output in self.ended.values()]
