@@ -35,7 +35,8 @@ from quire_engine.messages import (
 from quire_engine.request import FinishReason, Request, RequestStatus
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.limits import RequestLimits
-from quire_engine.scheduler.request_queue import FCFSRequestQueue, RequestQueue, make_request_queue, priority_key
+from quire_engine.scheduler.recovery import Trials
+from quire_engine.scheduler.request_queue import RequestQueue, make_request_queue, priority_key
 from quire_engine.stats import SchedulerStats
 
 __all__ = ["Scheduler"]
@@ -84,17 +85,12 @@ class Scheduler:
         """Live requests with a grammar."""
         self._dropped_request_ids: list[str] = []
         """Finished or preempted since the last step; the worker still has to hear of them."""
-        self._suspects = FCFSRequestQueue()
-        """Requests of a failed step, which wait to be tried one at a time."""
-        self._trial: Request | None = None
-        """The suspect that runs alone until it has survived one token."""
+        self._trials = Trials()
         self._clock = clock
         self._limits = RequestLimits(config, clock)
         self._arrivals = count()
         self._ended: list[EngineCoreOutput] = []
         """Of requests that ended without a step: refused, or out of time."""
-        self._acquitted = FCFSRequestQueue()
-        """Suspects that have; they wait for the trials of the others."""
 
     # -- requests come and go ---------------------------------------------------------------------------------------
 
@@ -143,8 +139,7 @@ class Scheduler:
             self.waiting_for_fsm.remove(request)
         else:
             next(queue for queue in self._queues if request in queue).remove(request)
-        if request is self._trial:
-            self._trial = None
+        self._trials.request_ended(request)
         request.status = RequestStatus.FINISHED
         self._structured.pop(request_id, None)
         self.kv_cache.free(request)
@@ -155,7 +150,7 @@ class Scheduler:
     @property
     def _queues(self) -> tuple[RequestQueue, ...]:
         """Everywhere that a request can wait."""
-        return self.waiting, self._suspects, self._acquitted
+        return self.waiting, self._trials.suspects, self._trials.acquitted
 
     @property
     def _num_queued(self) -> int:
@@ -174,13 +169,14 @@ class Scheduler:
             if self.finish_request(request.request_id) is not None:
                 self._ended.append(self._limits.overdue_output(request, code, self._num_queued))
         output = SchedulerOutput(num_scheduled_tokens={})
-        if self._acquitted and not self._suspects and self._trial is None:
-            self._end_trials()
+        trials = self._trials
+        for request in reversed(trials.take_acquitted()):
+            self.waiting.prepend(request)
         room = self._schedule_running(output)
-        if self._suspects and self._trial is None:
-            self._admit(self._suspects, output, room, max_running=1)
-            self._trial = self.running[0]
-        elif self._trial is None and not room.preempted:
+        if trials.suspects and trials.on_trial is None:
+            self._admit(trials.suspects, output, room, max_running=1)
+            trials.on_trial = self.running[0]
+        elif trials.on_trial is None and not room.preempted:
             self._admit(self.waiting, output, room, self.config.max_num_seqs)
         excess = self._limits.excess(self.waiting, self.waiting_for_fsm)
         for request in excess:
@@ -368,11 +364,11 @@ class Scheduler:
                 output.finish_reason, output.stop_reason = stopped
                 self.finish_request(request_id)
             outputs.append(output)
-        if self._trial is not None and self._trial.request_id in runner_output.sampled_token_ids:
-            self.running.remove(self._trial)
-            self._release(self._trial)
-            self._acquitted.add(self._trial)
-            self._trial = None
+        on_trial = self._trials.on_trial
+        if on_trial is not None and on_trial.request_id in runner_output.sampled_token_ids:
+            self.running.remove(on_trial)
+            self._release(on_trial)
+            self._trials.acquit()
         return outputs
 
     def recover_from_failed_step(self, scheduler_output: SchedulerOutput, error: str) -> list[EngineCoreOutput]:
@@ -390,18 +386,12 @@ class Scheduler:
             if culprit is not None:  # it may have been aborted while the step ran
                 outputs.append(EngineCoreOutput(scheduled[0], finish_reason=FinishReason.ERROR, error=error))
         self.num_failed_steps += 1
-        suspects, self.running, self._trial = self.running, [], None
+        suspects, self.running = self.running, []
         for request in reversed(suspects):
             self._release(request)
-            self._suspects.prepend(request)
+        self._trials.add_suspects(suspects)
         self.kv_cache.reset_prefix_cache()
         return outputs
-
-    def _end_trials(self) -> None:
-        """Let the acquitted go on, in their old order and before all who wait."""
-        for request in reversed(list(self._acquitted)):
-            self._acquitted.remove(request)
-            self.waiting.prepend(request)
 
     def make_stats(self) -> SchedulerStats:
         """The numbers of this moment."""
