@@ -287,6 +287,6 @@ def test_a_temporary_folder_too_long_for_sockets_is_named(
     folder = tmp_path / ("x" * 100)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    with pytest.raises(ValueError, match="TMPDIR is .* too long"):
+    with pytest.raises(ValueError, match=r"TMPDIR is .* too long"):
         AsyncLLM(EngineConfig.from_settings({"model": str(checkpoint("tied-gqa"))}))
     assert list(folder.iterdir()) == []
