@@ -60,7 +60,7 @@ def parse_request(request: TritonRequest) -> GenerateRequest:
     tensors = {tensor.name(): tensor for tensor in request.inputs()}
     prompt = _prompt(tensors)
     options = _options(tensors, has_text=isinstance(prompt, str))
-    params = SamplingParams.from_mapping(_sampling_parameters(tensors, request.parameters()))
+    params = SamplingParams(**_sampling_parameters(tensors, request.parameters()))
     if params.logprobs is not None:
         options = replace(options, logprobs=True)
     elif "cumulative_logprob" in options.outputs:
@@ -108,7 +108,7 @@ def _flag(tensors: Mapping[str, Tensor], name: str) -> bool | None:
 
 
 def _sampling_parameters(tensors: Mapping[str, Tensor], parameters: str) -> dict[str, Any]:
-    """All sampling parameters of a request, from the three places."""
+    """All sampling parameters of a request, from the three places, each of its own type."""
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
     for place, said in (

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["failure_of", "tensors_of"]
 
 LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say; the value is vLLM's."""
+"""Stands for minus infinity and NaN, which JSON cannot say; the value is vLLM's."""
 
 
 def tensors_of(output: "RequestOutput", options: ResponseOptions) -> dict[str, npt.NDArray[Any]]:
@@ -68,7 +68,9 @@ def _logprobs(completion: "CompletionOutput") -> str:
         [
             {
                 str(token_id): {
-                    "logprob": max(item.logprob, LOWEST_LOGPROB),
+                    "logprob": item.logprob
+                    if item.logprob > LOWEST_LOGPROB
+                    else LOWEST_LOGPROB,  # NaN is above nothing
                     "rank": item.rank,
                     "decoded_token": item.decoded_token,
                 }

@@ -93,16 +93,17 @@ def load_error(message: str) -> Exception:
     return error
 
 
-def metric_family(definition: MetricDefinition) -> MetricFamily:
-    """Register a family of custom metrics at the server."""
+def metric_family(definition: MetricDefinition) -> MetricFamily | None:
+    """Register a family of custom metrics at the server; None when it is too old for metrics of this kind."""
     kinds = {
         MetricKind.GAUGE: pb_utils.MetricFamily.GAUGE,
         MetricKind.COUNTER: pb_utils.MetricFamily.COUNTER,
         MetricKind.HISTOGRAM: getattr(pb_utils.MetricFamily, "HISTOGRAM", None),
     }
-    family: MetricFamily = pb_utils.MetricFamily(
-        name=definition.name, description=definition.help, kind=kinds[definition.kind]
-    )
+    kind = kinds[definition.kind]
+    if kind is None:
+        return None
+    family: MetricFamily = pb_utils.MetricFamily(name=definition.name, description=definition.help, kind=kind)
     return family
 
 

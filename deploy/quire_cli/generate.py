@@ -21,11 +21,11 @@ def generate(model: Path, prompt: str | None, sampling: Mapping[str, Any], setti
         settings: the engine's, as in `model.json`.
 
     Raises:
-        CommandError: the checkpoint cannot be loaded.
+        CommandError: the model cannot be loaded, with these settings on this machine.
         UsageError: a parameter or setting has a bad value, or there is no prompt.
     """
     from quire_engine.config import EngineConfig
-    from quire_engine.errors import CheckpointError, RequestError
+    from quire_engine.errors import EngineError, RequestError
     from quire_engine.models.checkpoint import check_checkpoint
     from quire_engine.sampling_params import SamplingParams
 
@@ -33,15 +33,18 @@ def generate(model: Path, prompt: str | None, sampling: Mapping[str, Any], setti
     try:
         sampling_params = SamplingParams.from_mapping(sampling)
         config = EngineConfig.from_settings({"model": str(model), **settings})
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    try:
         check_checkpoint(model, Path(config.model.tokenizer_path))
         text = read_prompt() if prompt is None else prompt
         if not text:
             raise UsageError("the prompt is empty; give --prompt TEXT, or write it to stdin")
         _stream(model, text, sampling_params, settings)
-    except CheckpointError as error:
-        raise CommandError(str(error)) from None
-    except (RequestError, ValueError) as error:
+    except RequestError as error:
         raise UsageError(str(error)) from error
+    except (EngineError, ValueError) as error:
+        raise CommandError(str(error)) from error
 
 
 def read_prompt() -> str:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
-    "ProcessStat", "adopt_orphans", "die_with_parent", "environment_value", "kill", "lineage", "own_processes",
-    "process_stat", "wait_gone",
+    "ProcessStat", "adopt_orphans", "command_line", "die_with_parent", "environment_value", "is_alive", "kill",
+    "lineage", "own_processes", "process_stat", "wait_gone",
 ]  # fmt: skip
 
 _PR_SET_PDEATHSIG = 1
@@ -48,6 +48,21 @@ def process_stat(pid: int) -> ProcessStat | None:
     return ProcessStat(
         name=text[text.index("(") + 1 : name_end], state=rest[0], parent=int(rest[1]), start_time=int(rest[19])
     )
+
+
+def is_alive(pid: int, start_time: int) -> bool:
+    """Whether the process of this id is the one that started then, and has not ended."""
+    now = process_stat(pid)
+    return now is not None and not now.is_dead and now.start_time == start_time
+
+
+def command_line(pid: int) -> list[str]:
+    """The arguments that a process was started with; none of one that is gone."""
+    try:
+        text = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return [os.fsdecode(argument) for argument in text.split(b"\0")]
 
 
 def own_processes() -> Iterator[int]:

@@ -6,7 +6,9 @@ Everything a run makes carries its run id, and the id says which process owns it
 
     processes      environment variable QUIRE_RUN_ID=<run id>, inherited by every child
     /dev/shm       quire-<run id>-…
-    directory      <runtime or temporary folder>/quire-<uid>/run-<run id>/, mode 0700; TMPDIR of the run is in it
+    directory      <temporary folder>/quire-<uid>/<run id>/, mode 0700; the run's own temporary folder is in it
+
+The temporary folder, not XDG_RUNTIME_DIR: that one goes with its user's last login, and a later start could not see it.
 
 A run is dead when no process of that pid and start time exists. Runs of another pid namespace (a container, seen from
 its host) cannot be judged from here and are left alone, and so is everything of another user.
@@ -29,6 +31,8 @@ __all__ = ["RUN_ID_VARIABLE", "Leftovers", "RunDirectory", "RunId", "leftovers",
 RUN_ID_VARIABLE = "QUIRE_RUN_ID"
 SHARED_MEMORY = Path("/dev/shm")
 _KILL_DEADLINE_S = 10.0
+# A socket's path has at most 107 bytes, and the engine's are made in the temporary folder: quire-abcdefgh/output.
+_LONGEST_PATH = 107 - 30
 _RUN_ID = r"(\d+)-(\d+)-(\d+)"
 
 
@@ -62,8 +66,7 @@ class RunId:
         """True when the owner is gone for certain."""
         if self.namespace != _pid_namespace():
             return False
-        owner = process.process_stat(self.pid)
-        return owner is None or owner.is_dead or owner.start_time != self.start_time
+        return not process.is_alive(self.pid, self.start_time)
 
     @property
     def shared_memory_prefix(self) -> str:
@@ -108,11 +111,22 @@ class RunDirectory:
 
     def __init__(self) -> None:
         self.run_id = RunId.of(os.getpid())
-        self.path = _private_folder(_roots()[0]) / f"run-{self.run_id}"
+        root = _root()
+        self.path = _user_folder(root) / str(self.run_id)
+        self._temporary = self.path / "t"
+        excess = len(os.fsencode(self._temporary)) - _LONGEST_PATH
+        if excess > 0:
+            raise CommandError(
+                f"the path of the temporary folder {root} is {excess} bytes too long for sockets in it; "
+                "set TMPDIR to a shorter one, such as /tmp"
+            )
+        if os.statvfs(root).f_flag & os.ST_NOEXEC:  # the Python backend is loaded from the run directory
+            raise CommandError(f"the temporary folder {root} is mounted noexec; set TMPDIR to one that is not")
+        _make_private(self.path.parent)
 
     def __enter__(self) -> "RunDirectory":
         self.path.mkdir(mode=0o700)
-        (self.path / "tmp").mkdir()
+        self._temporary.mkdir()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -122,7 +136,7 @@ class RunDirectory:
     @property
     def environment(self) -> Mapping[str, str]:
         """What every process of the run is started with, so that it is recognised, and its temporary files too."""
-        return {RUN_ID_VARIABLE: str(self.run_id), "TMPDIR": str(self.path / "tmp")}
+        return {RUN_ID_VARIABLE: str(self.run_id), "TMPDIR": str(self._temporary)}
 
 
 def leftovers() -> Leftovers:
@@ -193,8 +207,7 @@ def _shared_memory() -> Iterator[tuple[Path, RunId]]:
 
 
 def _directories() -> Iterator[tuple[Path, RunId]]:
-    for root in _roots():
-        yield from _own_entries(root / f"quire-{os.geteuid()}", re.compile(f"run-({_RUN_ID})"))
+    return _own_entries(_user_folder(_root()), re.compile(f"({_RUN_ID})"))
 
 
 def _own_entries(folder: Path, name: re.Pattern[str]) -> Iterator[tuple[Path, RunId]]:
@@ -211,25 +224,21 @@ def _own_entries(folder: Path, name: re.Pattern[str]) -> Iterator[tuple[Path, Ru
             continue
 
 
-def _roots() -> list[Path]:
-    """Where run directories can be; new ones go to the first."""
-    roots = [Path(tempfile.gettempdir())]
-    runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
-    # The python backend is loaded from the run directory, which a file system without execution forbids.
-    if runtime.is_absolute() and runtime.is_dir() and runtime.stat().st_uid == os.geteuid():
-        executable = not os.statvfs(runtime).f_flag & os.ST_NOEXEC
-        roots.insert(0 if executable and os.access(runtime, os.W_OK) else 1, runtime)
-    return roots
+def _root() -> Path:
+    """Where the folders of all users are."""
+    return Path(tempfile.gettempdir())
 
 
-def _private_folder(root: Path) -> Path:
-    """This user's folder in a root that others may write to as well."""
-    folder = root / f"quire-{os.geteuid()}"
+def _user_folder(root: Path) -> Path:
+    return root / f"quire-{os.geteuid()}"
+
+
+def _make_private(folder: Path) -> None:
+    """Make this user's folder, in a place that others may write to as well."""
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise CommandError(f"{folder} is not a private folder of yours; remove it, or set TMPDIR to another place")
-    return folder
 
 
 def _pid_namespace() -> int:

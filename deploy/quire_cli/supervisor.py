@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quire_cli import process
@@ -25,6 +25,9 @@ _READY_POLL_S = 0.05
 _SERVING_POLL_S = 1.0
 _PROBE_TIMEOUT_S = 2.0
 _STUB_NAME = "triton_python_backend_stub"[:15]
+_ENGINE_MODULE = "quire_engine.core.process"
+# How long a model whose engine died may take to tell its clients.
+_LAST_WORDS_S = 1.0
 # tritonserver counts its drain timeout in whole seconds, then ends its models.
 _GRACE_S = 5.0
 
@@ -57,7 +60,7 @@ class Supervisor:
     """What is being started, for the status line."""
     show_whole_log: bool = False
     watch_models: bool = True
-    """Stop when a model's process dies; not where models come and go while the server runs."""
+    """Stop when a process of a model dies; not where models come and go while the server runs."""
 
     def run(self) -> int:
         """Start, serve and stop.
@@ -66,7 +69,7 @@ class Supervisor:
             The exit code: 0 after a clean stop.
 
         Raises:
-            CommandError: the server or a model's process failed.
+            CommandError: the server or a process of a model failed.
         """
         process.adopt_orphans()
         server = self._start()
@@ -75,9 +78,10 @@ class Supervisor:
         try:
             if not self._wait_until_ready(server, log):
                 return 0
+            watched = _model_processes(server.pid) if self.watch_models else set()
             log.release()
             _print_line(self.ready_line)
-            self._serve(server, log)
+            self._serve(server, log, watched)
             return self._drain(server)
         finally:
             if server.poll() is None:
@@ -130,16 +134,16 @@ class Supervisor:
         finally:
             connection.close()
 
-    def _serve(self, server: subprocess.Popen[bytes], log: ServerLog) -> None:
+    def _serve(self, server: subprocess.Popen[bytes], log: ServerLog, watched: set[tuple[int, int]]) -> None:
         """Returns when asked to stop."""
-        stubs = _stubs(server.pid) if self.watch_models else {}
         while not _wait_for_signal(_SERVING_POLL_S, server):
             if server.returncode is not None:
                 log.finish()
                 raise CommandError(f"tritonserver {_how_it_ended(server)}; its log is above, start it again")
-            for pid, is_alive in stubs.items():
-                if not is_alive():
+            for pid, start_time in watched:
+                if not process.is_alive(pid, start_time):
                     # tritonserver would go on, call itself ready, and refuse every request of this model.
+                    time.sleep(_LAST_WORDS_S)
                     raise CommandError(f"the model process {pid} died; its log is above, start the server again")
 
     def _drain(self, server: subprocess.Popen[bytes]) -> int:
@@ -184,22 +188,14 @@ def _dead_child() -> int | None:
     return found.si_pid if found else None
 
 
-def _stubs(server_pid: int) -> dict[int, Callable[[], bool]]:
-    """The model processes of a server, each with a test of whether it lives."""
-
-    def test_of(pid: int, start_time: int) -> Callable[[], bool]:
-        def is_alive() -> bool:
-            now = process.process_stat(pid)
-            return now is not None and not now.is_dead and now.start_time == start_time
-
-        return is_alive
-
-    stats = ((pid, process.process_stat(pid)) for pid in process.own_processes())
-    return {
-        pid: test_of(pid, stat.start_time)
-        for pid, stat in stats
-        if stat and stat.parent == server_pid and stat.name == _STUB_NAME
+def _model_processes(server_pid: int) -> set[tuple[int, int]]:
+    """Id and start time of each process without which a model cannot serve: the server's stubs, and their engines."""
+    stats = {pid: stat for pid in process.own_processes() if (stat := process.process_stat(pid))}
+    stubs = {pid for pid, stat in stats.items() if stat.parent == server_pid and stat.name == _STUB_NAME}
+    engines = {
+        pid for pid, stat in stats.items() if stat.parent in stubs and _ENGINE_MODULE in process.command_line(pid)
     }
+    return {(pid, stats[pid].start_time) for pid in stubs | engines}
 
 
 def _how_it_ended(server: subprocess.Popen[bytes]) -> str:

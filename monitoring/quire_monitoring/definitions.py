@@ -84,5 +84,6 @@ METRICS: tuple[MetricDefinition, ...] = (
     _histogram("quire_time_per_output_token_seconds", "Mean time per token after the first, per request",
                _PER_TOKEN_BUCKETS),
     _histogram("quire_e2e_request_latency_seconds", "From the request's arrival to its end", _REQUEST_BUCKETS),
-    _histogram("quire_request_queue_time_seconds", "From the request's arrival to its first step", _REQUEST_BUCKETS),
+    _histogram("quire_request_queue_time_seconds", "From the engine core's admission of the request to its first step",
+               _REQUEST_BUCKETS),
 )  # fmt: skip

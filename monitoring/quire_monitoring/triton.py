@@ -9,6 +9,7 @@ It does not import Triton's Python module: the backend passes in how a family is
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -24,6 +25,9 @@ logger = logging.getLogger(__name__)
 FLUSH_INTERVAL_SECONDS = 0.1
 HEALTH_INTERVAL_SECONDS = 1.0
 """How often `engine_up` is looked at while nothing else happens."""
+
+WARNING_INTERVAL_SECONDS = 60.0
+"""How often failed writes are told of, at most."""
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
 """A metric's name and its own labels."""
@@ -41,12 +45,14 @@ class TritonStatLogger:
     """A `StatLogger` that keeps the server's custom metrics up to date.
 
     Args:
-        make_family: makes Triton's family of a definition; it raises when the server has its metrics switched off,
-            which is noted once and then no metrics are kept.
+        make_family: makes Triton's family of a definition, or None of a kind that the server does not have; it raises
+            when the server has its metrics switched off. Either is noted once, and what is missing is not kept.
         labels: of every series, such as model, version and engine.
     """
 
-    def __init__(self, make_family: Callable[[MetricDefinition], MetricFamily], labels: Mapping[str, str]) -> None:
+    def __init__(
+        self, make_family: Callable[[MetricDefinition], MetricFamily | None], labels: Mapping[str, str]
+    ) -> None:
         self._lock = threading.Lock()
         self._changed = threading.Event()
         self._stopping = threading.Event()
@@ -56,15 +62,23 @@ class TritonStatLogger:
         self._observations: list[tuple[Series, float]] = []
         self._totals = SchedulerStats()
         self._written: dict[Series, float] = {}
+        self._next_warning = 0.0
         # A family that goes out of scope takes its series with it.
         self._families: list[MetricFamily] = []
         self._metrics: dict[Series, Any] = {}
+        missing: set[str] = set()
         try:
             for definition in METRICS:
-                self._declare(make_family(definition), definition, labels)
+                family = make_family(definition)
+                if family is None:
+                    missing.add(definition.kind.value)
+                else:
+                    self._declare(family, definition, labels)
         except Exception as error:
             logger.warning("no custom metrics: %s", str(error).splitlines()[0])
             self._families, self._metrics = [], {}
+        for kind in missing:
+            logger.warning("no %s metrics: this server does not have them", kind)
         self._thread = threading.Thread(target=self._run, name="quire-metrics", daemon=True)
 
     @property
@@ -134,7 +148,8 @@ class TritonStatLogger:
         for request in stats.finished_requests:
             self._increments[_series("quire_requests_total", outcome=request.finish_reason)] += 1
             observations.append((_E2E, request.e2e_seconds))
-            observations.append((_QUEUE, request.queue_seconds))
+            if request.queue_seconds is not None:
+                observations.append((_QUEUE, request.queue_seconds))
             if request.time_per_output_token_seconds is not None:
                 observations.append((_PER_TOKEN, request.time_per_output_token_seconds))
 
@@ -159,21 +174,32 @@ class TritonStatLogger:
     def _flush(self) -> None:
         with self._lock:
             gauges, increments, observations = self._gauges, self._increments, self._observations
-            self._gauges, self._increments, self._observations = {}, Counter(), []
-        gauges[_UP] = float(self._is_up())
+            self._increments, self._observations = Counter(), []
+        for series, count in increments.items():
+            if count:
+                self._write(series, "increment", count)
+        for series, value in observations:
+            self._write(series, "observe", value)
+        # Last, so that whoever sees an idle engine finds all that it did in the counters.
+        is_up = self._is_up()
+        # Nothing runs or waits in an engine that is gone, and none of its blocks is there.
+        for series, value in {_UP: 1.0, **gauges}.items():
+            now = value if is_up else 0.0
+            if self._written.get(series) != now and self._write(series, "set", now):
+                self._written[series] = now
+
+    def _write(self, series: Series, method: str, value: float) -> bool:
+        """Write one value; False when that failed. A series that the server does not have is passed over."""
+        if series not in self._metrics:
+            return True
         try:
-            for series, count in increments.items():
-                if count and series in self._metrics:
-                    self._metrics[series].increment(count)
-            for series, value in observations:
-                self._metrics[series].observe(value)
-            # Last, so that whoever sees an idle engine finds all that it did in the counters.
-            for series, value in gauges.items():
-                if self._written.get(series) != value:
-                    self._metrics[series].set(value)
-                    self._written[series] = value
+            getattr(self._metrics[series], method)(value)
+            return True
         except Exception as error:
-            logger.warning("metrics were not written: %s", error)
+            if time.monotonic() >= self._next_warning:
+                self._next_warning = time.monotonic() + WARNING_INTERVAL_SECONDS
+                logger.warning("%s was not written: %s", series[0], error)
+            return False
 
 
 def _series(name: str, **labels: str) -> Series:

@@ -3,6 +3,7 @@
 The life of processes is tested with a small model of the plain Python backend, which starts within a second.
 """
 
+import asyncio
 import json
 import os
 import signal
@@ -10,16 +11,23 @@ import socket
 import subprocess
 import threading
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from quire_cli import process
-from support.serving import ROOT, Server, run_cli, serve, start, wait_until
+from quire_cli.run_directory import sweep
+from support.clients import MODEL, Answer, ask, run, with_client
+from support.serving import ANY_PORTS, ROOT, Server, run_cli, serve, start, wait_until
+from tritonclient.grpc import aio as grpc_aio
 
 pytestmark = pytest.mark.server
 
+STREAM: dict[str, Any] = {
+    "text_input": "def add(a, b):", "max_tokens": 200, "ignore_eos": True, "stream": True,
+    "return_token_ids": True, "return_finish_reason": True,
+}  # fmt: skip
 CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
 ECHO_CONFIG = """
 backend: "python"
@@ -69,6 +77,15 @@ def echo(tmp_path: Path) -> str:
     return str(write_echo(tmp_path / "echo-repository"))
 
 
+@pytest.fixture(scope="module")
+def echo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Runs during all these tests, and is left in peace by all of them."""
+    repository = write_echo(tmp_path_factory.mktemp("repository"))
+    flags = ("--drain-timeout", "77", "--", "--exit-timeout-secs=33", "--log-info=true")
+    with serve("--model-repository", str(repository), *flags) as running:
+        yield running
+
+
 def get(address: str, path: str, body: dict[str, Any] | None = None) -> str:
     data = None if body is None else json.dumps(body).encode()
     with urllib.request.urlopen(f"http://{address}{path}", data=data, timeout=60) as response:
@@ -104,18 +121,16 @@ class Counting(threading.Thread):
         return request
 
 
-def test_is_ready_where_it_says_so_and_stops_cleanly(echo: str) -> None:
-    with serve("--model-repository", echo) as server:
-        assert get(server.http, "/v2/health/ready") == ""
-        assert "nv_cpu_utilization" in get(server.metrics, "/metrics")
-        for endpoint in (server.grpc, server.http, server.metrics):
-            host, port = endpoint.split(":")
-            assert host == "127.0.0.1"
-            socket.create_connection((host, int(port)), timeout=10).close()
-            with pytest.raises(ConnectionRefusedError):  # another address of the loopback device
-                socket.create_connection(("127.0.0.2", int(port)), timeout=10)
-        assert server.run_id.directories()[0].stat().st_mode & 0o777 == 0o700
-    # Stopping is checked by `serve`: exit code 0, nothing left.
+def test_is_ready_where_it_says_so(echo_server: Server) -> None:
+    assert get(echo_server.http, "/v2/health/ready") == ""
+    assert "nv_cpu_utilization" in get(echo_server.metrics, "/metrics")
+    for endpoint in (echo_server.grpc, echo_server.http, echo_server.metrics):
+        host, port = endpoint.split(":")
+        assert host == "127.0.0.1"
+        socket.create_connection((host, int(port)), timeout=10).close()
+        with pytest.raises(ConnectionRefusedError):  # another address of the loopback device
+            socket.create_connection(("127.0.0.2", int(port)), timeout=10)
+    assert echo_server.run_id.directories()[0].stat().st_mode & 0o777 == 0o700
 
 
 def test_draining_lets_a_running_request_finish(echo: str) -> None:
@@ -181,39 +196,81 @@ def test_death_of_a_process_ends_everything(echo: str, victim: Callable[[Server]
     server.assert_nothing_left()
 
 
-def test_a_killed_run_is_removed_by_the_next(echo: str) -> None:
+def test_death_of_the_engine_ends_everything() -> None:
+    """Its clients get their error before the server goes."""
+    server = start("--model", str(CHECKPOINT), "--name", MODEL)
+    (engine,) = (pid for pid in server.run_id.processes() if "quire_engine.core.process" in process.command_line(pid))
+    answers: list[Answer] = []
+    first = threading.Event()
+    client = threading.Thread(
+        target=lambda: answers.append(run(server, **STREAM, on_response=lambda response: first.set()))
+    )
+    client.start()
+    assert first.wait(30)
+    os.kill(engine, signal.SIGKILL)
+    client.join(30)
+    assert "the engine process died" in answers[0].message
+    assert server.wait() == 1
+    assert server.log().splitlines()[-1].startswith(f"quire: the model process {engine} died")
+    server.assert_nothing_left()
+
+
+def test_draining_lets_a_running_stream_finish_and_refuses_new_requests() -> None:
+    server = start()
+
+    async def work(client: grpc_aio.InferenceServerClient) -> tuple[Answer, Answer]:
+        first = asyncio.Event()
+        running = asyncio.create_task(ask(client, on_response=lambda response: first.set(), **STREAM))
+        await first.wait()
+        server.process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(wait_until, lambda: "quire: draining" in server.log(), "draining")
+        await asyncio.sleep(0.1)
+        assert not running.done()
+        refused = await ask(client, text_input="x", max_tokens=1)
+        assert not running.done()
+        return await running, refused
+
+    whole, refused = asyncio.run(with_client(server, work))
+    assert server.wait() == 0, server.log()
+    assert len(whole.token_ids) == STREAM["max_tokens"]
+    assert whole.responses[-1]["finish_reason"] == ["length"]
+    assert whole.num_final_flags == 1
+    assert refused.error is not None
+    assert refused.responses == []
+    server.assert_nothing_left()
+
+
+def test_a_killed_run_is_removed_by_the_next(echo: str, echo_server: Server) -> None:
+    before = set(echo_server.run_id.processes())
     killed = start("--model-repository", echo)
-    with serve("--model-repository", echo) as living:
-        before = set(living.run_id.processes())
-        # All at once, so that nobody tidies up: the child of the stub is left, shared memory, and the directory.
-        victims = [find_serve(killed), find_server(killed), find_stub(killed)]
-        for pid in victims:
-            os.kill(pid, signal.SIGKILL)
-        killed.wait()
-        assert killed.run_id.processes()
-        assert killed.run_id.shared_memory()
-        assert killed.run_id.directories()
-        with serve("--model-repository", echo) as following:
-            assert "quire: removed what an earlier run left behind" in following.log()
-            killed.assert_nothing_left()
-        assert set(living.run_id.processes()) == before, "a living run was touched"
+    # All at once, so that nobody tidies up: the child of the stub is left, shared memory, and the directory.
+    for pid in [find_serve(killed), find_server(killed), find_stub(killed)]:
+        os.kill(pid, signal.SIGKILL)
+    killed.wait()
+    assert killed.run_id.processes()
+    assert killed.run_id.shared_memory()
+    assert killed.run_id.directories()
+    with serve("--model-repository", echo) as following:
+        assert "quire: removed what an earlier run left behind" in following.log()
+        killed.assert_nothing_left()
+    assert set(echo_server.run_id.processes()) == before, "a living run was touched"
 
 
-def test_a_killed_engine_is_removed_by_the_next_run(echo: str) -> None:
+def test_a_killed_engine_is_removed_by_the_next_run() -> None:
     killed = start("--model", str(CHECKPOINT))
     for pid in [find_serve(killed), find_server(killed), find_stub(killed)]:
         os.kill(pid, signal.SIGKILL)
     killed.wait()
-    with serve("--model-repository", echo):
-        killed.assert_nothing_left()
+    sweep()
+    killed.assert_nothing_left()
 
 
 def test_orphaned_server_ends_by_itself(echo: str) -> None:
     server = start("--model-repository", echo)
     assert server.stop(signal.SIGKILL) == -signal.SIGKILL
     wait_until(lambda: not server.run_id.processes(), "the processes of a killed quire serve end")
-    with serve("--model-repository", echo):
-        server.assert_nothing_left()
+    sweep()
+    server.assert_nothing_left()
 
 
 def assert_one_line(result: subprocess.CompletedProcess[str], *parts: str, code: int = 1) -> None:
@@ -230,34 +287,33 @@ def assert_one_line(result: subprocess.CompletedProcess[str], *parts: str, code:
 def test_port_in_use(echo: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        result = run_cli("serve", "--model-repository", echo, "--http-port", port)
+        result = run_cli("serve", *ANY_PORTS, "--model-repository", echo, "--http-port", port)
     assert_one_line(result, port, "in use", "--http-port")
 
 
 def test_model_that_does_not_load_is_named_in_one_line(tmp_path: Path) -> None:
     repository = write_echo(tmp_path / "broken", at_start="raise ValueError('the weights are gone; bring them back')")
-    result = run_cli("serve", "--grpc-port", "0", "--http-port", "0", "--metrics-port", "0",
-                     "--model-repository", str(repository))  # fmt: skip
+    result = run_cli("serve", *ANY_PORTS, "--model-repository", str(repository))
     assert_one_line(result, "model 'echo' did not load", "the weights are gone; bring them back")
 
 
 def test_unknown_server_flag(echo: str) -> None:
-    result = run_cli("serve", "--model-repository", echo, "--grpc-port", "0", "--http-port", "0", "--metrics-port", "0",
-                     "--", "--nonsense")  # fmt: skip
+    result = run_cli("serve", *ANY_PORTS, "--model-repository", echo, "--", "--nonsense")
     assert_one_line(result, "unrecognized option '--nonsense'")
 
 
-def test_flags_for_tritonserver_win(echo: str) -> None:
-    with serve(
-        "--model-repository", echo, "--drain-timeout", "77", "--", "--exit-timeout-secs=33", "--log-info=true"
-    ) as s:
-        assert "exit_timeout                     | 33 " in s.log()
+def test_flags_for_tritonserver_win(echo_server: Server) -> None:
+    assert "exit_timeout                     | 33 " in echo_server.log()
 
 
 def test_missing_model_folder(tmp_path: Path) -> None:
-    assert_one_line(run_cli("serve", "--model", str(tmp_path / "nowhere")), str(tmp_path / "nowhere"))
-    assert_one_line(run_cli("serve", "--model-repository", str(tmp_path / "nowhere")), str(tmp_path / "nowhere"))
-    assert_one_line(run_cli("serve", "--model-repository", str(tmp_path)), "holds no model", "quire model add")
+    assert_one_line(run_cli("serve", *ANY_PORTS, "--model", str(tmp_path / "nowhere")), str(tmp_path / "nowhere"))
+    assert_one_line(
+        run_cli("serve", *ANY_PORTS, "--model-repository", str(tmp_path / "nowhere")), str(tmp_path / "nowhere")
+    )
+    assert_one_line(
+        run_cli("serve", *ANY_PORTS, "--model-repository", str(tmp_path)), "holds no model", "quire model add"
+    )
 
 
 def test_truncated_checkpoint(tmp_path: Path) -> None:
@@ -266,7 +322,7 @@ def test_truncated_checkpoint(tmp_path: Path) -> None:
     for file in CHECKPOINT.iterdir():
         content = file.read_bytes()
         (folder / file.name).write_bytes(content[: len(content) // 2] if file.suffix == ".safetensors" else content)
-    assert_one_line(run_cli("serve", "--model", str(folder)), "model.safetensors")
+    assert_one_line(run_cli("serve", *ANY_PORTS, "--model", str(folder)), "model.safetensors")
 
 
 def test_serves_a_checkpoint_without_a_repository() -> None:

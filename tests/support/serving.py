@@ -16,13 +16,13 @@ from pathlib import Path
 
 from quire_cli.run_directory import RunId
 
-__all__ = ["ROOT", "Server", "run_cli", "serve", "start", "wait_until"]
+__all__ = ["ANY_PORTS", "ROOT", "Server", "run_cli", "serve", "start", "wait_until"]
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 60.0
 _READY = re.compile(r"quire: ready grpc=(\S+) http=(\S+) metrics=(\S+)\n")
-_ANY_PORTS = ("--grpc-port", "0", "--http-port", "0", "--metrics-port", "0")
+ANY_PORTS = ("--grpc-port", "0", "--http-port", "0", "--metrics-port", "0")
 
 
 @dataclass(kw_only=True)
@@ -87,7 +87,7 @@ def start(*args: str, env: Mapping[str, str] | None = None, ready: bool = True) 
     handle, log = tempfile.mkstemp(prefix="quire-serve-", suffix=".log")
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "quire_cli", "serve", *_ANY_PORTS, *args],
+            [sys.executable, "-m", "quire_cli", "serve", *ANY_PORTS, *args],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=handle, cwd=ROOT,
             env={**os.environ, **(env or {})},
         )  # fmt: skip

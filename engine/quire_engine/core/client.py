@@ -36,6 +36,8 @@ from quire_engine.stats import SchedulerStats
 
 __all__ = ["AsyncMPClient", "InprocClient"]
 
+MAX_SOCKET_PATH = 107
+"""Bytes of a Unix socket's path on Linux."""
 SHUTDOWN_SECONDS = 5.0
 """How long an engine core may take to end by itself before it is killed."""
 
@@ -96,7 +98,7 @@ class AsyncMPClient:
     def __init__(self, config: EngineConfig) -> None:
         self.ready = EngineCoreReady()
         self._closing = threading.Event()
-        self._directory = Path(tempfile.mkdtemp(prefix="quire-"))  # mode 0700
+        self._directory = _make_socket_directory()
         self._context = zmq.Context()
         self._input, input_address = self._bind(zmq.PUSH, "input")
         self._output, output_address = self._bind(zmq.PULL, "output")
@@ -239,3 +241,19 @@ class AsyncMPClient:
 
     def _send(self, request_type: RequestType, request_id: str, payload: bytes = b"") -> None:
         self._input.send_multipart((request_type.value, request_id.encode(), payload), zmq.NOBLOCK)
+
+
+def _make_socket_directory() -> Path:
+    """A private folder (mode 0700) for the sockets.
+
+    Raises:
+        ValueError: the temporary folder's path is too long for a socket in it.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="quire-"))
+    if len(os.fsencode(directory / "output")) > MAX_SOCKET_PATH:
+        directory.rmdir()
+        raise ValueError(
+            f"TMPDIR is {directory.parent}, too long for a Unix socket's path of {MAX_SOCKET_PATH} bytes; set it to a "
+            "shorter folder, such as /tmp"
+        )
+    return directory

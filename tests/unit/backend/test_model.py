@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 from quire_backend import model as model_module
+from quire_backend import triton_api
 from quire_backend.model import TritonPythonModel
 from quire_backend.model_config import INPUTS, OUTPUTS, RETURN_FLAGS, SAMPLING_INPUTS, complete
 from quire_backend.settings import load_engine_config
 from quire_engine.errors import CheckpointError
+from quire_monitoring import METRICS, MetricKind, TritonStatLogger
 
 
 class Config:
@@ -144,6 +146,14 @@ def test_serves(engine: Any, request_of: Any, arguments: Any, monkeypatch: Any) 
     model.finalize()
     assert not model.is_ready()
     assert engine.events[-1] == "shutdown"
+
+
+def test_server_without_histograms_keeps_all_other_metrics(monkeypatch: Any) -> None:
+    family = triton_api.pb_utils.MetricFamily
+    monkeypatch.delattr(family, "HISTOGRAM")
+    missing = {definition.kind for definition in METRICS if triton_api.metric_family(definition) is None}
+    assert missing == {MetricKind.HISTOGRAM}
+    assert TritonStatLogger(triton_api.metric_family, {}).enabled
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from quire_backend.model_config import RETURN_FLAGS
 from quire_backend.request import UnknownLoRAError, parse_request
 from quire_engine.errors import RequestError
-from quire_engine.sampling_params import SamplingParams
+from quire_engine.sampling_params import SamplingParams, convert_parameter
 
 
 def test_plain_text(request_of: Any) -> None:
@@ -50,6 +50,20 @@ def test_typed_inputs(request_of: Any) -> None:
         max_tokens=7, min_tokens=2, temperature=0.1, top_p=0.9, top_k=5, min_p=0.05, seed=2**64 - 1, stop=["a", "é"],
         stop_token_ids=[3, 4], ignore_eos=True, include_stop_str_in_output=True, skip_special_tokens=False, logprobs=2,
     )  # fmt: skip
+
+
+def test_each_value_is_converted_once(request_of: Any, monkeypatch: Any) -> None:
+    names = []
+
+    def convert(name: str, value: Any) -> Any:
+        names.append(name)
+        return convert_parameter(name, value)
+
+    monkeypatch.setattr("quire_backend.request.convert_parameter", convert)
+    monkeypatch.setattr("quire_engine.sampling_params.convert_parameter", convert)
+    parsed = parse_request(request_of({"stop": "x"}, text_input="Hi", top_k=3, sampling_parameters={"min_p": "0.5"}))
+    assert parsed.sampling_params == SamplingParams(stop=["x"], top_k=3, min_p=0.5)
+    assert sorted(names) == ["min_p", "stop", "top_k"]
 
 
 def test_fp32_agrees_with_json(request_of: Any) -> None:

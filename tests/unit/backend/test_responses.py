@@ -60,6 +60,15 @@ def test_values_before_the_end() -> None:
     ]
 
 
+def test_logprobs_are_json_whatever_the_numbers_are() -> None:
+    numbers = {7: Logprob(float("nan"), 1, "n"), 8: Logprob(float("-inf"), 2, "x"), 9: Logprob(-0.25, 3, "y")}
+    values = output()
+    values.outputs[0].logprobs = [numbers]
+    (text,) = tensors_of(values, ResponseOptions(outputs=ALL, logprobs=True))["logprobs"]
+    (position,) = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert [item["logprob"] for item in position.values()] == [-9999.0, -9999.0, -0.25]
+
+
 def test_values_at_the_end() -> None:
     stats = FinishedRequestStats(
         "length", num_output_tokens=3, decode_seconds=0.4, queue_seconds=0.1, time_to_first_token_seconds=0.2

@@ -3,11 +3,14 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from quire_cli import run_directory
@@ -29,8 +32,16 @@ with RunDirectory() as run:
 
 
 @pytest.fixture(autouse=True)
-def _own_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def root(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The temporary folder of the test; `tmp_path` would be too long for sockets."""
+    root = tmp_path_factory.mktemp("t")
+    set_root(monkeypatch, root)
+    return root
+
+
+def set_root(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    monkeypatch.setenv("TMPDIR", str(root))  # for child processes
+    monkeypatch.setattr(tempfile, "tempdir", str(root))
 
 
 @pytest.fixture
@@ -129,16 +140,67 @@ def test_files_of_another_user_are_left(tmp_path: Path, monkeypatch: pytest.Monk
     assert not file.exists()
 
 
-def test_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
-    (tmp_path / f"quire-{os.geteuid()}").mkdir()
-    (tmp_path / f"quire-{os.geteuid()}").chmod(0o755)
+def test_folder_that_others_can_enter_is_refused(root: Path) -> None:
+    (root / f"quire-{os.geteuid()}").mkdir()
+    (root / f"quire-{os.geteuid()}").chmod(0o755)
     with pytest.raises(CommandError, match=re.escape("not a private folder")):
         RunDirectory()
 
 
-def test_run_directory_is_private(tmp_path: Path) -> None:
+def test_run_directory_is_private(root: Path) -> None:
     with RunDirectory() as run:
-        assert tmp_path in run.path.parents
+        assert root in run.path.parents
         assert run.path.stat().st_mode & 0o777 == 0o700
         assert run.environment["TMPDIR"].startswith(str(run.path))
     assert not run.path.exists()
+
+
+def test_run_directory_does_not_depend_on_a_login(
+    owner: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = run_id_of(owner)
+    owner.kill()
+    owner.wait()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with RunDirectory() as run:
+        assert tmp_path not in run.path.parents
+    sweep()
+    assert_nothing_there(run_id)
+
+
+@pytest.mark.parametrize("length", [38, 39, 40, 41, 42, 43, 44, 60, 100])
+def test_temporary_folder_that_is_too_long_for_sockets_is_refused(
+    root: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """Where a run can be made at all, the engine can make its sockets in it."""
+    long = root / ("x" * (length - len(str(root)) - 1))
+    long.mkdir()
+    set_root(monkeypatch, long)
+    if length >= 60:
+        with pytest.raises(CommandError, match="bytes too long for sockets in it; set TMPDIR to a shorter one"):
+            RunDirectory()
+        assert not list(long.iterdir())
+        return
+    try:
+        run = RunDirectory()
+    except CommandError:
+        return
+    with run:
+        folder = Path(run.environment["TMPDIR"]) / "quire-abcdefgh"
+        folder.mkdir()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(folder / "output"))
+
+
+def test_longest_run_id_leaves_room_for_an_ordinary_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = RunId(2**22, 10**10, 2**32 - 1)
+    monkeypatch.setattr(RunId, "of", lambda pid: longest)
+    set_root(monkeypatch, Path("/var/tmp"))
+    monkeypatch.setattr(run_directory, "_make_private", lambda folder: None)
+    RunDirectory()
+
+
+def test_temporary_folder_that_forbids_execution_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC))
+    with pytest.raises(CommandError, match="mounted noexec; set TMPDIR"):
+        RunDirectory()

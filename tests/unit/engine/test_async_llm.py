@@ -314,3 +314,14 @@ def test_sigterm_to_the_group_does_not_end_the_engine(checkpoint: Callable[[str]
     with engine(checkpoint("tied-gqa")) as (llm, _):
         os.kill(llm.engine_pid, signal.SIGTERM)
         assert asyncio.run(collect(llm, [5], SamplingParams(max_tokens=2))).finished
+
+
+def test_a_temporary_folder_too_long_for_sockets_is_named(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with pytest.raises(ValueError, match=r"TMPDIR is .* too long"):
+        AsyncLLM(EngineConfig.from_settings({"model": str(checkpoint("tied-gqa"))}))
+    assert list(folder.iterdir()) == []

@@ -15,17 +15,21 @@ LABELS = {"model": "m", "version": "1", "engine": "0"}
 class Server:
     """What a scrape would show, and how many round trips it took."""
 
-    def __init__(self, broken=False):
+    def __init__(self, broken=False, missing=()):
         self.values = {}
         self.observed = defaultdict(list)
         self.buckets = {}
         self.calls = 0
         self.broken = broken
+        self.missing = missing
+        self.failing = ""
         self.changed = threading.Condition()
 
     def make_family(self, definition):
         if self.broken:
             raise RuntimeError("metrics are off\nreally")
+        if definition.kind in self.missing:
+            return None
         server = self
 
         class Metric:
@@ -54,6 +58,8 @@ class Server:
             def _call(self, value):
                 with server.changed:
                     server.calls += 1
+                    if definition.name == server.failing:
+                        raise RuntimeError("no answer")
                     server.values[self.key] = value
                     server.changed.notify_all()
 
@@ -135,6 +141,7 @@ def test_finished_requests_are_counted_and_timed(server: Any, stat_logger: Any) 
     assert server.observed["quire_time_to_first_token_seconds"] == [0.125]
     assert server.observed["quire_time_per_output_token_seconds"] == [0.25]
     assert server.observed["quire_e2e_request_latency_seconds"] == [2.0, 0.25]
+    assert server.observed["quire_request_queue_time_seconds"] == [0.5]  # the other one never left the queue
 
 
 def test_many_steps_take_few_round_trips(server: Any, stat_logger: Any) -> None:
@@ -167,6 +174,57 @@ def test_engine_up_falls_when_it_dies_and_when_it_stops(server: Any) -> None:
     server.wait_for(("quire_engine_up",), 1)
     stat_logger.stop()
     assert server.values[("quire_engine_up",)] == 0
+
+
+def test_gauges_of_an_engine_that_is_gone_are_zero(server: Any) -> None:
+    healthy = threading.Event()
+    healthy.set()
+    stat_logger = TritonStatLogger(server.make_family, LABELS)
+    stat_logger.start(is_up=healthy.is_set)
+    busy = SchedulerStats(num_running=3, num_waiting=2, num_blocks_used=5, num_blocks_cached=1, num_blocks_free=4)
+    stat_logger.record(busy, IterationStats(num_generation_tokens=7))
+    server.wait_for(("quire_kv_cache_usage_ratio",), 0.5)
+    healthy.clear()
+    gauges = [definition for definition in METRICS if definition.kind is MetricKind.GAUGE]
+    for key in [(definition.name, *labels.values()) for definition in gauges for labels in definition.label_sets()]:
+        server.wait_for(key, 0)
+    assert server.values[("quire_generation_tokens_total",)] == 7
+    stat_logger.stop()
+
+
+def test_server_without_histograms_loses_only_those(caplog: Any) -> None:
+    server = Server(missing={MetricKind.HISTOGRAM})
+    stat_logger = TritonStatLogger(server.make_family, LABELS)
+    stat_logger.start(is_up=lambda: True)
+    done = FinishedRequestStats("length", e2e_seconds=2.0, queue_seconds=0.5)
+    stat_logger.record(SchedulerStats(num_running=1), IterationStats(finished_requests=[done]))
+    server.wait_for(("quire_requests_total", "length"), 1)
+    server.wait_for(("quire_requests_running",), 1)
+    stat_logger.stop()
+    assert [record.getMessage() for record in caplog.records] == [
+        "no histogram metrics: this server does not have them"
+    ]
+
+
+@pytest.mark.parametrize(
+    "failing", ["quire_prompt_tokens_total", "quire_e2e_request_latency_seconds", "quire_requests_running"]
+)
+def test_failed_write_loses_nothing_else_and_is_told_once(server: Any, failing: str, caplog: Any) -> None:
+    server.failing = failing
+    stat_logger = TritonStatLogger(server.make_family, LABELS)
+    stat_logger.start(is_up=lambda: True)
+    done = FinishedRequestStats("length", e2e_seconds=2.0, queue_seconds=0.5)
+    for total in (1, 2):
+        iteration = IterationStats(num_prompt_tokens=1, num_generation_tokens=1, finished_requests=[done])
+        stat_logger.record(SchedulerStats(num_running=total, num_waiting=total), iteration)
+        server.wait_for(("quire_generation_tokens_total",), total)
+        server.wait_for(("quire_requests_waiting", "capacity"), total)
+    assert server.observed["quire_request_queue_time_seconds"] == [0.5, 0.5]
+    assert [record.getMessage() for record in caplog.records] == [f"{failing} was not written: no answer"]
+    server.failing = ""
+    if failing == "quire_requests_running":
+        server.wait_for(("quire_requests_running",), 2)  # the present is told as soon as that works again
+    stat_logger.stop()
 
 
 def test_server_without_metrics_is_noted_once(caplog: Any) -> None:
