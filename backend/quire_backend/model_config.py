@@ -18,22 +18,36 @@ class TensorSpec:
     dims: tuple[int, ...] = (1,)
 
 
-SAMPLING_INPUTS: dict[str, str] = {
-    "max_tokens": "max_tokens",
-    "min_tokens": "min_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "seed": "seed",
-    "stop_words": "stop",
-    "stop_token_ids": "stop_token_ids",
-    "ignore_eos": "ignore_eos",
-    "include_stop_str_in_output": "include_stop_str_in_output",
-    "skip_special_tokens": "skip_special_tokens",
-    "logprobs": "logprobs",
-}
-"""Typed form of a sampling parameter: the input's name → the parameter's name."""
+_TYPED_PARAMETERS: tuple[tuple[str, TensorSpec], ...] = (
+    ("max_tokens", TensorSpec("max_tokens", "TYPE_INT32")),
+    ("min_tokens", TensorSpec("min_tokens", "TYPE_INT32")),
+    ("temperature", TensorSpec("temperature", "TYPE_FP32")),
+    ("top_p", TensorSpec("top_p", "TYPE_FP32")),
+    ("top_k", TensorSpec("top_k", "TYPE_INT32")),
+    ("min_p", TensorSpec("min_p", "TYPE_FP32")),
+    ("seed", TensorSpec("seed", "TYPE_UINT64")),
+    ("n", TensorSpec("n", "TYPE_INT32")),
+    ("stop", TensorSpec("stop_words", "TYPE_STRING", (-1,))),
+    ("stop_token_ids", TensorSpec("stop_token_ids", "TYPE_INT32", (-1,))),
+    ("bad_words", TensorSpec("bad_words", "TYPE_STRING", (-1,))),
+    ("allowed_token_ids", TensorSpec("allowed_token_ids", "TYPE_INT32", (-1,))),
+    ("presence_penalty", TensorSpec("presence_penalty", "TYPE_FP32")),
+    ("frequency_penalty", TensorSpec("frequency_penalty", "TYPE_FP32")),
+    ("repetition_penalty", TensorSpec("repetition_penalty", "TYPE_FP32")),
+    ("ignore_eos", TensorSpec("ignore_eos", "TYPE_BOOL")),
+    ("include_stop_str_in_output", TensorSpec("include_stop_str_in_output", "TYPE_BOOL")),
+    ("skip_special_tokens", TensorSpec("skip_special_tokens", "TYPE_BOOL")),
+    ("detokenize", TensorSpec("detokenize", "TYPE_BOOL")),
+    ("logprobs", TensorSpec("logprobs", "TYPE_INT32")),
+    ("prompt_logprobs", TensorSpec("prompt_logprobs", "TYPE_INT32")),
+    ("truncate_prompt_tokens", TensorSpec("truncate_prompt_tokens", "TYPE_INT32")),
+    ("cache_salt", TensorSpec("cache_salt", "TYPE_STRING")),
+    ("structured_outputs", TensorSpec("structured_outputs", "TYPE_STRING")),
+)
+"""Sampling parameters with a typed input of their own, which mostly has the parameter's name."""
+
+SAMPLING_INPUTS: dict[str, str] = {spec.name: parameter for parameter, spec in _TYPED_PARAMETERS}
+"""The input's name → the parameter's name."""
 
 RETURN_FLAGS: dict[str, str] = {
     "return_finish_reason": "finish_reason",
@@ -43,6 +57,7 @@ RETURN_FLAGS: dict[str, str] = {
     "return_num_output_tokens": "num_output_tokens",
     "return_token_ids": "token_ids",
     "return_perf_metrics": "perf_metrics",
+    "return_prompt_logprobs": "prompt_logprobs",
 }
 """The input that asks for an additional output → that output."""
 
@@ -53,19 +68,7 @@ INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("sampling_parameters", "TYPE_STRING"),
     TensorSpec("exclude_input_in_output", "TYPE_BOOL"),
     *(TensorSpec(name, "TYPE_BOOL") for name in RETURN_FLAGS),
-    TensorSpec("max_tokens", "TYPE_INT32"),
-    TensorSpec("min_tokens", "TYPE_INT32"),
-    TensorSpec("temperature", "TYPE_FP32"),
-    TensorSpec("top_p", "TYPE_FP32"),
-    TensorSpec("top_k", "TYPE_INT32"),
-    TensorSpec("min_p", "TYPE_FP32"),
-    TensorSpec("seed", "TYPE_UINT64"),
-    TensorSpec("stop_words", "TYPE_STRING", (-1,)),
-    TensorSpec("stop_token_ids", "TYPE_INT32", (-1,)),
-    TensorSpec("ignore_eos", "TYPE_BOOL"),
-    TensorSpec("include_stop_str_in_output", "TYPE_BOOL"),
-    TensorSpec("skip_special_tokens", "TYPE_BOOL"),
-    TensorSpec("logprobs", "TYPE_INT32"),
+    *(spec for _, spec in _TYPED_PARAMETERS),
 )
 
 OUTPUTS: tuple[TensorSpec, ...] = (
@@ -77,6 +80,7 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("num_output_tokens", "TYPE_UINT32", (-1,)),
     TensorSpec("token_ids", "TYPE_INT32", (-1,)),
     TensorSpec("perf_metrics", "TYPE_STRING"),
+    TensorSpec("prompt_logprobs", "TYPE_STRING"),
 )
 
 

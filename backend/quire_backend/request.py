@@ -38,6 +38,8 @@ class ResponseOptions:
     """Additional outputs, which every response then carries."""
     logprobs: bool = False
     """Whether log-probabilities were asked for, and not only computed for `cumulative_logprob`."""
+    num_sequences: int = 1
+    """Outputs of every response: one per sequence of `n`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +51,8 @@ class GenerateRequest:
     prompt: str | list[int]
     sampling_params: SamplingParams
     options: ResponseOptions
+    deadline_ms: float | None = None
+    """Triton's request timeout: milliseconds from now in which it has to be finished."""
 
 
 def parse_request(request: TritonRequest) -> GenerateRequest:
@@ -61,11 +65,16 @@ def parse_request(request: TritonRequest) -> GenerateRequest:
     prompt = _prompt(tensors)
     options = _options(tensors, has_text=isinstance(prompt, str))
     params = SamplingParams(**_sampling_parameters(tensors, request.parameters()))
-    if params.logprobs is not None:
-        options = replace(options, logprobs=True)
-    elif "cumulative_logprob" in options.outputs:
+    options = replace(options, logprobs=params.logprobs is not None, num_sequences=params.n)
+    if params.logprobs is None and "cumulative_logprob" in options.outputs:
         params = msgspec.structs.replace(params, logprobs=0)
-    return GenerateRequest(label=request.request_id(), prompt=prompt, sampling_params=params, options=options)
+    return GenerateRequest(
+        label=request.request_id(),
+        prompt=prompt,
+        sampling_params=params,
+        options=options,
+        deadline_ms=request.timeout() / 1000 or None,
+    )
 
 
 # -- prompt and options ---------------------------------------------------------------------------------------------
@@ -119,6 +128,10 @@ def _sampling_parameters(tensors: Mapping[str, Tensor], parameters: str) -> dict
         for name, value in said.items():
             if name == "lora_name":
                 raise UnknownLoRAError(name, f"lora_name is {value!r}; this model serves no LoRA adapter of that name")
+            if name == "output_kind":
+                raise RequestError(
+                    name, "output_kind cannot be chosen here; the input stream says what a response holds"
+                )
             converted = convert_parameter(name, value)
             if converted is None:
                 continue
@@ -165,10 +178,12 @@ def _typed_parameters(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         if input_name not in tensors:
             continue
         array = tensors[input_name].as_numpy()
-        if name == "stop":
+        if name in ("stop", "bad_words"):
             values[name] = [_text(input_name, item) for item in array.reshape(-1)]
-        elif name == "stop_token_ids":
+        elif name in ("stop_token_ids", "allowed_token_ids"):
             values[name] = array.reshape(-1).tolist()
+        elif array.dtype == np.object_:
+            values[name] = _text(input_name, _scalar(input_name, array))
         elif array.dtype == np.float32:
             # The shortest decimal that is this FP32 number: 0.1, not 0.10000000149.
             values[name] = float(str(_scalar(input_name, array)))

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from quire_engine.output_processor import CompletionOutput
 
 from quire_backend.request import ResponseOptions
 from quire_backend.triton_api import ErrorCode, strings
 
 if TYPE_CHECKING:
-    from quire_engine.output_processor import CompletionOutput, RequestOutput
+    from quire_engine.output_processor import Logprob, RequestOutput
     from quire_engine.stats import FinishedRequestStats
 
 __all__ = ["failure_of", "tensors_of"]
@@ -28,12 +29,20 @@ def tensors_of(output: "RequestOutput", options: ResponseOptions) -> dict[str, n
         output: what is new since the last response; everything, when the request does not stream.
         options: what the request asked for.
     """
-    completions = output.outputs
+    completions = _by_index(output, options.num_sequences)
     prefix = output.prompt or "" if options.prepend_prompt else ""
     tensors: dict[str, npt.NDArray[Any]] = {"text_output": strings([prefix + item.text for item in completions])}
     if options.outputs:
         tensors.update(_additional(output, completions, options))
     return tensors
+
+
+def _by_index(output: "RequestOutput", num_sequences: int) -> list["CompletionOutput"]:
+    """One entry per sequence, in order; of those that nothing is new of, an empty one."""
+    if len(output.outputs) == num_sequences:
+        return output.outputs
+    new = {completion.index: completion for completion in output.outputs}
+    return [new.get(index) or CompletionOutput(index) for index in range(num_sequences)]
 
 
 def _additional(
@@ -57,16 +66,23 @@ def _additional(
         tensors["token_ids"] = np.array([id_ for item in completions for id_ in item.token_ids], dtype=np.int32)
     if "perf_metrics" in wanted:
         tensors["perf_metrics"] = strings([_perf_metrics(output.metrics)])
+    if "prompt_logprobs" in wanted:
+        tensors["prompt_logprobs"] = strings([_positions(output.prompt_logprobs)])
     return tensors
 
 
 def _logprobs(completion: "CompletionOutput") -> str:
     """A JSON list with one object per new token: token id → logprob, rank and text."""
-    if not completion.logprobs:
+    return _positions(completion.logprobs)
+
+
+def _positions(positions: "Sequence[dict[int, Logprob] | None] | None") -> str:
+    if not positions:
         return "null"
     return json.dumps(
         [
-            {
+            position
+            and {
                 str(token_id): {
                     "logprob": item.logprob
                     if item.logprob > LOWEST_LOGPROB
@@ -76,7 +92,7 @@ def _logprobs(completion: "CompletionOutput") -> str:
                 }
                 for token_id, item in position.items()
             }
-            for position in completion.logprobs
+            for position in positions
         ]
     )
 
@@ -99,6 +115,10 @@ def failure_of(output: "RequestOutput", *, cancelled: bool, draining: bool) -> t
         draining: we did, because the model is being unloaded.
     """
     reasons = {item.finish_reason for item in output.outputs}
+    if output.error is not None and output.error_parameter is not None:
+        return ErrorCode.INVALID_ARG, output.error
+    if output.error is not None and output.error_code is not None:
+        return ErrorCode.UNAVAILABLE, output.error
     if output.error is not None or "error" in reasons:
         return ErrorCode.INTERNAL, output.error or "the engine failed this request"
     if "abort" in reasons:

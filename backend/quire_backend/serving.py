@@ -40,7 +40,7 @@ class InputProcessor(Protocol):
     """As much of the engine's input processor as is needed here."""
 
     def process(
-        self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None
+        self, prompt: str | list[int], params: SamplingParams, *, deadline_ms: float | None = None
     ) -> "ProcessedRequest":
         """Tokenize and validate; raises RequestError."""
         ...
@@ -146,7 +146,9 @@ class Serving:
 
     def _process(self, generate: GenerateRequest) -> "ProcessedRequest":
         try:
-            return self._engine.input_processor.process(generate.prompt, generate.sampling_params)
+            return self._engine.input_processor.process(
+                generate.prompt, generate.sampling_params, deadline_ms=generate.deadline_ms
+            )
         except RequestError as error:
             name = _INPUT_NAMES.get(error.parameter)
             if name is None:

@@ -67,6 +67,10 @@ class TritonRequest(Protocol):
         """The client's label, which need not be unique."""
         ...
 
+    def timeout(self) -> int:
+        """Microseconds in which the client wants it done; 0: it does not say."""
+        ...
+
     def get_response_sender(self) -> ResponseSender:
         """The way back."""
         ...

@@ -11,7 +11,8 @@ from itertools import product
 __all__ = ["METRICS", "OUTCOMES", "MetricDefinition", "MetricKind"]
 
 OUTCOMES = ("stop", "length", "abort", "error", "rejected")
-"""How a request ended: the engine's finish reasons, and `rejected` for one that never reached it."""
+"""How a request ended: the engine's finish reasons, and `rejected` for one that never reached it or
+that it had no place for."""
 
 # vLLM's buckets, so that its dashboards fit, continued downwards: small models answer faster than their first bucket.
 _FIRST_TOKEN_BUCKETS = (
@@ -68,7 +69,7 @@ def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> MetricDefini
 METRICS: tuple[MetricDefinition, ...] = (
     _gauge("quire_engine_up", "1 while the engine steps, 0 once it is gone"),
     _gauge("quire_requests_running", "Requests in the running batch"),
-    _gauge("quire_requests_waiting", "Requests that wait to be scheduled", reason=("capacity",)),
+    _gauge("quire_requests_waiting", "Requests that wait to be scheduled", reason=("capacity", "grammar")),
     _gauge("quire_kv_blocks", "KV cache blocks: referred to by live requests, reusable by an equal prefix, or empty",
            state=("used", "cached", "free")),
     _gauge("quire_kv_cache_usage_ratio", "Share of the KV cache blocks that live requests hold"),

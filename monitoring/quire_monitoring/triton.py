@@ -128,7 +128,8 @@ class TritonStatLogger:
     def _record_scheduler(self, stats: SchedulerStats) -> None:
         self._gauges = {
             _RUNNING: stats.num_running,
-            _WAITING: stats.num_waiting,
+            _WAITING: stats.num_waiting - stats.num_waiting_for_fsm,
+            _WAITING_FOR_GRAMMAR: stats.num_waiting_for_fsm,
             _BLOCKS_USED: stats.num_blocks_used,
             _BLOCKS_CACHED: stats.num_blocks_cached,
             _BLOCKS_FREE: stats.num_blocks_free,
@@ -146,7 +147,8 @@ class TritonStatLogger:
         observations = self._observations
         observations.extend((_FIRST_TOKEN, seconds) for seconds in stats.time_to_first_token_seconds)
         for request in stats.finished_requests:
-            self._increments[_series("quire_requests_total", outcome=request.finish_reason)] += 1
+            outcome = "rejected" if request.error_code == "unavailable" else request.finish_reason
+            self._increments[_series("quire_requests_total", outcome=outcome)] += 1
             observations.append((_E2E, request.e2e_seconds))
             if request.queue_seconds is not None:
                 observations.append((_QUEUE, request.queue_seconds))
@@ -214,6 +216,7 @@ def _growth(before: int, now: int) -> int:
 _UP = _series("quire_engine_up")
 _RUNNING = _series("quire_requests_running")
 _WAITING = _series("quire_requests_waiting", reason="capacity")
+_WAITING_FOR_GRAMMAR = _series("quire_requests_waiting", reason="grammar")
 _BLOCKS_USED = _series("quire_kv_blocks", state="used")
 _BLOCKS_CACHED = _series("quire_kv_blocks", state="cached")
 _BLOCKS_FREE = _series("quire_kv_blocks", state="free")

@@ -97,6 +97,7 @@ class FakeRequest:
         self._tensors = tensors
         self._parameters = parameters or {}
         self.sender = FakeSender()
+        self.timeout_us = 0
 
     def inputs(self) -> list[FakeTensor]:
         return [FakeTensor(name, array) for name, array in self._tensors.items()]
@@ -106,6 +107,9 @@ class FakeRequest:
 
     def request_id(self) -> str:
         return "label"
+
+    def timeout(self) -> int:
+        return self.timeout_us
 
     def get_response_sender(self) -> FakeSender:
         return self.sender
