@@ -153,13 +153,19 @@ def test_a_recursive_schema(llm: LLM) -> None:
         "properties": {"v": {"type": "boolean"}, "c": {"type": "array", "maxItems": 2, "items": {"$ref": "#/$defs/n"}}},
     }  # fmt: skip
     schema = {"$ref": "#/$defs/n", "$defs": {"n": node}}
+    structured_outputs = {"json": schema, "disable_any_whitespace": True}
+    temperatures = [1.0] * 8 + [EVEN] * 32
+    all_params = [
+        params(structured_outputs, temperature=temperature, seed=seed, max_tokens=200)
+        for seed, temperature in enumerate(temperatures)
+    ]
     texts = set()
-    for seed in range(8):
-        structured_outputs = {"json": schema, "disable_any_whitespace": True}
-        output = complete(llm, structured_outputs, temperature=(1.0, EVEN)[seed % 2], seed=seed, max_tokens=200)
-        if output.finish_reason == "stop":
-            jsonschema.validate(json.loads(output.text), schema)
-            texts.add(output.text)
+    for output in llm.generate(["x = "] * len(all_params), all_params, use_tqdm=False):
+        completion = output.outputs[0]
+        assert completion.finish_reason in ("stop", "length")
+        if completion.finish_reason == "stop":
+            jsonschema.validate(json.loads(completion.text), schema)
+            texts.add(completion.text)
     assert any(text.count("{") > 1 for text in texts)
 
 
