@@ -75,7 +75,7 @@ def infer_inputs(**values: Any) -> list[InferInput]:
 async def ask(
     client: grpc_aio.InferenceServerClient, *, model: str = MODEL, request_id: str = "",
     parameters: dict[str, Any] | None = None, outputs: list[str] | None = None,
-    enable_empty_final_response: bool = False,
+    enable_empty_final_response: bool = False, timeout: int | None = None,
     on_response: Callable[[dict[str, list[Any]]], None] = lambda response: None, **inputs: Any,
 ) -> Answer:  # fmt: skip
     """One request on a gRPC stream of its own."""
@@ -84,7 +84,7 @@ async def ask(
         wanted = [InferRequestedOutput(name) for name in outputs] if outputs else None
         yield {
             "model_name": model, "inputs": infer_inputs(**inputs), "outputs": wanted, "request_id": request_id,
-            "parameters": parameters, "enable_empty_final_response": enable_empty_final_response,
+            "parameters": parameters, "enable_empty_final_response": enable_empty_final_response, "timeout": timeout,
         }  # fmt: skip
 
     answer = Answer()

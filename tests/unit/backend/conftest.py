@@ -117,7 +117,7 @@ class FakeRequest:
 
 NUMPY_TYPES = {"max_tokens": np.int32, "min_tokens": np.int32, "top_k": np.int32, "logprobs": np.int32,
                "temperature": np.float32, "top_p": np.float32, "min_p": np.float32, "seed": np.uint64,
-               "input_ids": np.int32, "stop_token_ids": np.int32}  # fmt: skip
+               "input_ids": np.int32, "stop_token_ids": np.int32, "n": np.int32}  # fmt: skip
 
 
 def make_request(parameters: dict[str, Any] | None = None, /, **inputs: Any) -> FakeRequest:
@@ -150,7 +150,7 @@ class FakeEngine:
     def input_processor(self) -> "FakeEngine":
         return self
 
-    def process(self, prompt: str | list[int], params: SamplingParams, request_id: str | None = None) -> Any:
+    def process(self, prompt: str | list[int], params: SamplingParams, *, deadline_ms: float | None = None) -> Any:
         if prompt == "explode":
             raise ZeroDivisionError("by design")
         if len(prompt) == 0:
@@ -158,6 +158,7 @@ class FakeEngine:
             raise RequestError(name, f"{name} is empty")
         ids = [ord(c) for c in prompt] if isinstance(prompt, str) else prompt
         return SimpleNamespace(request_id=f"r{len(self.events)}", prompt_token_ids=ids, params=params,
+                               deadline_ms=deadline_ms,
                                prompt=prompt if isinstance(prompt, str) else None)  # fmt: skip
 
     def add_request(self, request: Any, on_output: Callable[[RequestOutput], None]) -> None:

@@ -165,3 +165,31 @@ def test_nothing_of_the_request_is_kept(request_of: Any) -> None:
         np.copyto(tensor.as_numpy(), 0)
     assert parsed.prompt == [1, 2]
     assert parsed.sampling_params.stop_token_ids == [3]
+
+
+def test_a_timeout_of_triton_is_a_deadline(request_of: Any) -> None:
+    request = request_of(text_input="Hi")
+    assert parse_request(request).deadline_ms is None
+    request.timeout_us = 1_500_000
+    assert parse_request(request).deadline_ms == 1500.0
+
+
+def test_structured_outputs_and_n_in_every_place(request_of: Any) -> None:
+    asked = {"regex": "[0-9]+"}
+    parsed = [
+        parse_request(
+            request_of(text_input="Hi", sampling_parameters=json.dumps({"structured_outputs": asked, "n": 2}))
+        ),
+        parse_request(request_of({"structured_outputs": json.dumps(asked), "n": "2"}, text_input="Hi")),
+        parse_request(request_of(text_input="Hi", structured_outputs=json.dumps(asked), n=2)),
+    ]
+    assert len({str(one.sampling_params) for one in parsed}) == 1
+    assert parsed[0].sampling_params.n == 2
+    assert parsed[0].options.num_sequences == 2
+    assert parsed[0].sampling_params.structured_outputs is not None
+    assert parsed[0].sampling_params.structured_outputs.regex == "[0-9]+"
+
+
+def test_output_kind_is_not_the_clients_to_choose(request_of: Any) -> None:
+    with pytest.raises(RequestError, match="output_kind cannot be chosen here"):
+        parse_request(request_of({"output_kind": "delta"}, text_input="Hi"))

@@ -9,6 +9,7 @@ from quire_backend.model_config import OUTPUTS
 from quire_backend.request import ResponseOptions
 from quire_backend.responses import failure_of, tensors_of
 from quire_backend.triton_api import ErrorCode
+from quire_engine.messages import ErrorCode as EngineErrorCode
 from quire_engine.output_processor import CompletionOutput, Logprob, RequestOutput
 from quire_engine.stats import FinishedRequestStats
 
@@ -102,3 +103,38 @@ def test_failures(reason: Any, error: Any, cancelled: Any, draining: Any, code: 
     assert (failure and failure[0]) == code
     if error:
         assert failure[1] == error
+
+
+def test_every_response_has_one_entry_per_sequence() -> None:
+    """A delta holds only the sequences that have something new; the others keep their place."""
+    new = [CompletionOutput(2, "c", [3]), CompletionOutput(0, "a", [1], finish_reason="stop")]
+    answer = RequestOutput("r", "Hi", [1], sorted(new, key=lambda item: item.index))
+    wanted = frozenset({"finish_reason", "token_ids", "num_output_tokens"})
+    tensors = tensors_of(answer, ResponseOptions(num_sequences=3, outputs=wanted))
+    assert tensors["text_output"].tolist() == [b"a", b"", b"c"]
+    assert tensors["finish_reason"].tolist() == [b"stop", b"None", b"None"]
+    assert tensors["num_output_tokens"].tolist() == [1, 0, 1]
+    assert tensors["token_ids"].tolist() == [1, 3]
+
+
+def test_prompt_logprobs_begin_with_null() -> None:
+    answer = output(prompt_logprobs=[None, {5: Logprob(-0.25, 1, "p")}])
+    tensors = tensors_of(answer, ResponseOptions(outputs=frozenset({"prompt_logprobs"})))
+    assert json.loads(tensors["prompt_logprobs"][0]) == [
+        None,
+        {"5": {"logprob": -0.25, "rank": 1, "decoded_token": "p"}},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"error_parameter": "structured_outputs"}, ErrorCode.INVALID_ARG),
+        ({"error_code": EngineErrorCode.UNAVAILABLE, "retry_after_seconds": 2.0}, ErrorCode.UNAVAILABLE),
+        ({"error_code": EngineErrorCode.DEADLINE}, ErrorCode.UNAVAILABLE),
+        ({}, ErrorCode.INTERNAL),
+    ],
+)
+def test_whose_fault_an_error_was(fields: dict[str, Any], code: ErrorCode) -> None:
+    answer = output("error", error="the reason", **fields)
+    assert failure_of(answer, cancelled=False, draining=False) == (code, "the reason")
