@@ -22,8 +22,8 @@ check: $(VENV)/.dev-installed  ## Check format, lint and types
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
 
-bench: $(VENV)/.dev-installed  ## Measure what the server adds to the engine's own time
-	@$(BIN)/python tests/benchmarks/overhead.py $(ARGS)
+bench: $(VENV)/.dev-installed  ## Run every benchmark of tests/benchmarks; each prints its figures
+	@for benchmark in tests/benchmarks/*.py; do echo "== $$benchmark"; $(BIN)/python $$benchmark || exit 1; done
 
 clean:  ## Remove .venv and everything else that was built
 	@rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
