@@ -186,7 +186,7 @@ def test_a_deadline_passes_while_nothing_runs_but_the_compiler(checkpoint: Calla
 def test_a_killed_compiler_loses_nothing(checkpoint: Callable[[str], Path]) -> None:
     async def main(llm: AsyncLLM, recorder: Recorder) -> None:
         await collect(llm, params({"choice": ["warm"]}))
-        for signum in (signal.SIGKILL, signal.SIGTERM):
+        for signum in (signal.SIGKILL, signal.SIGUSR1):
             slow = asyncio.ensure_future(collect(llm, params(PATHOLOGICAL["many optional properties"])))
             await until(lambda: recorder.stats.num_waiting_for_fsm == 1)
             pid = compiler_of(llm.engine_pid)
