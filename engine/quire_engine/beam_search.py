@@ -14,7 +14,6 @@ Semantics, `length_penalty` and `early_stopping` included, are those of transfor
    as far as `early_stopping` wants that to be looked at.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -58,7 +57,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             ("beam_width", 1 <= self.beam_width <= MAX_BEAM_LOGPROBS // 2, f"from 1 to {MAX_BEAM_LOGPROBS // 2}"),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", 0.0 <= self.temperature <= 1e4, "a number from 0 to 10000"),
-            ("length_penalty", math.isfinite(self.length_penalty), "a finite number"),
+            ("length_penalty", -100 <= self.length_penalty <= 100, "from -100 to 100"),
             ("early_stopping", self.early_stopping in (True, False, "never"), "true, false or 'never'"),
         ):
             if not ok:

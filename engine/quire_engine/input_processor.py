@@ -26,6 +26,10 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
 
 
+MAX_DEADLINE_MS = 365 * 86_400_000.0
+"""A deadline further off than a year is none."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessedRequest:
     """A request that is ready for the engine core."""
@@ -100,6 +104,8 @@ class InputProcessor:
             params = msgspec.structs.replace(params, priority=priority)
         if deadline_ms is not None and not 0 < deadline_ms < math.inf:
             raise RequestError("deadline_ms", f"deadline_ms is {deadline_ms}; it must be a number above 0")
+        if deadline_ms is not None and deadline_ms > MAX_DEADLINE_MS:
+            deadline_ms = None
         text, token_ids, name = self._split(prompt)
         max_prompt_tokens = self._max_prompt_tokens(params)
         if text is not None:
@@ -117,6 +123,7 @@ class InputProcessor:
             prompt_name=name,
             scheduling_policy=self._ready.scheduling_policy,
         )
+        self._check_that_something_is_left(params)
         if params.seed is None and not params.is_greedy:
             params = msgspec.structs.replace(params, seed=secrets.randbits(64))
         return ProcessedRequest(
@@ -180,6 +187,24 @@ class InputProcessor:
                 f"truncate_prompt_tokens is {number}; it must be less than max_model_len={max_model_len}",
             )
         return number
+
+    def _check_that_something_is_left(self, params: SamplingParams) -> None:
+        """Refuse a request whose own parameters exclude every token that they allow.
+
+        Raises:
+            RequestError: `min_tokens` and `bad_words` leave nothing of `allowed_token_ids`.
+        """
+        if params.allowed_token_ids is None:
+            return
+        excluded = {token_ids[0] for token_ids in params.bad_words_token_ids if len(token_ids) == 1}
+        if params.min_tokens:
+            excluded.update(params.stop_token_ids, [] if params.ignore_eos else self._ready.eos_token_ids)
+        if excluded.issuperset(params.allowed_token_ids):
+            raise RequestError(
+                "allowed_token_ids",
+                "allowed_token_ids holds no token that bad_words and min_tokens leave (the latter keeps out tokens that "
+                "end the text); allow others, or drop these",
+            )
 
     def _tokenize_bad_words(self, bad_words: list[str]) -> list[list[int]]:
         """Each word as it begins a text and, where that is another token, as it follows a space.

@@ -85,7 +85,8 @@ class RequestOutput:
             mine.token_ids += new.token_ids
             mine.cumulative_logprob = new.cumulative_logprob
             if new.logprobs is not None:
-                mine.logprobs = (mine.logprobs or []) + new.logprobs
+                mine.logprobs = mine.logprobs if mine.logprobs is not None else []
+                mine.logprobs += new.logprobs
             mine.finish_reason, mine.stop_reason = new.finish_reason, new.stop_reason
         self.finished, self.metrics, self.error = later.finished, later.metrics, later.error
         self.error_parameter = later.error_parameter

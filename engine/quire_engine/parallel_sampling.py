@@ -7,6 +7,7 @@ memory, as each child writes to it in its very next step. What it would save in 
 `tests/benchmarks/parallel_sampling.py`.) Without prefix caching each child computes the prompt for itself.
 """
 
+import secrets
 from dataclasses import replace
 
 import msgspec
@@ -29,10 +30,11 @@ class ParentRequest:
 
     def __init__(self, request: ProcessedRequest) -> None:
         self.request_id = request.request_id
+        token = secrets.token_hex(8)  # a caller may have given another request any id that could be derived
         self.children = [
             replace(
                 request,
-                request_id=f"{index}_{request.request_id}",
+                request_id=f"{index}_{token}",
                 params=msgspec.structs.replace(
                     request.params,
                     n=1,

@@ -28,6 +28,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_QUOTED = 200
 MAX_N = 128
 """Sequences of one request, as with OpenAI: each takes a place of its own in the batch."""
 MAX_BEAM_LOGPROBS = 1024
@@ -165,6 +166,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _require(1 <= self.n <= MAX_N, "n", self.n, f"from 1 to {MAX_N}")
         _require(self.n == 1 or not self.is_greedy, "n", self.n, "1 when sampling is greedy (temperature is 0)")
         _require(-(2**63) <= self.priority < 2**63, "priority", self.priority, "an integer of 64 bits")
+        _require(self.cache_salt is None or _is_text(self.cache_salt), "cache_salt", "half a surrogate pair",
+                 "of text that UTF-8 can encode")  # fmt: skip
         _require(self.cache_salt is None or 0 < len(self.cache_salt) <= MAX_CACHE_SALT_LENGTH, "cache_salt",
                  f"a string of {len(self.cache_salt or '')} characters",
                  f"a string of 1 to {MAX_CACHE_SALT_LENGTH} characters")  # fmt: skip
@@ -191,6 +194,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _require(len(self.bad_words) <= MAX_BAD_WORDS, "bad_words", f"{len(self.bad_words)} words",
                  f"at most {MAX_BAD_WORDS} words")  # fmt: skip
         for word in self.bad_words:
+            _require(_is_text(word), "bad_words", ascii(word), "of text that UTF-8 can encode")
             _require(0 < len(word) <= MAX_BAD_WORD_LENGTH, "bad_words", f"a word of {len(word)} characters",
                      f"words of 1 to {MAX_BAD_WORD_LENGTH} characters")  # fmt: skip
         _require(len(self.bad_words_token_ids) <= 2 * MAX_BAD_WORDS, "bad_words_token_ids",
@@ -240,6 +244,12 @@ def _is_text(value: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
+def _short(value: object) -> str:
+    """A value as it is quoted in a message, which should not be as long as what the client sent."""
+    text = repr(value)
+    return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}… ({len(text)} characters)"
+
+
 def _require_type(name: str, value: object, kind: Any) -> None:
     """Decoding has checked that already; a caller of the constructor may have passed anything."""
     if isinstance(value, enum.Enum | msgspec.Struct):
@@ -247,7 +257,7 @@ def _require_type(name: str, value: object, kind: Any) -> None:
     try:
         msgspec.convert(value, kind)
     except (msgspec.ValidationError, OverflowError) as error:
-        raise RequestError(name, f"{name} is {value!r}: {error}") from None
+        raise RequestError(name, f"{name} is {_short(value)}: {error}") from None
 
 
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:
@@ -272,7 +282,7 @@ def convert_parameter(name: str, value: Any) -> Any:
         return _string_list(name, value)
     if kind is list:
         if not isinstance(value, list | tuple):
-            raise RequestError(name, f"{name} is {value!r}; it must be a list of token ids")
+            raise RequestError(name, f"{name} is {_short(value)}; it must be a list of token ids")
         return [_number(name, item, int) for item in value]
     if kind is dict:
         return _bias_of_token_ids(name, value)
@@ -284,7 +294,7 @@ def convert_parameter(name: str, value: Any) -> Any:
         return _boolean(name, value)
     if kind is str:
         if not isinstance(value, str):
-            raise RequestError(name, f"{name} is {value!r}; it must be a string")
+            raise RequestError(name, f"{name} is {_short(value)}; it must be a string")
         return value
     return _number(name, value, kind)
 
@@ -292,16 +302,16 @@ def convert_parameter(name: str, value: Any) -> Any:
 def _string_list(name: str, value: Any) -> list[str]:
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
-        raise RequestError(name, f"{name} is {value!r}; it must be a string or a list of strings")
+        raise RequestError(name, f"{name} is {_short(value)}; it must be a string or a list of strings")
     return list(items)
 
 
 def _bias_of_token_ids(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise RequestError(name, f"{name} is {value!r}; it must be an object of token id and bias")
+        raise RequestError(name, f"{name} is {_short(value)}; it must be an object of token id and bias")
     converted = {_number(name, token_id, int): _number(name, bias, float) for token_id, bias in value.items()}
     if len(converted) < len(value):
-        raise RequestError(name, f"{name} is {value!r}; it must be an object that holds each token id once")
+        raise RequestError(name, f"{name} is {_short(value)}; it must be an object that holds each token id once")
     return converted
 
 
@@ -314,7 +324,7 @@ def _output_kind(name: str, value: Any) -> RequestOutputKind:
         return RequestOutputKind(_number(name, value, int))
     except ValueError:
         kinds = ", ".join(f"{kind.name} ({kind.value})" for kind in RequestOutputKind)
-        raise RequestError(name, f"{name} is {value!r}; it must be one of {kinds}") from None
+        raise RequestError(name, f"{name} is {_short(value)}; it must be one of {kinds}") from None
 
 
 def _boolean(name: str, value: Any) -> bool:
@@ -322,7 +332,7 @@ def _boolean(name: str, value: Any) -> bool:
         return value
     if isinstance(value, str) and value.lower() in ("true", "false", "1", "0"):
         return value.lower() in ("true", "1")
-    raise RequestError(name, f"{name} is {value!r}; it must be true or false")
+    raise RequestError(name, f"{name} is {_short(value)}; it must be true or false")
 
 
 def _number(name: str, value: Any, kind: type) -> Any:
@@ -341,4 +351,4 @@ def _number(name: str, value: Any, kind: type) -> Any:
         return int(value)
     except (TypeError, ValueError, OverflowError):
         wanted = "a number" if kind is float else "an integer"
-        raise RequestError(name, f"{name} is {value!r}; it must be {wanted}") from None
+        raise RequestError(name, f"{name} is {_short(value)}; it must be {wanted}") from None

@@ -40,6 +40,8 @@ __all__ = ["EngineCoreProcess"]
 
 logger = logging.getLogger(__name__)
 
+MAX_POLL_MS = 3_600_000
+"""However far off the next deadline is; poll cannot count further than 2**31."""
 IDLE_CHECK_MS = 1000
 """After this long without work, the block pool's integrity is checked, once per idle period."""
 
@@ -94,7 +96,7 @@ class EngineCoreProcess:
         """
         seconds = self._core.scheduler.seconds_until_overdue()
         if seconds is not None:
-            self._poller.poll(math.ceil(1000 * seconds))
+            self._poller.poll(min(math.ceil(1000 * seconds), MAX_POLL_MS))
         elif not self._poller.poll(IDLE_CHECK_MS):
             try:
                 self._core.scheduler.check_integrity()

@@ -16,6 +16,7 @@ request behind it, and only `max_num_partial_prefills` prompts are in such a sta
 keeps the others from going on or from starting.
 """
 
+import logging
 import time
 from bisect import insort
 from collections.abc import Callable
@@ -40,6 +41,8 @@ from quire_engine.scheduler.request_queue import RequestQueue, make_request_queu
 from quire_engine.stats import SchedulerStats
 
 __all__ = ["Scheduler"]
+
+logger = logging.getLogger(__name__)
 
 
 def _without_grammar(params: SamplingParams) -> SamplingParams:
@@ -346,7 +349,7 @@ class Scheduler:
                 output.prompt_logprobs = request.take_prompt_logprobs()
             stopped: tuple[FinishReason, int | None] | None = None
             for token_id in new_token_ids:
-                if grammar is not None and not grammar.accept_tokens([token_id]):
+                if grammar is not None and not _accepts(request, token_id):
                     stopped = FinishReason.ERROR, None
                     output.error = (
                         "structured_outputs: no token that the grammar allows is left by the other parameters"
@@ -419,3 +422,13 @@ class Scheduler:
         places = [*self.running, *(request for queue in self._queues for request in queue), *self.waiting_for_fsm]
         assert len(places) == len(self.requests), "a request is in no queue, or in two"
         assert {id(request) for request in places} == {id(request) for request in self.requests.values()}
+
+
+def _accepts(request: Request, token_id: int) -> bool:
+    """Advance a request's grammar; one that raises is a matter of its own request alone."""
+    assert request.grammar is not None
+    try:
+        return request.grammar.accept_tokens([token_id])
+    except Exception:
+        logger.exception("a grammar cannot be advanced")
+        return False

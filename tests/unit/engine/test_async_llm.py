@@ -325,3 +325,29 @@ def test_a_temporary_folder_too_long_for_sockets_is_named(
     with pytest.raises(ValueError, match=r"TMPDIR is .* too long"):
         AsyncLLM(EngineConfig.from_settings({"model": str(checkpoint("tied-gqa"))}))
     assert list(folder.iterdir()) == []
+
+
+def test_a_deadline_in_the_far_future_is_no_trouble(checkpoint: Callable[[str], Path]) -> None:
+    async def main(llm: AsyncLLM) -> None:
+        for deadline_ms in (2.0**31 + 1000, 2.0**64 / 1000):
+            params = SamplingParams(max_tokens=3, structured_outputs={"regex": "[ef]+"})  # type: ignore[arg-type]
+            outputs = [o async for o in llm.generate([5], params, deadline_ms=deadline_ms)]
+            assert outputs[-1].finished
+        assert llm.is_healthy
+
+    with engine(checkpoint("tinypy")) as (llm, _):
+        asyncio.run(main(llm))
+
+
+def test_ids_of_callers_cannot_meet_those_of_sequences(checkpoint: Callable[[str], Path]) -> None:
+    async def main(llm: AsyncLLM) -> None:
+        async def one(request_id: str, n: int) -> RequestOutput:
+            params = SamplingParams(max_tokens=50, n=n, seed=1, ignore_eos=True)
+            return [o async for o in llm.generate([5, 6], params, request_id)][-1]
+
+        outputs = await asyncio.gather(one("0_x", 1), one("1_x", 1), one("x", 3))
+        assert [len(output.outputs) for output in outputs] == [1, 1, 3]
+        assert all(len(one.token_ids) == 50 for output in outputs for one in output.outputs)
+
+    with engine(checkpoint("tied-gqa")) as (llm, _):
+        asyncio.run(main(llm))

@@ -258,3 +258,13 @@ def test_output_kind_makes_no_difference_offline(llm: LLM) -> None:
         for kind in RequestOutputKind
     ]
     assert all(output.finished and output.outputs == outputs[0].outputs for output in outputs)
+
+
+def test_parameters_that_leave_no_token_are_refused(llm: LLM) -> None:
+    for params in (
+        SamplingParams(allowed_token_ids=[1], min_tokens=4),
+        SamplingParams(allowed_token_ids=[1, 7], stop_token_ids=[7], min_tokens=1),
+    ):
+        with pytest.raises(RequestError, match="allowed_token_ids holds no token"):
+            llm.generate("a", params, use_tqdm=False)
+    assert llm.generate("a", SamplingParams(allowed_token_ids=[1, 7], min_tokens=1), use_tqdm=False)[0].finished

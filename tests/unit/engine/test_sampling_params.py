@@ -450,3 +450,15 @@ def test_half_a_surrogate_pair_is_refused() -> None:
 def test_numbers_that_are_none(name: str, value: object) -> None:
     with pytest.raises(RequestError, match=f"^{name} is"):
         SamplingParams.from_mapping({name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [("bad_words", ["a\ud800"]), ("cache_salt", "\udfff")])
+def test_every_text_must_be_text(name: str, value: object) -> None:
+    with pytest.raises(RequestError, match=f"^{name} is .*UTF-8"):
+        SamplingParams.from_mapping({name: value})
+
+
+def test_a_message_is_not_as_long_as_what_was_sent() -> None:
+    with pytest.raises(RequestError, match=r"^stop_token_ids is") as caught:
+        SamplingParams.from_mapping({"stop_token_ids": "x" * 5_000_000})
+    assert len(str(caught.value)) < 400
