@@ -202,8 +202,8 @@ class InputProcessor:
         if excluded.issuperset(params.allowed_token_ids):
             raise RequestError(
                 "allowed_token_ids",
-                "allowed_token_ids holds no token that bad_words and min_tokens leave (the latter keeps out tokens that "
-                "end the text); allow others, or drop these",
+                "allowed_token_ids holds no token that bad_words and min_tokens leave (the latter keeps out what ends "
+                "the text); allow others, or drop these",
             )
 
     def _tokenize_bad_words(self, bad_words: list[str]) -> list[list[int]]:
