@@ -5,17 +5,21 @@ size of the result) comes back as an error of the request, see `structured_outpu
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
 from quire_engine.errors import RequestError
 
-__all__ = ["MAX_CHOICES", "MAX_STRUCTURED_OUTPUTS_BYTES", "StructuredOutputsParams"]
+__all__ = ["MAX_CHOICES", "MAX_STRUCTURED_OUTPUTS_BYTES", "MAX_SUBSCHEMAS", "StructuredOutputsParams"]
 
 MAX_CHOICES = 4096
 MAX_STRUCTURED_OUTPUTS_BYTES = 256 * 1024
 """Of the schema, expression or grammar as JSON: far more than any schema a model could follow."""
+MAX_SUBSCHEMAS = 10_000
+"""Of a JSON schema, itself included."""
+MAX_PATH_CHARACTERS = 200
+"""Of a place in a schema, in a message."""
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
@@ -59,7 +63,10 @@ class StructuredOutputsParams(
                 _refuse("a choice with an empty string", "a choice of strings that are not empty")
         if self.regex == "" or self.grammar == "":
             _refuse(f"an empty {given[0]}", f"a {given[0]}")
-        size = len(self.text.encode(errors="replace"))
+        try:
+            size = len(self.text.encode())
+        except UnicodeEncodeError as error:
+            _refuse(f"a {given[0]} with {error.object[error.start]!r}", "text that UTF-8 can encode")
         if size > MAX_STRUCTURED_OUTPUTS_BYTES:
             _refuse(f"a {given[0]} of {size} bytes", f"at most {MAX_STRUCTURED_OUTPUTS_BYTES} bytes")
         if self.json is not None:
@@ -104,7 +111,7 @@ class StructuredOutputsParams(
             raise RequestError("structured_outputs", f"structured_outputs: {self.kind} is no JSON: {error}") from None
 
 
-def _refuse(what: str, allowed: str) -> None:
+def _refuse(what: str, allowed: str) -> NoReturn:
     raise RequestError("structured_outputs", f"structured_outputs is {what}; it must be {allowed}")
 
 
@@ -119,6 +126,8 @@ def _decode_json(name: str, text: str) -> Any:
 
 # -- JSON schema -------------------------------------------------------------------------------------------------------
 
+_Place = tuple[Any, str]
+"""Where a subschema is: the place of the one that it is in (None for the root), and its name there."""
 _UNSUPPORTED = (
     "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "propertyNames", "contains",
     "minContains", "maxContains", "uniqueItems", "$dynamicRef", "$recursiveRef",
@@ -136,36 +145,49 @@ def _check_json_schema(schema: Any) -> None:
     """Refuse what the compiler would silently leave out; whether the rest is a good schema is for it to say."""
     if not isinstance(schema, dict | bool):
         _refuse("a json schema that is no object", "an object, or the JSON text of one")
-    stack = [("#", schema)]
+    stack: list[tuple[_Place | None, Any]] = [(None, schema)]
+    num_subschemas = 0
     while stack:
-        path, part = stack.pop()
+        place, part = stack.pop()
         if not isinstance(part, dict):
             continue
+        num_subschemas += 1
+        if num_subschemas > MAX_SUBSCHEMAS:
+            _refuse(f"a json schema of more than {MAX_SUBSCHEMAS} subschemas", f"at most {MAX_SUBSCHEMAS} of them")
         for name in _UNSUPPORTED:
             if part.get(name) not in (None, False):
-                raise _unsupported(path, repr(name))
+                raise _unsupported(place, repr(name))
         combinator = next((name for name in _COMBINATORS if name in part), None)
         if combinator is not None:
             beside = sorted(_ASSERTIONS & part.keys() | {name for name in _COMBINATORS if name in part} - {combinator})
             if beside:
-                raise _unsupported(path, f"{beside[0]!r} beside {combinator!r}")
+                raise _unsupported(place, f"{beside[0]!r} beside {combinator!r}")
         if isinstance(part.get("allOf"), list) and len(part["allOf"]) != 1:
-            raise _unsupported(path, "'allOf' of several schemas")
-        stack += _subschemas(path, part)
+            raise _unsupported(place, "'allOf' of several schemas")
+        stack += _subschemas(place, part)
 
 
-def _unsupported(path: str, what: str) -> RequestError:
+def _unsupported(place: _Place | None, what: str) -> RequestError:
+    names = []
+    while place is not None:
+        place, name = place
+        names.append(name[:MAX_PATH_CHARACTERS])
+    path = "/".join(["#", *reversed(names)])
+    if len(path) > MAX_PATH_CHARACTERS:
+        path = path[:MAX_PATH_CHARACTERS] + "…"
     return RequestError(
         "structured_outputs", f"structured_outputs: the json schema uses {what} at {path}, which cannot be enforced"
     )
 
 
-def _subschemas(path: str, part: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _subschemas(place: _Place | None, part: dict[str, Any]) -> Iterator[tuple[_Place, Any]]:
     for name in ("properties", "patternProperties", "$defs", "definitions"):
         if isinstance(part.get(name), dict):
-            yield from ((f"{path}/{name}/{key}", value) for key, value in part[name].items())
+            inside = place, name
+            yield from (((inside, key), value) for key, value in part[name].items())
     for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
         if isinstance(part.get(name), list):
-            yield from ((f"{path}/{name}/{i}", value) for i, value in enumerate(part[name]))
+            inside = place, name
+            yield from (((inside, str(i)), value) for i, value in enumerate(part[name]))
     for name in ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems"):
-        yield f"{path}/{name}", part.get(name)
+        yield (place, name), part.get(name)

@@ -64,6 +64,7 @@ class EngineCore:
         Raises:
             RequestError: it could never be served.
             EngineSleepingError: `sleep` was called, and `wake_up` was not.
+            EngineUnavailableError: too many grammars are being compiled.
         """
         validate_request(
             message.prompt_token_ids,
@@ -90,6 +91,7 @@ class EngineCore:
     def abort_request(self, request_id: str) -> None:
         """End a request wherever it is. Its blocks are free when this returns. Unknown ids are passed over."""
         self.scheduler.finish_request(request_id)
+        self.structured_output.drop_abandoned()
 
     def has_requests(self) -> bool:
         """Whether `step` has anything to do."""
@@ -109,8 +111,9 @@ class EngineCore:
         if not self.scheduler.has_requests():
             return EngineCoreOutputs(refused, self.scheduler.make_stats())
         scheduler_output = self.scheduler.schedule()
-        refused += self._fill_grammar_bitmask(scheduler_output)
+        self.structured_output.drop_abandoned()  # of requests that are overdue
         try:
+            refused += self._fill_grammar_bitmask(scheduler_output)
             runner_output = self.executor.execute_model(scheduler_output)
         except Exception as error:
             logger.exception("a step of %d requests failed", len(scheduler_output.num_scheduled_tokens))
@@ -180,10 +183,14 @@ class EngineCore:
             return []
         outputs = []
         for request, error in self.structured_output.take_finished():
+            if error is None:
+                try:
+                    self.scheduler.grammar_is_ready(request)
+                except Exception as failure:
+                    logger.exception("a grammar cannot be given to request %s", request.request_id)
+                    error = GrammarError(f"the grammar failed: {failure!r}", None)
             if error is not None:
                 outputs += self._refuse(request, error)
-            else:
-                self.scheduler.grammar_is_ready(request)
         return outputs
 
     def _fill_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> list[EngineCoreOutput]:

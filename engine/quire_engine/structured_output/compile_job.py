@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from quire_engine.structured_output.grammar import GrammarError
 from quire_engine.structured_output.protocol import CompilerArguments, CompileRequest, CompileResult
-from quire_engine.structured_output.xgrammar import XGrammar
+from quire_engine.structured_output.xgrammar import SharedGrammar, XGrammar
 
 __all__ = ["GrammarCompiler", "make_tokenizer_info"]
 
@@ -40,7 +40,7 @@ class GrammarCompiler:
                 text = compiled.serialize_json()
                 if len(text) > MAX_COMPILED_BYTES:
                     raise GrammarError(f"the {request.kind} is too complex: compiled, it has {len(text) >> 20} MiB")
-                grammar = XGrammar(xgrammar.CompiledGrammar.deserialize_json(text, self.tokenizer_info))
+                grammar = XGrammar(SharedGrammar(xgrammar.CompiledGrammar.deserialize_json(text, self.tokenizer_info)))
                 grammar.fill_bitmask(np.zeros((1, -(-self.tokenizer_info.vocab_size // 32)), np.int32), 0)
         except Exception as error:  # the library raises whatever its parsers raise
             message = _clean(str(error) or repr(error))

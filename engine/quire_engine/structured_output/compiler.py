@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire_engine.structured_output.protocol import (
+    CancelRequest,
     CompilerArguments,
     CompileRequest,
     CompileResult,
@@ -96,9 +97,20 @@ class CompilerServer:
             end = 4 + int.from_bytes(self._received[:4], "little")
             if len(self._received) < end:
                 break
-            self._waiting.append(msgspec.msgpack.decode(self._received[4:end], type=CompileRequest))
+            request = msgspec.msgpack.decode(self._received[4:end], type=CompileRequest | CancelRequest)
             del self._received[:end]
+            if isinstance(request, CancelRequest):
+                self._cancel(request.job_id)
+            else:
+                self._waiting.append(request)
         return bool(data)
+
+    def _cancel(self, job_id: int) -> None:
+        """Skip a job that waits; kill one that runs, whose end is then read like any other's."""
+        self._waiting = deque(request for request in self._waiting if request.job_id != job_id)
+        for job in self._jobs.values():
+            if job.request.job_id == job_id:
+                os.kill(job.pid, signal.SIGKILL)
 
     def _start(self, request: CompileRequest) -> None:
         reader, writer = os.pipe()

@@ -19,6 +19,7 @@ from typing import IO
 import msgspec
 
 from quire_engine.structured_output.protocol import (
+    CancelRequest,
     CompilerArguments,
     CompileRequest,
     CompileResult,
@@ -38,7 +39,7 @@ SHUTDOWN_SECONDS = 2.0
 
 @dataclass(slots=True)
 class _Pending:
-    request: CompileRequest
+    frame: bytes
     attempts: int = 0
 
 
@@ -78,13 +79,21 @@ class CompilerProcess:
         return None if process is None else process.pid
 
     def submit(self, request: CompileRequest) -> None:
-        """Have a grammar compiled; starts the process if there is none."""
+        """Have a grammar compiled; starts the process if there is none. When this raises, nothing was submitted."""
+        frame = to_frame(request)
         with self._lock:
-            self._pending[request.job_id] = _Pending(request)
-            self._outbox.put(to_frame(request))
             if self._reader is None:
-                self._reader = threading.Thread(target=self._run, name="grammar-compiler", daemon=True)
-                self._reader.start()
+                reader = threading.Thread(target=self._run, name="grammar-compiler", daemon=True)
+                reader.start()  # it waits for the lock
+                self._reader = reader
+            self._pending[request.job_id] = _Pending(frame)
+            self._outbox.put(frame)
+
+    def cancel(self, job_id: int) -> None:
+        """Nobody waits for a job any more. No result comes of it, but for one that is on its way already."""
+        with self._lock:
+            if self._pending.pop(job_id, None) is not None:
+                self._outbox.put(to_frame(CancelRequest(job_id)))
 
     def shutdown(self) -> None:
         """End the process and the threads. Idempotent."""
@@ -99,6 +108,21 @@ class CompilerProcess:
     # -- the reader's thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Whatever goes wrong here, nobody is left waiting, and the next request starts anew."""
+        try:
+            self._keep_alive()
+        except Exception as error:
+            logger.exception("the grammar compiler's thread failed")
+            with self._lock:
+                process, self._process, self._reader = self._process, None, None
+                failed, self._pending = {} if self._closing else self._pending, {}
+            if process is not None:
+                process.kill()
+                process.wait()
+            for job_id in failed:
+                self._fail(job_id, f"the grammar compiler failed: {error!r}")
+
+    def _keep_alive(self) -> None:
         """Keep a process alive for as long as there is something to compile or to wait for."""
         while True:
             with self._lock:
@@ -124,7 +148,7 @@ class CompilerProcess:
         """A new outbox with what is not answered yet."""
         self._outbox = queue.SimpleQueue()
         for pending in self._pending.values():
-            self._outbox.put(to_frame(pending.request))
+            self._outbox.put(pending.frame)
 
     def _start(self) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
@@ -172,9 +196,11 @@ class CompilerProcess:
 
     def _take(self, result: CompileResult) -> None:
         with self._lock:
-            known = self._pending.pop(result.job_id, None)
-        if known is not None:
+            known = result.job_id in self._pending
+        if known:
             self._on_result(result)
+            with self._lock:
+                self._pending.pop(result.job_id, None)
 
     def _count_attempts(self) -> None:
         """Give up what has seen the process die too often."""

@@ -15,16 +15,21 @@ class GrammarError(Exception):
     Attributes:
         parameter: `structured_outputs` when the request is to blame, None when we are.
         cacheable: whether the same would come of another try.
+        expires_at: on `time.monotonic`: until when it is worth remembering nevertheless.
     """
 
     def __init__(self, message: str, parameter: str | None = "structured_outputs", *, cacheable: bool = False) -> None:
         super().__init__(f"{parameter}: {message}" if parameter else message)
         self.parameter = parameter
         self.cacheable = cacheable
+        self.expires_at: float | None = None
 
 
 class Grammar(Protocol):
     """How far one request's output has come in its grammar."""
+
+    last_fill_seconds: float
+    """CPU time that the last `fill_bitmask` took; 0 before the first."""
 
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
         """Advance by tokens that were really sampled; False when the grammar does not allow them."""

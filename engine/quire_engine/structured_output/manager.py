@@ -12,6 +12,7 @@
 import contextlib
 import os
 import select
+import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
@@ -20,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from quire_engine.errors import EngineUnavailableError
 from quire_engine.messages import GrammarBitmask
-from quire_engine.request import Request
+from quire_engine.request import Request, RequestStatus
 from quire_engine.structured_output.compiler_process import CompilerProcess
 from quire_engine.structured_output.grammar import Grammar, GrammarError
 from quire_engine.structured_output.protocol import CompilerArguments, CompileRequest, CompileResult
@@ -35,6 +37,14 @@ __all__ = ["StructuredOutputManager"]
 MAX_CACHED_GRAMMARS = 256
 MAX_CACHED_BYTES = 256 << 20
 """Of compiled grammars that are kept for the next request with the same schema."""
+MAX_PENDING_JOBS = 256
+"""Grammars that are being compiled or wait for it. Some hundred usual ones take a second."""
+VERDICT_SECONDS = 30.0
+"""How long a grammar that took too much time is not tried again."""
+SLOW_FILL_SECONDS = 0.01
+"""CPU time of one row from which on it counts as slow; usual rows take well below a thousandth of a second."""
+STEP_SECONDS = 0.1
+"""What all slow rows of one step may take together. The rest of those who were slow in the step before are refused."""
 
 _Key = tuple[str, str, bool]
 
@@ -127,11 +137,15 @@ class StructuredOutputManager:
                 return
 
     def init_grammar(self, request: Request) -> None:
-        """Give a structured request its grammar if it is cached, or else have it compiled."""
+        """Give a structured request its grammar if it is cached, or else have it compiled.
+
+        Raises:
+            EngineUnavailableError: too many others are being compiled.
+        """
         params = request.sampling_params.structured_outputs
         assert params is not None
         key = _key(params)
-        if key in self._cache:
+        if self._is_cached(key):
             self._cache.move_to_end(key)
             error = _attach(self._cache[key], request)
             if error is not None:
@@ -139,19 +153,44 @@ class StructuredOutputManager:
         elif key in self._job_of:
             self._jobs[self._job_of[key]][1].append(request)
         else:
-            self._num_jobs += 1
-            self._jobs[self._num_jobs] = key, [request]
-            self._job_of[key] = self._num_jobs
-            self._compiler.submit(CompileRequest(self._num_jobs, *key))
+            if len(self._jobs) >= MAX_PENDING_JOBS:
+                self.drop_abandoned()
+            if len(self._jobs) >= MAX_PENDING_JOBS:
+                raise EngineUnavailableError(f"{len(self._jobs)} other grammars wait to be compiled; try again later")
+            job_id = self._num_jobs + 1
+            try:
+                self._compiler.submit(CompileRequest(job_id, *key))
+            except Exception as error:
+                self._refused.append((request, GrammarError(f"the grammar cannot be compiled: {error!r}", None)))
+                return
+            self._num_jobs = job_id
+            self._jobs[job_id] = key, [request]
+            self._job_of[key] = job_id
+
+    def drop_abandoned(self) -> None:
+        """Stop compiling what only requests that have ended waited for."""
+        abandoned = [
+            job_id
+            for job_id, (_, requests) in self._jobs.items()
+            if all(request.status is RequestStatus.FINISHED for request in requests)
+        ]
+        for job_id in abandoned:
+            key, _ = self._jobs.pop(job_id)
+            del self._job_of[key]
+            self._compiler.cancel(job_id)
 
     def take_finished(self) -> list[tuple[Request, GrammarError | None]]:
         """The requests whose grammar has been compiled since the last call: now they have it, or the error."""
         requests, self._refused = self._refused, []
         while self._results.finished:
             job_id, grammar = self._results.finished.popleft()
+            if job_id not in self._jobs:
+                continue  # dropped
             key, waiting = self._jobs.pop(job_id)
             del self._job_of[key]
-            if not isinstance(grammar, GrammarError) or grammar.cacheable:
+            if isinstance(grammar, GrammarError) and not grammar.cacheable and grammar.parameter is not None:
+                grammar.expires_at = time.monotonic() + VERDICT_SECONDS  # a time-out
+            if not isinstance(grammar, GrammarError) or grammar.cacheable or grammar.expires_at is not None:
                 self._remember(key, grammar)
             requests += [(request, _attach(grammar, request)) for request in waiting]
         return requests
@@ -165,10 +204,19 @@ class StructuredOutputManager:
         """
         bitmask = np.empty((len(requests), self._num_words), dtype=np.int32)
         failed: list[tuple[Request, GrammarError]] = []
+        slow_seconds = 0.0
         for row, request in enumerate(requests):
-            assert request.grammar is not None
+            grammar = request.grammar
+            assert grammar is not None
             try:
-                request.grammar.fill_bitmask(bitmask, row)
+                if slow_seconds > STEP_SECONDS and grammar.last_fill_seconds > SLOW_FILL_SECONDS:
+                    raise GrammarError(
+                        "the grammar is too ambiguous: finding out what may come next takes "
+                        f"{grammar.last_fill_seconds * 1e3:.0f} ms, and other requests take as long at the same time"
+                    )
+                grammar.fill_bitmask(bitmask, row)
+                if grammar.last_fill_seconds > SLOW_FILL_SECONDS:
+                    slow_seconds += grammar.last_fill_seconds
                 if request.num_output_tokens < request.sampling_params.min_tokens:
                     _forbid_stop(bitmask[row], request.eos_token_ids | request.stop_token_ids)
             except Exception as error:
@@ -179,6 +227,13 @@ class StructuredOutputManager:
         if not requests:
             return None, failed
         return GrammarBitmask([request.request_id for request in requests], bitmask.tobytes()), failed
+
+    def _is_cached(self, key: _Key) -> bool:
+        """Whether there is a grammar or a verdict; one that has expired is forgotten."""
+        expires_at = getattr(self._cache.get(key), "expires_at", None)
+        if expires_at is not None and expires_at <= time.monotonic():
+            self._cached_bytes -= _size(key, self._cache.pop(key))
+        return key in self._cache
 
     def _remember(self, key: _Key, grammar: Any) -> None:
         self._cache[key] = grammar
@@ -205,11 +260,16 @@ def _attach(compiled: Any, request: Request) -> GrammarError | None:
     """Give a request a matcher of its own, which stands where the request's output so far has brought it."""
     if isinstance(compiled, GrammarError):
         return compiled
-    from quire_engine.structured_output.xgrammar import XGrammar
+    if compiled.too_slow is not None:
+        return GrammarError(compiled.too_slow)
+    try:
+        from quire_engine.structured_output.xgrammar import XGrammar
 
-    grammar: Grammar = XGrammar(compiled)
-    if not grammar.accept_tokens(request.all_token_ids[request.num_prompt_tokens :]):
-        return GrammarError("the output so far does not follow the grammar", None)
+        grammar: Grammar = XGrammar(compiled)
+        if not grammar.accept_tokens(request.all_token_ids[request.num_prompt_tokens :]):
+            return GrammarError("the output so far does not follow the grammar", None)
+    except Exception as error:
+        return GrammarError(f"the grammar failed: {error!r}", None)
     request.grammar = grammar
     return None
 

@@ -2,7 +2,7 @@
 
 ::
 
-    stdin   CompilerArguments once, then CompileRequest …
+    stdin   CompilerArguments once, then CompileRequest, CancelRequest …
     stdout  CompilerReady once,     then CompileResult …          in any order, by job id
 
     frame   | 4 bytes: length, little endian | msgpack |
@@ -13,7 +13,15 @@ from typing import IO
 
 import msgspec
 
-__all__ = ["CompileRequest", "CompileResult", "CompilerArguments", "CompilerReady", "read_frame", "to_frame"]
+__all__ = [
+    "CancelRequest",
+    "CompileRequest",
+    "CompileResult",
+    "CompilerArguments",
+    "CompilerReady",
+    "read_frame",
+    "to_frame",
+]
 
 _HEADER = struct.Struct("<I")
 
@@ -35,13 +43,19 @@ class CompilerReady(msgspec.Struct, array_like=True):
     error: str | None = None
 
 
-class CompileRequest(msgspec.Struct, array_like=True):
+class CompileRequest(msgspec.Struct, array_like=True, tag=True):
     """One grammar to compile: `kind` and `text` are those of StructuredOutputsParams."""
 
     job_id: int
     kind: str
     text: str
     any_whitespace: bool = True
+
+
+class CancelRequest(msgspec.Struct, array_like=True, tag=True):
+    """Nobody waits for this job any more. It may have ended already."""
+
+    job_id: int
 
 
 class CompileResult(msgspec.Struct, array_like=True):

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +10,7 @@ import xgrammar
 
 from quire_engine.structured_output.grammar import GrammarError
 
-__all__ = ["XGrammar", "XGrammarBackend"]
+__all__ = ["SharedGrammar", "XGrammar", "XGrammarBackend"]
 
 SLOWEST_TOKEN_SECONDS = 0.1
 """CPU time that one token of one request may take of everybody's step. Usual is a millionth of a second to some
@@ -17,7 +18,27 @@ thousandths; an ambiguous grammar such as `((a+)+)+b` has more ways to read its 
 token after 400 of them."""
 MEAN_TOKEN_SECONDS = 0.005
 ALLOWANCE_SECONDS = 0.5
-"""All tokens together may take this and `MEAN_TOKEN_SECONDS` for each."""
+"""All tokens together may take this and `MEAN_TOKEN_SECONDS` for each, of one request and of all with one grammar."""
+VERDICT_SECONDS = 30.0
+"""How long a grammar that took more than that is refused to other requests."""
+
+
+@dataclass(slots=True)
+class SharedGrammar:
+    """A compiled grammar, and what all its requests together know of its cost."""
+
+    compiled: xgrammar.CompiledGrammar
+    num_tokens: int = 0
+    seconds: float = 0.0
+    too_slow: str | None = None
+    """Why no request goes on with it, once one took too much time."""
+    expires_at: float | None = None
+    """On `time.monotonic`: until when that is worth remembering."""
+
+    @property
+    def memory_size_bytes(self) -> int:
+        """What it takes while it is kept."""
+        return int(self.compiled.memory_size_bytes)
 
 
 class XGrammarBackend:
@@ -26,25 +47,28 @@ class XGrammarBackend:
     def __init__(self, tokenizer_info: str) -> None:
         self._tokenizer_info = xgrammar.TokenizerInfo.deserialize_json(tokenizer_info)
 
-    def load(self, text: str) -> xgrammar.CompiledGrammar:
+    def load(self, text: str) -> SharedGrammar:
         """A compiled grammar, which any number of requests can share."""
-        return xgrammar.CompiledGrammar.deserialize_json(text, self._tokenizer_info)
+        return SharedGrammar(xgrammar.CompiledGrammar.deserialize_json(text, self._tokenizer_info))
 
 
 class XGrammar:
     """One request's matcher, and its account of the time it took."""
 
-    def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
-        self._matcher = xgrammar.GrammarMatcher(compiled)
+    def __init__(self, shared: SharedGrammar) -> None:
+        self._shared = shared
+        self._matcher = xgrammar.GrammarMatcher(shared.compiled)
         self._num_tokens = 0
         self._seconds = 0.0
         self._slowest_seconds = 0.0
+        self.last_fill_seconds = 0.0
 
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
         """See `Grammar`."""
         started = time.thread_time()
         accepted = all(not self._matcher.is_terminated() and self._matcher.accept_token(i) for i in token_ids)
         self._num_tokens += len(token_ids)
+        self._shared.num_tokens += len(token_ids)
         self._account(started, len(token_ids))
         return accepted
 
@@ -58,7 +82,7 @@ class XGrammar:
         started = time.thread_time()
         if not self._matcher.fill_next_token_bitmask(bitmask, row):
             bitmask[row] = -1  # every token may come
-        self._account(started, 1)
+        self.last_fill_seconds = self._account(started, 1)
         if not bitmask[row].any():
             raise GrammarError("the grammar allows no token to come next, so no text can satisfy it from here on")
 
@@ -66,15 +90,24 @@ class XGrammar:
         """See `Grammar`."""
         return bool(self._matcher.is_terminated())
 
-    def _account(self, started: float, num_tokens: int) -> None:
+    def _account(self, started: float, num_tokens: int) -> float:
         seconds = time.thread_time() - started
         self._seconds += seconds
+        self._shared.seconds += seconds
         self._slowest_seconds = max(self._slowest_seconds, seconds / max(num_tokens, 1))
+        return seconds
 
     def _check_time(self) -> None:
-        allowed = ALLOWANCE_SECONDS + MEAN_TOKEN_SECONDS * self._num_tokens
-        if self._slowest_seconds > SLOWEST_TOKEN_SECONDS or self._seconds > allowed:
-            raise GrammarError(
+        shared = self._shared
+        if shared.too_slow is None and (
+            self._slowest_seconds > SLOWEST_TOKEN_SECONDS
+            or self._seconds > ALLOWANCE_SECONDS + MEAN_TOKEN_SECONDS * self._num_tokens
+            or shared.seconds > ALLOWANCE_SECONDS + MEAN_TOKEN_SECONDS * shared.num_tokens
+        ):
+            shared.too_slow = (
                 f"the grammar is too ambiguous: after {self._num_tokens} tokens, finding out what may come next took "
-                f"{self._slowest_seconds * 1e3:.0f} ms for one token and {self._seconds:.1f} s in all"
+                f"{self._slowest_seconds * 1e3:.0f} ms for one token and {shared.seconds:.1f} s in all"
             )
+            shared.expires_at = time.monotonic() + VERDICT_SECONDS
+        if shared.too_slow is not None:
+            raise GrammarError(shared.too_slow)

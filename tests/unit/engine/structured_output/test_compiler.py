@@ -187,7 +187,8 @@ def test_a_killed_compiler_loses_nothing(checkpoint: Callable[[str], Path]) -> N
     async def main(llm: AsyncLLM, recorder: Recorder) -> None:
         await collect(llm, params({"choice": ["warm"]}))
         for signum in (signal.SIGKILL, signal.SIGUSR1):
-            slow = asyncio.ensure_future(collect(llm, params(PATHOLOGICAL["many optional properties"])))
+            schema = {**PATHOLOGICAL["many optional properties"]["json"], "title": str(signum)}
+            slow = asyncio.ensure_future(collect(llm, params({"json": schema})))
             await until(lambda: recorder.stats.num_waiting_for_fsm == 1)
             pid = compiler_of(llm.engine_pid)
             os.kill(pid, signum)
@@ -270,3 +271,55 @@ def test_what_keeps_killing_the_compiler_is_given_up(
     finally:
         process.shutdown()
     assert process._reader is None or not process._reader.is_alive()
+
+
+def test_a_cancelled_job_makes_room_and_says_nothing(checkpoint: Callable[[str], Path]) -> None:
+    results: dict[int, CompileResult] = {}
+    arrived = threading.Condition()
+    process = compiler(checkpoint("tinypy"), results, arrived)
+    try:
+        slow = json.dumps(PATHOLOGICAL["many optional properties"]["json"])
+        process.submit(CompileRequest(0, "regex", "a"))
+        with arrived:
+            assert arrived.wait_for(lambda: 0 in results, 60)
+        for job_id in range(1, 13):  # more than run at once
+            process.submit(CompileRequest(job_id, "json", slow))
+        for job_id in range(1, 13):
+            process.cancel(job_id)
+        started = time.monotonic()
+        process.submit(CompileRequest(13, "regex", "b"))
+        with arrived:
+            assert arrived.wait_for(lambda: 13 in results, 60)
+        assert time.monotonic() - started < COMPILE_SECONDS
+        assert results.keys() == {0, 13}
+    finally:
+        process.shutdown()
+
+
+def test_a_failure_in_the_readers_thread_fails_what_waits_and_starts_afresh(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results: dict[int, CompileResult] = {}
+    arrived = threading.Condition()
+    process = compiler(checkpoint("tinypy"), results, arrived)
+
+    def fail() -> None:
+        raise OSError("no process to be had")
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(process, "_start", fail)
+            process.submit(CompileRequest(1, "regex", "a"))
+            with arrived:
+                assert arrived.wait_for(lambda: 1 in results, 60)
+        assert results[1].is_our_fault
+        assert "no process to be had" in (results[1].error or "")
+        with pytest.raises(UnicodeEncodeError):
+            process.submit(CompileRequest(2, "regex", "\ud800"))
+        process.submit(CompileRequest(3, "regex", "a"))
+        with arrived:
+            assert arrived.wait_for(lambda: 3 in results, 60)
+        assert results[3].error is None
+        assert results.keys() == {1, 3}
+    finally:
+        process.shutdown()

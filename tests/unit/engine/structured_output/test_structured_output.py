@@ -2,15 +2,23 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
+import numpy.typing as npt
 import pytest
 from quire_engine import LLM, SamplingParams
+from quire_engine.errors import EngineUnavailableError
 from quire_engine.output_processor import CompletionOutput
+from quire_engine.request import RequestStatus
 from quire_engine.structured_output import manager as manager_module
+from quire_engine.structured_output.protocol import CompileRequest, CompileResult
+from quire_engine.structured_output.xgrammar import XGrammar
+from quire_engine.testing import make_request
 from support.schemas import random_schema
 
 
@@ -284,6 +292,110 @@ def test_a_grammar_that_gets_slow_ends_alone(llm: LLM) -> None:
     assert outputs[1].outputs == expected
     assert (outputs[0].outputs[0].finish_reason, outputs[0].error_parameter) == ("error", "structured_outputs")
     assert "too ambiguous" in (outputs[0].error or "")
+
+
+def test_one_slow_request_speaks_for_all_with_its_grammar(llm: LLM) -> None:
+    slow = params({"regex": "(((a+)+)+)+a"}, max_tokens=450, min_tokens=450)
+    started = time.thread_time()
+    outputs = llm.generate(["x = a"] * 12, slow, use_tqdm=False)
+    seconds = time.thread_time() - started
+    assert all("too ambiguous" in (output.error or "") for output in outputs)
+    assert seconds < 10
+    before = llm._core._core.structured_output._num_jobs
+    assert "too ambiguous" in refusal(llm, {"regex": "(((a+)+)+)+a"})
+    assert llm._core._core.structured_output._num_jobs == before
+    cache = llm._core._core.structured_output._cache
+    cache[next(key for key in cache if key[1] == "(((a+)+)+)+a")].expires_at = 0.0
+    assert complete(llm, {"regex": "(((a+)+)+)+a"}, max_tokens=5).finish_reason in ("stop", "length")
+
+
+class SlowGrammar:
+    """Says that it takes 30 ms for each row."""
+
+    last_fill_seconds = 0.0
+
+    def accept_tokens(self, token_ids: Sequence[int]) -> bool:
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        pass
+
+    def fill_bitmask(self, bitmask: npt.NDArray[np.int32], row: int) -> None:
+        bitmask[row] = 1
+        self.last_fill_seconds = 0.03
+
+    def is_terminated(self) -> bool:
+        return False
+
+
+def test_slow_rows_of_one_step_are_bounded(llm: LLM) -> None:
+    manager = llm._core._core.structured_output
+    requests = [make_request([1], params=params({"regex": "a"})) for _ in range(12)]
+    for request in requests:
+        request.grammar = SlowGrammar()
+    assert manager.grammar_bitmask(requests)[1] == []  # nobody knows yet
+    bitmask, failed = manager.grammar_bitmask(requests)
+    assert bitmask is not None
+    assert [request for request, _ in failed] == requests[4:]
+    assert {error.parameter for _, error in failed} == {"structured_outputs"}
+
+
+def test_a_grammar_that_fails_ends_its_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    expected = llm.generate("import os", free, use_tqdm=False)[0].outputs
+    complete(llm, {"regex": "warm"})
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("deliberate")
+
+    for target in ("accept_tokens", "fill_bitmask"):
+        with monkeypatch.context() as patch:
+            patch.setattr(XGrammar, target, fail)
+            outputs = llm.generate(["x = ", "import os"], [params({"regex": f"{target}"}), free], use_tqdm=False)
+        assert "deliberate" in (outputs[0].error or "")
+        assert outputs[0].error_parameter is None
+        assert outputs[1].outputs == expected
+    assert complete(llm, {"regex": "well"}).text == "well"
+
+
+def test_a_time_out_is_remembered_for_a_while(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = llm._core._core.structured_output
+    results = manager._results
+    before = manager._num_jobs
+
+    def time_out(request: CompileRequest) -> None:
+        results.on_result(CompileResult(request.job_id, error="it takes too long", cacheable=False))
+
+    monkeypatch.setattr(manager._compiler, "submit", time_out)
+    slow = {"regex": "as if it were slow"}
+    assert refusal(llm, slow) == refusal(llm, slow)
+    assert manager._num_jobs == before + 1
+    manager._cache[next(key for key in manager._cache if key[1] == slow["regex"])].expires_at = 0.0
+    refusal(llm, slow)
+    assert manager._num_jobs == before + 2
+
+
+def test_the_backlog_is_bounded_and_without_those_who_left(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = llm._core._core.structured_output
+    cancelled: list[int] = []
+    monkeypatch.setattr(manager_module, "MAX_PENDING_JOBS", 2)
+    monkeypatch.setattr(manager._compiler, "submit", lambda request: None)
+    monkeypatch.setattr(manager._compiler, "cancel", cancelled.append)
+    requests = [make_request([1], params=params({"regex": f"backlog {i}"})) for i in range(3)]
+    manager.init_grammar(requests[0])
+    manager.init_grammar(requests[1])
+    with pytest.raises(EngineUnavailableError, match="2 other grammars"):
+        manager.init_grammar(requests[2])
+    first = manager._num_jobs - 1
+    requests[0].status = RequestStatus.FINISHED
+    manager.init_grammar(requests[2])
+    assert cancelled == [first]
+    manager._results.on_result(CompileResult(first, error="too late"))
+    assert manager.take_finished() == []
+    for request in requests:
+        request.status = RequestStatus.FINISHED
+    manager.drop_abandoned()
+    assert (manager._jobs, manager._job_of) == ({}, {})
 
 
 def test_unstructured_requests_start_nothing(checkpoint: Callable[[str], Path]) -> None:

@@ -9,6 +9,7 @@ from quire_engine.errors import RequestError
 from quire_engine.structured_outputs_params import (
     MAX_CHOICES,
     MAX_STRUCTURED_OUTPUTS_BYTES,
+    MAX_SUBSCHEMAS,
     StructuredOutputsParams,
 )
 
@@ -107,3 +108,32 @@ def test_text_keeps_the_order_of_a_schema() -> None:
     params = StructuredOutputsParams(json={"properties": {"z": {}, "a": {}}})
     assert params.text == '{"properties":{"z":{},"a":{}}}'
     assert (params.kind, StructuredOutputsParams(choice=["b", "a"]).text) == ("json", '["b","a"]')
+
+
+def test_a_long_name_over_many_subschemas_is_cheap_and_short_in_the_message() -> None:
+    leaves = [{}] * 9_000
+    StructuredOutputsParams(json={"properties": {"x" * 120_000: {"anyOf": leaves}}})
+    with pytest.raises(RequestError, match="#/properties/xxx") as raised:
+        StructuredOutputsParams(json={"properties": {"x" * 120_000: {"anyOf": [*leaves, {"not": {}}]}}})
+    assert len(str(raised.value)) < 400
+    with pytest.raises(RequestError, match=f"more than {MAX_SUBSCHEMAS} subschemas"):
+        StructuredOutputsParams(json={"anyOf": [{}] * MAX_SUBSCHEMAS})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"regex": "a\ud800"},
+        {"grammar": 'root ::= "\udfff"'},
+        {"choice": ["a", "\ud800"]},
+        {"json": '{"title": "\ud800"}'},
+        {"json": {"title": "\ud800"}},
+        {"structural_tag": '{"a": "\ud800"}'},
+    ],
+    ids=ascii,
+)
+def test_what_utf8_cannot_encode_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as raised:
+        StructuredOutputsParams.from_value(given)
+    assert raised.value.parameter == "structured_outputs"
+    str(raised.value).encode()

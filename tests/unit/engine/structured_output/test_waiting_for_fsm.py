@@ -24,6 +24,7 @@ class CountingGrammar:
 
     def __init__(self, length: int, refuses_at: int | None = None) -> None:
         self.length, self.refuses_at = length, refuses_at
+        self.last_fill_seconds = 0.0
         self.seen: list[int] = []
 
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
