@@ -112,13 +112,11 @@ def _cores() -> Check:
 
 
 def _memory() -> Check:
-    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
-    available = kib["MemAvailable"] * 1024
-    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
-    if limit.isdecimal() and used.isdecimal():
-        available = min(available, int(limit) - int(used))
-    detail = f"{available / _GIB:.1f} GiB available of {kib['MemTotal'] / 2**20:.1f}"
+    from quire_engine.memory import available_memory_bytes  # what the engine sizes its KV cache by
+
+    available = available_memory_bytes()
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    detail = f"{available / _GIB:.1f} GiB available of {total / _GIB:.1f}"
     if available < _MEMORY_ENOUGH:
         return Check("memory", "WARN", detail, "only the smallest models fit; free some")
     return Check("memory", "OK", detail)
