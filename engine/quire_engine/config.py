@@ -14,6 +14,7 @@ __all__ = ["CacheConfig", "EngineConfig", "FrontendConfig", "ModelConfig", "Para
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SCHEDULING_POLICIES = ("fcfs", "priority")
+EXECUTOR_BACKENDS = ("uni", "mp", "ray")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,21 +122,38 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """How many processes share the model. One, for now: other values are refused, not ignored."""
+    """How many processes share the model."""
 
     tensor_parallel_size: int = 1
+    """Ranks that each layer is cut into."""
     pipeline_parallel_size: int = 1
+    """Stages that the layers are divided among."""
     data_parallel_size: int = 1
-    distributed_executor_backend: str = "uni"
+    """Copies of the engine. One, for now: other values are refused, not ignored."""
+    distributed_executor_backend: str | None = None
+    """Where the ranks run: `uni` in the engine's own process (one rank only), `mp` one process each on this machine,
+    `ray` as Ray actors, also on several machines. Unset: `uni` for one rank, `mp` for several."""
 
     def __post_init__(self) -> None:
-        for item in fields(self)[:3]:
-            value = getattr(self, item.name)
-            _check(
-                type(value) is int and value == 1, item.name, value, "1 (one process runs the model in this version)"
-            )
-        _check(self.distributed_executor_backend == "uni", "distributed_executor_backend",
-               self.distributed_executor_backend, "'uni'")  # fmt: skip
+        _check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
+        _check_int("pipeline_parallel_size", self.pipeline_parallel_size, 1)
+        _check(self.data_parallel_size == 1, "data_parallel_size", self.data_parallel_size,
+               "1 (one copy of the engine in this version)")  # fmt: skip
+        backend = self.distributed_executor_backend
+        _check(backend in (None, *EXECUTOR_BACKENDS), "distributed_executor_backend", backend,
+               f"one of {', '.join(EXECUTOR_BACKENDS)}")  # fmt: skip
+        _check(backend != "uni" or self.world_size == 1, "distributed_executor_backend", backend,
+               f"'mp' or 'ray' for {self.world_size} ranks")  # fmt: skip
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def executor_backend(self) -> str:
+        """`distributed_executor_backend`, or what it is when unset."""
+        return self.distributed_executor_backend or ("uni" if self.world_size == 1 else "mp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,11 +164,19 @@ class FrontendConfig:
     """Tokens per streamed response after the first, at least."""
     stream_interval_ms: float = 20.0
     """Time between two responses of one stream, at least; tokens that come faster travel together. 0: no limit."""
+    replay_on_crash: bool = True
+    """Whether live requests go on where they were when the engine is started again after a crash or a hang; or else
+    they end with an error."""
+    step_timeout_s: float = 300.0
+    """After so long without the end of a step, an engine with work to do counts as hung, and is started again."""
 
     def __post_init__(self) -> None:
         _check_int("stream_interval", self.stream_interval, 1)
         _check(_is_number(self.stream_interval_ms) and 0 <= self.stream_interval_ms <= 1000,
                "stream_interval_ms", self.stream_interval_ms, "from 0 to 1000")  # fmt: skip
+        _check_bool("replay_on_crash", self.replay_on_crash)
+        _check(_is_number(self.step_timeout_s) and 0 < self.step_timeout_s < float("inf"),
+               "step_timeout_s", self.step_timeout_s, "a number of seconds above 0")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -183,6 +183,8 @@ class CachedRequestData(msgspec.Struct, array_like=True):
     request_ids: list[str] = []
     new_block_ids: list[list[int]] = []
     num_computed_tokens: list[int] = []
+    new_token_ids: list[list[int]] = []
+    """With several ranks, what was sampled since each request's last step: most ranks do not sample. Else empty."""
 
 
 class GrammarBitmask(msgspec.Struct, array_like=True):

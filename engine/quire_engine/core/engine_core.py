@@ -114,7 +114,8 @@ class EngineCore:
         self.structured_output.drop_abandoned()  # of requests that are overdue
         try:
             refused += self._fill_grammar_bitmask(scheduler_output)
-            runner_output = self.executor.execute_model(scheduler_output)
+            self.executor.submit(scheduler_output)
+            runner_output = self.executor.collect()
         except Exception as error:
             logger.exception("a step of %d requests failed", len(scheduler_output.num_scheduled_tokens))
             outputs = self.scheduler.recover_from_failed_step(scheduler_output, f"the engine failed: {error!r}")

@@ -8,7 +8,16 @@ __all__ = ["Executor"]
 
 
 class Executor(Protocol):
-    """Runs steps on all ranks."""
+    """Runs steps on all ranks.
+
+    A step is submitted and collected; results come in the order of submission. An error that `collect` raises belongs
+    to the oldest step, and the executor goes on, unless it is an `EngineDeadError`: then a rank is gone or hangs.
+    """
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        """Steps that may be submitted before the first is collected: one per stage of the pipeline."""
+        ...
 
     def determine_num_blocks(self) -> int:
         """KV blocks that every rank has room for."""
@@ -18,8 +27,17 @@ class Executor(Protocol):
         """Allocate the KV cache on every rank."""
         ...
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step to its end."""
+    def submit(self, scheduler_output: SchedulerOutput) -> None:
+        """Begin a step."""
+        ...
+
+    def collect(self) -> ModelRunnerOutput:
+        """The result of the oldest step that was submitted and not collected; waits for it.
+
+        Raises:
+            EngineDeadError: a rank died or hangs; nothing more can be done with this executor but `shutdown`.
+            Exception: the step failed.
+        """
         ...
 
     def sleep(self, level: int) -> None:

@@ -13,6 +13,12 @@ class UniProcExecutor:
 
     def __init__(self, config: EngineConfig, checkpoint: CheckpointConfig, max_model_len: int) -> None:
         self._worker = Worker(config, checkpoint, max_model_len)
+        self._submitted: SchedulerOutput | None = None
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        """See `Executor`."""
+        return 1
 
     def determine_num_blocks(self) -> int:
         """See `Executor`."""
@@ -22,8 +28,14 @@ class UniProcExecutor:
         """See `Executor`."""
         self._worker.initialize_cache(num_blocks)
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    def submit(self, scheduler_output: SchedulerOutput) -> None:
+        """See `Executor`. It runs when it is collected: an error belongs there."""
+        self._submitted = scheduler_output
+
+    def collect(self) -> ModelRunnerOutput:
         """See `Executor`."""
+        scheduler_output, self._submitted = self._submitted, None
+        assert scheduler_output is not None
         return self._worker.execute_model(scheduler_output)
 
     def sleep(self, level: int) -> None:

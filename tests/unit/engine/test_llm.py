@@ -125,8 +125,8 @@ def test_a_failing_step_ends_only_the_request_that_fails(llm: LLM, monkeypatch: 
     prompts = [f"def f{i}(x):" for i in range(6)]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     expected = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
-    executor = llm._core._core.executor
-    execute = executor.execute_model
+    worker = llm._core._core.executor._worker
+    execute = worker.execute_model
     poison = llm.generate(prompts[2], params, use_tqdm=False)[0].prompt_token_ids
     culprits: set[str] = set()
 
@@ -136,7 +136,7 @@ def test_a_failing_step_ends_only_the_request_that_fails(llm: LLM, monkeypatch: 
             raise RuntimeError("a kernel failed")
         return execute(scheduler_output)
 
-    monkeypatch.setattr(executor, "execute_model", fails)
+    monkeypatch.setattr(worker, "execute_model", fails)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 2 + ["error"] + ["length"] * 3
     assert outputs[2].error is not None

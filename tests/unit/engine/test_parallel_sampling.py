@@ -159,15 +159,15 @@ def test_sequence_that_fails_ends_its_request_and_nobody_elses(
     folder: Path, monkeypatch: pytest.MonkeyPatch, alone: list[list[int]]
 ) -> None:
     llm = make_llm(folder)
-    executor = llm._core._core.executor
-    execute = executor.execute_model
+    worker = llm._core._core.executor._worker
+    execute = worker.execute_model
 
     def fails(scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         if any(name.startswith("2_") for name in scheduler_output.num_scheduled_tokens):
             raise RuntimeError("a kernel failed")
         return execute(scheduler_output)
 
-    monkeypatch.setattr(executor, "execute_model", fails)
+    monkeypatch.setattr(worker, "execute_model", fails)
     bad, good = llm.generate([PROMPT, PROMPT], [params(1, 3), params(7, 2)], use_tqdm=False)
     assert bad.error is not None
     assert "a kernel failed" in bad.error

@@ -1,0 +1,86 @@
+"""Communicator: the seam between a model and the other ranks that hold parts of it; ParallelState: who is who.
+
+::
+
+                     tensor parallel ──►
+    pipeline   ┌ stage 0 │ rank 0 │ rank 1 │      rank = stage · tensor_parallel_size + place in the stage
+    parallel   └ stage 1 │ rank 2 │ rank 3 │      rank 2 samples: the first one of the last stage
+
+The ranks of a stage hold a slice of each of its layers and see the same tokens (Megatron-LM, Shoeybi et al. 2019,
+https://arxiv.org/abs/1909.08053, section 3). A stage hands its activations to the rank at the same place in the next.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+__all__ = ["Communicator", "ParallelState"]
+
+
+class Communicator(Protocol):
+    """A group of ranks. All of them call the same collective operations in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """This one's place in the group, from 0."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        ...
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over all ranks, the same bits on each of them. May overwrite `tensor`, and may return it."""
+        ...
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """All ranks' [T, n] side by side as [T, size · n] on rank 0, None on the others."""
+        ...
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        """Hand a tensor to another rank of the group, which calls `receive`; it may return before that one has."""
+        ...
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> torch.Tensor:
+        """What another rank has sent, whose shape and dtype are known; waits for it."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelState:
+    """One rank's place among all."""
+
+    rank: int = 0
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    tensor_group: Communicator | None = None
+    """The ranks of this stage, by their place in it; None when there is only one."""
+    pipeline_group: Communicator | None = None
+    """The ranks at this place of all stages, by stage; None when there is only one stage."""
+
+    @property
+    def tensor_rank(self) -> int:
+        """Place in the stage."""
+        return self.rank % self.tensor_parallel_size
+
+    @property
+    def stage(self) -> int:
+        """Stage of the pipeline."""
+        return self.rank // self.tensor_parallel_size
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank embeds the tokens."""
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes logits."""
+        return self.stage == self.pipeline_parallel_size - 1
+
+    @property
+    def is_output_rank(self) -> bool:
+        """Whether this rank samples, and answers for all."""
+        return self.is_last_stage and self.tensor_rank == 0
