@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from quire_engine.config import EngineConfig
-from quire_engine.errors import EngineError, EngineSleepingError
-from quire_engine.executor import Executor, UniProcExecutor
+from quire_engine.errors import EngineDeadError, EngineError, EngineSleepingError
+from quire_engine.executor import Executor, make_executor
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.messages import (
     EngineCoreOutput,
@@ -40,9 +40,13 @@ class EngineCore:
                 f"max_model_len is {max_model_len}; the checkpoint's positions end at "
                 f"{checkpoint.max_position_embeddings} (max_position_embeddings)"
             )
-        self.executor: Executor = UniProcExecutor(config, checkpoint, max_model_len)
-        num_blocks = self.executor.determine_num_blocks()
-        self.executor.initialize_cache(num_blocks)
+        self.executor: Executor = make_executor(config, checkpoint, max_model_len)
+        try:
+            num_blocks = self.executor.determine_num_blocks()
+            self.executor.initialize_cache(num_blocks)
+        except BaseException:
+            self.executor.shutdown()
+            raise
         kv_cache = KVCacheManager(num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
         self.scheduler = Scheduler(config.scheduler.for_max_model_len(max_model_len), kv_cache)
         self._sleep_level = 0
@@ -53,6 +57,7 @@ class EngineCore:
             block_size=config.cache.block_size,
             eos_token_ids=[i for i in checkpoint.eos_token_ids if i < checkpoint.vocab_size],
             scheduling_policy=config.scheduler.scheduling_policy,
+            worker_pids=self.executor.worker_pids,
         )
         self.structured_output = StructuredOutputManager(
             CompilerArguments(config.model.tokenizer_path, self.ready.vocab_size, self.ready.eos_token_ids)
@@ -106,6 +111,9 @@ class EngineCore:
         """Schedule, execute, update.
 
         A step that raises ends no one but the request that is to blame for it.
+
+        Raises:
+            EngineDeadError: a worker is gone; nothing more can be done.
         """
         refused = self._take_grammars()
         if not self.scheduler.has_requests():
@@ -116,6 +124,8 @@ class EngineCore:
             refused += self._fill_grammar_bitmask(scheduler_output)
             self.executor.submit(scheduler_output)
             runner_output = self.executor.collect()
+        except EngineDeadError:
+            raise
         except Exception as error:
             logger.exception("a step of %d requests failed", len(scheduler_output.num_scheduled_tokens))
             outputs = self.scheduler.recover_from_failed_step(scheduler_output, f"the engine failed: {error!r}")
@@ -126,7 +136,7 @@ class EngineCore:
     # -- utilities: each returns whether it did what it was asked for --------------------------------------------------
 
     def call_utility(self, request: UtilityRequest) -> UtilityOutput:
-        """Call one of the utilities below by its name; an error goes into the answer."""
+        """Call one of the utilities below by its name; an error goes into the answer, but for a dead engine's."""
         utilities: dict[str, Callable[..., bool]] = {
             "reset_prefix_cache": self.reset_prefix_cache,
             "sleep": self.sleep,
@@ -135,6 +145,8 @@ class EngineCore:
         }
         try:
             return UtilityOutput(request.call_id, utilities[request.method](*request.arguments))
+        except EngineDeadError:
+            raise
         except Exception as error:
             known = isinstance(error, EngineError)
             if not known:

@@ -22,7 +22,7 @@ import msgspec
 import zmq
 
 from quire_engine.core.engine_core import EngineCore
-from quire_engine.errors import EngineError, EngineUnavailableError
+from quire_engine.errors import EngineDeadError, EngineError, EngineUnavailableError
 from quire_engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -72,7 +72,17 @@ class EngineCoreProcess:
         self._send(self._core.ready)
 
     def run(self) -> None:
-        """Serve until told to stop."""
+        """Serve until told to stop.
+
+        Raises:
+            EngineDeadError: a worker is gone.
+        """
+        try:
+            self._serve()
+        finally:
+            self._core.shutdown()
+
+    def _serve(self) -> None:
         self._send_stats()  # so that the size of the KV cache is known before the first request
         while not self._stopping:
             if self._core.has_requests():
@@ -87,7 +97,6 @@ class EngineCoreProcess:
                     self._send_stats()
             else:
                 self._wait()
-        self._core.shutdown()
 
     def _wait(self) -> None:
         """Block until a message comes, a grammar is ready, or a request that waits for one is out of time.
@@ -177,7 +186,11 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=ProcessArguments)
     threading.Thread(target=_die_with_parent, name="die-with-parent", daemon=True).start()
-    EngineCoreProcess(arguments).run()
+    try:
+        EngineCoreProcess(arguments).run()
+    except EngineDeadError as error:
+        logger.critical("%s", error)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,11 @@ class Executor(Protocol):
         """Steps that may be submitted before the first is collected: one per stage of the pipeline."""
         ...
 
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids by rank; empty when the worker is in this process."""
+        ...
+
     def determine_num_blocks(self) -> int:
         """KV blocks that every rank has room for."""
         ...

@@ -20,6 +20,11 @@ class UniProcExecutor:
         """See `Executor`."""
         return 1
 
+    @property
+    def worker_pids(self) -> list[int]:
+        """See `Executor`."""
+        return []
+
     def determine_num_blocks(self) -> int:
         """See `Executor`."""
         return self._worker.determine_num_blocks()

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from quire_engine.config import EngineConfig
+from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache.sizing import block_bytes, num_blocks_for
 from quire_engine.memory import available_memory_bytes, peak_memory_growth, return_freed_memory
 from quire_engine.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
@@ -28,8 +29,15 @@ CPU_MEMORY_SHARE = 0.5
 class Worker:
     """One rank. Built, then `initialize_cache`, then any number of `execute_model`."""
 
-    def __init__(self, config: EngineConfig, checkpoint: CheckpointConfig, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        checkpoint: CheckpointConfig,
+        max_model_len: int,
+        parallel: ParallelState = ParallelState(),  # noqa: B008 - frozen
+    ) -> None:
         self.config = config
+        self.parallel = parallel
         self.checkpoint = checkpoint
         self.max_model_len = max_model_len
         name = checkpoint.dtype if config.model.dtype == "auto" else config.model.dtype
@@ -39,7 +47,7 @@ class Worker:
         self._weights_discarded = False
         model = self._load_model()
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        num_threads = configure_threads(num_parameters)
+        num_threads = configure_threads(num_parameters, config.parallel.world_size)
         logger.info(
             "%s: %.1f M parameters, %s, threads: %d", config.model.model, num_parameters / 1e6, name, num_threads
         )
@@ -62,7 +70,7 @@ class Worker:
         activation_bytes = peak_memory_growth(self._profile_run)
         available_bytes = self.config.cache.kv_cache_memory_bytes
         if available_bytes is None:
-            share = CPU_MEMORY_SHARE * self.config.cache.gpu_memory_utilization
+            share = CPU_MEMORY_SHARE * self.config.cache.gpu_memory_utilization / self.config.parallel.world_size
             available_bytes = int(available_memory_bytes() * share) - activation_bytes
         num_blocks = num_blocks_for(
             available_bytes=available_bytes,
