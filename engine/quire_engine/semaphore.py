@@ -1,4 +1,4 @@
-"""Memory and semaphores that processes share by inheriting descriptors. They have no names, so nothing can be left behind.
+"""Memory and semaphores that processes share by inheriting descriptors. Without names, nothing can be left behind.
 
 A `Semaphore` is an eventfd, and one word of shared memory that says how often it was released:
 
@@ -7,9 +7,9 @@ A `Semaphore` is an eventfd, and one word of shared memory that says how often i
     release()   what is handed over   │ stored ──► word += 1 ──► eventfd += 1          one process releases
     acquire()   spin on the word, then block in poll ──► take the eventfd's count      one process acquires
 
-Why this order is right, on processors that reorder stores and loads as well: only the eventfd decides. Its count is kept
-under a lock in the kernel, so whoever reads a count sees all that was stored before the write that raised it, and no
-wake-up is lost, since poll looks at the count before it sleeps. The word is a hint: it saves the system calls of a
+Why this order is right, on processors that reorder stores and loads as well: only the eventfd decides. Its count is
+kept under a lock in the kernel, so whoever reads a count sees all that was stored before the write that raised it, and
+no wake-up is lost, since poll looks at the count before it sleeps. The word is a hint: it saves the system calls of a
 spinning reader. Read too early it costs one call, read too late a few microseconds more of spinning. Linux only.
 """
 

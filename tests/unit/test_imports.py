@@ -71,7 +71,7 @@ BESIDES = {
     ("input_processor", "quire_engine.models.checkpoint"),
     ("request", "quire_engine.structured_output.grammar"),
 }
-"""Single modules that a part may import besides: plain arithmetic, plain JSON, a protocol, bytes. They import only leaves."""
+"""Single modules that a part may import besides: arithmetic, plain JSON, a protocol, bytes. They import only leaves."""
 
 ENGINE_KNOWS_NOTHING_OF = {
     "aiohttp",

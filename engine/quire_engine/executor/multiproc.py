@@ -12,30 +12,19 @@ While it waits for an answer, the executor looks after the processes: one that e
 
 import collections
 import contextlib
-import logging
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
-import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 
 from quire_engine.config import EngineConfig
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError, EngineDeadError, EngineError
-from quire_engine.executor.message_queue import MessageQueueHandle, MessageReader, MessageWriter
+from quire_engine.executor.message_queue import MessageReader, MessageWriter
+from quire_engine.executor.worker_processes import WorkerProcesses
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput, WorkerCall, WorkerResponse
 from quire_engine.semaphore import Waiter, Watch
-from quire_engine.worker.protocol import WorkerArguments
 
 __all__ = ["MultiProcExecutor"]
-
-logger = logging.getLogger(__name__)
 
 READY = 0
 """The call that a worker answers without having been called: it is ready."""
@@ -62,26 +51,21 @@ class MultiProcExecutor:
         self._next_call_id = READY + 1
         self._submitted: collections.deque[int] = collections.deque()
         self._answers: dict[int, dict[int, WorkerResponse]] = {}
-        self._stopped_ranks: set[int] = set()
+        self._recovered_at = READY
         self._dead: EngineDeadError | None = None
+        self._is_shut_down = False
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(WorkerResponse)
-        self._processes: list[subprocess.Popen[bytes]] = []
-        calls = MessageQueueHandle.create(parallel.world_size)
-        responses = [MessageQueueHandle.create(1) for _ in range(parallel.world_size)]
-        self._handles = [calls, *responses]
-        self._pidfds: list[int] = []
-        self._finalizer = weakref.finalize(self, _end, self._processes, self._handles, self._pidfds)
+        self._workers = WorkerProcesses(config, max_model_len)
         try:
-            for rank in range(parallel.world_size):
-                self._start(rank, max_model_len, calls, responses[rank])
-            watch = Watch(self._pidfds, self._check_workers)
-            self._calls = MessageWriter(calls, watch)
-            self._responses = [MessageReader(handle, 0, watch) for handle in responses]
+            watch = Watch(self._workers.pidfds, self._check_workers)
+            self._calls = MessageWriter(self._workers.calls, watch)
+            self._responses = [MessageReader(handle, 0, watch) for handle in self._workers.responses]
             self._waiter = Waiter([reader.filled for reader in self._responses], watch)
             self._wait_for_all(READY)
+            self._raise_errors(self._answers.pop(READY))
         except BaseException:
-            self._finalizer()
+            self._workers.end()
             raise
 
     @property
@@ -92,7 +76,7 @@ class MultiProcExecutor:
     @property
     def worker_pids(self) -> list[int]:
         """See `Executor`."""
-        return [process.pid for process in self._processes]
+        return self._workers.pids
 
     def determine_num_blocks(self) -> int:
         """See `Executor`. The least of all ranks: a block is a block on each of them."""
@@ -120,6 +104,8 @@ class MultiProcExecutor:
         self._wait_until(lambda: self._has_output(call_id))
         for earlier in [earlier for earlier in self._answers if earlier < call_id]:
             del self._answers[earlier]  # of a rank that failed after it had done its part
+        if self._has_error(call_id) and call_id > self._recovered_at and len(self._responses) > 1:
+            self._recover()
         answers = self._answers.pop(call_id)
         self._raise_errors(answers)
         output = answers[self._output_rank].output
@@ -135,23 +121,23 @@ class MultiProcExecutor:
         """
         call_id = self._call(method, arguments)
         self._wait_for_all(call_id)
+        if self._has_error(call_id) and len(self._responses) > 1:
+            self._recover()
         answers = self._answers.pop(call_id)
         self._raise_errors(answers)
-        return [answers[rank].result for rank in range(len(self._processes))]
+        return [answers[rank].result for rank in range(len(self._responses))]
 
     def shutdown(self) -> None:
         """See `Executor`. Workers that do not end when they are asked to are killed."""
-        if not self._finalizer.alive:
+        if self._is_shut_down:
             return
+        self._is_shut_down = True
         if self._dead is None:
             with contextlib.suppress(EngineDeadError, TimeoutError, RuntimeError):
                 self._calls.write(self._encoder.encode(WorkerCall(READY, "shutdown")), timeout=0.1)
-                deadline = time.monotonic() + SHUTDOWN_SECONDS
-                for process in self._processes:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(max(deadline - time.monotonic(), 0))
-        self._finalizer()
-        self._dead = self._dead or EngineDeadError("the executor was shut down")
+                self._workers.wait(SHUTDOWN_SECONDS)
+            self._dead = EngineDeadError("the executor was shut down")
+        self._workers.end()
         self._calls.close()
         for reader in self._responses:
             reader.close()
@@ -170,7 +156,7 @@ class MultiProcExecutor:
         """Until all ranks have answered; when starting, until one has failed."""
         self._wait_until(
             lambda: (
-                len(self._answers.get(call_id, ())) == len(self._processes)
+                len(self._answers.get(call_id, ())) == len(self._responses)
                 or (call_id == READY and self._has_error(call_id))
             )
         )
@@ -208,76 +194,25 @@ class MultiProcExecutor:
             kind = ERRORS.get(answer.error_type)
             if kind is not None:
                 raise kind(answer.error)
-            raise EngineError(answer.error if len(self._processes) == 1 else f"rank {rank}: {answer.error}")
+            raise EngineError(answer.error if len(self._responses) == 1 else f"rank {rank}: {answer.error}")
 
-    # -- processes -----------------------------------------------------------------------------------------------------
+    def _recover(self) -> None:
+        """After an error with several ranks: no rank may be left waiting for one that failed.
 
-    def _start(self, rank: int, max_model_len: int, calls: MessageQueueHandle, responses: MessageQueueHandle) -> None:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "quire_engine.worker.process"],
-            stdin=subprocess.PIPE,
-            stdout=2,  # stderr: stdout may carry somebody's protocol; logs do not belong there
-            env={
-                "GOMP_SPINCOUNT": "20000",  # as for the process of an engine core; see `core.client`
-                **os.environ,
-                "PYTHONSAFEPATH": "1",
-                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            },
-            pass_fds=[*calls.descriptors(rank), *responses.descriptors(0)],
-        )
-        self._processes.append(process)
-        self._pidfds.append(os.pidfd_open(process.pid))
-        arguments = WorkerArguments(
-            config=self._config,
-            max_model_len=max_model_len,
-            rank=rank,
-            calls=calls,
-            responses=responses,
-            parent_pid=os.getpid(),
-            kill_with_parent=threading.current_thread() is threading.main_thread(),
-        )
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # died already: the wait for its answer tells
-            process.stdin.write(msgspec.json.encode(arguments) + b"\n")
-            process.stdin.flush()
+        1. The rank that failed has raised the abort flag, so all others fail as well, wherever they wait or come to.
+           So do all ranks in the steps that were submitted after this one.
+        2. Every rank answers "forget" when it is through with those steps, and uses its groups no more.
+        3. The groups are made new and the flag is lowered. The next call finds everything as it was at the start.
+        """
+        call_id = self._call("forget")
+        self._wait_for_all(call_id)
+        self._workers.reset_groups()
+        self._answers.pop(call_id)
+        self._recovered_at = call_id
 
     def _check_workers(self) -> None:
-        """Raise when a worker has ended, or is stopped at two looks in a row: one may be a terminal's Ctrl-Z."""
-        dead = self._find_dead()
-        if dead is not None and not self._take_answers():  # its last words may tell more
+        """Raises EngineDeadError when a worker has ended or hangs, but first lets its last words be heard."""
+        dead = self._workers.find_dead()
+        if dead is not None and not self._take_answers():
             self._dead = EngineDeadError(dead)
             raise self._dead
-
-    def _find_dead(self) -> str | None:
-        for rank, process in enumerate(self._processes):
-            who = f"worker rank {rank} (process {process.pid})"
-            code = process.poll()
-            if code is not None:
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                return f"{who} {how}"
-        stopped = {rank for rank, process in enumerate(self._processes) if _is_stopped(process.pid)}
-        hung, self._stopped_ranks = stopped & self._stopped_ranks, stopped
-        for rank in hung:
-            return f"worker rank {rank} (process {self._processes[rank].pid}) is stopped (SIGSTOP)"
-        return None
-
-
-def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False
-
-
-def _end(processes: "list[subprocess.Popen[bytes]]", handles: list[MessageQueueHandle], descriptors: list[int]) -> None:
-    """Kill what still runs, and close every descriptor."""
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.wait()
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-    for handle in handles:
-        handle.close()
-    for descriptor in descriptors:
-        os.close(descriptor)

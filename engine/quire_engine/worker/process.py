@@ -19,11 +19,18 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from quire_engine.distributed import ParallelState
+from quire_engine.distributed.shared_memory import (
+    AbortedError,
+    AbortFlag,
+    SharedMemoryCommunicator,
+    SharedMemoryGroup,
+)
 from quire_engine.errors import EngineError
 from quire_engine.executor.message_queue import MessageReader, MessageWriter
 from quire_engine.messages import WorkerCall, WorkerResponse
@@ -46,12 +53,9 @@ class WorkerProcess:
         self._responses = MessageWriter(arguments.responses)
         self._decoder = msgspec.msgpack.Decoder(WorkerCall)
         self._encoder = msgspec.msgpack.Encoder()
-        parallel = arguments.config.parallel
-        self._state = ParallelState(
-            rank=arguments.rank,
-            tensor_parallel_size=parallel.tensor_parallel_size,
-            pipeline_parallel_size=parallel.pipeline_parallel_size,
-        )
+        self._abort = AbortFlag(arguments.abort)
+        self._groups: list[SharedMemoryCommunicator] = []
+        self._state = self._make_state(arguments)
         try:
             checkpoint = CheckpointConfig.from_folder(Path(arguments.config.model.model))
             self._worker = Worker(arguments.config, checkpoint, arguments.max_model_len, self._state)
@@ -62,6 +66,26 @@ class WorkerProcess:
             raise SystemExit(1) from None
         self._send(WorkerResponse(0))
 
+    def _make_state(self, arguments: WorkerArguments) -> ParallelState:
+        parallel = arguments.config.parallel
+        state = ParallelState(
+            rank=arguments.rank,
+            tensor_parallel_size=parallel.tensor_parallel_size,
+            pipeline_parallel_size=parallel.pipeline_parallel_size,
+        )
+
+        def join(group: SharedMemoryGroup | None, rank: int) -> SharedMemoryCommunicator | None:
+            if group is None:
+                return None
+            self._groups.append(SharedMemoryCommunicator(group, rank, self._abort))
+            return self._groups[-1]
+
+        return replace(
+            state,
+            tensor_group=join(arguments.tensor_group, state.tensor_rank),
+            pipeline_group=join(arguments.pipeline_group, state.stage),
+        )
+
     def run(self) -> None:
         """Serve until told to stop."""
         while True:
@@ -70,6 +94,9 @@ class WorkerProcess:
                 return
             try:
                 self._answer(call)
+            except AbortedError as error:
+                logger.info("%s: %s", call.method or "a step", error)
+                self._fail(call.call_id, error)
             except Exception as error:
                 logger.exception("%s failed", call.method or "a step")
                 self._fail(call.call_id, error)
@@ -85,14 +112,22 @@ class WorkerProcess:
             "initialize_cache": self._worker.initialize_cache,
             "sleep": self._worker.sleep,
             "wake_up": self._worker.wake_up,
+            "forget": self._forget,
         }
         result = methods[call.method](*call.arguments)
         self._send(WorkerResponse(call.call_id, result or 0))
 
+    def _forget(self) -> None:
+        """The executor is about to make the groups new."""
+        for group in self._groups:
+            group.forget()
+
     def _fail(self, call_id: int, error: Exception) -> None:
+        self._abort.set()  # before the answer: when all ranks have answered, the executor lowers it
         known = isinstance(error, EngineError | ValueError | OSError)
         text = str(error) if known and call_id == 0 else f"{type(error).__name__}: {error}"
-        self._send(WorkerResponse(call_id, error=text, error_type=type(error).__name__))
+        is_aborted = isinstance(error, AbortedError)
+        self._send(WorkerResponse(call_id, error=text, error_type=type(error).__name__, is_aborted=is_aborted))
 
     def _send(self, response: WorkerResponse) -> None:
         self._responses.write(self._encoder.encode(response))

@@ -3,6 +3,7 @@
 import msgspec
 
 from quire_engine.config import EngineConfig
+from quire_engine.distributed.shared_memory import AbortFlagHandle, SharedMemoryGroup
 from quire_engine.executor.message_queue import MessageQueueHandle
 
 __all__ = ["WorkerArguments"]
@@ -16,6 +17,9 @@ class WorkerArguments(msgspec.Struct):
     rank: int
     calls: MessageQueueHandle
     responses: MessageQueueHandle
+    abort: AbortFlagHandle
+    tensor_group: SharedMemoryGroup | None
+    pipeline_group: SharedMemoryGroup | None
     parent_pid: int
     kill_with_parent: bool
     """Whether the kernel is to kill the worker when the thread that started it ends."""
