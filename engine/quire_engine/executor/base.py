@@ -24,6 +24,19 @@ class Executor(Protocol):
         """Process ids by rank; empty when the worker is in this process."""
         ...
 
+    @property
+    def death_descriptors(self) -> list[int]:
+        """Descriptors of which one becomes readable when a rank ends, for who waits for something else meanwhile."""
+        ...
+
+    def check_health(self) -> None:
+        """Look after the ranks, without waiting.
+
+        Raises:
+            EngineDeadError: a rank died or hangs.
+        """
+        ...
+
     def determine_num_blocks(self) -> int:
         """KV blocks that every rank has room for."""
         ...

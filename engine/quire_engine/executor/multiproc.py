@@ -78,6 +78,17 @@ class MultiProcExecutor:
         """See `Executor`."""
         return self._workers.pids
 
+    @property
+    def death_descriptors(self) -> list[int]:
+        """See `Executor`."""
+        return self._workers.pidfds
+
+    def check_health(self) -> None:
+        """See `Executor`."""
+        if self._dead is not None:
+            raise self._dead
+        self._check_workers()
+
     def determine_num_blocks(self) -> int:
         """See `Executor`. The least of all ranks: a block is a block on each of them."""
         return min(self.collective_rpc("determine_num_blocks"))
