@@ -41,7 +41,11 @@ def resident_memory_bytes(pid: int | str = "self") -> int:
 
 def return_freed_memory() -> None:
     """Give what has been freed back to the system, which the allocator else keeps for later."""
+    was_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
     gc.collect()
+    if was_frozen:
+        gc.freeze()
     with contextlib.suppress(OSError, AttributeError):  # not glibc: its allocator decides
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -15,6 +15,7 @@ import pytest
 from quire_engine import LLM, EngineConfig, SamplingParams
 from quire_engine.errors import CheckpointError, EngineDeadError, EngineError
 from quire_engine.executor.multiproc import MultiProcExecutor
+from quire_engine.memory import resident_memory_bytes
 from quire_engine.messages import NewRequestData, SchedulerOutput
 from support.processes import cpu_seconds, ended, eventually, is_gone, open_descriptors, start_python, state
 
@@ -97,6 +98,20 @@ def test_same_tokens_as_in_one_process(name: str, checkpoint: Callable[[str], Pa
                 answers.append([output.outputs[0].token_ids for output in outputs])
         llm.shutdown()
     assert answers == [answers[0]] * 4
+
+
+def test_sleeping_worker_gives_its_memory_back(checkpoint: Callable[[str], Path]) -> None:
+    with executor(checkpoint("tinypy")) as workers:
+        workers.submit(step("a"))
+        workers.collect()
+        (pid,) = workers.worker_pids
+        awake = resident_memory_bytes(pid)
+        workers.sleep(2)
+        weight_bytes = sum(path.stat().st_size for path in checkpoint("tinypy").glob("*.safetensors"))
+        assert awake - resident_memory_bytes(pid) >= 0.9 * weight_bytes
+        workers.wake_up()
+        workers.submit(step("b"))
+        assert list(workers.collect().sampled_token_ids) == ["b"]
 
 
 @pytest.mark.parametrize("more", [{}, {"tensor_parallel_size": 2}], ids=["1 rank", "2 ranks"])
