@@ -75,6 +75,14 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     sampling_params: SamplingParams
     deadline_ms: float | None = None
     """Milliseconds from now in which it has to be finished; unset: it may take as long as it does."""
+    output_token_ids: list[int] = []
+    """What an engine that is no more has sampled for it already: it goes on behind these."""
+    num_preemptions: int = 0
+    """Under engines that are no more."""
+    max_new_tokens: int | None = None
+    """Tokens to sample now at most, whatever its parameters say."""
+    is_replay: bool = False
+    """Whether an engine that is no more had taken it: then it is not refused for want of room."""
 
 
 class ErrorCode(enum.Enum):
@@ -142,6 +150,10 @@ class ProcessArguments(msgspec.Struct):
     config: EngineConfig
     input_address: str
     output_address: str
+    heartbeat_fd: int
+    """Descriptor of the page where it shows that it moves; inherited."""
+    num_blocks: int | None = None
+    """Size of the KV cache, when it takes the place of an engine that is no more: the same as that one's."""
 
 
 class EngineCoreReady(msgspec.Struct):
@@ -154,6 +166,8 @@ class EngineCoreReady(msgspec.Struct):
     eos_token_ids: list[int] = []
     error: str | None = None
     scheduling_policy: str = "fcfs"
+    worker_pids: list[int] = []
+    """Processes of the ranks, where they are not the engine core's own."""
 
     @property
     def num_kv_cache_tokens(self) -> int:

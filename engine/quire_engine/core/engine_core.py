@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from quire_engine.config import EngineConfig
-from quire_engine.errors import EngineError, EngineSleepingError
+from quire_engine.errors import EngineDeadError, EngineError, EngineSleepingError
 from quire_engine.executor import Executor, UniProcExecutor
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.messages import (
@@ -30,9 +30,14 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Scheduler and executor under one roof. Knows token ids, never text."""
+    """Scheduler and executor under one roof. Knows token ids, never text.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Args:
+        config: all settings.
+        num_blocks: size of the KV cache; unset: what the settings and the memory say.
+    """
+
+    def __init__(self, config: EngineConfig, num_blocks: int | None = None) -> None:
         checkpoint = CheckpointConfig.from_folder(Path(config.model.model))
         max_model_len = config.model.max_model_len or checkpoint.max_position_embeddings
         if max_model_len > checkpoint.max_position_embeddings:
@@ -41,7 +46,7 @@ class EngineCore:
                 f"{checkpoint.max_position_embeddings} (max_position_embeddings)"
             )
         self.executor: Executor = UniProcExecutor(config, checkpoint, max_model_len)
-        num_blocks = self.executor.determine_num_blocks()
+        num_blocks = num_blocks or self.executor.determine_num_blocks()
         self.executor.initialize_cache(num_blocks)
         kv_cache = KVCacheManager(num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
         self.scheduler = Scheduler(config.scheduler.for_max_model_len(max_model_len), kv_cache)
@@ -82,8 +87,13 @@ class EngineCore:
             message.sampling_params,
             self.ready.eos_token_ids,
             self.ready.max_model_len,
+            message.output_token_ids,
         )
         request.deadline_ms = message.deadline_ms
+        request.num_preemptions = message.num_preemptions
+        request.is_replay = message.is_replay
+        if message.max_new_tokens is not None:
+            request.max_tokens = min(request.max_tokens, request.num_output_tokens + message.max_new_tokens)
         if request.needs_grammar:
             self.structured_output.init_grammar(request)
         self.scheduler.add_request(request)
@@ -97,6 +107,12 @@ class EngineCore:
         """Whether `step` has anything to do."""
         return self.scheduler.has_requests() or self.structured_output.has_finished()
 
+    @property
+    def oldest_request_time(self) -> float | None:
+        """When the oldest live request came, on `time.monotonic`."""
+        oldest = next(iter(self.scheduler.requests.values()), None)
+        return None if oldest is None else oldest.queued_at
+
     def wait_for_grammar(self) -> None:
         """When all there is waits for its grammar, block until the next one is compiled, or a request out of time."""
         if not self.has_requests() and self.scheduler.requests:
@@ -106,6 +122,9 @@ class EngineCore:
         """Schedule, execute, update.
 
         A step that raises ends no one but the request that is to blame for it.
+
+        Raises:
+            EngineDeadError: a worker is gone, and this engine core is of no use any more.
         """
         refused = self._take_grammars()
         if not self.scheduler.has_requests():
@@ -116,6 +135,8 @@ class EngineCore:
             refused += self._fill_grammar_bitmask(scheduler_output)
             self.executor.submit(scheduler_output)
             runner_output = self.executor.collect()
+        except EngineDeadError:
+            raise
         except Exception as error:
             logger.exception("a step of %d requests failed", len(scheduler_output.num_scheduled_tokens))
             outputs = self.scheduler.recover_from_failed_step(scheduler_output, f"the engine failed: {error!r}")

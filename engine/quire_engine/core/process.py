@@ -10,6 +10,7 @@ One thread does it all: take in what has come, step, send. When there is nothing
 CPU. When the parent dies, however it dies, stdin ends and so does this process.
 """
 
+import faulthandler
 import logging
 import math
 import os
@@ -22,7 +23,8 @@ import msgspec
 import zmq
 
 from quire_engine.core.engine_core import EngineCore
-from quire_engine.errors import EngineError, EngineUnavailableError
+from quire_engine.core.heartbeat import Heartbeat
+from quire_engine.errors import EngineDeadError, EngineError, EngineUnavailableError
 from quire_engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -60,24 +62,37 @@ class EngineCoreProcess:
         self._utility_outputs: list[UtilityOutput] = []
         self._stopping = False
         try:
-            self._core = EngineCore(arguments.config)
+            self._core = EngineCore(arguments.config, arguments.num_blocks)
         except Exception as error:
             known = isinstance(error, EngineError | ValueError | OSError)
             logger.log(logging.ERROR, "cannot start: %s", error if known else traceback.format_exc())
             self._send(EngineCoreReady(error=str(error) if known else f"{type(error).__name__}: {error}"))
             raise SystemExit(1) from None
+        self._heartbeat = Heartbeat(arguments.heartbeat_fd)
         self._poller = zmq.Poller()
         self._poller.register(self._input, zmq.POLLIN)
         self._poller.register(self._core.structured_output.fileno(), zmq.POLLIN)
         self._send(self._core.ready)
 
     def run(self) -> None:
-        """Serve until told to stop."""
+        """Serve until told to stop.
+
+        Raises:
+            EngineDeadError: a worker is gone. What is left of the engine ends then, and the frontend starts another.
+        """
         self._send_stats()  # so that the size of the KV cache is known before the first request
+        try:
+            self._serve()
+        finally:
+            self._core.shutdown()
+
+    def _serve(self) -> None:
         while not self._stopping:
+            self._heartbeat.turn(self._core.oldest_request_time)
             if self._core.has_requests():
                 self._receive()
                 if self._core.has_requests():
+                    self._heartbeat.step()
                     outputs = self._core.step()
                     outputs.outputs += self._refused
                     outputs.utility_outputs = self._utility_outputs
@@ -87,7 +102,6 @@ class EngineCoreProcess:
                     self._send_stats()
             else:
                 self._wait()
-        self._core.shutdown()
 
     def _wait(self) -> None:
         """Block until a message comes, a grammar is ready, or a request that waits for one is out of time.
@@ -175,9 +189,14 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="quire engine[%(process)d] %(levelname)s: %(message)s")
     for number in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the parent decides
         signal.signal(number, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # what the frontend's watch asks for before it kills
     arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=ProcessArguments)
     threading.Thread(target=_die_with_parent, name="die-with-parent", daemon=True).start()
-    EngineCoreProcess(arguments).run()
+    try:
+        EngineCoreProcess(arguments).run()
+    except EngineDeadError as error:
+        logger.error("%s", error)
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

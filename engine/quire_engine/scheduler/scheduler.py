@@ -123,7 +123,7 @@ class Scheduler:
         """Whether there is anything to schedule, or to tell."""
         if len(self.requests) > len(self.waiting_for_fsm) or self._ended:
             return True
-        return bool(self.waiting_for_fsm) and self._limits.has_work(len(self.waiting_for_fsm))
+        return bool(self.waiting_for_fsm) and self._limits.has_work(self.waiting_for_fsm)
 
     def seconds_until_overdue(self) -> float | None:
         """When a request that waits for its grammar may be out of time; None when none ever is."""

@@ -13,6 +13,7 @@ from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.models.loader import load_model
 from quire_engine.sampling_params import SamplingParams
+from quire_engine.worker.fault_injection import FaultInjection
 from quire_engine.worker.input_batch import InputBatch
 from quire_engine.worker.model_runner import ModelRunner
 from quire_engine.worker.threads import configure_threads
@@ -37,6 +38,7 @@ class Worker:
         torch.manual_seed(config.model.seed)
         self._num_blocks = 0
         self._weights_discarded = False
+        self._fault_injection = FaultInjection.from_environment()
         model = self._load_model()
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         num_threads = configure_threads(num_parameters)
@@ -93,7 +95,10 @@ class Worker:
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step."""
-        return self.runner.execute_model(scheduler_output)
+        output = self.runner.execute_model(scheduler_output)
+        if self._fault_injection is not None:
+            self._fault_injection.strike(output, self.runner.batch)
+        return output
 
     def sleep(self, level: int) -> None:
         """Give the KV cache's memory back to the system, and with level 2 the weights' as well."""
