@@ -12,6 +12,7 @@ The fault strikes after the step is computed and before anybody is told of it.
 
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +27,7 @@ FAULT_INJECTION_VARIABLE = "QUIRE_FAULT_INJECTION"
 
 
 class _Fault(msgspec.Struct):
-    action: Literal["kill", "stop", "raise"]
+    action: Literal["kill", "stop", "raise", "hang"]
     token_id: int | None = None
     num_output_tokens: int | None = None
     once: bool = False
@@ -59,4 +60,6 @@ class FaultInjection:
             self._file.unlink()
         if fault.action == "raise":
             raise RuntimeError("an injected fault")
+        if fault.action == "hang":
+            threading.Event().wait()
         os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)

@@ -200,6 +200,25 @@ def test_every_stream_goes_on_where_it_was(folder: Path, number: int, capfd: pyt
         assert "Current thread" in capfd.readouterr().err, "the stacks are in the log"
 
 
+def test_a_step_that_never_ends_is_found(
+    folder: Path, fault: Callable[..., Path], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = offline(folder, PROMPTS, params())
+    fault(action="hang", num_output_tokens=20, once=True)
+
+    async def main() -> None:
+        streams = [Stream(llm, prompt, params()) for prompt in PROMPTS]
+        outputs = await asyncio.gather(*(stream.task for stream in streams))
+        assert [output.outputs for output in outputs] == expected
+
+    with engine(folder, step_timeout_s=2) as (llm, recorder):
+        run(llm, main)
+        assert recorder.num_restarts == 1
+    assert "fault_injection.py" in capfd.readouterr().err, "the stack of the hung thread is in the log"
+    assert "the engine hangs: step 2" in caplog.text
+    assert "its oldest request is " in caplog.text
+
+
 def test_killed_twice_within_seconds(folder: Path) -> None:
     expected = offline(folder, PROMPTS, params())
 
