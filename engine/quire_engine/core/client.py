@@ -248,6 +248,12 @@ class AsyncMPClient:
             if future is not None and not future.done():
                 future.set_exception(EngineDeadError(reason))
 
+    def stop_listening(self) -> None:
+        """Close what belongs to the event loop, in its thread; after that, `shutdown` may be called from another."""
+        if self._async_output is not None:
+            self._async_output.close(linger=0)
+            self._async_output = None
+
     def shutdown(self) -> None:
         """End all processes, by force if they do not go by themselves; release everything. Idempotent."""
         if self._closing.is_set():
@@ -266,8 +272,7 @@ class AsyncMPClient:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        if self._async_output is not None:
-            self._async_output.close(linger=0)
+        self.stop_listening()
         self._context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)
 

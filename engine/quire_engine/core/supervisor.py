@@ -200,6 +200,7 @@ class SupervisedClient:
 
     def _take_note_of_death(self, reason: str) -> None:
         """End those who end with the engine, and begin to start the next one."""
+        self._client.stop_listening()
         num_live = self._journal.num_sent
         culprits = self._journal.engine_died()
         if culprits:
