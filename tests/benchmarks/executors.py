@@ -3,8 +3,8 @@
     python tests/benchmarks/executors.py [--model FOLDER] [--requests 16] [--tokens 32] [--runs 3] [--only uni mp …]
 
 Offline throughput of the same greedy requests with the worker in the engine's process (uni), in one of its own (mp),
-and with two by tensor and by pipeline parallelism; the runs take turns, and ratios are those of medians. Then the CPU time
-that each uses while it has nothing to do.
+and with two by tensor and by pipeline parallelism; the runs take turns, and ratios are those of medians. Then the CPU
+time that each uses while it has nothing to do.
 """
 
 import argparse
