@@ -215,7 +215,10 @@ class Scheduler:
         return output
 
     def structured_requests_to_sample(self, output: SchedulerOutput) -> list[Request]:
-        """The requests with a grammar that this step computes the last token of."""
+        """The requests with a grammar that this step computes the last token of.
+
+        None of their tokens is in flight, or there would be nothing to compute: their grammars are up to date.
+        """
         return [
             request
             for request_id, request in self._structured.items()

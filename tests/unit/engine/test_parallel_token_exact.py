@@ -9,6 +9,8 @@ import pytest
 import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.core import engine_core
+from quire_engine.errors import EngineDeadError
+from quire_engine.messages import SchedulerOutput
 from quire_engine.output_processor import RequestOutput
 from quire_engine.sampling import SamplingMetadata
 from support.oracle import Expected
@@ -114,6 +116,7 @@ def scores(entries: Any) -> list[float]:
     return [item.logprob for entry in entries or [] if entry for item in entry.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
 def test_every_kind_of_request_gets_what_one_rank_gives(
     tensor: int, pipeline: int, checkpoint: Callable[[str], Path], workload: Callable[[str], Workload]
@@ -146,15 +149,17 @@ def test_all_ranks_sleep_and_wake_up(
             llm.wake_up()
 
 
-def test_culprit_ends_alone_with_other_batches_in_flight(
-    checkpoint: Callable[[str], Path], workload: Callable[[str], Workload]
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+def test_culprit_ends_alone_whatever_is_in_flight(
+    tensor: int, pipeline: int, checkpoint: Callable[[str], Path], workload: Callable[[str], Workload]
 ) -> None:
     prompts, lengths, expected = workload("tied-gqa")
     prompts, lengths, expected = prompts[:12], lengths[:12], expected[:12]
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
     params[5] = SamplingParams(temperature=0.123, seed=1, max_tokens=lengths[5], ignore_eos=True)
-    with make_llm(checkpoint("tied-gqa"), 1, 2) as llm:
-        sampler = executor_of(llm).workers[1].runner.sampler
+    with make_llm(checkpoint("tied-gqa"), tensor, pipeline) as llm:
+        runner = next(worker.runner for worker in executor_of(llm).workers if worker.parallel.is_output_rank)
+        sampler = runner.sampler
 
         def failing(logits: torch.Tensor, metadata: SamplingMetadata) -> Any:
             poisoned = (metadata.temperature > 0) & (metadata.positions == len(prompts[5]) + 3)
@@ -162,7 +167,7 @@ def test_culprit_ends_alone_with_other_batches_in_flight(
                 raise RuntimeError("poison")
             return sampler(logits, metadata)
 
-        executor_of(llm).workers[1].runner.sampler = failing  # type: ignore[assignment]
+        runner.sampler = failing  # type: ignore[assignment]
         outputs = llm.generate(prompts, params, use_tqdm=False)
         stats = llm.get_stats()
     for i, (output, want) in enumerate(zip(outputs, expected, strict=True)):
@@ -191,3 +196,36 @@ def test_aborted_requests_leave_nothing_in_flight(
         client.call_utility("sleep", 1)
         assert not client._core.has_requests()
         assert not client._core._in_flight
+
+
+def test_step_that_fails_before_it_is_submitted_ends_nobody(
+    checkpoint: Callable[[str], Path], workload: Callable[[str], Workload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, lengths, expected = workload("tied-gqa")
+    prompts, lengths, expected = prompts[:8], lengths[:8], expected[:8]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
+    with make_llm(checkpoint("tied-gqa"), 1, 2, max_num_seqs=4) as llm:
+        executor = executor_of(llm)
+        submit, steps = executor.submit, []
+
+        def failing(scheduler_output: SchedulerOutput) -> None:
+            steps.append(scheduler_output)
+            if len(steps) in (9, 30):
+                raise RuntimeError("not sent")
+            submit(scheduler_output)
+
+        monkeypatch.setattr(executor, "submit", failing)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.get_stats().num_failed_steps >= 2
+    assert [output.outputs[0].token_ids for output in outputs] == [want.token_ids for want in expected]
+
+
+def test_executor_that_is_gone_is_nobodys_fault(checkpoint: Callable[[str], Path]) -> None:
+    def gone() -> None:
+        raise EngineDeadError("rank 1 is gone")
+
+    with make_llm(checkpoint("tied-gqa"), 1, 1) as llm:
+        llm._core._core.executor.collect = gone
+        with pytest.raises(EngineDeadError, match="rank 1"):
+            llm.generate([[1, 2, 3]], use_tqdm=False)
+        assert llm.get_stats().num_failed_steps == 0
