@@ -218,6 +218,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     dropped_request_ids: list[str] = []
     """Finished or preempted since the last step: the worker forgets them first."""
     grammar_bitmask: GrammarBitmask | None = None
+    step: int = 0
+    """Its number, counted by the scheduler from 1."""
 
     @property
     def total_num_scheduled_tokens(self) -> int:

@@ -72,6 +72,7 @@ class Request:
         "mm_hashes",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_known_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "prompt_logprobs",
@@ -82,6 +83,7 @@ class Request:
         "settled_until",
         "status",
         "stop_token_ids",
+        "void_until_step",
     )
 
     def __init__(
@@ -127,6 +129,10 @@ class Request:
         """What stands behind placeholder tokens of the prompt; part of the hashes of the blocks they reach into."""
         self.settled_until = 0
         """Up to this many tokens the KVCacheManager has nothing to do: no block to add, none that has become full."""
+        self.num_known_tokens = 0
+        """Of its tokens, how many ranks that do not sample have been told of; counted only where there are such."""
+        self.void_until_step = 0
+        """Results of steps up to this number are not for it: they were scheduled before it was taken back, or came."""
 
     @property
     def needs_grammar(self) -> bool:

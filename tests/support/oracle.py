@@ -18,6 +18,10 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "hidden_size": 60, "intermediate_size": 101, "num_attention_heads": 6, "num_key_value_heads": 1,
         "head_dim": 20, "num_hidden_layers": 3, "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True,
     },
+    "biased-mqa": {
+        "hidden_size": 60, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 20, "num_hidden_layers": 3,
+        "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True,
+    },
     "llama3-rope": {
         "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
         "rope_parameters": {
