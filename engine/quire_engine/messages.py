@@ -32,6 +32,8 @@ __all__ = [
     "TokenLogprobs",
     "UtilityOutput",
     "UtilityRequest",
+    "WorkerCall",
+    "WorkerResponse",
 ]
 
 TokenLogprobs = list[tuple[int, float, int]]
@@ -234,3 +236,27 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     logprobs: dict[str, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[str, PromptLogprobs] = {}
     """Of the prompt tokens that this step came to, for requests that want them."""
+
+
+class WorkerCall(msgspec.Struct, array_like=True, omit_defaults=True):
+    """What the executor tells all ranks to do: a step, or a method of the worker."""
+
+    call_id: int
+    method: str = ""
+    """Empty: the step."""
+    arguments: list[int] = []
+    scheduler_output: SchedulerOutput | None = None
+
+
+class WorkerResponse(msgspec.Struct, array_like=True, omit_defaults=True):
+    """What came of a `WorkerCall` on one rank. Of a step, only the output rank tells when nothing went wrong."""
+
+    call_id: int
+    """0, which no call has: the worker is ready, or could not start."""
+    result: int = 0
+    output: ModelRunnerOutput | None = None
+    error: str | None = None
+    error_type: str = ""
+    """Name of the exception's class."""
+    is_aborted: bool = False
+    """The error is only that another rank had one."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from quire_engine.config import EngineConfig
 from quire_engine.errors import EngineDeadError, EngineError, EngineSleepingError
-from quire_engine.executor import Executor, UniProcExecutor
+from quire_engine.executor import Executor, make_executor
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.messages import (
     EngineCoreOutput,
@@ -51,9 +51,13 @@ class EngineCore:
                 f"{checkpoint.max_position_embeddings} (max_position_embeddings)"
             )
         checkpoint.check_parallel(config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size)
-        self.executor: Executor = UniProcExecutor(config, checkpoint, max_model_len)
-        num_blocks = num_blocks or self.executor.determine_num_blocks()
-        self.executor.initialize_cache(num_blocks)
+        self.executor: Executor = make_executor(config, checkpoint, max_model_len)
+        try:
+            num_blocks = num_blocks or self.executor.determine_num_blocks()
+            self.executor.initialize_cache(num_blocks)
+        except BaseException:
+            self.executor.shutdown()
+            raise
         kv_cache = KVCacheManager(num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
         self.scheduler = Scheduler(
             config.scheduler.for_max_model_len(max_model_len),
@@ -71,6 +75,7 @@ class EngineCore:
             block_size=config.cache.block_size,
             eos_token_ids=[i for i in checkpoint.eos_token_ids if i < checkpoint.vocab_size],
             scheduling_policy=config.scheduler.scheduling_policy,
+            worker_pids=self.executor.worker_pids,
         )
         self.structured_output = StructuredOutputManager(
             CompilerArguments(config.model.tokenizer_path, self.ready.vocab_size, self.ready.eos_token_ids)
@@ -205,7 +210,7 @@ class EngineCore:
     # -- utilities: each returns whether it did what it was asked for --------------------------------------------------
 
     def call_utility(self, request: UtilityRequest) -> UtilityOutput:
-        """Call one of the utilities below by its name; an error goes into the answer."""
+        """Call one of the utilities below by its name; an error goes into the answer, but for a dead engine's."""
         utilities: dict[str, Callable[..., bool]] = {
             "reset_prefix_cache": self.reset_prefix_cache,
             "sleep": self.sleep,
@@ -214,6 +219,8 @@ class EngineCore:
         }
         try:
             return UtilityOutput(request.call_id, utilities[request.method](*request.arguments))
+        except EngineDeadError:
+            raise
         except Exception as error:
             known = isinstance(error, EngineError)
             if not known:

@@ -72,6 +72,8 @@ class EngineCoreProcess:
         self._poller = zmq.Poller()
         self._poller.register(self._input, zmq.POLLIN)
         self._poller.register(self._core.structured_output.fileno(), zmq.POLLIN)
+        for descriptor in self._core.executor.death_descriptors:
+            self._poller.register(descriptor, zmq.POLLIN)
         self._send(self._core.ready)
 
     def run(self) -> None:
@@ -117,6 +119,7 @@ class EngineCoreProcess:
             except AssertionError:
                 logger.exception("the KV cache's books do not balance while idle; this is a bug")
             self._poller.poll()
+        self._core.executor.check_health()
         self._core.structured_output.drain()
         self._receive()
         if not self._core.has_requests():

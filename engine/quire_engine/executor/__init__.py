@@ -1,6 +1,26 @@
 """How a step reaches the workers, wherever they run."""
 
+from quire_engine.config import EngineConfig
 from quire_engine.executor.base import Executor
 from quire_engine.executor.uniproc import UniProcExecutor
+from quire_engine.models.checkpoint import CheckpointConfig
 
-__all__ = ["Executor", "UniProcExecutor"]
+__all__ = ["Executor", "UniProcExecutor", "make_executor"]
+
+
+def make_executor(config: EngineConfig, checkpoint: CheckpointConfig, max_model_len: int) -> Executor:
+    """The executor that `distributed_executor_backend` names, with its workers started and their models loaded.
+
+    Raises:
+        EngineError: there is none of that name, or a worker could not start.
+        ValueError: as a worker of this process would raise it.
+    """
+    backend = config.parallel.executor_backend
+    if backend == "uni":
+        return UniProcExecutor(config, checkpoint, max_model_len)
+    if backend == "mp":
+        # Here and not above: a worker's process imports this package for the queue alone.
+        from quire_engine.executor.multiproc import MultiProcExecutor
+
+        return MultiProcExecutor(config, max_model_len)
+    raise ValueError(f"distributed_executor_backend is {backend!r}; it must be 'uni' or 'mp' in this version")

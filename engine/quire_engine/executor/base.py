@@ -19,6 +19,24 @@ class Executor(Protocol):
         """Steps that may be submitted before the first is collected: one per stage of the pipeline."""
         ...
 
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids by rank; empty when the worker is in this process."""
+        ...
+
+    @property
+    def death_descriptors(self) -> list[int]:
+        """Descriptors of which one becomes readable when a rank ends, for who waits for something else meanwhile."""
+        ...
+
+    def check_health(self) -> None:
+        """Look after the ranks, without waiting.
+
+        Raises:
+            EngineDeadError: a rank died or hangs.
+        """
+        ...
+
     def determine_num_blocks(self) -> int:
         """KV blocks that every rank has room for."""
         ...

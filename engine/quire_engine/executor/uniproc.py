@@ -20,6 +20,19 @@ class UniProcExecutor:
         """See `Executor`."""
         return 1
 
+    @property
+    def worker_pids(self) -> list[int]:
+        """See `Executor`."""
+        return []
+
+    @property
+    def death_descriptors(self) -> list[int]:
+        """See `Executor`."""
+        return []
+
+    def check_health(self) -> None:
+        """See `Executor`. It lives and dies with this process."""
+
     def determine_num_blocks(self) -> int:
         """See `Executor`."""
         return self._worker.determine_num_blocks()

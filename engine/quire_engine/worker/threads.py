@@ -11,15 +11,19 @@ PARAMETERS_PER_THREAD = 16_000_000
 and 7.0 ms with one on two idle cores, but 22.7 and 6.4 ms when something else runs, as every op waits for both."""
 
 
-def configure_threads(num_parameters: int) -> int:
+def configure_threads(num_parameters: int, num_ranks: int = 1) -> int:
     """Set torch's thread count by the size of the model and the cores this process may use.
 
     `OMP_NUM_THREADS` in the environment has the last word.
+
+    Args:
+        num_parameters: of this rank.
+        num_ranks: processes that compute at the same time, and have to divide the cores among them.
 
     Returns:
         The number of threads.
     """
     if not os.environ.get("OMP_NUM_THREADS"):
-        num_cores = len(os.sched_getaffinity(0))
+        num_cores = len(os.sched_getaffinity(0)) // num_ranks
         torch.set_num_threads(max(1, min(num_cores, num_parameters // PARAMETERS_PER_THREAD)))
     return torch.get_num_threads()

@@ -56,7 +56,7 @@ class Worker:
         self._fault_injection = FaultInjection.from_environment()
         model = self._load_model()
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        num_threads = configure_threads(num_parameters)
+        num_threads = configure_threads(num_parameters, config.parallel.world_size)
         logger.info(
             "%s: %.1f M parameters, %s, threads: %d", config.model.model, num_parameters / 1e6, name, num_threads
         )

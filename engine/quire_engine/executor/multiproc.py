@@ -1,0 +1,229 @@
+"""MultiProcExecutor: one process per rank on this machine, with queues in shared memory between.
+
+::
+
+                         ┌─ calls: one queue, every rank reads all of it ──► rank 0, 1, …
+    EngineCore ── executor
+                         └─ responses: one queue per rank ◄───────────────── rank i
+
+Of a step only the output rank tells the result; any rank may tell an error. Other calls are answered by every rank.
+While it waits for an answer, the executor looks after the processes: one that ends or is stopped ends the wait at once.
+"""
+
+import collections
+import contextlib
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from quire_engine.config import EngineConfig
+from quire_engine.distributed import ParallelState
+from quire_engine.errors import CheckpointError, EngineDeadError, EngineError
+from quire_engine.executor.message_queue import MessageReader, MessageWriter
+from quire_engine.executor.worker_processes import WorkerProcesses
+from quire_engine.messages import ModelRunnerOutput, SchedulerOutput, WorkerCall, WorkerResponse
+from quire_engine.semaphore import Waiter, Watch
+
+__all__ = ["MultiProcExecutor"]
+
+READY = 0
+"""The call that a worker answers without having been called: it is ready."""
+SHUTDOWN_SECONDS = 3.0
+"""How long the workers may take to end by themselves before they are killed."""
+ERRORS: dict[str, type[Exception]] = {"CheckpointError": CheckpointError, "ValueError": ValueError, "OSError": OSError}
+"""Errors at start-up that keep their class; all others become an EngineError."""
+
+
+class MultiProcExecutor:
+    """Starts the workers, tells them what to do, and puts their answers together."""
+
+    def __init__(self, config: EngineConfig, max_model_len: int) -> None:
+        self._config = config
+        parallel = config.parallel
+        self._output_rank = next(
+            rank for rank in range(parallel.world_size)
+            if ParallelState(
+                rank=rank,
+                tensor_parallel_size=parallel.tensor_parallel_size,
+                pipeline_parallel_size=parallel.pipeline_parallel_size,
+            ).is_output_rank
+        )  # fmt: skip
+        self._next_call_id = READY + 1
+        self._submitted: collections.deque[int] = collections.deque()
+        self._answers: dict[int, dict[int, WorkerResponse]] = {}
+        self._recovered_at = READY
+        self._dead: EngineDeadError | None = None
+        self._is_shut_down = False
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(WorkerResponse)
+        self._workers = WorkerProcesses(config, max_model_len)
+        try:
+            watch = Watch(self._workers.pidfds, self._check_workers)
+            self._calls = MessageWriter(self._workers.calls, watch)
+            self._responses = [MessageReader(handle, 0, watch) for handle in self._workers.responses]
+            self._waiter = Waiter([reader.filled for reader in self._responses], watch)
+            self._wait_for_all(READY)
+            self._raise_errors(self._answers.pop(READY))
+        except BaseException:
+            self._workers.end()
+            raise
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        """See `Executor`."""
+        return self._config.parallel.pipeline_parallel_size
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """See `Executor`."""
+        return self._workers.pids
+
+    @property
+    def death_descriptors(self) -> list[int]:
+        """See `Executor`."""
+        return self._workers.pidfds
+
+    def check_health(self) -> None:
+        """See `Executor`."""
+        if self._dead is not None:
+            raise self._dead
+        self._check_workers()
+
+    def determine_num_blocks(self) -> int:
+        """See `Executor`. The least of all ranks: a block is a block on each of them."""
+        return min(self.collective_rpc("determine_num_blocks"))
+
+    def initialize_cache(self, num_blocks: int) -> None:
+        """See `Executor`."""
+        self.collective_rpc("initialize_cache", num_blocks)
+
+    def sleep(self, level: int) -> None:
+        """See `Executor`."""
+        self.collective_rpc("sleep", level)
+
+    def wake_up(self) -> None:
+        """See `Executor`."""
+        self.collective_rpc("wake_up")
+
+    def submit(self, scheduler_output: SchedulerOutput) -> None:
+        """See `Executor`."""
+        self._submitted.append(self._call("", scheduler_output=scheduler_output))
+
+    def collect(self) -> ModelRunnerOutput:
+        """See `Executor`."""
+        call_id = self._submitted.popleft()
+        self._wait_until(lambda: self._has_output(call_id))
+        for earlier in [earlier for earlier in self._answers if earlier < call_id]:
+            del self._answers[earlier]  # of a rank that failed after it had done its part
+        if self._has_error(call_id) and call_id > self._recovered_at and len(self._responses) > 1:
+            self._recover()
+        answers = self._answers.pop(call_id)
+        self._raise_errors(answers)
+        output = answers[self._output_rank].output
+        assert output is not None
+        return output
+
+    def collective_rpc(self, method: str, *arguments: int) -> list[int]:
+        """Call a method of the worker on all ranks, and return their results by rank.
+
+        Raises:
+            EngineDeadError: a rank died or hangs.
+            Exception: what it raised on a rank: a ValueError, CheckpointError or OSError, or else an EngineError.
+        """
+        call_id = self._call(method, arguments)
+        self._wait_for_all(call_id)
+        if self._has_error(call_id) and len(self._responses) > 1:
+            self._recover()
+        answers = self._answers.pop(call_id)
+        self._raise_errors(answers)
+        return [answers[rank].result for rank in range(len(self._responses))]
+
+    def shutdown(self) -> None:
+        """See `Executor`. Workers that do not end when they are asked to are killed."""
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        if self._dead is None:
+            with contextlib.suppress(EngineDeadError, TimeoutError, RuntimeError):
+                self._calls.write(self._encoder.encode(WorkerCall(READY, "shutdown")), timeout=0.1)
+                self._workers.wait(SHUTDOWN_SECONDS)
+            self._dead = EngineDeadError("the executor was shut down")
+        self._workers.end()
+        self._calls.close()
+        for reader in self._responses:
+            reader.close()
+
+    # -- calls and answers ---------------------------------------------------------------------------------------------
+
+    def _call(self, method: str, arguments: Sequence[int] = (), scheduler_output: SchedulerOutput | None = None) -> int:
+        if self._dead is not None:
+            raise self._dead
+        call_id = self._next_call_id
+        self._next_call_id += 1
+        self._calls.write(self._encoder.encode(WorkerCall(call_id, method, list(arguments), scheduler_output)))
+        return call_id
+
+    def _wait_for_all(self, call_id: int) -> None:
+        """Until all ranks have answered; when starting, until one has failed."""
+        self._wait_until(
+            lambda: (
+                len(self._answers.get(call_id, ())) == len(self._responses)
+                or (call_id == READY and self._has_error(call_id))
+            )
+        )
+
+    def _has_output(self, call_id: int) -> bool:
+        return self._output_rank in self._answers.get(call_id, ()) or self._has_error(call_id)
+
+    def _has_error(self, call_id: int) -> bool:
+        return any(answer.error is not None for answer in self._answers.get(call_id, {}).values())
+
+    def _wait_until(self, ready: Callable[[], bool]) -> None:
+        def look() -> bool:
+            self._take_answers()
+            return ready()
+
+        if self._dead is not None:
+            raise self._dead
+        self._waiter.wait_until(look)
+
+    def _take_answers(self) -> bool:
+        """Take in what has come, without waiting. Returns whether anything has."""
+        any_came = False
+        for rank, reader in enumerate(self._responses):
+            while reader.filled.can_acquire():
+                response = reader.read_with(self._decoder.decode)
+                self._answers.setdefault(response.call_id, {})[rank] = response
+                any_came = True
+        return any_came
+
+    def _raise_errors(self, answers: dict[int, WorkerResponse]) -> None:
+        """Raise the first cause among the errors, if there are any."""
+        failed = [(rank, answer) for rank, answer in sorted(answers.items()) if answer.error is not None]
+        if failed:
+            rank, answer = next((item for item in failed if not item[1].is_aborted), failed[0])
+            kind = ERRORS.get(answer.error_type)
+            if kind is not None:
+                raise kind(answer.error)
+            raise EngineError(answer.error if len(self._responses) == 1 else f"rank {rank}: {answer.error}")
+
+    def _recover(self) -> None:
+        """After an error with several ranks: no rank may be left waiting for one that failed.
+
+        1. The rank that failed has raised the abort flag, so all others fail as well, wherever they wait or come to.
+           So do all ranks in the steps that were submitted after this one.
+        2. Every rank answers "forget" when it is through with those steps, and uses its groups no more.
+        3. The groups are made new and the flag is lowered. The next call finds everything as it was at the start.
+        """
+        call_id = self._call("forget")
+        self._wait_for_all(call_id)
+        self._workers.reset_groups()
+        self._answers.pop(call_id)
+        self._recovered_at = call_id
+
+    def _check_workers(self) -> None:
+        """Raises EngineDeadError when a worker has ended or hangs, but first lets its last words be heard."""
+        dead = self._workers.find_dead()
+        if dead is not None and not self._take_answers():
+            self._dead = EngineDeadError(dead)
+            raise self._dead

@@ -1,0 +1,154 @@
+"""WorkerProcesses: starts one process per rank, sees when one ends or stops, and ends them. Knows nothing of calls.
+
+Each inherits the descriptors of its queues and groups, and nothing of the other ranks: no end of a pipe is held open by
+a sibling, and every one of them dies with this process, however it dies.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import msgspec
+
+from quire_engine.config import EngineConfig
+from quire_engine.distributed import ParallelState
+from quire_engine.distributed.shared_memory import AbortFlag, AbortFlagHandle, SharedMemoryGroup
+from quire_engine.executor.message_queue import MessageQueueHandle
+from quire_engine.worker.protocol import WorkerArguments
+
+__all__ = ["WorkerProcesses"]
+
+_Handle = MessageQueueHandle | AbortFlagHandle | SharedMemoryGroup
+
+
+class WorkerProcesses:
+    """All ranks of one engine. When this object is dropped, they are killed and the descriptors closed."""
+
+    def __init__(self, config: EngineConfig, max_model_len: int) -> None:
+        parallel = config.parallel
+        tensor_size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        self.calls = MessageQueueHandle.create(parallel.world_size)
+        self.responses = [MessageQueueHandle.create(1) for _ in range(parallel.world_size)]
+        self._abort = AbortFlagHandle.create()
+        self._tensor_groups = [
+            SharedMemoryGroup.create(tensor_size) for _ in range(num_stages if tensor_size > 1 else 0)
+        ]
+        self._pipeline_groups = [
+            SharedMemoryGroup.create(num_stages) for _ in range(tensor_size if num_stages > 1 else 0)
+        ]
+        self.pidfds: list[int] = []
+        """By rank; each becomes readable when the process ends."""
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._stopped_ranks: set[int] = set()
+        groups = [*self._tensor_groups, *self._pipeline_groups]
+        self._handles: list[_Handle] = [self.calls, *self.responses, self._abort, *groups]
+        self._finalizer = weakref.finalize(self, _end, self._processes, self._handles, self.pidfds)
+        try:
+            for rank in range(parallel.world_size):
+                self._start(rank, config, max_model_len)
+        except BaseException:
+            self._finalizer()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, by rank."""
+        return [process.pid for process in self._processes]
+
+    def find_dead(self) -> str | None:
+        """Says which rank has ended, or is stopped at two looks in a row: one look may see a terminal's Ctrl-Z."""
+        for rank, process in enumerate(self._processes):
+            code = process.poll()
+            if code is not None:
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                return f"worker rank {rank} (process {process.pid}) {how}"
+        stopped = {rank for rank, process in enumerate(self._processes) if _is_stopped(process.pid)}
+        hung, self._stopped_ranks = stopped & self._stopped_ranks, stopped
+        for rank in hung:
+            return f"worker rank {rank} (process {self._processes[rank].pid}) is stopped"
+        return None
+
+    def reset_groups(self) -> None:
+        """Make the groups usable again after an abort; every rank has stopped using them."""
+        for group in (*self._tensor_groups, *self._pipeline_groups):
+            group.reset()
+        flag = AbortFlag(self._abort)
+        flag.reset()
+        flag.close()
+
+    def wait(self, seconds: float) -> None:
+        """Give them time to end by themselves."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for process in self._processes:
+                process.wait(max(seconds, 0))
+
+    def end(self) -> None:
+        """Kill what still runs, and close every descriptor. Idempotent."""
+        self._finalizer()
+
+    def _start(self, rank: int, config: EngineConfig, max_model_len: int) -> None:
+        state = ParallelState(rank=rank, tensor_parallel_size=config.parallel.tensor_parallel_size)
+        arguments = WorkerArguments(
+            config=config,
+            max_model_len=max_model_len,
+            rank=rank,
+            calls=self.calls,
+            responses=self.responses[rank],
+            abort=self._abort,
+            tensor_group=self._tensor_groups[state.stage] if self._tensor_groups else None,
+            pipeline_group=self._pipeline_groups[state.tensor_rank] if self._pipeline_groups else None,
+            parent_pid=os.getpid(),
+            kill_with_parent=threading.current_thread() is threading.main_thread(),
+        )
+        descriptors = [*self.calls.descriptors(rank), *arguments.responses.descriptors(0), *self._abort.descriptors()]
+        if arguments.tensor_group is not None:
+            descriptors += arguments.tensor_group.descriptors(state.tensor_rank)
+        if arguments.pipeline_group is not None:
+            descriptors += arguments.pipeline_group.descriptors(state.stage)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "quire_engine.worker.process"],
+            stdin=subprocess.PIPE,
+            stdout=2,  # stderr: stdout may carry somebody's protocol; logs do not belong there
+            env={
+                "GOMP_SPINCOUNT": "20000",  # as for the process of an engine core; see `core.client`
+                **os.environ,
+                "PYTHONSAFEPATH": "1",
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            },
+            pass_fds=descriptors,
+        )
+        self._processes.append(process)
+        self.pidfds.append(os.pidfd_open(process.pid))
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # died already: the wait for its answer tells
+            process.stdin.write(msgspec.json.encode(arguments) + b"\n")
+            process.stdin.flush()
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
+
+
+def _end(
+    processes: "list[subprocess.Popen[bytes]]",
+    handles: list[_Handle],
+    pidfds: list[int],
+) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+    for handle in handles:
+        handle.close()
+    for descriptor in pidfds:
+        os.close(descriptor)

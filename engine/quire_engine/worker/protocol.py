@@ -1,0 +1,25 @@
+"""What the process of a worker is told when it starts. All else it hears through its queue; see `messages`."""
+
+import msgspec
+
+from quire_engine.config import EngineConfig
+from quire_engine.distributed.shared_memory import AbortFlagHandle, SharedMemoryGroup
+from quire_engine.executor.message_queue import MessageQueueHandle
+
+__all__ = ["WorkerArguments"]
+
+
+class WorkerArguments(msgspec.Struct):
+    """One line of JSON on the worker's stdin."""
+
+    config: EngineConfig
+    max_model_len: int
+    rank: int
+    calls: MessageQueueHandle
+    responses: MessageQueueHandle
+    abort: AbortFlagHandle
+    tensor_group: SharedMemoryGroup | None
+    pipeline_group: SharedMemoryGroup | None
+    parent_pid: int
+    kill_with_parent: bool
+    """Whether the kernel is to kill the worker when the thread that started it ends."""

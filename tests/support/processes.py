@@ -1,0 +1,71 @@
+"""Child processes of tests, and what is to be seen of a process from outside."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+
+def start_python(source: str, *arguments: str | bytes, pass_fds: Iterable[int] = ()) -> "subprocess.Popen[bytes]":
+    """Run source text in a process of its own, with `sys.argv[1:]` and pipes."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(source), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=tuple(pass_fds),
+        env=environment,
+    )
+
+
+@contextlib.contextmanager
+def ended(processes: "Iterable[subprocess.Popen[bytes]]") -> Iterator[None]:
+    """Whatever happens inside, the processes are gone afterwards."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def state(pid: int) -> str:
+    """One letter, as in /proc; empty when there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, even if nobody has taken note yet."""
+    return state(pid) in ("", "Z", "X")
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time that a process has used so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def eventually(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether a condition comes true within a time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def open_descriptors() -> set[str]:
+    """Numbers of this process's descriptors, and what they are."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
+    return {item for item in found if "/proc/" not in item}

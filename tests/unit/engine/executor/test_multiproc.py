@@ -1,0 +1,232 @@
+"""MultiProcExecutor: says what UniProcExecutor says, survives failed steps, sees a rank end, and ends all of them."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire_engine import LLM, EngineConfig, SamplingParams
+from quire_engine.errors import CheckpointError, EngineDeadError, EngineError
+from quire_engine.executor.multiproc import MultiProcExecutor
+from quire_engine.messages import NewRequestData, SchedulerOutput
+from support.processes import cpu_seconds, ended, eventually, is_gone, open_descriptors, start_python, state
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+PROMPTS = [[5 + i % 60 for i in range(40)], [7, 8, 9], [11] * 100]
+KV_CACHE_BYTES = 2**20
+
+FAILING_WORKER = """
+import sys
+if "quire_engine.worker.process" in sys.orig_argv:
+    import torch
+    from quire_engine.worker.worker import Worker
+
+    execute_model = Worker.execute_model
+
+    def fails(self, scheduler_output):
+        output = execute_model(self, scheduler_output)
+        if "poison" in scheduler_output.num_scheduled_tokens:
+            if self.parallel.rank == 1:
+                raise RuntimeError("poisoned")
+            self.parallel.tensor_group.all_reduce(torch.ones(3))
+        return output
+
+    Worker.execute_model = fails
+"""
+"""As `sitecustomize`: rank 1 fails where rank 0 waits for it."""
+
+
+def settings(folder: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "model": str(folder),
+        "dtype": "float32",
+        "max_model_len": 256,
+        "max_num_batched_tokens": 64,
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
+        "distributed_executor_backend": "mp",
+        **more,
+    }
+
+
+@contextlib.contextmanager
+def executor(folder: Path, **more: Any) -> Iterator[MultiProcExecutor]:
+    descriptors = open_descriptors()
+    config = EngineConfig.from_settings(settings(folder, **more))
+    workers = MultiProcExecutor(config, 256)
+    pids = workers.worker_pids
+    try:
+        workers.initialize_cache(workers.determine_num_blocks())
+        yield workers
+    finally:
+        workers.shutdown()
+    workers.shutdown()
+    assert all(is_gone(pid) for pid in pids)
+    assert open_descriptors() <= descriptors
+
+
+def step(request_id: str, num_tokens: int = 4) -> SchedulerOutput:
+    request = NewRequestData(request_id, [5] * num_tokens, num_tokens, SamplingParams(temperature=0), [], [0], 0)
+    return SchedulerOutput({request_id: num_tokens}, new_requests=[request])
+
+
+def bad_step() -> SchedulerOutput:
+    return SchedulerOutput({"unknown to the workers": 1})
+
+
+@pytest.mark.parametrize("name", ["tied-gqa", "tinypy"])
+def test_same_tokens_as_in_one_process(name: str, checkpoint: Callable[[str], Path]) -> None:
+    answers = []
+    for backend in ("uni", "mp"):
+        llm = LLM(**settings(checkpoint(name), distributed_executor_backend=backend))
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        answers.append([output.outputs[0].token_ids for output in outputs])
+        if backend == "mp":
+            for level in (1, 2):
+                llm.sleep(level)
+                llm.wake_up()
+                outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+                answers.append([output.outputs[0].token_ids for output in outputs])
+        llm.shutdown()
+    assert answers == [answers[0]] * 4
+
+
+@pytest.mark.parametrize("more", [{}, {"tensor_parallel_size": 2}], ids=["1 rank", "2 ranks"])
+def test_failed_step_is_an_error_and_the_next_one_works(more: Any, checkpoint: Callable[[str], Path]) -> None:
+    with executor(checkpoint("tied-gqa"), **more) as workers:
+        assert len(workers.worker_pids) == len(set(workers.worker_pids)) == more.get("tensor_parallel_size", 1)
+        workers.submit(step("a"))
+        expected = workers.collect().sampled_token_ids["a"]
+        for i in range(3):
+            workers.submit(bad_step())
+            with pytest.raises(EngineError, match=r"KeyError.*unknown to the workers"):
+                workers.collect()
+            workers.submit(step(f"b{i}"))
+            assert workers.collect().sampled_token_ids == {f"b{i}": expected}
+
+
+def test_rank_that_fails_alone_leaves_nobody_waiting(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(FAILING_WORKER)
+    monkeypatch.syspath_prepend(tmp_path)
+    with executor(checkpoint("tied-gqa"), tensor_parallel_size=2) as workers:
+        for i in range(3):
+            workers.submit(step("poison"))
+            with pytest.raises(EngineError, match="rank 1: RuntimeError: poisoned"):
+                workers.collect()
+            good = step(f"a{i}")
+            good.dropped_request_ids = ["poison"]
+            workers.submit(good)
+            assert len(workers.collect().sampled_token_ids[f"a{i}"]) == 1
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV])
+@pytest.mark.parametrize("when", ["before", "while waiting"])
+def test_end_of_a_rank_is_noticed_at_once(
+    signal_number: signal.Signals, when: str, checkpoint: Callable[[str], Path]
+) -> None:
+    with executor(checkpoint("tied-gqa"), tensor_parallel_size=2) as workers:
+        output_rank, victim = workers.worker_pids
+        os.kill(output_rank, signal.SIGSTOP)  # so that there is something to wait for; it takes 0.2 s to be noticed
+        assert eventually(lambda: state(output_rank) == "T", 5)
+        timer = threading.Timer(0 if when == "before" else 0.05, os.kill, (victim, signal_number))
+        timer.start()
+        if when == "before":
+            timer.join()
+        start = time.monotonic()
+        workers.submit(step("a"))
+        stopped = signal_number == signal.SIGSTOP
+        how = r"[01] .* is stopped" if stopped else rf"1 \(process {victim}\) was killed by {signal_number.name}"
+        with pytest.raises(EngineDeadError, match=f"worker rank {how}"):
+            workers.collect()
+        assert time.monotonic() - start < 1
+        timer.join()
+        with pytest.raises(EngineDeadError):
+            workers.submit(step("b"))
+        with pytest.raises(EngineDeadError):
+            workers.sleep(1)
+
+
+def test_error_at_start_is_the_workers_own(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    descriptors = open_descriptors()
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in checkpoint("tied-gqa").iterdir():
+        data = path.read_bytes()
+        (broken / path.name).write_bytes(data[:-100] if path.suffix == ".safetensors" else data)
+    for backend in ("uni", "mp"):
+        with pytest.raises(CheckpointError, match=r"truncated|safetensors"):
+            LLM(**settings(broken, distributed_executor_backend=backend))
+    with pytest.raises(ValueError, match="kv_cache_memory_bytes: one block"):
+        LLM(**settings(checkpoint("tied-gqa"), kv_cache_memory_bytes=10))
+    assert open_descriptors() <= descriptors
+
+
+def test_dropped_executor_ends_its_workers(checkpoint: Callable[[str], Path]) -> None:
+    import gc
+
+    llm = LLM(**settings(checkpoint("tied-gqa")))
+    (pid,) = llm._core.ready.worker_pids
+    del llm
+    gc.collect()
+    assert is_gone(pid)
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
+def test_workers_die_with_their_parent(stopped: bool, checkpoint: Callable[[str], Path]) -> None:
+    source = """
+        import sys, time
+        from pathlib import Path
+        from quire_engine import EngineConfig
+        from quire_engine.executor.multiproc import MultiProcExecutor
+        config = EngineConfig.from_settings({"model": sys.argv[1], "tensor_parallel_size": 2, "max_model_len": 256})
+        executor = MultiProcExecutor(config, 256)
+        print(*executor.worker_pids, flush=True)
+        time.sleep(100)
+    """
+    parent = start_python(source, str(checkpoint("tied-gqa")))
+    assert parent.stdout is not None
+    with ended([parent]):
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        if stopped:
+            os.kill(pids[0], signal.SIGSTOP)
+            assert eventually(lambda: state(pids[0]) == "T", 5)
+        parent.kill()
+        assert eventually(lambda: all(is_gone(pid) for pid in pids), 2)
+
+
+def test_idle_workers_use_no_cpu(checkpoint: Callable[[str], Path]) -> None:
+    with executor(checkpoint("tied-gqa"), tensor_parallel_size=2) as workers:
+        workers.submit(step("a"))
+        workers.collect()
+        assert eventually(lambda: all(state(pid) == "S" for pid in workers.worker_pids), 5)
+        before = sum(cpu_seconds(pid) for pid in workers.worker_pids)
+        with pytest.raises(subprocess.TimeoutExpired):
+            workers._workers._processes[0].wait(1)
+        assert sum(cpu_seconds(pid) for pid in workers.worker_pids) - before <= 0.02
+
+
+def test_stacks_and_log_lines_of_a_rank(checkpoint: Callable[[str], Path], capfd: pytest.CaptureFixture[str]) -> None:
+    with executor(checkpoint("tied-gqa"), tensor_parallel_size=2) as workers:
+        capfd.readouterr()
+        text = ""
+
+        def dumped() -> bool:
+            nonlocal text
+            text += capfd.readouterr().err
+            return "process.py" in text and "in main" in text
+
+        os.kill(workers.worker_pids[1], signal.SIGUSR1)
+        assert eventually(dumped, 5)
+        workers.submit(bad_step())
+        with pytest.raises(EngineError):
+            workers.collect()
+        text += capfd.readouterr().err
+        assert f"quire worker[rank 1, {workers.worker_pids[1]}] ERROR: a step failed" in text
