@@ -65,7 +65,7 @@ def serve(options: ServeOptions) -> int:
         return Supervisor(
             command=_command(options, flags, server, run, repository, endpoints),
             environment=server_environment(server, run.environment),
-            http=endpoints["http"],
+            endpoints=endpoints,
             ready_line=_ready_line(endpoints),
             drain_timeout_s=options.drain_timeout_s,
             console=console,

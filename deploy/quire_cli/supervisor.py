@@ -6,6 +6,7 @@ Signals are blocked and waited for (`sigtimedwait`), never handled: everything h
 import http.client
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,8 @@ __all__ = ["Supervisor", "blocked_signals"]
 
 _STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _SIGNALS = {*_STOP_SIGNALS, signal.SIGCHLD}
+# What is asked of a service that speaks HTTP; of another one it is enough that it accepts a connection.
+_PROBES = {"http": "/v2/health/ready", "metrics": "/metrics"}
 _READY_POLL_S = 0.05
 _SERVING_POLL_S = 1.0
 _PROBE_TIMEOUT_S = 2.0
@@ -51,8 +54,8 @@ class Supervisor:
 
     command: Sequence[str]
     environment: Mapping[str, str]
-    http: Endpoint
-    """Where readiness is asked for."""
+    endpoints: Mapping[str, Endpoint]
+    """By service, `http` among them: ready means that each of these answers."""
     ready_line: str
     drain_timeout_s: int
     console: Console
@@ -125,14 +128,11 @@ class Supervisor:
         return True
 
     def _is_ready(self) -> bool:
-        connection = http.client.HTTPConnection(self.http.client_host, self.http.port, timeout=_PROBE_TIMEOUT_S)
-        try:
-            connection.request("GET", "/v2/health/ready")
-            return connection.getresponse().status == http.client.OK
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+        """Whether the models are loaded, and all ports open: tritonserver opens them one after the other."""
+        return all(
+            _answers(endpoint, _PROBES[service]) if service in _PROBES else _accepts(endpoint)
+            for service, endpoint in self.endpoints.items()
+        )
 
     def _serve(self, server: subprocess.Popen[bytes], log: ServerLog, watched: set[tuple[int, int]]) -> None:
         """Returns when asked to stop."""
@@ -166,6 +166,25 @@ class Supervisor:
                 "give it longer with --drain-timeout"
             )
         return 0
+
+
+def _answers(endpoint: Endpoint, path: str) -> bool:
+    connection = http.client.HTTPConnection(endpoint.client_host, endpoint.port, timeout=_PROBE_TIMEOUT_S)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status == http.client.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _accepts(endpoint: Endpoint) -> bool:
+    try:
+        socket.create_connection((endpoint.client_host, endpoint.port), timeout=_PROBE_TIMEOUT_S).close()
+        return True
+    except OSError:
+        return False
 
 
 def _wait_for_signal(timeout_s: float, server: subprocess.Popen[bytes]) -> bool:

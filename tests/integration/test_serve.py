@@ -25,7 +25,7 @@ from tritonclient.grpc import aio as grpc_aio
 pytestmark = pytest.mark.server
 
 STREAM: dict[str, Any] = {
-    "text_input": "def add(a, b):", "max_tokens": 200, "ignore_eos": True, "stream": True,
+    "text_input": "def add(a, b):", "max_tokens": 500, "ignore_eos": True, "stream": True,
     "return_token_ids": True, "return_finish_reason": True,
 }  # fmt: skip
 CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
@@ -216,22 +216,22 @@ def test_death_of_the_engine_ends_everything() -> None:
 
 
 def test_draining_lets_a_running_stream_finish_and_refuses_new_requests() -> None:
-    server = start()
+    server = start("--drain-timeout", "60")
 
     async def work(client: grpc_aio.InferenceServerClient) -> tuple[Answer, Answer]:
         first = asyncio.Event()
         running = asyncio.create_task(ask(client, on_response=lambda response: first.set(), **STREAM))
         await first.wait()
         server.process.send_signal(signal.SIGTERM)
-        await asyncio.to_thread(wait_until, lambda: "quire: draining" in server.log(), "draining")
-        await asyncio.sleep(0.1)
-        assert not running.done()
-        refused = await ask(client, text_input="x", max_tokens=1)
+        # tritonserver takes a moment to hear of it.
+        while (refused := await ask(client, text_input="x", max_tokens=1)).error is None:
+            assert not running.done()
         assert not running.done()
         return await running, refused
 
     whole, refused = asyncio.run(with_client(server, work))
     assert server.wait() == 0, server.log()
+    assert "quire: draining" in server.log()
     assert len(whole.token_ids) == STREAM["max_tokens"]
     assert whole.responses[-1]["finish_reason"] == ["length"]
     assert whole.num_final_flags == 1

@@ -105,7 +105,7 @@ def start(*args: str, env: Mapping[str, str] | None = None, ready: bool = True) 
 
 
 def run_cli(
-    *args: str, env: Mapping[str, str] | None = None, timeout_s: float = 60
+    *args: str, env: Mapping[str, str] | None = None, timeout_s: float = 120
 ) -> subprocess.CompletedProcess[str]:
     """Run `quire` to its end."""
     return subprocess.run(
