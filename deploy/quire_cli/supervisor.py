@@ -5,6 +5,7 @@ Signals are blocked and waited for (`sigtimedwait`), never handled: everything h
 
 import http.client
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -29,6 +30,10 @@ _SERVING_POLL_S = 1.0
 _PROBE_TIMEOUT_S = 2.0
 _STUB_NAME = "triton_python_backend_stub"[:15]
 _ENGINE_MODULE = "quire_engine.core.process"
+# tritonserver 2.51 puts a request's body on the stack of the thread that reads it, and parses JSON recursively: on the
+# usual 8 MiB, 4.2 MB of body end it with SIGSEGV. Its threads take their size from this limit, and memory only as they
+# use it.
+_STACK_BYTES = 256 * 2**20
 # How long a model whose engine died may take to tell its clients.
 _LAST_WORDS_S = 1.0
 # tritonserver counts its drain timeout in whole seconds, then ends its models.
@@ -98,6 +103,7 @@ class Supervisor:
         def in_child() -> None:
             # SIGTERM, not SIGKILL: an orphaned server then still ends its models itself.
             process.die_with_parent(parent, signal.SIGTERM)
+            _raise_stack_limit()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
         return subprocess.Popen(
@@ -166,6 +172,14 @@ class Supervisor:
                 "give it longer with --drain-timeout"
             )
         return 0
+
+
+def _raise_stack_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    wanted = _STACK_BYTES if hard == resource.RLIM_INFINITY else min(_STACK_BYTES, hard)
+    # Unlimited is no more: threads then get the platform's default of 2 MiB.
+    if soft == resource.RLIM_INFINITY or soft < wanted:
+        resource.setrlimit(resource.RLIMIT_STACK, (wanted, hard))
 
 
 def _answers(endpoint: Endpoint, path: str) -> bool:
