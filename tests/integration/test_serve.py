@@ -170,6 +170,19 @@ def test_stops_while_a_model_loads(tmp_path: Path) -> None:
     server.assert_nothing_left()
 
 
+def test_stubs_end_cleanly(tmp_path: Path) -> None:
+    """They are tritonserver's children, and its log says nothing of how they end: the shell that starts them does."""
+    record = tmp_path / "ends"
+    (tmp_path / "bash").write_text(f'#!/bin/sh\n/bin/bash "$@"\necho $? >> {record}\n')
+    (tmp_path / "bash").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    with serve("--model", str(CHECKPOINT), "--name", MODEL, "--verbose", env={"PATH": path}) as server:
+        assert run(server, text_input="x", max_tokens=3).text != ""
+    # One completes the model's configuration, the other serves it.
+    assert record.read_text().split() == ["0", "0"]
+    assert "egmentation" not in server.log()
+
+
 def find_server(server: Server) -> int:
     return _find(server, "tritonserver")
 
