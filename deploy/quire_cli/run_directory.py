@@ -133,6 +133,13 @@ class RunDirectory:
         _remove(self.run_id)
         _reap_children()
 
+    def clean_up(self) -> None:
+        """End every process of the run, and remove what they made; the run itself goes on, and starts others."""
+        _end_processes(self.run_id)
+        for path in self._temporary.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        _reap_children()
+
     @property
     def environment(self) -> Mapping[str, str]:
         """What every process of the run is started with, so that it is recognised, and its temporary files too."""
@@ -163,6 +170,13 @@ def sweep() -> Leftovers:
 
 def _remove(run_id: RunId) -> None:
     """End the run's processes, then remove its files: a living process could still make new ones."""
+    _end_processes(run_id)
+    for path in run_id.directories():
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _end_processes(run_id: RunId) -> None:
+    """End the run's processes, and remove the shared memory that they had."""
 
     def kill_and_list() -> list[int]:
         pids = run_id.processes()
@@ -176,8 +190,6 @@ def _remove(run_id: RunId) -> None:
         )
     for path in run_id.shared_memory():
         path.unlink(missing_ok=True)
-    for path in run_id.directories():
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _reap_children() -> None:

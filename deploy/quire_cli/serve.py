@@ -71,7 +71,8 @@ def serve(options: ServeOptions) -> int:
             console=console,
             what=f"loading {options.model or repository or 'the models'}",
             show_whole_log=options.verbose or any(name.startswith("log-") for name in flags.values),
-            watch_models=flags.values.get("model-control-mode", "none") == "none",
+            clean_up=run.clean_up,
+            watch_stubs=flags.values.get("model-control-mode", "none") == "none",
         ).run()
 
 

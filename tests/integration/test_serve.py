@@ -4,12 +4,14 @@ The life of processes is tested with a small model of the plain Python backend, 
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -114,6 +116,13 @@ class Counting(threading.Thread):
             pass  # cut off, as some tests want it
 
     @classmethod
+    def answer(cls, server: Server, count: int) -> list[str]:
+        """The lines of a request that runs to its end."""
+        request = cls(server, count)
+        request.run()
+        return request.lines
+
+    @classmethod
     def begin(cls, server: Server, count: int) -> "Counting":
         request = cls(server, count)
         request.start()
@@ -201,18 +210,26 @@ def _find(server: Server, name: str) -> int:
 
 
 @pytest.mark.parametrize("victim", [find_server, find_stub])
-def test_death_of_a_process_ends_everything(echo: str, victim: Callable[[Server], int]) -> None:
+def test_death_of_the_server_or_a_stub_is_a_pause(echo: str, victim: Callable[[Server], int]) -> None:
     server = start("--model-repository", echo)
+    request = Counting.begin(server, count=3000)
+    old = set(server.run_id.processes())
+    memory = set(server.run_id.shared_memory())
     os.kill(victim(server), signal.SIGKILL)
-    assert server.wait() == 1
-    assert "died" in server.log().splitlines()[-1] or "killed by SIGKILL" in server.log().splitlines()[-1]
+    server.wait_for_ready_line()
+    request.join(30)
+    assert not request.is_alive(), "a client that was cut off is not told"
+    assert "starting the server again now, on the same ports" in server.log()
+    assert not old & set(server.run_id.processes())
+    assert not memory & set(server.run_id.shared_memory())
+    assert len(Counting.answer(server, count=3)) == 3
+    assert "nv_cpu_utilization" in get(server.metrics, "/metrics")
+    assert server.stop() == 0, server.log()
     server.assert_nothing_left()
 
 
-def test_death_of_the_engine_ends_everything() -> None:
-    """Its clients get their error before the server goes."""
+def test_streams_over_grpc_end_with_an_error_when_the_stub_dies_and_the_next_request_works() -> None:
     server = start("--model", str(CHECKPOINT), "--name", MODEL)
-    (engine,) = (pid for pid in server.run_id.processes() if "quire_engine.core.process" in process.command_line(pid))
     answers: list[Answer] = []
     first = threading.Event()
     client = threading.Thread(
@@ -220,11 +237,31 @@ def test_death_of_the_engine_ends_everything() -> None:
     )
     client.start()
     assert first.wait(30)
-    os.kill(engine, signal.SIGKILL)
+    os.kill(find_stub(server), signal.SIGKILL)
+    died = time.monotonic()
     client.join(30)
-    assert "the engine process died" in answers[0].message
-    assert server.wait() == 1
-    assert server.log().splitlines()[-1].startswith(f"quire: the model process {engine} died")
+    told = time.monotonic()
+    assert answers[0].error is not None
+    assert answers[0].error.status() == "StatusCode.UNAVAILABLE"
+    server.wait_for_ready_line()
+    print(f"the client was told after {told - died:.2f} s, the server was ready after {time.monotonic() - died:.2f} s")
+    assert run(server, text_input="x", max_tokens=1).text != ""
+    assert server.stop() == 0, server.log()
+    server.assert_nothing_left()
+
+
+def test_death_of_the_engine_is_the_backends_affair() -> None:
+    """Serve goes on: the stub that lost its engine decides what becomes of it."""
+    server = start("--model", str(CHECKPOINT), "--name", MODEL)
+    stub = find_stub(server)
+    (engine,) = (pid for pid in server.run_id.processes() if "quire_engine.core.process" in process.command_line(pid))
+    os.kill(engine, signal.SIGKILL)
+    wait_until(lambda: "died" in server.log(), "the death is in the log")
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a few rounds of its watch
+        server.process.wait(1.0)
+    assert server.process.poll() is None, server.log()
+    assert find_stub(server) == stub
+    assert server.stop() == 0, server.log()
     server.assert_nothing_left()
 
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import grpc
 import numpy as np
 from quire_backend.model_config import INPUTS, OUTPUTS
 from support.serving import Server
@@ -103,6 +104,8 @@ async def ask(
             on_response(response)
     except InferenceServerException as error:
         answer.error = error
+    except grpc.aio.AioRpcError as error:  # the server is gone
+        answer.error = InferenceServerException(error.details() or "", status=str(error.code()))
     return answer
 
 

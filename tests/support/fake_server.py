@@ -2,7 +2,8 @@
 
 It runs as a program: `python fake_server.py FOLDER SERVICE=PORT...`. A test steers it with files in FOLDER:
 
-    plan.json       {"delayed": [services whose port opens only when the file `open` is there], "no_stub": true, …}
+    plan.json       "log": lines to print; "exit_code": what to end with at once; "no_stub": true; "stub_argument": what
+                    the stub, a copy of `sleep`, gets; "delayed": services whose port opens once there is a file `open`
     starts          it writes one line for each of its starts: the id of its process
 """
 
@@ -42,8 +43,10 @@ def main(folder: Path, *services: str) -> None:
         starts.write(f"{os.getpid()}\n")
     for line in plan.get("log", []):
         print(line, flush=True)
+    if "exit_code" in plan:
+        sys.exit(plan["exit_code"])
     if not plan.get("no_stub"):
-        subprocess.Popen([str(folder / "triton_python_backend_stub"), "600"])
+        subprocess.Popen([str(folder / "triton_python_backend_stub"), plan.get("stub_argument", "600")])
     for service in services:
         name, _, port = service.partition("=")
         opens = folder / "open" if name in plan.get("delayed", []) else None
