@@ -26,13 +26,15 @@ from pathlib import Path
 from quire_cli import process
 from quire_cli.errors import CommandError
 
-__all__ = ["RUN_ID_VARIABLE", "Leftovers", "RunDirectory", "RunId", "leftovers", "sweep"]
+__all__ = ["RUN_ID_VARIABLE", "Leftovers", "RunDirectory", "RunId", "is_plain", "leftovers", "sweep"]
 
 RUN_ID_VARIABLE = "QUIRE_RUN_ID"
 SHARED_MEMORY = Path("/dev/shm")
 _KILL_DEADLINE_S = 10.0
 # A socket's path has at most 107 bytes, and the engine's are made in the temporary folder: quire-abcdefgh/output.
 _LONGEST_PATH = 107 - 30
+# What a shell takes literally wherever it stands.
+_PLAIN = re.compile(r"[\w/.,:=@%+-]*")
 _RUN_ID = r"(\d+)-(\d+)-(\d+)"
 
 
@@ -120,6 +122,11 @@ class RunDirectory:
                 f"the path of the temporary folder {root} is {excess} bytes too long for sockets in it; "
                 "set TMPDIR to a shorter one, such as /tmp"
             )
+        if not is_plain(root):
+            raise CommandError(
+                f"the path of the temporary folder {root} holds a space or another special character, and tritonserver "
+                "starts its processes with an unquoted shell command; set TMPDIR to one without, such as /tmp"
+            )
         if os.statvfs(root).f_flag & os.ST_NOEXEC:  # the Python backend is loaded from the run directory
             raise CommandError(f"the temporary folder {root} is mounted noexec; set TMPDIR to one that is not")
         _make_private(self.path.parent)
@@ -144,6 +151,11 @@ class RunDirectory:
     def environment(self) -> Mapping[str, str]:
         """What every process of the run is started with, so that it is recognised, and its temporary files too."""
         return {RUN_ID_VARIABLE: str(self.run_id), "TMPDIR": str(self._temporary)}
+
+
+def is_plain(path: Path) -> bool:
+    """Whether an unquoted shell command can name it: the Python backend starts its stubs with one."""
+    return _PLAIN.fullmatch(str(path)) is not None
 
 
 def leftovers() -> Leftovers:

@@ -334,6 +334,55 @@ def assert_one_line(result: subprocess.CompletedProcess[str], *parts: str, code:
         assert part in lines[0]
 
 
+def copy_of_demo(folder: Path) -> Path:
+    """A repository of the demo model at an odd place."""
+    version = folder / "tinypy" / "1"
+    version.mkdir(parents=True)
+    (version / "model").symlink_to(CHECKPOINT)
+    (version / "model.json").write_text('{"model": "model"}')
+    (version.parent / "config.pbtxt").write_text('backend: "quire"\n')
+    return folder
+
+
+@pytest.mark.parametrize("name", ["with a space", "$HOME;'(", "mödel ключ"])
+def test_any_path_can_be_served(tmp_path: Path, name: str) -> None:
+    with serve("--model-repository", str(copy_of_demo(tmp_path / name)), env={"LC_ALL": "C"}) as server:
+        assert run(server, text_input="x", max_tokens=1).text != ""
+
+
+def test_a_model_at_any_path_can_be_served(tmp_path: Path) -> None:
+    (tmp_path / "mödel ключ").symlink_to(CHECKPOINT)
+    with serve("--model", str(tmp_path / "mödel ключ"), "--name", MODEL, env={"LC_ALL": "C"}) as server:
+        assert run(server, text_input="x", max_tokens=1).text != ""
+
+
+def test_places_that_cannot_be_used_are_refused_by_name(tmp_path: Path, echo: str) -> None:
+    (tmp_path / "a b").mkdir()
+    result = run_cli("serve", *ANY_PORTS, "--model-repository", echo, env={"TMPDIR": str(tmp_path / "a b")})
+    assert_one_line(result, str(tmp_path / "a b"), "TMPDIR")
+    repository = write_echo(tmp_path / "repository")
+    (repository / "echo").rename(repository / "my echo")
+    assert_one_line(run_cli("serve", *ANY_PORTS, "--model-repository", str(repository)), "my echo", "give it a name")
+    file = repository / "my echo" / "config.pbtxt"
+    assert_one_line(run_cli("serve", *ANY_PORTS, "--model-repository", str(file)), "is a file")
+    result = run_cli("serve", *ANY_PORTS, "--", f"--model-repository={tmp_path / 'a b'}")
+    assert_one_line(result, "--model-repository", code=2)
+
+
+def test_no_path_is_enough(echo: str) -> None:
+    with serve("--model-repository", echo, env={"PATH": ""}) as server:
+        assert len(Counting.answer(server, count=2)) == 2
+
+
+def test_a_first_stub_that_is_killed_ends_the_start(tmp_path: Path) -> None:
+    """It completes the model's configuration, and tritonserver would wait for it for ever."""
+    (tmp_path / "bash").write_text("#!/bin/sh\necho 'no more memory' >&2\nkill -9 $$\n")
+    (tmp_path / "bash").chmod(0o755)
+    env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    result = run_cli("serve", *ANY_PORTS, env=env)
+    assert_one_line(result, "was killed by SIGKILL while it started, saying 'no more memory'", "--verbose")
+
+
 def test_port_in_use(echo: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
