@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire_cli.console import Console
-from quire_cli.errors import CommandError, UsageError
+from quire_cli.errors import CommandError, UsageError, has_working_directory
 from quire_cli.launch import ServerFlags, compose_backends, has_gpu, server_environment
 from quire_cli.model_repository import default_repository, write_model
 from quire_cli.ports import Endpoint, reserve
@@ -51,6 +51,8 @@ def serve(options: ServeOptions) -> int:
         CommandError: it could not start, or ended badly.
     """
     console = Console()
+    if not has_working_directory():
+        raise CommandError("the working directory no longer exists; change to one that does")
     flags = ServerFlags(tuple(options.server_flags))
     if not is_plain(Path(flags.values.get("model-repository", ""))):
         raise UsageError(
