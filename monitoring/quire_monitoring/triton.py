@@ -98,12 +98,16 @@ class TritonStatLogger:
             self._thread.start()
 
     def stop(self) -> None:
-        """Write what is left, the engine as gone, and end the thread."""
+        """Write what is left, the engine as gone, end the thread, and take the metrics away from the server."""
         self._is_up = lambda: False
         self._stopping.set()
         self._changed.set()
         if self._thread.is_alive():
             self._thread.join(timeout=2.0)
+        # Each deregisters itself when it goes, through memory that the stub shares with the server: it crashes if they
+        # live until the stub's interpreter ends.
+        self._metrics = {}
+        self._families = []
 
     # -- what happened ----------------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ class RayExecutor:
         ValueError: as a worker raises it.
     """
 
-    def __init__(self, config: EngineConfig, checkpoint: CheckpointConfig, max_model_len: int) -> None:
+    def __init__(self, config: EngineConfig, max_model_len: int) -> None:
         try:
             import ray
         except ImportError:
@@ -81,6 +81,11 @@ class RayExecutor:
     @property
     def worker_pids(self) -> list[int]:
         """See `Executor`. Ray looks after its processes itself, and they may be on other machines."""
+        return []
+
+    @property
+    def death_descriptors(self) -> list[int]:
+        """See `Executor`. That a rank is gone is only noticed at the next step."""
         return []
 
     def determine_num_blocks(self) -> int:

@@ -91,7 +91,14 @@ class Worker:
         available_bytes = self.config.cache.kv_cache_memory_bytes
         if available_bytes is None:
             share = CPU_MEMORY_SHARE * self.config.cache.gpu_memory_utilization / self.config.parallel.world_size
-            available_bytes = int(available_memory_bytes() * share) - activation_bytes
+            planned_bytes = int(available_memory_bytes() * share)
+            available_bytes = planned_bytes - activation_bytes
+            if available_bytes < bytes_per_block:
+                raise ValueError(
+                    f"gpu_memory_utilization is {self.config.cache.gpu_memory_utilization}: that is {planned_bytes} "
+                    f"bytes of the memory that is free now, activations take {activation_bytes} and one KV block "
+                    f"{bytes_per_block}; raise it, or set kv_cache_memory_bytes"
+                )
         num_blocks = num_blocks_for(
             available_bytes=available_bytes,
             bytes_per_block=bytes_per_block,
