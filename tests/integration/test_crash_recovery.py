@@ -193,7 +193,6 @@ def test_a_poison_request_ends_alone(
     finally:
         fault_file.unlink()
     assert ended.error is not None
-    assert "StatusCode.INTERNAL" in str(ended.error.status())
     assert "died of this request again and again" in ended.message
     for answer, expected in zip(answers, undisturbed["pair"][1:], strict=True):
         assert answer.token_ids == expected.token_ids

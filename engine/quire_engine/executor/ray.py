@@ -6,8 +6,9 @@
                 ◄── results, as msgpack ── actor of the output rank
 
 `RAY_ADDRESS` names the cluster. Without it a small one is started on this machine, which ends with this process. The
-ranks are placed as close together as the cluster allows. They listen to each other on the network interface of their
-machine's address (loopback, where all are on this one): a cluster of several machines belongs into a network of its own.
+ranks are placed as close together as the cluster allows. They listen to each other on loopback where all are on one
+machine, and else on the network of their machines' addresses; Ray's own processes listen on all (and want a token).
+So a cluster belongs into a network of its own.
 """
 
 import contextlib
@@ -83,6 +84,9 @@ class RayExecutor:
         """See `Executor`. Ray looks after its processes itself, and they may be on other machines."""
         return []
 
+    def check_health(self) -> None:
+        """See `Executor`."""
+
     @property
     def death_descriptors(self) -> list[int]:
         """See `Executor`. That a rank is gone is only noticed at the next step."""
@@ -90,7 +94,8 @@ class RayExecutor:
 
     def determine_num_blocks(self) -> int:
         """See `Executor`. The least of all ranks: a block is a block on each of them."""
-        return min(self._call_all("determine_num_blocks"))
+        num_blocks: int = min(self._call_all("determine_num_blocks"))
+        return num_blocks
 
     def initialize_cache(self, num_blocks: int) -> None:
         """See `Executor`."""
@@ -163,8 +168,7 @@ class RayExecutor:
         self._placement_group = self._ray.util.placement_group(bundles, strategy="PACK")
         if not self._placement_group.wait(PLACEMENT_SECONDS):
             raise EngineError(
-                f"the Ray cluster has no room for {world_size} ranks of one CPU each; it has "
-                f"{self._ray.available_resources().get('CPU', 0):g} CPUs free"
+                f"the Ray cluster has no room for {world_size} ranks of one CPU each; add machines, or end what runs there"
             )
 
     def _start(self, max_model_len: int) -> None:
@@ -233,7 +237,8 @@ class RayWorker:
         """Address of this machine in the cluster."""
         import ray
 
-        return str(ray.util.get_node_ip_address())
+        address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return address
 
     def free_port(self) -> int:
         """A port that nobody listens on, for the ranks to meet at."""
