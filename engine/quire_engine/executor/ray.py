@@ -168,7 +168,7 @@ class RayExecutor:
         self._placement_group = self._ray.util.placement_group(bundles, strategy="PACK")
         if not self._placement_group.wait(PLACEMENT_SECONDS):
             raise EngineError(
-                f"the Ray cluster has no room for {world_size} ranks of one CPU each; add machines, or end what runs there"
+                f"the Ray cluster has no room for {world_size} ranks of one CPU each; add machines or free CPUs"
             )
 
     def _start(self, max_model_len: int) -> None:
