@@ -41,6 +41,9 @@ def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast,
     }  # fmt: skip
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**settings)).eval()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith(".bias"):  # which begin as zeros
+            torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     tokenizer.save_pretrained(folder)
     return folder

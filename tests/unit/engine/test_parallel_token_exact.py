@@ -1,5 +1,6 @@
 """However the model is cut among ranks and stages, it says token for token what transformers says."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.core import engine_core
 from quire_engine.errors import EngineDeadError
-from quire_engine.messages import SchedulerOutput
+from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
 from quire_engine.output_processor import RequestOutput
 from quire_engine.sampling import SamplingMetadata
 from support.oracle import Expected
@@ -196,6 +197,35 @@ def test_aborted_requests_leave_nothing_in_flight(
         client.call_utility("sleep", 1)
         assert not client._core.has_requests()
         assert not client._core._in_flight
+
+
+def test_nobody_is_blamed_for_a_failure_in_the_wake_of_another(
+    checkpoint: Callable[[str], Path], workload: Callable[[str], Workload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, lengths, expected = workload("tied-gqa")
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths[:3]]
+    with make_llm(checkpoint("tied-gqa"), 1, 2) as llm:
+        executor = executor_of(llm)
+        submit, collect = executor.submit, executor.collect
+        in_flight: deque[int] = deque()
+        failed: list[int] = []
+
+        def counting(scheduler_output: SchedulerOutput) -> None:
+            in_flight.append(len(scheduler_output.num_scheduled_tokens))
+            submit(scheduler_output)
+
+        def failing() -> ModelRunnerOutput:
+            output, size = collect(), in_flight.popleft()
+            if (not failed and size == 2 and list(in_flight) == [1]) or len(failed) == 1:
+                failed.append(size)
+                raise RuntimeError("passing trouble")
+            return output
+
+        monkeypatch.setattr(executor, "submit", counting)
+        monkeypatch.setattr(executor, "collect", failing)
+        outputs = llm.generate(prompts[:3], params, use_tqdm=False)
+        assert (failed, llm.get_stats().num_failed_steps) == ([2, 1], 1)
+    assert [output.outputs[0].token_ids for output in outputs] == [want.token_ids for want in expected[:3]]
 
 
 def test_step_that_fails_before_it_is_submitted_ends_nobody(
