@@ -129,6 +129,8 @@ class ThreadExecutor:
         states = thread_ranks(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         self.max_concurrent_batches = parallel.pipeline_parallel_size
         self.max_in_flight = 0
+        self.worker_pids: list[int] = []
+        self.death_descriptors: list[int] = []
         self._output_rank = next(state.rank for state in states if state.is_output_rank)
         self._num_in_flight = 0
         self._ranks = [
@@ -136,6 +138,9 @@ class ThreadExecutor:
             for state in states
         ]
         self.workers: list[Worker] = self._collect()
+
+    def check_health(self) -> None:
+        """Threads do not die."""
 
     def determine_num_blocks(self) -> int:
         return min(self._call("determine_num_blocks"))

@@ -39,7 +39,7 @@ SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_b
 def make_llm(folder: Path, tensor: int, pipeline: int, **settings: Any) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         if tensor * pipeline > 1:
-            patch.setattr(engine_core, "UniProcExecutor", ThreadExecutor)
+            patch.setattr(engine_core, "make_executor", ThreadExecutor)
         llm = LLM(folder, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, **{**SETTINGS, **settings})
     try:
         yield llm

@@ -291,6 +291,6 @@ def test_engine_refuses_them_before_it_starts_a_worker(
     from quire_engine import LLM
     from quire_engine.core import engine_core
 
-    monkeypatch.setattr(engine_core, "UniProcExecutor", None)
+    monkeypatch.setattr(engine_core, "make_executor", None)
     with pytest.raises(ValueError, match="tensor_parallel_size is 3"):
         LLM(checkpoint("tied-gqa"), tensor_parallel_size=3)
