@@ -209,7 +209,7 @@ def main() -> None:
     for num_readers in (1, 2, 4):
         for way, function in ways.items():
             for size, (median, worst) in zip(SIZES, function(num_readers, arguments.messages, payloads), strict=True):
-                row = f"{num_readers} readers  {way:22} {size}"
+                row = f"readers {num_readers}  {way:22} {size}"
                 print(f"{row}  median {median:7.0f} µs   p99 {worst:7.0f} µs", flush=True)
     all_reduce(arguments.messages)
 

@@ -54,18 +54,19 @@ class MultiProcExecutor:
         self._recovered_at = READY
         self._dead: EngineDeadError | None = None
         self._is_shut_down = False
+        self._is_taking = False
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(WorkerResponse)
         self._workers = WorkerProcesses(config, max_model_len)
+        watch = Watch(self._workers.pidfds, self._check_workers)
+        self._calls = MessageWriter(self._workers.calls, watch)
+        self._responses = [MessageReader(handle, 0, watch) for handle in self._workers.responses]
+        self._waiter = Waiter([reader.filled for reader in self._responses], watch)
         try:
-            watch = Watch(self._workers.pidfds, self._check_workers)
-            self._calls = MessageWriter(self._workers.calls, watch)
-            self._responses = [MessageReader(handle, 0, watch) for handle in self._workers.responses]
-            self._waiter = Waiter([reader.filled for reader in self._responses], watch)
             self._wait_for_all(READY)
             self._raise_errors(self._answers.pop(READY))
         except BaseException:
-            self._workers.end()
+            self._end()
             raise
 
     @property
@@ -148,6 +149,9 @@ class MultiProcExecutor:
                 self._calls.write(self._encoder.encode(WorkerCall(READY, "shutdown")), timeout=0.1)
                 self._workers.wait(SHUTDOWN_SECONDS)
             self._dead = EngineDeadError("the executor was shut down")
+        self._end()
+
+    def _end(self) -> None:
         self._workers.end()
         self._calls.close()
         for reader in self._responses:
@@ -188,13 +192,19 @@ class MultiProcExecutor:
         self._waiter.wait_until(look)
 
     def _take_answers(self) -> bool:
-        """Take in what has come, without waiting. Returns whether anything has."""
+        """Take in what has come, without waiting but for the rest of a message. Returns whether anything has come."""
+        if self._is_taking:  # called by the watch, while waiting for such a rest
+            return False
+        self._is_taking = True
         any_came = False
-        for rank, reader in enumerate(self._responses):
-            while reader.filled.can_acquire():
-                response = reader.read_with(self._decoder.decode)
-                self._answers.setdefault(response.call_id, {})[rank] = response
-                any_came = True
+        try:
+            for rank, reader in enumerate(self._responses):
+                while reader.filled.can_acquire():
+                    response = reader.read_with(self._decoder.decode)
+                    self._answers.setdefault(response.call_id, {})[rank] = response
+                    any_came = True
+        finally:
+            self._is_taking = False
         return any_came
 
     def _raise_errors(self, answers: dict[int, WorkerResponse]) -> None:
@@ -222,8 +232,11 @@ class MultiProcExecutor:
         self._recovered_at = call_id
 
     def _check_workers(self) -> None:
-        """Raises EngineDeadError when a worker has ended or hangs, but first lets its last words be heard."""
+        """Raises EngineDeadError when a worker has ended or hangs, but first lets its last words be heard.
+
+        Answers are taken in anyway: a worker whose answer finds no room takes no calls, and a call may be waiting.
+        """
         dead = self._workers.find_dead()
-        if dead is not None and not self._take_answers():
+        if not self._take_answers() and dead is not None:
             self._dead = EngineDeadError(dead)
             raise self._dead

@@ -42,7 +42,7 @@ class WorkerProcesses:
             SharedMemoryGroup.create(num_stages) for _ in range(tensor_size if num_stages > 1 else 0)
         ]
         self.pidfds: list[int] = []
-        """By rank; each becomes readable when the process ends."""
+        """Each becomes readable when its process ends. None where a sandbox lacks them: then one has to look."""
         self._processes: list[subprocess.Popen[bytes]] = []
         self._stopped_ranks: set[int] = set()
         groups = [*self._tensor_groups, *self._pipeline_groups]
@@ -123,7 +123,8 @@ class WorkerProcesses:
             pass_fds=descriptors,
         )
         self._processes.append(process)
-        self.pidfds.append(os.pidfd_open(process.pid))
+        with contextlib.suppress(OSError):
+            self.pidfds.append(os.pidfd_open(process.pid))
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # died already: the wait for its answer tells
             process.stdin.write(msgspec.json.encode(arguments) + b"\n")

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,25 +22,27 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPTS = [[5 + i % 60 for i in range(40)], [7, 8, 9], [11] * 100]
 KV_CACHE_BYTES = 2**20
 
-FAILING_WORKER = """
+WORKER_PRELUDE = """
 import sys
 if "quire_engine.worker.process" in sys.orig_argv:
-    import torch
+    import os, time, torch
+    from quire_engine.messages import ModelRunnerOutput
+    from quire_engine.worker import worker
     from quire_engine.worker.worker import Worker
-
-    execute_model = Worker.execute_model
-
-    def fails(self, scheduler_output):
-        output = execute_model(self, scheduler_output)
-        if "poison" in scheduler_output.num_scheduled_tokens:
-            if self.parallel.rank == 1:
-                raise RuntimeError("poisoned")
-            self.parallel.tensor_group.all_reduce(torch.ones(3))
-        return output
-
-    Worker.execute_model = fails
 """
-"""As `sitecustomize`: rank 1 fails where rank 0 waits for it."""
+
+
+@pytest.fixture
+def in_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Have source text executed in each worker before it starts."""
+
+    def set_source(source: str) -> None:
+        (tmp_path / "sitecustomize.py").write_text(
+            WORKER_PRELUDE + textwrap.indent(textwrap.dedent(source), " " * 4), encoding="utf-8"
+        )
+        monkeypatch.syspath_prepend(tmp_path)
+
+    return set_source
 
 
 def settings(folder: Path, **more: Any) -> dict[str, Any]:
@@ -111,10 +114,21 @@ def test_failed_step_is_an_error_and_the_next_one_works(more: Any, checkpoint: C
 
 
 def test_rank_that_fails_alone_leaves_nobody_waiting(
-    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Callable[[str], Path], in_workers: Callable[[str], None]
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(FAILING_WORKER)
-    monkeypatch.syspath_prepend(tmp_path)
+    in_workers("""
+        execute_model = Worker.execute_model
+
+        def fails(self, scheduler_output):
+            output = execute_model(self, scheduler_output)
+            if "poison" in scheduler_output.num_scheduled_tokens:
+                if self.parallel.rank == 1:
+                    raise RuntimeError("poisoned")
+                self.parallel.tensor_group.all_reduce(torch.ones(3))
+            return output
+
+        Worker.execute_model = fails
+    """)
     with executor(checkpoint("tied-gqa"), tensor_parallel_size=2) as workers:
         for i in range(3):
             workers.submit(step("poison"))
@@ -124,6 +138,74 @@ def test_rank_that_fails_alone_leaves_nobody_waiting(
             good.dropped_request_ids = ["poison"]
             workers.submit(good)
             assert len(workers.collect().sampled_token_ids[f"a{i}"]) == 1
+
+
+def test_steps_in_flight_are_collected_in_order(checkpoint: Callable[[str], Path]) -> None:
+    with executor(checkpoint("tied-gqa"), pipeline_parallel_size=2) as workers:
+        assert workers.max_concurrent_batches == 2
+        for i in range(0, 6, 2):
+            workers.submit(step(f"a{i}"))
+            workers.submit(step(f"a{i + 1}"))
+            assert [list(workers.collect().sampled_token_ids) for _ in range(2)] == [[f"a{i}"], [f"a{i + 1}"]]
+        workers.submit(bad_step())
+        workers.submit(step("b"))
+        with pytest.raises(EngineError, match="KeyError"):
+            workers.collect()
+        with contextlib.suppress(EngineError):  # it may have been computed, or have failed with the one before
+            workers.collect()
+        workers.submit(step("c"))
+        assert list(workers.collect().sampled_token_ids) == ["c"]
+
+
+def test_large_calls_and_large_answers_do_not_wait_for_each_other(
+    checkpoint: Callable[[str], Path], in_workers: Callable[[str], None]
+) -> None:
+    """Together they are more than fits into the queues, in both directions."""
+    in_workers("""
+        def execute_model(self, scheduler_output):
+            return ModelRunnerOutput({request_id: [1] for request_id in scheduler_output.dropped_request_ids})
+
+        Worker.execute_model = execute_model
+    """)
+    size = 6 * 2**20
+    with executor(checkpoint("tied-gqa"), pipeline_parallel_size=2) as workers:
+        for _ in range(2):
+            workers.submit(SchedulerOutput({}, dropped_request_ids=["x" * size]))
+        for _ in range(2):
+            (request_id,) = workers.collect().sampled_token_ids
+            assert len(request_id) == size
+
+
+def test_the_rank_with_the_least_memory_decides_and_all_share_it(
+    checkpoint: Callable[[str], Path], in_workers: Callable[[str], None]
+) -> None:
+    in_workers("""
+        worker.available_memory_bytes = lambda: 2**30
+        worker.peak_memory_growth = lambda function: 0
+        worker.num_blocks_for = lambda available_bytes, **others: available_bytes
+        determine_num_blocks = Worker.determine_num_blocks
+        Worker.determine_num_blocks = lambda self: determine_num_blocks(self) + 1 - self.parallel.rank
+        Worker.initialize_cache = lambda self, num_blocks: None
+    """)
+    with executor(checkpoint("tied-gqa"), tensor_parallel_size=2, kv_cache_memory_bytes=None) as workers:
+        assert workers.determine_num_blocks() == int(2**30 * 0.5 * 0.9 / 2)
+
+
+def test_worker_that_dies_at_start_is_named(
+    checkpoint: Callable[[str], Path], in_workers: Callable[[str], None]
+) -> None:
+    in_workers("""
+        def dies(self, config, checkpoint, max_model_len, parallel):
+            if parallel.rank == 1:
+                os._exit(3)
+            time.sleep(60)
+
+        Worker.__init__ = dies
+    """)
+    descriptors = open_descriptors()
+    with pytest.raises(EngineDeadError, match=r"worker rank 1 .* ended with exit code 3"):
+        LLM(**settings(checkpoint("tied-gqa"), tensor_parallel_size=2))
+    assert open_descriptors() <= descriptors
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV])

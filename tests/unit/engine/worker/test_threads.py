@@ -1,0 +1,29 @@
+"""Threads: as many as the model is worth, of the cores that a rank may count as its own."""
+
+import os
+
+import pytest
+import torch
+from quire_engine.worker.threads import PARAMETERS_PER_THREAD, configure_threads
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_ranks", "num_parameters", "expected"),
+    [
+        (8, 1, 100 * PARAMETERS_PER_THREAD, 8),
+        (8, 2, 100 * PARAMETERS_PER_THREAD, 4),
+        (8, 3, 100 * PARAMETERS_PER_THREAD, 2),
+        (2, 4, 100 * PARAMETERS_PER_THREAD, 1),
+        (8, 2, 3 * PARAMETERS_PER_THREAD, 3),
+        (8, 2, 5, 1),
+    ],
+)
+def test_ranks_divide_the_cores(
+    num_cores: int, num_ranks: int, num_parameters: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[int] = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    configure_threads(num_parameters, num_ranks)
+    assert chosen == [expected]
