@@ -153,6 +153,9 @@ def serve(
     The server's warnings and errors and the lines of Quire itself go to stderr; --verbose, or any --log-... flag after
     --, passes on everything. When a model does not load, one line says why.
 
+    When the server or the process of a model dies, the server is started again on the same ports, and the ready line
+    printed again; the fifth death in a row ends it.
+
     SIGTERM, SIGINT and SIGHUP drain: no new requests, running ones have --drain-timeout seconds. A second one stops at
     once. Nothing is left behind, and what a killed run had to leave is removed by the next.
     """

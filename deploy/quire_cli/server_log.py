@@ -88,6 +88,10 @@ class ServerLog:
             return failure_cause(self._recent)
 
     def _read(self) -> None:
+        with self._stream:
+            self._read_lines()
+
+    def _read_lines(self) -> None:
         sorter = _Sorter()
         for raw in self._stream:
             line = raw.decode(errors="replace").rstrip("\n")
