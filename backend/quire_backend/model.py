@@ -54,6 +54,8 @@ class TritonPythonModel:
             logger.exception("model %s could not be loaded", args["model_name"])
             failure = f"{type(error).__name__}: {one_line(error)}"
         if failure is not None:
+            if hasattr(self, "_metrics"):
+                self._metrics.stop()
             # Raised here, and not in the handlers, so that tritonserver's report holds no chain of tracebacks.
             raise triton_api.load_error(failure)
 

@@ -135,8 +135,8 @@ class Serving:
     def _submit(self, request: TritonRequest, stream: ResponseStream) -> None:
         if self._draining:
             raise _UnavailableError("the model is being unloaded; send the request elsewhere or again later")
-        if not self._engine.is_healthy:
-            raise _UnavailableError(f"the engine is not running: {self._engine.dead_error or 'it has ended'}")
+        if self._engine.dead_error is not None:  # while it is only started again, the request waits for it
+            raise _UnavailableError(f"the engine is not running: {self._engine.dead_error}")
         generate: GenerateRequest = parse_request(request)
         stream.label, stream.options = generate.label, generate.options
         processed = self._process(generate)

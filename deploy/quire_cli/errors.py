@@ -1,6 +1,8 @@
 """How a command fails: one line that names the cause and the mend."""
 
-__all__ = ["CommandError", "UsageError"]
+import os
+
+__all__ = ["CommandError", "UsageError", "has_working_directory"]
 
 
 class CommandError(Exception):
@@ -13,3 +15,12 @@ class UsageError(CommandError):
     """What was typed cannot be meant; ends the command with exit code 2."""
 
     exit_code = 2
+
+
+def has_working_directory() -> bool:
+    """False when the directory that this process is in has been deleted, so that relative paths lead nowhere."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True

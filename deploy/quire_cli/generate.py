@@ -1,5 +1,6 @@
 """`quire generate`: one prompt, offline and in this process, streamed to the terminal."""
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,7 +38,7 @@ def generate(model: Path, prompt: str | None, sampling: Mapping[str, Any], setti
         raise UsageError(str(error)) from error
     try:
         check_checkpoint(model, Path(config.model.tokenizer_path))
-        text = read_prompt() if prompt is None else prompt
+        text = read_prompt() if prompt is None else _decoded(os.fsencode(prompt), "--prompt")
         if not text:
             raise UsageError("the prompt is empty; give --prompt TEXT, or write it to stdin")
         _stream(model, text, sampling_params, settings)
@@ -48,10 +49,22 @@ def generate(model: Path, prompt: str | None, sampling: Mapping[str, Any], setti
 
 
 def read_prompt() -> str:
-    """All of stdin, without the line end that shells add."""
+    """All of stdin, without the line end that shells add.
+
+    Raises:
+        UsageError: it is not UTF-8.
+    """
     if sys.stdin.isatty():
         Console().line("quire: type the prompt, then Ctrl-D")
-    return sys.stdin.read().removesuffix("\n")
+    # Bytes, so that neither the locale nor a surrogate decides what the text is.
+    return _decoded(sys.stdin.buffer.read(), "stdin").removesuffix("\n")
+
+
+def _decoded(text: bytes, source: str) -> str:
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the prompt of {source} is not valid UTF-8 at byte {error.start}; convert it") from None
 
 
 def _stream(model: Path, prompt: str, sampling_params: Any, settings: Mapping[str, Any]) -> None:
@@ -65,8 +78,18 @@ def _stream(model: Path, prompt: str, sampling_params: Any, settings: Mapping[st
         console.status("")
     try:
         for output in llm.stream(prompt, sampling_params):
-            sys.stdout.write(output.outputs[0].text)
-            sys.stdout.flush()
-        sys.stdout.write("\n")
+            _write(output.outputs[0].text)
+        _write("\n")
     finally:
         llm.shutdown()
+
+
+def _write(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise  # a reader that has read enough: the command ends, and says nothing
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would try again when it ends
+        raise CommandError(f"the text cannot be written to stdout: {error.strerror}") from None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from quire_cli.errors import UsageError
+from quire_cli.errors import CommandError, UsageError
 from quire_cli.tritonserver import STUB, TritonServer, libpython
 
 __all__ = ["ServerFlags", "compose_backends", "has_gpu", "server_environment"]
@@ -97,7 +97,11 @@ def compose_backends(server: TritonServer, folder: Path) -> Path:
 
 
 def server_environment(server: TritonServer, own: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which the stub runs this Python, with this Python's packages, and with `own` added."""
+    """The environment in which the stub runs this Python, with this Python's packages, and with `own` added.
+
+    Raises:
+        CommandError: there is no shell to start the stub with.
+    """
     library = libpython()
     libraries = [*([library.parent] if isinstance(library, Path) else []), *server.library_dirs]
     environment = {**os.environ, **own}
@@ -106,6 +110,12 @@ def server_environment(server: TritonServer, own: Mapping[str, str]) -> dict[str
     environment["PYTHONPATH"] = _joined(_package_paths(), None)
     # An embedded Python takes its prefix, and so its environment, from the first python on PATH.
     environment["PATH"] = _joined([str(Path(sys.executable).parent)], os.environ.get("PATH"))
+    if shutil.which("bash", path=environment["PATH"]) is None:
+        environment["PATH"] = _joined([environment["PATH"]], os.defpath)
+    if shutil.which("bash", path=environment["PATH"]) is None:
+        raise CommandError("there is no bash on PATH, and tritonserver starts its Python processes with it; install it")
+    # Without a UTF-8 locale, which services often lack, the stub could not name a path that is not ASCII.
+    environment.setdefault("PYTHONUTF8", "1")
     return environment
 
 

@@ -4,6 +4,7 @@ Each command's work is in a module of its own, imported when the command runs.
 """
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from quire_cli.errors import CommandError
+from quire_cli.errors import CommandError, has_working_directory
 
 __all__ = ["app", "main", "run"]
 
@@ -37,7 +38,18 @@ Port = typer.Option(min=0, max=65535, metavar="PORT")
 
 def main() -> NoReturn:
     """The `quire` program."""
+    _open_standard_streams()
     sys.exit(run(sys.argv[1:]))
+
+
+def _open_standard_streams() -> None:
+    """Give those that were closed by who started us to /dev/null, before a file or socket of ours takes their place."""
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(opened)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (stays open)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -73,6 +85,8 @@ def _explain(error: Exception) -> tuple[int, str]:
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "quire"
         return 2, f"{' '.join(message().split()).rstrip('.')}; see {command} --help"
+    if isinstance(error, FileNotFoundError) and not has_working_directory():
+        return 1, "the working directory no longer exists; change to one that does"
     text = str(error).strip().split("\n")[0]
     return 1, f"{type(error).__name__}: {text}; --debug shows where"
 
@@ -138,6 +152,9 @@ def serve(
 
     The server's warnings and errors and the lines of Quire itself go to stderr; --verbose, or any --log-... flag after
     --, passes on everything. When a model does not load, one line says why.
+
+    When the server or the process of a model dies, the server is started again on the same ports, and the ready line
+    printed again; the fifth death in a row ends it.
 
     SIGTERM, SIGINT and SIGHUP drain: no new requests, running ones have --drain-timeout seconds. A second one stops at
     once. Nothing is left behind, and what a killed run had to leave is removed by the next.

@@ -29,6 +29,8 @@ class ProcessStat:
     parent: int
     start_time: int
     """In clock ticks since the machine started: with the id, it names a process for good."""
+    wait_status: int
+    """Of a dead process: how it ended, as `os.waitpid` tells its parent."""
 
     @property
     def is_dead(self) -> bool:
@@ -46,7 +48,11 @@ def process_stat(pid: int) -> ProcessStat | None:
     name_end = text.rindex(")")
     rest = text[name_end + 2 :].split()
     return ProcessStat(
-        name=text[text.index("(") + 1 : name_end], state=rest[0], parent=int(rest[1]), start_time=int(rest[19])
+        name=text[text.index("(") + 1 : name_end],
+        state=rest[0],
+        parent=int(rest[1]),
+        start_time=int(rest[19]),
+        wait_status=int(rest[49]),
     )
 
 

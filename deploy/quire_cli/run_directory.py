@@ -26,13 +26,15 @@ from pathlib import Path
 from quire_cli import process
 from quire_cli.errors import CommandError
 
-__all__ = ["RUN_ID_VARIABLE", "Leftovers", "RunDirectory", "RunId", "leftovers", "sweep"]
+__all__ = ["RUN_ID_VARIABLE", "Leftovers", "RunDirectory", "RunId", "is_plain", "leftovers", "sweep"]
 
 RUN_ID_VARIABLE = "QUIRE_RUN_ID"
 SHARED_MEMORY = Path("/dev/shm")
 _KILL_DEADLINE_S = 10.0
 # A socket's path has at most 107 bytes, and the engine's are made in the temporary folder: quire-abcdefgh/output.
 _LONGEST_PATH = 107 - 30
+# What a shell takes literally wherever it stands.
+_PLAIN = re.compile(r"[\w/.,:=@%+-]*")
 _RUN_ID = r"(\d+)-(\d+)-(\d+)"
 
 
@@ -120,6 +122,11 @@ class RunDirectory:
                 f"the path of the temporary folder {root} is {excess} bytes too long for sockets in it; "
                 "set TMPDIR to a shorter one, such as /tmp"
             )
+        if not is_plain(root):
+            raise CommandError(
+                f"the path of the temporary folder {root} holds a space or another special character, and tritonserver "
+                "starts its processes with an unquoted shell command; set TMPDIR to one without, such as /tmp"
+            )
         if os.statvfs(root).f_flag & os.ST_NOEXEC:  # the Python backend is loaded from the run directory
             raise CommandError(f"the temporary folder {root} is mounted noexec; set TMPDIR to one that is not")
         _make_private(self.path.parent)
@@ -133,10 +140,22 @@ class RunDirectory:
         _remove(self.run_id)
         _reap_children()
 
+    def clean_up(self) -> None:
+        """End every process of the run, and remove what they made; the run itself goes on, and starts others."""
+        _end_processes(self.run_id)
+        for path in self._temporary.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        _reap_children()
+
     @property
     def environment(self) -> Mapping[str, str]:
         """What every process of the run is started with, so that it is recognised, and its temporary files too."""
         return {RUN_ID_VARIABLE: str(self.run_id), "TMPDIR": str(self._temporary)}
+
+
+def is_plain(path: Path) -> bool:
+    """Whether an unquoted shell command can name it: the Python backend starts its stubs with one."""
+    return _PLAIN.fullmatch(str(path)) is not None
 
 
 def leftovers() -> Leftovers:
@@ -163,6 +182,13 @@ def sweep() -> Leftovers:
 
 def _remove(run_id: RunId) -> None:
     """End the run's processes, then remove its files: a living process could still make new ones."""
+    _end_processes(run_id)
+    for path in run_id.directories():
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _end_processes(run_id: RunId) -> None:
+    """End the run's processes, and remove the shared memory that they had."""
 
     def kill_and_list() -> list[int]:
         pids = run_id.processes()
@@ -176,8 +202,6 @@ def _remove(run_id: RunId) -> None:
         )
     for path in run_id.shared_memory():
         path.unlink(missing_ok=True)
-    for path in run_id.directories():
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _reap_children() -> None:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire_cli.console import Console
-from quire_cli.errors import CommandError, UsageError
+from quire_cli.errors import CommandError, UsageError, has_working_directory
 from quire_cli.launch import ServerFlags, compose_backends, has_gpu, server_environment
 from quire_cli.model_repository import default_repository, write_model
 from quire_cli.ports import Endpoint, reserve
-from quire_cli.run_directory import RunDirectory, sweep
+from quire_cli.run_directory import RunDirectory, is_plain, sweep
 from quire_cli.supervisor import Supervisor, blocked_signals
 from quire_cli.tritonserver import TritonServer, find_tritonserver
 
@@ -51,7 +51,14 @@ def serve(options: ServeOptions) -> int:
         CommandError: it could not start, or ended badly.
     """
     console = Console()
+    if not has_working_directory():
+        raise CommandError("the working directory no longer exists; change to one that does")
     flags = ServerFlags(tuple(options.server_flags))
+    if not is_plain(Path(flags.values.get("model-repository", ""))):
+        raise UsageError(
+            "tritonserver cannot serve from a path with a space or another special character; "
+            "quire can: give it before the --, as --model-repository"
+        )
     repository = None if "model-repository" in flags.values else _repository(options)
     server = find_tritonserver()
     removed = sweep()
@@ -62,16 +69,19 @@ def serve(options: ServeOptions) -> int:
         if options.model is not None:
             repository = run.path / "models"
             write_model(repository, options.model, options.name)
+        served = repository and _plain_path(repository, run)
         return Supervisor(
-            command=_command(options, flags, server, run, repository, endpoints),
+            command=_command(options, flags, server, run, served, endpoints),
             environment=server_environment(server, run.environment),
-            http=endpoints["http"],
+            endpoints=endpoints,
             ready_line=_ready_line(endpoints),
             drain_timeout_s=options.drain_timeout_s,
             console=console,
             what=f"loading {options.model or repository or 'the models'}",
             show_whole_log=options.verbose or any(name.startswith("log-") for name in flags.values),
-            watch_models=flags.values.get("model-control-mode", "none") == "none",
+            clean_up=run.clean_up,
+            needs_stub=_needs_stub(repository, flags),
+            watch_stubs=flags.values.get("model-control-mode", "none") == "none",
         ).run()
 
 
@@ -84,18 +94,43 @@ def _repository(options: ServeOptions) -> Path | None:
         if found is None:
             raise CommandError("there is no ./model_repository and no demo model; give --model or --model-repository")
         return found
+    if options.model_repository.is_file():
+        raise CommandError(f"{options.model_repository} is a file; --model-repository is a folder of models")
     if not options.model_repository.is_dir():
         raise CommandError(f"there is no folder {options.model_repository}; make one with: quire model add PATH")
     repository = options.model_repository.resolve()
     if (repository / "config.json").is_file():
         raise CommandError(f"{repository} is a checkpoint, not a model repository; give it with --model")
-    if not any(_is_model(entry) for entry in repository.iterdir()):
+    models = [entry for entry in repository.iterdir() if _is_model(entry)]
+    if not models:
         raise CommandError(f"{repository} holds no model; add one with: quire model add PATH")
+    for model in models:
+        if not is_plain(Path(model.name)):
+            raise CommandError(
+                f"the model folder {model} cannot be served: tritonserver starts its processes with an unquoted shell "
+                "command; give it a name of letters, digits, '_', '-' and '.'"
+            )
     return repository
+
+
+def _plain_path(repository: Path, run: RunDirectory) -> Path:
+    """The repository, or a link to it that a shell command can name."""
+    if is_plain(repository):
+        return repository
+    link = run.path / "model_repository"
+    link.symlink_to(repository)
+    return link
 
 
 def _is_model(folder: Path) -> bool:
     return folder.is_dir() and any(entry.name == "config.pbtxt" or entry.name.isdecimal() for entry in folder.iterdir())
+
+
+def _needs_stub(repository: Path | None, flags: ServerFlags) -> bool:
+    """Whether a model that is loaded at the start is certain to run in Python."""
+    if repository is None or flags.values.get("model-control-mode", "none") != "none":
+        return False
+    return any('"quire"' in file.read_text(errors="replace") for file in repository.glob("*/config.pbtxt"))
 
 
 def _endpoints(options: ServeOptions, flags: ServerFlags) -> dict[str, Endpoint]:

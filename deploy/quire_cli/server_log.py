@@ -7,6 +7,7 @@ belong to the entry before (tables), or are what a process printed: the entries 
 
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable
 from typing import IO, Literal
@@ -22,6 +23,8 @@ _USAGE = "Usage: tritonserver"
 # True of every machine without a GPU, and nothing that anybody could mend there.
 _NOISE = ("CudaDriverHelper has not been initialized", "Signal (")
 _KEPT_LINES = 2000
+# A server that fails to start is gone within seconds of its first error.
+_HOLD_S = 10.0
 _CAUSES = (
     re.compile(r"failed to load '(?P<model>[^']+)' version \d+: (?P<cause>.*)"),
     re.compile(r"Poll failed for model directory '(?P<model>[^']+)': (?P<cause>.*)"),
@@ -36,7 +39,8 @@ _PREFIXES = re.compile(r"^(?:(?:Internal|Invalid argument|Unavailable|Not found|
 class ServerLog:
     """Reads the server's output in a thread of its own.
 
-    Until `release`, errors are held back: if the start fails, one line says why, and the rest would bury it.
+    Until `release`, errors are held back for some seconds: if the start fails, one line says why, and the rest would
+    bury it. If it goes on in spite of them, they are passed on.
     """
 
     def __init__(self, stream: IO[bytes], console: Console, *, everything: bool) -> None:
@@ -44,7 +48,9 @@ class ServerLog:
         self._console = console
         self._everything = everything
         self._lock = threading.Lock()
-        self._held: list[str] | None = [] if not everything else None
+        self._held: list[tuple[float, str]] | None = [] if not everything else None
+        self._last_line_at = time.monotonic()
+        self._last_words = ""
         self._recent: deque[str] = deque(maxlen=_KEPT_LINES)
         self._thread = threading.Thread(target=self._read, name="server-log", daemon=True)
         self._thread.start()
@@ -53,8 +59,24 @@ class ServerLog:
         """The server is ready: pass on what was held back, and from now on every line at once."""
         with self._lock:
             held, self._held = self._held or [], None
-            for line in held:
+            for _, line in held:
                 self._console.line(line)
+
+    def release_old(self) -> None:
+        """Pass on what has been held back for long; call it often while the server starts."""
+        with self._lock:
+            while self._held and time.monotonic() - self._held[0][0] > _HOLD_S:
+                self._console.line(self._held.pop(0)[1])
+
+    def silent_s(self) -> float:
+        """Seconds since the last line."""
+        with self._lock:
+            return time.monotonic() - self._last_line_at
+
+    def last_words(self) -> str:
+        """The last line that a process other than the server itself printed, such as what a stub died with."""
+        with self._lock:
+            return self._last_words
 
     def finish(self) -> None:
         """Wait for the last lines of a server that has exited; one that a lost child still holds open ends here too."""
@@ -66,16 +88,23 @@ class ServerLog:
             return failure_cause(self._recent)
 
     def _read(self) -> None:
+        with self._stream:
+            self._read_lines()
+
+    def _read_lines(self) -> None:
         sorter = _Sorter()
         for raw in self._stream:
             line = raw.decode(errors="replace").rstrip("\n")
             kind = sorter.sort(line)
             with self._lock:
                 self._recent.append(line)
+                self._last_line_at = time.monotonic()
+                if sorter.is_printed:
+                    self._last_words = line.strip()
                 if self._everything or kind == "show" or (kind == "hold" and self._held is None):
                     self._console.line(line)
                 elif kind == "hold" and self._held is not None:
-                    self._held.append(line)
+                    self._held.append((time.monotonic(), line))
 
 
 class _Sorter:
@@ -84,9 +113,12 @@ class _Sorter:
     def __init__(self) -> None:
         self._last: Literal["show", "hold", "drop"] = "drop"
         self._in_usage = False
+        self.is_printed = False
+        """Whether the line before was no entry of a log, and no part of one."""
 
     def sort(self, line: str) -> Literal["show", "hold", "drop"]:
         entry = _ENTRY.match(line)
+        self.is_printed = False
         if entry:
             self._in_usage = False
             # Entries of our own code name a Python file.
@@ -98,7 +130,11 @@ class _Sorter:
             self._in_usage = True
         elif not _TABLE.match(line):
             self._last = "hold"
-        return "drop" if self._in_usage or any(noise in line for noise in _NOISE) else self._last
+            self.is_printed = True
+        if self._in_usage or any(noise in line for noise in _NOISE):
+            self.is_printed = False
+            return "drop"
+        return self._last
 
 
 def failure_cause(lines: Iterable[str]) -> str | None:

@@ -1,66 +1,102 @@
-"""Runs one tritonserver from start to end: ready, drained, and nothing left of it.
+"""Runs tritonserver from start to end: ready, started again when it or a stub of it dies, drained, nothing left of it.
+
+    start ── wait until ready ── serve ── drain ── end
+      ▲            │ died          │ died
+      └─ clean up ─┴───────────────┘        the first start must succeed; later, five deaths in a row end it all
 
 Signals are blocked and waited for (`sigtimedwait`), never handled: everything here happens in one thread, in order.
 """
 
-import http.client
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quire_cli import process
 from quire_cli.console import Console, waiting_line
 from quire_cli.errors import CommandError
 from quire_cli.ports import Endpoint
-from quire_cli.server_log import ServerLog
+from quire_cli.server_process import SIGNALS, ServerProcess
 
-__all__ = ["Supervisor", "blocked_signals"]
+__all__ = ["CrashLoop", "ServerDiedError", "Supervisor", "blocked_signals"]
 
-_STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-_SIGNALS = {*_STOP_SIGNALS, signal.SIGCHLD}
 _READY_POLL_S = 0.05
-_SERVING_POLL_S = 1.0
-_PROBE_TIMEOUT_S = 2.0
-_STUB_NAME = "triton_python_backend_stub"[:15]
-_ENGINE_MODULE = "quire_engine.core.process"
-# How long a model whose engine died may take to tell its clients.
-_LAST_WORDS_S = 1.0
+_SERVING_POLL_S = 0.2
 # tritonserver counts its drain timeout in whole seconds, then ends its models.
 _GRACE_S = 5.0
+# tritonserver collects the children that it expects to end within milliseconds.
+_UNNOTICED_S = 5.0
+_VERBOSE = "see its whole log with: quire serve --verbose"
 
 
 class blocked_signals:  # noqa: N801 (a context manager, used like a function)
     """Signals wait until the supervisor asks for them: none can come between a start and the tidying up after it."""
 
     def __enter__(self) -> None:
-        self._before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        self._before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
     def __exit__(self, *_: object) -> None:
         # Drop what is still pending: the run is over, and being killed by its second SIGTERM would hide its exit code.
-        while signal.sigtimedwait(_SIGNALS, 0):
+        while signal.sigtimedwait(SIGNALS, 0):
             pass
         signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
 
 
+class ServerDiedError(CommandError):
+    """The server, or a process without which it cannot serve, is gone. It can be started again."""
+
+
+class CrashLoop:
+    """Counts deaths in a row, and tells how long to wait before the next start.
+
+    Args:
+        most: deaths in a row that end it; a long service starts the count anew.
+        long_s: what counts as a long service, in seconds.
+    """
+
+    def __init__(self, most: int = 5, long_s: float = 30.0) -> None:
+        self._most = most
+        self._long_s = long_s
+        self.num_deaths = 0
+
+    def pause_s(self, served_s: float, cause: str) -> float:
+        """Take note of a death: the first in a row waits for nothing, then for 1, 2, 4, … seconds.
+
+        Raises:
+            CommandError: it has happened too often.
+        """
+        self.num_deaths = 1 if served_s >= self._long_s else self.num_deaths + 1
+        if self.num_deaths >= self._most:
+            raise CommandError(
+                f"{cause}; that was death {self.num_deaths} in a row, each within {self._long_s:.0f} s of the server's "
+                "being ready; mend the cause, then start it again"
+            )
+        return 0.0 if self.num_deaths == 1 else 2.0 ** (self.num_deaths - 2)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Supervisor:
-    """Supervises one server. Use `run` once, inside `blocked_signals` and a `RunDirectory`."""
+    """Supervises the servers of one run. Use `run` once, inside `blocked_signals` and a `RunDirectory`."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
-    http: Endpoint
-    """Where readiness is asked for."""
+    endpoints: Mapping[str, Endpoint]
+    """By service, `http` among them: ready means that each of these answers."""
     ready_line: str
     drain_timeout_s: int
     console: Console
     what: str
     """What is being started, for the status line."""
+    clean_up: Callable[[], None]
+    """Ends all processes of a server that died, and removes their shared memory."""
     show_whole_log: bool = False
-    watch_models: bool = True
-    """Stop when a process of a model dies; not where models come and go while the server runs."""
+    watch_stubs: bool = True
+    """Start again when a stub dies; not where models come and go while the server runs."""
+    needs_stub: bool = True
+    """Whether a model of the repository must have a stub."""
+    silence_s: float = 120.0
+    """How long a server that needs a stub may neither have had one nor write to its log."""
 
     def run(self) -> int:
         """Start, serve and stop.
@@ -69,98 +105,85 @@ class Supervisor:
             The exit code: 0 after a clean stop.
 
         Raises:
-            CommandError: the server or a process of a model failed.
+            CommandError: the first start failed, the server ended by itself, or it died too often.
         """
         process.adopt_orphans()
-        server = self._start()
-        assert server.stdout is not None
-        log = ServerLog(server.stdout, self.console, everything=self.show_whole_log)
-        try:
-            if not self._wait_until_ready(server, log):
+        crash_loop = CrashLoop()
+        while True:
+            ready_at = None
+            server = ServerProcess(self.command, self.environment, self.console, show_whole_log=self.show_whole_log)
+            try:
+                if not self._wait_until_ready(server):
+                    return 0
+                ready_at = time.monotonic()
+                self._announce(server)
+                self._serve(server)
+                return self._drain(server)
+            except ServerDiedError as death:
+                cause = str(death)
+            except _StartError as failure:
+                if crash_loop.num_deaths == 0:
+                    raise
+                cause = str(failure)
+            finally:
+                server.close()
+            self.clean_up()
+            pause_s = crash_loop.pause_s(0.0 if ready_at is None else time.monotonic() - ready_at, cause)
+            when = f"in {pause_s:.0f} s" if pause_s else "now"
+            self.console.line(f"quire: {cause}; starting the server again {when}, on the same ports")
+            if _is_told_to_stop(server, pause_s):
                 return 0
-            watched = _model_processes(server.pid) if self.watch_models else set()
-            log.release()
-            _print_line(self.ready_line)
-            self._serve(server, log, watched)
-            return self._drain(server)
-        finally:
-            if server.poll() is None:
-                server.kill()
-                server.wait()
-            log.finish()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        parent = os.getpid()
+    def _announce(self, server: ServerProcess) -> None:
+        server.log.release()
+        _print_line(self.ready_line)
 
-        def in_child() -> None:
-            # SIGTERM, not SIGKILL: an orphaned server then still ends its models itself.
-            process.die_with_parent(parent, signal.SIGTERM)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-
-        return subprocess.Popen(
-            self.command,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            # A session of its own: Ctrl-C must reach this process alone, which then drains.
-            start_new_session=True,
-            preexec_fn=in_child,
-        )
-
-    def _wait_until_ready(self, server: subprocess.Popen[bytes], log: ServerLog) -> bool:
+    def _wait_until_ready(self, server: ServerProcess) -> bool:
         """Wait for the models; False when asked to stop meanwhile."""
+        watch = _StartWatch(server, needs_stub=self.needs_stub, silence_s=self.silence_s)
         with waiting_line(self.console, self.what) as waiting:
-            while not self._is_ready():
-                if _wait_for_signal(_READY_POLL_S, server):
+            while not server.is_ready(self.endpoints):
+                if server.wait_for_signal(_READY_POLL_S):
                     return False
-                if server.returncode is not None:
-                    log.finish()
-                    raise CommandError(
-                        log.cause()
-                        or f"tritonserver {_how_it_ended(server)} before it was ready; "
-                        "see its whole log with: quire serve --verbose"
+                if server.exit_code is not None:
+                    server.log.finish()
+                    raise _StartError(
+                        server.log.cause() or f"tritonserver {server.how_it_ended} before it was ready; {_VERBOSE}"
                     )
+                watch.look()
+                server.log.release_old()
                 waiting.tick()
         return True
 
-    def _is_ready(self) -> bool:
-        connection = http.client.HTTPConnection(self.http.client_host, self.http.port, timeout=_PROBE_TIMEOUT_S)
-        try:
-            connection.request("GET", "/v2/health/ready")
-            return connection.getresponse().status == http.client.OK
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
-
-    def _serve(self, server: subprocess.Popen[bytes], log: ServerLog, watched: set[tuple[int, int]]) -> None:
+    def _serve(self, server: ServerProcess) -> None:
         """Returns when asked to stop."""
-        while not _wait_for_signal(_SERVING_POLL_S, server):
-            if server.returncode is not None:
-                log.finish()
-                raise CommandError(f"tritonserver {_how_it_ended(server)}; its log is above, start it again")
+        watched = server.stubs() if self.watch_stubs else set()
+        while not server.wait_for_signal(_SERVING_POLL_S):
+            if server.exit_code is not None:
+                server.log.finish()
+                if server.exit_code < 0:
+                    raise ServerDiedError(f"tritonserver {server.how_it_ended}")
+                raise CommandError(f"tritonserver {server.how_it_ended}; its log is above, start it again")
             for pid, start_time in watched:
                 if not process.is_alive(pid, start_time):
                     # tritonserver would go on, call itself ready, and refuse every request of this model.
-                    time.sleep(_LAST_WORDS_S)
-                    raise CommandError(f"the model process {pid} died; its log is above, start the server again")
+                    raise ServerDiedError(f"the stub process {pid} of a model died")
 
-    def _drain(self, server: subprocess.Popen[bytes]) -> int:
+    def _drain(self, server: ServerProcess) -> int:
         self.console.line(
             f"quire: draining: running requests have {self.drain_timeout_s} s; a second signal stops at once"
         )
         server.terminate()
         timeout = time.monotonic() + self.drain_timeout_s
-        while server.returncode is None:
-            if _wait_for_signal(_READY_POLL_S, server):
+        while server.exit_code is None:
+            if server.wait_for_signal(_READY_POLL_S):
                 raise CommandError("stopped at once by a second signal; running requests were cut off")
             if time.monotonic() > timeout + _GRACE_S:
                 break
         # When its timeout expires it leaves without tidying up, which now and then is a crash: that is no news.
-        if server.returncode is not None and server.returncode < 0 and time.monotonic() < timeout:
-            raise CommandError(f"tritonserver {_how_it_ended(server)} while it drained; running requests were cut off")
-        if server.returncode != 0:
+        if server.exit_code is not None and server.exit_code < 0 and time.monotonic() < timeout:
+            raise CommandError(f"tritonserver {server.how_it_ended} while it drained; running requests were cut off")
+        if server.exit_code != 0:
             raise CommandError(
                 f"not drained within {self.drain_timeout_s} s, what still ran was cut off; "
                 "give it longer with --drain-timeout"
@@ -168,38 +191,58 @@ class Supervisor:
         return 0
 
 
-def _wait_for_signal(timeout_s: float, server: subprocess.Popen[bytes]) -> bool:
-    """Sleep until a signal or the timeout; collect children that have died. True when asked to stop."""
-    received = signal.sigtimedwait(_SIGNALS, timeout_s)
-    # The server's exit code is for Popen to collect; orphans that this process adopted are nobody else's.
-    while dead := _dead_child():
-        if dead == server.pid:
-            server.wait()
-        else:
-            os.waitpid(dead, 0)
-    return received is not None and received.si_signo in _STOP_SIGNALS
+class _StartError(CommandError):
+    """The server did not become ready."""
 
 
-def _dead_child() -> int | None:
-    try:
-        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return None
-    return found.si_pid if found else None
+class _StartWatch:
+    """Finds a start that will never end: tritonserver waits for ever for a stub that is already dead."""
+
+    def __init__(self, server: ServerProcess, *, needs_stub: bool, silence_s: float) -> None:
+        self._server = server
+        self._silence_s = silence_s
+        self._needs_stub = needs_stub
+        self._dead_since: dict[int, float] = {}
+        self._next_look = 0.0
+
+    def look(self) -> None:
+        """Call it often.
+
+        Raises:
+            _StartError: there is nothing left to wait for.
+        """
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _SERVING_POLL_S
+        dead = self._server.dead_children()
+        self._dead_since = {pid: self._dead_since.get(pid, now) for pid in dead}
+        for pid, since in self._dead_since.items():
+            if now - since >= _UNNOTICED_S:
+                words = self._server.log.last_words()
+                raise _StartError(
+                    f"a model's process {_how(dead[pid])} while it started{f', saying {words!r}' if words else ''}, "
+                    f"and tritonserver would wait for it for ever; {_VERBOSE}"
+                )
+        if self._server.stubs():
+            self._needs_stub = False
+        if self._needs_stub and self._server.log.silent_s() > self._silence_s:
+            raise _StartError(
+                f"tritonserver has started no process for a model, and its log has been silent for "
+                f"{self._silence_s:.0f} s; {_VERBOSE}"
+            )
 
 
-def _model_processes(server_pid: int) -> set[tuple[int, int]]:
-    """Id and start time of each process without which a model cannot serve: the server's stubs, and their engines."""
-    stats = {pid: stat for pid in process.own_processes() if (stat := process.process_stat(pid))}
-    stubs = {pid for pid, stat in stats.items() if stat.parent == server_pid and stat.name == _STUB_NAME}
-    engines = {
-        pid for pid, stat in stats.items() if stat.parent in stubs and _ENGINE_MODULE in process.command_line(pid)
-    }
-    return {(pid, stats[pid].start_time) for pid in stubs | engines}
+def _is_told_to_stop(server: ServerProcess, within_s: float) -> bool:
+    end = time.monotonic() + within_s
+    while not server.wait_for_signal(max(0.0, end - time.monotonic())):
+        if time.monotonic() >= end:
+            return False
+    return True
 
 
-def _how_it_ended(server: subprocess.Popen[bytes]) -> str:
-    code = server.returncode
+def _how(wait_status: int) -> str:
+    code = os.waitstatus_to_exitcode(wait_status)
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 

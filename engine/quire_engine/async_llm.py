@@ -9,7 +9,7 @@ from typing import Any
 
 from quire_engine.beam_search import BeamSearch, BeamSearchParams, next_logprobs
 from quire_engine.config import EngineConfig
-from quire_engine.core.client import AsyncMPClient
+from quire_engine.core.supervisor import SupervisedClient
 from quire_engine.errors import DeadlineExceededError, EngineDeadError, EngineUnavailableError, RequestError
 from quire_engine.input_processor import InputProcessor, ProcessedRequest, Prompt, load_tokenizer
 from quire_engine.messages import ErrorCode
@@ -46,7 +46,7 @@ class AsyncLLM:
         self._output_task: asyncio.Task[None] | None = None
         tokenizer_path = Path(config.model.tokenizer_path)
         check_checkpoint(Path(config.model.model), tokenizer_path)  # takes milliseconds, and a process start seconds
-        self._client = AsyncMPClient(config)
+        self._client = SupervisedClient(config, self._on_restart)
         try:
             tokenizer = load_tokenizer(tokenizer_path)  # while the engine core loads the weights
             ready = self._client.wait_until_ready()
@@ -58,18 +58,23 @@ class AsyncLLM:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the engine core lives."""
+        """Whether the engine core lives, and none is being started in its place."""
         return self.dead_error is None and self._client.is_alive
 
     @property
     def engine_pid(self) -> int:
-        """Process id of the engine core."""
+        """Process id of the present engine core."""
         return self._client.pid
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of its workers, where they are not the engine core's own."""
+        return self._client.worker_pids
 
     async def start(self) -> None:
         """Begin to take in what the engine core sends."""
         if self._output_task is None:
-            self._client.watch(self._on_engine_death)
+            self._client.start()
             self._output_task = asyncio.get_running_loop().create_task(self._take_outputs(), name="engine-outputs")
             self._output_task.add_done_callback(self._on_output_task_done)
 
@@ -97,7 +102,7 @@ class AsyncLLM:
             RequestError: the prompt or its parameters cannot be served.
             EngineUnavailableError: the queue is full, the request waited for too long, or the engine sleeps.
             DeadlineExceededError: `deadline_ms` passed before it was finished.
-            EngineDeadError: the engine core died.
+            EngineDeadError: the engine core died, and either does not stay alive or `replay_on_crash` is off.
         """
         await self.start()
         request = self.input_processor.process(
@@ -258,20 +263,22 @@ class AsyncLLM:
         for stat_logger in self._stat_loggers:
             stat_logger.record(scheduler_stats, iteration_stats)
 
-    def _on_engine_death(self) -> None:
-        logger.error("the engine process died; %d requests fail", len(self._output_processor.request_ids))
-        self._die("the engine process died")
+    def _on_restart(self, num_replayed: int) -> None:
+        self._record(None, IterationStats(num_engine_restarts=1, num_requests_replayed=num_replayed))
 
     def _on_output_task_done(self, task: "asyncio.Task[None]") -> None:
         """The task never ends by itself, so without it no output would ever come: that is an engine's death, too."""
-        if not task.cancelled() and task.exception() is not None:
-            logger.error("the engine's outputs cannot be taken in any more", exc_info=task.exception())
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, EngineDeadError):
+            logger.error("%s; %d requests fail", error, len(self._output_processor.request_ids))
+            self._die(str(error))
+        elif error is not None:
+            logger.error("the engine's outputs cannot be taken in any more", exc_info=error)
             self._die("the engine's outputs cannot be taken in any more")
 
     def _die(self, reason: str) -> None:
         """Nobody waits for ever: every live request ends with an error."""
         self.dead_error = self.dead_error or reason
-        self._client.fail_utilities(reason)
         if self._output_task is not None:
             self._output_task.cancel()
         for request_id in self._output_processor.request_ids:

@@ -14,6 +14,7 @@ __all__ = ["CacheConfig", "EngineConfig", "FrontendConfig", "ModelConfig", "Para
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SCHEDULING_POLICIES = ("fcfs", "priority")
+MAX_NUM_SEQS = 4096
 EXECUTOR_BACKENDS = ("uni", "mp", "ray")
 
 
@@ -78,7 +79,8 @@ class SchedulerConfig:
     """What may run together in one step."""
 
     max_num_seqs: int = 64
-    """Requests that run at once."""
+    """Requests that run at once, at most 4096: each has a slot of max_model_len tokens in the batch of every rank, and
+    start-up runs them all at once, so that a slip of the finger would take all memory."""
     max_num_batched_tokens: int = 2048
     """Token budget of one step, prefill and decode together."""
     long_prefill_token_threshold: int = 0
@@ -97,7 +99,7 @@ class SchedulerConfig:
     """How long a request may wait for its first turn before it is refused. Unset: no limit."""
 
     def __post_init__(self) -> None:
-        _check_int("max_num_seqs", self.max_num_seqs, 1)
+        _check_int("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
         _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         _check(self.scheduling_policy in SCHEDULING_POLICIES, "scheduling_policy", self.scheduling_policy,

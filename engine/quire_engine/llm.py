@@ -181,6 +181,11 @@ class LLM:
         """The engine core's numbers of this moment."""
         return self._core.get_stats()
 
+    @property
+    def worker_pids(self) -> list[int]:
+        """Processes of the ranks, where they are not this one."""
+        return self._core.ready.worker_pids
+
     def shutdown(self) -> None:
         """Give the workers and their memory back."""
         self._core.shutdown()

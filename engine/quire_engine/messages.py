@@ -77,6 +77,14 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     sampling_params: SamplingParams
     deadline_ms: float | None = None
     """Milliseconds from now in which it has to be finished; unset: it may take as long as it does."""
+    output_token_ids: list[int] = []
+    """What an engine that is no more has sampled for it already: it goes on behind these."""
+    num_preemptions: int = 0
+    """Under engines that are no more."""
+    max_new_tokens: int | None = None
+    """Tokens to sample now at most, whatever its parameters say."""
+    is_replay: bool = False
+    """Whether an engine that is no more had taken it: then it is not refused for want of room."""
 
 
 class ErrorCode(enum.Enum):
@@ -144,6 +152,10 @@ class ProcessArguments(msgspec.Struct):
     config: EngineConfig
     input_address: str
     output_address: str
+    heartbeat_fd: int
+    """Descriptor of the page where it shows that it moves; inherited."""
+    num_blocks: int | None = None
+    """Size of the KV cache, when it takes the place of an engine that is no more: the same as that one's."""
 
 
 class EngineCoreReady(msgspec.Struct):
@@ -157,7 +169,7 @@ class EngineCoreReady(msgspec.Struct):
     error: str | None = None
     scheduling_policy: str = "fcfs"
     worker_pids: list[int] = []
-    """By rank, when the ranks have processes of their own."""
+    """Processes of the ranks, where they are not the engine core's own."""
 
     @property
     def num_kv_cache_tokens(self) -> int:
@@ -208,6 +220,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     dropped_request_ids: list[str] = []
     """Finished or preempted since the last step: the worker forgets them first."""
     grammar_bitmask: GrammarBitmask | None = None
+    step: int = 0
+    """Its number, counted by the scheduler from 1."""
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -243,6 +257,6 @@ class WorkerResponse(msgspec.Struct, array_like=True, omit_defaults=True):
     output: ModelRunnerOutput | None = None
     error: str | None = None
     error_type: str = ""
-    """Name of the exception's class."""
+    """Name of the exception's class, when `error` is its text; else `error` says it all."""
     is_aborted: bool = False
     """The error is only that another rank had one."""

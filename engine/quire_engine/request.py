@@ -66,11 +66,13 @@ class Request:
         "deadline_ms",
         "eos_token_ids",
         "grammar",
+        "is_replay",
         "lora_id",
         "max_tokens",
         "mm_hashes",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_known_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "prompt_logprobs",
@@ -81,6 +83,7 @@ class Request:
         "settled_until",
         "status",
         "stop_token_ids",
+        "void_until_step",
     )
 
     def __init__(
@@ -90,11 +93,12 @@ class Request:
         sampling_params: SamplingParams,
         eos_token_ids: Sequence[int] = (),
         max_model_len: int = 2**31,
+        output_token_ids: Sequence[int] = (),
     ) -> None:
         self.request_id = request_id
         self.sampling_params = sampling_params
-        self.all_token_ids = list(prompt_token_ids)
-        self.num_prompt_tokens = len(self.all_token_ids)
+        self.all_token_ids = [*prompt_token_ids, *output_token_ids]
+        self.num_prompt_tokens = len(prompt_token_ids)
         self.max_tokens = max_output_tokens(self.num_prompt_tokens, sampling_params, max_model_len)
         """Output tokens at most: `sampling_params.max_tokens`, or less where the context ends first."""
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -104,7 +108,10 @@ class Request:
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache when the request was first scheduled."""
         self.num_preemptions = 0
-        self.prompt_logprobs: list[PromptLogprobs] | None = [] if sampling_params.prompt_logprobs is not None else None
+        self.is_replay = False
+        """Whether an engine that is no more had taken it: then it is not refused for want of room."""
+        wants_prompt_logprobs = sampling_params.prompt_logprobs is not None and not output_token_ids
+        self.prompt_logprobs: list[PromptLogprobs] | None = [] if wants_prompt_logprobs else None
         """Those computed so far, until they are given out with the first token; None when there are none to give."""
         self.block_hashes: list[bytes] = []
         """Hash of each full block of `all_token_ids`, as far as it was needed so far."""
@@ -122,6 +129,10 @@ class Request:
         """What stands behind placeholder tokens of the prompt; part of the hashes of the blocks they reach into."""
         self.settled_until = 0
         """Up to this many tokens the KVCacheManager has nothing to do: no block to add, none that has become full."""
+        self.num_known_tokens = 0
+        """Of its tokens, how many ranks that do not sample have been told of; counted only where there are such."""
+        self.void_until_step = 0
+        """Results of steps up to this number are not for it: they were scheduled before it was taken back, or came."""
 
     @property
     def needs_grammar(self) -> bool:

@@ -239,6 +239,15 @@ _FIELD_TYPES: dict[str, Any] = {
 }  # fmt: skip
 
 
+_NEUTRAL: dict[str, bool | float | None] = {
+    "best_of": 1, "use_beam_search": False, "early_stopping": False, "length_penalty": 1.0,
+    "spaces_between_special_tokens": True, "flat_logprobs": False, "logits_processors": None,
+    "guided_decoding": None, "extra_args": None,
+}  # fmt: skip
+"""Parameters of vLLM's, of old and new versions, that are not offered here, with the value that asks for nothing.
+Clients that send every parameter they know send these too."""
+
+
 def _is_text(value: str) -> bool:
     """JSON can say half of a surrogate pair, which is no character."""
     return not any("\ud800" <= character <= "\udfff" for character in value)
@@ -268,10 +277,15 @@ def _require(ok: bool, name: str, value: object, allowed: str) -> None:
 def convert_parameter(name: str, value: Any) -> Any:
     """One value of JSON or of a request parameter, as the field's own type; null stays None and means unset.
 
+    So does the value that asks for nothing, of a parameter that vLLM has and this engine does not.
+
     Raises:
-        RequestError: the name is not known (the nearest known one is named), or the value has another type.
+        RequestError: the name is not known (the nearest known one is named), the value has another type, or it asks
+            for what is not offered.
     """
     kind = _FIELD_TYPES.get(name)
+    if name in _NEUTRAL:
+        return _nothing(name, value)
     if kind is None:
         near = get_close_matches(name, _FIELD_TYPES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(_FIELD_TYPES))}"
@@ -297,6 +311,22 @@ def convert_parameter(name: str, value: Any) -> Any:
             raise RequestError(name, f"{name} is {_short(value)}; it must be a string")
         return value
     return _number(name, value, kind)
+
+
+def _nothing(name: str, value: Any) -> None:
+    """Take the neutral value of a parameter that is not offered, and no other."""
+    neutral = _NEUTRAL[name]
+    if value is None:
+        return
+    if neutral is None:
+        asks_for_nothing = False
+    elif isinstance(neutral, bool):
+        asks_for_nothing = _boolean(name, value) is neutral
+    else:
+        asks_for_nothing = _number(name, value, float) == neutral
+    if not asks_for_nothing:
+        allowed = "null" if neutral is None else str(neutral).lower()
+        raise RequestError(name, f"{name} is {_short(value)}; it is not offered here: leave it out, or {allowed}")
 
 
 def _string_list(name: str, value: Any) -> list[str]:

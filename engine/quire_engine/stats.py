@@ -77,6 +77,10 @@ class IterationStats(msgspec.Struct):
     time_to_first_token_seconds: list[float] = []
     inter_token_seconds: list[float] = []
     finished_requests: list[FinishedRequestStats] = []
+    num_engine_restarts: int = 0
+    """Engine cores that were started in the place of one that had died."""
+    num_requests_replayed: int = 0
+    """Live requests that went on with another engine core."""
 
 
 class StatLogger(Protocol):

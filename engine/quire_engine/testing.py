@@ -43,10 +43,18 @@ def make_scheduler(
     block_size: int = 4,
     enable_prefix_caching: bool = True,
     clock: Callable[[], float] = time.monotonic,
+    max_concurrent_batches: int = 1,
+    sends_new_token_ids: bool = False,
     **settings: Any,
 ) -> Scheduler:
     """A scheduler over a KV cache of its own; `settings` are those of `SchedulerConfig`."""
-    return Scheduler(SchedulerConfig(**settings), KVCacheManager(num_blocks, block_size, enable_prefix_caching), clock)
+    return Scheduler(
+        SchedulerConfig(**settings),
+        KVCacheManager(num_blocks, block_size, enable_prefix_caching),
+        clock,
+        max_concurrent_batches=max_concurrent_batches,
+        sends_new_token_ids=sends_new_token_ids,
+    )
 
 
 def make_request(

@@ -80,6 +80,8 @@ METRICS: tuple[MetricDefinition, ...] = (
     _counter("quire_preemptions_total", "Times a running request was put back to wait"),
     _counter("quire_prefix_cache_queries_total", "Tokens looked up in the prefix cache"),
     _counter("quire_prefix_cache_hits_total", "Tokens found in the prefix cache"),
+    _counter("quire_engine_restarts_total", "Times the engine was started again after a crash or a hang"),
+    _counter("quire_requests_replayed_total", "Live requests that went on after a restart of the engine"),
     _histogram("quire_time_to_first_token_seconds", "From the request's arrival to its first token",
                _FIRST_TOKEN_BUCKETS),
     _histogram("quire_time_per_output_token_seconds", "Mean time per token after the first, per request",

@@ -98,12 +98,16 @@ class TritonStatLogger:
             self._thread.start()
 
     def stop(self) -> None:
-        """Write what is left, the engine as gone, and end the thread."""
+        """Write what is left, the engine as gone, end the thread, and take the metrics away from the server."""
         self._is_up = lambda: False
         self._stopping.set()
         self._changed.set()
         if self._thread.is_alive():
             self._thread.join(timeout=2.0)
+        # Each deregisters itself when it goes, through memory that the stub shares with the server: it crashes if they
+        # live until the stub's interpreter ends.
+        self._metrics = {}
+        self._families = []
 
     # -- what happened ----------------------------------------------------------------------------------------------
 
@@ -144,6 +148,8 @@ class TritonStatLogger:
         self._increments[_PROMPT_TOKENS] += stats.num_prompt_tokens
         self._increments[_CACHED_TOKENS] += stats.num_cached_tokens
         self._increments[_GENERATION_TOKENS] += stats.num_generation_tokens
+        self._increments[_RESTARTS] += stats.num_engine_restarts
+        self._increments[_REPLAYED] += stats.num_requests_replayed
         observations = self._observations
         observations.extend((_FIRST_TOKEN, seconds) for seconds in stats.time_to_first_token_seconds)
         for request in stats.finished_requests:
@@ -227,6 +233,8 @@ _GENERATION_TOKENS = _series("quire_generation_tokens_total")
 _PREEMPTIONS = _series("quire_preemptions_total")
 _QUERIES = _series("quire_prefix_cache_queries_total")
 _HITS = _series("quire_prefix_cache_hits_total")
+_RESTARTS = _series("quire_engine_restarts_total")
+_REPLAYED = _series("quire_requests_replayed_total")
 _FIRST_TOKEN = _series("quire_time_to_first_token_seconds")
 _PER_TOKEN = _series("quire_time_per_output_token_seconds")
 _E2E = _series("quire_e2e_request_latency_seconds")

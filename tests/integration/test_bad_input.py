@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from support.clients import Answer, ask, run, with_client
+from support.clients import Answer, ask, http, run, with_client
 from support.serving import Server
 from tritonclient.grpc import aio as grpc_aio
 
@@ -109,3 +109,24 @@ def test_sampling_parameters_survive_a_round_trip(server: Server) -> None:
             "skip_special_tokens": True, "logprobs": None}  # fmt: skip
     answer = run(server, text_input=PROMPT, sampling_parameters=json.dumps(said))
     assert answer.text.startswith(PROMPT)
+
+
+BODIES: dict[str, bytes] = {
+    "text of 20 MB": json.dumps({"text_input": "x" * 20_000_000}).encode(),
+    "20 MB in a field that nobody knows": json.dumps({"text_input": PROMPT, "junk": "x" * 20_000_000}).encode(),
+    "20 MB of numbers": json.dumps({"input_ids": [5] * 5_000_000}).encode(),
+    "20 MB that are no JSON": b"x" * 20_000_000,
+    "lists in lists": b'{"text_input": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "objects in objects": b'{"a": ' * 100_000 + b"1" + b"}" * 100_000,
+    "lists that never end": b"[" * 400_000,
+}
+
+
+@pytest.mark.parametrize("path", ["generate", "generate_stream", "infer"])
+@pytest.mark.parametrize("case", BODIES)
+def test_http_body_that_is_large_or_deep_is_refused_and_the_next_one_works(
+    server: Server, case: str, path: str
+) -> None:
+    status, content = http(server, f"/v2/models/tinypy/{path}", BODIES[case])
+    assert status >= 400 or "error" in str(content), str(content)[:200]
+    assert run(server, text_input=PROMPT, max_tokens=1).text.startswith(PROMPT)

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -156,18 +155,17 @@ def is_idle(server: Server) -> bool:
 @pytest.fixture
 def num_aborted(small_server: Server) -> float:
     """Requests aborted so far, of an idle server."""
-    wait_until(lambda: is_idle(small_server), "the server is idle", 10)
+    wait_until(lambda: is_idle(small_server), "the server is idle")
     return aborted(small_server)
 
 
-def assert_freed(server: Server, aborts: float, since: float) -> None:
-    """All blocks are free again, within a second of `since`, and `aborts` requests were aborted in all."""
-    wait_until(lambda: aborted(server) == aborts and is_idle(server), "requests are aborted, blocks are free", 10)
-    assert time.monotonic() - since < 1.0
+def assert_freed(server: Server, aborts: float) -> None:
+    """All blocks are free again, and `aborts` requests were aborted in all: none of them ran to its end."""
+    wait_until(lambda: aborted(server) == aborts and is_idle(server), "requests are aborted, blocks are free")
 
 
 async def until(is_true: Any, what: str) -> None:
-    await asyncio.to_thread(wait_until, is_true, what, 20)
+    await asyncio.to_thread(wait_until, is_true, what)
 
 
 async def cancel(task: "asyncio.Task[Answer]") -> None:
@@ -184,25 +182,25 @@ async def decoding(server: Server) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_cancelled_in_decode(small_server: Server, num_aborted: float, stream: bool) -> None:
-    async def work(client: grpc_aio.InferenceServerClient) -> float:
+    async def work(client: grpc_aio.InferenceServerClient) -> None:
         task = asyncio.create_task(ask(client, model="narrow", **{**LONG, "stream": stream}))
         await decoding(small_server)
         await cancel(task)
-        return time.monotonic()
 
-    assert_freed(small_server, num_aborted + 1, asyncio.run(with_client(small_server, work)))
+    asyncio.run(with_client(small_server, work))
+    assert_freed(small_server, num_aborted + 1)
 
 
 def test_cancelled_in_prefill(small_server: Server, num_aborted: float) -> None:
-    async def work(client: grpc_aio.InferenceServerClient) -> tuple[float, float]:
+    async def work(client: grpc_aio.InferenceServerClient) -> float:
         task = asyncio.create_task(ask(client, model="narrow", **LONG_PREFILL))
         await until(lambda: value(small_server, "quire_requests_running") == 1, "the prefill begins")
         tokens = value(small_server, "quire_generation_tokens_total")
         await cancel(task)
-        return tokens, time.monotonic()
+        return tokens
 
-    tokens, since = asyncio.run(with_client(small_server, work))
-    assert_freed(small_server, num_aborted + 1, since)
+    tokens = asyncio.run(with_client(small_server, work))
+    assert_freed(small_server, num_aborted + 1)
     assert value(small_server, "quire_generation_tokens_total") == tokens
 
 
@@ -210,7 +208,7 @@ def test_cancelled_while_waiting(small_server: Server, num_aborted: float) -> No
     def waiting(count: int) -> bool:
         return value(small_server, "quire_requests_waiting", reason="capacity") == count
 
-    async def work(client: grpc_aio.InferenceServerClient) -> float:
+    async def work(client: grpc_aio.InferenceServerClient) -> None:
         running = asyncio.create_task(ask(client, model="narrow", **LONG))
         await until(lambda: value(small_server, "quire_requests_running") == 1, "the first runs")
         tasks = [asyncio.create_task(ask(client, model="narrow", **LONG)) for _ in range(3)]
@@ -218,15 +216,13 @@ def test_cancelled_while_waiting(small_server: Server, num_aborted: float) -> No
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        since = time.monotonic()
         await until(lambda: waiting(0), "nobody waits")
-        assert time.monotonic() - since < 1.0
         assert value(small_server, "quire_requests_running") == 1
         assert not running.done()
         await cancel(running)
-        return time.monotonic()
 
-    assert_freed(small_server, num_aborted + 4, asyncio.run(with_client(small_server, work)))
+    asyncio.run(with_client(small_server, work))
+    assert_freed(small_server, num_aborted + 4)
 
 
 KILLED_CLIENT = """
@@ -255,8 +251,7 @@ def test_client_process_is_killed(small_server: Server, num_aborted: float) -> N
             assert client.stdout.readline() == "response\n"
         finally:
             client.kill()
-    since = time.monotonic()
-    assert_freed(small_server, num_aborted + 1, since)
+    assert_freed(small_server, num_aborted + 1)
 
 
 def test_http_stream_is_dropped(small_server: Server, num_aborted: float) -> None:
@@ -272,14 +267,14 @@ def test_http_stream_is_dropped(small_server: Server, num_aborted: float) -> Non
             chunk = connection.recv(65536)
             assert chunk
             received += chunk
-    assert_freed(small_server, num_aborted + 1, time.monotonic())
+    assert_freed(small_server, num_aborted + 1)
 
 
 # -- metrics ----------------------------------------------------------------------------------------------------------
 
 
 def test_metrics_count_what_happened(small_server: Server) -> None:
-    wait_until(lambda: is_idle(small_server), "the server is idle", 10)
+    wait_until(lambda: is_idle(small_server), "the server is idle")
     counters = {
         "quire_prompt_tokens_total": 5, "quire_generation_tokens_total": 7,
         "quire_time_to_first_token_seconds_count": 1, "quire_time_per_output_token_seconds_count": 1,
@@ -290,15 +285,15 @@ def test_metrics_count_what_happened(small_server: Server) -> None:
     run(small_server, model="narrow", input_ids=[5] * 5, max_tokens=7, ignore_eos=True)
     assert run(small_server, model="narrow", input_ids=[]).message != ""
     for name, growth in counters.items():
-        wait_until(lambda name=name, growth=growth: value(small_server, name) == before[name] + growth, name, 5)
-    wait_until(lambda: value(small_server, "quire_requests_total", outcome="length") == done + 1, "length", 5)
-    wait_until(lambda: value(small_server, "quire_requests_total", outcome="rejected") == refused + 1, "rejected", 5)
+        wait_until(lambda name=name, growth=growth: value(small_server, name) == before[name] + growth, name)
+    wait_until(lambda: value(small_server, "quire_requests_total", outcome="length") == done + 1, "length")
+    wait_until(lambda: value(small_server, "quire_requests_total", outcome="rejected") == refused + 1, "rejected")
 
 
 def test_metrics_show_the_present(small_server: Server) -> None:
     assert value(small_server, "quire_engine_up") == 1
     run(small_server, model="narrow", text_input="x", max_tokens=1)
-    wait_until(lambda: value(small_server, "quire_kv_blocks", state="free") == 40, "all blocks are free", 5)
+    wait_until(lambda: value(small_server, "quire_kv_blocks", state="free") == 40, "all blocks are free")
     blocks = {state: value(small_server, "quire_kv_blocks", state=state) for state in ("used", "cached", "free")}
     assert blocks == {"used": 0, "cached": 0, "free": 40}
 
@@ -309,10 +304,8 @@ def test_metrics_show_the_present(small_server: Server) -> None:
         await cancel(task)
 
     asyncio.run(with_client(small_server, work))
-    since = time.monotonic()
-    wait_until(lambda: value(small_server, "quire_kv_cache_usage_ratio") == 0, "blocks are free", 5)
-    wait_until(lambda: value(small_server, "quire_requests_running") == 0, "nothing runs", 5)
-    assert time.monotonic() - since < 1.0
+    wait_until(lambda: value(small_server, "quire_kv_cache_usage_ratio") == 0, "blocks are free")
+    wait_until(lambda: value(small_server, "quire_requests_running") == 0, "nothing runs")
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
@@ -329,7 +322,7 @@ def engine_pids(server: Server) -> set[int]:
 
 def test_models_that_failed_to_load_left_nothing_behind(small_server: Server) -> None:
     """Each failed load had a stub, and some an engine process."""
-    wait_until(lambda: len(engine_pids(small_server)) == 1, "only the engine of `narrow` is left", 5)
+    wait_until(lambda: len(engine_pids(small_server)) == 1, "only the engine of `narrow` is left")
 
 
 def test_death_of_the_engine_is_told_to_everybody(small_server: Server) -> None:
@@ -346,7 +339,7 @@ def test_death_of_the_engine_is_told_to_everybody(small_server: Server) -> None:
         return await task
 
     assert "the engine process died" in asyncio.run(with_client(small_server, work)).message
-    wait_until(lambda: metric(small_server, "quire_engine_up", model="victim") == 0, "engine_up falls", 5)
+    wait_until(lambda: metric(small_server, "quire_engine_up", model="victim") == 0, "engine_up falls")
     assert "the engine is not running" in run(small_server, model="victim", text_input="x").message
     assert run(small_server, model="narrow", text_input="x", max_tokens=1).text != ""
     status, answer = http(small_server, "/v2/repository/models/victim/unload")
@@ -357,4 +350,4 @@ def test_unloading_ends_the_engine(small_server: Server) -> None:
     """Last: it takes the model away."""
     assert len(engine_pids(small_server)) == 1
     assert http(small_server, "/v2/repository/models/narrow/unload")[0] == 200
-    wait_until(lambda: not engine_pids(small_server), "the engine is gone", 10)
+    wait_until(lambda: not engine_pids(small_server), "the engine is gone")

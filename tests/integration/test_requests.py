@@ -111,7 +111,7 @@ def test_a_timeout_ends_a_request_wherever_it_is(bounded_server: Server) -> None
     answer = run(bounded_server, timeout=300_000, **LONG)
     assert "deadline" in answer.message
     wait_until(
-        lambda: metric(bounded_server, "quire_kv_blocks", model="bounded", state="used") == 0, "its blocks are free", 5
+        lambda: metric(bounded_server, "quire_kv_blocks", model="bounded", state="used") == 0, "its blocks are free"
     )
     assert run(bounded_server, model="bounded", text_input="x", max_tokens=1, timeout=60_000_000).text != ""
 

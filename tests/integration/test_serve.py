@@ -4,12 +4,14 @@ The life of processes is tested with a small model of the plain Python backend, 
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +27,7 @@ from tritonclient.grpc import aio as grpc_aio
 pytestmark = pytest.mark.server
 
 STREAM: dict[str, Any] = {
-    "text_input": "def add(a, b):", "max_tokens": 200, "ignore_eos": True, "stream": True,
+    "text_input": "def add(a, b):", "max_tokens": 500, "ignore_eos": True, "stream": True,
     "return_token_ids": True, "return_finish_reason": True,
 }  # fmt: skip
 CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
@@ -114,6 +116,13 @@ class Counting(threading.Thread):
             pass  # cut off, as some tests want it
 
     @classmethod
+    def answer(cls, server: Server, count: int) -> list[str]:
+        """The lines of a request that runs to its end."""
+        request = cls(server, count)
+        request.run()
+        return request.lines
+
+    @classmethod
     def begin(cls, server: Server, count: int) -> "Counting":
         request = cls(server, count)
         request.start()
@@ -170,6 +179,19 @@ def test_stops_while_a_model_loads(tmp_path: Path) -> None:
     server.assert_nothing_left()
 
 
+def test_stubs_end_cleanly(tmp_path: Path) -> None:
+    """They are tritonserver's children, and its log says nothing of how they end: the shell that starts them does."""
+    record = tmp_path / "ends"
+    (tmp_path / "bash").write_text(f'#!/bin/sh\n/bin/bash "$@"\necho $? >> {record}\n')
+    (tmp_path / "bash").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    with serve("--model", str(CHECKPOINT), "--name", MODEL, "--verbose", env={"PATH": path}) as server:
+        assert run(server, text_input="x", max_tokens=3).text != ""
+    # One completes the model's configuration, the other serves it.
+    assert record.read_text().split() == ["0", "0"]
+    assert "egmentation" not in server.log()
+
+
 def find_server(server: Server) -> int:
     return _find(server, "tritonserver")
 
@@ -188,18 +210,26 @@ def _find(server: Server, name: str) -> int:
 
 
 @pytest.mark.parametrize("victim", [find_server, find_stub])
-def test_death_of_a_process_ends_everything(echo: str, victim: Callable[[Server], int]) -> None:
+def test_death_of_the_server_or_a_stub_is_a_pause(echo: str, victim: Callable[[Server], int]) -> None:
     server = start("--model-repository", echo)
+    request = Counting.begin(server, count=3000)
+    old = set(server.run_id.processes())
+    memory = set(server.run_id.shared_memory())
     os.kill(victim(server), signal.SIGKILL)
-    assert server.wait() == 1
-    assert "died" in server.log().splitlines()[-1] or "killed by SIGKILL" in server.log().splitlines()[-1]
+    server.wait_for_ready_line()
+    request.join(30)
+    assert not request.is_alive(), "a client that was cut off is not told"
+    assert "starting the server again now, on the same ports" in server.log()
+    assert not old & set(server.run_id.processes())
+    assert not memory & set(server.run_id.shared_memory())
+    assert len(Counting.answer(server, count=3)) == 3
+    assert "nv_cpu_utilization" in get(server.metrics, "/metrics")
+    assert server.stop() == 0, server.log()
     server.assert_nothing_left()
 
 
-def test_death_of_the_engine_ends_everything() -> None:
-    """Its clients get their error before the server goes."""
+def test_streams_over_grpc_end_with_an_error_when_the_stub_dies_and_the_next_request_works() -> None:
     server = start("--model", str(CHECKPOINT), "--name", MODEL)
-    (engine,) = (pid for pid in server.run_id.processes() if "quire_engine.core.process" in process.command_line(pid))
     answers: list[Answer] = []
     first = threading.Event()
     client = threading.Thread(
@@ -207,31 +237,51 @@ def test_death_of_the_engine_ends_everything() -> None:
     )
     client.start()
     assert first.wait(30)
-    os.kill(engine, signal.SIGKILL)
+    os.kill(find_stub(server), signal.SIGKILL)
+    died = time.monotonic()
     client.join(30)
-    assert "the engine process died" in answers[0].message
-    assert server.wait() == 1
-    assert server.log().splitlines()[-1].startswith(f"quire: the model process {engine} died")
+    told = time.monotonic()
+    assert answers[0].error is not None
+    assert answers[0].error.status() == "StatusCode.UNAVAILABLE"
+    server.wait_for_ready_line()
+    print(f"the client was told after {told - died:.2f} s, the server was ready after {time.monotonic() - died:.2f} s")
+    assert run(server, text_input="x", max_tokens=1).text != ""
+    assert server.stop() == 0, server.log()
+    server.assert_nothing_left()
+
+
+def test_death_of_the_engine_is_the_backends_affair() -> None:
+    """Serve goes on: the stub that lost its engine decides what becomes of it."""
+    server = start("--model", str(CHECKPOINT), "--name", MODEL)
+    stub = find_stub(server)
+    (engine,) = (pid for pid in server.run_id.processes() if "quire_engine.core.process" in process.command_line(pid))
+    os.kill(engine, signal.SIGKILL)
+    wait_until(lambda: "died" in server.log(), "the death is in the log")
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a few rounds of its watch
+        server.process.wait(1.0)
+    assert server.process.poll() is None, server.log()
+    assert find_stub(server) == stub
+    assert server.stop() == 0, server.log()
     server.assert_nothing_left()
 
 
 def test_draining_lets_a_running_stream_finish_and_refuses_new_requests() -> None:
-    server = start()
+    server = start("--drain-timeout", "60")
 
     async def work(client: grpc_aio.InferenceServerClient) -> tuple[Answer, Answer]:
         first = asyncio.Event()
         running = asyncio.create_task(ask(client, on_response=lambda response: first.set(), **STREAM))
         await first.wait()
         server.process.send_signal(signal.SIGTERM)
-        await asyncio.to_thread(wait_until, lambda: "quire: draining" in server.log(), "draining")
-        await asyncio.sleep(0.1)
-        assert not running.done()
-        refused = await ask(client, text_input="x", max_tokens=1)
+        # tritonserver takes a moment to hear of it.
+        while (refused := await ask(client, text_input="x", max_tokens=1)).error is None:
+            assert not running.done()
         assert not running.done()
         return await running, refused
 
     whole, refused = asyncio.run(with_client(server, work))
     assert server.wait() == 0, server.log()
+    assert "quire: draining" in server.log()
     assert len(whole.token_ids) == STREAM["max_tokens"]
     assert whole.responses[-1]["finish_reason"] == ["length"]
     assert whole.num_final_flags == 1
@@ -282,6 +332,55 @@ def assert_one_line(result: subprocess.CompletedProcess[str], *parts: str, code:
     assert lines[0].startswith("quire: ")
     for part in parts:
         assert part in lines[0]
+
+
+def copy_of_demo(folder: Path) -> Path:
+    """A repository of the demo model at an odd place."""
+    version = folder / "tinypy" / "1"
+    version.mkdir(parents=True)
+    (version / "model").symlink_to(CHECKPOINT)
+    (version / "model.json").write_text('{"model": "model"}')
+    (version.parent / "config.pbtxt").write_text('backend: "quire"\n')
+    return folder
+
+
+@pytest.mark.parametrize("name", ["with a space", "$HOME;'(", "mödel ключ"])
+def test_any_path_can_be_served(tmp_path: Path, name: str) -> None:
+    with serve("--model-repository", str(copy_of_demo(tmp_path / name)), env={"LC_ALL": "C"}) as server:
+        assert run(server, text_input="x", max_tokens=1).text != ""
+
+
+def test_a_model_at_any_path_can_be_served(tmp_path: Path) -> None:
+    (tmp_path / "mödel ключ").symlink_to(CHECKPOINT)
+    with serve("--model", str(tmp_path / "mödel ключ"), "--name", MODEL, env={"LC_ALL": "C"}) as server:
+        assert run(server, text_input="x", max_tokens=1).text != ""
+
+
+def test_places_that_cannot_be_used_are_refused_by_name(tmp_path: Path, echo: str) -> None:
+    (tmp_path / "a b").mkdir()
+    result = run_cli("serve", *ANY_PORTS, "--model-repository", echo, env={"TMPDIR": str(tmp_path / "a b")})
+    assert_one_line(result, str(tmp_path / "a b"), "TMPDIR")
+    repository = write_echo(tmp_path / "repository")
+    (repository / "echo").rename(repository / "my echo")
+    assert_one_line(run_cli("serve", *ANY_PORTS, "--model-repository", str(repository)), "my echo", "give it a name")
+    file = repository / "my echo" / "config.pbtxt"
+    assert_one_line(run_cli("serve", *ANY_PORTS, "--model-repository", str(file)), "is a file")
+    result = run_cli("serve", *ANY_PORTS, "--", f"--model-repository={tmp_path / 'a b'}")
+    assert_one_line(result, "--model-repository", code=2)
+
+
+def test_no_path_is_enough(echo: str) -> None:
+    with serve("--model-repository", echo, env={"PATH": ""}) as server:
+        assert len(Counting.answer(server, count=2)) == 2
+
+
+def test_a_first_stub_that_is_killed_ends_the_start(tmp_path: Path) -> None:
+    """It completes the model's configuration, and tritonserver would wait for it for ever."""
+    (tmp_path / "bash").write_text("#!/bin/sh\necho 'no more memory' >&2\nkill -9 $$\n")
+    (tmp_path / "bash").chmod(0o755)
+    env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    result = run_cli("serve", *ANY_PORTS, env=env)
+    assert_one_line(result, "was killed by SIGKILL while it started, saying 'no more memory'", "--verbose")
 
 
 def test_port_in_use(echo: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import grpc
 import numpy as np
 from quire_backend.model_config import INPUTS, OUTPUTS
 from support.serving import Server
@@ -103,6 +104,8 @@ async def ask(
             on_response(response)
     except InferenceServerException as error:
         answer.error = error
+    except grpc.aio.AioRpcError as error:  # the server is gone
+        answer.error = InferenceServerException(error.details() or "", status=str(error.code()))
     return answer
 
 
@@ -127,9 +130,9 @@ def ask_all(server: Server, requests: list[dict[str, Any]]) -> list[Answer]:
     return asyncio.run(with_client(server, work))
 
 
-def http(server: Server, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+def http(server: Server, path: str, body: dict[str, Any] | bytes | None = None) -> tuple[int, Any]:
     """(status, JSON or text) of a POST with `body`, or of a GET without."""
-    data = None if body is None else json.dumps(body).encode()
+    data = json.dumps(body).encode() if isinstance(body, dict) else body
     request = urllib.request.Request(f"http://{server.http}{path}", data=data)
     if data is None and path.startswith("/v2/repository"):
         request.method = "POST"

@@ -18,6 +18,10 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "hidden_size": 60, "intermediate_size": 101, "num_attention_heads": 6, "num_key_value_heads": 1,
         "head_dim": 20, "num_hidden_layers": 3, "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True,
     },
+    "biased-mqa": {
+        "hidden_size": 60, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 20, "num_hidden_layers": 3,
+        "tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True,
+    },
     "llama3-rope": {
         "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
         "rope_parameters": {
@@ -37,6 +41,9 @@ def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast,
     }  # fmt: skip
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**settings)).eval()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith(".bias"):  # which begin as zeros
+            torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     tokenizer.save_pretrained(folder)
     return folder

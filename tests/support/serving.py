@@ -40,6 +40,10 @@ class Server:
         """All it has written to stderr so far."""
         return self.log_file.read_text(errors="replace")
 
+    def wait_for_ready_line(self) -> tuple[str, str, str]:
+        """Wait until it says that it is ready, once more if it was started again; returns the three endpoints."""
+        return _wait_for_ready_line(self)
+
     def stop(self, signal_number: int = signal.SIGTERM) -> int:
         """Send a signal, wait for the end, and return the exit code."""
         if self.process.poll() is None:
@@ -97,7 +101,7 @@ def start(*args: str, env: Mapping[str, str] | None = None, ready: bool = True) 
     weakref.finalize(server, Path(log).unlink, missing_ok=True)
     if ready:
         try:
-            server.grpc, server.http, server.metrics = _wait_for_ready_line(server)
+            server.grpc, server.http, server.metrics = server.wait_for_ready_line()
         except BaseException:
             server.stop(signal.SIGKILL)
             raise
@@ -105,7 +109,7 @@ def start(*args: str, env: Mapping[str, str] | None = None, ready: bool = True) 
 
 
 def run_cli(
-    *args: str, env: Mapping[str, str] | None = None, timeout_s: float = 60
+    *args: str, env: Mapping[str, str] | None = None, timeout_s: float = 120
 ) -> subprocess.CompletedProcess[str]:
     """Run `quire` to its end."""
     return subprocess.run(

@@ -3,7 +3,7 @@
 ::
 
     LLM      ─► InprocClient   ─► EngineCore
-    AsyncLLM ─► AsyncMPClient  ─► ZMQ over ipc:// ─► EngineCoreProcess ─► EngineCore
+    AsyncLLM ─► SupervisedClient ─► AsyncMPClient ─► ZMQ over ipc:// ─► EngineCoreProcess ─► EngineCore
 """
 
 import asyncio
@@ -23,6 +23,8 @@ import zmq
 import zmq.asyncio
 
 from quire_engine.config import EngineConfig
+from quire_engine.core.heartbeat import Heartbeat
+from quire_engine.core.watch import EngineWatch, kill_group
 from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.messages import (
     EngineCoreOutputs,
@@ -89,15 +91,25 @@ class InprocClient:
 
 
 class AsyncMPClient:
-    """Owns the process of one engine core, and the two sockets to it.
+    """Owns the process of one engine core, from its start to its death, and the two sockets to it.
 
     The constructor starts the process and returns at once; `wait_until_ready` blocks. All else belongs to one event
     loop.
+
+    Args:
+        config: all settings.
+        num_blocks: size of the KV cache; unset: what the settings and the memory say.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, num_blocks: int | None = None) -> None:
         self.ready = EngineCoreReady()
+        self.death: str | None = None
+        """What ended it, once the watch has found out."""
+        self._config = config
         self._closing = threading.Event()
+        self._heartbeat = Heartbeat()
+        self._watch: EngineWatch | None = None
+        self._pending: asyncio.Future[bytes] | None = None
         self._directory = _make_socket_directory()
         self._context = zmq.Context()
         self._input, input_address = self._bind(zmq.PUSH, "input")
@@ -110,6 +122,8 @@ class AsyncMPClient:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "quire_engine.core.process"],
             stdin=subprocess.PIPE,
+            pass_fds=[self._heartbeat.fd],
+            start_new_session=True,  # a group of its own, so that all of it can be killed
             stdout=2,  # stderr: stdout may carry somebody's protocol; logs do not belong there
             env={
                 # OpenMP threads wait for each other by spinning, by default for so long that a neighbour on the same
@@ -120,7 +134,7 @@ class AsyncMPClient:
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             },
         )
-        arguments = ProcessArguments(config, input_address, output_address)
+        arguments = ProcessArguments(config, input_address, output_address, self._heartbeat.fd, num_blocks)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # died already: wait_until_ready tells
             self._process.stdin.write(msgspec.json.encode(arguments) + b"\n")
@@ -134,18 +148,24 @@ class AsyncMPClient:
     @property
     def is_alive(self) -> bool:
         """Whether the process runs."""
-        return self._process.poll() is None
+        return self.death is None and self._process.returncode is None
 
-    def wait_until_ready(self) -> EngineCoreReady:
+    def wait_until_ready(self, cancelled: threading.Event | None = None) -> EngineCoreReady:
         """Block until the engine core can take requests.
+
+        Args:
+            cancelled: ends the waiting when it is set.
 
         Raises:
             EngineDeadError: it could not start; the message is its own.
         """
         while not self._output.poll(100):
-            if not self.is_alive and not self._output.poll(100):
+            if self._process.poll() is not None and not self._output.poll(100):
                 self.shutdown()
                 raise EngineDeadError(f"the engine process died at start-up with exit code {self._process.returncode}")
+            if cancelled is not None and cancelled.is_set():
+                self.shutdown()
+                raise EngineDeadError("the engine was shut down")
         self.ready = msgspec.msgpack.decode(self._output.recv(), type=EngineCoreReady)
         if self.ready.error is not None:
             self.shutdown()
@@ -154,17 +174,26 @@ class AsyncMPClient:
         shutil.rmtree(self._directory, ignore_errors=True)
         return self.ready
 
-    def watch(self, on_death: Callable[[], None]) -> None:
-        """Have `on_death` called in the running event loop when the process ends without having been told to."""
+    def watch(self, is_busy: Callable[[], bool]) -> None:
+        """Begin to watch the process; when it dies, `get_output` raises in the running event loop.
+
+        Args:
+            is_busy: whether the engine core has requests; called from another thread.
+        """
         loop = asyncio.get_running_loop()
 
-        def wait() -> None:
-            self._process.wait()
-            if not self._closing.is_set():
-                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-                    loop.call_soon_threadsafe(on_death)
+        def on_death(reason: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+                loop.call_soon_threadsafe(self._die, reason)
 
-        threading.Thread(target=wait, name="engine-watch", daemon=True).start()
+        self._watch = EngineWatch(
+            self._process.pid,
+            self.ready.worker_pids,
+            self._heartbeat,
+            self._config.frontend.step_timeout_s,
+            is_busy,
+            on_death,
+        )
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Hand a request over. Never blocks."""
@@ -190,17 +219,18 @@ class AsyncMPClient:
         finally:
             self._calls.pop(request.call_id, None)
 
-    def fail_utilities(self, error: str) -> None:
-        """Nobody will answer any more."""
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(EngineDeadError(error))
-
     async def get_output(self) -> EngineCoreOutputs:
-        """The next message of the engine core; waits for it."""
+        """The next message of the engine core; waits for it.
+
+        Raises:
+            EngineDeadError: the engine core died. What it had sent and nobody had taken is lost.
+        """
+        if self.death is not None:
+            raise EngineDeadError(self.death)
         if self._async_output is None:
             self._async_output = zmq.asyncio.Socket(shadow=self._output)
-        outputs = self._decoder.decode(await self._async_output.recv())
+        self._pending = asyncio.ensure_future(self._async_output.recv())
+        outputs = self._decoder.decode(await self._pending)
         for answer in outputs.utility_outputs:
             future = self._calls.get(answer.call_id)
             if future is None or future.done():
@@ -211,23 +241,38 @@ class AsyncMPClient:
                 future.set_exception(EngineError(answer.error))
         return outputs
 
+    def _die(self, reason: str) -> None:
+        """The process is gone: whoever waits for it is told."""
+        self.death = self.death or reason
+        for future in (self._pending, *self._calls.values()):
+            if future is not None and not future.done():
+                future.set_exception(EngineDeadError(reason))
+
+    def stop_listening(self) -> None:
+        """Close what belongs to the event loop, in its thread; after that, `shutdown` may be called from another."""
+        if self._async_output is not None:
+            self._async_output.close(linger=0)
+            self._async_output = None
+
     def shutdown(self) -> None:
-        """End the process, by force if it does not go by itself; release everything. Idempotent."""
+        """End all processes, by force if they do not go by themselves; release everything. Idempotent."""
         if self._closing.is_set():
             return
         self._closing.set()
+        if self._watch is not None:
+            self._watch.close()
         with contextlib.suppress(zmq.ZMQError):
             self._send(RequestType.SHUTDOWN, "")
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(SHUTDOWN_SECONDS if self.ready.num_blocks else 0.1)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        if self._process.returncode is None:
+            kill_group(self._process.pid)
             self._process.wait()
+        os.close(self._heartbeat.fd)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        if self._async_output is not None:
-            self._async_output.close(linger=0)
+        self.stop_listening()
         self._context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)
 

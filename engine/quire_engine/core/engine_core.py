@@ -1,6 +1,11 @@
-"""EngineCore: the inner loop. One step is schedule, execute, update."""
+"""EngineCore: the inner loop. One step is schedule, execute, update.
+
+An executor that takes several batches at once gets them: a step schedules and submits until it is full, and then takes
+in the oldest result. Results come in the order of submission.
+"""
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,9 +35,14 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Scheduler and executor under one roof. Knows token ids, never text."""
+    """Scheduler and executor under one roof. Knows token ids, never text.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Args:
+        config: all settings.
+        num_blocks: size of the KV cache; unset: what the settings and the memory say.
+    """
+
+    def __init__(self, config: EngineConfig, num_blocks: int | None = None) -> None:
         checkpoint = CheckpointConfig.from_folder(Path(config.model.model))
         max_model_len = config.model.max_model_len or checkpoint.max_position_embeddings
         if max_model_len > checkpoint.max_position_embeddings:
@@ -40,15 +50,23 @@ class EngineCore:
                 f"max_model_len is {max_model_len}; the checkpoint's positions end at "
                 f"{checkpoint.max_position_embeddings} (max_position_embeddings)"
             )
+        checkpoint.check_parallel(config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size)
         self.executor: Executor = make_executor(config, checkpoint, max_model_len)
         try:
-            num_blocks = self.executor.determine_num_blocks()
+            num_blocks = num_blocks or self.executor.determine_num_blocks()
             self.executor.initialize_cache(num_blocks)
         except BaseException:
             self.executor.shutdown()
             raise
         kv_cache = KVCacheManager(num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
-        self.scheduler = Scheduler(config.scheduler.for_max_model_len(max_model_len), kv_cache)
+        self.scheduler = Scheduler(
+            config.scheduler.for_max_model_len(max_model_len),
+            kv_cache,
+            max_concurrent_batches=self.executor.max_concurrent_batches,
+            sends_new_token_ids=config.parallel.world_size > 1,
+        )
+        self._in_flight: deque[SchedulerOutput] = deque()
+        """Steps that were submitted and not collected, oldest first."""
         self._sleep_level = 0
         self.ready = EngineCoreReady(
             vocab_size=checkpoint.vocab_size,
@@ -87,8 +105,13 @@ class EngineCore:
             message.sampling_params,
             self.ready.eos_token_ids,
             self.ready.max_model_len,
+            message.output_token_ids,
         )
         request.deadline_ms = message.deadline_ms
+        request.num_preemptions = message.num_preemptions
+        request.is_replay = message.is_replay
+        if message.max_new_tokens is not None:
+            request.max_tokens = min(request.max_tokens, request.num_output_tokens + message.max_new_tokens)
         if request.needs_grammar:
             self.structured_output.init_grammar(request)
         self.scheduler.add_request(request)
@@ -100,7 +123,13 @@ class EngineCore:
 
     def has_requests(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.has_requests() or self.structured_output.has_finished()
+        return self.scheduler.has_requests() or bool(self._in_flight) or self.structured_output.has_finished()
+
+    @property
+    def oldest_request_time(self) -> float | None:
+        """When the oldest live request came, on `time.monotonic`."""
+        oldest = next(iter(self.scheduler.requests.values()), None)
+        return None if oldest is None else oldest.queued_at
 
     def wait_for_grammar(self) -> None:
         """When all there is waits for its grammar, block until the next one is compiled, or a request out of time."""
@@ -108,30 +137,75 @@ class EngineCore:
             self.structured_output.wait(self.scheduler.seconds_until_overdue())
 
     def step(self) -> EngineCoreOutputs:
-        """Schedule, execute, update.
+        """Schedule and execute as many steps as may be in flight, and update from the oldest.
 
         A step that raises ends no one but the request that is to blame for it.
 
         Raises:
-            EngineDeadError: a worker is gone; nothing more can be done.
+            EngineDeadError: a worker is gone, and this engine core is of no use any more.
         """
         refused = self._take_grammars()
-        if not self.scheduler.has_requests():
-            return EngineCoreOutputs(refused, self.scheduler.make_stats())
-        scheduler_output = self.scheduler.schedule()
-        self.structured_output.drop_abandoned()  # of requests that are overdue
+        outputs = self._submit_steps(refused)
+        if outputs is None:
+            outputs = self._collect_step()
+        return EngineCoreOutputs(refused + outputs, self.scheduler.make_stats())
+
+    def _submit_steps(self, refused: list[EngineCoreOutput]) -> list[EngineCoreOutput] | None:
+        """Fill the executor, as far as there is something to compute.
+
+        Args:
+            refused: what requests end with that cannot go on is added here.
+
+        Returns:
+            What came of it when it failed, else None.
+        """
+        while len(self._in_flight) < self.executor.max_concurrent_batches and self.scheduler.has_requests():
+            scheduler_output = self.scheduler.schedule()
+            self.structured_output.drop_abandoned()  # of requests that are overdue
+            if self._in_flight and not (scheduler_output.num_scheduled_tokens or scheduler_output.dropped_request_ids):
+                break
+            try:
+                refused += self._fill_grammar_bitmask(scheduler_output)
+                self.executor.submit(scheduler_output)
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                return self._recover(scheduler_output, error, was_submitted=False)
+            self._in_flight.append(scheduler_output)
+        return None
+
+    def _collect_step(self) -> list[EngineCoreOutput]:
+        """Take in the oldest result."""
+        if not self._in_flight:
+            return []
+        scheduler_output = self._in_flight.popleft()
         try:
-            refused += self._fill_grammar_bitmask(scheduler_output)
-            self.executor.submit(scheduler_output)
             runner_output = self.executor.collect()
         except EngineDeadError:
             raise
         except Exception as error:
-            logger.exception("a step of %d requests failed", len(scheduler_output.num_scheduled_tokens))
-            outputs = self.scheduler.recover_from_failed_step(scheduler_output, f"the engine failed: {error!r}")
-        else:
-            outputs = self.scheduler.update_from_output(runner_output)
-        return EngineCoreOutputs(refused + outputs, self.scheduler.make_stats())
+            return self._recover(scheduler_output, error)
+        return self.scheduler.update_from_output(runner_output, scheduler_output.step)
+
+    def _recover(
+        self, scheduler_output: SchedulerOutput, error: Exception, was_submitted: bool = True
+    ) -> list[EngineCoreOutput]:
+        """Find out who is to blame for a failed step. What else is in flight is not trusted either."""
+        logger.error("a step of %d requests failed", len(scheduler_output.num_scheduled_tokens), exc_info=error)
+        self._drop_in_flight()
+        reason = f"the engine failed: {error!r}"
+        return self.scheduler.recover_from_failed_step(scheduler_output, reason, was_submitted=was_submitted)
+
+    def _drop_in_flight(self) -> None:
+        """Wait for all steps in flight, and forget what came of them."""
+        while self._in_flight:
+            self._in_flight.popleft()
+            try:
+                self.executor.collect()
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                logger.warning("a step that is not needed any more failed as well: %r", error)
 
     # -- utilities: each returns whether it did what it was asked for --------------------------------------------------
 
@@ -169,6 +243,7 @@ class EngineCore:
         if self.scheduler.requests:
             raise EngineError(f"sleep: {len(self.scheduler.requests)} requests are live; let them end or abort them")
         if level > self._sleep_level:
+            self._drop_in_flight()  # of requests that were aborted
             self.reset_prefix_cache()
             self.executor.sleep(level)
             self._sleep_level = level

@@ -10,6 +10,7 @@ One thread does it all: take in what has come, step, send. When there is nothing
 CPU. When the parent dies, however it dies, stdin ends and so does this process.
 """
 
+import faulthandler
 import gc
 import logging
 import math
@@ -23,6 +24,7 @@ import msgspec
 import zmq
 
 from quire_engine.core.engine_core import EngineCore
+from quire_engine.core.heartbeat import Heartbeat
 from quire_engine.errors import EngineDeadError, EngineError, EngineUnavailableError
 from quire_engine.messages import (
     EngineCoreOutput,
@@ -61,12 +63,13 @@ class EngineCoreProcess:
         self._utility_outputs: list[UtilityOutput] = []
         self._stopping = False
         try:
-            self._core = EngineCore(arguments.config)
+            self._core = EngineCore(arguments.config, arguments.num_blocks)
         except Exception as error:
             known = isinstance(error, EngineError | ValueError | OSError)
             logger.log(logging.ERROR, "cannot start: %s", error if known else traceback.format_exc())
             self._send(EngineCoreReady(error=str(error) if known else f"{type(error).__name__}: {error}"))
             raise SystemExit(1) from None
+        self._heartbeat = Heartbeat(arguments.heartbeat_fd)
         self._poller = zmq.Poller()
         self._poller.register(self._input, zmq.POLLIN)
         self._poller.register(self._core.structured_output.fileno(), zmq.POLLIN)
@@ -78,20 +81,22 @@ class EngineCoreProcess:
         """Serve until told to stop.
 
         Raises:
-            EngineDeadError: a worker is gone.
+            EngineDeadError: a worker is gone. What is left of the engine ends then, and the frontend starts another.
         """
         gc.freeze()  # a full collection would walk all that the imports brought: 0.1 s in which no token comes
+        self._send_stats()  # so that the size of the KV cache is known before the first request
         try:
             self._serve()
         finally:
             self._core.shutdown()
 
     def _serve(self) -> None:
-        self._send_stats()  # so that the size of the KV cache is known before the first request
         while not self._stopping:
+            self._heartbeat.turn(self._core.oldest_request_time)
             if self._core.has_requests():
                 self._receive()
                 if self._core.has_requests():
+                    self._heartbeat.step()
                     outputs = self._core.step()
                     outputs.outputs += self._refused
                     outputs.utility_outputs = self._utility_outputs
@@ -189,13 +194,14 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="quire engine[%(process)d] %(levelname)s: %(message)s")
     for number in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the parent decides
         signal.signal(number, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # what the frontend's watch asks for before it kills
     arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=ProcessArguments)
     threading.Thread(target=_die_with_parent, name="die-with-parent", daemon=True).start()
     try:
         EngineCoreProcess(arguments).run()
     except EngineDeadError as error:
-        logger.critical("%s", error)
-        sys.exit(1)
+        logger.error("%s", error)
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

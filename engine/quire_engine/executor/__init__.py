@@ -23,4 +23,6 @@ def make_executor(config: EngineConfig, checkpoint: CheckpointConfig, max_model_
         from quire_engine.executor.multiproc import MultiProcExecutor
 
         return MultiProcExecutor(config, max_model_len)
-    raise ValueError(f"distributed_executor_backend is {backend!r}; it must be 'uni' or 'mp' in this version")
+    from quire_engine.executor.ray import RayExecutor  # needs the `ray` extra
+
+    return RayExecutor(config, max_model_len)

@@ -96,6 +96,34 @@ class CheckpointConfig:
                 raise
             raise CheckpointError(f"{folder / 'config.json'}: {error!r} is missing or not a number") from None
 
+    def check_parallel(self, tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> None:
+        """Check that the model can be cut among so many ranks.
+
+        Raises:
+            ValueError: it cannot; names the setting, the size that is in the way, and what would be right.
+        """
+        reason = self._indivisible(tensor_parallel_size)
+        if reason is not None:
+            right = [size for size in range(1, self.num_heads + 1) if self._indivisible(size) is None]
+            raise ValueError(
+                f"tensor_parallel_size is {tensor_parallel_size}; {reason}; for this model it must be "
+                f"{' or '.join(map(str, right))}"
+            )
+        if pipeline_parallel_size > self.num_layers:
+            raise ValueError(
+                f"pipeline_parallel_size is {pipeline_parallel_size}; it must be at most num_hidden_layers="
+                f"{self.num_layers}, as each stage has at least one layer"
+            )
+
+    def _indivisible(self, ranks: int) -> str | None:
+        """Why the layers cannot be cut into so many slices; None when they can."""
+        for name, size in (("num_attention_heads", self.num_heads), ("intermediate_size", self.intermediate_size)):
+            if size % ranks:
+                return f"{name}={size} is no multiple of it"
+        if self.num_kv_heads % ranks and ranks % self.num_kv_heads:
+            return f"num_key_value_heads={self.num_kv_heads} is neither a multiple nor a divisor of it"
+        return None if ranks <= self.vocab_size else f"vocab_size={self.vocab_size} is less"
+
     def _check(self, path: Path) -> None:
         """Refuse what would fail later, and less clearly."""
         if self.dtype not in DTYPES:

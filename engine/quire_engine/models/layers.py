@@ -1,16 +1,14 @@
 """The building blocks that architectures share."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from quire_engine.models.checkpoint import RopeConfig
 
-__all__ = ["AttentionMetadata", "Linear", "Weight", "load_targets", "rope_cos_sin"]
+__all__ = ["AttentionMetadata", "Weight", "rope_cos_sin"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,48 +27,12 @@ class AttentionMetadata:
     """[S], context and scheduled tokens together."""
 
 
-class Linear(nn.Module):
-    """One or several projections of the same input, stacked by output feature into one matrix multiplication.
-
-    Args:
-        in_features: size of the input.
-        parts: the checkpoint's name of each projection, and its output size, in the order in which they are stacked.
-        bias: whether each projection has one.
-    """
-
-    def __init__(self, in_features: int, parts: Mapping[str, int], bias: bool = False) -> None:
-        super().__init__()
-        self.parts = dict(parts)
-        out_features = sum(parts.values())
-        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, in] -> [T, sum of parts]."""
-        return F.linear(x, self.weight, self.bias)
-
-
 class Weight(nn.Module):
-    """A parameter that a `quire_kernels` op reads: the scale of a norm, the rows of an embedding."""
+    """A parameter that a `quire_kernels` op reads, such as the scale of a norm. Every rank has all of it."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(*shape), requires_grad=False)
-
-
-def load_targets(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Where each tensor of a checkpoint goes: its name there, without the leading `model.`, and a view to copy into."""
-    targets: dict[str, torch.Tensor] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, Weight):
-            targets[f"{path}.weight"] = module.weight.data
-        elif isinstance(module, Linear):
-            parent = path.rpartition(".")[0]
-            prefix = f"{parent}." if parent else ""
-            for kind, parameter in module.named_parameters():
-                pieces = torch.split(parameter.data, list(module.parts.values()))
-                targets |= {f"{prefix}{name}.{kind}": piece for name, piece in zip(module.parts, pieces, strict=True)}
-    return targets
 
 
 def rope_cos_sin(rope: RopeConfig, head_size: int, max_position: int) -> torch.Tensor:

@@ -5,16 +5,26 @@ One layer, in calls::
     add_rms_norm ─ qkv_proj ─ rope_and_cache ─ paged_attention ─ o_proj
     add_rms_norm ─ gate_up_proj ─ silu_and_mul ─ down_proj
 
-Each `add_rms_norm` adds the output of the line before to the residual stream, and norms the sum.
+Each `add_rms_norm` adds the output of the line before to the residual stream, and norms the sum. With several ranks the
+projections are cut into slices, and the layers divided among stages (`models/parallel.py`).
 """
 
 import torch
-import torch.nn.functional as F
 from quire_kernels import add_rms_norm, paged_attention, rms_norm, rope_and_cache, silu_and_mul
 from torch import nn
 
+from quire_engine.distributed import ParallelState
 from quire_engine.models.checkpoint import CheckpointConfig
-from quire_engine.models.layers import AttentionMetadata, Linear, Weight, rope_cos_sin
+from quire_engine.models.layers import AttentionMetadata, Weight, rope_cos_sin
+from quire_engine.models.parallel import (
+    ColumnParallel,
+    QKVParallel,
+    RowParallel,
+    VocabParallel,
+    receive_activations,
+    send_activations,
+    stage_layers,
+)
 
 __all__ = ["LlamaForCausalLM"]
 
@@ -22,14 +32,14 @@ __all__ = ["LlamaForCausalLM"]
 class LlamaAttention(nn.Module):
     """Grouped-query attention over the paged cache."""
 
-    def __init__(self, config: CheckpointConfig) -> None:
+    def __init__(self, config: CheckpointConfig, parallel: ParallelState) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_size = config.num_heads, config.num_kv_heads, config.head_size
-        q_size, kv_size = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
-        self.sizes = [q_size, kv_size, kv_size]
-        qkv = dict(zip(("q_proj", "k_proj", "v_proj"), self.sizes, strict=True))
-        self.qkv_proj = Linear(config.hidden_size, qkv, config.attention_bias)
-        self.o_proj = Linear(q_size, {"o_proj": config.hidden_size}, config.attention_bias)
+        self.head_size, bias = config.head_size, config.attention_bias
+        self.qkv_proj = QKVParallel(
+            config.hidden_size, config.num_heads, config.num_kv_heads, self.head_size, bias, parallel
+        )
+        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.o_proj = RowParallel(config.num_heads * self.head_size, "o_proj", config.hidden_size, bias, parallel)
 
     def forward(
         self,
@@ -40,7 +50,7 @@ class LlamaAttention(nn.Module):
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """[T, E] -> [T, E]; writes this step's keys and values to the cache first."""
-        q, k, v = self.qkv_proj(hidden_TE).split(self.sizes, dim=-1)
+        q, k, v = self.qkv_proj(hidden_TE).split(self.qkv_proj.sizes, dim=-1)
         query_THD = rope_and_cache(
             q.unflatten(-1, (self.num_heads, self.head_size)),
             k.unflatten(-1, (self.num_kv_heads, self.head_size)),
@@ -67,11 +77,11 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     """SwiGLU feed-forward."""
 
-    def __init__(self, config: CheckpointConfig) -> None:
+    def __init__(self, config: CheckpointConfig, parallel: ParallelState) -> None:
         super().__init__()
-        size = config.intermediate_size
-        self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": size, "up_proj": size}, config.mlp_bias)
-        self.down_proj = Linear(size, {"down_proj": config.hidden_size}, config.mlp_bias)
+        size, bias = config.intermediate_size, config.mlp_bias
+        self.gate_up_proj = ColumnParallel(config.hidden_size, {"gate_proj": size, "up_proj": size}, bias, parallel)
+        self.down_proj = RowParallel(size, "down_proj", config.hidden_size, bias, parallel)
 
     def forward(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """[T, E] -> [T, E]."""
@@ -82,52 +92,70 @@ class LlamaMLP(nn.Module):
 class LlamaDecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm, on one residual stream."""
 
-    def __init__(self, config: CheckpointConfig) -> None:
+    def __init__(self, config: CheckpointConfig, parallel: ParallelState) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
-        self.self_attn = LlamaAttention(config)
-        self.mlp = LlamaMLP(config)
+        self.self_attn = LlamaAttention(config, parallel)
+        self.mlp = LlamaMLP(config, parallel)
         self.input_layernorm = Weight(config.hidden_size)
         self.post_attention_layernorm = Weight(config.hidden_size)
 
 
 class LlamaForCausalLM(nn.Module):
-    """The whole model, over a flattened batch of tokens."""
+    """One rank's part of the model, over a flattened batch of tokens; with one rank, all of it."""
 
-    def __init__(self, config: CheckpointConfig, max_model_len: int) -> None:
+    def __init__(self, config: CheckpointConfig, max_model_len: int, parallel: ParallelState = ParallelState()) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
-        self.embed_tokens = Weight(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(LlamaDecoderLayer(config) for _ in range(config.num_layers))
-        self.norm = Weight(config.hidden_size)
-        # A tied head has no weights of its own.
-        self.lm_head = None if config.tie_word_embeddings else Weight(config.vocab_size, config.hidden_size)
+        self.parallel = parallel
+        self.dtype = torch.get_default_dtype()
+        vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        # A tied head has no weights of its own, unless the embedding is on another stage.
+        if parallel.is_first_stage or (parallel.is_last_stage and config.tie_word_embeddings):
+            self.embed_tokens = VocabParallel(vocab_size, self.hidden_size, parallel)
+        # By their numbers in the checkpoint, whichever stage this is.
+        numbers = stage_layers(config.num_layers, parallel)
+        self.layers = nn.ModuleDict({str(number): LlamaDecoderLayer(config, parallel) for number in numbers})
+        self.lm_head = None
+        if parallel.is_last_stage:
+            self.norm = Weight(self.hidden_size)
+            if not config.tie_word_embeddings:
+                self.lm_head = VocabParallel(vocab_size, self.hidden_size, parallel)
         self.cos_sin = rope_cos_sin(config.rope, config.head_size, max_model_len)
 
     def forward(
         self, token_ids_T: torch.Tensor, kv_caches: list[tuple[torch.Tensor, torch.Tensor]], metadata: AttentionMetadata
-    ) -> torch.Tensor:
-        """Compute one step.
+    ) -> torch.Tensor | None:
+        """Compute one step. All ranks take part.
 
         Args:
             token_ids_T: int64, the scheduled tokens of all requests, one after the other.
-            kv_caches: per layer, keys and values, each [N, K, B, D]; written in place.
+            kv_caches: per layer of this stage, keys and values, each [N, K, B, D]; written in place.
             metadata: whose tokens they are.
 
         Returns:
-            [T, E] hidden states after the last norm.
+            [T, E] hidden states after the last norm; None on stages before the last.
         """
-        hidden = F.embedding(token_ids_T, self.embed_tokens.weight)
-        residual = torch.zeros_like(hidden)
-        for layer, (key_cache, value_cache) in zip(self.layers, kv_caches, strict=True):
+        if self.parallel.is_first_stage:
+            hidden = self.embed_tokens.embed(token_ids_T)
+            residual = torch.zeros_like(hidden)
+        else:
+            hidden, residual = receive_activations(self.parallel, len(token_ids_T), self.hidden_size, self.dtype)
+        for layer, (key_cache, value_cache) in zip(self.layers.values(), kv_caches, strict=True):
             assert isinstance(layer, LlamaDecoderLayer)
             hidden = add_rms_norm(hidden, residual, layer.input_layernorm.weight, self.eps)
             hidden = layer.self_attn(hidden, self.cos_sin, key_cache, value_cache, metadata)
             hidden = add_rms_norm(hidden, residual, layer.post_attention_layernorm.weight, self.eps)
             hidden = layer.mlp(hidden)
+        if not self.parallel.is_last_stage:
+            send_activations(self.parallel, hidden, residual)
+            return None
         return rms_norm(hidden + residual, self.norm.weight, self.eps)
 
-    def compute_logits(self, hidden_SE: torch.Tensor) -> torch.Tensor:
-        """[S, E] -> [S, V], for the positions that are sampled only."""
+    def compute_logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
+        """[S, E] -> [S, V], for the positions that are sampled only.
+
+        All ranks of the last stage take part; those that do not sample get None.
+        """
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(hidden_SE, head.weight)
+        return head.logits(hidden_SE)

@@ -1,21 +1,32 @@
-"""Weights: from safetensors files, memory-mapped, into a model's parameters, converted on the way."""
+"""Weights: from safetensors files, memory-mapped, into a model's parameters, converted on the way.
 
+Each rank reads its own slice of each tensor and nothing else; tensors of other stages are not touched.
+"""
+
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoint import CheckpointConfig, check_safetensors, weight_files
-from quire_engine.models.layers import load_targets
 from quire_engine.models.llama import LlamaForCausalLM
+from quire_engine.models.parallel import LoadTarget, load_targets
 from quire_engine.models.registry import MODELS
 
 __all__ = ["load_model"]
 
 
-def load_model(folder: Path, config: CheckpointConfig, dtype: torch.dtype, max_model_len: int) -> LlamaForCausalLM:
-    """Build the model and fill every parameter.
+def load_model(
+    folder: Path,
+    config: CheckpointConfig,
+    dtype: torch.dtype,
+    max_model_len: int,
+    parallel: ParallelState = ParallelState(),
+) -> LlamaForCausalLM:
+    """Build a rank's part of the model and fill every parameter.
 
     Raises:
         CheckpointError: a file is truncated, or a tensor is missing, superfluous or of the wrong shape.
@@ -23,21 +34,31 @@ def load_model(folder: Path, config: CheckpointConfig, dtype: torch.dtype, max_m
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        model = MODELS[config.architecture](config, max_model_len)
+        model = MODELS[config.architecture](config, max_model_len, parallel)
     finally:
         torch.set_default_dtype(previous)
     targets = load_targets(model)
+    elsewhere: Collection[str] = ()
+    if parallel.pipeline_parallel_size > 1:
+        with torch.device("meta"):
+            elsewhere = load_targets(MODELS[config.architecture](config, max_model_len)).keys()
     missing = set(targets)
     for path in weight_files(folder):
         check_safetensors(path)
-        missing -= _load_file(path, targets)
+        missing -= _load_file(path, targets, elsewhere)
     if missing:
         raise CheckpointError(f"{folder}: its safetensors files hold no {', '.join(sorted(missing)[:3])}")
     return model.eval()
 
 
-def _load_file(path: Path, targets: dict[str, torch.Tensor]) -> set[str]:
-    """Copy what the file holds; returns the names that were filled."""
+def _load_file(path: Path, targets: Mapping[str, LoadTarget], elsewhere: Collection[str]) -> set[str]:
+    """Copy what the file holds; returns the names that were filled.
+
+    Args:
+        path: a safetensors file.
+        targets: where this rank's slices go.
+        elsewhere: names that other stages want.
+    """
     filled = set()
     try:
         with safe_open(path, framework="pt") as tensors:
@@ -46,16 +67,16 @@ def _load_file(path: Path, targets: dict[str, torch.Tensor]) -> set[str]:
                 target = targets.get(name)
                 if target is None:
                     # The copy of a tied head, and the frequency tables of old checkpoints, are derived here.
-                    if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq"):
+                    if name in elsewhere or name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq"):
                         continue
                     raise CheckpointError(f"{path}: tensor {key} has no place in this architecture")
-                tensor = tensors.get_tensor(key)
-                if tensor.shape != target.shape:
+                tensor = tensors.get_slice(key)
+                shape = tuple(tensor.get_shape())
+                if shape != target.shape:
                     raise CheckpointError(
-                        f"{path}: tensor {key} has shape {tuple(tensor.shape)}; config.json asks for "
-                        f"{tuple(target.shape)}"
+                        f"{path}: tensor {key} has shape {shape}; config.json asks for {target.shape}"
                     )
-                target.copy_(tensor)
+                target.parameter.copy_(tensor[target.index])
                 filled.add(name)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: {error}") from None

@@ -14,31 +14,35 @@ CHUNK_LOGITS = 2**22
 
 
 def compute_prompt_logprobs(
-    compute_logits: Callable[[torch.Tensor], torch.Tensor],
+    compute_logits: Callable[[torch.Tensor], torch.Tensor | None],
     hidden_TE: torch.Tensor,
     token_ids_T: torch.Tensor,
     start: int,
     num_logprobs: int,
     vocab_size: int,
-) -> PromptLogprobs:
+) -> PromptLogprobs | None:
     """Score prompt tokens by the hidden states of the positions before them.
 
     Args:
-        compute_logits: [T, E] → [T, V].
+        compute_logits: [T, E] → [T, V], or None on a rank that only takes part in it.
         hidden_TE: row i belongs to position `start - 1 + i`.
         token_ids_T: int64; token i stands at position `start + i`, so row i predicts it.
         start: at least 1.
         num_logprobs: how many of the most likely tokens besides.
         vocab_size: V.
+
+    Returns:
+        The scores; None where `compute_logits` gives none.
     """
     num_logprobs = min(num_logprobs, vocab_size)
     rows = max(1, CHUNK_LOGITS // vocab_size)
-    chunks = [
-        top_logprobs(
-            compute_logits(hidden_TE[i : i + rows]).float().log_softmax(-1), token_ids_T[i : i + rows], num_logprobs
-        )
-        for i in range(0, len(token_ids_T), rows)
-    ]
+    chunks = []
+    for i in range(0, len(token_ids_T), rows):
+        logits = compute_logits(hidden_TE[i : i + rows])
+        if logits is not None:
+            chunks.append(top_logprobs(logits.float().log_softmax(-1), token_ids_T[i : i + rows], num_logprobs))
+    if not chunks:
+        return None
     token_ids, logprobs, ranks = (torch.cat(columns) for columns in zip(*chunks, strict=True))
     return PromptLogprobs(
         start=start,

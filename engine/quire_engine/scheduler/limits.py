@@ -59,7 +59,7 @@ class RequestLimits:
             request = _find(requests, timer)
             # A request that has had its turn may be preempted and wait again: that is not what the delay limits.
             code = ErrorCode(timer[3])
-            if request is not None and (code is ErrorCode.DEADLINE or request.scheduled_at is None):
+            if request is not None and (code is ErrorCode.DEADLINE or _may_be_refused(request)):
                 overdue.append((request, code))
         return overdue
 
@@ -71,13 +71,15 @@ class RequestLimits:
         limit = self._config.max_queued_requests
         if limit is None or len(waiting) + len(waiting_for_fsm) <= limit:
             return []
-        new = [request for request in waiting if request.scheduled_at is None]
-        return [*new, *sorted(waiting_for_fsm, key=priority_key)][limit:]
+        new = [*waiting, *sorted(waiting_for_fsm, key=priority_key)]
+        return [request for request in new if _may_be_refused(request)][limit:]
 
-    def has_work(self, num_queued: int) -> bool:
-        """Whether `overdue` or `excess` may have something, of so many queued requests."""
+    def has_work(self, queued: Collection[Request]) -> bool:
+        """Whether `overdue` or `excess` may have something, of these queued requests."""
         limit = self._config.max_queued_requests
-        return (limit is not None and num_queued > limit) or self.seconds_until_overdue() == 0.0
+        if limit is not None and len(queued) > limit and any(map(_may_be_refused, queued)):
+            return True
+        return self.seconds_until_overdue() == 0.0
 
     def seconds_until_overdue(self) -> float | None:
         """When `overdue` may next have something, 0 when that is now; None when there is nothing to wait for."""
@@ -131,6 +133,11 @@ class RequestLimits:
             error_code=ErrorCode.UNAVAILABLE,
             retry_after_seconds=seconds,
         )
+
+
+def _may_be_refused(request: Request) -> bool:
+    """Whether nobody has promised it a turn: neither this engine by giving it one, nor one that is no more."""
+    return request.scheduled_at is None and not request.is_replay
 
 
 def _find(requests: Mapping[str, Request], timer: _Timer) -> Request | None:

@@ -14,6 +14,16 @@ A long prompt that exceeds the budget simply gets what is left of it: chunked pr
 request behind it, and only `max_num_partial_prefills` prompts are in such a state at a time, of which
 `max_long_partial_prefills` are long; prompts that fit into the step pass the others by. So no prompt, however long,
 keeps the others from going on or from starting.
+
+With a pipeline several steps are in flight, and their results come in the order in which they were scheduled::
+
+    schedule()    1: a b   2: c d   3: (a b: their tokens are in flight)   3: a b    4: c d …
+    update                                                     1: a b         2: c d
+
+A request whose next token is in flight has nothing left to compute and is passed over; the chunks of a prompt follow
+each other at once. So that there is something to compute for each stage, a step takes no more than its share of the
+decodes. A request that is taken back (preempted, or a suspect) while a step with it is in flight ignores the
+result; it samples the same token again later, as noise depends on seed and position alone. Steps are numbered for this.
 """
 
 import logging
@@ -67,12 +77,23 @@ class Scheduler:
         config: budgets, limits and the policy.
         kv_cache: the blocks to give out.
         clock: seconds, monotonic; what deadlines and delays are measured with.
+        max_concurrent_batches: steps that may be in flight.
+        sends_new_token_ids: whether there are ranks that do not sample, and have to be told what was sampled.
     """
 
     def __init__(
-        self, config: SchedulerConfig, kv_cache: KVCacheManager, clock: Callable[[], float] = time.monotonic
+        self,
+        config: SchedulerConfig,
+        kv_cache: KVCacheManager,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        max_concurrent_batches: int = 1,
+        sends_new_token_ids: bool = False,
     ) -> None:
         self.config = config
+        self.max_concurrent_batches = max_concurrent_batches
+        self._sends_new_token_ids = sends_new_token_ids
+        self._num_steps = 0
         self.kv_cache = kv_cache
         self.requests: dict[str, Request] = {}
         self.waiting: RequestQueue = make_request_queue(config.scheduling_policy)
@@ -101,6 +122,7 @@ class Scheduler:
         """Let a validated request wait for its turn."""
         request.arrival = next(self._arrivals)
         request.queued_at = self._clock()
+        request.void_until_step = self._num_steps  # one with the same id may have been in these
         self.requests[request.request_id] = request
         self._limits.watch(request, self.requests)
         if request.needs_grammar:
@@ -123,7 +145,7 @@ class Scheduler:
         """Whether there is anything to schedule, or to tell."""
         if len(self.requests) > len(self.waiting_for_fsm) or self._ended:
             return True
-        return bool(self.waiting_for_fsm) and self._limits.has_work(len(self.waiting_for_fsm))
+        return bool(self.waiting_for_fsm) and self._limits.has_work(self.waiting_for_fsm)
 
     def seconds_until_overdue(self) -> float | None:
         """When a request that waits for its grammar may be out of time; None when none ever is."""
@@ -166,16 +188,20 @@ class Scheduler:
         """Choose the next step and reserve its blocks.
 
         `num_computed_tokens` is advanced here, not when the result comes: the next step could be planned already.
-        The step is empty when the requests that were left have run out of time or were refused.
+        The step is empty when the requests that were left have run out of time or were refused, or when all that could
+        be computed is in flight.
         """
         for request, code in self._limits.overdue(self.requests):
             if self.finish_request(request.request_id) is not None:
                 self._ended.append(self._limits.overdue_output(request, code, self._num_queued))
-        output = SchedulerOutput(num_scheduled_tokens={})
+        self._num_steps += 1
+        output = SchedulerOutput(num_scheduled_tokens={}, step=self._num_steps)
         trials = self._trials
         for request in reversed(trials.take_acquitted()):
             self.waiting.prepend(request)
         room = self._schedule_running(output)
+        if self._sends_new_token_ids:
+            self._add_new_token_ids(output)
         if trials.suspects and trials.on_trial is None:
             self._admit(trials.suspects, output, room, max_running=1)
             trials.on_trial = self.running[0]
@@ -189,7 +215,10 @@ class Scheduler:
         return output
 
     def structured_requests_to_sample(self, output: SchedulerOutput) -> list[Request]:
-        """The requests with a grammar that this step computes the last token of."""
+        """The requests with a grammar that this step computes the last token of.
+
+        None of their tokens is in flight, or there would be nothing to compute: their grammars are up to date.
+        """
         return [
             request
             for request_id, request in self._structured.items()
@@ -197,11 +226,15 @@ class Scheduler:
         ]
 
     def _schedule_running(self, output: SchedulerOutput) -> _Room:
-        """Part 1; returns what it leaves."""
+        """Part 1; returns what it leaves.
+
+        Passed over are requests whose next token is in flight, and decodes that exceed this step's share.
+        """
         room = _Room(self.config.max_num_batched_tokens)
         budget, running = room.budget, self.running
         scheduled, cached = output.num_scheduled_tokens, output.cached_requests
         request_ids, new_block_ids, computed = cached.request_ids, cached.new_block_ids, cached.num_computed_tokens
+        share = -(-len(running) // self.max_concurrent_batches)
         index = 0
         while index < len(running) and budget > 0:
             request = running[index]
@@ -209,6 +242,9 @@ class Scheduler:
             num_new_tokens = num_left = len(request.all_token_ids) - num_computed_tokens
             if num_left > 1:
                 num_new_tokens = self._chunk(num_left, max(budget - (len(running) - index - 1), 1))
+            elif num_left == 0 or len(scheduled) >= share:
+                index += 1
+                continue
             block_ids: list[int] = []
             if num_computed_tokens + num_new_tokens > request.settled_until:
                 allocated = self._allocate_or_preempt(request, num_new_tokens, room)
@@ -239,6 +275,14 @@ class Scheduler:
             if victim is request:
                 return None
         return block_ids
+
+    def _add_new_token_ids(self, output: SchedulerOutput) -> None:
+        """Tell what running requests have sampled since they were last in a step."""
+        cached = output.cached_requests
+        for request_id in cached.request_ids:
+            request = self.requests[request_id]
+            cached.new_token_ids.append(request.all_token_ids[request.num_known_tokens :])
+            request.num_known_tokens = request.num_tokens
 
     def _admit(self, queue: RequestQueue, output: SchedulerOutput, room: _Room, max_running: int) -> None:
         """Part 2: let waiting requests run, in order; the first that does not fit holds back those behind it.
@@ -312,9 +356,11 @@ class Scheduler:
         self.kv_cache.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
+        request.void_until_step = self._num_steps
         self._dropped_request_ids.append(request.request_id)
 
     def _introduce(self, request: Request) -> NewRequestData:
+        request.num_known_tokens = request.num_tokens
         return NewRequestData(
             request_id=request.request_id,
             token_ids=request.all_token_ids.copy(),
@@ -327,19 +373,26 @@ class Scheduler:
 
     # -- what came of it --------------------------------------------------------------------------------------------
 
-    def update_from_output(self, runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+    def update_from_output(self, runner_output: ModelRunnerOutput, step: int | None = None) -> list[EngineCoreOutput]:
         """Append the sampled tokens, end what is complete, and tell what is new.
 
-        A request that was aborted while the step ran is no longer known, and is passed over.
+        A request that was aborted while the step ran is no longer known, and is passed over; so is one that was taken
+        back.
+
+        Args:
+            runner_output: the result of a step.
+            step: its number, `SchedulerOutput.step`; unset: the latest.
         """
         outputs, self._ended = self._ended, []
+        step = self._num_steps if step is None else step
         for request_id, chunk in runner_output.prompt_logprobs.items():
-            if request_id in self.requests:
-                self.requests[request_id].add_prompt_logprobs(chunk)
+            request = self.requests.get(request_id)
+            if request is not None and request.void_until_step < step:
+                request.add_prompt_logprobs(chunk)
         logprobs = runner_output.logprobs
         for request_id, new_token_ids in runner_output.sampled_token_ids.items():
             request = self.requests.get(request_id)
-            if request is None:
+            if request is None or request.void_until_step >= step:
                 continue
             token_ids, grammar = request.all_token_ids, request.grammar
             output = EngineCoreOutput(request_id, num_preemptions=request.num_preemptions)
@@ -374,14 +427,19 @@ class Scheduler:
             self._trials.acquit()
         return outputs
 
-    def recover_from_failed_step(self, scheduler_output: SchedulerOutput, error: str) -> list[EngineCoreOutput]:
-        """Undo a step that raised, and find out whose fault it was.
+    def recover_from_failed_step(
+        self, scheduler_output: SchedulerOutput, error: str, *, was_submitted: bool = True
+    ) -> list[EngineCoreOutput]:
+        """Undo a step that raised, and find out whose fault it was. No other step may be in flight any more.
 
         1. A request that failed alone is the culprit and ends with `error`.
         2. Of several, each is a suspect: they are computed again one at a time, ahead of everybody else, until each
            has survived one token. The culprit comes to fail alone, and the others just go on.
         3. The blocks of the step may hold anything, so no cached prefix is trusted any more.
+        4. Workers that never heard of the step are told again who was dropped.
         """
+        if not was_submitted:
+            self._dropped_request_ids[:0] = scheduler_output.dropped_request_ids
         scheduled = list(scheduler_output.num_scheduled_tokens)
         outputs, self._ended = self._ended, []
         if len(scheduled) == 1:

@@ -155,7 +155,7 @@ class StructuredOutputManager:
         else:
             if len(self._jobs) >= MAX_PENDING_JOBS:
                 self.drop_abandoned()
-            if len(self._jobs) >= MAX_PENDING_JOBS:
+            if len(self._jobs) >= MAX_PENDING_JOBS and not request.is_replay:
                 raise EngineUnavailableError(f"{len(self._jobs)} other grammars wait to be compiled; try again later")
             job_id = self._num_jobs + 1
             try:

@@ -88,6 +88,11 @@ class InputBatch:
         self.num_tokens[slots] += 1
         self.penalties.append(slots, token_ids)
 
+    def num_output_tokens(self, request_id: str) -> int:
+        """Tokens that were sampled for a request so far."""
+        slot = self.slots[request_id]
+        return int(self.num_tokens[slot] - self.num_prompt_tokens[slot])
+
     def output_tail(self, slot: int, num_tokens: int) -> list[int]:
         """The last `num_tokens` output tokens, or all if there are fewer."""
         end = self.num_tokens[slot]

@@ -4,7 +4,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire_engine.messages import GrammarBitmask, ModelRunnerOutput, PromptLogprobs, SchedulerOutput
+from quire_engine.distributed import ParallelState
+from quire_engine.messages import CachedRequestData, GrammarBitmask, ModelRunnerOutput, PromptLogprobs, SchedulerOutput
 from quire_engine.models.layers import AttentionMetadata
 from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.sampling import Sampler, SamplingMetadata
@@ -18,10 +19,16 @@ GrammarRows = tuple[list[int], npt.NDArray[np.int32]]
 
 
 class ModelRunner:
-    """Owns the persistent batch and the KV cache tensors of one rank."""
+    """Owns the persistent batch and the KV cache tensors of one rank.
 
-    def __init__(self, model: LlamaForCausalLM, batch: InputBatch, block_size: int) -> None:
+    All ranks keep the same batch. Only the output rank samples; the others hear of the tokens in a later step.
+    """
+
+    def __init__(
+        self, model: LlamaForCausalLM, batch: InputBatch, block_size: int, parallel: ParallelState = ParallelState()
+    ) -> None:
         self.model = model
+        self.parallel = parallel
         self.batch = batch
         self.block_size = block_size
         self.sampler = Sampler()
@@ -36,6 +43,8 @@ class ModelRunner:
         3. Run the model over it.
         4. Where asked for, keep the log-probabilities of the prompt tokens that were computed.
         5. Sample for the requests whose last token was computed, and append the result to their tokens.
+
+        A stage before the last ends with 3. Of the last one all ranks compute logits, and one has something to return.
         """
         self._update_batch(scheduler_output)
         scheduled = scheduler_output.num_scheduled_tokens
@@ -45,6 +54,8 @@ class ModelRunner:
         num_scheduled = np.fromiter(scheduled.values(), dtype=np.int64)
         token_ids, metadata = self._prepare_inputs(slots, num_scheduled)
         hidden_TE = self.model(token_ids, self.kv_caches, metadata)
+        if hidden_TE is None:
+            return ModelRunnerOutput({})
 
         prompt_logprobs = self._prompt_logprobs(list(scheduled), slots, num_scheduled, hidden_TE)
         ends = self.batch.num_computed_tokens[slots] + num_scheduled
@@ -53,6 +64,8 @@ class ModelRunner:
             return ModelRunnerOutput({}, prompt_logprobs=prompt_logprobs)
         last_token_rows = torch.from_numpy(np.cumsum(num_scheduled)[sampled_rows] - 1)
         logits_SV = self.model.compute_logits(hidden_TE[last_token_rows])
+        if logits_SV is None:
+            return ModelRunnerOutput({})
         sampled_slots = slots[sampled_rows]
         grammar = self._grammar_rows(scheduler_output.grammar_bitmask, sampled_slots)
         output = self.sampler(logits_SV, self._sampling_metadata(sampled_slots, grammar))
@@ -82,7 +95,7 @@ class ModelRunner:
             slot, start = slots[i], int(batch.num_computed_tokens[slots[i]]) + 1
             end = min(start + int(num_scheduled[i]), int(batch.num_prompt_tokens[slot]))
             if start < end:
-                result[request_ids[i]] = compute_prompt_logprobs(
+                scores = compute_prompt_logprobs(
                     self.model.compute_logits,
                     hidden_TE[first_rows[i] : first_rows[i] + end - start],
                     torch.from_numpy(batch.token_ids[slot, start:end]),
@@ -90,6 +103,8 @@ class ModelRunner:
                     int(batch.num_prompt_logprobs[slot]),
                     batch.vocab_size,
                 )
+                if scores is not None:
+                    result[request_ids[i]] = scores
         return result
 
     def _update_batch(self, scheduler_output: SchedulerOutput) -> None:
@@ -105,6 +120,16 @@ class ModelRunner:
             self.batch.num_computed_tokens[slot] = num_computed
             if block_ids:
                 self.batch.append_blocks(slot, block_ids)
+        if cached.new_token_ids and not self.parallel.is_output_rank:
+            self._append_new_tokens(cached)
+
+    def _append_new_tokens(self, cached: CachedRequestData) -> None:
+        """Take over what the output rank has sampled: one token at most for each request."""
+        columns = zip(cached.request_ids, cached.new_token_ids, strict=True)
+        new = [(self.batch.slots[request_id], token_ids[0]) for request_id, token_ids in columns if token_ids]
+        if new:
+            slots, token_ids = np.array(new, dtype=np.int64).T
+            self.batch.append_tokens(slots, token_ids)
 
     def _prepare_inputs(self, slots: Int64Array, num_scheduled: Int64Array) -> tuple[torch.Tensor, AttentionMetadata]:
         """Flatten, without a Python loop over requests or tokens.

@@ -63,7 +63,7 @@ class WorkerProcess:
         except Exception as error:
             known = isinstance(error, EngineError | ValueError | OSError)
             logger.log(logging.ERROR, "cannot start: %s", error if known else traceback.format_exc())
-            self._fail(0, error)
+            self._fail(WorkerCall(0, "start"), error)
             raise SystemExit(1) from None
         self._send(WorkerResponse(0))
 
@@ -98,10 +98,10 @@ class WorkerProcess:
                 self._answer(call)
             except AbortedError as error:
                 logger.info("%s: %s", call.method or "a step", error)
-                self._fail(call.call_id, error)
+                self._fail(call, error)
             except Exception as error:
                 logger.exception("%s failed", call.method or "a step")
-                self._fail(call.call_id, error)
+                self._fail(call, error)
 
     def _answer(self, call: WorkerCall) -> None:
         if call.scheduler_output is not None:
@@ -124,12 +124,15 @@ class WorkerProcess:
         for group in self._groups:
             group.forget()
 
-    def _fail(self, call_id: int, error: Exception) -> None:
+    def _fail(self, call: WorkerCall, error: Exception) -> None:
         self._abort.set()  # before the answer: when all ranks have answered, the executor lowers it
-        known = isinstance(error, EngineError | ValueError | OSError)
-        text = str(error) if known and call_id == 0 else f"{type(error).__name__}: {error}"
-        is_aborted = isinstance(error, AbortedError)
-        self._send(WorkerResponse(call_id, error=text, error_type=type(error).__name__, is_aborted=is_aborted))
+        name = type(error).__name__
+        # Of a method the caller gets the error as if it had been called there; of a step it is for a log.
+        known = call.method != "" and isinstance(error, EngineError | ValueError | OSError)
+        response = WorkerResponse(call.call_id, error=str(error) if known else f"{name}: {error}")
+        response.error_type = name if known else ""
+        response.is_aborted = isinstance(error, AbortedError)
+        self._send(response)
 
     def _send(self, response: WorkerResponse) -> None:
         self._responses.write(self._encoder.encode(response))

@@ -13,7 +13,9 @@ from quire_engine.messages import ModelRunnerOutput, NewRequestData, SchedulerOu
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.models.loader import load_model
+from quire_engine.models.parallel import shard, stage_layers
 from quire_engine.sampling_params import SamplingParams
+from quire_engine.worker.fault_injection import FaultInjection
 from quire_engine.worker.input_batch import InputBatch
 from quire_engine.worker.model_runner import ModelRunner
 from quire_engine.worker.threads import configure_threads
@@ -23,19 +25,25 @@ __all__ = ["Worker"]
 logger = logging.getLogger(__name__)
 
 CPU_MEMORY_SHARE = 0.5
-"""On the CPU the cache shares memory with everything else on the machine, so it never plans with more than this."""
+"""On the CPU the cache shares memory with everything else on the machine, so it never plans with more than this, for
+all ranks together."""
 
 
 class Worker:
-    """One rank. Built, then `initialize_cache`, then any number of `execute_model`."""
+    """One rank. Built, then `initialize_cache`, then any number of `execute_model`.
+
+    With several ranks each call is made on all of them with the same arguments, in the same order: they wait for each
+    other within.
+    """
 
     def __init__(
         self,
         config: EngineConfig,
         checkpoint: CheckpointConfig,
         max_model_len: int,
-        parallel: ParallelState = ParallelState(),  # noqa: B008 - frozen
+        parallel: ParallelState = ParallelState(),
     ) -> None:
+        checkpoint.check_parallel(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         self.config = config
         self.parallel = parallel
         self.checkpoint = checkpoint
@@ -45,6 +53,7 @@ class Worker:
         torch.manual_seed(config.model.seed)
         self._num_blocks = 0
         self._weights_discarded = False
+        self._fault_injection = FaultInjection.from_environment()
         model = self._load_model()
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         num_threads = configure_threads(num_parameters, config.parallel.world_size)
@@ -52,7 +61,18 @@ class Worker:
             "%s: %.1f M parameters, %s, threads: %d", config.model.model, num_parameters / 1e6, name, num_threads
         )
         batch = InputBatch(config.scheduler.max_num_seqs, max_model_len, config.cache.block_size, checkpoint.vocab_size)
-        self.runner = ModelRunner(model, batch, config.cache.block_size)
+        self.runner = ModelRunner(model, batch, config.cache.block_size, parallel)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of this rank's stage."""
+        return len(stage_layers(self.checkpoint.num_layers, self.parallel))
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of this rank, in each layer."""
+        heads = shard(self.checkpoint.num_kv_heads, self.parallel)
+        return int(heads.stop - heads.start)
 
     def determine_num_blocks(self) -> int:
         """Blocks for `kv_cache_memory_bytes`, or for what a profiling run leaves of the memory.
@@ -61,8 +81,8 @@ class Worker:
             ValueError: not even one block fits.
         """
         bytes_per_block = block_bytes(
-            num_layers=self.checkpoint.num_layers,
-            num_kv_heads=self.checkpoint.num_kv_heads,
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
             head_size=self.checkpoint.head_size,
             block_size=self.config.cache.block_size,
             dtype_bytes=self.dtype.itemsize,
@@ -71,7 +91,14 @@ class Worker:
         available_bytes = self.config.cache.kv_cache_memory_bytes
         if available_bytes is None:
             share = CPU_MEMORY_SHARE * self.config.cache.gpu_memory_utilization / self.config.parallel.world_size
-            available_bytes = int(available_memory_bytes() * share) - activation_bytes
+            planned_bytes = int(available_memory_bytes() * share)
+            available_bytes = planned_bytes - activation_bytes
+            if available_bytes < bytes_per_block:
+                raise ValueError(
+                    f"gpu_memory_utilization is {self.config.cache.gpu_memory_utilization}: that is {planned_bytes} "
+                    f"bytes of the memory that is free now, activations take {activation_bytes} and one KV block "
+                    f"{bytes_per_block}; raise it, or set kv_cache_memory_bytes"
+                )
         num_blocks = num_blocks_for(
             available_bytes=available_bytes,
             bytes_per_block=bytes_per_block,
@@ -90,18 +117,20 @@ class Worker:
         self._num_blocks = num_blocks
         shape = (
             num_blocks,
-            self.checkpoint.num_kv_heads,
+            self.num_kv_heads,
             self.config.cache.block_size,
             self.checkpoint.head_size,
         )
         self.runner.kv_caches = [
-            (torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype))
-            for _ in range(self.checkpoint.num_layers)
+            (torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype)) for _ in range(self.num_layers)
         ]
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step."""
-        return self.runner.execute_model(scheduler_output)
+        output = self.runner.execute_model(scheduler_output)
+        if self._fault_injection is not None:
+            self._fault_injection.strike(output, self.runner.batch)
+        return output
 
     def sleep(self, level: int) -> None:
         """Give the KV cache's memory back to the system, and with level 2 the weights' as well."""
@@ -119,7 +148,8 @@ class Worker:
         self.initialize_cache(self._num_blocks)
 
     def _load_model(self) -> LlamaForCausalLM:
-        return load_model(Path(self.config.model.model), self.checkpoint, self.dtype, self.max_model_len)
+        folder = Path(self.config.model.model)
+        return load_model(folder, self.checkpoint, self.dtype, self.max_model_len, self.parallel)
 
     def _profile_run(self) -> None:
         """The largest step there can be, on a cache of its own: shows its memory, and warms every op up."""

@@ -176,6 +176,21 @@ def test_load_error_is_one_line(arguments: Any, monkeypatch: Any, error: Any, me
     TritonPythonModel().finalize()
 
 
+def test_a_model_that_did_not_load_keeps_no_metrics(arguments: Any, monkeypatch: Any) -> None:
+    """The stub crashes when they outlive it, and nobody calls `finalize` then."""
+    loggers = []
+
+    def fail(config, stat_logger):
+        loggers.append(stat_logger)
+        assert stat_logger.enabled
+        raise CheckpointError("weights are gone")
+
+    monkeypatch.setattr(model_module, "make_engine", fail)
+    with pytest.raises(Exception, match="weights are gone"):
+        TritonPythonModel().initialize(arguments)
+    assert not loggers[0].enabled
+
+
 def test_missing_settings_are_a_load_error(arguments: Any, tmp_path: Any) -> None:
     (tmp_path / "1" / "model.json").unlink()
     with pytest.raises(Exception, match=r"model\.json is missing"):

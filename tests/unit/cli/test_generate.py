@@ -42,7 +42,7 @@ def test_streams_text_with_parameters_and_settings(capsys: pytest.CaptureFixture
 def test_prompt_comes_from_stdin_without_its_last_line_end(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("two\nlines\n"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"two\nlines\n")))
     assert run(["generate", "--model", CHECKPOINT, "--max-tokens", "3"]) == 0
     assert capsys.readouterr().out == "two\nlines 3 1.0 None\n"
 
@@ -81,3 +81,13 @@ def test_request_that_the_model_refuses_is_wrong_usage(
     monkeypatch.setattr(Repeater, "stream", refuse)
     assert run(["generate", "--model", CHECKPOINT, "--prompt", "hello"]) == 2
     assert capsys.readouterr().err == "quire: prompt has 5000 tokens\n"
+
+
+def test_prompt_that_is_not_utf8_is_wrong_usage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["generate", "--model", CHECKPOINT, "--prompt", "ab\udcff"]) == 2
+    assert capsys.readouterr().err == "quire: the prompt of --prompt is not valid UTF-8 at byte 2; convert it\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="ascii"))
+    assert run(["generate", "--model", CHECKPOINT]) == 2
+    assert capsys.readouterr().err == "quire: the prompt of stdin is not valid UTF-8 at byte 1; convert it\n"

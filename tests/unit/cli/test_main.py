@@ -68,3 +68,24 @@ def test_help_imports_nothing_heavy() -> None:
         "assert not {'torch', 'transformers', 'numpy', 'quire_engine'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_closed_streams_are_no_traceback(closed: str) -> None:
+    command = f"{sys.executable} -m quire_cli generate --model /nowhere --prompt x {closed}"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == (0 if "2>" in closed else 1)
+
+
+@pytest.mark.parametrize("arguments", [["serve"], ["serve", "--model", "x"], ["model", "add", "x"]])
+def test_deleted_working_directory_is_named(tmp_path: Path, arguments: list[str]) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    code = f"import os, sys; os.rmdir({str(gone)!r}); from quire_cli.main import run; sys.exit(run({arguments!r}))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=gone, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 1
+    assert result.stderr == "quire: the working directory no longer exists; change to one that does\n"

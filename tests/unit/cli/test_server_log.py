@@ -4,6 +4,7 @@ import io
 from collections.abc import Sequence
 
 import pytest
+from quire_cli import server_log
 from quire_cli.console import Console
 from quire_cli.server_log import ServerLog, failure_cause
 
@@ -39,6 +40,19 @@ def test_errors_wait_until_the_server_is_ready(capsys: pytest.CaptureFixture[str
     lines = [ERROR, PRINTED, ENGINE, WARNING]
     assert passed_on(lines, capsys, ready=False, everything=False) == [ENGINE, WARNING]
     assert passed_on(lines, capsys, ready=True, everything=False) == [ENGINE, WARNING, ERROR, PRINTED]
+
+
+def test_errors_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    log = ServerLog(io.BytesIO(f"{ERROR}\n{PRINTED}\n{CHATTER[0]}\n".encode()), Console(), everything=False)
+    log.finish()
+    log.release_old()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(server_log, "_HOLD_S", 0.0)
+    log.release_old()
+    assert capsys.readouterr().err.splitlines() == [ERROR, PRINTED]
+    log.release()
+    assert capsys.readouterr().err == ""
+    assert log.last_words() == PRINTED
 
 
 def test_everything_means_everything(capsys: pytest.CaptureFixture[str]) -> None:

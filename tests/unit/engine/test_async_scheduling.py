@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -218,12 +220,15 @@ def test_sleep_and_wake_up(checkpoint: Callable[[str], Path]) -> None:
         asyncio.run(main(llm))
 
 
-def test_utility_call_of_a_dead_engine_fails(checkpoint: Callable[[str], Path]) -> None:
+def test_utility_call_fails_with_its_engine_and_the_next_waits_for_the_next_engine(
+    checkpoint: Callable[[str], Path],
+) -> None:
     async def main(llm: AsyncLLM) -> None:
         await llm.start()
-        llm._client._process.kill()
+        os.kill(llm.engine_pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError):
             await llm.reset_prefix_cache()
+        assert await llm.reset_prefix_cache()
 
     with engine(checkpoint("tied-gqa")) as (llm, _):
         asyncio.run(main(llm))

@@ -462,3 +462,26 @@ def test_a_message_is_not_as_long_as_what_was_sent() -> None:
     with pytest.raises(RequestError, match=r"^stop_token_ids is") as caught:
         SamplingParams.from_mapping({"stop_token_ids": "x" * 5_000_000})
     assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"best_of": 1, "use_beam_search": False, "early_stopping": False, "length_penalty": 1.0},
+        {"best_of": "1", "use_beam_search": "false", "length_penalty": "1.0", "early_stopping": "0"},
+        {"best_of": None, "logits_processors": None, "guided_decoding": None, "spaces_between_special_tokens": True},
+    ],
+)
+def test_parameters_that_are_not_offered_may_ask_for_nothing(said: dict[str, Any]) -> None:
+    assert SamplingParams.from_mapping({"max_tokens": 3, **said}) == SamplingParams(max_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("best_of", 2), ("use_beam_search", True), ("early_stopping", "never"), ("length_penalty", 0.5),
+     ("spaces_between_special_tokens", False), ("guided_decoding", {"json": {}}), ("logits_processors", [])],
+)  # fmt: skip
+def test_parameters_that_are_not_offered_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=f"^{name} is ") as caught:
+        SamplingParams.from_mapping({name: value})
+    assert caught.value.parameter == name

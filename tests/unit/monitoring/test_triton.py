@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 from collections import defaultdict
 from typing import Any
 
@@ -24,6 +25,7 @@ class Server:
         self.missing = missing
         self.failing = ""
         self.changed = threading.Condition()
+        self.alive = weakref.WeakSet()
 
     def make_family(self, definition):
         if self.broken:
@@ -37,6 +39,7 @@ class Server:
                 assert {name: labels[name] for name in LABELS} == LABELS
                 own = {name: value for name, value in labels.items() if name not in LABELS}
                 self.key = (definition.name, *own.values())
+                server.alive.add(self)
                 assert self.key not in server.values
                 server.values[self.key] = 0
                 server.buckets[self.key] = buckets
@@ -64,6 +67,9 @@ class Server:
                     server.changed.notify_all()
 
         class Family:
+            def __init__(self):
+                server.alive.add(self)
+
             def Metric(self, labels, buckets=None):  # noqa: N802
                 return Metric(labels, buckets)
 
@@ -115,6 +121,16 @@ def test_gauges_follow_and_the_last_state_is_written(server: Any, stat_logger: A
     server.wait_for(("quire_requests_running",), 0)
     server.wait_for(("quire_requests_waiting", "capacity"), 0)
     assert time.monotonic() - started < 0.3
+
+
+def test_nothing_is_left_of_the_metrics_when_it_has_stopped(server: Any) -> None:
+    stat_logger = TritonStatLogger(server.make_family, LABELS)
+    stat_logger.start(is_up=lambda: True)
+    assert len(server.alive) == len(METRICS) + len(server.values)
+    stat_logger.stop()
+    assert not server.alive
+    stat_logger.record(SchedulerStats(num_running=3), IterationStats())
+    stat_logger.record_rejection()
 
 
 def test_counters_add_up(server: Any, stat_logger: Any) -> None:

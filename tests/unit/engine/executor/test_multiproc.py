@@ -260,7 +260,7 @@ def test_error_at_start_is_the_workers_own(checkpoint: Callable[[str], Path], tm
     for backend in ("uni", "mp"):
         with pytest.raises(CheckpointError, match=r"truncated|safetensors"):
             LLM(**settings(broken, distributed_executor_backend=backend))
-    with pytest.raises(ValueError, match="kv_cache_memory_bytes: one block"):
+    with pytest.raises(ValueError, match=r"^kv_cache_memory_bytes: one block"):
         LLM(**settings(checkpoint("tied-gqa"), kv_cache_memory_bytes=10))
     assert open_descriptors() <= descriptors
 

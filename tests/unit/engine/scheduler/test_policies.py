@@ -253,6 +253,18 @@ def test_preempted_request_is_never_refused_for_a_full_queue() -> None:
     assert [engine.ended[name].error for name in ("old", "young")] == [None, None]
 
 
+def test_replayed_requests_are_refused_for_no_want_of_room() -> None:
+    engine = Engine(max_num_seqs=1, max_queued_requests=1, max_queue_delay_ms=500)
+    for i in range(5):
+        engine.add(f"r{i}", max_tokens=3).is_replay = i != 4
+    engine.step()
+    assert list(engine.ended) == [], "the new one has the queue for itself"
+    engine.clock.now += 1.0
+    engine.run()
+    refused = [name for name, output in engine.ended.items() if output.error_code is ErrorCode.UNAVAILABLE]
+    assert refused == ["r4"], "the delay is for the new one alone"
+
+
 def test_retry_estimate_follows_the_rate_at_which_requests_end() -> None:
     engine = Engine(max_num_seqs=1, max_queued_requests=5)
     for i in range(6):

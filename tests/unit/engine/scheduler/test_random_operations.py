@@ -1,13 +1,15 @@
 """Thousands of short random lives of a scheduler: its books balance after every operation, whatever comes together."""
 
+import contextlib
 import random
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from quire_engine.messages import EngineCoreOutput, ErrorCode
+from quire_engine.messages import EngineCoreOutput, ErrorCode, ModelRunnerOutput, SchedulerOutput
 from quire_engine.request import FinishReason, Request
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.structured_outputs_params import StructuredOutputsParams
@@ -38,10 +40,34 @@ class AnythingGoes:
         return False
 
 
-class Life:
-    """One scheduler with settings drawn at random, and a ledger of what each request must end with."""
+class Follower(FakeModelRunner):
+    """A rank that does not sample: it knows only the tokens that it is told of."""
 
-    def __init__(self, seed: int) -> None:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        output = super().execute_model(scheduler_output)
+        for request_id in output.sampled_token_ids:
+            self._requests[request_id].token_ids.pop()
+        return output
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_states(scheduler_output)
+        cached = scheduler_output.cached_requests
+        for request_id, token_ids in zip(cached.request_ids, cached.new_token_ids, strict=True):
+            self._requests[request_id].token_ids += token_ids
+
+
+class Life:
+    """One scheduler with settings drawn at random, and a ledger of what each request must end with.
+
+    Args:
+        seed: of everything that is drawn.
+        num_batches: steps that may be in flight. Each is executed when its result is taken in: the later ones have
+            been scheduled before that.
+    """
+
+    def __init__(self, seed: int, num_batches: int = 1) -> None:
+        self.num_batches = num_batches
+        self.in_flight: deque[SchedulerOutput] = deque()
         self.random = rng = random.Random(seed)
         self.now = 0.0
         threshold = rng.choice([0, 0, 3, 6])
@@ -60,8 +86,14 @@ class Life:
             "max_queued_requests": rng.choice([None, None, 0, 2, 6]),
             "max_queue_delay_ms": rng.choice([None, None, 30.0]),
         }
-        self.scheduler = make_scheduler(clock=lambda: self.now, **settings)
-        self.runner = FakeModelRunner.for_scheduler(self.scheduler, lambda name, n: self.poison.get(name) == n)
+        self.scheduler = make_scheduler(
+            clock=lambda: self.now,
+            max_concurrent_batches=num_batches,
+            sends_new_token_ids=num_batches > 1,
+            **settings,
+        )
+        kinds = [FakeModelRunner, Follower] if num_batches > 1 else [FakeModelRunner]
+        self.runners = [kind.for_scheduler(self.scheduler, self.is_poisoned) for kind in kinds]
         self.poison: dict[str, int] = {}
         self.expected: dict[str, tuple[list[int], FinishReason]] = {}
         self.streamed: dict[str, list[int]] = {}
@@ -69,7 +101,12 @@ class Life:
         self.aborted: set[str] = set()
         self.grammars: dict[str, AnythingGoes] = {}
         self.counts = dict.fromkeys(["preempted", "refused", "deadline", "shared", "failed", "together", "compiled"], 0)
+        if num_batches > 1:
+            self.counts |= {"overlapping": 0, "void": 0}
         self._prefixes = [[rng.randrange(64) for _ in range(12)] for _ in range(2)]
+
+    def is_poisoned(self, request_id: str, num_output_tokens: int) -> bool:
+        return self.poison.get(request_id) == num_output_tokens
 
     def add(self) -> None:
         """One request, or a group with the same prompt, as n > 1 makes it."""
@@ -116,23 +153,19 @@ class Life:
             self.scheduler.grammar_is_ready(request)
 
     def step(self) -> None:
-        """One step, with an abort or a reset of the cache while it runs, at times."""
+        """One step of an engine, with an abort or a reset of the cache while it runs, at times."""
         scheduler = self.scheduler
-        first = scheduler.running[0] if scheduler.running else None
-        num_preemptions = first.num_preemptions if first else 0
-        scheduler_output = scheduler.schedule()
-        scheduler.check_integrity()
-        scheduled = scheduler_output.num_scheduled_tokens
-        assert bool(scheduled) == (len(scheduler.requests) > len(scheduler.waiting_for_fsm)), "no progress"
-        assert sum(scheduled.values()) <= scheduler.config.max_num_batched_tokens
-        assert len(scheduler.running) <= scheduler.config.max_num_seqs
-        if first is not None and first.request_id in scheduler.requests:
-            assert first.num_preemptions == num_preemptions, "the first in the order gave way"
-        self._check_partial_prefills()
+        while len(self.in_flight) < self.num_batches and (not self.in_flight or scheduler.has_requests()):
+            scheduler_output = self._schedule()
+            if self.in_flight and not (scheduler_output.num_scheduled_tokens or scheduler_output.dropped_request_ids):
+                break
+            self.in_flight.append(scheduler_output)
+        scheduler_output = self.in_flight.popleft()
         try:
-            runner_output = self.runner.execute_model(scheduler_output)
+            runner_output = self._execute(scheduler_output)
         except RuntimeError as error:
             self.counts["failed"] += 1
+            self._drop_in_flight()
             self._take(scheduler.recover_from_failed_step(scheduler_output, str(error)))
             return
         if self.random.random() < 0.1:
@@ -140,12 +173,62 @@ class Life:
             scheduler.check_integrity()
         if self.random.random() < 0.05:
             scheduler.kv_cache.reset_prefix_cache()
-        self._take(scheduler.update_from_output(runner_output))
-        self.counts["together"] += len(scheduled) > 1
+        self._count_void(scheduler_output, runner_output)
+        self._take(scheduler.update_from_output(runner_output, scheduler_output.step))
+        self.counts["together"] += len(scheduler_output.num_scheduled_tokens) > 1
+
+    def _schedule(self) -> SchedulerOutput:
+        scheduler = self.scheduler
+        first = scheduler.running[0] if scheduler.running else None
+        num_preemptions = first.num_preemptions if first else 0
+        on_trial = scheduler._trials.on_trial
+        scheduler_output = scheduler.schedule()
+        scheduler.check_integrity()
+        scheduled = scheduler_output.num_scheduled_tokens
+        if not self.in_flight:
+            assert bool(scheduled) == (len(scheduler.requests) > len(scheduler.waiting_for_fsm)), "no progress"
+        assert sum(scheduled.values()) <= scheduler.config.max_num_batched_tokens
+        assert len(scheduler.running) <= scheduler.config.max_num_seqs
+        if first is not None and first.request_id in scheduler.requests:
+            assert first.num_preemptions == num_preemptions, "the first in the order gave way"
+        if on_trial is not None and scheduler._trials.on_trial is on_trial:
+            assert set(scheduled) <= {on_trial.request_id}, "not alone on trial"
+        self._check_partial_prefills()
+        return scheduler_output
+
+    def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """All ranks come to the same; they fail together, too."""
+        first, *others = self.runners
+        try:
+            output = first.execute_model(scheduler_output)
+        except RuntimeError:
+            for other in others:
+                with pytest.raises(RuntimeError):
+                    other.execute_model(scheduler_output)
+            raise
+        assert all(other.execute_model(scheduler_output) == output for other in others)
+        return output
+
+    def _drop_in_flight(self) -> None:
+        """Nobody cares what comes of these: after a failure the cache may hold anything."""
+        while self.in_flight:
+            scheduler_output = self.in_flight.popleft()
+            for runner in self.runners:
+                with contextlib.suppress(RuntimeError, AssertionError):
+                    runner.execute_model(scheduler_output)
+
+    def _count_void(self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput) -> None:
+        if self.num_batches > 1:
+            requests = [self.scheduler.requests.get(request_id) for request_id in runner_output.sampled_token_ids]
+            self.counts["void"] += sum(
+                request is not None and request.void_until_step >= scheduler_output.step for request in requests
+            )
+            self.counts["overlapping"] += bool(self.in_flight)
 
     def _check_partial_prefills(self) -> None:
         running, config = self.scheduler.running, self.scheduler.config
-        partial = [request for request in running if request.num_computed_tokens < request.num_tokens]
+        postponed = self.num_batches > 1  # a decode may wait for the next batch
+        partial = [request for request in running if request.num_tokens - request.num_computed_tokens > postponed]
         assert len(partial) <= config.max_num_partial_prefills
         keys = [(request.sampling_params.priority, request.arrival) for request in running]
         assert config.scheduling_policy == "fcfs" or keys == sorted(keys), "running is out of order"
@@ -179,7 +262,7 @@ class Life:
         """Step until nobody is left, and check what each got."""
         for _ in range(3000):
             self.grammar_is_ready()
-            if not self.scheduler.has_requests():
+            if not self.scheduler.has_requests() and not self.in_flight:
                 break
             self.step()
             self.scheduler.check_integrity()
@@ -221,6 +304,22 @@ def test_books_balance_after_every_operation_of_random_sequences(part: int) -> N
             life.finish()
         except Exception as error:
             raise AssertionError(f"Life({seed}) shows it again: {error}") from error
+        for name, number in life.counts.items():
+            totals[name] = totals.get(name, 0) + number
+    assert min(totals.values()) > 10, f"too quiet to show anything: {totals}"
+
+
+@pytest.mark.parametrize("num_batches", [2, 3, 4])
+def test_books_balance_with_several_batches_in_flight(num_batches: int) -> None:
+    totals: dict[str, int] = {}
+    for seed in range(NUM_SEQUENCES // NUM_PARTS):
+        life = Life(seed, num_batches)
+        try:
+            for _ in range(life.random.randrange(4, 16)):
+                life.operate()
+            life.finish()
+        except Exception as error:
+            raise AssertionError(f"Life({seed}, {num_batches}) shows it again: {error}") from error
         for name, number in life.counts.items():
             totals[name] = totals.get(name, 0) + number
     assert min(totals.values()) > 10, f"too quiet to show anything: {totals}"

@@ -52,7 +52,7 @@ def prompt(length: int, first: int = 0) -> list[int]:
 def test_nothing_to_do_is_an_empty_step() -> None:
     scheduler = make_scheduler()
     assert not scheduler.has_requests()
-    assert scheduler.schedule() == SchedulerOutput({})
+    assert scheduler.schedule() == SchedulerOutput({}, step=1)
 
 
 def test_prompts_then_single_tokens() -> None:

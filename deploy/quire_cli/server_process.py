@@ -1,0 +1,150 @@
+"""One tritonserver as a process: started, asked whether it is ready, its stubs found, killed.
+
+A stub is the process that runs one model in Python: tritonserver forks a shell, which becomes the stub. Of its death,
+tritonserver 2.51 takes no notice in two cases: the first stub of a model, which completes the model's configuration, is
+waited for for ever; and a server whose stub dies while it serves calls itself ready and refuses every request.
+"""
+
+import http.client
+import os
+import resource
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from quire_cli import process
+from quire_cli.console import Console
+from quire_cli.ports import Endpoint
+from quire_cli.server_log import ServerLog
+
+__all__ = ["SIGNALS", "STOP_SIGNALS", "ServerProcess"]
+
+STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+SIGNALS = {*STOP_SIGNALS, signal.SIGCHLD}
+_STUB_NAME = "triton_python_backend_stub"[:15]
+# What is asked of a service that speaks HTTP; of another one it is enough that it accepts a connection.
+_PROBES = {"http": "/v2/health/ready", "metrics": "/metrics"}
+_PROBE_TIMEOUT_S = 2.0
+# tritonserver 2.51 puts a request's body on the stack of the thread that reads it, and parses JSON recursively: on the
+# usual 8 MiB, 4.2 MB of body end it with SIGSEGV. Its threads take their size from this limit, and memory only as they
+# use it.
+_STACK_BYTES = 256 * 2**20
+
+Stub = tuple[int, int]
+"""Id and start time of a process."""
+
+
+class ServerProcess:
+    """A tritonserver that has been started. Whoever starts one calls `close`."""
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], console: Console, *, show_whole_log: bool
+    ) -> None:
+        parent = os.getpid()
+
+        def in_child() -> None:
+            # SIGTERM, not SIGKILL: an orphaned server then still ends its models itself.
+            process.die_with_parent(parent, signal.SIGTERM)
+            _raise_stack_limit()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+        self._popen = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            # A session of its own: Ctrl-C must reach this process alone, which then drains.
+            start_new_session=True,
+            preexec_fn=in_child,
+        )
+        assert self._popen.stdout is not None
+        self.log = ServerLog(self._popen.stdout, console, everything=show_whole_log)
+
+    def close(self) -> None:
+        """Kill it if it still runs, and read the rest of its log."""
+        if self._popen.poll() is None:
+            self._popen.kill()
+            self._popen.wait()
+        self.log.finish()
+
+    def terminate(self) -> None:
+        """Ask it to drain and end."""
+        self._popen.terminate()
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs, as far as `wait_for_signal` has seen; negative: the signal that killed it."""
+        return self._popen.returncode
+
+    @property
+    def how_it_ended(self) -> str:
+        """In words, once it has."""
+        code = self._popen.returncode
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def is_ready(self, endpoints: Mapping[str, Endpoint]) -> bool:
+        """Whether the models are loaded, and all ports open: tritonserver opens them one after the other."""
+        return all(
+            _answers(endpoint, _PROBES[service]) if service in _PROBES else _accepts(endpoint)
+            for service, endpoint in endpoints.items()
+        )
+
+    def stubs(self) -> set[Stub]:
+        """The stubs that live."""
+        return {(pid, stat.start_time) for pid, stat in self._children() if stat.name == _STUB_NAME}
+
+    def dead_children(self) -> dict[int, int]:
+        """Children that have died and that tritonserver has not noticed: id → wait status."""
+        return {pid: stat.wait_status for pid, stat in self._children() if stat.is_dead}
+
+    def wait_for_signal(self, timeout_s: float) -> bool:
+        """Sleep until a signal or the timeout; collect children that have died. True when asked to stop."""
+        received = signal.sigtimedwait(SIGNALS, timeout_s)
+        # The server's exit code is for Popen to collect; orphans that this process adopted are nobody else's.
+        while dead := _dead_child():
+            if dead == self._popen.pid:
+                self._popen.wait()
+            else:
+                os.waitpid(dead, 0)
+        return received is not None and received.si_signo in STOP_SIGNALS
+
+    def _children(self) -> list[tuple[int, process.ProcessStat]]:
+        stats = ((pid, process.process_stat(pid)) for pid in process.own_processes())
+        return [(pid, stat) for pid, stat in stats if stat is not None and stat.parent == self._popen.pid]
+
+
+def _raise_stack_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    wanted = _STACK_BYTES if hard == resource.RLIM_INFINITY else min(_STACK_BYTES, hard)
+    # Unlimited is no more: threads then get the platform's default of 2 MiB.
+    if soft == resource.RLIM_INFINITY or soft < wanted:
+        resource.setrlimit(resource.RLIMIT_STACK, (wanted, hard))
+
+
+def _answers(endpoint: Endpoint, path: str) -> bool:
+    connection = http.client.HTTPConnection(endpoint.client_host, endpoint.port, timeout=_PROBE_TIMEOUT_S)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status == http.client.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _accepts(endpoint: Endpoint) -> bool:
+    try:
+        socket.create_connection((endpoint.client_host, endpoint.port), timeout=_PROBE_TIMEOUT_S).close()
+        return True
+    except OSError:
+        return False
+
+
+def _dead_child() -> int | None:
+    try:
+        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    return found.si_pid if found else None

@@ -1,0 +1,146 @@
+"""EngineWatch: finds out that an engine core is dead, stopped or hung, and makes sure that it is dead then.
+
+A thread of the frontend, as the engine core itself cannot be asked. It sleeps in poll until the process ends, and looks
+up four times a second:
+
+* **dead**: the process has ended. A worker that dies takes its engine core with it.
+* **stopped**: the engine core or a worker is in state T (SIGSTOP) twice in a row.
+* **hung**: it has requests, and its heartbeat has not moved for `step_timeout_s`.
+
+Whatever it finds ends the same way: all stacks into the log where there are any to be had, then SIGKILL to every
+process of the engine, then `on_death`. There is one way out of trouble, and it is used for all kinds of it.
+"""
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from quire_engine.core.heartbeat import Heartbeat
+
+__all__ = ["EngineWatch", "how_it_ended"]
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.25
+DUMP_SECONDS = 0.3
+"""What processes get for writing their stacks down before they are killed."""
+
+
+class EngineWatch:
+    """Watches one engine core and its workers. The group of processes is the engine's own.
+
+    Args:
+        pid: the engine core, a child of this process that nobody else waits for, and leader of its group.
+        worker_pids: its workers.
+        heartbeat: its page.
+        step_timeout_s: after so long without a turn of its loop it counts as hung.
+        is_busy: whether it has requests; called from the thread.
+        on_death: called once, from the thread, with what happened.
+    """
+
+    def __init__(
+        self,
+        pid: int,
+        worker_pids: Sequence[int],
+        heartbeat: Heartbeat,
+        step_timeout_s: float,
+        is_busy: Callable[[], bool],
+        on_death: Callable[[str], None],
+    ) -> None:
+        self._pid = pid
+        self._pids = (pid, *worker_pids)
+        self._heartbeat = heartbeat
+        self._step_timeout_s = step_timeout_s
+        self._is_busy = is_busy
+        self._on_death = on_death
+        self._closing = threading.Event()
+        self._wake_up = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="engine-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching: from now on an end of the process is no news. Idempotent."""
+        if not self._closing.is_set():
+            self._closing.set()
+            os.eventfd_write(self._wake_up, 1)
+            self._thread.join()
+            os.close(self._wake_up)
+
+    def _run(self) -> None:
+        reason = self._wait()
+        if reason is not None:
+            kill_group(self._pid)
+            self._on_death(reason)
+
+    def _wait(self) -> str | None:
+        """What happened to the engine; None when nobody wants to know any more."""
+        pidfd = os.pidfd_open(self._pid)
+        try:
+            poller = select.poll()
+            poller.register(pidfd, select.POLLIN)
+            poller.register(self._wake_up, select.POLLIN)
+            turns, moved_at, was_stopped = -1, time.monotonic(), False
+            while not self._closing.is_set():
+                if poller.poll(1000 * LOOK_SECONDS):
+                    return None if self._closing.is_set() else f"the engine process {how_it_ended(self._pid)}"
+                stopped = [pid for pid in self._pids if _is_stopped(pid)]
+                if stopped and was_stopped:
+                    self._dump_stacks()
+                    return f"process {stopped[0]} of the engine was stopped (SIGSTOP)"
+                was_stopped, now = bool(stopped), time.monotonic()
+                if self._heartbeat.turns != turns or not self._is_busy():
+                    turns, moved_at = self._heartbeat.turns, now
+                elif now - moved_at > self._step_timeout_s:
+                    self._dump_stacks()
+                    return self._describe_hang(now - moved_at)
+        finally:
+            os.close(pidfd)
+        return None
+
+    def _describe_hang(self, seconds: float) -> str:
+        oldest = self._heartbeat.oldest_request_time
+        age = "" if oldest is None else f", its oldest request is {time.monotonic() - oldest:.0f} s old"
+        return (
+            f"the engine hangs: step {self._heartbeat.steps} has not ended for {seconds:.0f} s{age} "
+            "(step_timeout_s; the stacks of its threads are in the log)"
+        )
+
+    def _dump_stacks(self) -> None:
+        """Have every process write its threads' stacks to the log; a stopped one has to go on for that."""
+        for number in (signal.SIGUSR1, signal.SIGCONT):
+            for pid in self._pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        self._closing.wait(DUMP_SECONDS)
+
+
+def kill_group(pid: int) -> None:
+    """End every process of an engine, its own included, which must not have been waited for."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def how_it_ended(pid: int) -> str:
+    """How a child ended that has not been waited for, and still is not afterwards."""
+    try:
+        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    except ChildProcessError:
+        return "ended"
+    if result is None:
+        return "ended"
+    if result.si_code == os.CLD_EXITED:
+        return f"ended with exit code {result.si_status}"
+    return f"was killed by {signal.Signals(result.si_status).name}"
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False

@@ -1,0 +1,301 @@
+"""RayExecutor: one Ray actor per rank, for an engine that spans several machines.
+
+::
+
+    engine core ── calls, as msgpack ──► actor of every rank ─► Worker ◄── torch.distributed ──► the other ranks
+                ◄── results, as msgpack ── actor of the output rank
+
+`RAY_ADDRESS` names the cluster. Without it a small one is started on this machine, which ends with this process. The
+ranks are placed as close together as the cluster allows. They listen to each other on loopback where all are on one
+machine, and else on the network of their machines' addresses; Ray's own processes listen on all (and want a token).
+So a cluster belongs into a network of its own.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import tempfile
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from quire_engine.config import EngineConfig
+from quire_engine.distributed import ParallelState
+from quire_engine.errors import EngineDeadError, EngineError
+from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
+from quire_engine.models.checkpoint import CheckpointConfig
+
+__all__ = ["RayExecutor"]
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+PLACEMENT_SECONDS = 60.0
+"""How long the cluster may take to find room for all ranks."""
+POLL_SECONDS = 1.0
+OBJECT_STORE_BYTES = 80 << 20
+"""Of a cluster of our own: nothing is kept there. Ray takes no less."""
+
+
+class RayExecutor:
+    """Starts the actors, tells them what to do, and puts their answers together.
+
+    Raises:
+        EngineError: Ray is not installed, or the cluster has no room.
+        ValueError: as a worker raises it.
+    """
+
+    def __init__(self, config: EngineConfig, max_model_len: int) -> None:
+        try:
+            import ray
+        except ImportError:
+            raise EngineError(
+                "distributed_executor_backend is 'ray', and Ray is not installed; install it with: pip install "
+                "'quire[ray]'"
+            ) from None
+        self._ray = ray
+        self._config = config
+        self._encoder = msgspec.msgpack.Encoder()
+        self._output_rank = config.parallel.world_size - config.parallel.tensor_parallel_size
+        self._submitted: deque[list[Any]] = deque()
+        self._actors: list[Any] = []
+        self._placement_group: Any = None
+        self._temp_dir: tempfile.TemporaryDirectory[str] | None = None
+        self._is_owner = False
+        try:
+            self._connect()
+            self._place()
+            self._start(max_model_len)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        """See `Executor`."""
+        return self._config.parallel.pipeline_parallel_size
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """See `Executor`. Ray looks after its processes itself, and they may be on other machines."""
+        return []
+
+    def check_health(self) -> None:
+        """See `Executor`."""
+
+    @property
+    def death_descriptors(self) -> list[int]:
+        """See `Executor`. That a rank is gone is only noticed at the next step."""
+        return []
+
+    def determine_num_blocks(self) -> int:
+        """See `Executor`. The least of all ranks: a block is a block on each of them."""
+        num_blocks: int = min(self._call_all("determine_num_blocks"))
+        return num_blocks
+
+    def initialize_cache(self, num_blocks: int) -> None:
+        """See `Executor`."""
+        self._call_all("initialize_cache", num_blocks)
+
+    def submit(self, scheduler_output: SchedulerOutput) -> None:
+        """See `Executor`."""
+        message = self._encoder.encode(scheduler_output)
+        self._submitted.append([actor.execute_model.remote(message) for actor in self._actors])
+
+    def collect(self) -> ModelRunnerOutput:
+        """See `Executor`."""
+        results = self._results(self._submitted.popleft())
+        return msgspec.msgpack.decode(results[self._output_rank], type=ModelRunnerOutput)
+
+    def sleep(self, level: int) -> None:
+        """See `Executor`."""
+        self._call_all("sleep", level)
+
+    def wake_up(self) -> None:
+        """See `Executor`."""
+        self._call_all("wake_up")
+
+    def shutdown(self) -> None:
+        """See `Executor`."""
+        if not self._ray.is_initialized():
+            return
+        for actor in self._actors:
+            with contextlib.suppress(Exception):  # it may be dead, or the cluster
+                self._ray.kill(actor)
+        self._actors = []
+        if self._placement_group is not None:
+            with contextlib.suppress(Exception):
+                self._ray.util.remove_placement_group(self._placement_group)
+            self._placement_group = None
+        if self._is_owner:
+            self._ray.shutdown()
+        if self._temp_dir is not None:
+            self._temp_dir.cleanup()
+
+    def _connect(self) -> None:
+        """Join the cluster that there is, or start one."""
+        if self._ray.is_initialized():
+            return  # the program that uses the engine has its own
+        self._is_owner = True
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        options: dict[str, Any] = {"configure_logging": False, "log_to_driver": True}
+        address = os.environ.get("RAY_ADDRESS")
+        if address is None:
+            self._temp_dir = tempfile.TemporaryDirectory(prefix="quire-ray-", ignore_cleanup_errors=True)
+            options |= {
+                "address": "local",
+                "num_cpus": self._config.parallel.world_size,
+                "object_store_memory": OBJECT_STORE_BYTES,
+                "include_dashboard": False,
+                "_temp_dir": self._temp_dir.name,
+                "_node_ip_address": LOOPBACK,
+            }
+        with _keep_signal_handlers():
+            self._ray.init(**options)
+
+    def _place(self) -> None:
+        """Have the cluster set a CPU aside for each rank.
+
+        Raises:
+            EngineError: it cannot.
+        """
+        world_size = self._config.parallel.world_size
+        bundles = [{"CPU": 1.0}] * world_size
+        self._placement_group = self._ray.util.placement_group(bundles, strategy="PACK")
+        if not self._placement_group.wait(PLACEMENT_SECONDS):
+            raise EngineError(
+                f"the Ray cluster has no room for {world_size} ranks of one CPU each; add machines or free CPUs"
+            )
+
+    def _start(self, max_model_len: int) -> None:
+        """Start the actors, let the ranks meet at rank 0, and load the model."""
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        actor_class = self._ray.remote(RayWorker)
+        config = msgspec.msgpack.encode(self._config)
+        for rank in range(self._config.parallel.world_size):
+            self._actors.append(
+                actor_class.options(
+                    num_cpus=1,
+                    max_restarts=0,
+                    scheduling_strategy=strategy(self._placement_group, placement_group_bundle_index=rank),
+                ).remote(config, rank)
+            )
+        hosts = self._call_all("host")
+        single = all(host == hosts[0] for host in hosts)
+        (port,) = self._results([self._actors[0].free_port.remote()])
+        address = f"{LOOPBACK if single else hosts[0]}:{port}"
+        self._call_all("start", max_model_len, f"tcp://{address}", "lo" if single else None)
+
+    def _call_all(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every actor; their results by rank."""
+        return self._results([getattr(actor, method).remote(*arguments) for actor in self._actors])
+
+    def _results(self, references: list[Any]) -> list[Any]:
+        """Wait for the answers of several ranks.
+
+        Raises:
+            EngineDeadError: an actor is gone, or one of several ranks failed: the others may wait for it for ever.
+            Exception: what the only rank raised.
+        """
+        waiting = list(references)
+        while waiting:
+            ready, waiting = self._ray.wait(waiting, num_returns=1, timeout=POLL_SECONDS)
+            for reference in ready:
+                self._raise_error(reference, references.index(reference), len(references))
+        results: list[Any] = self._ray.get(references)
+        return results
+
+    def _raise_error(self, reference: Any, rank: int, num_ranks: int) -> None:
+        try:
+            self._ray.get(reference)
+        except self._ray.exceptions.RayActorError as error:
+            raise EngineDeadError(f"rank {rank} is gone: {str(error).splitlines()[0]}") from None
+        except self._ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, EngineError | ValueError | OSError) and not self._submitted:
+                raise cause from None
+            if num_ranks == 1:
+                raise cause from error
+            raise EngineDeadError(f"rank {rank} failed: {cause!r}") from error
+
+
+class RayWorker:
+    """The actor of one rank: a `Worker`, called with bytes."""
+
+    def __init__(self, config: bytes, rank: int) -> None:
+        self._config = msgspec.msgpack.decode(config, type=EngineConfig)
+        self._rank = rank
+        self._worker: Any = None
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(SchedulerOutput)
+
+    def host(self) -> str:
+        """Address of this machine in the cluster."""
+        import ray
+
+        address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        return address
+
+    def free_port(self) -> int:
+        """A port that nobody listens on, for the ranks to meet at."""
+        with socket.create_server(("", 0)) as server:
+            return int(server.getsockname()[1])
+
+    def start(self, max_model_len: int, init_method: str, interface: str | None) -> None:
+        """Meet the other ranks, and load the model."""
+        from pathlib import Path
+
+        from quire_engine.distributed.torch_distributed import initialize_parallel_state
+        from quire_engine.worker import Worker
+
+        # Ray has set this to the one CPU that it has put aside; how many threads compute is for the worker to say.
+        os.environ.pop("OMP_NUM_THREADS", None)
+        logging.basicConfig(
+            level=logging.INFO, format=f"quire worker[rank {self._rank}, %(process)d] %(levelname)s: %(message)s"
+        )
+        parallel, state = self._config.parallel, ParallelState()
+        if parallel.world_size > 1:
+            state = initialize_parallel_state(
+                rank=self._rank,
+                tensor_parallel_size=parallel.tensor_parallel_size,
+                pipeline_parallel_size=parallel.pipeline_parallel_size,
+                init_method=init_method,
+                interface=interface,
+            )
+        checkpoint = CheckpointConfig.from_folder(Path(self._config.model.model))
+        self._worker = Worker(self._config, checkpoint, max_model_len, state)
+
+    def determine_num_blocks(self) -> int:
+        """See `Worker`."""
+        return int(self._worker.determine_num_blocks())
+
+    def initialize_cache(self, num_blocks: int) -> None:
+        """See `Worker`."""
+        self._worker.initialize_cache(num_blocks)
+
+    def execute_model(self, message: bytes) -> bytes:
+        """See `Worker`; a `SchedulerOutput` in, a `ModelRunnerOutput` out."""
+        return self._encoder.encode(self._worker.execute_model(self._decoder.decode(message)))
+
+    def sleep(self, level: int) -> None:
+        """See `Worker`."""
+        self._worker.sleep(level)
+
+    def wake_up(self) -> None:
+        """See `Worker`."""
+        self._worker.wake_up()
+
+
+@contextlib.contextmanager
+def _keep_signal_handlers() -> Iterator[None]:
+    """Ray takes SIGTERM for itself; what happens then is not for it to say."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # not the main thread, where Ray leaves it alone too
+            signal.signal(signal.SIGTERM, before)

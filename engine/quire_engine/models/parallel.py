@@ -1,0 +1,240 @@
+"""Layers cut into slices, one per rank of a stage (Megatron-LM, https://arxiv.org/abs/1909.08053, section 3).
+
+Who holds what is one formula, `shard`: `size` units are cut into as many pieces as there are ranks, or as units if
+these are fewer; a piece then has several holders::
+
+                          4 ranks                                                    piece = rank · pieces // ranks
+    8 query heads         │ 0 1 │ 2 3 │ 4 5 │ 6 7 │                                  units = ceil(size / pieces)
+    2 KV heads            │  0  │  0  │  1  │  1  │   replicated                     first = piece · units
+    515 tokens            │ 0 … │129 …│258 …│387 … 514, padding │                    end   = first + units, at most size
+
+A layer of the model is then two matrix multiplications around what happens to each head or feature by itself, and one
+sum over the ranks::
+
+                     ┌ weight rows of rank 0 ─► heads of rank 0 ─► weight columns of rank 0 ┐
+    the same hidden ─┤                                                                      ├─ all_reduce ─► same sum
+                     └ weight rows of rank 1 ─► heads of rank 1 ─► weight columns of rank 1 ┘
+                        ColumnParallel, QKVParallel                 RowParallel
+
+The vocabulary is cut too. `VocabParallel.embed` sums up rows that only one rank has, `VocabParallel.logits` puts the
+columns together on the first rank. With one rank each of them is the plain operation.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quire_engine.distributed import ParallelState
+from quire_engine.models.layers import Weight
+
+__all__ = [
+    "ColumnParallel",
+    "LoadTarget",
+    "QKVParallel",
+    "RowParallel",
+    "VocabParallel",
+    "load_targets",
+    "receive_activations",
+    "send_activations",
+    "shard",
+    "stage_layers",
+]
+
+
+def shard(size: int, parallel: ParallelState, unit: int = 1) -> slice:
+    """Which part of a dimension a rank holds.
+
+    Args:
+        size: of the whole dimension.
+        parallel: the rank.
+        unit: neighbours that stay together, such as the features of a head; divides `size`.
+    """
+    num_units, ranks = size // unit, parallel.tensor_parallel_size
+    pieces = min(num_units, ranks)
+    units_each = -(-num_units // pieces)
+    first = parallel.tensor_rank * pieces // ranks * units_each * unit
+    return slice(min(first, size), min(first + units_each * unit, size))
+
+
+def stage_layers(num_layers: int, parallel: ParallelState) -> range:
+    """The layers of a rank's stage, by their numbers in the checkpoint; what is left over goes to the first stages."""
+    each, left = divmod(num_layers, parallel.pipeline_parallel_size)
+    first = parallel.stage * each + min(parallel.stage, left)
+    return range(first, first + each + (parallel.stage < left))
+
+
+def _length(part: slice) -> int:
+    length: int = part.stop - part.start
+    return length
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTarget:
+    """Where a rank's slice of a checkpoint's tensor goes."""
+
+    parameter: torch.Tensor
+    """A view to copy into."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    index: tuple[slice, ...]
+    """The rank's slice of it, one entry per dimension; an empty one if another rank has it all."""
+
+
+def _rows(parameter: torch.Tensor, size: int, rows: slice) -> LoadTarget:
+    """The target of a tensor whose first dimension is cut."""
+    whole = parameter.shape[1:]
+    return LoadTarget(parameter, (size, *whole), (rows, *(slice(0, n) for n in whole)))
+
+
+class ColumnParallel(nn.Module):
+    """One or several projections of the same input, stacked by output feature into one matrix multiplication.
+
+    Each rank has a slice of the output features of each of them.
+
+    Args:
+        in_features: size of the input, which all ranks have whole.
+        parts: the checkpoint's name of each projection, and its output size, in the order in which they are stacked.
+        bias: whether each projection has one.
+        parallel: the rank.
+        unit: output features that stay together.
+    """
+
+    def __init__(
+        self, in_features: int, parts: Mapping[str, int], bias: bool, parallel: ParallelState, unit: int = 1
+    ) -> None:
+        super().__init__()
+        self.parts = dict(parts)
+        self.slices = [shard(size, parallel, unit) for size in parts.values()]
+        self.sizes = [_length(part) for part in self.slices]
+        """Output features of each projection that this rank has."""
+        self.weight = nn.Parameter(torch.empty(sum(self.sizes), in_features), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(sum(self.sizes)), requires_grad=False) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in] -> [T, sum of sizes]."""
+        return F.linear(x, self.weight, self.bias)
+
+    def load_targets(self) -> dict[str, LoadTarget]:
+        """By name beside this module."""
+        return {
+            f"{name}.{kind}": _rows(piece, self.parts[name], rows)
+            for kind, parameter in self.named_parameters()
+            for name, rows, piece in zip(
+                self.parts, self.slices, torch.split(parameter.data, self.sizes), strict=True
+            )
+        }  # fmt: skip
+
+
+class QKVParallel(ColumnParallel):
+    """Queries, keys and values of this rank's heads; a KV head has several holders where heads are fewer than ranks."""
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_size: int, bias: bool, parallel: ParallelState
+    ) -> None:
+        q_size, kv_size = num_heads * head_size, num_kv_heads * head_size
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        super().__init__(hidden_size, parts, bias, parallel, unit=head_size)
+        self.num_heads, self.num_kv_heads = self.sizes[0] // head_size, self.sizes[1] // head_size
+
+
+class RowParallel(nn.Module):
+    """A projection of which each rank has a slice of the input features; the ranks' outputs are summed.
+
+    Args:
+        in_features: size of the whole input, of which each rank has what `ColumnParallel` gave it.
+        name: the checkpoint's name of the projection.
+        out_features: size of the output, which all ranks get whole.
+        bias: whether it has one: the first rank's, so that it is added once.
+        parallel: the rank.
+    """
+
+    def __init__(self, in_features: int, name: str, out_features: int, bias: bool, parallel: ParallelState) -> None:
+        super().__init__()
+        self.name, self.in_features, self.group = name, in_features, parallel.tensor_group
+        self.columns = shard(in_features, parallel)
+        self.weight = nn.Parameter(torch.empty(out_features, _length(self.columns)), requires_grad=False)
+        self.has_bias = bias
+        own_bias = bias and parallel.tensor_rank == 0
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if own_bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, the rank's in] -> [T, out]."""
+        out = F.linear(x, self.weight, self.bias)
+        return out if self.group is None else self.group.all_reduce(out)
+
+    def load_targets(self) -> dict[str, LoadTarget]:
+        """By name beside this module."""
+        weight, out_features = self.weight.data, len(self.weight)
+        whole = (out_features, self.in_features)
+        targets = {f"{self.name}.weight": LoadTarget(weight, whole, (slice(0, out_features), self.columns))}
+        if self.has_bias:
+            bias = weight.new_empty(0) if self.bias is None else self.bias.data
+            targets[f"{self.name}.bias"] = LoadTarget(bias, (out_features,), (slice(0, len(bias)),))
+        return targets
+
+
+class VocabParallel(nn.Module):
+    """A vector per token of the vocabulary, of which each rank has a slice: an embedding, a head, or both."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, parallel: ParallelState) -> None:
+        super().__init__()
+        self.vocab_size, self.group = vocab_size, parallel.tensor_group
+        self.rows = shard(vocab_size, parallel)
+        # The last rank may have less; its logits are as many as the others' nevertheless, for `gather`.
+        num_rows = -(-vocab_size // parallel.tensor_parallel_size)
+        self.weight = nn.Parameter(torch.empty(num_rows, hidden_size), requires_grad=False)
+        self.weight.data[_length(self.rows) :] = 0
+
+    def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """[T] int64 -> [T, E]."""
+        if self.group is None:
+            return F.embedding(token_ids_T, self.weight)
+        foreign = (token_ids_T < self.rows.start) | (token_ids_T >= self.rows.stop)
+        rows = (token_ids_T - self.rows.start).masked_fill(foreign, 0)
+        out = F.embedding(rows, self.weight).masked_fill(foreign.unsqueeze(-1), 0)
+        return self.group.all_reduce(out)
+
+    def logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
+        """[S, E] -> [S, V] on the first rank of the stage, None on the others."""
+        logits = F.linear(hidden_SE, self.weight)
+        if self.group is None:
+            return logits
+        gathered = self.group.gather(logits)
+        return None if gathered is None else gathered[:, : self.vocab_size].contiguous()
+
+    def load_targets(self) -> dict[str, LoadTarget]:
+        """By name within this module."""
+        return {"weight": _rows(self.weight.data[: _length(self.rows)], self.vocab_size, self.rows)}
+
+
+def load_targets(model: nn.Module) -> dict[str, LoadTarget]:
+    """Where each tensor of a checkpoint goes, by its name there, without the leading `model.`."""
+    targets: dict[str, LoadTarget] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Weight):
+            targets[f"{path}.weight"] = _rows(module.weight.data, len(module.weight), slice(0, len(module.weight)))
+        elif isinstance(module, VocabParallel):
+            targets |= {f"{path}.{name}": target for name, target in module.load_targets().items()}
+        elif isinstance(module, ColumnParallel | RowParallel):
+            parent = path.rpartition(".")[0]
+            prefix = f"{parent}." if parent else ""
+            targets |= {f"{prefix}{name}": target for name, target in module.load_targets().items()}
+    return targets
+
+
+def send_activations(parallel: ParallelState, hidden_TE: torch.Tensor, residual_TE: torch.Tensor) -> None:
+    """Hand a stage's result to the next one."""
+    assert parallel.pipeline_group is not None
+    parallel.pipeline_group.send(torch.stack((hidden_TE, residual_TE)), parallel.stage + 1)
+
+
+def receive_activations(
+    parallel: ParallelState, num_tokens: int, hidden_size: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states and residual of the stage before, each [T, E]."""
+    assert parallel.pipeline_group is not None
+    hidden, residual = parallel.pipeline_group.receive((2, num_tokens, hidden_size), dtype, parallel.stage - 1)
+    return hidden, residual

@@ -1,0 +1,65 @@
+"""FaultInjection: a worker that fails on demand, for tests of what happens then.
+
+Nothing of it exists unless the environment names a file, and nothing happens unless that file is there::
+
+    QUIRE_FAULT_INJECTION=/path/of/fault.json
+
+    {"action": "kill", "token_id": 17}                 whenever token 17 is sampled: a poison request
+    {"action": "kill", "num_output_tokens": 5, "once": true}    when a request's fifth token is sampled, one time
+
+The fault strikes after the step is computed and before anybody is told of it.
+"""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from quire_engine.messages import ModelRunnerOutput
+from quire_engine.worker.input_batch import InputBatch
+
+__all__ = ["FAULT_INJECTION_VARIABLE", "FaultInjection"]
+
+FAULT_INJECTION_VARIABLE = "QUIRE_FAULT_INJECTION"
+
+
+class _Fault(msgspec.Struct):
+    action: Literal["kill", "stop", "raise", "hang"]
+    token_id: int | None = None
+    num_output_tokens: int | None = None
+    once: bool = False
+
+
+class FaultInjection:
+    """Reads the file before each strike, so that it can appear and change while the worker runs."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    @classmethod
+    def from_environment(cls) -> "FaultInjection | None":
+        """None when the environment does not ask for faults: then nothing of this costs anything."""
+        file = os.environ.get(FAULT_INJECTION_VARIABLE)
+        return cls(Path(file)) if file else None
+
+    def strike(self, output: ModelRunnerOutput, batch: InputBatch) -> None:
+        """Fail, if the fault is due after this step."""
+        try:
+            fault = msgspec.json.decode(self._file.read_bytes(), type=_Fault)
+        except FileNotFoundError:
+            return
+        if not any(
+            fault.token_id in token_ids or fault.num_output_tokens == batch.num_output_tokens(request_id)
+            for request_id, token_ids in output.sampled_token_ids.items()
+        ):
+            return
+        if fault.once:
+            self._file.unlink()
+        if fault.action == "raise":
+            raise RuntimeError("an injected fault")
+        if fault.action == "hang":
+            threading.Event().wait()
+        os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)

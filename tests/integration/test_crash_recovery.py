@@ -1,0 +1,203 @@
+"""Processes of the engine are killed and stopped under 32 live streams of a real tritonserver; no client notices more
+than a pause."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.clients import Answer, ask, ask_all, metric, run, with_client
+from support.serving import ROOT, Server, serve, wait_until
+from tritonclient.grpc import aio as grpc_aio
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
+MODELS: dict[str, dict[str, Any]] = {"alone": {}, "pair": {"tensor_parallel_size": 2}}
+"""The engine core with the worker in it, and with two worker processes."""
+NUM_STREAMS = 32
+FIRST_KILL_TOKENS = 600
+NUM_OUTPUTS = ["text_output", "token_ids", "finish_reason"]
+
+
+@pytest.fixture(scope="module")
+def fault_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the workers look at before each step; see `quire_engine.worker.fault_injection`."""
+    return tmp_path_factory.mktemp("fault") / "fault.json"
+
+
+@pytest.fixture(scope="module")
+def crash_server(tmp_path_factory: pytest.TempPathFactory, fault_file: Path) -> Iterator[Server]:
+    repository = tmp_path_factory.mktemp("models")
+    for name, settings in MODELS.items():
+        folder = repository / name / "1"
+        folder.mkdir(parents=True)
+        (repository / name / "config.pbtxt").write_text('backend: "quire"\n')
+        values = {"model": str(CHECKPOINT), "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, **settings}
+        (folder / "model.json").write_text(json.dumps(values))
+    with serve("--model-repository", str(repository), env={"QUIRE_FAULT_INJECTION": str(fault_file)}) as server:
+        yield server
+
+
+def requests(model: str, **changes: Any) -> list[dict[str, Any]]:
+    """Greedy and sampled ones, of different lengths."""
+    return [
+        {
+            "model": model, "outputs": NUM_OUTPUTS, "text_input": f"def f{i}(x):\n    ", "stream": True,
+            "exclude_input_in_output": True, "return_token_ids": True, "return_finish_reason": True,
+            "parameters": {
+                "max_tokens": 100 + i, "ignore_eos": True, "seed": i, "temperature": 0.8 if i % 2 else 0.0, **changes,
+            },
+        }
+        for i in range(NUM_STREAMS)
+    ]  # fmt: skip
+
+
+def processes(server: Server, model: str, module: str) -> list[int]:
+    """Processes of one model's engine that run a module: each is told its settings, but not by its command line."""
+    engines = {}
+    for pid in server.run_id.processes():
+        with contextlib.suppress(OSError):  # gone meanwhile
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            if b"quire_" in command and stat[0] != "Z":
+                engines[pid] = (int(stat[1]), command)
+    workers = {pid for pid, (_, command) in engines.items() if b"quire_engine.worker.process" in command}
+    with_workers = {engines[pid][0] for pid in workers}
+    if module == "worker":
+        return sorted(workers)
+    cores = {pid for pid, (_, command) in engines.items() if b"quire_engine.core.process" in command}
+    return sorted(cores & with_workers if model == "pair" else cores - with_workers)
+
+
+Strike = Callable[[Server, str], None]
+
+
+def kill_core(server: Server, model: str) -> None:
+    (pid,) = processes(server, model, "core")
+    os.kill(pid, signal.SIGKILL)
+
+
+def stop_core(server: Server, model: str) -> None:
+    (pid,) = processes(server, model, "core")
+    os.kill(pid, signal.SIGSTOP)
+
+
+def kill_worker(server: Server, model: str) -> None:
+    os.kill(processes(server, model, "worker")[-1], signal.SIGKILL)
+
+
+def stop_worker(server: Server, model: str) -> None:
+    os.kill(processes(server, model, "worker")[0], signal.SIGSTOP)
+
+
+def kill_core_and_worker(server: Server, model: str) -> None:
+    kill_worker(server, model)
+    kill_core(server, model)
+
+
+class Load:
+    """32 streams, and strikes among them once so many tokens have come."""
+
+    def __init__(self, server: Server, model: str, strikes: list[Strike]) -> None:
+        self.server, self.model = server, model
+        self.num_tokens = 0
+        self._strikes = list(strikes)
+        self._next_strike = FIRST_KILL_TOKENS
+        self._struck_at = 0.0
+        self.pauses: list[float] = []
+        """Seconds from each strike to the next token that anybody got; what was under way does not count."""
+
+    def on_response(self, response: dict[str, list[Any]]) -> None:
+        now = time.monotonic()
+        self.num_tokens += len(response["token_ids"])
+        if self._struck_at and now - self._struck_at > 0.4 and len(self.pauses) < 2:
+            self.pauses.append(now - self._struck_at)
+            self._struck_at = 0.0
+        if self._strikes and self.num_tokens >= self._next_strike and not self._struck_at:
+            self._strikes.pop(0)(self.server, self.model)
+            self._struck_at = now
+            self._next_strike = self.num_tokens + 300
+
+    async def run(self, client: grpc_aio.InferenceServerClient) -> list[Answer]:
+        return list(
+            await asyncio.gather(*(ask(client, on_response=self.on_response, **one) for one in requests(self.model)))
+        )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(crash_server: Server) -> dict[str, list[Answer]]:
+    return {model: ask_all(crash_server, requests(model)) for model in MODELS}
+
+
+SCENARIOS: list[tuple[str, list[Strike]]] = [
+    ("alone", [kill_core]),
+    ("alone", [kill_core, kill_core]),
+    ("alone", [stop_core]),
+    ("pair", [kill_core]),
+    ("pair", [kill_worker]),
+    ("pair", [kill_core_and_worker]),
+    ("pair", [kill_core, kill_core]),
+    ("pair", [stop_core]),
+    ("pair", [stop_worker]),
+]
+
+
+def _name(scenario: tuple[str, list[Strike]]) -> str:
+    return f"{scenario[0]}-{'-'.join(strike.__name__ for strike in scenario[1])}"
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=_name)
+def test_every_stream_ends_as_if_nothing_had_happened(
+    crash_server: Server,
+    undisturbed: dict[str, list[Answer]],
+    scenario: tuple[str, list[Strike]],
+    record_property: Callable[[str, object], None],
+) -> None:
+    model, strikes = scenario
+    restarts = metric(crash_server, "quire_engine_restarts_total", model=model)
+    load = Load(crash_server, model, strikes)
+    answers = asyncio.run(with_client(crash_server, load.run))
+    for answer, expected in zip(answers, undisturbed[model], strict=True):
+        assert answer.error is None
+        assert answer.token_ids == expected.token_ids
+        assert answer.text == expected.text
+        assert answer.responses[-1]["finish_reason"] == ["length"]
+    wait_until(
+        lambda: metric(crash_server, "quire_engine_restarts_total", model=model) == restarts + len(strikes),
+        "every death was one restart",
+    )
+    wait_until(lambda: metric(crash_server, "quire_engine_up", model=model) == 1, "the engine is up")
+    assert metric(crash_server, "quire_requests_replayed_total", model=model) > 0
+    wait_until(lambda: metric(crash_server, "quire_kv_blocks", model=model, state="used") == 0, "all blocks are free")
+    assert len(processes(crash_server, "pair", "worker")) == 2, "no worker outlives its engine"
+    print(f"{_name(scenario)}: paused for {', '.join(f'{seconds:.1f}' for seconds in load.pauses)} s")
+    record_property("pause_seconds", load.pauses)
+
+
+def test_a_poison_request_ends_alone(
+    crash_server: Server, undisturbed: dict[str, list[Answer]], fault_file: Path
+) -> None:
+    sampled = {token_id for answer in undisturbed["pair"] for token_id in answer.token_ids}
+    poison = next(token_id for token_id in range(100, 4000) if token_id not in sampled)
+    fault_file.write_text(json.dumps({"action": "kill", "token_id": poison}))
+    culprit = {"model": "pair", "text_input": "x", "parameters": {"allowed_token_ids": str([poison]), "max_tokens": 5}}
+    try:
+        *answers, ended = ask_all(crash_server, [*requests("pair")[1:], culprit])
+    finally:
+        fault_file.unlink()
+    assert ended.error is not None
+    assert "died of this request again and again" in ended.message
+    for answer, expected in zip(answers, undisturbed["pair"][1:], strict=True):
+        assert answer.token_ids == expected.token_ids
+
+
+def test_after_all_that_a_request_is_served(crash_server: Server) -> None:
+    for model in MODELS:
+        assert run(crash_server, model=model, text_input="def f(x):", max_tokens=4).text

@@ -1,0 +1,228 @@
+"""Starts and stops, with processes killed at random under live streams: nothing is left, and nothing grows.
+
+    make test ARGS="tests/integration/test_start_stop.py -s"                                  a few cycles
+    QUIRE_START_STOP_CYCLES=200 make test ARGS="tests/integration/test_start_stop.py -s"      an hour of it
+
+QUIRE_START_STOP_SEED repeats a run: what is killed, and when.
+"""
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire_cli import process
+from quire_cli.ports import Endpoint, reserve
+from quire_cli.run_directory import sweep
+from quire_engine.memory import resident_memory_bytes
+from support.clients import Answer, ask, run, with_client
+from support.serving import ROOT, Server, start, wait_until
+from tritonclient.grpc import aio as grpc_aio
+
+CYCLES = int(os.environ.get("QUIRE_START_STOP_CYCLES", "6"))
+SEED = int(os.environ.get("QUIRE_START_STOP_SEED", "0"))
+NUM_STREAMS = 4
+NUM_TOKENS = 400
+MOST_GROWTH_BYTES = 8 * 2**20
+# `quire serve` gives up after five deaths in a row; a service of so long begins the count anew.
+LONG_SERVICE_S = 31.0
+DEATHS_IN_A_ROW = 3
+
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600 + 60 * CYCLES)]
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> str:
+    """The demo model with little memory, which makes it start fast."""
+    version = tmp_path / "repository" / "tinypy" / "1"
+    version.mkdir(parents=True)
+    (version.parent / "config.pbtxt").write_text('backend: "quire"\n')
+    checkpoint = ROOT / "model_repository" / "tinypy" / "1" / "model"
+    settings = {"model": str(checkpoint), "max_num_seqs": 8, "max_num_batched_tokens": 64,
+                "kv_cache_memory_bytes": 64 * 2**20}  # fmt: skip
+    (version / "model.json").write_text(json.dumps(settings))
+    return str(tmp_path / "repository")
+
+
+class Streams(threading.Thread):
+    """Some live streams; they end with the server, or whole."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self.answers: list[Answer] = []
+        self._server = server
+        self._num_responses = [0] * NUM_STREAMS
+
+    def run(self) -> None:
+        async def work(client: grpc_aio.InferenceServerClient) -> list[Answer]:
+            return list(await asyncio.gather(*(self._ask(client, i) for i in range(NUM_STREAMS))))
+
+        self.answers = asyncio.run(with_client(self._server, work))
+
+    async def _ask(self, client: grpc_aio.InferenceServerClient, index: int) -> Answer:
+        def count(response: dict[str, Any]) -> None:
+            self._num_responses[index] += 1
+
+        return await ask(client, text_input=f"def f{index}(", max_tokens=NUM_TOKENS, ignore_eos=True, stream=True,
+                         return_token_ids=True, on_response=count)  # fmt: skip
+
+    def wait_for(self, num_responses: int) -> None:
+        """Wait until every stream has had so many."""
+        wait_until(lambda: min(self._num_responses) >= num_responses, f"{num_responses} responses of each stream", 60)
+
+
+def find(server: Server, is_it: Callable[[int], bool]) -> int:
+    return next(pid for pid in server.run_id.processes() if is_it(pid))
+
+
+def is_named(name: str) -> Callable[[int], bool]:
+    def is_it(pid: int) -> bool:
+        stat = process.process_stat(pid)
+        return stat is not None and stat.name == name[:15]
+
+    return is_it
+
+
+def victim(server: Server, name: str) -> int:
+    """The process of a cycle that is killed."""
+    if name == "serve":
+        return server.process.pid
+    if name == "engine":
+        return find(server, lambda pid: "quire_engine.core.process" in process.command_line(pid))
+    return find(server, is_named({"server": "tritonserver", "stub": "triton_python_backend_stub"}[name]))
+
+
+def shared_memory(server: Server) -> set[Path]:
+    """What the run's processes have mapped of /dev/shm, whatever its name."""
+    found: set[Path] = set()
+    for pid in server.run_id.processes():
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except OSError:
+            continue  # gone meanwhile
+        found |= {Path(path) for path in re.findall(r" (/dev/shm/\S+)$", maps, re.MULTILINE)}
+    return found
+
+
+def assert_nothing_left(server: Server, memory: set[Path]) -> None:
+    server.assert_nothing_left()
+    assert not [path for path in memory if path.exists()]
+    ports = [int(endpoint.rpartition(":")[2]) for endpoint in (server.grpc, server.http, server.metrics)]
+    reserve({f"port-{port}": Endpoint("127.0.0.1", port) for port in ports})
+
+
+def cycle(server: Server, name: str, num_responses: int) -> None:
+    """Kill under live streams; afterwards the run is over."""
+    streams = Streams(server)
+    streams.start()
+    try:
+        streams.wait_for(num_responses)
+        if name == "stop":
+            server.process.send_signal(signal.SIGTERM)
+        else:
+            os.kill(victim(server, name), signal.SIGKILL)
+    finally:
+        streams.join()
+    if name == "stop":
+        assert [len(answer.token_ids) for answer in streams.answers] == [NUM_TOKENS] * NUM_STREAMS
+    if name in ("server", "stub"):
+        server.wait_for_ready_line()
+        assert run(server, text_input="x", max_tokens=1).text != ""
+    if name == "serve":
+        assert server.wait() == -signal.SIGKILL
+        return
+    code = server.wait() if name == "stop" else server.stop()
+    assert code == 0, server.log()
+
+
+def test_nothing_is_left_after_any_end(repository: str) -> None:
+    dice = random.Random(SEED)
+    names: list[str] = []
+    before: tuple[Server, set[Path]] | None = None
+    for number in range(CYCLES):
+        if not names:  # each once, in any order, then again
+            names = ["serve", "server", "stub", "engine", "stop"]
+            dice.shuffle(names)
+        name, num_responses = names.pop(), dice.randrange(1, 12)
+        began = time.monotonic()
+        server = start("--model-repository", repository)
+        ready = time.monotonic()
+        try:
+            if before is not None:
+                assert_nothing_left(*before)
+            before = server, shared_memory(server)
+            cycle(server, name, num_responses)
+        finally:
+            if server.process.poll() is None:
+                server.stop(signal.SIGKILL)
+        if name != "serve":
+            assert_nothing_left(*before)
+        print(
+            f"cycle {number + 1}: ready after {ready - began:.1f} s, {name} after {num_responses} responses, "
+            f"over after {time.monotonic() - ready:.1f} s",
+            flush=True,
+        )
+    sweep()
+    assert before is not None
+    assert_nothing_left(*before)
+
+
+def test_a_server_that_is_started_again_and_again_does_not_grow(repository: str) -> None:
+    server = start("--model-repository", repository)
+    figures: list[tuple[int, int, int]] = []
+    try:
+        for number in range(CYCLES):
+            if number % DEATHS_IN_A_ROW == 0 and number:
+                serve_for_long(server)
+            streams = Streams(server)
+            streams.start()
+            try:
+                streams.wait_for(2)
+                died = time.monotonic()
+                os.kill(victim(server, "stub"), signal.SIGKILL)
+            finally:
+                streams.join()
+            assert all(answer.error is not None for answer in streams.answers)
+            server.wait_for_ready_line()
+            assert run(server, text_input="x", max_tokens=1).text != ""
+            pause_s = time.monotonic() - died
+            figures.append(grown(server.process.pid))
+            memory_bytes, num_files, num_threads = figures[-1]
+            print(
+                f"death {number + 1}: served again after {pause_s:.1f} s; quire serve holds "
+                f"{memory_bytes / 2**20:.1f} MiB, {num_files} files, {num_threads} threads; "
+                f"{len(server.run_id.shared_memory())} files in /dev/shm",
+                flush=True,
+            )
+        assert server.stop() == 0, server.log()
+    finally:
+        if server.process.poll() is None:
+            server.stop(signal.SIGKILL)
+    server.assert_nothing_left()
+    first, last = figures[0], figures[-1]
+    assert last[0] - first[0] < MOST_GROWTH_BYTES
+    assert last[1:] == first[1:]
+
+
+def serve_for_long(server: Server) -> None:
+    """Serve until the deaths so far are forgiven."""
+    end = time.monotonic() + LONG_SERVICE_S
+    while time.monotonic() < end:
+        streams = Streams(server)
+        streams.start()
+        streams.join()
+        assert all(answer.error is None for answer in streams.answers)
+
+
+def grown(pid: int) -> tuple[int, int, int]:
+    """Resident memory in bytes, open files and threads of a process."""
+    tasks, files = Path(f"/proc/{pid}/task"), Path(f"/proc/{pid}/fd")
+    return resident_memory_bytes(pid), len(list(files.iterdir())), len(list(tasks.iterdir()))

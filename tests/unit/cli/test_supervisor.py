@@ -1,0 +1,221 @@
+"""What `quire serve` does with its server, against a stand-in for tritonserver."""
+
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire_cli import process
+from quire_cli.errors import CommandError
+from quire_cli.ports import Endpoint, reserve
+from quire_cli.run_directory import RunId
+from quire_cli.supervisor import CrashLoop
+from support import fake_server
+from support.serving import wait_until
+
+SERVICES = ("grpc", "http", "metrics")
+SUPERVISE = """
+import json, os, sys
+from quire_cli.console import Console
+from quire_cli.errors import CommandError
+from quire_cli import process
+from quire_cli.ports import Endpoint
+from quire_cli.run_directory import RunDirectory
+from quire_cli.supervisor import Supervisor, blocked_signals
+
+folder, fake, ports = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+try:
+    with blocked_signals(), RunDirectory() as run:
+        sys.exit(Supervisor(
+            command=[sys.executable, fake, folder, *(f"{name}={port}" for name, port in ports.items())],
+            environment={**os.environ, **run.environment},
+            endpoints={name: Endpoint("127.0.0.1", port) for name, port in ports.items()},
+            ready_line="ready", drain_timeout_s=5, console=Console(), what="loading", clean_up=run.clean_up,
+            silence_s=float(sys.argv[4]),
+        ).run())
+except CommandError as error:
+    print(f"quire: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+class Supervised:
+    """A supervisor in a process of its own, as it takes over signals and orphans."""
+
+    def __init__(self, folder: Path, silence_s: float = 600, **plan: Any) -> None:
+        self.folder = folder
+        self.plan(**plan)
+        # A program of the stub's name; what is started by a link has the link's name.
+        (folder / "triton_python_backend_stub").symlink_to(str(shutil.which("sleep")))
+        reserved = reserve({service: Endpoint("127.0.0.1", 0) for service in SERVICES})
+        self.ports = {service: endpoint.port for service, endpoint in reserved.items()}
+        self.log_file = folder / "log"
+        with self.log_file.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", SUPERVISE, str(folder), str(fake_server.__file__), json.dumps(self.ports),
+                 str(silence_s)],
+                stdout=subprocess.PIPE, stderr=log,
+            )  # fmt: skip
+        self.run_id = RunId.of(self.process.pid)
+
+    def plan(self, **plan: Any) -> None:
+        """How the servers that are started from now on behave."""
+        (self.folder / "plan.json").write_text(json.dumps(plan))
+
+    def stub(self) -> int:
+        """The stub of the present server."""
+        stats = ((pid, process.process_stat(pid)) for pid in self.run_id.processes())
+        return next(pid for pid, stat in stats if stat and stat.name == "triton_python_b")
+
+    def log(self) -> list[str]:
+        """What it has written to stderr so far."""
+        return self.log_file.read_text().splitlines()
+
+    def is_announced(self, within_s: float) -> bool:
+        """Whether the ready line comes in time."""
+        assert self.process.stdout is not None
+        end, text = time.monotonic() + within_s, b""
+        while not text.endswith(b"\n"):
+            readable, _, _ = select.select([self.process.stdout], [], [], max(0.0, end - time.monotonic()))
+            chunk = os.read(self.process.stdout.fileno(), 100) if readable else b""
+            if not chunk:
+                return False
+            text += chunk
+        assert text == b"ready\n"
+        return True
+
+    def starts(self) -> list[int]:
+        """The processes that have been this run's server."""
+        file = self.folder / "starts"
+        return [int(line) for line in file.read_text().split()] if file.exists() else []
+
+    def stop(self, signal_number: int = signal.SIGTERM) -> int:
+        """Send a signal, and wait for the end."""
+        self.process.send_signal(signal_number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Wait for the end; returns the exit code."""
+        code = self.process.wait(60)
+        assert not self.run_id.processes()
+        assert not self.run_id.directories()
+        return code
+
+
+@pytest.fixture
+def supervise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Supervised]]:
+    running: list[Supervised] = []
+
+    def start(**plan: Any) -> Supervised:
+        running.append(Supervised(tmp_path, **plan))
+        return running[-1]
+
+    yield start
+    for supervised in running:
+        supervised.process.terminate()
+        supervised.process.wait(60)
+        assert supervised.process.stdout is not None
+        supervised.process.stdout.close()
+
+
+@pytest.mark.parametrize("late", SERVICES)
+def test_ready_means_that_every_port_answers(supervise: Callable[..., Supervised], late: str) -> None:
+    supervised = supervise(delayed=[late])
+    for service in set(SERVICES) - {late}:
+        wait_until(lambda service=service: accepts(supervised.ports[service]), f"{service} is open")
+    assert not supervised.is_announced(within_s=0.5)
+    (supervised.folder / "open").touch()
+    assert supervised.is_announced(within_s=30), supervised.log()
+    assert accepts(supervised.ports[late])
+    assert supervised.stop() == 0, supervised.log()
+
+
+def test_a_dead_stub_has_the_server_started_again_on_the_same_ports(supervise: Callable[..., Supervised]) -> None:
+    supervised = supervise()
+    assert supervised.is_announced(within_s=30), supervised.log()
+    os.kill(supervised.stub(), signal.SIGKILL)
+    assert supervised.is_announced(within_s=30), supervised.log()
+    first, second = supervised.starts()
+    assert first not in supervised.run_id.processes()
+    assert second in supervised.run_id.processes()
+    assert all(accepts(port) for port in supervised.ports.values())
+    (line,) = [line for line in supervised.log() if "again" in line]
+    assert re.fullmatch(r"quire: the stub process \d+ of a model died; starting the server again now, .*", line)
+    assert supervised.stop() == 0, supervised.log()
+
+
+def test_a_server_that_a_signal_killed_is_started_again(supervise: Callable[..., Supervised]) -> None:
+    supervised = supervise()
+    assert supervised.is_announced(within_s=30), supervised.log()
+    os.kill(supervised.starts()[0], signal.SIGSEGV)
+    assert supervised.is_announced(within_s=30), supervised.log()
+    assert "tritonserver was killed by SIGSEGV; starting the server again now" in "\n".join(supervised.log())
+    assert supervised.stop() == 0, supervised.log()
+
+
+def test_a_server_that_dies_again_and_again_ends_it_all(supervise: Callable[..., Supervised]) -> None:
+    supervised = supervise()
+    assert supervised.is_announced(within_s=30), supervised.log()
+    supervised.plan(log=["error: the disk is gone"], exit_code=1)
+    os.kill(supervised.stub(), signal.SIGKILL)
+    assert supervised.wait() == 1
+    assert len(supervised.starts()) == 5
+    assert supervised.log()[-1].startswith("quire: the disk is gone; that was death 5 in a row")
+
+
+def test_the_first_start_must_succeed(supervise: Callable[..., Supervised]) -> None:
+    supervised = supervise(log=["error: the disk is gone"], exit_code=1)
+    assert supervised.wait() == 1
+    assert len(supervised.starts()) == 1
+    assert supervised.log()[-1] == "quire: the disk is gone"
+
+
+def test_a_stop_signal_is_heeded_while_the_server_starts_again(supervise: Callable[..., Supervised]) -> None:
+    supervised = supervise()
+    assert supervised.is_announced(within_s=30), supervised.log()
+    supervised.plan(delayed=["http"])
+    os.kill(supervised.stub(), signal.SIGKILL)
+    wait_until(lambda: len(supervised.starts()) == 2, "the second start")
+    assert supervised.stop() == 0, supervised.log()
+    assert not supervised.is_announced(within_s=0)
+
+
+def test_a_stub_that_died_at_once_ends_the_start(supervise: Callable[..., Supervised]) -> None:
+    supervised = supervise(delayed=["http"], log=["terminate called", "  what():  stol"], stub_argument="nonsense")
+    assert supervised.wait() == 1
+    line = supervised.log()[-1]
+    assert re.match(r"quire: a model's process ended with exit code \d+ while it started, saying .*, and", line), line
+
+
+def test_a_silent_start_without_a_stub_ends(supervise: Callable[..., Supervised]) -> None:
+    supervised = supervise(delayed=["http"], no_stub=True, silence_s=1)
+    assert supervised.wait() == 1
+    assert "has started no process for a model" in supervised.log()[-1]
+
+
+def test_pauses_grow_and_a_long_service_forgives() -> None:
+    crash_loop = CrashLoop(most=5, long_s=30)
+    assert [crash_loop.pause_s(served, "x") for served in (0, 1, 29, 0)] == [0, 1, 2, 4]
+    assert crash_loop.pause_s(30, "x") == 0
+    for _ in range(3):
+        crash_loop.pause_s(0, "x")
+    with pytest.raises(CommandError, match=r"^x; that was death 5 in a row"):
+        crash_loop.pause_s(0, "x")
+
+
+def accepts(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        return True
+    except ConnectionRefusedError:
+        return False

@@ -1,0 +1,192 @@
+"""The journal: who is sent to which engine, with which tokens, and who is to blame."""
+
+import pytest
+from quire_engine.core.journal import Journal
+from quire_engine.messages import EngineCoreOutput, EngineCoreRequest
+from quire_engine.request import FinishReason
+from quire_engine.sampling_params import SamplingParams
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def request(request_id: str, max_tokens: int = 8, deadline_ms: float | None = None) -> EngineCoreRequest:
+    return EngineCoreRequest(request_id, [1, 2], SamplingParams(max_tokens=max_tokens), deadline_ms)
+
+
+def journal_of(*request_ids: str, clock: Clock | None = None) -> Journal:
+    journal = Journal(64, clock or Clock())
+    for request_id in request_ids:
+        journal.add(request(request_id))
+    return journal
+
+
+def sent(journal: Journal) -> list[str]:
+    return [message.request_id for message in journal.take_unsent()]
+
+
+def tokens(journal: Journal, **token_ids: int) -> list[EngineCoreOutput]:
+    outputs = [EngineCoreOutput(request_id, [token_id]) for request_id, token_id in token_ids.items()]
+    journal.take_note(outputs)
+    return outputs
+
+
+def test_a_request_is_sent_once() -> None:
+    journal = journal_of("a", "b")
+    assert sent(journal) == ["a", "b"]
+    assert sent(journal) == []
+    assert journal.num_sent == 2
+    journal.add(request("c"))
+    assert sent(journal) == ["c"]
+
+
+def test_after_a_death_all_go_on_behind_their_tokens_in_their_old_order() -> None:
+    journal = journal_of("a", "b", "c")
+    first = journal.take_unsent()
+    assert [message.is_replay for message in first] == [False] * 3
+    tokens(journal, a=7, c=5)
+    tokens(journal, c=6)
+    journal.add(request("d"))  # never sent to the one that dies
+    assert journal.engine_died() == []
+    assert journal.num_sent == 0
+    again = journal.take_unsent()
+    assert [(m.request_id, m.output_token_ids, m.is_replay) for m in again] == [
+        ("a", [7], True),
+        ("b", [], True),
+        ("c", [5, 6], True),
+        ("d", [], False),
+    ]
+    assert all(message.max_new_tokens is None for message in again)
+    tokens(journal, a=8)
+    journal.remove("b")
+    journal.remove("c")
+    journal.remove("d")
+    journal.engine_died()
+    (message,) = journal.take_unsent()
+    assert message.output_token_ids == [7, 8]
+    assert again[0].output_token_ids == [7], "what was sent does not change any more"
+
+
+def test_ended_and_aborted_requests_are_forgotten() -> None:
+    journal = journal_of("a", "b", "c")
+    assert journal.remove("c") is False, "no engine has it"
+    sent(journal)
+    journal.take_note([EngineCoreOutput("a", [3], FinishReason.STOP)])
+    assert journal.remove("a") is False, "the engine knows already"
+    assert journal.remove("b") is True
+    assert journal.remove("unknown") is False
+    assert journal.request_ids == []
+    journal.take_note([EngineCoreOutput("b", [3])])  # on its way when it was aborted
+    journal.engine_died()
+    assert sent(journal) == []
+
+
+def test_counts_of_preemptions_go_on() -> None:
+    journal = journal_of("a")
+    sent(journal)
+    journal.take_note([EngineCoreOutput("a", [3], num_preemptions=2)])
+    journal.engine_died()
+    assert journal.take_unsent()[0].num_preemptions == 2
+
+
+def test_of_a_deadline_what_is_left_is_sent() -> None:
+    clock = Clock()
+    journal = Journal(64, clock)
+    journal.add(request("a", deadline_ms=5000.0))
+    assert journal.take_unsent()[0].deadline_ms == 5000.0
+    clock.now += 2.0
+    journal.engine_died()
+    assert journal.take_unsent()[0].deadline_ms == pytest.approx(3000.0)
+    clock.now += 60.0
+    journal.engine_died()
+    deadline_ms = journal.take_unsent()[0].deadline_ms
+    assert deadline_ms is not None
+    assert 0 < deadline_ms < 1, "it has passed; the engine says so in the usual words"
+
+
+def test_after_two_deaths_suspects_are_tried_one_at_a_time() -> None:
+    journal = journal_of("a", "b", "c")
+    sent(journal)
+    journal.engine_died()
+    sent(journal)
+    journal.add(request("late"))
+    sent(journal)
+    journal.engine_died()  # the second for a, b and c, the first for late
+    (trial,) = journal.take_unsent()
+    assert (trial.request_id, trial.max_new_tokens) == ("a", 1)
+    assert sent(journal) == [], "it is alone"
+    journal.add(request("new"))
+    assert sent(journal) == [], "nobody joins it"
+    journal.take_note([])
+    assert sent(journal) == []
+    outputs = [EngineCoreOutput("a", [4], FinishReason.LENGTH)]
+    journal.take_note(outputs)
+    assert outputs[0].finish_reason is None, "the trial's end is not the request's"
+    (trial,) = journal.take_unsent()
+    assert trial.request_id == "b"
+    assert journal.engine_died() == ["b"], "it was alone when the engine died"
+    journal.remove("b")
+    (trial,) = journal.take_unsent()
+    assert trial.request_id == "c", "nobody else was with that engine, so nobody else is blamed"
+    tokens(journal, c=5)
+    rest = journal.take_unsent()
+    assert [message.request_id for message in rest] == ["a", "c", "late", "new"]
+    assert [message.output_token_ids for message in rest] == [[4], [5], [], []]
+    assert all(message.max_new_tokens is None for message in rest)
+    journal.engine_died()
+    assert sent(journal) == ["late"], "its second death; who was acquitted starts afresh"
+
+
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.ERROR])
+def test_an_end_on_trial_is_an_end(reason: FinishReason) -> None:
+    journal = journal_of("a", "b")
+    for _ in range(2):
+        sent(journal)
+        journal.engine_died()
+    assert sent(journal) == ["a"]
+    outputs = [EngineCoreOutput("a", [4], reason)]
+    journal.take_note(outputs)
+    assert outputs[0].finish_reason is reason
+    assert "a" not in journal
+    assert sent(journal) == ["b"]
+
+
+def test_on_trial_the_last_token_of_all_is_an_end() -> None:
+    journal = Journal(64, Clock())
+    journal.add(request("a", max_tokens=3))
+    sent(journal)
+    tokens(journal, a=1)
+    for _ in range(2):
+        journal.engine_died()
+        sent(journal)
+    journal.engine_died()
+    journal.add(request("b"))
+    outputs = [EngineCoreOutput("a", [2], FinishReason.LENGTH)]
+    journal.take_unsent()
+    journal.take_note(outputs)
+    assert outputs[0].finish_reason is None
+    for _ in range(2):
+        sent(journal)
+        journal.engine_died()
+    journal.take_unsent()
+    outputs = [EngineCoreOutput("a", [3], FinishReason.LENGTH)]
+    journal.take_note(outputs)
+    assert outputs[0].finish_reason is FinishReason.LENGTH
+
+
+def test_suspects_that_are_aborted_hold_nobody_up() -> None:
+    journal = journal_of("a", "b", "c")
+    for _ in range(2):
+        sent(journal)
+        journal.engine_died()
+    assert sent(journal) == ["a"]
+    assert journal.remove("a") is True
+    journal.remove("b")
+    assert sent(journal) == ["c"]
+    journal.remove("c")
+    journal.add(request("d"))
+    assert sent(journal) == ["d"]

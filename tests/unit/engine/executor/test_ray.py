@@ -1,0 +1,75 @@
+"""RayExecutor on a real local Ray cluster: the same tokens as one process, and an end that is noticed."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire_engine import LLM, EngineConfig, SamplingParams
+from quire_engine.errors import EngineDeadError, EngineError
+from quire_engine.executor import make_executor
+from quire_engine.models.checkpoint import CheckpointConfig
+
+pytestmark = pytest.mark.slow
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+PROMPTS = [[5, 6, 7], [9] * 40, [2, 3]]
+
+
+@pytest.fixture
+def ray_llm(checkpoint: Callable[[str], Path]) -> Iterator[Callable[..., LLM]]:
+    llms = []
+
+    def make(**settings: Any) -> LLM:
+        llm = LLM(checkpoint("tied-gqa"), dtype="float32", distributed_executor_backend="ray", **settings)
+        llms.append(llm)
+        return llm
+
+    yield make
+    for llm in llms:
+        llm.shutdown()
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["one", "tp2", "pp2"]
+)
+def test_actors_give_the_same_tokens(
+    checkpoint: Callable[[str], Path], ray_llm: Callable[..., LLM], settings: dict[str, int]
+) -> None:
+    expected = LLM(checkpoint("tied-gqa"), dtype="float32").generate(PROMPTS, GREEDY, use_tqdm=False)
+    outputs = ray_llm(**settings).generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
+
+
+def test_a_dead_actor_is_noticed(ray_llm: Callable[..., LLM]) -> None:
+    import ray
+
+    llm = ray_llm(tensor_parallel_size=2)
+    assert llm.generate(PROMPTS, GREEDY, use_tqdm=False)[0].finished
+    executor: Any = llm._core._core.executor
+    ray.kill(executor._actors[1])
+    with pytest.raises(EngineDeadError, match="rank 1 is gone"):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    llm.shutdown()
+    assert not ray.is_initialized()
+
+
+def config_of(folder: Path, **settings: Any) -> EngineConfig:
+    return EngineConfig.from_settings({"model": str(folder), "distributed_executor_backend": "ray", **settings})
+
+
+def test_without_ray_the_error_says_what_to_install(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    folder = checkpoint("tied-gqa")
+    with pytest.raises(EngineError, match=r"pip install 'quire\[ray\]'"):
+        make_executor(config_of(folder), CheckpointConfig.from_folder(folder), 64)
+
+
+def test_an_error_of_a_worker_is_its_own(ray_llm: Callable[..., LLM]) -> None:
+    with pytest.raises(ValueError, match="kv_cache_memory_bytes"):
+        ray_llm(kv_cache_memory_bytes=10)
+    assert "RAY_ADDRESS" not in os.environ

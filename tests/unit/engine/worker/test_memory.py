@@ -1,0 +1,15 @@
+"""How much of the memory the KV cache gets, and what is said when that is nothing."""
+
+from pathlib import Path
+
+import pytest
+from quire_engine import LLM
+
+TINYPY = Path(__file__).resolve().parents[4] / "model_repository" / "tinypy" / "1" / "model"
+
+
+def test_too_small_a_share_of_the_memory_names_the_setting_that_says_so() -> None:
+    with pytest.raises(
+        ValueError, match=r"^gpu_memory_utilization is 1e-07: .* raise it, or set kv_cache_memory_bytes"
+    ):
+        LLM(str(TINYPY), max_model_len=64, max_num_batched_tokens=64, gpu_memory_utilization=1e-7)
