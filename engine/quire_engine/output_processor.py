@@ -15,6 +15,7 @@ from quire_engine.input_processor import ProcessedRequest
 from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, ErrorCode, PromptLogprobs, TokenLogprobs
 from quire_engine.parallel_sampling import ParentRequest
 from quire_engine.request import FinishReason
+from quire_engine.slo import SLOVerdict, judge
 from quire_engine.stats import FinishedRequestStats, IterationStats
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ class OutputProcessor:
             except Exception:
                 logger.exception("request %s: its output could not be processed", output.request_id)
                 finished = True
-                self._fail(state)
+                self._fail(state, now, stats)
             if finished and output.finish_reason is None:
                 to_abort.append(output.request_id)
             if state.parent is not None and state.parent.request_id not in self._parents:
@@ -216,7 +217,7 @@ class OutputProcessor:
                 self._process_one(state, output, time.monotonic(), stats)
         return stats
 
-    def _fail(self, state: _RequestState) -> None:
+    def _fail(self, state: _RequestState, now: float, stats: IterationStats) -> None:
         """End a request whose output cannot even be made or taken; nobody else is to notice."""
         request = state.request
         self._states.pop(request.request_id, None)
@@ -225,12 +226,16 @@ class OutputProcessor:
             self._parents.pop(state.parent.request_id, None)
             for child_id in state.parent.live:
                 self._states.pop(child_id, None)
+        metrics = self._finish_stats(state, str(FinishReason.ERROR), now)
+        _add_verdict(request, metrics)
+        stats.finished_requests.append(metrics)
         output = RequestOutput(
             request_id=request.request_id if state.parent is None else state.parent.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
             outputs=[CompletionOutput(finish_reason=str(FinishReason.ERROR))],
             finished=True,
+            metrics=metrics,
             error="its output could not be processed",
         )
         try:
@@ -285,6 +290,7 @@ class OutputProcessor:
             if output.error_code is not None:
                 result.metrics.error_code = output.error_code.value
             if state.parent is None:
+                _add_verdict(request, result.metrics, is_callers_fault=output.error_parameter is not None)
                 stats.finished_requests.append(result.metrics)
         if state.parent is None:
             state.on_output(result)
@@ -302,6 +308,7 @@ class OutputProcessor:
         result.num_cached_tokens = parent.take_cached_tokens(result.num_cached_tokens)
         result.finished, result.metrics = total is not None, total
         if total is not None:
+            _add_verdict(state.request, total, is_callers_fault=result.error_parameter is not None)
             stats.finished_requests.append(total)
             del self._parents[parent.request_id]
             for live_id in parent.live:  # after an error
@@ -385,3 +392,22 @@ class OutputProcessor:
             own.prefill_seconds = max(own.time_to_first_token_seconds - (own.queue_seconds or 0.0), 0.0)
             own.decode_seconds = state.last_token_time - state.first_token_time
         return own
+
+
+def _add_verdict(request: ProcessedRequest, stats: FinishedRequestStats, *, is_callers_fault: bool = False) -> None:
+    """Judge an ended request by its objectives; not one that the caller took back or that could not be served."""
+    if stats.finish_reason == str(FinishReason.ABORT) or is_callers_fault:
+        return
+    if stats.error_code == ErrorCode.UNAVAILABLE.value:
+        verdict = SLOVerdict(good=False, cause="rejected")
+    elif stats.finish_reason == str(FinishReason.ERROR):
+        verdict = SLOVerdict(good=False, cause="error")
+    else:
+        verdict = judge(
+            request.slo_targets,
+            e2e_seconds=stats.e2e_seconds,
+            time_to_first_token_seconds=stats.time_to_first_token_seconds,
+            time_per_output_token_seconds=stats.time_per_output_token_seconds,
+            decode_seconds=stats.decode_seconds,
+        )
+    stats.slo_class, stats.slo_verdict, stats.slo_cause = request.slo_class, verdict.verdict, verdict.cause
