@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from quire_engine.slo import DEFAULT_CLASS, SLOTargets, parse_classes
+from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, parse_classes
 
 __all__ = ["CacheConfig", "EngineConfig", "FrontendConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig"]
 
@@ -174,7 +174,7 @@ class FrontendConfig:
     they end with an error."""
     step_timeout_s: float = 300.0
     """After so long without the end of a step, an engine with work to do counts as hung, and is started again."""
-    slo: dict[str, SLOTargets] = field(default_factory=lambda: {DEFAULT_CLASS: SLOTargets()})
+    slo: dict[str, SLOTargets] = field(default_factory=lambda: {DEFAULT_CLASS: NO_TARGETS})
     """Classes of service level objectives, by name: `{"default": {"ttft_ms": 500, "tpot_ms": 50, "e2e_ms": 10000}}`."""
     metric_aliases: str = "vllm"
     """Other names that the metrics also have: `vllm`, or `none`."""

@@ -16,7 +16,7 @@ from quire_engine.messages import EngineCoreReady, EngineCoreRequest
 from quire_engine.models.checkpoint import TOKENIZER_FILES
 from quire_engine.request import validate_request
 from quire_engine.sampling_params import SamplingParams
-from quire_engine.slo import DEFAULT_CLASS, RequestSLO, SLOTargets, resolve
+from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, RequestSLO, SLOTargets, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +45,7 @@ class ProcessedRequest:
     deadline_ms: float | None = None
     """Milliseconds from its arrival in which it has to be finished."""
     slo_class: str = DEFAULT_CLASS
-    slo_targets: SLOTargets = SLOTargets()
+    slo_targets: SLOTargets = NO_TARGETS
 
     def to_core(self) -> EngineCoreRequest:
         """What the engine core gets to see. Of the deadline that is what is left now."""
@@ -89,7 +89,7 @@ class InputProcessor:
         slo_classes: Mapping[str, SLOTargets] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self._slo_classes = slo_classes or {DEFAULT_CLASS: SLOTargets()}
+        self._slo_classes = slo_classes or {DEFAULT_CLASS: NO_TARGETS}
         self._ready = ready
         self._max_token_length = max(map(len, tokenizer.get_vocab()), default=1)
 

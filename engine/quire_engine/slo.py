@@ -13,7 +13,7 @@ from typing import Any
 
 from quire_engine.errors import RequestError
 
-__all__ = ["DEFAULT_CLASS", "RequestSLO", "SLOTargets", "SLOVerdict", "judge", "parse_classes", "resolve"]
+__all__ = ["DEFAULT_CLASS", "NO_TARGETS", "RequestSLO", "SLOTargets", "SLOVerdict", "judge", "parse_classes", "resolve"]
 
 DEFAULT_CLASS = "default"
 """The class of a request that names none. It always exists; unless the settings say otherwise it has no targets."""
@@ -39,6 +39,10 @@ class SLOTargets:
             value = getattr(self, item.name)
             if value is not None and not _is_time(value):
                 raise ValueError(f"{item.name} is {value!r}; it must be a number of milliseconds above 0")
+
+
+NO_TARGETS = SLOTargets()
+"""Whatever it takes is good."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +79,7 @@ def parse_classes(value: object) -> dict[str, SLOTargets]:
         raise ValueError(f"slo is {value!r}; it must be an object of classes, each an object of targets")
     if len(value) > MAX_CLASSES:
         raise ValueError(f"slo holds {len(value)} classes; it must hold at most {MAX_CLASSES}")
-    classes = {DEFAULT_CLASS: SLOTargets()}
+    classes = {DEFAULT_CLASS: NO_TARGETS}
     known = [item.name for item in fields(SLOTargets)]
     for name, targets in value.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):

@@ -143,7 +143,7 @@ class SupervisedClient:
         self._send_unsent()
 
     def abort_request(self, request_id: str) -> bool:
-        """End a request wherever it is. Never blocks. Returns whether an engine core had it, and will say it is gone."""
+        """End a request wherever it is. Never blocks. True when an engine core has it, and will tell of its end."""
         was_sent = self._journal.remove(request_id)
         if was_sent:
             self._client.abort_request(request_id)
