@@ -98,7 +98,8 @@ def test_steps_and_tokens_are_counted_under_both_names(server: Server) -> None:
     for prefix in ("quire_", "vllm:"):
         for name, count in {
             "generation_tokens_total": 7, "prompt_tokens_total": 5, "inter_token_latency_seconds_count": 6,
-            "time_to_first_token_seconds_count": 1, "request_prompt_tokens_sum": 5, "request_decode_time_seconds_count": 1,
+            "time_to_first_token_seconds_count": 1, "request_prompt_tokens_sum": 5,
+            "request_decode_time_seconds_count": 1,
             "request_generation_tokens_sum": 7, "request_prefill_time_seconds_count": 1,
         }.items():  # fmt: skip
             wait_until(lambda name=prefix + name, count=count: growth(name) == count, prefix + name)

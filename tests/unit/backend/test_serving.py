@@ -201,6 +201,7 @@ def test_what_was_refused_is_told_with_its_class_unless_it_was_the_callers_fault
     refuse(request_of({"slo_class": "batch"}, text_input="Hi"))
     engine.dead_error = "the engine process died"
     refuse(request_of(text_input="Hi"))
-    serving.shutdown()
+    serving._draining = True
     refuse(request_of({"slo_class": "batch"}, text_input="Hi"))
+    serving.shutdown()
     assert rejected == [None, None, "batch", "batch", "default", "batch"]
