@@ -8,6 +8,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from quire_engine.config import FrontendConfig
@@ -19,7 +20,7 @@ from quire_backend.cancellation import CancellationPoller
 from quire_backend.request import GenerateRequest, UnknownLoRAError, parse_request
 from quire_backend.response_queue import ResponseQueue, ResponseStream
 from quire_backend.responses import failure_of
-from quire_backend.triton_api import ErrorCode, TritonRequest
+from quire_backend.triton_api import ErrorCode, TritonRequest, trace_context
 
 if TYPE_CHECKING:
     from quire_engine.input_processor import ProcessedRequest
@@ -47,6 +48,8 @@ class InputProcessor(Protocol):
         *,
         deadline_ms: float | None = None,
         slo: RequestSLO | None = None,
+        traceparent: str | None = None,
+        label: str = "",
     ) -> "ProcessedRequest":
         """Tokenize and validate; raises RequestError."""
         ...
@@ -85,6 +88,7 @@ class Serving:
     ) -> None:
         self._engine = engine
         self._on_rejected = on_rejected
+        self._is_traced = config.otlp_endpoint is not None
         self._draining = False
         self._live: set[ResponseStream] = set()
         self._live_changed = threading.Condition()
@@ -157,6 +161,8 @@ class Serving:
             raise _UnavailableError("the model is being unloaded; send the request elsewhere or again later")
         if self._engine.dead_error is not None:  # while it is only started again, the request waits for it
             raise _UnavailableError(f"the engine is not running: {self._engine.dead_error}")
+        if self._is_traced and generate.traceparent is None:
+            generate = replace(generate, traceparent=trace_context(request))
         processed = self._process(generate)
         stream.request_id = processed.request_id
         self._call(self._add, processed, stream)
@@ -165,7 +171,12 @@ class Serving:
     def _process(self, generate: GenerateRequest) -> "ProcessedRequest":
         try:
             return self._engine.input_processor.process(
-                generate.prompt, generate.sampling_params, deadline_ms=generate.deadline_ms, slo=generate.slo
+                generate.prompt,
+                generate.sampling_params,
+                deadline_ms=generate.deadline_ms,
+                slo=generate.slo,
+                traceparent=generate.traceparent,
+                label=generate.label,
             )
         except RequestError as error:
             name = _INPUT_NAMES.get(error.parameter)

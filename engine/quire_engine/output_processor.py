@@ -365,7 +365,11 @@ class OutputProcessor:
         state: _RequestState, output: EngineCoreOutput, num_new_tokens: int, now: float, stats: IterationStats
     ) -> None:
         own = state.stats
-        own.num_preemptions = max(own.num_preemptions, output.num_preemptions)
+        if output.num_preemptions > own.num_preemptions:
+            own.num_preemptions = output.num_preemptions
+            if state.first_token_time is not None:
+                arrival_time = state.request.arrival_time
+                own.preemptions.append((state.last_token_time - arrival_time, now - arrival_time))
         if not num_new_tokens:
             return
         if state.first_token_time is None:
@@ -396,6 +400,7 @@ class OutputProcessor:
 
 def _add_verdict(request: ProcessedRequest, stats: FinishedRequestStats, *, is_callers_fault: bool = False) -> None:
     """Judge an ended request by its objectives; not one that the caller took back or that could not be served."""
+    stats.traceparent, stats.label = request.traceparent, request.label
     if stats.finish_reason == str(FinishReason.ABORT) or is_callers_fault:
         return
     if stats.error_code == ErrorCode.UNAVAILABLE.value:

@@ -2,9 +2,9 @@
 
     python tests/benchmarks/metrics.py [--streams 32] [--tokens 128] [--requests 64] [--runs 8]
 
-Two models with the same checkpoint stand in one server, one with the setting `metrics` off, and are given the same load
-in turn, in changing order; the bar is a cost of 1%. The CPU time is that of each model's stub process, where the metrics
-are written, per generated token: on a machine that others use, too, it says more than the throughput does.
+Two models with the same checkpoint stand in one server, one with the setting `metrics` off, and are given the same
+load in turn, in changing order; the bar is a cost of 1%. The CPU time is that of each model's stub process, where the
+metrics are written, per generated token: where others use the machine, too, it says more than the throughput does.
 """
 
 import argparse

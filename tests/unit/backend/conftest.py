@@ -154,7 +154,13 @@ class FakeEngine:
         return [self.is_healthy]
 
     def process(
-        self, prompt: str | list[int], params: SamplingParams, *, deadline_ms: float | None = None, slo: Any = None
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        deadline_ms: float | None = None,
+        slo: Any = None,
+        **_: Any,
     ) -> Any:
         if prompt == "explode":
             raise ZeroDivisionError("by design")

@@ -218,3 +218,10 @@ def test_objectives_of_a_wrong_type_are_refused_by_name(request_of: Any, paramet
 def test_objectives_that_are_said_twice_must_agree(request_of: Any) -> None:
     with pytest.raises(RequestError, match="slo_class is 'a' in sampling_parameters but 'b'"):
         parse_request(request_of({"slo_class": "b"}, text_input="Hi", sampling_parameters={"slo_class": "a"}))
+
+
+def test_trace_context_is_text(request_of: Any) -> None:
+    assert parse_request(request_of({"traceparent": "00-a-b-01"}, text_input="Hi")).traceparent == "00-a-b-01"
+    assert parse_request(request_of(text_input="Hi")).traceparent is None
+    with pytest.raises(RequestError, match=r"^traceparent is 5"):
+        parse_request(request_of(text_input="Hi", sampling_parameters={"traceparent": 5}))

@@ -223,6 +223,22 @@ def test_a_request_that_dies_with_its_engine_is_a_miss(folder: Path) -> None:
         run(llm, main)
 
 
+def test_stretches_of_preemption_lie_within_the_decode(folder: Path) -> None:
+    async def main() -> None:
+        metrics = [output.metrics for output in await asyncio.gather(*(last(llm, params(300)) for _ in range(2)))]
+        preempted = [one for one in metrics if one is not None and one.num_preemptions]
+        assert preempted
+        for one in preempted:
+            assert one.time_to_first_token_seconds is not None
+            assert len(one.preemptions) == one.num_preemptions
+            for begin, end in one.preemptions:
+                assert one.time_to_first_token_seconds <= begin < end <= one.e2e_seconds
+
+    with engine(folder, enable_prefix_caching=False) as (llm, recorder):
+        run(llm, main)
+        assert all(end.slo_verdict == "good" for end in recorder.finished)
+
+
 def test_ranks_are_looked_after_one_by_one(folder: Path) -> None:
     async def main() -> None:
         assert llm.workers_up() == [True, True]
