@@ -14,7 +14,8 @@ from quire_engine.errors import DeadlineExceededError, EngineDeadError, EngineUn
 from quire_engine.input_processor import InputProcessor, ProcessedRequest, Prompt, load_tokenizer
 from quire_engine.messages import ErrorCode
 from quire_engine.models import check_checkpoint
-from quire_engine.output_processor import OnOutput, OutputProcessor, RequestOutput
+from quire_engine.output_processor import OutputProcessor
+from quire_engine.outputs import OnOutput, RequestOutput
 from quire_engine.request import FinishReason
 from quire_engine.sampling_params import RequestOutputKind, SamplingParams
 from quire_engine.stats import IterationStats, SchedulerStats, StatLogger

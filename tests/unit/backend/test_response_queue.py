@@ -8,7 +8,7 @@ import pytest
 from quire_backend.request import ResponseOptions
 from quire_backend.response_queue import ResponseQueue, ResponseStream
 from quire_backend.triton_api import ErrorCode
-from quire_engine.output_processor import CompletionOutput, RequestOutput
+from quire_engine.outputs import CompletionOutput, RequestOutput
 
 
 def delta(text, finish_reason=None):

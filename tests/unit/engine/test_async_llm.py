@@ -19,7 +19,7 @@ from quire_engine import LLM, AsyncLLM, EngineConfig, RequestOutputKind, Samplin
 from quire_engine.errors import CheckpointError, EngineDeadError, RequestError
 from quire_engine.input_processor import ProcessedRequest
 from quire_engine.messages import RequestType
-from quire_engine.output_processor import RequestOutput
+from quire_engine.outputs import RequestOutput
 from quire_engine.stats import IterationStats, SchedulerStats
 
 pytestmark = pytest.mark.slow

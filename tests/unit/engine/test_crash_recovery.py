@@ -14,7 +14,7 @@ import pytest
 from quire_engine import LLM, AsyncLLM, EngineConfig, RequestOutput, RequestOutputKind, SamplingParams
 from quire_engine.core import supervisor
 from quire_engine.errors import EngineDeadError
-from quire_engine.output_processor import CompletionOutput
+from quire_engine.outputs import CompletionOutput
 from quire_engine.stats import IterationStats, SchedulerStats
 from quire_engine.worker.fault_injection import FAULT_INJECTION_VARIABLE
 
