@@ -350,6 +350,6 @@ def test_without_replay_death_of_the_engine_is_told_to_everybody(small_server: S
 
 def test_unloading_ends_the_engine(small_server: Server) -> None:
     """Last: it takes the model away."""
-    assert len(engine_pids(small_server)) == 1
+    wait_until(lambda: len(engine_pids(small_server)) == 1, "only the engine of `narrow` is left")
     assert http(small_server, "/v2/repository/models/narrow/unload")[0] == 200
     wait_until(lambda: not engine_pids(small_server), "the engine is gone")
