@@ -122,7 +122,7 @@ class AsyncMPClient:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "quire_engine.core.process"],
             stdin=subprocess.PIPE,
-            pass_fds=[self._heartbeat.fd],
+            pass_fds=[self._heartbeat.descriptor],
             start_new_session=True,  # a group of its own, so that all of it can be killed
             stdout=2,  # stderr: stdout may carry somebody's protocol; logs do not belong there
             env={
@@ -134,7 +134,7 @@ class AsyncMPClient:
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             },
         )
-        arguments = ProcessArguments(config, input_address, output_address, self._heartbeat.fd, num_blocks)
+        arguments = ProcessArguments(config, input_address, output_address, self._heartbeat.descriptor, num_blocks)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # died already: wait_until_ready tells
             self._process.stdin.write(msgspec.json.encode(arguments) + b"\n")
@@ -268,7 +268,7 @@ class AsyncMPClient:
         if self._process.returncode is None:
             kill_group(self._process.pid)
             self._process.wait()
-        os.close(self._heartbeat.fd)
+        self._heartbeat.close()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
