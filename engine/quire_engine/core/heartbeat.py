@@ -26,7 +26,7 @@ class Heartbeat:
     """One side's view of the page.
 
     Args:
-        fd: descriptor of the page; unset: a new page. It stays open, and is for the caller to close.
+        fd: descriptor of the page; unset: a new page.
     """
 
     def __init__(self, fd: int | None = None) -> None:
@@ -35,7 +35,14 @@ class Heartbeat:
             fd = os.memfd_create("quire-heartbeat")
             os.ftruncate(fd, size)
         self.fd = fd
-        self._page = np.frombuffer(mmap.mmap(fd, size), dtype=np.int64)
+        self._map = mmap.mmap(fd, size)
+        self._page = np.frombuffer(self._map, dtype=np.int64)
+
+    def close(self) -> None:
+        """Let go of the page, which must not be asked any more. The map has a descriptor of its own, so it goes too."""
+        del self._page
+        self._map.close()
+        os.close(self.fd)
 
     @property
     def turns(self) -> int:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from quire_engine.config import EngineConfig
 from quire_engine.core.client import AsyncMPClient
 from quire_engine.core.journal import Journal
-from quire_engine.errors import EngineDeadError
+from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
 from quire_engine.request import FinishReason
 
@@ -96,7 +96,7 @@ class SupervisedClient:
         self._outputs: list[EngineCoreOutput] = []
         """Ends of requests that no engine will tell of."""
         self._sleep_level = 0
-        self._falling_asleep: asyncio.Task[bool] | None = None
+        self._falling_asleep: asyncio.Task[None] | None = None
         self._closing = threading.Event()
         self._starting = threading.Lock()
         """Held while a thread starts an engine: `shutdown` waits for it."""
@@ -244,16 +244,25 @@ class SupervisedClient:
                     raise EngineDeadError("the engine was shut down") from None
                 reason = str(error)
                 logger.error("the engine could not be started again: %s", reason)
-        self._restart = None
-        self.start()
-        self._send_unsent()
+        with self._starting:  # a `shutdown` that comes now finds the watch, or else has closed what it would watch
+            if self._closing.is_set():
+                raise EngineDeadError("the engine was shut down")
+            self.start()
         if self._sleep_level:
-            self._falling_asleep = asyncio.get_running_loop().create_task(
-                self._client.call_utility("sleep", self._sleep_level)
-            )
+            self._falling_asleep = asyncio.get_running_loop().create_task(self._fall_asleep(self._sleep_level))
+            await asyncio.sleep(0)  # the call is on its way before the requests that were held: they are refused
+        self._restart = None
+        self._send_unsent()
         seconds = time.monotonic() - began_at
         logger.warning("the engine is up again after %.1f s; %d requests go on", seconds, num_replayed)
         self._on_restart(num_replayed)
+
+    async def _fall_asleep(self, level: int) -> None:
+        """The new engine is to sleep as the one before it did."""
+        try:
+            await self._client.call_utility("sleep", level)
+        except EngineError as error:
+            logger.warning("the engine that was started again does not sleep: %s", error)
 
     def _replace_client(self) -> None:
         """Runs in a thread: both an end and a start take their time.
