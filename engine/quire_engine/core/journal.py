@@ -8,8 +8,9 @@ It knows no process, no socket and no text: requests go in, outputs pass by, and
              ▲         │ the engine dies
              └─────────┘ a replay: with its tokens so far as output, it goes on where it was
 
-A request that was with an engine when it died is a suspect from the second death on. Suspects are tried one at a time,
-each with the engine to itself, for `TRIAL_TOKENS`; meanwhile everybody else is held:
+A request that was with an engine when it died is a suspect from the second death on, unless it had got `TRIAL_TOKENS`
+since the first: that was its trial. (So engines that are killed from outside now and then make no suspects.) Suspects
+are tried one at a time, each with the engine to itself, for `TRIAL_TOKENS`; meanwhile everybody else is held:
 
 1. The suspect gets its tokens (or ends): it is acquitted, and held until all suspects have been tried.
 2. The engine dies with nobody but the suspect in it: that one is the culprit, and ends with an error.
@@ -47,6 +48,8 @@ class _Entry:
     num_preemptions: int = 0
     num_crashes: int = 0
     """Deaths of an engine that had it, since it came or was acquitted."""
+    num_output_tokens_before: int = 0
+    """What it had when it was last sent."""
     is_sent: bool = False
     was_sent: bool = False
     """To any engine: what was taken once is not refused for want of room later."""
@@ -105,8 +108,11 @@ class Journal:
         culprits = [] if self._on_trial is None or self._trial_was_aborted else [self._on_trial]
         self._on_trial, self._trial_was_aborted = None, False
         for entry in self._entries.values():
-            entry.num_crashes += entry.is_sent
-            entry.is_sent = False
+            if entry.is_sent:
+                if len(entry.output_token_ids) - entry.num_output_tokens_before >= TRIAL_TOKENS:
+                    entry.num_crashes = 0
+                entry.num_crashes += 1
+                entry.is_sent = False
         self._unsent = self._entries.copy()
         self._suspects = deque(
             request_id for request_id, entry in self._entries.items() if entry.num_crashes >= MAX_CRASHES
@@ -154,6 +160,7 @@ class Journal:
         request, deadline_ms = entry.request, entry.request.deadline_ms
         if deadline_ms is not None:
             deadline_ms = max(deadline_ms - 1000 * (self._clock() - entry.added_at), SHORTEST_DEADLINE_MS)
+        entry.num_output_tokens_before = len(entry.output_token_ids)
         is_replay, entry.is_sent, entry.was_sent = entry.was_sent, True, True
         return msgspec.structs.replace(
             request,

@@ -211,3 +211,23 @@ def test_who_is_tried_after_an_abort_is_not_blamed_for_the_one_before() -> None:
     journal.add(request("d"))
     assert sent(journal) == ["d"]
     assert journal.engine_died() == []
+
+
+def test_who_goes_on_well_between_two_deaths_is_no_suspect() -> None:
+    journal = journal_of("a", "b", "c")
+    sent(journal)
+    tokens(journal, b=1)
+    tokens(journal, b=2)
+    journal.engine_died()
+    sent(journal)
+    for token_id in range(TRIAL_TOKENS):
+        tokens(journal, a=token_id)
+    tokens(journal, b=3)
+    journal.engine_died()
+    assert sent(journal) == ["b"], "one token after its return is too few; what it got before does not count"
+    journal.take_note([EngineCoreOutput("b", [4], FinishReason.LENGTH)])
+    assert sent(journal) == ["c"]
+    journal.take_note([EngineCoreOutput("c", [4], FinishReason.LENGTH)])
+    assert sent(journal) == ["a", "b", "c"]
+    journal.engine_died()
+    assert sent(journal) == ["a"], "its second death without progress"
