@@ -24,7 +24,7 @@ import zmq.asyncio
 
 from quire_engine.config import EngineConfig
 from quire_engine.core.heartbeat import Heartbeat
-from quire_engine.core.watch import EngineWatch, kill_group
+from quire_engine.core.watch import EngineWatch, is_stopped, kill_group
 from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.messages import (
     EngineCoreOutputs,
@@ -40,6 +40,8 @@ __all__ = ["AsyncMPClient", "InprocClient"]
 
 MAX_SOCKET_PATH = 107
 """Bytes of a Unix socket's path on Linux."""
+START_LOOK_MS = 100
+"""How often a process that starts is looked after: one that is stopped at two looks in a row is killed."""
 SHUTDOWN_SECONDS = 5.0
 """How long an engine core may take to end by itself before it is killed."""
 
@@ -159,7 +161,13 @@ class AsyncMPClient:
         Raises:
             EngineDeadError: it could not start; the message is its own.
         """
-        while not self._output.poll(100):
+        was_stopped = False
+        while not self._output.poll(START_LOOK_MS):
+            stopped = is_stopped(self._process.pid)  # an executor looks after its workers itself
+            if stopped and was_stopped:
+                self.shutdown()
+                raise EngineDeadError("the engine process was stopped (SIGSTOP) at start-up")
+            was_stopped = stopped
             if self._process.poll() is not None and not self._output.poll(100):
                 self.shutdown()
                 raise EngineDeadError(f"the engine process died at start-up with exit code {self._process.returncode}")
