@@ -32,6 +32,7 @@ LEAVES = {
     "errors",
     "memory",
     "messages",
+    "process_state",
     "request",
     "sampling_params",
     "semaphore",

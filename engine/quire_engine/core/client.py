@@ -17,6 +17,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -24,7 +25,7 @@ import zmq.asyncio
 
 from quire_engine.config import EngineConfig
 from quire_engine.core.heartbeat import Heartbeat
-from quire_engine.core.watch import EngineWatch, is_stopped, kill_group
+from quire_engine.core.watch import EngineWatch, kill_group
 from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.messages import (
     EngineCoreOutputs,
@@ -34,6 +35,7 @@ from quire_engine.messages import (
     RequestType,
     UtilityRequest,
 )
+from quire_engine.process_state import is_stopped
 from quire_engine.stats import SchedulerStats
 
 __all__ = ["AsyncMPClient", "InprocClient"]
@@ -114,9 +116,9 @@ class AsyncMPClient:
         self._pending: asyncio.Future[bytes] | None = None
         self._directory = _make_socket_directory()
         self._context = zmq.Context()
-        self._input, input_address = self._bind(zmq.PUSH, "input")
-        self._output, output_address = self._bind(zmq.PULL, "output")
-        self._async_output: zmq.asyncio.Socket | None = None
+        self._input = self._context.socket(zmq.PUSH)
+        self._output = zmq.asyncio.Socket(self._context, zmq.PULL)
+        input_address, output_address = self._bind(self._input, "input"), self._bind(self._output, "output")
         self._call_ids = itertools.count()
         self._calls: dict[int, asyncio.Future[bool]] = {}
         self._encoder = msgspec.msgpack.Encoder()
@@ -162,19 +164,20 @@ class AsyncMPClient:
             EngineDeadError: it could not start; the message is its own.
         """
         was_stopped = False
-        while not self._output.poll(START_LOOK_MS):
+        output: zmq.Socket[bytes] = zmq.Socket.shadow(self._output.underlying)  # there is no event loop yet
+        while not output.poll(START_LOOK_MS):
             stopped = is_stopped(self._process.pid)  # an executor looks after its workers itself
             if stopped and was_stopped:
                 self.shutdown()
                 raise EngineDeadError("the engine process was stopped (SIGSTOP) at start-up")
             was_stopped = stopped
-            if self._process.poll() is not None and not self._output.poll(100):
+            if self._process.poll() is not None and not output.poll(100):
                 self.shutdown()
                 raise EngineDeadError(f"the engine process died at start-up with exit code {self._process.returncode}")
             if cancelled is not None and cancelled.is_set():
                 self.shutdown()
                 raise EngineDeadError("the engine was shut down")
-        self.ready = msgspec.msgpack.decode(self._output.recv(), type=EngineCoreReady)
+        self.ready = msgspec.msgpack.decode(output.recv(), type=EngineCoreReady)
         if self.ready.error is not None:
             self.shutdown()
             raise EngineDeadError(self.ready.error)
@@ -235,9 +238,7 @@ class AsyncMPClient:
         """
         if self.death is not None:
             raise EngineDeadError(self.death)
-        if self._async_output is None:
-            self._async_output = zmq.asyncio.Socket(shadow=self._output)
-        self._pending = asyncio.ensure_future(self._async_output.recv())
+        self._pending = asyncio.ensure_future(self._output.recv())
         outputs = self._decoder.decode(await self._pending)
         for answer in outputs.utility_outputs:
             future = self._calls.get(answer.call_id)
@@ -258,9 +259,7 @@ class AsyncMPClient:
 
     def stop_listening(self) -> None:
         """Close what belongs to the event loop, in its thread; after that, `shutdown` may be called from another."""
-        if self._async_output is not None:
-            self._async_output.close(linger=0)
-            self._async_output = None
+        self._output.close(linger=0)
 
     def shutdown(self) -> None:
         """End all processes, by force if they do not go by themselves; release everything. Idempotent."""
@@ -284,13 +283,12 @@ class AsyncMPClient:
         self._context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _bind(self, kind: int, name: str) -> "tuple[zmq.Socket[bytes], str]":
+    def _bind(self, socket: "zmq.Socket[Any]", name: str) -> str:
         address = f"ipc://{self._directory / name}"
-        socket = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, 0)  # no limit: a full queue would block the event loop
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.bind(address)
-        return socket, address
+        return address
 
     def _send(self, request_type: RequestType, request_id: str, payload: bytes = b"") -> None:
         self._input.send_multipart((request_type.value, request_id.encode(), payload), zmq.NOBLOCK)

@@ -13,8 +13,8 @@ since the first: that was its trial. (So engines that are killed from outside no
 are tried one at a time, each with the engine to itself, for `TRIAL_TOKENS`; meanwhile everybody else is held:
 
 1. The suspect gets its tokens (or ends): it is acquitted, and held until all suspects have been tried.
-2. The engine dies with nobody but the suspect in it: that one is the culprit, and ends with an error.
-   (Unless the one before it was aborted on trial: the engine may have died of that one, so nobody is blamed.)
+2. The engine dies with nobody but the suspect in it: the suspect is tried again, and at the second such death it is the
+   culprit, and ends with an error. (One such death can be somebody else's doing.)
 3. When no suspect is left, all who are held are sent.
 """
 
@@ -32,6 +32,7 @@ __all__ = ["Journal"]
 
 MAX_CRASHES = 2
 """Deaths of its engine after which a request is a suspect."""
+MAX_TRIAL_DEATHS = 2
 TRIAL_TOKENS = 2
 """The first comes of a step that computes all tokens of the request, the second of one like all later steps: a request
 that kills engines in either is found."""
@@ -48,6 +49,8 @@ class _Entry:
     num_preemptions: int = 0
     num_crashes: int = 0
     """Deaths of an engine that had it, since it came or was acquitted."""
+    num_trial_deaths: int = 0
+    """Deaths of an engine that had nobody else, since it came or was acquitted."""
     num_output_tokens_before: int = 0
     """What it had when it was last sent."""
     is_sent: bool = False
@@ -70,8 +73,6 @@ class Journal:
         self._unsent: dict[str, _Entry] = {}
         self._suspects: deque[str] = deque()
         self._on_trial: str | None = None
-        self._trial_was_aborted = False
-        """Since then nobody was acquitted, so the engine may yet die of the one that was aborted."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._entries
@@ -96,7 +97,7 @@ class Journal:
         entry = self._entries.pop(request_id, None)
         self._unsent.pop(request_id, None)
         if request_id == self._on_trial:
-            self._on_trial, self._trial_was_aborted = None, True
+            self._on_trial = None
         return entry is not None and entry.is_sent
 
     def engine_died(self) -> list[str]:
@@ -105,8 +106,13 @@ class Journal:
         Returns:
             The request whose fault it was for certain, if there is one; it is still live, and for the caller to end.
         """
-        culprits = [] if self._on_trial is None or self._trial_was_aborted else [self._on_trial]
-        self._on_trial, self._trial_was_aborted = None, False
+        culprits = []
+        if self._on_trial is not None:
+            on_trial = self._entries[self._on_trial]
+            on_trial.num_trial_deaths += 1
+            if on_trial.num_trial_deaths >= MAX_TRIAL_DEATHS:
+                culprits.append(self._on_trial)
+            self._on_trial = None
         for entry in self._entries.values():
             if entry.is_sent:
                 if len(entry.output_token_ids) - entry.num_output_tokens_before >= TRIAL_TOKENS:
@@ -150,8 +156,8 @@ class Journal:
         limit = max_output_tokens(len(request.prompt_token_ids), request.sampling_params, self._max_model_len)
         if output.finish_reason is FinishReason.LENGTH and len(entry.output_token_ids) < limit:
             output.finish_reason = None
-        self._on_trial, self._trial_was_aborted = None, False
-        entry.num_crashes, entry.is_sent = 0, False
+        self._on_trial = None
+        entry.num_crashes, entry.num_trial_deaths, entry.is_sent = 0, 0, False
         self._unsent[request.request_id] = entry
         if not self._suspects:  # all go on, in their old order
             self._unsent = {request_id: one for request_id, one in self._entries.items() if not one.is_sent}

@@ -20,6 +20,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+import zmq
+
 from quire_engine.config import EngineConfig
 from quire_engine.core.client import AsyncMPClient
 from quire_engine.core.journal import Journal
@@ -246,7 +248,7 @@ class SupervisedClient:
                 await asyncio.to_thread(self._replace_client)
                 self._policy.engine_is_ready()
                 break
-            except (EngineDeadError, OSError, ValueError) as error:
+            except (EngineDeadError, OSError, ValueError, zmq.ZMQError) as error:
                 if self._closing.is_set():
                     raise EngineDeadError("the engine was shut down") from None
                 reason = str(error)

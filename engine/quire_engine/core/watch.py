@@ -19,11 +19,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from quire_engine.core.heartbeat import Heartbeat
+from quire_engine.process_state import is_stopped
 
-__all__ = ["EngineWatch", "how_it_ended", "is_stopped", "kill_group"]
+__all__ = ["EngineWatch", "how_it_ended", "kill_group"]
 
 logger = logging.getLogger(__name__)
 
@@ -137,11 +137,3 @@ def how_it_ended(pid: int) -> str:
     if result.si_code == os.CLD_EXITED:
         return f"ended with exit code {result.si_status}"
     return f"was killed by {signal.Signals(result.si_status).name}"
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process is in state T, into which no engine brings itself."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:
-        return False

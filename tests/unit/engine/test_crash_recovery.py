@@ -167,7 +167,7 @@ def test_a_poison_request_ends_alone(folder: Path, fault: Callable[..., Path]) -
 
     with engine(folder) as (llm, recorder):
         run(llm, main)
-        assert recorder.num_restarts == 3
+        assert recorder.num_restarts == 4
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV])

@@ -13,7 +13,7 @@ def num_descriptors() -> int:
 
 def test_the_other_side_sees_what_is_written() -> None:
     reader = Heartbeat()
-    writer = Heartbeat(os.dup(reader.fd))
+    writer = Heartbeat(os.dup(reader.descriptor))
     assert (reader.turns, reader.steps, reader.oldest_request_time) == (0, 0, None)
     writer.turn(2.5)
     writer.step()

@@ -128,7 +128,9 @@ def test_after_two_deaths_suspects_are_tried_one_at_a_time() -> None:
     assert outputs[0].finish_reason is None, "the trial's end is not the request's"
     (trial,) = journal.take_unsent()
     assert trial.request_id == "b"
-    assert journal.engine_died() == ["b"], "it was alone when the engine died"
+    assert journal.engine_died() == [], "it was alone when the engine died, but that can be chance"
+    assert sent(journal) == ["b"]
+    assert journal.engine_died() == ["b"]
     journal.remove("b")
     (trial,) = journal.take_unsent()
     assert trial.request_id == "c", "nobody else was with that engine, so nobody else is blamed"
