@@ -102,6 +102,8 @@ def _perf_metrics(metrics: "FinishedRequestStats | None") -> str:
     if metrics is None:
         return "null"
     values = msgspec.to_builtins(metrics)
+    for name in ("traceparent", "label"):  # the client has them
+        del values[name]
     values["time_per_output_token_seconds"] = metrics.time_per_output_token_seconds
     return json.dumps(values)
 

@@ -8,12 +8,13 @@ import numpy as np
 
 from quire_engine.errors import RequestError
 from quire_engine.input_processor import ProcessedRequest
-from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, PromptLogprobs, TokenLogprobs
+from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, ErrorCode, PromptLogprobs, TokenLogprobs
 from quire_engine.outputs import CompletionOutput, Logprob, OnOutput, RequestOutput
 from quire_engine.parallel_sampling import ParentRequest
 from quire_engine.request import FinishReason
 from quire_engine.request_state import RequestState
-from quire_engine.stats import IterationStats
+from quire_engine.slo import SLOVerdict, judge
+from quire_engine.stats import FinishedRequestStats, IterationStats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,7 +91,7 @@ class OutputProcessor:
             except Exception:
                 logger.exception("request %s: its output could not be processed", output.request_id)
                 finished = True
-                self._fail(state)
+                self._fail(state, now, stats)
             if finished and output.finish_reason is None:
                 to_abort.append(output.request_id)
             if state.parent is not None and state.parent.request_id not in self._parents:
@@ -107,7 +108,7 @@ class OutputProcessor:
                 self._process_one(state, output, time.monotonic(), stats)
         return stats
 
-    def _fail(self, state: RequestState) -> None:
+    def _fail(self, state: RequestState, now: float, stats: IterationStats) -> None:
         """End a request whose output cannot even be made or taken; nobody else is to notice."""
         request = state.request
         self._states.pop(request.request_id, None)
@@ -116,12 +117,16 @@ class OutputProcessor:
             self._parents.pop(state.parent.request_id, None)
             for child_id in state.parent.live:
                 self._states.pop(child_id, None)
+        metrics = state.finish_stats(str(FinishReason.ERROR), None, now)
+        _add_verdict(request, metrics)
+        stats.finished_requests.append(metrics)
         output = RequestOutput(
             request_id=request.request_id if state.parent is None else state.parent.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
             outputs=[CompletionOutput(finish_reason=str(FinishReason.ERROR))],
             finished=True,
+            metrics=metrics,
             error="its output could not be processed",
         )
         try:
@@ -174,6 +179,7 @@ class OutputProcessor:
             assert completion.finish_reason is not None
             result.metrics = state.finish_stats(completion.finish_reason, output.error_code, now)
             if state.parent is None:
+                _add_verdict(request, result.metrics, is_callers_fault=output.error_parameter is not None)
                 stats.finished_requests.append(result.metrics)
         if state.parent is None:
             state.on_output(result)
@@ -191,6 +197,7 @@ class OutputProcessor:
         result.num_cached_tokens = parent.take_cached_tokens(result.num_cached_tokens)
         result.finished, result.metrics = total is not None, total
         if total is not None:
+            _add_verdict(state.request, total, is_callers_fault=result.error_parameter is not None)
             stats.finished_requests.append(total)
             del self._parents[parent.request_id]
             for live_id in parent.live:  # after an error
@@ -241,3 +248,23 @@ class OutputProcessor:
             assert isinstance(text, str)
             self._token_texts[token_id] = text
         return self._token_texts[token_id]
+
+
+def _add_verdict(request: ProcessedRequest, stats: FinishedRequestStats, *, is_callers_fault: bool = False) -> None:
+    """Judge an ended request by its objectives; not one that the caller took back or that could not be served."""
+    stats.traceparent, stats.label = request.traceparent, request.label
+    if stats.finish_reason == str(FinishReason.ABORT) or is_callers_fault:
+        return
+    if stats.error_code == ErrorCode.UNAVAILABLE.value:
+        verdict = SLOVerdict(good=False, cause="rejected")
+    elif stats.finish_reason == str(FinishReason.ERROR):
+        verdict = SLOVerdict(good=False, cause="error")
+    else:
+        verdict = judge(
+            request.slo_targets,
+            e2e_seconds=stats.e2e_seconds,
+            time_to_first_token_seconds=stats.time_to_first_token_seconds,
+            time_per_output_token_seconds=stats.time_per_output_token_seconds,
+            decode_seconds=stats.decode_seconds,
+        )
+    stats.slo_class, stats.slo_verdict, stats.slo_cause = request.slo_class, verdict.verdict, verdict.cause

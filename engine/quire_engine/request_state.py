@@ -50,7 +50,11 @@ class RequestState:
     def take_times(self, output: EngineCoreOutput, num_new_tokens: int, now: float, stats: IterationStats) -> None:
         """Note when tokens came, in the request's own statistics and in those of the message they came with."""
         own = self.stats
-        own.num_preemptions = max(own.num_preemptions, output.num_preemptions)
+        if output.num_preemptions > own.num_preemptions:
+            own.num_preemptions = output.num_preemptions
+            if self.first_token_time is not None:
+                arrival_time = self.request.arrival_time
+                own.preemptions.append((self.last_token_time - arrival_time, now - arrival_time))
         if not num_new_tokens:
             return
         if self.first_token_time is None:

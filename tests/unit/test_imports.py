@@ -36,6 +36,7 @@ LEAVES = {
     "request",
     "sampling_params",
     "semaphore",
+    "slo",
     "stats",
     "structured_outputs_params",
 }
