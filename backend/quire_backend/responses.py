@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from quire_engine.output_processor import CompletionOutput
+from quire_engine.outputs import CompletionOutput
 
 from quire_backend.request import ResponseOptions
 from quire_backend.triton_api import ErrorCode, strings
 
 if TYPE_CHECKING:
-    from quire_engine.output_processor import Logprob, RequestOutput
+    from quire_engine.outputs import Logprob, RequestOutput
     from quire_engine.stats import FinishedRequestStats
 
 __all__ = ["failure_of", "tensors_of"]

@@ -24,7 +24,7 @@ from quire_backend.triton_api import ErrorCode, TritonRequest, trace_context
 
 if TYPE_CHECKING:
     from quire_engine.input_processor import ProcessedRequest
-    from quire_engine.output_processor import RequestOutput
+    from quire_engine.outputs import RequestOutput
 
 __all__ = ["Engine", "Serving"]
 

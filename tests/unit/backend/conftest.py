@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quire_engine.errors import RequestError
-from quire_engine.output_processor import CompletionOutput, RequestOutput
+from quire_engine.outputs import CompletionOutput, RequestOutput
 from quire_engine.sampling_params import SamplingParams
 
 
