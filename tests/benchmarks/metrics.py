@@ -3,8 +3,8 @@
     python tests/benchmarks/metrics.py [--streams 32] [--tokens 128] [--requests 64] [--runs 8]
 
 Two models with the same checkpoint stand in one server, one with the setting `metrics` off, and are given the same
-load in turn, in changing order; the bar is a cost of 1%. The CPU time is that of each model's stub process, where the
-metrics are written, per generated token: where others use the machine, too, it says more than the throughput does.
+load in turn, in changing order; the bar is a cost of 1%. The CPU time is that of all processes of the server, per token
+that was generated: where others use the machine, too, it says more than the throughput does.
 """
 
 import argparse
@@ -72,16 +72,13 @@ def measure_record(streams: int) -> None:
     print(f"round trips   {CountingFamily.num_calls / elapsed:8.0f} /s, with {num_steps / 4 / elapsed:.0f} requests/s")
 
 
-def stub_cpu_seconds(server: Server) -> dict[str, float]:
-    """CPU time so far of each model's stub process."""
-    seconds = {}
+def cpu_seconds(server: Server) -> float:
+    """CPU time so far of all processes of the server: an idle model adds next to nothing."""
+    seconds = 0.0
     for pid in server.run_id.processes():
         with contextlib.suppress(OSError):  # gone meanwhile
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if b"python_backend_stub" in command:
-                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-                name = "off" if b"/off/" in command or b"off_" in command else "on"
-                seconds[name] = seconds.get(name, 0.0) + (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            seconds += (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
     return seconds
 
 
@@ -115,6 +112,7 @@ def main() -> None:
     args = parser.parse_args()
     measure_record(args.streams)
     rates: dict[str, list[float]] = {"on": [], "off": []}
+    micros: dict[str, list[float]] = {"on": [], "off": []}
     with tempfile.TemporaryDirectory() as folder:
         for name in rates:
             version = Path(folder) / name / "1"
@@ -123,25 +121,26 @@ def main() -> None:
             settings = {"model": args.model, "kv_cache_memory_bytes": 256 << 20, "metrics": name == "on"}
             (version / "model.json").write_text(json.dumps(settings))
         with serve("--model-repository", folder) as server:
-            before: dict[str, float] = {}
             for run in range(args.runs + 1):
                 for name in ("on", "off") if run % 2 else ("off", "on"):
+                    before = cpu_seconds(server)
                     rate = asyncio.run(load(server, name, args, run))
-                    if run:
+                    used = cpu_seconds(server) - before
+                    if run:  # after a warm-up
                         rates[name].append(rate)
-                if not run:  # warm-up
-                    before = stub_cpu_seconds(server)
-                else:
+                        micros[name].append(1e6 * used / args.requests / args.tokens)
+                if run:
                     print(f"run {run}: on {rates['on'][-1]:.0f}, off {rates['off'][-1]:.0f} tok/s", flush=True)
-            after = stub_cpu_seconds(server)
-    on, off = (statistics.median(rates[name]) for name in ("on", "off"))
-    cost = statistics.median(1 - with_ / without for with_, without in zip(rates["on"], rates["off"], strict=True))
-    print(
-        f"throughput    {on:8.0f} tok/s with metrics, {off:.0f} without: cost {100 * cost:.1f}% (bar {100 * BAR:.0f}%)"
-    )
-    tokens = args.runs * args.requests * args.tokens
-    for name, end in after.items():
-        print(f"stub, {name:3}     {1e6 * (end - before[name]) / tokens:8.1f} µs of CPU time per token")
+    for what, unit, values in (("throughput", "tok/s", rates), ("CPU time", "µs per token", micros)):
+        on, off = (statistics.median(values[name]) for name in ("on", "off"))
+        costs = [cost_of(with_, without, what) for with_, without in zip(values["on"], values["off"], strict=True)]
+        cost, bar = statistics.median(costs), f"bar {100 * BAR:.0f}%"
+        print(f"{what:12}  {on:8.0f} {unit} with metrics, {off:.0f} without: cost {100 * cost:.1f}% ({bar})")
+
+
+def cost_of(with_metrics: float, without: float, what: str) -> float:
+    """Which share is lost: of throughput, less is a cost; of CPU time, more is."""
+    return 1 - with_metrics / without if what == "throughput" else with_metrics / without - 1
 
 
 if __name__ == "__main__":
