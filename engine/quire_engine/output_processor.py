@@ -110,7 +110,8 @@ class OutputProcessor:
 
     def _fail(self, state: RequestState, now: float, stats: IterationStats) -> None:
         """End a request whose output cannot even be made or taken; nobody else is to notice."""
-        request = state.request
+        request, parent = state.request, state.parent
+        is_live = request.request_id in self._states if parent is None else parent.request_id in self._parents
         self._states.pop(request.request_id, None)
         if state.parent is not None:
             state.parent.live.discard(request.request_id)
@@ -118,8 +119,9 @@ class OutputProcessor:
             for child_id in state.parent.live:
                 self._states.pop(child_id, None)
         metrics = state.finish_stats(str(FinishReason.ERROR), None, now)
-        _add_verdict(request, metrics)
-        stats.finished_requests.append(metrics)
+        if is_live:  # or its end was noted, and then could not be told
+            _add_verdict(request, metrics)
+            stats.finished_requests.append(metrics)
         output = RequestOutput(
             request_id=request.request_id if state.parent is None else state.parent.request_id,
             prompt=request.prompt,

@@ -223,6 +223,28 @@ def test_a_request_that_dies_with_its_engine_is_a_miss(folder: Path) -> None:
         run(llm, main)
 
 
+@pytest.mark.parametrize("num_sequences", [1, 2])
+@pytest.mark.parametrize("fails_at_its_end", [False, True])
+def test_a_request_whose_output_nobody_can_take_ends_once(
+    folder: Path, num_sequences: int, fails_at_its_end: bool
+) -> None:
+    def sink(output: RequestOutput) -> None:
+        if output.finished or not fails_at_its_end:
+            raise ZeroDivisionError("by design")
+
+    async def main() -> None:
+        sampling_params = params(3, n=num_sequences, temperature=1.0)
+        llm.add_request(llm.input_processor.process([5, 6, 7], sampling_params), sink)
+        await until(lambda: len(recorder.finished) == 1)
+        await last(llm, params())
+        assert len(recorder.finished) == 2
+        if not fails_at_its_end:
+            assert recorder.verdicts() == [("default", "miss", "error"), ("default", "good", "none")]
+
+    with engine(folder) as (llm, recorder):
+        run(llm, main)
+
+
 def test_stretches_of_preemption_lie_within_the_decode(folder: Path) -> None:
     async def main() -> None:
         metrics = [output.metrics for output in await asyncio.gather(*(last(llm, params(300)) for _ in range(2)))]
