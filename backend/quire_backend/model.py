@@ -64,7 +64,13 @@ class TritonPythonModel:
         labels = {"model": args["model_name"], "version": args["model_version"], "engine": "0"}
         self._metrics = TritonStatLogger(triton_api.metric_family, labels)
         engine = make_engine(config, self._metrics)
-        self._serving = Serving(engine, config.frontend, on_rejected=self._metrics.record_rejection)
+        self._serving = Serving(
+            engine,
+            config.frontend,
+            on_rejected=self._metrics.record_rejection,
+            model=labels["model"],
+            version=labels["version"],
+        )
         try:
             self._serving.start()
         except BaseException:

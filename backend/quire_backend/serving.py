@@ -7,22 +7,25 @@ cancellation poller's. A request belongs to the loop; the others only post to it
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 from quire_engine.config import FrontendConfig
 from quire_engine.errors import EngineDeadError, RequestError
 from quire_engine.sampling_params import SamplingParams
 
 from quire_backend.cancellation import CancellationPoller
+from quire_backend.introspection import IntrospectionRequest, parse_introspection
 from quire_backend.request import GenerateRequest, UnknownLoRAError, parse_request
 from quire_backend.response_queue import ResponseQueue, ResponseStream
-from quire_backend.responses import failure_of
+from quire_backend.responses import answer_of, failure_of
 from quire_backend.triton_api import ErrorCode, TritonRequest
 
 if TYPE_CHECKING:
     from quire_engine.input_processor import ProcessedRequest
     from quire_engine.output_processor import RequestOutput
+    from quire_engine.snapshot import Snapshot
 
 __all__ = ["Engine", "Serving"]
 
@@ -57,6 +60,8 @@ class Engine(Protocol):
     def dead_error(self) -> str | None: ...
     def add_request(self, request: "ProcessedRequest", on_output: "Callable[[RequestOutput], None]") -> None: ...
     def abort(self, request_id: str) -> None: ...
+    def cancel(self, request_id: str) -> bool: ...
+    async def snapshot(self, labels: Mapping[str, str]) -> "Snapshot": ...
     async def start(self) -> None: ...
     def shutdown(self) -> None: ...
 
@@ -66,12 +71,25 @@ class Serving:
 
     Args:
         engine: ready, but not started yet.
-        config: how often streams are sent.
+        config: how often streams are sent, and who may look inside.
         on_rejected: called for every request that is refused before it reaches the engine.
+        model: the model's name, for snapshots.
+        version: its version.
     """
 
-    def __init__(self, engine: Engine, config: FrontendConfig, on_rejected: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        config: FrontendConfig,
+        on_rejected: Callable[[], None] = lambda: None,
+        *,
+        model: str = "",
+        version: str = "",
+    ) -> None:
         self._engine = engine
+        self._introspection_token = config.introspection_token
+        self._model, self._version = model, version
+        self._introspections: set[asyncio.Task[None]] = set()
         self._on_rejected = on_rejected
         self._draining = False
         self._live: set[ResponseStream] = set()
@@ -124,6 +142,12 @@ class Serving:
         with self._live_changed:
             self._live.add(stream)
         try:
+            if self._introspect(request, stream):
+                return
+        except Exception as error:  # nobody's generation, so it counts as none that was refused
+            self._responses.fail(stream, *_explain(error))
+            return
+        try:
             self._submit(request, stream)
         except Exception as error:
             code, message = _explain(error)
@@ -131,6 +155,17 @@ class Serving:
                 logger.exception("request %r could not be taken", stream.label)
             self._on_rejected()
             self._responses.fail(stream, code, message)
+
+    def _introspect(self, request: TritonRequest, stream: ResponseStream) -> bool:
+        """Answer an operator; False when it is a client's request. Engines that are away can be asked about as well."""
+        introspection = parse_introspection(request.parameters(), self._introspection_token)
+        if introspection is None:
+            return False
+        if self._draining:
+            raise _UnavailableError("the model is being unloaded")
+        stream.label = request.request_id()
+        self._call(self._start_answer, introspection, stream)
+        return True
 
     def _submit(self, request: TritonRequest, stream: ResponseStream) -> None:
         if self._draining:
@@ -167,6 +202,31 @@ class Serving:
             self._engine.add_request(processed, lambda output: self._on_output(stream, output))
         except Exception as error:
             self._responses.fail(stream, *_explain(error))
+
+    def _start_answer(self, introspection: IntrospectionRequest, stream: ResponseStream) -> None:
+        task = self._loop.create_task(self._answer(introspection, stream))
+        self._introspections.add(task)  # the loop itself keeps no task alive
+        task.add_done_callback(self._introspections.discard)
+
+    async def _answer(self, introspection: IntrospectionRequest, stream: ResponseStream) -> None:
+        try:
+            if introspection.cancel_request_id is not None:
+                text = msgspec.json.encode({"cancelled": self._engine.cancel(introspection.cancel_request_id)})
+            else:
+                text = msgspec.json.encode(await self._snapshot())
+            self._responses.put(stream, answer_of(text.decode()))
+        except Exception as error:
+            logger.exception("introspection failed")
+            self._responses.fail(stream, *_explain(error))
+
+    async def _snapshot(self) -> "Snapshot":
+        with self._live_changed:
+            streams = list(self._live)
+        labels = {stream.request_id: stream.label for stream in streams if stream.request_id is not None}
+        snapshot = await self._engine.snapshot(labels)
+        snapshot.model, snapshot.version = self._model, self._version
+        snapshot.engine.queues.responses = sum(stream.pending is not None for stream in streams)
+        return snapshot
 
     def _on_output(self, stream: ResponseStream, output: "RequestOutput") -> None:
         failure = failure_of(output, cancelled=stream.cancelled, draining=self._draining) if output.finished else None

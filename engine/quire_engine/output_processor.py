@@ -12,9 +12,10 @@ import numpy as np
 from quire_engine.detokenizer import IncrementalDetokenizer
 from quire_engine.errors import RequestError
 from quire_engine.input_processor import ProcessedRequest
+from quire_engine.introspection import LiveRequest
 from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, ErrorCode, PromptLogprobs, TokenLogprobs
 from quire_engine.parallel_sampling import ParentRequest
-from quire_engine.request import FinishReason
+from quire_engine.request import FinishReason, max_output_tokens
 from quire_engine.stats import FinishedRequestStats, IterationStats
 
 if TYPE_CHECKING:
@@ -131,6 +132,23 @@ class _RequestState:
         self.last_token_time = request.arrival_time
         self.stats = FinishedRequestStats(finish_reason="", num_prompt_tokens=len(request.prompt_token_ids))
 
+    def describe(self, max_model_len: int) -> LiveRequest:
+        """What an operator may want to know of it."""
+        request, stats = self.request, self.stats
+        return LiveRequest(
+            request_id=request.request_id,
+            caller_request_id=request.request_id if self.parent is None else self.parent.request_id,
+            arrival_time=request.arrival_time,
+            first_token_time=self.first_token_time,
+            num_prompt_tokens=stats.num_prompt_tokens,
+            num_output_tokens=stats.num_output_tokens,
+            num_cached_tokens=stats.num_cached_tokens,
+            num_preemptions=stats.num_preemptions,
+            max_tokens=max_output_tokens(stats.num_prompt_tokens, request.params, max_model_len),
+            priority=request.params.priority,
+            queue_seconds=stats.queue_seconds,
+        )
+
 
 class OutputProcessor:
     """Keeps the state of every live request of one frontend."""
@@ -165,6 +183,17 @@ class OutputProcessor:
         for index, child in enumerate(parent.children):
             self._states[child.request_id] = _RequestState(child, self._tokenizer, on_output, parent, index)
         return parent.children
+
+    def live_requests(self, max_model_len: int) -> dict[str, LiveRequest]:
+        """The live requests by their id in the engine core, in order of arrival."""
+        return {request_id: state.describe(max_model_len) for request_id, state in self._states.items()}
+
+    def caller_request_id(self, request_id: str) -> str | None:
+        """The caller's request that a live one of the engine core stands for; None when there is no such."""
+        state = self._states.get(request_id)
+        if state is None:
+            return request_id if request_id in self._parents else None
+        return request_id if state.parent is None else state.parent.request_id
 
     def core_request_ids(self, request_id: str) -> list[str]:
         """The live requests of the engine core that a caller's request stands for."""

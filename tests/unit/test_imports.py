@@ -35,6 +35,7 @@ LEAVES = {
     "request",
     "sampling_params",
     "semaphore",
+    "snapshot",
     "stats",
     "structured_outputs_params",
 }
@@ -56,7 +57,8 @@ ARROWS: dict[str, set[str]] = {
     "detokenizer": set(),
     "input_processor": set(),
     "parallel_sampling": {"input_processor"},
-    "output_processor": {"detokenizer", "input_processor", "parallel_sampling"},
+    "introspection": set(),
+    "output_processor": {"detokenizer", "input_processor", "introspection", "parallel_sampling"},
     "beam_search": {"output_processor"},
     "llm": {"core", "beam_search"} | _TEXT,
     "async_llm": {"core", "beam_search"} | _TEXT,

@@ -5,11 +5,13 @@ in the oldest result. Results come in the order of submission.
 """
 
 import logging
+import os
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 from quire_engine.config import EngineConfig
+from quire_engine.core.step_history import StepHistory
 from quire_engine.errors import EngineDeadError, EngineError, EngineSleepingError
 from quire_engine.executor import Executor, make_executor
 from quire_engine.kv_cache import KVCacheManager
@@ -25,6 +27,7 @@ from quire_engine.messages import (
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.request import FinishReason, Request, validate_request
 from quire_engine.scheduler import Scheduler
+from quire_engine.snapshot import MAX_WAITING_REQUESTS, EngineCoreSnapshot, RankSnapshot
 from quire_engine.structured_output.grammar import GrammarError
 from quire_engine.structured_output.manager import StructuredOutputManager
 from quire_engine.structured_output.protocol import CompilerArguments
@@ -67,6 +70,8 @@ class EngineCore:
         )
         self._in_flight: deque[SchedulerOutput] = deque()
         """Steps that were submitted and not collected, oldest first."""
+        self._history = StepHistory()
+        self._world_size = config.parallel.world_size
         self._sleep_level = 0
         self.ready = EngineCoreReady(
             vocab_size=checkpoint.vocab_size,
@@ -160,7 +165,8 @@ class EngineCore:
             What came of it when it failed, else None.
         """
         while len(self._in_flight) < self.executor.max_concurrent_batches and self.scheduler.has_requests():
-            scheduler_output = self.scheduler.schedule()
+            with self._history.measure("schedule"):
+                scheduler_output = self.scheduler.schedule()
             self.structured_output.drop_abandoned()  # of requests that are overdue
             if self._in_flight and not (scheduler_output.num_scheduled_tokens or scheduler_output.dropped_request_ids):
                 break
@@ -172,6 +178,7 @@ class EngineCore:
             except Exception as error:
                 return self._recover(scheduler_output, error, was_submitted=False)
             self._in_flight.append(scheduler_output)
+            self._history.last_step = scheduler_output
         return None
 
     def _collect_step(self) -> list[EngineCoreOutput]:
@@ -180,12 +187,14 @@ class EngineCore:
             return []
         scheduler_output = self._in_flight.popleft()
         try:
-            runner_output = self.executor.collect()
+            with self._history.measure("execute"):
+                runner_output = self.executor.collect()
         except EngineDeadError:
             raise
         except Exception as error:
             return self._recover(scheduler_output, error)
-        return self.scheduler.update_from_output(runner_output, scheduler_output.step)
+        with self._history.measure("update"):
+            return self.scheduler.update_from_output(runner_output, scheduler_output.step)
 
     def _recover(
         self, scheduler_output: SchedulerOutput, error: Exception, was_submitted: bool = True
@@ -218,6 +227,8 @@ class EngineCore:
             "is_sleeping": self.is_sleeping,
         }
         try:
+            if request.method == "snapshot":
+                return UtilityOutput(request.call_id, snapshot=self.snapshot())
             return UtilityOutput(request.call_id, utilities[request.method](*request.arguments))
         except EngineDeadError:
             raise
@@ -226,6 +237,30 @@ class EngineCore:
             if not known:
                 logger.exception("%s failed", request.method)
             return UtilityOutput(request.call_id, False, str(error) if known else f"{request.method}: {error!r}")
+
+    def snapshot(self) -> EngineCoreSnapshot:
+        """All that an operator may want to see of this moment. Changes nothing."""
+        step_seconds = self._history.step_seconds()
+        requests = self.scheduler.request_snapshots(MAX_WAITING_REQUESTS)
+        return EngineCoreSnapshot(
+            step=self.scheduler.num_steps,
+            batches_in_flight=len(self._in_flight),
+            step_seconds=step_seconds,
+            last_step=self._history.composition(self.scheduler.requests),
+            ranks=self._ranks(step_seconds.execute),
+            requests=requests,
+            blocks=self.scheduler.kv_cache.snapshot(request.id for request in requests),
+        )
+
+    def _ranks(self, execute_seconds: float) -> list[RankSnapshot]:
+        if self._world_size == 1 and not self.executor.worker_pids:
+            return [RankSnapshot(0, os.getpid(), step_seconds_p50=execute_seconds or None)]
+        pids = self.executor.worker_pids or [0] * self._world_size
+        seconds = self.executor.rank_step_seconds() or [None] * len(pids)
+        return [
+            RankSnapshot(rank, pid, step_seconds_p50=own)
+            for rank, (pid, own) in enumerate(zip(pids, seconds, strict=True))
+        ]
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Running requests keep their blocks and go on undisturbed."""

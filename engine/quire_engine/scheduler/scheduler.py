@@ -31,7 +31,7 @@ import time
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count, islice
 
 import msgspec
 
@@ -48,6 +48,8 @@ from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.limits import RequestLimits
 from quire_engine.scheduler.recovery import Trials
 from quire_engine.scheduler.request_queue import RequestQueue, make_request_queue, priority_key
+from quire_engine.scheduler.snapshot import request_snapshot
+from quire_engine.snapshot import RequestSnapshot
 from quire_engine.stats import SchedulerStats
 
 __all__ = ["Scheduler"]
@@ -124,6 +126,8 @@ class Scheduler:
         request.queued_at = self._clock()
         request.void_until_step = self._num_steps  # one with the same id may have been in these
         self.requests[request.request_id] = request
+        if request.is_replay:
+            request.note_event("replayed", request.queued_at, request.num_output_tokens)
         self._limits.watch(request, self.requests)
         if request.needs_grammar:
             request.status = RequestStatus.WAITING_FOR_FSM
@@ -242,6 +246,7 @@ class Scheduler:
             num_new_tokens = num_left = len(request.all_token_ids) - num_computed_tokens
             if num_left > 1:
                 num_new_tokens = self._chunk(num_left, max(budget - (len(running) - index - 1), 1))
+                request.note_event("prefill_chunk", self._clock(), num_new_tokens)
             elif num_left == 0 or len(scheduled) >= share:
                 index += 1
                 continue
@@ -308,6 +313,7 @@ class Scheduler:
                 if self.kv_cache.enable_prefix_caching and not request.skip_reading_prefix_cache:
                     self.prefix_cache_queries += request.num_tokens
                 self.prefix_cache_hits += num_hit_tokens
+            request.note_event("scheduled", self._clock(), num_new_tokens)
             request.num_computed_tokens = num_hit_tokens
             request.status = RequestStatus.RUNNING
             if self.config.scheduling_policy == "priority":
@@ -343,6 +349,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Let a request that leaves `running` wait before all others, for lack of blocks."""
+        request.note_event("preempted", self._clock(), request.num_computed_tokens)
         self._release(request)
         self.waiting.prepend(request)
         request.num_preemptions += 1
@@ -400,6 +407,7 @@ class Scheduler:
                 output.queue_seconds = request.scheduled_at - request.queued_at
                 output.num_cached_tokens = request.num_cached_tokens
                 output.prompt_logprobs = request.take_prompt_logprobs()
+                request.note_event("first_token", self._clock(), 1)
             stopped: tuple[FinishReason, int | None] | None = None
             for token_id in new_token_ids:
                 if grammar is not None and not _accepts(request, token_id):
@@ -453,6 +461,20 @@ class Scheduler:
         self._trials.add_suspects(suspects)
         self.kv_cache.reset_prefix_cache()
         return outputs
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were scheduled, empty ones included."""
+        return self._num_steps
+
+    def request_snapshots(self, max_waiting: int) -> list[RequestSnapshot]:
+        """The running requests in their order, then at most `max_waiting` of those that wait, in theirs."""
+        now = self._clock()
+        waiting = chain(self._trials.acquitted, self._trials.suspects, self.waiting, self.waiting_for_fsm)
+        return [
+            request_snapshot(request, now, self.kv_cache.num_blocks_of(request.request_id))
+            for request in chain(self.running, islice(waiting, max_waiting))
+        ]
 
     def make_stats(self) -> SchedulerStats:
         """The numbers of this moment."""
