@@ -3,11 +3,11 @@
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire_engine.config import EngineConfig
 from quire_engine.errors import EngineError
-from quire_monitoring import TritonStatLogger
+from quire_monitoring import MetricDefinition, TritonStatLogger
 
 from quire_backend import model_config, triton_api
 from quire_backend.serving import Serving
@@ -27,6 +27,11 @@ def make_engine(config: EngineConfig, stat_logger: TritonStatLogger) -> "AsyncLL
     from quire_engine.async_llm import AsyncLLM
 
     return AsyncLLM(config, [stat_logger])
+
+
+def _no_family(definition: MetricDefinition) -> NoReturn:
+    """In the place of `triton_api.metric_family` when no metrics are wanted."""
+    raise RuntimeError("they are switched off by the setting metrics")
 
 
 class TritonPythonModel:
@@ -62,7 +67,13 @@ class TritonPythonModel:
     def _start(self, args: dict[str, str]) -> None:
         config = load_engine_config(Path(args["model_repository"]) / args["model_version"])
         labels = {"model": args["model_name"], "version": args["model_version"], "engine": "0"}
-        self._metrics = TritonStatLogger(triton_api.metric_family, labels)
+        self._metrics = TritonStatLogger(
+            triton_api.metric_family if config.frontend.metrics else _no_family,
+            labels,
+            slo_classes=config.frontend.slo,
+            num_ranks=config.parallel.world_size,
+            aliases=config.frontend.metric_aliases == "vllm",
+        )
         engine = make_engine(config, self._metrics)
         self._serving = Serving(
             engine,
@@ -76,7 +87,7 @@ class TritonPythonModel:
         except BaseException:
             engine.shutdown()
             raise
-        self._metrics.start(is_up=lambda: engine.is_healthy)
+        self._metrics.start(is_up=lambda: engine.is_healthy, workers_up=engine.workers_up)
         logger.info("model %s is served by the Quire engine", args["model_name"])
 
     def execute(self, requests: Sequence[TritonRequest]) -> None:

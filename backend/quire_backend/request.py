@@ -15,11 +15,16 @@ import numpy as np
 import numpy.typing as npt
 from quire_engine.errors import RequestError
 from quire_engine.sampling_params import SamplingParams, convert_parameter
+from quire_engine.slo import RequestSLO
 
 from quire_backend.model_config import RETURN_FLAGS, SAMPLING_INPUTS
 from quire_backend.triton_api import Tensor, TritonRequest
 
 __all__ = ["GenerateRequest", "ResponseOptions", "UnknownLoRAError", "parse_request"]
+
+
+SLO_PARAMETERS = ("slo_class", "slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms")
+"""Said where sampling parameters are said."""
 
 
 class UnknownLoRAError(RequestError):
@@ -53,6 +58,8 @@ class GenerateRequest:
     options: ResponseOptions
     deadline_ms: float | None = None
     """Triton's request timeout: milliseconds from now in which it has to be finished."""
+    slo: RequestSLO | None = None
+    """What it is to be judged by; None: what the model's settings say."""
 
 
 def parse_request(request: TritonRequest) -> GenerateRequest:
@@ -64,7 +71,10 @@ def parse_request(request: TritonRequest) -> GenerateRequest:
     tensors = {tensor.name(): tensor for tensor in request.inputs()}
     prompt = _prompt(tensors)
     options = _options(tensors, has_text=isinstance(prompt, str))
-    params = SamplingParams(**_sampling_parameters(tensors, request.parameters()))
+    values = _sampling_parameters(tensors, request.parameters())
+    slo = {name.removeprefix("slo_") if name != "slo_class" else name: values.pop(name)
+           for name in SLO_PARAMETERS if name in values}  # fmt: skip
+    params = SamplingParams(**values)
     options = replace(options, logprobs=params.logprobs is not None, num_sequences=params.n)
     if params.logprobs is None and "cumulative_logprob" in options.outputs:
         params = msgspec.structs.replace(params, logprobs=0)
@@ -74,6 +84,7 @@ def parse_request(request: TritonRequest) -> GenerateRequest:
         sampling_params=params,
         options=options,
         deadline_ms=request.timeout() / 1000 or None,
+        slo=RequestSLO(**slo) if slo else None,
     )
 
 
@@ -132,7 +143,7 @@ def _sampling_parameters(tensors: Mapping[str, Tensor], parameters: str) -> dict
                 raise RequestError(
                     name, "output_kind cannot be chosen here; the input stream says what a response holds"
                 )
-            converted = convert_parameter(name, value)
+            converted = _slo_parameter(name, value) if name in SLO_PARAMETERS else convert_parameter(name, value)
             if converted is None:
                 continue
             if name in values and not _agree(values[name], converted):
@@ -143,6 +154,18 @@ def _sampling_parameters(tensors: Mapping[str, Tensor], parameters: str) -> dict
             values.setdefault(name, converted)
             places.setdefault(name, place)
     return values
+
+
+def _slo_parameter(name: str, value: Any) -> str | float | None:
+    """The name of a class as it is; a time as a number, which a request parameter may also say as text."""
+    if value is None or (name == "slo_class" and isinstance(value, str)):
+        return value
+    if name == "slo_class":
+        raise RequestError(name, f"{name} is {value!r}; it must be a string")
+    try:
+        return float("nan" if isinstance(value, bool) else value)
+    except (TypeError, ValueError, OverflowError):
+        raise RequestError(name, f"{name} is {str(value)[:100]!r}; it must be a number of milliseconds") from None
 
 
 def _agree(first: Any, second: Any) -> bool:

@@ -14,6 +14,7 @@ import msgspec
 from quire_engine.config import FrontendConfig
 from quire_engine.errors import EngineDeadError, RequestError
 from quire_engine.sampling_params import SamplingParams
+from quire_engine.slo import DEFAULT_CLASS, RequestSLO
 
 from quire_backend.cancellation import CancellationPoller
 from quire_backend.introspection import IntrospectionRequest, parse_introspection
@@ -43,7 +44,12 @@ class InputProcessor(Protocol):
     """As much of the engine's input processor as is needed here."""
 
     def process(
-        self, prompt: str | list[int], params: SamplingParams, *, deadline_ms: float | None = None
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        deadline_ms: float | None = None,
+        slo: RequestSLO | None = None,
     ) -> "ProcessedRequest":
         """Tokenize and validate; raises RequestError."""
         ...
@@ -72,7 +78,8 @@ class Serving:
     Args:
         engine: ready, but not started yet.
         config: how often streams are sent, and who may look inside.
-        on_rejected: called for every request that is refused before it reaches the engine.
+        on_rejected: called for every request that is refused before it reaches the engine, with the class of objectives
+            that it would have been judged by; None when the fault was the request's own.
         model: the model's name, for snapshots.
         version: its version.
     """
@@ -81,7 +88,7 @@ class Serving:
         self,
         engine: Engine,
         config: FrontendConfig,
-        on_rejected: Callable[[], None] = lambda: None,
+        on_rejected: Callable[[str | None], None] = lambda slo_class: None,
         *,
         model: str = "",
         version: str = "",
@@ -150,11 +157,16 @@ class Serving:
         try:
             self._submit(request, stream)
         except Exception as error:
-            code, message = _explain(error)
-            if code is ErrorCode.INTERNAL:
+            if _explain(error)[0] is ErrorCode.INTERNAL:
                 logger.exception("request %r could not be taken", stream.label)
-            self._on_rejected()
-            self._responses.fail(stream, code, message)
+            self._reject(stream, error)
+
+    def _reject(self, stream: ResponseStream, error: Exception) -> None:
+        """End a request that never reached the engine."""
+        code, message = _explain(error)
+        is_callers_fault = code in (ErrorCode.INVALID_ARG, ErrorCode.NOT_FOUND)
+        self._on_rejected(None if is_callers_fault else stream.slo_class)
+        self._responses.fail(stream, code, message)
 
     def _introspect(self, request: TritonRequest, stream: ResponseStream) -> bool:
         """Answer an operator; False when it is a client's request. Engines that are away can be asked about as well."""
@@ -168,12 +180,13 @@ class Serving:
         return True
 
     def _submit(self, request: TritonRequest, stream: ResponseStream) -> None:
+        generate: GenerateRequest = parse_request(request)
+        stream.label, stream.options = generate.label, generate.options
+        stream.slo_class = DEFAULT_CLASS if generate.slo is None else generate.slo.slo_class
         if self._draining:
             raise _UnavailableError("the model is being unloaded; send the request elsewhere or again later")
         if self._engine.dead_error is not None:  # while it is only started again, the request waits for it
             raise _UnavailableError(f"the engine is not running: {self._engine.dead_error}")
-        generate: GenerateRequest = parse_request(request)
-        stream.label, stream.options = generate.label, generate.options
         processed = self._process(generate)
         stream.request_id = processed.request_id
         self._call(self._add, processed, stream)
@@ -182,7 +195,7 @@ class Serving:
     def _process(self, generate: GenerateRequest) -> "ProcessedRequest":
         try:
             return self._engine.input_processor.process(
-                generate.prompt, generate.sampling_params, deadline_ms=generate.deadline_ms
+                generate.prompt, generate.sampling_params, deadline_ms=generate.deadline_ms, slo=generate.slo
             )
         except RequestError as error:
             name = _INPUT_NAMES.get(error.parameter)
@@ -201,7 +214,7 @@ class Serving:
         try:
             self._engine.add_request(processed, lambda output: self._on_output(stream, output))
         except Exception as error:
-            self._responses.fail(stream, *_explain(error))
+            self._reject(stream, error)
 
     def _start_answer(self, introspection: IntrospectionRequest, stream: ResponseStream) -> None:
         task = self._loop.create_task(self._answer(introspection, stream))

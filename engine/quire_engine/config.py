@@ -10,6 +10,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, parse_classes
+
 __all__ = ["CacheConfig", "EngineConfig", "FrontendConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -17,6 +19,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_NUM_SEQS = 4096
 SECRETS = ("introspection_token",)
 EXECUTOR_BACKENDS = ("uni", "mp", "ray")
+METRIC_ALIASES = ("vllm", "none")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,6 +175,12 @@ class FrontendConfig:
     they end with an error."""
     step_timeout_s: float = 300.0
     """After so long without the end of a step, an engine with work to do counts as hung, and is started again."""
+    slo: dict[str, SLOTargets] = field(default_factory=lambda: {DEFAULT_CLASS: NO_TARGETS})
+    """Classes of service level objectives, by name: `{"default": {"ttft_ms": 500, "tpot_ms": 50, "e2e_ms": 10000}}`."""
+    metric_aliases: str = "vllm"
+    """Other names that the metrics also have: `vllm`, or `none`."""
+    metrics: bool = True
+    """Whether statistics are kept at all; without them goodput is not known either."""
 
     introspection_token: str | None = field(default=None, repr=False)
     """What a caller has to show who wants to see or cancel requests. Unset: nobody can."""
@@ -184,6 +193,10 @@ class FrontendConfig:
         _check_bool("replay_on_crash", self.replay_on_crash)
         _check(_is_number(self.step_timeout_s) and 0 < self.step_timeout_s < float("inf"),
                "step_timeout_s", self.step_timeout_s, "a number of seconds above 0")  # fmt: skip
+        object.__setattr__(self, "slo", parse_classes(self.slo))
+        _check(self.metric_aliases in METRIC_ALIASES, "metric_aliases", self.metric_aliases,
+               f"one of {', '.join(METRIC_ALIASES)}")  # fmt: skip
+        _check_bool("metrics", self.metrics)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

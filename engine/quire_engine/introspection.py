@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from quire_engine.slo import SLOTargets
 from quire_engine.snapshot import (
     MAX_WAITING_REQUESTS,
     BlocksSnapshot,
@@ -43,10 +44,8 @@ class LiveRequest:
     max_tokens: int
     priority: int
     queue_seconds: float | None
-    slo_class: str = "default"
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-    e2e_ms: float | None = None
+    slo_class: str
+    slo_targets: SLOTargets
 
 
 def combine_requests(
@@ -106,16 +105,16 @@ def slo_slack_seconds(live: LiveRequest, num_output_tokens: int, now: float) -> 
     The target for the mean time per token is missed when the next token comes later than that: for n tokens so far,
     n times the target after the first.
     """
-    arrival, first_token = live.arrival_time, live.first_token_time
+    arrival, first_token, targets = live.arrival_time, live.first_token_time, live.slo_targets
     slacks = []
-    if live.ttft_ms is not None:
-        slack = arrival + live.ttft_ms / 1000 - (now if first_token is None else first_token)
+    if targets.ttft_ms is not None:
+        slack = arrival + targets.ttft_ms / 1000 - (now if first_token is None else first_token)
         if first_token is None or slack < 0:
             slacks.append(slack)
-    if live.tpot_ms is not None and first_token is not None:
-        slacks.append(first_token + max(num_output_tokens, 1) * live.tpot_ms / 1000 - now)
-    if live.e2e_ms is not None:
-        slacks.append(arrival + live.e2e_ms / 1000 - now)
+    if targets.tpot_ms is not None and first_token is not None:
+        slacks.append(first_token + max(num_output_tokens, 1) * targets.tpot_ms / 1000 - now)
+    if targets.e2e_ms is not None:
+        slacks.append(arrival + targets.e2e_ms / 1000 - now)
     return min(slacks, default=None)
 
 

@@ -16,6 +16,7 @@ from quire_engine.introspection import LiveRequest
 from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, ErrorCode, PromptLogprobs, TokenLogprobs
 from quire_engine.parallel_sampling import ParentRequest
 from quire_engine.request import FinishReason, max_output_tokens
+from quire_engine.slo import SLOVerdict, judge
 from quire_engine.stats import FinishedRequestStats, IterationStats
 
 if TYPE_CHECKING:
@@ -147,6 +148,8 @@ class _RequestState:
             max_tokens=max_output_tokens(stats.num_prompt_tokens, request.params, max_model_len),
             priority=request.params.priority,
             queue_seconds=stats.queue_seconds,
+            slo_class=request.slo_class,
+            slo_targets=request.slo_targets,
         )
 
 
@@ -228,7 +231,7 @@ class OutputProcessor:
             except Exception:
                 logger.exception("request %s: its output could not be processed", output.request_id)
                 finished = True
-                self._fail(state)
+                self._fail(state, now, stats)
             if finished and output.finish_reason is None:
                 to_abort.append(output.request_id)
             if state.parent is not None and state.parent.request_id not in self._parents:
@@ -245,7 +248,7 @@ class OutputProcessor:
                 self._process_one(state, output, time.monotonic(), stats)
         return stats
 
-    def _fail(self, state: _RequestState) -> None:
+    def _fail(self, state: _RequestState, now: float, stats: IterationStats) -> None:
         """End a request whose output cannot even be made or taken; nobody else is to notice."""
         request = state.request
         self._states.pop(request.request_id, None)
@@ -254,12 +257,16 @@ class OutputProcessor:
             self._parents.pop(state.parent.request_id, None)
             for child_id in state.parent.live:
                 self._states.pop(child_id, None)
+        metrics = self._finish_stats(state, str(FinishReason.ERROR), now)
+        _add_verdict(request, metrics)
+        stats.finished_requests.append(metrics)
         output = RequestOutput(
             request_id=request.request_id if state.parent is None else state.parent.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
             outputs=[CompletionOutput(finish_reason=str(FinishReason.ERROR))],
             finished=True,
+            metrics=metrics,
             error="its output could not be processed",
         )
         try:
@@ -314,6 +321,7 @@ class OutputProcessor:
             if output.error_code is not None:
                 result.metrics.error_code = output.error_code.value
             if state.parent is None:
+                _add_verdict(request, result.metrics, is_callers_fault=output.error_parameter is not None)
                 stats.finished_requests.append(result.metrics)
         if state.parent is None:
             state.on_output(result)
@@ -331,6 +339,7 @@ class OutputProcessor:
         result.num_cached_tokens = parent.take_cached_tokens(result.num_cached_tokens)
         result.finished, result.metrics = total is not None, total
         if total is not None:
+            _add_verdict(state.request, total, is_callers_fault=result.error_parameter is not None)
             stats.finished_requests.append(total)
             del self._parents[parent.request_id]
             for live_id in parent.live:  # after an error
@@ -414,3 +423,22 @@ class OutputProcessor:
             own.prefill_seconds = max(own.time_to_first_token_seconds - (own.queue_seconds or 0.0), 0.0)
             own.decode_seconds = state.last_token_time - state.first_token_time
         return own
+
+
+def _add_verdict(request: ProcessedRequest, stats: FinishedRequestStats, *, is_callers_fault: bool = False) -> None:
+    """Judge an ended request by its objectives; not one that the caller took back or that could not be served."""
+    if stats.finish_reason == str(FinishReason.ABORT) or is_callers_fault:
+        return
+    if stats.error_code == ErrorCode.UNAVAILABLE.value:
+        verdict = SLOVerdict(good=False, cause="rejected")
+    elif stats.finish_reason == str(FinishReason.ERROR):
+        verdict = SLOVerdict(good=False, cause="error")
+    else:
+        verdict = judge(
+            request.slo_targets,
+            e2e_seconds=stats.e2e_seconds,
+            time_to_first_token_seconds=stats.time_to_first_token_seconds,
+            time_per_output_token_seconds=stats.time_per_output_token_seconds,
+            decode_seconds=stats.decode_seconds,
+        )
+    stats.slo_class, stats.slo_verdict, stats.slo_cause = request.slo_class, verdict.verdict, verdict.cause

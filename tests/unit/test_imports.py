@@ -35,6 +35,7 @@ LEAVES = {
     "request",
     "sampling_params",
     "semaphore",
+    "slo",
     "snapshot",
     "stats",
     "structured_outputs_params",

@@ -6,6 +6,7 @@ in the oldest result. Results come in the order of submission.
 
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.request import FinishReason, Request, validate_request
 from quire_engine.scheduler import Scheduler
 from quire_engine.snapshot import MAX_WAITING_REQUESTS, EngineCoreSnapshot, RankSnapshot
+from quire_engine.stats import StepStats
 from quire_engine.structured_output.grammar import GrammarError
 from quire_engine.structured_output.manager import StructuredOutputManager
 from quire_engine.structured_output.protocol import CompilerArguments
@@ -72,6 +74,7 @@ class EngineCore:
         """Steps that were submitted and not collected, oldest first."""
         self._history = StepHistory()
         self._world_size = config.parallel.world_size
+        self._step_stats = StepStats()
         self._sleep_level = 0
         self.ready = EngineCoreReady(
             vocab_size=checkpoint.vocab_size,
@@ -149,11 +152,19 @@ class EngineCore:
         Raises:
             EngineDeadError: a worker is gone, and this engine core is of no use any more.
         """
+        began_at = time.perf_counter()
+        times = self._step_stats = StepStats()
         refused = self._take_grammars()
         outputs = self._submit_steps(refused)
         if outputs is None:
             outputs = self._collect_step()
-        return EngineCoreOutputs(refused + outputs, self.scheduler.make_stats())
+        result = EngineCoreOutputs(refused + outputs, self.scheduler.make_stats())
+        if times.num_requests:
+            seconds = time.perf_counter() - began_at
+            times.update_seconds = max(seconds - times.schedule_seconds - times.execute_seconds, 0.0)
+            result.step_stats = times
+            self._history.record(times)
+        return result
 
     def _submit_steps(self, refused: list[EngineCoreOutput]) -> list[EngineCoreOutput] | None:
         """Fill the executor, as far as there is something to compute.
@@ -165,20 +176,22 @@ class EngineCore:
             What came of it when it failed, else None.
         """
         while len(self._in_flight) < self.executor.max_concurrent_batches and self.scheduler.has_requests():
-            with self._history.measure("schedule"):
-                scheduler_output = self.scheduler.schedule()
+            began_at = time.perf_counter()
+            scheduler_output = self.scheduler.schedule()
+            scheduled_at = time.perf_counter()
+            self._step_stats.schedule_seconds += scheduled_at - began_at
             self.structured_output.drop_abandoned()  # of requests that are overdue
             if self._in_flight and not (scheduler_output.num_scheduled_tokens or scheduler_output.dropped_request_ids):
                 break
             try:
                 refused += self._fill_grammar_bitmask(scheduler_output)
                 self.executor.submit(scheduler_output)
+                self._step_stats.execute_seconds += time.perf_counter() - scheduled_at
             except EngineDeadError:
                 raise
             except Exception as error:
                 return self._recover(scheduler_output, error, was_submitted=False)
             self._in_flight.append(scheduler_output)
-            self._history.last_step = scheduler_output
         return None
 
     def _collect_step(self) -> list[EngineCoreOutput]:
@@ -186,15 +199,16 @@ class EngineCore:
         if not self._in_flight:
             return []
         scheduler_output = self._in_flight.popleft()
+        began_at = time.perf_counter()
         try:
-            with self._history.measure("execute"):
-                runner_output = self.executor.collect()
+            runner_output = self.executor.collect()
+            self._step_stats.execute_seconds += time.perf_counter() - began_at
+            _count_tokens(scheduler_output, self._step_stats)
         except EngineDeadError:
             raise
         except Exception as error:
             return self._recover(scheduler_output, error)
-        with self._history.measure("update"):
-            return self.scheduler.update_from_output(runner_output, scheduler_output.step)
+        return self.scheduler.update_from_output(runner_output, scheduler_output.step)
 
     def _recover(
         self, scheduler_output: SchedulerOutput, error: Exception, was_submitted: bool = True
@@ -246,7 +260,7 @@ class EngineCore:
             step=self.scheduler.num_steps,
             batches_in_flight=len(self._in_flight),
             step_seconds=step_seconds,
-            last_step=self._history.composition(self.scheduler.requests),
+            last_step=self._history.composition(),
             ranks=self._ranks(step_seconds.execute),
             requests=requests,
             blocks=self.scheduler.kv_cache.snapshot(request.id for request in requests),
@@ -338,3 +352,12 @@ class EngineCore:
                 num_preemptions=request.num_preemptions,
             )
         ]
+
+
+def _count_tokens(scheduler_output: SchedulerOutput, stats: StepStats) -> None:
+    """What a step was made of. One token of a request that ran before is taken for a decode."""
+    scheduled = scheduler_output.num_scheduled_tokens
+    stats.num_requests, stats.num_tokens = len(scheduled), sum(scheduled.values())
+    if scheduler_output.new_requests or stats.num_tokens > stats.num_requests:
+        new = {request.request_id for request in scheduler_output.new_requests}
+        stats.num_prefill_tokens = sum(n for request_id, n in scheduled.items() if n > 1 or request_id in new)

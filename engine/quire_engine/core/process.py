@@ -61,6 +61,7 @@ class EngineCoreProcess:
         self._utility_decoder = msgspec.msgpack.Decoder(UtilityRequest)
         self._refused: list[EngineCoreOutput] = []
         self._utility_outputs: list[UtilityOutput] = []
+        self._freed: list[str] = []
         self._stopping = False
         try:
             self._core = EngineCore(arguments.config, arguments.num_blocks)
@@ -96,6 +97,8 @@ class EngineCoreProcess:
             if self._core.has_requests():
                 self._receive()
                 if self._core.has_requests():
+                    if self._freed:  # told at once: the step may take long
+                        self._send_stats()
                     self._heartbeat.step()
                     outputs = self._core.step()
                     outputs.outputs += self._refused
@@ -140,6 +143,7 @@ class EngineCoreProcess:
                 self._add(request_id, frames[2])
             elif request_type is RequestType.ABORT:
                 self._core.abort_request(request_id)
+                self._freed.append(request_id)
             elif request_type is RequestType.UTILITY:
                 self._call_utility(frames[2])
             else:
@@ -168,8 +172,9 @@ class EngineCoreProcess:
         self._utility_outputs.append(self._core.call_utility(request))
 
     def _send_stats(self) -> None:
-        self._send(EngineCoreOutputs(self._refused, self._core.scheduler.make_stats(), self._utility_outputs))
-        self._refused, self._utility_outputs = [], []
+        stats = self._core.scheduler.make_stats()
+        self._send(EngineCoreOutputs(self._refused, stats, self._utility_outputs, freed_request_ids=self._freed))
+        self._refused, self._utility_outputs, self._freed = [], [], []
 
     def _send(self, message: EngineCoreOutputs | EngineCoreReady) -> None:
         self._output.send(self._encoder.encode(message), copy=False)

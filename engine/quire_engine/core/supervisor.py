@@ -145,11 +145,13 @@ class SupervisedClient:
         self._journal.add(request)
         self._send_unsent()
 
-    def abort_request(self, request_id: str) -> None:
-        """End a request wherever it is. Never blocks."""
-        if self._journal.remove(request_id):
+    def abort_request(self, request_id: str) -> bool:
+        """End a request wherever it is. Never blocks. True when an engine core has it, and will tell of its end."""
+        was_sent = self._journal.remove(request_id)
+        if was_sent:
             self._client.abort_request(request_id)
         self._send_unsent()
+        return was_sent
 
     async def call_utility(self, method: str, *arguments: int) -> bool:
         """See `AsyncMPClient.call_utility`; waits for an engine that is being started.

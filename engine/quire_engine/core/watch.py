@@ -23,7 +23,7 @@ from pathlib import Path
 
 from quire_engine.core.heartbeat import Heartbeat
 
-__all__ = ["EngineWatch", "how_it_ended"]
+__all__ = ["EngineWatch", "how_it_ended", "is_running"]
 
 logger = logging.getLogger(__name__)
 
@@ -139,8 +139,18 @@ def how_it_ended(pid: int) -> str:
     return f"was killed by {signal.Signals(result.si_status).name}"
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and neither stopped nor dead."""
+    return _state(pid) not in ("", "T", "Z", "X")
+
+
 def _is_stopped(pid: int) -> bool:
+    return _state(pid) == "T"
+
+
+def _state(pid: int) -> str:
+    """The kernel's letter for the state of a process; empty when there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return ""
