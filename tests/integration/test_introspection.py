@@ -16,7 +16,7 @@ pytestmark = pytest.mark.server
 
 TOKEN = "a token for tests"
 CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
-LONG = {"max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+LONG = {"max_tokens": 900, "ignore_eos": True, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,7 @@ async def snapshot(client: grpc_aio.InferenceServerClient, **parameters: Any) ->
 
 
 async def until(client: grpc_aio.InferenceServerClient, condition: Any) -> dict[str, Any]:
+    """Look until something is so; the caller's deadline ends the wait."""
     while not condition(seen := await snapshot(client)):
         await asyncio.sleep(0.01)
     return seen
@@ -142,3 +143,15 @@ def test_snapshot_during_a_restart_of_the_engine(open_server: Server) -> None:
 
     asyncio.run(with_client(open_server, work))
     wait_until(lambda: metric(open_server, "quire_kv_blocks", state="used") == 0, "all blocks are free")
+
+
+def test_operators_who_leave_at_once_leave_nothing_behind(open_server: Server) -> None:
+    async def work(client: grpc_aio.InferenceServerClient) -> None:
+        for delay in (0.0, 0.0005, 0.001, 0.002, 0.004, 0.008) * 5:
+            task = asyncio.create_task(snapshot(client))
+            await asyncio.sleep(delay)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        assert (await snapshot(client))["engine"]["up"]
+
+    asyncio.run(with_client(open_server, work))  # that the server stops in time is what its fixture checks
