@@ -1,12 +1,13 @@
 """TritonPythonModel: the five calls of the server's Python stub."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire_engine.config import EngineConfig
 from quire_engine.errors import EngineError
+from quire_engine.stats import StatLogger
 from quire_monitoring import MetricDefinition, TritonStatLogger
 
 from quire_backend import model_config, triton_api
@@ -16,17 +17,34 @@ from quire_backend.triton_api import TritonRequest
 
 if TYPE_CHECKING:
     from quire_engine.async_llm import AsyncLLM
+    from quire_monitoring.otel import OtelStatLogger
 
 __all__ = ["TritonPythonModel"]
 
 logger = logging.getLogger(__name__)
 
 
-def make_engine(config: EngineConfig, stat_logger: TritonStatLogger) -> "AsyncLLM":
+def make_engine(config: EngineConfig, stat_loggers: Sequence[StatLogger]) -> "AsyncLLM":
     """Start the engine; imported only now, because completing a configuration should not load torch."""
     from quire_engine.async_llm import AsyncLLM
 
-    return AsyncLLM(config, [stat_logger])
+    return AsyncLLM(config, stat_loggers)
+
+
+def make_otel(config: EngineConfig, labels: Mapping[str, str]) -> "OtelStatLogger | None":
+    """The exporter to the setting `otlp_endpoint`, if there is one.
+
+    Raises:
+        ValueError: its packages are not installed.
+    """
+    endpoint = config.frontend.otlp_endpoint
+    if endpoint is None:
+        return None
+    try:
+        from quire_monitoring.otel import OtelStatLogger
+    except ImportError as error:
+        raise ValueError(f"otlp_endpoint needs the extra otel: pip install 'quire[otel]' ({error})") from None
+    return OtelStatLogger(endpoint, labels, trace_sample_ratio=config.frontend.otlp_trace_sample_ratio)
 
 
 def _no_family(definition: MetricDefinition) -> NoReturn:
@@ -59,8 +77,7 @@ class TritonPythonModel:
             logger.exception("model %s could not be loaded", args["model_name"])
             failure = f"{type(error).__name__}: {one_line(error)}"
         if failure is not None:
-            if hasattr(self, "_metrics"):
-                self._metrics.stop()
+            self._stop_exporters()
             # Raised here, and not in the handlers, so that tritonserver's report holds no chain of tracebacks.
             raise triton_api.load_error(failure)
 
@@ -74,7 +91,8 @@ class TritonPythonModel:
             num_ranks=config.parallel.world_size,
             aliases=config.frontend.metric_aliases == "vllm",
         )
-        engine = make_engine(config, self._metrics)
+        self._otel = make_otel(config, labels)
+        engine = make_engine(config, [self._metrics] if self._otel is None else [self._metrics, self._otel])
         self._serving = Serving(
             engine,
             config.frontend,
@@ -103,4 +121,9 @@ class TritonPythonModel:
         """End everything that `initialize` has started."""
         if hasattr(self, "_serving"):
             self._serving.shutdown()
-            self._metrics.stop()
+            self._stop_exporters()
+
+    def _stop_exporters(self) -> None:
+        for exporter in (getattr(self, "_metrics", None), getattr(self, "_otel", None)):
+            if exporter is not None:
+                exporter.stop()

@@ -24,6 +24,7 @@ __all__ = ["GenerateRequest", "ResponseOptions", "UnknownLoRAError", "parse_requ
 
 
 SLO_PARAMETERS = ("slo_class", "slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms")
+OTHER_PARAMETERS = (*SLO_PARAMETERS, "traceparent")
 """Said where sampling parameters are said."""
 
 
@@ -60,6 +61,8 @@ class GenerateRequest:
     """Triton's request timeout: milliseconds from now in which it has to be finished."""
     slo: RequestSLO | None = None
     """What it is to be judged by; None: what the model's settings say."""
+    traceparent: str | None = None
+    """The trace that it is part of, as W3C writes it."""
 
 
 def parse_request(request: TritonRequest) -> GenerateRequest:
@@ -74,6 +77,7 @@ def parse_request(request: TritonRequest) -> GenerateRequest:
     values = _sampling_parameters(tensors, request.parameters())
     slo = {name.removeprefix("slo_") if name != "slo_class" else name: values.pop(name)
            for name in SLO_PARAMETERS if name in values}  # fmt: skip
+    traceparent = values.pop("traceparent", None)
     params = SamplingParams(**values)
     options = replace(options, logprobs=params.logprobs is not None, num_sequences=params.n)
     if params.logprobs is None and "cumulative_logprob" in options.outputs:
@@ -85,6 +89,7 @@ def parse_request(request: TritonRequest) -> GenerateRequest:
         options=options,
         deadline_ms=request.timeout() / 1000 or None,
         slo=RequestSLO(**slo) if slo else None,
+        traceparent=traceparent,
     )
 
 
@@ -143,7 +148,7 @@ def _sampling_parameters(tensors: Mapping[str, Tensor], parameters: str) -> dict
                 raise RequestError(
                     name, "output_kind cannot be chosen here; the input stream says what a response holds"
                 )
-            converted = _slo_parameter(name, value) if name in SLO_PARAMETERS else convert_parameter(name, value)
+            converted = _other_parameter(name, value) if name in OTHER_PARAMETERS else convert_parameter(name, value)
             if converted is None:
                 continue
             if name in values and not _agree(values[name], converted):
@@ -156,11 +161,12 @@ def _sampling_parameters(tensors: Mapping[str, Tensor], parameters: str) -> dict
     return values
 
 
-def _slo_parameter(name: str, value: Any) -> str | float | None:
-    """The name of a class as it is; a time as a number, which a request parameter may also say as text."""
-    if value is None or (name == "slo_class" and isinstance(value, str)):
+def _other_parameter(name: str, value: Any) -> str | float | None:
+    """A name as it is; a time as a number, which a request parameter may also say as text."""
+    is_text = name in ("slo_class", "traceparent")
+    if value is None or (is_text and isinstance(value, str)):
         return value
-    if name == "slo_class":
+    if is_text:
         raise RequestError(name, f"{name} is {value!r}; it must be a string")
     try:
         return float("nan" if isinstance(value, bool) else value)

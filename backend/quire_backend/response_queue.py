@@ -28,7 +28,7 @@ from quire_backend.responses import tensors_of
 from quire_backend.triton_api import ErrorCode, ResponseSender
 
 if TYPE_CHECKING:
-    from quire_engine.output_processor import RequestOutput
+    from quire_engine.outputs import RequestOutput
 
 __all__ = ["ResponseQueue", "ResponseStream"]
 

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -21,11 +22,11 @@ from quire_backend.introspection import IntrospectionRequest, parse_introspectio
 from quire_backend.request import GenerateRequest, UnknownLoRAError, parse_request
 from quire_backend.response_queue import ResponseQueue, ResponseStream
 from quire_backend.responses import answer_of, failure_of
-from quire_backend.triton_api import ErrorCode, TritonRequest
+from quire_backend.triton_api import ErrorCode, TritonRequest, trace_context
 
 if TYPE_CHECKING:
     from quire_engine.input_processor import ProcessedRequest
-    from quire_engine.output_processor import RequestOutput
+    from quire_engine.outputs import RequestOutput
     from quire_engine.snapshot import Snapshot
 
 __all__ = ["Engine", "Serving"]
@@ -50,6 +51,8 @@ class InputProcessor(Protocol):
         *,
         deadline_ms: float | None = None,
         slo: RequestSLO | None = None,
+        traceparent: str | None = None,
+        label: str = "",
     ) -> "ProcessedRequest":
         """Tokenize and validate; raises RequestError."""
         ...
@@ -98,6 +101,7 @@ class Serving:
         self._model, self._version = model, version
         self._introspections: set[asyncio.Task[None]] = set()
         self._on_rejected = on_rejected
+        self._is_traced = config.otlp_endpoint is not None
         self._draining = False
         self._live: set[ResponseStream] = set()
         self._live_changed = threading.Condition()
@@ -187,6 +191,8 @@ class Serving:
             raise _UnavailableError("the model is being unloaded; send the request elsewhere or again later")
         if self._engine.dead_error is not None:  # while it is only started again, the request waits for it
             raise _UnavailableError(f"the engine is not running: {self._engine.dead_error}")
+        if self._is_traced and generate.traceparent is None:
+            generate = replace(generate, traceparent=trace_context(request))
         processed = self._process(generate)
         stream.request_id = processed.request_id
         self._call(self._add, processed, stream)
@@ -195,7 +201,12 @@ class Serving:
     def _process(self, generate: GenerateRequest) -> "ProcessedRequest":
         try:
             return self._engine.input_processor.process(
-                generate.prompt, generate.sampling_params, deadline_ms=generate.deadline_ms, slo=generate.slo
+                generate.prompt,
+                generate.sampling_params,
+                deadline_ms=generate.deadline_ms,
+                slo=generate.slo,
+                traceparent=generate.traceparent,
+                label=generate.label,
             )
         except RequestError as error:
             name = _INPUT_NAMES.get(error.parameter)

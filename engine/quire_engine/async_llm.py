@@ -12,13 +12,14 @@ from typing import Any
 from quire_engine.beam_search import BeamSearch, BeamSearchParams, next_logprobs
 from quire_engine.config import EngineConfig
 from quire_engine.core.supervisor import SupervisedClient
-from quire_engine.core.watch import is_running
 from quire_engine.errors import DeadlineExceededError, EngineDeadError, EngineUnavailableError, RequestError
 from quire_engine.input_processor import InputProcessor, ProcessedRequest, Prompt, load_tokenizer
 from quire_engine.introspection import combine_blocks, combine_requests
 from quire_engine.messages import ErrorCode
 from quire_engine.models import check_checkpoint
-from quire_engine.output_processor import OnOutput, OutputProcessor, RequestOutput
+from quire_engine.output_processor import OutputProcessor
+from quire_engine.outputs import OnOutput, RequestOutput
+from quire_engine.process_state import is_running
 from quire_engine.request import FinishReason
 from quire_engine.sampling_params import RequestOutputKind, SamplingParams
 from quire_engine.slo import RequestSLO

@@ -179,6 +179,10 @@ class FrontendConfig:
     """Classes of service level objectives, by name: `{"default": {"ttft_ms": 500, "tpot_ms": 50, "e2e_ms": 10000}}`."""
     metric_aliases: str = "vllm"
     """Other names that the metrics also have: `vllm`, or `none`."""
+    otlp_endpoint: str | None = None
+    """Where metrics and traces go by OTLP over gRPC, as `http://host:4317`; unset: nowhere. Needs the extra `otel`."""
+    otlp_trace_sample_ratio: float = 1.0
+    """Share of the requests that have a trace, 0 to 1, where the caller has not decided that itself."""
     metrics: bool = True
     """Whether statistics are kept at all; without them goodput is not known either."""
 
@@ -197,6 +201,10 @@ class FrontendConfig:
         _check(self.metric_aliases in METRIC_ALIASES, "metric_aliases", self.metric_aliases,
                f"one of {', '.join(METRIC_ALIASES)}")  # fmt: skip
         _check_bool("metrics", self.metrics)
+        _check(self.otlp_endpoint is None or (isinstance(self.otlp_endpoint, str) and self.otlp_endpoint != ""),
+               "otlp_endpoint", self.otlp_endpoint, "an address, such as http://localhost:4317")  # fmt: skip
+        ratio = self.otlp_trace_sample_ratio
+        _check(_is_number(ratio) and 0 <= ratio <= 1, "otlp_trace_sample_ratio", ratio, "from 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -46,6 +46,10 @@ class ProcessedRequest:
     """Milliseconds from its arrival in which it has to be finished."""
     slo_class: str = DEFAULT_CLASS
     slo_targets: SLOTargets = NO_TARGETS
+    traceparent: str | None = None
+    """The caller's trace context."""
+    label: str = ""
+    """The caller's name for it."""
 
     def to_core(self) -> EngineCoreRequest:
         """What the engine core gets to see. Of the deadline that is what is left now."""
@@ -102,6 +106,8 @@ class InputProcessor:
         priority: int | None = None,
         deadline_ms: float | None = None,
         slo: RequestSLO | None = None,
+        traceparent: str | None = None,
+        label: str = "",
     ) -> ProcessedRequest:
         """Turn a prompt into a request.
 
@@ -112,6 +118,8 @@ class InputProcessor:
             priority: instead of the parameters' own.
             deadline_ms: milliseconds from now in which the request has to be finished; unset: no limit.
             slo: its class of objectives, and its own targets; unset: those of the default class.
+            traceparent: the caller's trace context; one that is not well-formed counts as none.
+            label: the caller's name for it, for its trace.
 
         Raises:
             RequestError: the prompt or a parameter cannot be served; it names which.
@@ -153,6 +161,8 @@ class InputProcessor:
             deadline_ms=deadline_ms,
             slo_class=slo_class,
             slo_targets=slo_targets,
+            traceparent=traceparent,
+            label=label,
         )
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -89,6 +89,12 @@ class FinishedRequestStats(msgspec.Struct):
     """`good` or `miss`."""
     slo_cause: str | None = None
     """See `SLOVerdict.cause`."""
+    preemptions: list[tuple[float, float]] = []
+    """Stretches without a token while it was preempted: begin and end, in seconds from its arrival."""
+    traceparent: str | None = None
+    """The caller's trace context, as W3C writes it."""
+    label: str = ""
+    """The caller's name for the request, which need not be unique."""
 
     @property
     def time_per_output_token_seconds(self) -> float | None:

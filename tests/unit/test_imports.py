@@ -32,6 +32,7 @@ LEAVES = {
     "errors",
     "memory",
     "messages",
+    "process_state",
     "request",
     "sampling_params",
     "semaphore",
@@ -59,8 +60,10 @@ ARROWS: dict[str, set[str]] = {
     "input_processor": set(),
     "parallel_sampling": {"input_processor"},
     "introspection": set(),
-    "output_processor": {"detokenizer", "input_processor", "introspection", "parallel_sampling"},
-    "beam_search": {"output_processor"},
+    "outputs": set(),
+    "request_state": {"detokenizer", "input_processor", "introspection", "outputs", "parallel_sampling"},
+    "output_processor": {"request_state"},
+    "beam_search": {"detokenizer", "outputs"},
     "llm": {"core", "beam_search"} | _TEXT,
     "async_llm": {"core", "beam_search"} | _TEXT,
     "testing": {"scheduler"},
@@ -92,7 +95,7 @@ ENGINE_KNOWS_NOTHING_OF = {
     "uvicorn",
 }
 
-TENSOR_FREE = {"scheduler", "kv_cache", "testing", "__init__"} | LEAVES
+TENSOR_FREE = {"scheduler", "kv_cache", "outputs", "testing", "__init__"} | LEAVES
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ __all__ = ["EngineCoreProcess"]
 
 logger = logging.getLogger(__name__)
 
-MAX_POLL_MS = 3_600_000
-"""However far off the next deadline is; poll cannot count further than 2**31."""
+WAITING_TURN_MS = 100
+"""While requests wait for their grammars, the loop turns at least so often: to the watch, one that does not is hung."""
 IDLE_CHECK_MS = 1000
 """After this long without work, the block pool's integrity is checked, once per idle period."""
 
@@ -115,9 +115,9 @@ class EngineCoreProcess:
 
         Look the books over when nothing has for a while.
         """
-        seconds = self._core.scheduler.seconds_until_overdue()
-        if seconds is not None:
-            self._poller.poll(min(math.ceil(1000 * seconds), MAX_POLL_MS))
+        if self._core.scheduler.requests:
+            seconds = self._core.scheduler.seconds_until_overdue()
+            self._poller.poll(WAITING_TURN_MS if seconds is None else min(math.ceil(1000 * seconds), WAITING_TURN_MS))
         elif not self._poller.poll(IDLE_CHECK_MS):
             try:
                 self._core.scheduler.check_integrity()

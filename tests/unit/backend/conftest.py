@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quire_engine.errors import RequestError
-from quire_engine.output_processor import CompletionOutput, RequestOutput
+from quire_engine.outputs import CompletionOutput, RequestOutput
 from quire_engine.sampling_params import SamplingParams
 
 
@@ -154,7 +154,13 @@ class FakeEngine:
         return [self.is_healthy]
 
     def process(
-        self, prompt: str | list[int], params: SamplingParams, *, deadline_ms: float | None = None, slo: Any = None
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        deadline_ms: float | None = None,
+        slo: Any = None,
+        **_: Any,
     ) -> Any:
         if prompt == "explode":
             raise ZeroDivisionError("by design")

@@ -1,6 +1,7 @@
 """The calls of the server's stub, settings, and the completion of config.pbtxt."""
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -195,3 +196,14 @@ def test_missing_settings_are_a_load_error(arguments: Any, tmp_path: Any) -> Non
     (tmp_path / "1" / "model.json").unlink()
     with pytest.raises(Exception, match=r"model\.json is missing"):
         TritonPythonModel().initialize(arguments)
+
+
+def test_otlp_without_its_packages_is_one_clear_line(monkeypatch: Any) -> None:
+    from quire_backend.model import make_otel
+    from quire_engine.config import EngineConfig
+
+    monkeypatch.setitem(sys.modules, "quire_monitoring.otel", None)
+    config = EngineConfig.from_settings({"model": "/m", "otlp_endpoint": "http://localhost:4317"})
+    with pytest.raises(ValueError, match=r"^otlp_endpoint needs the extra otel: pip install 'quire\[otel\]'"):
+        make_otel(config, {})
+    assert make_otel(EngineConfig.from_settings({"model": "/m"}), {}) is None
