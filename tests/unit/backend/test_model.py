@@ -181,9 +181,9 @@ def test_a_model_that_did_not_load_keeps_no_metrics(arguments: Any, monkeypatch:
     """The stub crashes when they outlive it, and nobody calls `finalize` then."""
     loggers = []
 
-    def fail(config, stat_logger):
-        loggers.append(stat_logger)
-        assert stat_logger.enabled
+    def fail(config, stat_loggers):
+        loggers.extend(stat_loggers)
+        assert loggers[0].enabled
         raise CheckpointError("weights are gone")
 
     monkeypatch.setattr(model_module, "make_engine", fail)

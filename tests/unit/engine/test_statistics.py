@@ -234,7 +234,9 @@ def test_stretches_of_preemption_lie_within_the_decode(folder: Path) -> None:
             for begin, end in one.preemptions:
                 assert one.time_to_first_token_seconds <= begin < end <= one.e2e_seconds
 
-    with engine(folder, enable_prefix_caching=False) as (llm, recorder):
+    # 24 blocks: layers · keys and values · heads · head size · tokens · bytes.
+    room = 24 * 2 * 2 * 2 * 16 * 16 * 4
+    with engine(folder, enable_prefix_caching=False, kv_cache_memory_bytes=room) as (llm, recorder):
         run(llm, main)
         assert all(end.slo_verdict == "good" for end in recorder.finished)
 
