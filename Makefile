@@ -14,7 +14,7 @@ help:  ## Show this list
 serve: $(VENV)/.server-installed  ## Serve the demo model: gRPC on port 8001, HTTP on 8000, metrics on 8002
 	@$(BIN)/quire serve $(ARGS)
 
-test: $(VENV)/.dev-installed  ## Run all tests, those with a real server too
+test: $(VENV)/.dev-installed $(VENV)/.prometheus-installed  ## Run all tests, those with a real server too
 	@$(BIN)/python -m pytest $(ARGS)
 
 check: $(VENV)/.dev-installed  ## Check format, lint and types
@@ -46,3 +46,14 @@ $(VENV)/.dev-installed: pyproject.toml | $(BIN)/python
 	@echo "quire: installing into $(VENV); this takes minutes, once" >&2
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[dev]'
 	@touch $(VENV)/.server-installed $@
+
+# Debian's Prometheus and Alertmanager, unpacked and not installed: that needs no root. Where they are installed already,
+# or there is no apt, the tests look on PATH.
+$(VENV)/.prometheus-installed: | $(BIN)/python
+	@if ! { command -v promtool && command -v amtool; } >/dev/null && command -v apt-get >/dev/null; then \
+	  echo "quire: unpacking Debian's prometheus into $(VENV)/prometheus" >&2; \
+	  mkdir -p $(VENV)/prometheus && cd $(VENV)/prometheus \
+	  && apt-get -qq download prometheus prometheus-alertmanager 2>apt.log || { cat apt.log >&2; exit 1; }; \
+	  for package in *.deb; do dpkg -x $$package . || exit 1; done; rm -f *.deb apt.log; \
+	fi
+	@touch $@

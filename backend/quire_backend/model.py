@@ -93,7 +93,13 @@ class TritonPythonModel:
         )
         self._otel = make_otel(config, labels)
         engine = make_engine(config, [self._metrics] if self._otel is None else [self._metrics, self._otel])
-        self._serving = Serving(engine, config.frontend, on_rejected=self._metrics.record_rejection)
+        self._serving = Serving(
+            engine,
+            config.frontend,
+            on_rejected=self._metrics.record_rejection,
+            model=labels["model"],
+            version=labels["version"],
+        )
         try:
             self._serving.start()
         except BaseException:

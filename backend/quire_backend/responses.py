@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from quire_engine.outputs import CompletionOutput
+from quire_engine.outputs import CompletionOutput, RequestOutput
 
 from quire_backend.request import ResponseOptions
 from quire_backend.triton_api import ErrorCode, strings
 
 if TYPE_CHECKING:
-    from quire_engine.outputs import Logprob, RequestOutput
+    from quire_engine.outputs import Logprob
     from quire_engine.stats import FinishedRequestStats
 
-__all__ = ["failure_of", "tensors_of"]
+__all__ = ["answer_of", "failure_of", "tensors_of"]
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity and NaN, which JSON cannot say; the value is vLLM's."""
 
 
-def tensors_of(output: "RequestOutput", options: ResponseOptions) -> dict[str, npt.NDArray[Any]]:
+def tensors_of(output: RequestOutput, options: ResponseOptions) -> dict[str, npt.NDArray[Any]]:
     """The outputs of one response.
 
     Args:
@@ -37,7 +37,12 @@ def tensors_of(output: "RequestOutput", options: ResponseOptions) -> dict[str, n
     return tensors
 
 
-def _by_index(output: "RequestOutput", num_sequences: int) -> list["CompletionOutput"]:
+def answer_of(text: str) -> RequestOutput:
+    """One response that holds a text which no engine has generated, and is the last."""
+    return RequestOutput("", None, [], [CompletionOutput(text=text)], finished=True)
+
+
+def _by_index(output: RequestOutput, num_sequences: int) -> list["CompletionOutput"]:
     """One entry per sequence, in order; of those that nothing is new of, an empty one."""
     if len(output.outputs) == num_sequences:
         return output.outputs
@@ -46,7 +51,7 @@ def _by_index(output: "RequestOutput", num_sequences: int) -> list["CompletionOu
 
 
 def _additional(
-    output: "RequestOutput", completions: Sequence["CompletionOutput"], options: ResponseOptions
+    output: RequestOutput, completions: Sequence["CompletionOutput"], options: ResponseOptions
 ) -> dict[str, npt.NDArray[Any]]:
     wanted = options.outputs
     tensors: dict[str, npt.NDArray[Any]] = {}
@@ -108,7 +113,7 @@ def _perf_metrics(metrics: "FinishedRequestStats | None") -> str:
     return json.dumps(values)
 
 
-def failure_of(output: "RequestOutput", *, cancelled: bool, draining: bool) -> tuple[ErrorCode, str] | None:
+def failure_of(output: RequestOutput, *, cancelled: bool, draining: bool) -> tuple[ErrorCode, str] | None:
     """The error that an ended request's client gets, None when it ended well.
 
     Args:

@@ -7,24 +7,27 @@ cancellation poller's. A request belongs to the loop; the others only post to it
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 from quire_engine.config import FrontendConfig
 from quire_engine.errors import EngineDeadError, RequestError
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.slo import DEFAULT_CLASS, RequestSLO
 
 from quire_backend.cancellation import CancellationPoller
+from quire_backend.introspection import IntrospectionRequest, parse_introspection
 from quire_backend.request import GenerateRequest, UnknownLoRAError, parse_request
 from quire_backend.response_queue import ResponseQueue, ResponseStream
-from quire_backend.responses import failure_of
+from quire_backend.responses import answer_of, failure_of
 from quire_backend.triton_api import ErrorCode, TritonRequest, trace_context
 
 if TYPE_CHECKING:
     from quire_engine.input_processor import ProcessedRequest
     from quire_engine.outputs import RequestOutput
+    from quire_engine.snapshot import Snapshot
 
 __all__ = ["Engine", "Serving"]
 
@@ -66,6 +69,8 @@ class Engine(Protocol):
     def dead_error(self) -> str | None: ...
     def add_request(self, request: "ProcessedRequest", on_output: "Callable[[RequestOutput], None]") -> None: ...
     def abort(self, request_id: str) -> None: ...
+    def cancel(self, request_id: str) -> bool: ...
+    async def snapshot(self, labels: Mapping[str, str]) -> "Snapshot": ...
     async def start(self) -> None: ...
     def shutdown(self) -> None: ...
 
@@ -75,9 +80,11 @@ class Serving:
 
     Args:
         engine: ready, but not started yet.
-        config: how often streams are sent.
+        config: how often streams are sent, and who may look inside.
         on_rejected: called for every request that is refused before it reaches the engine, with the class of objectives
             that it would have been judged by; None when the fault was the request's own.
+        model: the model's name, for snapshots.
+        version: its version.
     """
 
     def __init__(
@@ -85,8 +92,14 @@ class Serving:
         engine: Engine,
         config: FrontendConfig,
         on_rejected: Callable[[str | None], None] = lambda slo_class: None,
+        *,
+        model: str = "",
+        version: str = "",
     ) -> None:
         self._engine = engine
+        self._introspection_token = config.introspection_token
+        self._model, self._version = model, version
+        self._introspections: set[asyncio.Task[None]] = set()
         self._on_rejected = on_rejected
         self._is_traced = config.otlp_endpoint is not None
         self._draining = False
@@ -140,6 +153,12 @@ class Serving:
         with self._live_changed:
             self._live.add(stream)
         try:
+            if self._introspect(request, stream):
+                return
+        except Exception as error:  # nobody's generation, so it counts as none that was refused
+            self._responses.fail(stream, *_explain(error))
+            return
+        try:
             self._submit(request, stream)
         except Exception as error:
             if _explain(error)[0] is ErrorCode.INTERNAL:
@@ -152,6 +171,17 @@ class Serving:
         is_callers_fault = code in (ErrorCode.INVALID_ARG, ErrorCode.NOT_FOUND)
         self._on_rejected(None if is_callers_fault else stream.slo_class)
         self._responses.fail(stream, code, message)
+
+    def _introspect(self, request: TritonRequest, stream: ResponseStream) -> bool:
+        """Answer an operator; False when it is a client's request. Engines that are away can be asked about as well."""
+        introspection = parse_introspection(request.parameters(), self._introspection_token)
+        if introspection is None:
+            return False
+        if self._draining:
+            raise _UnavailableError("the model is being unloaded")
+        stream.label = request.request_id()
+        self._call(self._start_answer, introspection, stream)
+        return True
 
     def _submit(self, request: TritonRequest, stream: ResponseStream) -> None:
         generate: GenerateRequest = parse_request(request)
@@ -196,6 +226,31 @@ class Serving:
             self._engine.add_request(processed, lambda output: self._on_output(stream, output))
         except Exception as error:
             self._reject(stream, error)
+
+    def _start_answer(self, introspection: IntrospectionRequest, stream: ResponseStream) -> None:
+        task = self._loop.create_task(self._answer(introspection, stream))
+        self._introspections.add(task)  # the loop itself keeps no task alive
+        task.add_done_callback(self._introspections.discard)
+
+    async def _answer(self, introspection: IntrospectionRequest, stream: ResponseStream) -> None:
+        try:
+            if introspection.cancel_request_id is not None:
+                text = msgspec.json.encode({"cancelled": self._engine.cancel(introspection.cancel_request_id)})
+            else:
+                text = msgspec.json.encode(await self._snapshot())
+            self._responses.put(stream, answer_of(text.decode()))
+        except Exception as error:
+            logger.exception("introspection failed")
+            self._responses.fail(stream, *_explain(error))
+
+    async def _snapshot(self) -> "Snapshot":
+        with self._live_changed:
+            streams = list(self._live)
+        labels = {stream.request_id: stream.label for stream in streams if stream.request_id is not None}
+        snapshot = await self._engine.snapshot(labels)
+        snapshot.model, snapshot.version = self._model, self._version
+        snapshot.engine.queues.responses = sum(stream.pending is not None for stream in streams)
+        return snapshot
 
     def _on_output(self, stream: ResponseStream, output: "RequestOutput") -> None:
         failure = failure_of(output, cancelled=stream.cancelled, draining=self._draining) if output.finished else None

@@ -1,6 +1,7 @@
 """`1/model.json` → EngineConfig, with one clear line for whatever is wrong with it."""
 
 import json
+import os
 from pathlib import Path
 
 from quire_engine.config import EngineConfig
@@ -8,6 +9,8 @@ from quire_engine.config import EngineConfig
 __all__ = ["load_engine_config", "one_line"]
 
 SETTINGS_FILE = "model.json"
+TOKEN_VARIABLE = "QUIRE_INTROSPECTION_TOKEN"
+"""Environment variable that stands for the setting `introspection_token`, so that no secret has to be in a file."""
 
 
 def load_engine_config(version_dir: Path) -> EngineConfig:
@@ -29,6 +32,9 @@ def load_engine_config(version_dir: Path) -> EngineConfig:
         raise ValueError(f"{path} is not JSON: {one_line(error)}") from None
     if not isinstance(settings, dict):
         raise ValueError(f"{path} must hold a JSON object of settings, not a {type(settings).__name__}")
+    token = os.environ.get(TOKEN_VARIABLE)
+    if token:
+        settings.setdefault("introspection_token", token)
     try:
         return EngineConfig.from_settings(settings, base_dir=version_dir)
     except ValueError as error:

@@ -1,6 +1,7 @@
 """AsyncLLM: the serving face. The engine core runs in a process of its own, this one talks to the clients."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
@@ -13,6 +14,7 @@ from quire_engine.config import EngineConfig
 from quire_engine.core.supervisor import SupervisedClient
 from quire_engine.errors import DeadlineExceededError, EngineDeadError, EngineUnavailableError, RequestError
 from quire_engine.input_processor import InputProcessor, ProcessedRequest, Prompt, load_tokenizer
+from quire_engine.introspection import combine_blocks, combine_requests
 from quire_engine.messages import ErrorCode
 from quire_engine.models import check_checkpoint
 from quire_engine.output_processor import OutputProcessor
@@ -21,6 +23,14 @@ from quire_engine.process_state import is_running
 from quire_engine.request import FinishReason
 from quire_engine.sampling_params import RequestOutputKind, SamplingParams
 from quire_engine.slo import RequestSLO
+from quire_engine.snapshot import (
+    BlocksSnapshot,
+    EngineSnapshot,
+    PrefixTreeSnapshot,
+    QueueDepths,
+    RankSnapshot,
+    Snapshot,
+)
 from quire_engine.stats import IterationStats, SchedulerStats, StatLogger
 
 __all__ = ["AsyncLLM"]
@@ -253,6 +263,43 @@ class AsyncLLM:
     async def is_sleeping(self) -> bool:
         """Whether `sleep` was called, and `wake_up` was not."""
         return await self._call_utility("is_sleeping")
+
+    async def snapshot(self, labels: Mapping[str, str] | None = None) -> Snapshot:
+        """The engine at this moment, for an operator's eyes. It never waits for an engine that is being started.
+
+        Args:
+            labels: callers' names for their requests, by request id.
+        """
+        await self.start()
+        client, answered = self._client, None
+        queues = QueueDepths(to_engine=client.num_messages_waiting)
+        if self.dead_error is None:
+            with contextlib.suppress(asyncio.TimeoutError):  # the snapshot says that it did not answer
+                answered = await client.snapshot()
+        is_up, scheduler, ready = self.is_healthy, self.config.scheduler, client.ready
+        live = self._output_processor.live_requests(ready.max_model_len)
+        engine = EngineSnapshot(
+            is_up, client.pid, client.num_restarts, scheduler.max_num_seqs, scheduler.max_num_batched_tokens,
+            ranks=[RankSnapshot(rank, pid, is_up) for rank, pid in enumerate(client.worker_pids or [client.pid])],
+            queues=queues,
+        )  # fmt: skip
+        now = time.monotonic()
+        core_requests = [] if answered is None else answered.requests
+        requests = combine_requests(core_requests, live, labels or {}, client.is_held, now)
+        blocks, prefix_tree = BlocksSnapshot(ready.block_size, ready.num_blocks), PrefixTreeSnapshot()
+        if answered is not None:
+            engine.answered, engine.ranks = True, answered.ranks
+            engine.step, engine.batches_in_flight = answered.step, answered.batches_in_flight
+            engine.step_seconds, engine.last_step = answered.step_seconds, answered.last_step
+            blocks, prefix_tree = combine_blocks(answered, requests)
+        return Snapshot(time.time(), self.config.settings(), engine, requests, len(live), blocks, prefix_tree)
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request by its id in a snapshot, as `abort` does; False when there is none of that id."""
+        caller_request_id = self._output_processor.caller_request_id(request_id)
+        if caller_request_id is not None:
+            self.abort(caller_request_id)
+        return caller_request_id is not None
 
     async def _call_utility(self, method: str, *arguments: int) -> bool:
         await self.start()

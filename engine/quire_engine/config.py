@@ -17,6 +17,7 @@ __all__ = ["CacheConfig", "EngineConfig", "FrontendConfig", "ModelConfig", "Para
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_NUM_SEQS = 4096
+SECRETS = ("introspection_token",)
 EXECUTOR_BACKENDS = ("uni", "mp", "ray")
 METRIC_ALIASES = ("vllm", "none")
 
@@ -185,7 +186,11 @@ class FrontendConfig:
     metrics: bool = True
     """Whether statistics are kept at all; without them goodput is not known either."""
 
+    introspection_token: str | None = field(default=None, repr=False)
+    """What a caller has to show who wants to see or cancel requests. Unset: nobody can."""
+
     def __post_init__(self) -> None:
+        _check_token(self.introspection_token)
         _check_int("stream_interval", self.stream_interval, 1)
         _check(_is_number(self.stream_interval_ms) and 0 <= self.stream_interval_ms <= 1000,
                "stream_interval_ms", self.stream_interval_ms, "from 0 to 1000")  # fmt: skip
@@ -211,6 +216,12 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     frontend: FrontendConfig = field(default_factory=FrontendConfig)
+
+    def settings(self) -> dict[str, Any]:
+        """All settings but secrets, flat as in `model.json`."""
+        groups = [getattr(self, name) for name in _GROUPS]
+        values = {item.name: getattr(group, item.name) for group in groups for item in fields(group)}
+        return {name: value for name, value in values.items() if name not in SECRETS}
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], base_dir: Path | None = None) -> "EngineConfig":
@@ -265,6 +276,12 @@ def _check(ok: bool, name: str, value: object, allowed: str) -> None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_token(value: object) -> None:
+    """Its value is in no message: these end up in logs."""
+    if value is not None and not (isinstance(value, str) and value.isascii() and value.isprintable() and value.strip()):
+        raise ValueError("introspection_token must be a string of printable ASCII characters, and not empty")
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from quire_engine.config import EngineConfig
 from quire_engine.request import FinishReason
 from quire_engine.sampling_params import SamplingParams
+from quire_engine.snapshot import EngineCoreSnapshot
 from quire_engine.stats import SchedulerStats, StepStats
 
 __all__ = [
@@ -136,6 +137,8 @@ class UtilityOutput(msgspec.Struct, array_like=True):
     call_id: int
     result: bool = True
     error: str | None = None
+    snapshot: EngineCoreSnapshot | None = None
+    """Of the method "snapshot"."""
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):

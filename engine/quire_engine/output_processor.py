@@ -8,6 +8,7 @@ import numpy as np
 
 from quire_engine.errors import RequestError
 from quire_engine.input_processor import ProcessedRequest
+from quire_engine.introspection import LiveRequest
 from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, ErrorCode, PromptLogprobs, TokenLogprobs
 from quire_engine.outputs import CompletionOutput, Logprob, OnOutput, RequestOutput
 from quire_engine.parallel_sampling import ParentRequest
@@ -57,6 +58,17 @@ class OutputProcessor:
         for index, child in enumerate(parent.children):
             self._states[child.request_id] = RequestState(child, self._tokenizer, on_output, parent, index)
         return parent.children
+
+    def live_requests(self, max_model_len: int) -> dict[str, LiveRequest]:
+        """The live requests by their id in the engine core, in order of arrival."""
+        return {request_id: state.describe(max_model_len) for request_id, state in self._states.items()}
+
+    def caller_request_id(self, request_id: str) -> str | None:
+        """The caller's request that a live one of the engine core stands for; None when there is no such."""
+        state = self._states.get(request_id)
+        if state is None:
+            return request_id if request_id in self._parents else None
+        return request_id if state.parent is None else state.parent.request_id
 
     def core_request_ids(self, request_id: str) -> list[str]:
         """The live requests of the engine core that a caller's request stands for."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from quire_engine.errors import RequestError
 from quire_engine.sampling_params import SamplingParams
+from quire_engine.snapshot import MAX_EVENTS, EventKind
 
 if TYPE_CHECKING:
     from quire_engine.messages import PromptLogprobs
@@ -17,6 +18,9 @@ __all__ = ["FinishReason", "MultimodalHash", "Request", "RequestStatus", "valida
 
 MultimodalHash = tuple[bytes, int, int]
 """An image or other input that takes the place of tokens: `(hash of its content, first position, number of tokens)`."""
+
+MAX_OWN_EVENTS = MAX_EVENTS - 2
+"""The frontend adds the arrival, and the first token when an engine had given it that is no more."""
 
 MAX_PROMPT_LOGPROBS_ENTRIES = 500_000
 """Log-probabilities that one request may ask for of its prompt: each becomes an object where the caller is."""
@@ -65,6 +69,7 @@ class Request:
         "block_hashes",
         "deadline_ms",
         "eos_token_ids",
+        "events",
         "grammar",
         "is_replay",
         "lora_id",
@@ -133,6 +138,8 @@ class Request:
         """Of its tokens, how many ranks that do not sample have been told of; counted only where there are such."""
         self.void_until_step = 0
         """Results of steps up to this number are not for it: they were scheduled before it was taken back, or came."""
+        self.events: list[tuple[EventKind, float, int]] = []
+        """What happened to it: kind, time of the scheduler's clock, number of tokens."""
 
     @property
     def needs_grammar(self) -> bool:
@@ -158,6 +165,12 @@ class Request:
     def skip_reading_prefix_cache(self) -> bool:
         """Whether every prompt token has to be computed: its log-probabilities are still to be given out."""
         return self.prompt_logprobs is not None
+
+    def note_event(self, kind: EventKind, time: float, num_tokens: int) -> None:
+        """Add to its timeline, of which the latest events are kept. Decodes are none: there would be one per step."""
+        if len(self.events) >= MAX_OWN_EVENTS:
+            del self.events[0]
+        self.events.append((kind, time, num_tokens))
 
     def add_prompt_logprobs(self, chunk: "PromptLogprobs") -> None:
         """Take in the next chunk; one that begins at the prompt's beginning starts anew, after a preemption."""

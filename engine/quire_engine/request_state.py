@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING
 
 from quire_engine.detokenizer import IncrementalDetokenizer
 from quire_engine.input_processor import ProcessedRequest
+from quire_engine.introspection import LiveRequest
 from quire_engine.messages import EngineCoreOutput, ErrorCode
 from quire_engine.outputs import OnOutput
 from quire_engine.parallel_sampling import ParentRequest
+from quire_engine.request import max_output_tokens
 from quire_engine.stats import FinishedRequestStats, IterationStats
 
 if TYPE_CHECKING:
@@ -46,6 +48,25 @@ class RequestState:
         self.first_token_time: float | None = None
         self.last_token_time = request.arrival_time
         self.stats = FinishedRequestStats(finish_reason="", num_prompt_tokens=len(request.prompt_token_ids))
+
+    def describe(self, max_model_len: int) -> LiveRequest:
+        """What an operator may want to know of it."""
+        request, stats = self.request, self.stats
+        return LiveRequest(
+            request_id=request.request_id,
+            caller_request_id=request.request_id if self.parent is None else self.parent.request_id,
+            arrival_time=request.arrival_time,
+            first_token_time=self.first_token_time,
+            num_prompt_tokens=stats.num_prompt_tokens,
+            num_output_tokens=stats.num_output_tokens,
+            num_cached_tokens=stats.num_cached_tokens,
+            num_preemptions=stats.num_preemptions,
+            max_tokens=max_output_tokens(stats.num_prompt_tokens, request.params, max_model_len),
+            priority=request.params.priority,
+            queue_seconds=stats.queue_seconds,
+            slo_class=request.slo_class,
+            slo_targets=request.slo_targets,
+        )
 
     def take_times(self, output: EngineCoreOutput, num_new_tokens: int, now: float, stats: IterationStats) -> None:
         """Note when tokens came, in the request's own statistics and in those of the message they came with."""

@@ -153,6 +153,8 @@ class Waiter:
         for descriptor in watch.descriptors if watch is not None else ():
             self._poll.register(descriptor, select.POLLIN)
         self._own = {semaphore.fileno() for semaphore in semaphores}
+        self.waited_seconds = 0.0
+        """Time that was spent in waits that are over."""
 
     def wait_until(self, ready: Callable[[], bool], timeout: float | None = None) -> None:
         """Return as soon as `ready()`, which is asked again whenever a semaphore was released.
@@ -163,13 +165,15 @@ class Waiter:
         """
         if ready():
             return
-        deadline = None if timeout is None else time.monotonic() + timeout
+        began_at = time.monotonic()
+        deadline = None if timeout is None else began_at + timeout
         self._spin()
         while not ready():
             remaining = None if deadline is None else deadline - time.monotonic()
             if remaining is not None and remaining <= 0:
                 raise TimeoutError(f"nothing came within {timeout} seconds")
             self._block(remaining)
+        self.waited_seconds += time.monotonic() - began_at
 
     def _spin(self) -> None:
         end = time.perf_counter() + SPIN_SECONDS

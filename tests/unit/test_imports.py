@@ -37,6 +37,7 @@ LEAVES = {
     "sampling_params",
     "semaphore",
     "slo",
+    "snapshot",
     "stats",
     "structured_outputs_params",
 }
@@ -58,8 +59,9 @@ ARROWS: dict[str, set[str]] = {
     "detokenizer": set(),
     "input_processor": set(),
     "parallel_sampling": {"input_processor"},
+    "introspection": set(),
     "outputs": set(),
-    "request_state": {"detokenizer", "input_processor", "outputs", "parallel_sampling"},
+    "request_state": {"detokenizer", "input_processor", "introspection", "outputs", "parallel_sampling"},
     "output_processor": {"request_state"},
     "beam_search": {"detokenizer", "outputs"},
     "llm": {"core", "beam_search"} | _TEXT,

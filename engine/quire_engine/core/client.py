@@ -33,9 +33,11 @@ from quire_engine.messages import (
     EngineCoreRequest,
     ProcessArguments,
     RequestType,
+    UtilityOutput,
     UtilityRequest,
 )
 from quire_engine.process_state import is_stopped
+from quire_engine.snapshot import EngineCoreSnapshot
 from quire_engine.stats import SchedulerStats
 
 __all__ = ["AsyncMPClient", "InprocClient"]
@@ -120,7 +122,8 @@ class AsyncMPClient:
         self._output = zmq.asyncio.Socket(self._context, zmq.PULL)
         input_address, output_address = self._bind(self._input, "input"), self._bind(self._output, "output")
         self._call_ids = itertools.count()
-        self._calls: dict[int, asyncio.Future[bool]] = {}
+        self._calls: dict[int, asyncio.Future[UtilityOutput]] = {}
+        self._num_sent = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
         self._process = subprocess.Popen(
@@ -153,6 +156,11 @@ class AsyncMPClient:
     def is_alive(self) -> bool:
         """Whether the process runs."""
         return self.death is None and self._process.returncode is None
+
+    @property
+    def num_messages_waiting(self) -> int:
+        """Messages that were sent and that the engine core has not taken in; also told while it hangs."""
+        return max(self._num_sent - self._heartbeat.num_messages, 0) if self.is_alive else 0
 
     def wait_until_ready(self, cancelled: threading.Event | None = None) -> EngineCoreReady:
         """Block until the engine core can take requests.
@@ -221,8 +229,21 @@ class AsyncMPClient:
             EngineError: it could not do what it was asked for.
             EngineDeadError: the engine core died.
         """
+        return (await self._call(method, *arguments)).result
+
+    async def snapshot(self) -> EngineCoreSnapshot:
+        """The engine core between two steps; somebody has to be taking outputs meanwhile.
+
+        Raises:
+            EngineDeadError: the engine core died.
+        """
+        snapshot = (await self._call("snapshot")).snapshot
+        assert snapshot is not None
+        return snapshot
+
+    async def _call(self, method: str, *arguments: int) -> UtilityOutput:
         request = UtilityRequest(next(self._call_ids), method, list(arguments))
-        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[UtilityOutput] = asyncio.get_running_loop().create_future()
         self._calls[request.call_id] = future
         self._send(RequestType.UTILITY, "", self._encoder.encode(request))
         try:
@@ -245,7 +266,7 @@ class AsyncMPClient:
             if future is None or future.done():
                 continue  # the caller does not wait any more
             if answer.error is None:
-                future.set_result(answer.result)
+                future.set_result(answer)
             else:
                 future.set_exception(EngineError(answer.error))
         return outputs
@@ -291,6 +312,7 @@ class AsyncMPClient:
         return address
 
     def _send(self, request_type: RequestType, request_id: str, payload: bytes = b"") -> None:
+        self._num_sent += 1
         self._input.send_multipart((request_type.value, request_id.encode(), payload), zmq.NOBLOCK)
 
 

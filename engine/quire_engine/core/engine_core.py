@@ -5,12 +5,14 @@ in the oldest result. Results come in the order of submission.
 """
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 from quire_engine.config import EngineConfig
+from quire_engine.core.step_history import StepHistory
 from quire_engine.errors import EngineDeadError, EngineError, EngineSleepingError
 from quire_engine.executor import Executor, make_executor
 from quire_engine.kv_cache import KVCacheManager
@@ -26,6 +28,7 @@ from quire_engine.messages import (
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.request import FinishReason, Request, validate_request
 from quire_engine.scheduler import Scheduler
+from quire_engine.snapshot import MAX_WAITING_REQUESTS, EngineCoreSnapshot, RankSnapshot
 from quire_engine.stats import StepStats
 from quire_engine.structured_output.grammar import GrammarError
 from quire_engine.structured_output.manager import StructuredOutputManager
@@ -69,6 +72,8 @@ class EngineCore:
         )
         self._in_flight: deque[SchedulerOutput] = deque()
         """Steps that were submitted and not collected, oldest first."""
+        self._history = StepHistory()
+        self._world_size = config.parallel.world_size
         self._step_stats = StepStats()
         self._sleep_level = 0
         self.ready = EngineCoreReady(
@@ -158,6 +163,7 @@ class EngineCore:
             seconds = time.perf_counter() - began_at
             times.update_seconds = max(seconds - times.schedule_seconds - times.execute_seconds, 0.0)
             result.step_stats = times
+            self._history.record(times)
         return result
 
     def _submit_steps(self, refused: list[EngineCoreOutput]) -> list[EngineCoreOutput] | None:
@@ -235,6 +241,8 @@ class EngineCore:
             "is_sleeping": self.is_sleeping,
         }
         try:
+            if request.method == "snapshot":
+                return UtilityOutput(request.call_id, snapshot=self.snapshot())
             return UtilityOutput(request.call_id, utilities[request.method](*request.arguments))
         except EngineDeadError:
             raise
@@ -243,6 +251,30 @@ class EngineCore:
             if not known:
                 logger.exception("%s failed", request.method)
             return UtilityOutput(request.call_id, False, str(error) if known else f"{request.method}: {error!r}")
+
+    def snapshot(self) -> EngineCoreSnapshot:
+        """All that an operator may want to see of this moment. Changes nothing."""
+        step_seconds = self._history.step_seconds()
+        requests = self.scheduler.request_snapshots(MAX_WAITING_REQUESTS)
+        return EngineCoreSnapshot(
+            step=self.scheduler.num_steps,
+            batches_in_flight=len(self._in_flight),
+            step_seconds=step_seconds,
+            last_step=self._history.composition(),
+            ranks=self._ranks(step_seconds.execute),
+            requests=requests,
+            blocks=self.scheduler.kv_cache.snapshot(request.id for request in requests),
+        )
+
+    def _ranks(self, execute_seconds: float) -> list[RankSnapshot]:
+        if self._world_size == 1 and not self.executor.worker_pids:
+            return [RankSnapshot(0, os.getpid(), step_seconds_p50=execute_seconds or None)]
+        pids = self.executor.worker_pids or [0] * self._world_size
+        seconds = self.executor.rank_step_seconds() or [None] * len(pids)
+        return [
+            RankSnapshot(rank, pid, step_seconds_p50=own)
+            for rank, (pid, own) in enumerate(zip(pids, seconds, strict=True))
+        ]
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Running requests keep their blocks and go on undisturbed."""

@@ -2,11 +2,12 @@
 
 ::
 
-    byte  0        8       16                    24
-          │ turns  │ steps │ oldest_request_time │        int64 each, written by the engine core alone
+    byte  0        8       16                    24               32
+          │ turns  │ steps │ oldest_request_time │ num_messages │   int64 each, written by the engine core alone
 
 `turns` counts the rounds of its loop, `steps` those that computed something. `oldest_request_time` is the moment, in
 nanoseconds of the machine's monotonic clock, at which the oldest live request came; 0 when there is none.
+`num_messages` counts what it has taken in.
 
 Memory, and not a message: it can be read when the other side does nothing any more.
 """
@@ -17,7 +18,7 @@ from quire_engine.semaphore import SharedMemory
 
 __all__ = ["Heartbeat"]
 
-_NUM_BYTES = 3 * 8
+_NUM_BYTES = 4 * 8
 
 
 class Heartbeat:
@@ -46,6 +47,15 @@ class Heartbeat:
     def oldest_request_time(self) -> float | None:
         """When its oldest live request came, in seconds of `time.monotonic`; None without one."""
         return self._page[2] / 1e9 or None
+
+    @property
+    def num_messages(self) -> int:
+        """Messages that it has taken in."""
+        return self._page[3]
+
+    def received(self) -> None:
+        """Another message is taken in."""
+        self._page[3] += 1
 
     def turn(self, oldest_request_time: float | None) -> None:
         """The loop begins another round."""

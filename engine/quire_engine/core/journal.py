@@ -87,6 +87,10 @@ class Journal:
         """Requests that the engine has."""
         return len(self._entries) - len(self._unsent)
 
+    def is_held(self, request_id: str) -> bool:
+        """Whether it is live, and no engine has it."""
+        return request_id in self._unsent
+
     def add(self, request: EngineCoreRequest) -> None:
         """Take a new request; `take_unsent` gives it out when its time has come."""
         entry = _Entry(request, self._clock())

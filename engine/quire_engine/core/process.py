@@ -137,6 +137,7 @@ class EngineCoreProcess:
                 frames = self._input.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            self._heartbeat.received()
             request_type, request_id = RequestType(frames[0]), frames[1].decode()
             if request_type is RequestType.ADD:
                 self._add(request_id, frames[2])

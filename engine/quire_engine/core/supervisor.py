@@ -28,11 +28,13 @@ from quire_engine.core.journal import Journal
 from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
 from quire_engine.request import FinishReason
+from quire_engine.snapshot import EngineCoreSnapshot
 
 __all__ = ["RestartPolicy", "SupervisedClient"]
 
 logger = logging.getLogger(__name__)
 
+SNAPSHOT_SECONDS = 2.0
 MAX_FRUITLESS_DEATHS = 5
 FRUITFUL_SECONDS = 30.0
 """An engine that was ready for so long counts as one that works, whether or not anybody asked anything of it."""
@@ -102,6 +104,7 @@ class SupervisedClient:
         self._restart: asyncio.Task[None] | None = None
         self._outputs: list[EngineCoreOutput] = []
         """Ends of requests that no engine will tell of."""
+        self.num_restarts = 0
         self._sleep_level = 0
         self._falling_asleep: asyncio.Task[None] | None = None
         self._closing = threading.Event()
@@ -171,6 +174,28 @@ class SupervisedClient:
         if method in ("sleep", "wake_up"):
             self._sleep_level = max(self._sleep_level, *arguments) if method == "sleep" else 0
         return result
+
+    async def snapshot(self) -> EngineCoreSnapshot | None:
+        """What the engine core knows of this moment; None while there is none that could tell. Does not wait for one.
+
+        Raises:
+            TimeoutError: it is up and did not answer in `SNAPSHOT_SECONDS`: its step takes so long, or it hangs.
+        """
+        if not self.is_alive:
+            return None
+        try:
+            return await asyncio.wait_for(self._client.snapshot(), SNAPSHOT_SECONDS)
+        except EngineDeadError:
+            return None
+
+    def is_held(self, request_id: str) -> bool:
+        """Whether no engine has this live request, because none is up or another request is on trial."""
+        return self._journal.is_held(request_id)
+
+    @property
+    def num_messages_waiting(self) -> int:
+        """See `AsyncMPClient`."""
+        return self._client.num_messages_waiting
 
     async def get_output(self) -> EngineCoreOutputs:
         """The next outputs; waits for them, over deaths of engine cores too.
@@ -266,6 +291,7 @@ class SupervisedClient:
         self._send_unsent()
         seconds = time.monotonic() - began_at
         logger.warning("the engine is up again after %.1f s; %d requests go on", seconds, num_replayed)
+        self.num_restarts += 1
         self._on_restart(num_replayed)
 
     async def _fall_asleep(self, level: int) -> None:

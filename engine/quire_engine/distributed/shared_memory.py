@@ -192,6 +192,12 @@ class _Channel:
         self._position = (self._position + 1) % NUM_SLOTS
         return slot
 
+    @property
+    def waited_seconds(self) -> float:
+        """Time spent in waits so far."""
+        waiters = (self.arrived_waiter, self.filled_waiter, self.free_waiter)
+        return sum(waiter.waited_seconds for waiter in waiters)
+
     def forget(self) -> None:
         """See the module."""
         self._position = 0
@@ -224,6 +230,11 @@ class SharedMemoryCommunicator:
     def size(self) -> int:
         """See `Communicator`."""
         return self._size
+
+    @property
+    def waited_seconds(self) -> float:
+        """Time that this rank has waited for others so far."""
+        return sum(channel.waited_seconds for channel in (*self._to.values(), *self._from.values()))
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `Communicator`. Half-precision values are added in float32 and rounded once."""

@@ -98,6 +98,10 @@ class MultiProcExecutor:
         """See `Executor`."""
         self.collective_rpc("initialize_cache", num_blocks)
 
+    def rank_step_seconds(self) -> list[float | None]:
+        """See `Executor`. Every rank is asked, so it waits for the steps in flight."""
+        return [nanoseconds / 1e9 or None for nanoseconds in self.collective_rpc("step_nanoseconds")]
+
     def sleep(self, level: int) -> None:
         """See `Executor`."""
         self.collective_rpc("sleep", level)

@@ -114,6 +114,10 @@ class RayExecutor:
         results = self._results(self._submitted.popleft())
         return msgspec.msgpack.decode(results[self._output_rank], type=ModelRunnerOutput)
 
+    def rank_step_seconds(self) -> list[float | None]:
+        """See `Executor`. Not known here."""
+        return []
+
     def sleep(self, level: int) -> None:
         """See `Executor`."""
         self._call_all("sleep", level)

@@ -51,6 +51,10 @@ class UniProcExecutor:
         assert scheduler_output is not None
         return self._worker.execute_model(scheduler_output)
 
+    def rank_step_seconds(self) -> list[float | None]:
+        """See `Executor`. Not known here."""
+        return []
+
     def sleep(self, level: int) -> None:
         """See `Executor`."""
         self._worker.sleep(level)

@@ -16,7 +16,7 @@ keeps its hash until it is handed out again, so an equal prefix can take it back
       allocate from here                free to here;  touch: unlink from anywhere, O(1)
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 __all__ = ["BlockPool", "FreeKVCacheBlockQueue", "KVCacheBlock"]
 
@@ -24,12 +24,16 @@ __all__ = ["BlockPool", "FreeKVCacheBlockQueue", "KVCacheBlock"]
 class KVCacheBlock:
     """Metadata of one block; `block_id` is its index in the cache tensors."""
 
-    __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_cnt")
+    __slots__ = ("block_hash", "block_id", "depth", "next_free", "prev_free", "ref_cnt", "root_hash")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_cnt = 0
         self.block_hash: bytes | None = None
+        self.root_hash = b""
+        """While it is cached: hash of the first block of its prefix."""
+        self.depth = 0
+        """While it is cached: its index in its prefix."""
         self.prev_free: KVCacheBlock | None = None
         self.next_free: KVCacheBlock | None = None
 
@@ -140,11 +144,23 @@ class BlockPool:
                 self.free_queue.append(block)
                 self._num_cached_free += block.block_hash is not None
 
-    def cache(self, block: KVCacheBlock, block_hash: bytes) -> None:
-        """Note the content of a full block. When another block holds the same already, that one stays cached."""
+    @property
+    def cached_blocks(self) -> Collection[KVCacheBlock]:
+        """All cached blocks, free or referenced."""
+        return self._cached.values()
+
+    def cache(self, block: KVCacheBlock, block_hash: bytes, root_hash: bytes = b"", depth: int = 0) -> None:
+        """Note the content of a full block. When another block holds the same already, that one stays cached.
+
+        Args:
+            block: a referenced one.
+            block_hash: of its content and all that is before it.
+            root_hash: that of the first block of its prefix; for who looks at the cache.
+            depth: its index in its prefix, likewise.
+        """
         assert block.ref_cnt > 0, f"{block} is cached while free"
         if block.block_hash is None and block_hash not in self._cached:
-            block.block_hash = block_hash
+            block.block_hash, block.root_hash, block.depth = block_hash, root_hash, depth
             self._cached[block_hash] = block
 
     def reset_cache(self) -> None:

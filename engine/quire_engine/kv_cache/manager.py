@@ -1,10 +1,13 @@
 """KVCacheManager: the blocks of each request, between the scheduler above and the block pool below."""
 
+from array import array
 from collections import Counter
+from collections.abc import Iterable
 
 from quire_engine.kv_cache.block_pool import BlockPool, KVCacheBlock
 from quire_engine.kv_cache.hashing import NONE_HASH, encode_extra_keys, hash_block_tokens
 from quire_engine.request import Request
+from quire_engine.snapshot import PackedBlocks
 
 __all__ = ["KVCacheManager"]
 
@@ -27,6 +30,22 @@ class KVCacheManager:
     def get_block_ids(self, request_id: str) -> list[int]:
         """The request's block table."""
         return [block.block_id for block in self._blocks.get(request_id, ())]
+
+    def num_blocks_of(self, request_id: str) -> int:
+        """Blocks that the request refers to."""
+        return len(self._blocks.get(request_id, ()))
+
+    def snapshot(self, request_ids: Iterable[str]) -> PackedBlocks:
+        """All blocks at this moment; the block tables are those of `request_ids`, in that order."""
+        cached = self.block_pool.cached_blocks
+        return PackedBlocks(
+            self.block_size,
+            self.num_blocks,
+            [array("i", self.get_block_ids(request_id)).tobytes() for request_id in request_ids],
+            array("i", [block.block_id for block in cached]).tobytes(),
+            array("i", [block.depth for block in cached]).tobytes(),
+            array("q", [hash(block.root_hash) for block in cached]).tobytes(),
+        )
 
     def get_computed_blocks(self, request: Request) -> list[KVCacheBlock]:
         """The longest cached prefix of a request that holds no blocks yet, as blocks that are not yet referenced.
@@ -122,7 +141,7 @@ class KVCacheManager:
         self._extend_block_hashes(request, num_full)
         blocks = self._blocks[request.request_id]
         for i in range(first, num_full):
-            self.block_pool.cache(blocks[i], request.block_hashes[i])
+            self.block_pool.cache(blocks[i], request.block_hashes[i], request.block_hashes[0], i)
         self._num_cached_blocks[request.request_id] = num_full
 
     def _extend_block_hashes(self, request: Request, num_blocks: int) -> None:

@@ -21,7 +21,7 @@ step takes no more than its share of the decodes.
 import time
 from bisect import insort
 from collections.abc import Callable
-from itertools import count
+from itertools import chain, count, islice
 
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheManager
@@ -31,8 +31,10 @@ from quire_engine.scheduler.limits import RequestLimits
 from quire_engine.scheduler.recovery import Trials
 from quire_engine.scheduler.request_queue import FCFSRequestQueue, RequestQueue, make_request_queue, priority_key
 from quire_engine.scheduler.results import take_result
+from quire_engine.scheduler.snapshot import request_snapshot
 from quire_engine.scheduler.step_budget import StepBudget
 from quire_engine.scheduler.worker_knowledge import WorkerKnowledge
+from quire_engine.snapshot import RequestSnapshot
 from quire_engine.stats import SchedulerStats
 
 __all__ = ["Scheduler"]
@@ -90,6 +92,8 @@ class Scheduler:
         request.queued_at = self._clock()
         request.void_until_step = self._num_steps  # one with the same id may have been in these
         self.requests[request.request_id] = request
+        if request.is_replay:
+            request.note_event("replayed", request.queued_at, request.num_output_tokens)
         self._limits.watch(request, self.requests)
         if request.needs_grammar:
             request.status = RequestStatus.WAITING_FOR_FSM
@@ -205,6 +209,7 @@ class Scheduler:
             num_new_tokens = num_left = len(request.all_token_ids) - num_computed_tokens
             if num_left > 1:
                 num_new_tokens = budget.chunk(num_left, max(num_tokens - (len(running) - index - 1), 1))
+                request.note_event("prefill_chunk", self._clock(), num_new_tokens)
             elif num_left == 0 or len(scheduled) >= share:
                 index += 1
                 continue
@@ -262,6 +267,7 @@ class Scheduler:
                 if self.kv_cache.enable_prefix_caching and not request.skip_reading_prefix_cache:
                     self.prefix_cache_queries += request.num_tokens
                 self.prefix_cache_hits += num_hit_tokens
+            request.note_event("scheduled", self._clock(), num_new_tokens)
             request.num_computed_tokens = num_hit_tokens
             request.status = RequestStatus.RUNNING
             if self.config.scheduling_policy == "priority":
@@ -279,6 +285,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Let a request that leaves `running` wait before all others, for lack of blocks."""
+        request.note_event("preempted", self._clock(), request.num_computed_tokens)
         self._release(request)
         self.waiting.prepend(request)
         request.num_preemptions += 1
@@ -307,6 +314,9 @@ class Scheduler:
         outputs, self._ended = self._ended, []
         new, complete = take_result(self.requests, runner_output, self._num_steps if step is None else step)
         outputs += new
+        for output in new:
+            if output.queue_seconds is not None:
+                self.requests[output.request_id].note_event("first_token", self._clock(), 1)
         for request_id in complete:
             self.finish_request(request_id)
         on_trial = self._trials.on_trial
@@ -342,6 +352,20 @@ class Scheduler:
         self._trials.add_suspects(suspects)
         self.kv_cache.reset_prefix_cache()
         return outputs
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were scheduled, empty ones included."""
+        return self._num_steps
+
+    def request_snapshots(self, max_waiting: int) -> list[RequestSnapshot]:
+        """The running requests in their order, then at most `max_waiting` of those that wait, in theirs."""
+        now = self._clock()
+        waiting = chain(self._trials.acquitted, self._trials.suspects, self.waiting, self.waiting_for_fsm)
+        return [
+            request_snapshot(request, now, self.kv_cache.num_blocks_of(request.request_id))
+            for request in chain(self.running, islice(waiting, max_waiting))
+        ]
 
     def make_stats(self) -> SchedulerStats:
         """The numbers of this moment."""

@@ -16,9 +16,12 @@ import gc
 import logging
 import os
 import signal
+import statistics
 import sys
 import threading
+import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +47,7 @@ __all__ = ["WorkerProcess"]
 logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
+NUM_TIMED_STEPS = 128
 
 
 class WorkerProcess:
@@ -56,6 +60,8 @@ class WorkerProcess:
         self._encoder = msgspec.msgpack.Encoder()
         self._abort = AbortFlag(arguments.abort)
         self._groups: list[SharedMemoryCommunicator] = []
+        self._step_nanoseconds: deque[int] = deque(maxlen=NUM_TIMED_STEPS)
+        """Of the last steps, without waits for other ranks: all ranks' steps end together, but one is the slow one."""
         self._state = self._make_state(arguments)
         try:
             checkpoint = CheckpointConfig.from_folder(Path(arguments.config.model.model))
@@ -105,7 +111,10 @@ class WorkerProcess:
 
     def _answer(self, call: WorkerCall) -> None:
         if call.scheduler_output is not None:
+            began_at, waited_before = time.perf_counter(), self._waited_seconds
             output = self._worker.execute_model(call.scheduler_output)
+            own_seconds = time.perf_counter() - began_at - (self._waited_seconds - waited_before)
+            self._step_nanoseconds.append(int(1e9 * own_seconds))
             if self._state.is_output_rank:
                 self._send(WorkerResponse(call.call_id, output=output))
             return
@@ -115,9 +124,15 @@ class WorkerProcess:
             "sleep": self._worker.sleep,
             "wake_up": self._worker.wake_up,
             "forget": self._forget,
+            "step_nanoseconds": lambda: int(statistics.median(self._step_nanoseconds or (0,))),
         }
         result = methods[call.method](*call.arguments)
         self._send(WorkerResponse(call.call_id, result or 0))
+
+    @property
+    def _waited_seconds(self) -> float:
+        """What other ranks have cost this one so far."""
+        return sum(group.waited_seconds for group in self._groups)
 
     def _forget(self) -> None:
         """The executor is about to make the groups new."""

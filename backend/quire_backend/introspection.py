@@ -1,0 +1,80 @@
+"""Introspection: what an operator asks of the model itself, through the server, with a token.
+
+A request with the parameter `introspect` is no generation: its inputs are not read, and it is answered once, with JSON
+in `text_output`::
+
+    introspect = "snapshot"                                 → the engine at this moment, see `quire_engine.snapshot`
+    introspect = "cancel", cancel_request_id = "<its id>"   → {"cancelled": true | false}
+    introspection_token = "…"                               with both
+"""
+
+import hmac
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from quire_engine.errors import RequestError
+
+__all__ = ["IntrospectionRequest", "parse_introspection"]
+
+_ACTIONS = ("snapshot", "cancel")
+_PARAMETERS = ("introspect", "introspection_token", "cancel_request_id")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IntrospectionRequest:
+    """A request of an operator who has shown the token."""
+
+    cancel_request_id: str | None = None
+    """The request that is to end; None: a snapshot is wanted."""
+
+
+def parse_introspection(parameters: str, token: str | None) -> IntrospectionRequest | None:
+    """Read the request parameters of any request; None for the usual ones, which ask for nothing of this.
+
+    Args:
+        parameters: a JSON object, or nothing.
+        token: what has to be shown; None: nobody is allowed.
+
+    Raises:
+        RequestError: it asks for introspection and is not allowed to, or asks for what there is not.
+    """
+    if '"introspect' not in parameters and '"cancel_request_id"' not in parameters:  # cheaper than to parse them all
+        return None
+    values: dict[str, Any] = json.loads(parameters)
+    if not any(name in values for name in _PARAMETERS):
+        return None
+    _authorize(values.get("introspection_token"), token)
+    action = values.get("introspect")
+    if action not in _ACTIONS:
+        raise RequestError(
+            "introspect", f"introspect is {str(action)[:100]!r}; it must be one of {', '.join(_ACTIONS)}"
+        )
+    for name in values:
+        if name not in _PARAMETERS and not name.startswith("triton_"):
+            raise RequestError(name, f"{name} has no meaning in a request with introspect")
+    request_id = values.get("cancel_request_id")
+    if action == "snapshot" and request_id is None:
+        return IntrospectionRequest()
+    if action == "cancel" and isinstance(request_id, str) and request_id:
+        return IntrospectionRequest(cancel_request_id=request_id)
+    raise RequestError(
+        "cancel_request_id", "cancel_request_id must be the id of a request, with introspect=cancel only"
+    )
+
+
+def _authorize(shown: object, token: str | None) -> None:
+    """Compare in a time that does not tell how much of it was right.
+
+    Raises:
+        RequestError: it is not allowed; the message does not repeat what was shown.
+    """
+    name = "introspection_token"
+    if token is None:
+        raise RequestError(
+            "introspect",
+            f"introspect is refused: this model has no {name}; set {name} in its model.json, or the environment "
+            "variable QUIRE_INTROSPECTION_TOKEN of the server",
+        )
+    if not isinstance(shown, str) or not hmac.compare_digest(shown.encode(errors="replace"), token.encode()):
+        raise RequestError(name, f"unauthorized: {name} is {'missing' if shown is None else 'wrong'}")

@@ -1,0 +1,160 @@
+"""What the engine core knows and what the frontend knows of the same moment, put together into a Snapshot.
+
+It knows no process and no clock: facts go in. The two sides may disagree on which requests there are, as the engine
+core was asked a moment before: those that have ended since are left out, and those that it does not have are told of
+from this side alone.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from quire_engine.slo import SLOTargets
+from quire_engine.snapshot import (
+    MAX_WAITING_REQUESTS,
+    BlocksSnapshot,
+    EngineCoreSnapshot,
+    PackedBlocks,
+    PrefixSnapshot,
+    PrefixTreeSnapshot,
+    RequestEvent,
+    RequestSnapshot,
+)
+
+__all__ = ["LiveRequest", "combine_blocks", "combine_requests", "slo_slack_seconds"]
+
+NUM_HOTTEST_PREFIXES = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveRequest:
+    """A live request of the engine core as the frontend knows it. Times are of the frontend's monotonic clock."""
+
+    request_id: str
+    caller_request_id: str
+    """The same but for one of several sequences, whose request has an id of its own."""
+    arrival_time: float
+    first_token_time: float | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    max_tokens: int
+    priority: int
+    queue_seconds: float | None
+    slo_class: str
+    slo_targets: SLOTargets
+
+
+def combine_requests(
+    core: Sequence[RequestSnapshot],
+    live: Mapping[str, LiveRequest],
+    labels: Mapping[str, str],
+    is_held: Callable[[str], bool],
+    now: float,
+) -> list[RequestSnapshot]:
+    """The live requests, those of the engine core in its order and then the others by arrival.
+
+    Args:
+        core: the engine core's; they are completed and are the caller's no more.
+        live: the frontend's, by id and in order of arrival.
+        labels: the clients' names, by the caller's request id.
+        is_held: whether no engine has a request.
+        now: of the frontend's monotonic clock.
+    """
+    requests = [request for request in core if request.id in live]
+    known = {request.id for request in requests}
+    others = [one for request_id, one in live.items() if request_id not in known]
+    requests += [_from_frontend(one, is_held(one.request_id)) for one in others[:MAX_WAITING_REQUESTS]]
+    for request in requests:
+        _complete(request, live[request.id], now)
+        request.label = labels.get(live[request.id].caller_request_id, "")
+    return requests
+
+
+def _from_frontend(live: LiveRequest, is_held: bool) -> RequestSnapshot:
+    return RequestSnapshot(
+        id=live.request_id,
+        phase="held" if is_held else "waiting",
+        num_prompt_tokens=live.num_prompt_tokens,
+        num_output_tokens=live.num_output_tokens,
+        num_preemptions=live.num_preemptions,
+        max_tokens=live.max_tokens,
+        priority=live.priority,
+    )
+
+
+def _complete(request: RequestSnapshot, live: LiveRequest, now: float) -> None:
+    """Add what the frontend knows. An engine that was started again knows nothing of what came before."""
+    request.age_seconds = now - live.arrival_time
+    if live.first_token_time is not None:
+        request.queue_seconds, request.num_cached_tokens = live.queue_seconds, live.num_cached_tokens
+        if not any(event.kind == "first_token" for event in request.events):
+            request.events.append(RequestEvent("first_token", now - live.first_token_time, 1))
+            request.events.sort(key=lambda event: -event.age_seconds)
+    request.events.insert(0, RequestEvent("arrived", request.age_seconds, live.num_prompt_tokens))
+    request.slo_class = live.slo_class
+    request.slo_slack_seconds = slo_slack_seconds(live, request.num_output_tokens, now)
+
+
+def slo_slack_seconds(live: LiveRequest, num_output_tokens: int, now: float) -> float | None:
+    """Time until the first target is missed, below 0 once one is; None without targets.
+
+    The target for the mean time per token is missed when the next token comes later than that: for n tokens so far,
+    n times the target after the first.
+    """
+    arrival, first_token, targets = live.arrival_time, live.first_token_time, live.slo_targets
+    slacks = []
+    if targets.ttft_ms is not None:
+        slack = arrival + targets.ttft_ms / 1000 - (now if first_token is None else first_token)
+        if first_token is None or slack < 0:
+            slacks.append(slack)
+    if targets.tpot_ms is not None and first_token is not None:
+        slacks.append(first_token + max(num_output_tokens, 1) * targets.tpot_ms / 1000 - now)
+    if targets.e2e_ms is not None:
+        slacks.append(arrival + targets.e2e_ms / 1000 - now)
+    return min(slacks, default=None)
+
+
+def combine_blocks(
+    core: EngineCoreSnapshot, requests: Sequence[RequestSnapshot]
+) -> tuple[BlocksSnapshot, PrefixTreeSnapshot]:
+    """Unpack the block pool.
+
+    Args:
+        core: as it came; only the ids of its requests and its blocks are read.
+        requests: the snapshot's requests: what owners are indices into.
+    """
+    packed = core.blocks
+    indices = {request.id: index for index, request in enumerate(requests)}
+    owner = np.full(packed.num_blocks, -1, np.int32)
+    ref_count = np.zeros(packed.num_blocks, np.int32)
+    tables = [(indices.get(request.id), table) for request, table in zip(core.requests, packed.block_ids, strict=True)]
+    for index, table in reversed(tables):  # so that of several owners the first is told
+        if index is not None:
+            block_ids = np.frombuffer(table, np.int32)
+            owner[block_ids] = index
+            ref_count[block_ids] += 1
+    cached = np.zeros(packed.num_blocks, np.int32)
+    cached[np.frombuffer(packed.cached_block_ids, np.int32)] = 1
+    blocks = BlocksSnapshot(packed.block_size, packed.num_blocks, owner.tolist(), ref_count.tolist(), cached.tolist())
+    return blocks, _prefix_tree(packed, ref_count)
+
+
+def _prefix_tree(packed: PackedBlocks, ref_count: npt.NDArray[np.int32]) -> PrefixTreeSnapshot:
+    block_ids = np.frombuffer(packed.cached_block_ids, np.int32)
+    if not len(block_ids):
+        return PrefixTreeSnapshot()
+    roots, tree_of_block = np.unique(np.frombuffer(packed.cached_roots, np.int64), return_inverse=True)
+    num_blocks = np.bincount(tree_of_block)
+    num_references = np.zeros(len(roots), np.int32)
+    np.maximum.at(num_references, tree_of_block, ref_count[block_ids])
+    hottest = np.lexsort((-num_blocks, -num_references))[:NUM_HOTTEST_PREFIXES]
+    return PrefixTreeSnapshot(
+        num_cached_blocks=len(block_ids),
+        num_roots=len(roots),
+        depth=int(np.frombuffer(packed.cached_depths, np.int32).max()) + 1,
+        hottest=[PrefixSnapshot(int(num_blocks[i]), int(num_references[i])) for i in hottest],
+    )

@@ -1,0 +1,42 @@
+"""A request of the scheduler as an operator sees it."""
+
+from quire_engine.request import Request, RequestStatus
+from quire_engine.snapshot import Phase, RequestEvent, RequestSnapshot
+
+__all__ = ["request_snapshot"]
+
+
+def request_snapshot(request: Request, now: float, num_blocks: int) -> RequestSnapshot:
+    """As much as the scheduler knows.
+
+    Args:
+        request: a live one.
+        now: time of the scheduler's clock.
+        num_blocks: blocks that it refers to.
+    """
+    return RequestSnapshot(
+        id=request.request_id,
+        phase=_phase(request),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        num_cached_tokens=request.num_cached_tokens,
+        num_output_tokens=request.num_output_tokens,
+        max_tokens=request.max_tokens,
+        num_blocks=num_blocks,
+        num_preemptions=request.num_preemptions,
+        priority=request.sampling_params.priority,
+        queue_seconds=None if request.scheduled_at is None else request.scheduled_at - request.queued_at,
+        events=[RequestEvent(kind, now - time, num_tokens) for kind, time, num_tokens in request.events],
+    )
+
+
+def _phase(request: Request) -> Phase:
+    if request.status is RequestStatus.WAITING_FOR_FSM:
+        return "grammar"
+    if request.status is RequestStatus.PREEMPTED:
+        return "preempted"
+    if request.status is RequestStatus.WAITING:
+        return "waiting"
+    # What is computed again after a preemption is a prefill like any other.
+    has_next_token = request.num_output_tokens > 0 and request.num_tokens - request.num_computed_tokens <= 1
+    return "decode" if has_next_token else "prefill"

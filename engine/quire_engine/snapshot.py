@@ -1,0 +1,206 @@
+"""Snapshot: the engine at one moment, for an operator's eyes. Plain data, put together in two places.
+
+::
+
+    engine core ── EngineCoreSnapshot ──► frontend ── Snapshot ──► whoever asked
+    requests it has, blocks, steps        + ages, labels, SLO slack, requests that are held, restarts
+
+It answers between two steps, so the engine core does only what nobody else can: it copies numbers, packed, and leaves
+all that can be derived from them to the frontend. Ages are of one clock each: a request's age and its first event are
+the frontend's, the other events the engine core's. Seconds everywhere.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+__all__ = [
+    "BlocksSnapshot",
+    "EngineCoreSnapshot",
+    "EngineSnapshot",
+    "EventKind",
+    "PackedBlocks",
+    "Phase",
+    "PrefixSnapshot",
+    "PrefixTreeSnapshot",
+    "QueueDepths",
+    "RankSnapshot",
+    "RequestEvent",
+    "RequestSnapshot",
+    "Snapshot",
+    "StepComposition",
+    "StepSeconds",
+]
+
+Phase = Literal["held", "waiting", "grammar", "prefill", "decode", "preempted"]
+"""`held`: no engine has it at the moment; `waiting`: for its first turn; `grammar`: until that is compiled."""
+
+EventKind = Literal["arrived", "scheduled", "prefill_chunk", "first_token", "preempted", "replayed"]
+
+MAX_EVENTS = 64
+"""Of one request's timeline; of a longer one the arrival and the latest are kept."""
+MAX_WAITING_REQUESTS = 1000
+"""Of those that wait, the next to run are in a snapshot, and as many again of which no engine has heard."""
+
+
+class RequestEvent(msgspec.Struct):
+    """Something that happened to a request."""
+
+    kind: EventKind
+    age_seconds: float
+    num_tokens: int = 0
+    """Computed in this step; of an arrival the prompt's; of a preemption those given up; of a replay the output's."""
+
+
+class RequestSnapshot(msgspec.Struct):
+    """One live request of the engine core: with `n` sequences there is one for each."""
+
+    id: str
+    phase: Phase
+    num_prompt_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    max_tokens: int = 0
+    num_blocks: int = 0
+    num_preemptions: int = 0
+    priority: int = 0
+    queue_seconds: float | None = None
+    """Until its first turn; None before."""
+    events: list[RequestEvent] = []
+    """The oldest first."""
+    # What only the frontend knows:
+    label: str = ""
+    """The client's name for it; it need not be unique."""
+    age_seconds: float = 0.0
+    slo_class: str = "default"
+    slo_slack_seconds: float | None = None
+    """Until the first of its targets is missed, below 0 once one is; None without targets."""
+
+
+class StepSeconds(msgspec.Struct):
+    """Medians of the last steps, by phase."""
+
+    schedule: float = 0.0
+    execute: float = 0.0
+    update: float = 0.0
+
+
+class StepComposition(msgspec.Struct):
+    """What the last step was made of."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+
+
+class RankSnapshot(msgspec.Struct):
+    """One rank of the engine."""
+
+    rank: int
+    pid: int
+    """0 where it is on a machine of which only Ray knows."""
+    up: bool = True
+    step_seconds_p50: float | None = None
+    """Of its own part of the last steps, without its waits for other ranks; None where that is not known."""
+
+
+class PackedBlocks(msgspec.Struct, array_like=True):
+    """The block pool, as little of it as says all: int32 each but for the roots, which are int64."""
+
+    block_size: int
+    num_blocks: int
+    block_ids: list[bytes] = []
+    """The block table of each request, in the order of the snapshot's requests."""
+    cached_block_ids: bytes = b""
+    cached_depths: bytes = b""
+    """Index of each cached block in the prefix that it belongs to."""
+    cached_roots: bytes = b""
+    """A number that is the same for all cached blocks whose prefixes begin with the same block."""
+
+
+class EngineCoreSnapshot(msgspec.Struct):
+    """What the engine core knows."""
+
+    step: int
+    batches_in_flight: int
+    step_seconds: StepSeconds
+    last_step: StepComposition
+    ranks: list[RankSnapshot]
+    requests: list[RequestSnapshot]
+    """The running ones in their order, then those that wait in theirs."""
+    blocks: PackedBlocks
+
+
+class QueueDepths(msgspec.Struct):
+    """Messages that wait between processes and threads."""
+
+    to_engine: int = 0
+    """Sent to the engine core, and not yet taken in."""
+    responses: int = 0
+    """Requests with a response that is not yet sent to its client."""
+
+
+class EngineSnapshot(msgspec.Struct):
+    """The engine as a whole."""
+
+    up: bool
+    pid: int
+    restarts: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    answered: bool = False
+    """Whether the engine core was asked and has answered: if not, this is what the frontend knows alone."""
+    step: int = 0
+    batches_in_flight: int = 0
+    step_seconds: StepSeconds = msgspec.field(default_factory=StepSeconds)
+    last_step: StepComposition = msgspec.field(default_factory=StepComposition)
+    ranks: list[RankSnapshot] = []
+    queues: QueueDepths = msgspec.field(default_factory=QueueDepths)
+
+
+class BlocksSnapshot(msgspec.Struct):
+    """The block map: three columns with a row per block."""
+
+    block_size: int
+    num_blocks: int
+    owner: list[int] = []
+    """Index into the snapshot's requests of the first that refers to the block, -1 when none does."""
+    ref_count: list[int] = []
+    cached: list[int] = []
+    """1 where an equal prefix would find it, whether or not it is free."""
+
+
+class PrefixSnapshot(msgspec.Struct):
+    """Cached prefixes that begin with the same block."""
+
+    num_blocks: int
+    num_references: int
+    """Live requests that refer to the most shared of its blocks."""
+
+
+class PrefixTreeSnapshot(msgspec.Struct):
+    """The prefix cache as a forest: a cached block's parent is the one before it in its prefix."""
+
+    num_cached_blocks: int = 0
+    num_roots: int = 0
+    depth: int = 0
+    """Blocks of the longest cached prefix."""
+    hottest: list[PrefixSnapshot] = []
+    """Those with the most references, then the largest."""
+
+
+class Snapshot(msgspec.Struct):
+    """All of it."""
+
+    time_unix: float
+    settings: dict[str, Any]
+    engine: EngineSnapshot
+    requests: list[RequestSnapshot]
+    num_requests: int
+    """Of the frontend; more than `requests` holds when they are too many."""
+    blocks: BlocksSnapshot
+    prefix_tree: PrefixTreeSnapshot
+    model: str = ""
+    version: str = ""

@@ -1,0 +1,343 @@
+"""Grafana's dashboards, made from Python: `python -m quire_monitoring.grafana`.
+
+It writes one JSON file per dashboard to `monitoring/grafana/dashboards/`; these are committed, and a test checks that
+they are what this module makes. Queries are of the metrics in `definitions` and of the recording rules in
+`monitoring/prometheus/recording_rules.yml`, which another test checks.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["DASHBOARDS", "Dashboard", "Panel", "Row", "queries", "render"]
+
+OUTPUT = Path(__file__).resolve().parents[1] / "grafana" / "dashboards"
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+GRID_WIDTH = 24
+MODEL = 'model=~"$model"'
+SLO = 'model=~"$model", slo=~"$slo"'
+RATE = "[$__rate_interval]"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Panel:
+    """One picture: queries with their legends."""
+
+    title: str
+    queries: tuple[tuple[str, str], ...]
+    """Each a PromQL expression and the legend of its series."""
+    description: str
+    unit: str = "short"
+    kind: str = "timeseries"
+    """`timeseries`, `stat`, `bargauge` or `heatmap`."""
+    maximum: float | None = None
+    is_stacked: bool = False
+    red_below: float | None = None
+    """Of a stat: what is no longer good."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """Panels side by side, all as wide as they can be."""
+
+    panels: tuple[Panel, ...]
+    height: int = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dashboard:
+    """One page."""
+
+    uid: str
+    title: str
+    rows: tuple[Row, ...]
+
+
+def _rate(metric: str, by: str, selector: str = MODEL) -> str:
+    return f"sum by ({by}) (rate({metric}{{{selector}}}{RATE}))"
+
+
+def _quantiles(metric: str, selector: str = MODEL) -> tuple[tuple[str, str], ...]:
+    buckets = f"sum by (model, le) (rate({metric}_bucket{{{selector}}}{RATE}))"
+    return tuple((f"histogram_quantile({q}, {buckets})", f"{{{{model}}}} {name}") for q, name in
+                 ((0.5, "p50"), (0.95, "p95"), (0.99, "p99")))  # fmt: skip
+
+
+def _latency(title: str, metric: str, description: str) -> Panel:
+    return Panel(title=title, queries=_quantiles(metric), description=description, unit="s")
+
+
+OVERVIEW = Dashboard(
+    uid="quire-overview",
+    title="Quire / Overview",
+    rows=(
+        Row(height=4, panels=(
+            Panel(title="Goodput now", kind="stat", unit="percentunit", maximum=1, red_below=0.99,
+                  queries=((f'min by (model) (quire_goodput_ratio{{{SLO}, window="1m"}})', "{{model}}"),),
+                  description="Share of the requests of the last minute that met every objective; the worst class."),
+            Panel(title="Engine", kind="stat", red_below=1,
+                  queries=((f"min by (model) (quire_engine_up{{{MODEL}}})", "{{model}}"),),
+                  description="1 while the engine steps."),
+            Panel(title="Running", kind="stat",
+                  queries=((f"sum by (model) (quire_requests_running{{{MODEL}}})", "{{model}}"),),
+                  description="Requests in the batch."),
+            Panel(title="Waiting", kind="stat",
+                  queries=((f"sum by (model) (quire_requests_waiting{{{MODEL}}})", "{{model}}"),),
+                  description="Requests that wait for capacity or for their grammar."),
+            Panel(title="KV cache", kind="stat", unit="percentunit", maximum=1,
+                  queries=((f"max by (model) (quire_kv_cache_usage_ratio{{{MODEL}}})", "{{model}}"),),
+                  description="Share of the blocks that live requests hold."),
+            Panel(title="Restarts, last hour", kind="stat",
+                  queries=((f"sum by (model) (increase(quire_engine_restarts_total{{{MODEL}}}[1h]))", "{{model}}"),),
+                  description="Engines that died and were started again."),
+        )),
+        Row(panels=(
+            Panel(title="Goodput", unit="percentunit", maximum=1,
+                  queries=((f'quire_goodput_ratio{{{SLO}, window="5m"}}', "{{model}} {{slo}}"),),
+                  description="Share of requests that met every objective that applies to them, over five minutes."),
+            Panel(title="Requests", unit="reqps", is_stacked=True,
+                  queries=((_rate("quire_requests_total", "outcome"), "{{outcome}}"),),
+                  description="Requests that ended, by how."),
+        )),
+        Row(panels=(
+            Panel(title="Tokens", unit="none",
+                  queries=((_rate("quire_generation_tokens_total", "model"), "{{model}} generated/s"),
+                           (_rate("quire_prompt_tokens_total", "model"), "{{model}} prompt/s"),
+                           (_rate("quire_goodput_tokens_total", "model", SLO), "{{model}} good/s")),
+                  description="Tokens per second; good ones are those of requests that met their objectives."),
+            _latency("Time to first token", "quire_time_to_first_token_seconds", "From arrival to the first token."),
+            _latency("End to end", "quire_e2e_request_latency_seconds", "From arrival to the end."),
+        )),
+    ),
+)  # fmt: skip
+
+LATENCY = Dashboard(
+    uid="quire-latency-slo",
+    title="Quire / Latency & SLO",
+    rows=(
+        Row(panels=(
+            Panel(title="Burn rate", queries=(
+                (f"quire:slo_burn:rate5m{{{SLO}}}", "{{model}} {{slo}} 5m"),
+                (f"quire:slo_burn:rate1h{{{SLO}}}", "{{model}} {{slo}} 1h"),
+                (f"quire:slo_burn:rate6h{{{SLO}}}", "{{model}} {{slo}} 6h"),
+            ), description="How many times as fast as allowed the budget of misses is used up. 14.4 wakes somebody."),
+            Panel(title="Misses by first cause", unit="reqps", is_stacked=True,
+                  queries=((_rate("quire_slo_requests_total", "slo, cause", f'{SLO}, verdict="miss"'),
+                            "{{slo}} {{cause}}"),),
+                  description="The objective that was missed first; rejected and failed requests are misses, too."),
+            Panel(title="Good tokens", unit="none",
+                  queries=((f"quire:goodput_tokens:rate5m{{{SLO}}}", "{{model}} {{slo}}"),),
+                  description="Tokens per second of requests that met their objectives."),
+        )),
+        Row(panels=(
+            _latency("Time to first token", "quire_time_to_first_token_seconds", "From arrival to the first token."),
+            _latency("Time per output token", "quire_time_per_output_token_seconds", "Mean after the first token."),
+            _latency("Between tokens", "quire_inter_token_latency_seconds", "From one token of a request to its next."),
+        )),
+        Row(panels=(
+            _latency("Queue", "quire_request_queue_time_seconds", "Until the request's first step."),
+            _latency("Prefill", "quire_request_prefill_time_seconds", "From the first step to the first token."),
+            _latency("Decode", "quire_request_decode_time_seconds", "From the first token to the last."),
+            _latency("End to end", "quire_e2e_request_latency_seconds", "From arrival to the end."),
+        )),
+        Row(panels=(
+            Panel(title="Time to first token, all requests", kind="heatmap", unit="s",
+                  queries=((_rate("quire_time_to_first_token_seconds_bucket", "le"), "{{le}}"),),
+                  description="Two humps are two kinds of requests: short and long prompts, or cached and not."),
+            _latency("Cancel to free", "quire_cancel_to_free_seconds",
+                     "From a request's cancellation until its blocks are free."),
+        )),
+    ),
+)  # fmt: skip
+
+CACHE = Dashboard(
+    uid="quire-cache-scheduler",
+    title="Quire / KV cache & scheduler",
+    rows=(
+        Row(panels=(
+            Panel(title="Blocks", is_stacked=True,
+                  queries=((f"sum by (state) (quire_kv_blocks{{{MODEL}}})", "{{state}}"),),
+                  description="Used by live requests, cached and free, or empty."),
+            Panel(title="Usage", unit="percentunit", maximum=1,
+                  queries=((f"quire_kv_cache_usage_ratio{{{MODEL}}}", "{{model}} {{engine}}"),),
+                  description="Share of the blocks that live requests hold. Full is fine while none is preempted."),
+            Panel(title="Preemptions",
+                  queries=((f"quire:preemptions:rate5m{{{MODEL}}}", "{{model}} {{engine}} per s"),),
+                  description="Requests that gave their blocks up, and are computed again."),
+        )),
+        Row(panels=(
+            Panel(title="Prefix cache hits", unit="percentunit", maximum=1,
+                  queries=((f"quire:prefix_cache_hit:ratio_rate5m{{{MODEL}}}", "{{model}} {{engine}}"),),
+                  description="Share of the looked-up prompt tokens that need not be computed."),
+            Panel(title="Prompt tokens", unit="none",
+                  queries=((_rate("quire_prompt_tokens_total", "model"), "{{model}} all/s"),
+                           (_rate("quire_prompt_tokens_cached_total", "model"), "{{model}} cached/s")),
+                  description="Prompt tokens of requests whose first token came."),
+            Panel(title="Prompt lengths", queries=_quantiles("quire_request_prompt_tokens"),
+                  description="Tokens per prompt."),
+            Panel(title="Answer lengths", queries=_quantiles("quire_request_generation_tokens"),
+                  description="Generated tokens per request."),
+        )),
+        Row(panels=(
+            Panel(title="Running and waiting",
+                  queries=((f"sum by (model) (quire_requests_running{{{MODEL}}})", "{{model}} running"),
+                           (f"sum by (model, reason) (quire_requests_waiting{{{MODEL}}})",
+                            "{{model}} waiting: {{reason}}")),
+                  description="A queue that only grows needs more capacity, or a bound."),
+            Panel(title="Tokens per step", queries=_quantiles("quire_iteration_tokens"),
+                  description="Of all requests in a step; at most max_num_batched_tokens."),
+            Panel(title="Speculative decoding", unit="none",
+                  queries=((_rate("quire_spec_decode_draft_tokens_total", "model"), "{{model}} proposed/s"),
+                           (_rate("quire_spec_decode_accepted_tokens_total", "model"), "{{model}} accepted/s")),
+                  description="Proposed tokens, and those that the model agreed with."),
+        )),
+    ),
+)  # fmt: skip
+
+ENGINE = Dashboard(
+    uid="quire-engine-ranks",
+    title="Quire / Engine ranks",
+    rows=(
+        Row(height=5, panels=(
+            Panel(title="Engines", kind="stat", red_below=1,
+                  queries=((f"quire_engine_up{{{MODEL}}}", "{{model}} {{engine}}"),),
+                  description="1 while the engine steps."),
+            Panel(title="Ranks", kind="stat", red_below=1,
+                  queries=((f"quire_worker_up{{{MODEL}}}", "{{model}} {{engine}} rank {{rank}}"),),
+                  description="1 while the rank's process runs."),
+        )),
+        Row(panels=(
+            Panel(title="Step by phase", unit="s", is_stacked=True,
+                  queries=((" / ".join(_rate(f"quire_step_seconds_{part}", "phase") for part in ("sum", "count")),
+                            "{{phase}}"),),
+                  description="Mean time of a step. All ranks wait for the slowest one in execute."),
+            Panel(title="Execute, now and usually", unit="s",
+                  queries=((f"quire:step_execute_seconds:mean5m{{{MODEL}}}", "{{model}} {{engine}} 5m"),
+                           (f"quire:step_execute_seconds:mean6h{{{MODEL}}}", "{{model}} {{engine}} 6h")),
+                  description="More than usual with no larger batches is a slow rank; a snapshot says which."),
+            Panel(title="Execute, 99th percentile", unit="s",
+                  queries=(("histogram_quantile(0.99, sum by (model, engine, le) (rate(quire_step_seconds_bucket"
+                            f'{{{MODEL}, phase="execute"}}{RATE})))', "{{model}} {{engine}}"),),
+                  description="Steps that stand out: long prefills, or a rank that hiccups."),
+        )),
+        Row(panels=(
+            Panel(title="Steps", unit="ops",
+                  queries=((_rate("quire_step_seconds_count", "model, engine", f'{MODEL}, phase="execute"'),
+                            "{{model}} {{engine}}"),),
+                  description="Steps per second."),
+            Panel(title="Restarts",
+                  queries=((f"sum by (model) (increase(quire_engine_restarts_total{{{MODEL}}}{RATE}))",
+                            "{{model}} restarts"),
+                           (f"sum by (model) (increase(quire_requests_replayed_total{{{MODEL}}}{RATE}))",
+                            "{{model}} replayed requests")),
+                  description="Engines that were started again, and the requests that went on with them."),
+        )),
+    ),
+)  # fmt: skip
+
+DASHBOARDS = (OVERVIEW, LATENCY, CACHE, ENGINE)
+
+
+def queries(dashboard: Dashboard) -> list[str]:
+    """Every PromQL expression of a dashboard, its variables' included."""
+    variables = [item["query"] for item in _variables() if item["type"] == "query"]
+    return [expression for row in dashboard.rows for panel in row.panels for expression, _ in panel.queries] + variables
+
+
+def render(dashboard: Dashboard) -> str:
+    """The dashboard as Grafana's JSON."""
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for row in dashboard.rows:
+        width = GRID_WIDTH // len(row.panels)
+        for column, panel in enumerate(row.panels):
+            position = {"x": column * width, "y": y, "w": width, "h": row.height}
+            panels.append(_panel(panel, len(panels) + 1, position))
+        y += row.height
+    content = {
+        "uid": dashboard.uid,
+        "title": dashboard.title,
+        "tags": ["quire"],
+        "schemaVersion": 39,
+        "version": 1,
+        "editable": True,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {"list": _variables()},
+        "links": [{"type": "dashboards", "tags": ["quire"], "title": "Quire", "asDropdown": False, "keepTime": True,
+                   "includeVars": True}],
+        "panels": panels,
+    }  # fmt: skip
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
+def _variables() -> list[dict[str, Any]]:
+    def query(name: str, text: str) -> dict[str, Any]:
+        return {
+            "name": name, "type": "query", "query": text, "datasource": DATASOURCE, "refresh": 2, "includeAll": True,
+            "multi": True, "allValue": ".*", "current": {"text": "All", "value": "$__all"},
+        }  # fmt: skip
+
+    return [
+        {"name": "datasource", "type": "datasource", "query": "prometheus"},
+        query("model", "label_values(quire_engine_up, model)"),
+        query("slo", "label_values(quire_slo_requests_total, slo)"),
+    ]
+
+
+def _panel(panel: Panel, number: int, position: dict[str, int]) -> dict[str, Any]:
+    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
+    if panel.maximum is not None:
+        defaults["max"] = panel.maximum
+    if panel.red_below is not None:
+        steps = [{"color": "red", "value": None}, {"color": "green", "value": panel.red_below}]
+        defaults["thresholds"] = {"mode": "absolute", "steps": steps}
+    if panel.kind == "timeseries":
+        stacking = {"mode": "normal" if panel.is_stacked else "none"}
+        defaults["custom"] = {"fillOpacity": 20 if panel.is_stacked else 5, "showPoints": "never", "stacking": stacking}
+    targets = [
+        {
+            "refId": chr(ord("A") + index), "expr": expression, "legendFormat": legend, "datasource": DATASOURCE,
+            "format": "heatmap" if panel.kind == "heatmap" else "time_series",
+        }
+        for index, (expression, legend) in enumerate(panel.queries)
+    ]  # fmt: skip
+    return {
+        "id": number,
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.description,
+        "datasource": DATASOURCE,
+        "gridPos": position,
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "options": {"tooltip": {"mode": "multi"}} if panel.kind == "timeseries" else {},
+        "targets": targets,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write all dashboards, or with `--check` only say which are not up to date."""
+    parser = argparse.ArgumentParser(prog="python -m quire_monitoring.grafana", description=main.__doc__)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="folder (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    stale = []
+    for dashboard in DASHBOARDS:
+        file = options.output / f"{dashboard.uid}.json"
+        text = render(dashboard)
+        if not file.is_file() or file.read_text(encoding="utf-8") != text:
+            stale.append(file)
+            if not options.check:
+                options.output.mkdir(parents=True, exist_ok=True)
+                file.write_text(text, encoding="utf-8")
+    for file in stale:
+        print(f"{file}: {'not up to date' if options.check else 'written'}")
+    return int(options.check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Introspection through a real tritonserver, over gRPC and HTTP, also while the engine is started again."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.clients import Answer, ask, http, metric, run, with_client
+from support.serving import ROOT, Server, serve, wait_until
+from tritonclient.grpc import aio as grpc_aio
+
+pytestmark = pytest.mark.server
+
+TOKEN = "a token for tests"
+CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
+LONG = {"max_tokens": 900, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def open_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two models: one with a token of its own, and one that gets it from the environment."""
+    repository = tmp_path_factory.mktemp("models")
+    for name, settings in {"own": {"introspection_token": "its own"}, "tinypy": {}}.items():
+        folder = repository / name / "1"
+        folder.mkdir(parents=True)
+        (repository / name / "config.pbtxt").write_text('backend: "quire"\n')
+        values = {"model": str(CHECKPOINT), "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, **settings}
+        (folder / "model.json").write_text(json.dumps(values))
+    with serve("--model-repository", str(repository), env={"QUIRE_INTROSPECTION_TOKEN": TOKEN}) as running:
+        yield running
+
+
+async def snapshot(client: grpc_aio.InferenceServerClient, **parameters: Any) -> dict[str, Any]:
+    parameters = {"introspect": "snapshot", "introspection_token": TOKEN, **parameters}
+    answer = await ask(client, parameters=parameters)
+    assert answer.num_final_flags == 1
+    content: dict[str, Any] = json.loads(answer.text)
+    return content
+
+
+async def until(client: grpc_aio.InferenceServerClient, condition: Any) -> dict[str, Any]:
+    """Look until something is so; the caller's deadline ends the wait."""
+    while not condition(seen := await snapshot(client)):
+        await asyncio.sleep(0.01)
+    return seen
+
+
+def stream(client: grpc_aio.InferenceServerClient, label: str) -> "asyncio.Task[Answer]":
+    request = {"text_input": f"def {label}(x):\n    ", "stream": True, "request_id": label, "parameters": LONG}
+    return asyncio.create_task(ask(client, **request))
+
+
+def test_off_by_default(server: Server) -> None:
+    answer = run(server, parameters={"introspect": "snapshot", "introspection_token": "guess"})
+    assert answer.error is not None
+    assert "QUIRE_INTROSPECTION_TOKEN" in answer.message
+    assert "guess" not in answer.message
+
+
+@pytest.mark.parametrize(
+    ("model", "token"), [("tinypy", "wrong"), ("tinypy", "its own"), ("own", TOKEN), ("tinypy", None)]
+)
+def test_wrong_token(open_server: Server, model: str, token: str | None) -> None:
+    parameters = {"introspect": "snapshot"} | ({} if token is None else {"introspection_token": token})
+    rejected = metric(open_server, "quire_requests_total", model=model, outcome="rejected")
+    answer = run(open_server, model=model, parameters=parameters)
+    assert answer.error is not None
+    assert "unauthorized" in answer.message
+    assert metric(open_server, "quire_requests_total", model=model, outcome="rejected") == rejected
+
+
+def test_snapshot_over_http(open_server: Server) -> None:
+    body = {"introspect": "snapshot", "introspection_token": "its own"}
+    for path in ("generate", "generate_stream"):
+        status, content = http(open_server, f"/v2/models/own/{path}", {"parameters": body})
+        assert status == 200, content
+        content = content if isinstance(content, dict) else json.loads(content.removeprefix("data: "))
+        seen = json.loads(content["text_output"])
+        assert (seen["model"], seen["version"]) == ("own", "1")
+        assert seen["engine"]["up"]
+        assert seen["requests"] == []
+        assert "its own" not in json.dumps(seen)
+        assert len(seen["blocks"]["owner"]) == seen["blocks"]["num_blocks"] > 0
+    status, content = http(open_server, "/v2/models/own/generate", {"parameters": body | {"introspection_token": "x"}})
+    assert status == 400
+    assert "unauthorized" in content["error"]
+
+
+def test_snapshot_shows_live_requests_and_cancel_ends_one(open_server: Server) -> None:
+    async def work(client: grpc_aio.InferenceServerClient) -> None:
+        streams = {label: stream(client, label) for label in ("alpha", "beta")}
+        seen = await until(client, lambda seen: [one["phase"] for one in seen["requests"]] == ["decode"] * 2)
+        assert {one["label"] for one in seen["requests"]} == set(streams)
+        for one in seen["requests"]:
+            assert [event["kind"] for event in one["events"]] == ["arrived", "scheduled", "first_token"]
+            assert one["age_seconds"] == one["events"][0]["age_seconds"] > 0
+            assert one["slo_class"] == "default"
+            assert one["max_tokens"] == LONG["max_tokens"]
+        owners = seen["blocks"]["owner"]
+        assert [owners.count(index) for index in (0, 1)] == [one["num_blocks"] for one in seen["requests"]]
+        victim = next(one for one in seen["requests"] if one["label"] == "beta")
+        cancel = {"introspect": "cancel", "introspection_token": TOKEN, "cancel_request_id": victim["id"]}
+        wrong = await ask(client, parameters=cancel | {"introspection_token": "wrong"})
+        assert wrong.error is not None
+        assert json.loads((await ask(client, parameters=cancel)).text) == {"cancelled": True}
+        ended = await streams["beta"]
+        assert ended.message == "the request was cancelled"
+        assert json.loads((await ask(client, parameters=cancel)).text) == {"cancelled": False}
+        seen = await snapshot(client)
+        assert [one["label"] for one in seen["requests"]] == ["alpha"]
+        cancel["cancel_request_id"] = seen["requests"][0]["id"]
+        await ask(client, parameters=cancel)
+        await streams["alpha"]
+
+    asyncio.run(with_client(open_server, work))
+
+
+def test_snapshot_during_a_restart_of_the_engine(open_server: Server) -> None:
+    async def work(client: grpc_aio.InferenceServerClient) -> None:
+        streams = [stream(client, f"f{i}") for i in range(3)]
+        seen = await until(client, lambda seen: [one["phase"] for one in seen["requests"]] == ["decode"] * 3)
+        os.kill(seen["engine"]["pid"], signal.SIGKILL)
+        away = await until(client, lambda seen: not seen["engine"]["up"])
+        assert [one["phase"] for one in away["requests"]] == ["held"] * 3
+        assert {one["label"] for one in away["requests"]} == {"f0", "f1", "f2"}
+        assert [rank["up"] for rank in away["engine"]["ranks"]] == [False]
+        # One is cancelled while no engine has it.
+        held = away["requests"][0]
+        cancel = {"introspect": "cancel", "introspection_token": TOKEN, "cancel_request_id": held["id"]}
+        assert json.loads((await ask(client, parameters=cancel)).text) == {"cancelled": True}
+        back = await until(
+            client, lambda seen: [one["phase"] for one in seen["requests"]] == ["decode"] * 2 and seen["engine"]["up"]
+        )
+        assert back["engine"]["restarts"] == 1
+        assert "replayed" in [event["kind"] for event in back["requests"][0]["events"]]
+        for one in back["requests"]:
+            await ask(client, parameters=cancel | {"cancel_request_id": one["id"]})
+        answers = await asyncio.gather(*streams)
+        assert [answer.message for answer in answers] == ["the request was cancelled"] * 3
+
+    asyncio.run(with_client(open_server, work))
+    wait_until(lambda: metric(open_server, "quire_kv_blocks", state="used") == 0, "all blocks are free")

@@ -1,0 +1,146 @@
+"""Operators' requests: who is let in, and what is answered. The engine is a fake."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire_backend.introspection import parse_introspection
+from quire_backend.settings import load_engine_config
+from quire_engine.errors import RequestError
+from quire_engine.snapshot import BlocksSnapshot, EngineSnapshot, PrefixTreeSnapshot, RequestSnapshot, Snapshot
+
+TOKEN = "open sesame"
+
+
+def parameters(**values: Any) -> str:
+    return json.dumps(values)
+
+
+@pytest.mark.parametrize("text", ["", "{}", parameters(max_tokens=3), parameters(stop='"introspect"')])
+def test_requests_of_clients_are_none_of_these(text: str) -> None:
+    assert parse_introspection(text, TOKEN) is None
+    assert parse_introspection(text, None) is None
+
+
+def test_what_may_be_asked() -> None:
+    text = parameters(introspect="snapshot", introspection_token=TOKEN, triton_enable_empty_final_response=False)
+    snapshot = parse_introspection(text, TOKEN)
+    assert snapshot is not None
+    assert snapshot.cancel_request_id is None
+    cancel = parse_introspection(
+        parameters(introspect="cancel", introspection_token=TOKEN, cancel_request_id="r"), TOKEN
+    )
+    assert cancel is not None
+    assert cancel.cancel_request_id == "r"
+
+
+@pytest.mark.parametrize(
+    ("said", "parameter"),
+    [
+        ({"introspect": "snapshot"}, "introspection_token"),
+        ({"introspect": "snapshot", "introspection_token": "open sesam"}, "introspection_token"),
+        ({"introspect": "snapshot", "introspection_token": ""}, "introspection_token"),
+        ({"introspect": "snapshot", "introspection_token": 1}, "introspection_token"),
+        ({"introspect": "snapshot", "introspection_token": "\ud800"}, "introspection_token"),
+        ({"introspect": "nonsense"}, "introspection_token"),
+        ({"introspect": "nonsense", "introspection_token": TOKEN}, "introspect"),
+        ({"introspection_token": TOKEN}, "introspect"),
+        ({"introspect": "snapshot", "introspection_token": TOKEN, "max_tokens": 1}, "max_tokens"),
+        ({"introspect": "snapshot", "introspection_token": TOKEN, "cancel_request_id": "r"}, "cancel_request_id"),
+        ({"introspect": "cancel", "introspection_token": TOKEN}, "cancel_request_id"),
+        ({"introspect": "cancel", "introspection_token": TOKEN, "cancel_request_id": 3}, "cancel_request_id"),
+    ],
+)
+def test_what_is_refused(said: dict[str, Any], parameter: str) -> None:
+    with pytest.raises(RequestError) as error:
+        parse_introspection(parameters(**said), TOKEN)
+    assert error.value.parameter == parameter
+    assert "sesam" not in str(error.value), "no message repeats a token"
+
+
+def test_without_a_token_nobody_is_let_in_and_is_told_how_to_allow_it() -> None:
+    for shown in ({}, {"introspection_token": ""}, {"introspection_token": "None"}):
+        with pytest.raises(RequestError, match=r"model\.json.*QUIRE_INTROSPECTION_TOKEN"):
+            parse_introspection(parameters(introspect="snapshot", **shown), None)
+
+
+def test_token_comes_from_the_settings_or_else_the_environment(tmp_path: Path, monkeypatch: Any) -> None:
+    def token(**settings: str) -> str | None:
+        (tmp_path / "model.json").write_text(json.dumps({"model": "m", **settings}))
+        return load_engine_config(tmp_path).frontend.introspection_token
+
+    monkeypatch.delenv("QUIRE_INTROSPECTION_TOKEN", raising=False)
+    assert token() is None
+    monkeypatch.setenv("QUIRE_INTROSPECTION_TOKEN", "")
+    assert token() is None
+    monkeypatch.setenv("QUIRE_INTROSPECTION_TOKEN", "outside")
+    assert token() == "outside"
+    assert token(introspection_token="inside") == "inside"
+    for bad in ("", " ", "söt", "a\nb"):
+        with pytest.raises(ValueError, match=r"introspection_token must be") as error:
+            token(introspection_token=bad)
+        assert "söt" not in str(error.value)
+
+
+def snapshot(**changes: Any) -> Snapshot:
+    engine = EngineSnapshot(True, 1, 0, 64, 2048)
+    requests = [RequestSnapshot("r1", "decode")]
+    return Snapshot(1.0, {}, engine, requests, 1, BlocksSnapshot(16, 0), PrefixTreeSnapshot(), **changes)
+
+
+def ask(serving: Any, request_of: Any, **values: Any) -> Any:
+    request = request_of(values)
+    serving.submit(request)
+    (response,) = request.sender.wait()
+    assert request.sender.finals == [True]
+    return response
+
+
+def test_snapshot_is_answered_once_with_labels(engine: Any, serve: Any, request_of: Any) -> None:
+    seen: list[Any] = []
+
+    async def take_snapshot(labels: dict[str, str]) -> Snapshot:
+        seen.append(labels)
+        return snapshot()
+
+    engine.snapshot = take_snapshot
+    serving = serve(introspection_token=TOKEN)
+    client = request_of(text_input="Hi", stream=True)
+    serving.submit(client)
+    engine.wait_for("add")
+    response = ask(serving, request_of, introspect="snapshot", introspection_token=TOKEN)
+    answer = json.loads(response.text)
+    assert list(seen[0].values()) == ["label"]
+    assert answer["requests"][0]["phase"] == "decode"
+    assert answer["engine"]["queues"] == {"to_engine": 0, "responses": 0}
+
+
+def test_cancel_says_whether_there_was_anything(engine: Any, serve: Any, request_of: Any) -> None:
+    engine.cancel = lambda request_id: request_id == "r1"
+    serving = serve(introspection_token=TOKEN)
+    for request_id, cancelled in (("r1", True), ("r2", False)):
+        response = ask(
+            serving, request_of, introspect="cancel", introspection_token=TOKEN, cancel_request_id=request_id
+        )
+        assert json.loads(response.text) == {"cancelled": cancelled}
+
+
+def test_refusals_and_failures_are_answered_and_count_as_no_request(engine: Any, serve: Any, request_of: Any) -> None:
+    rejected: list[Any] = []
+
+    async def fail(labels: dict[str, str]) -> Snapshot:
+        raise ZeroDivisionError("by design")
+
+    engine.snapshot = fail
+    serving = serve(introspection_token=TOKEN)
+    serving._on_rejected = rejected.append
+    assert ask(serving, request_of, introspect="snapshot").error.code == "INVALID_ARG"
+    assert ask(serving, request_of, introspect="snapshot", introspection_token=TOKEN).error.code == "INTERNAL"
+    engine.dead_error = "it is gone"
+    engine.cancel = lambda request_id: False
+    answer = ask(serving, request_of, introspect="cancel", introspection_token=TOKEN, cancel_request_id="r")
+    assert json.loads(answer.text) == {"cancelled": False}, "an engine that is gone can still be asked about"
+    serving._draining = True
+    assert ask(serving, request_of, introspect="snapshot", introspection_token=TOKEN).error.code == "UNAVAILABLE"
+    assert not rejected

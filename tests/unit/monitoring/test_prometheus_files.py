@@ -1,0 +1,198 @@
+"""The files for Prometheus, Alertmanager and Grafana: valid, tested, and of metrics that exist."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from quire_monitoring import grafana
+from quire_monitoring.definitions import MetricKind, make_metrics
+from support.promql import run_tool, selectors
+from support.serving import ROOT
+
+PROMETHEUS = ROOT / "monitoring" / "prometheus"
+COMMON_LABELS = {"model", "version", "engine"}
+OTHERS: dict[str, set[str]] = {"up": {"job", "instance"}}
+"""What Prometheus itself makes."""
+
+
+def rules(file: str) -> list[dict[str, Any]]:
+    groups = yaml.safe_load((PROMETHEUS / file).read_text(encoding="utf-8"))["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+RECORDED = rules("recording_rules.yml")
+ALERTS = rules("alerts.yml")
+
+
+def known_series() -> dict[str, dict[str, set[str] | None]]:
+    """Every name that a query may use: its labels, and their values where these are known."""
+    known: dict[str, dict[str, set[str] | None]] = {name: dict.fromkeys(labels) for name, labels in OTHERS.items()}
+    for metric in make_metrics(num_ranks=2):
+        labels: dict[str, set[str] | None] = dict.fromkeys(COMMON_LABELS)
+        # Classes and ranks are the operator's, all other values are ours.
+        labels |= {name: None if name in ("slo", "rank") else set(own) for name, own in metric.labels.items()}
+        if metric.kind is MetricKind.HISTOGRAM:
+            known |= {metric.name + suffix: labels for suffix in ("_sum", "_count")}
+            known[metric.name + "_bucket"] = {**labels, "le": None}
+        else:
+            known[metric.name] = labels
+    for rule in RECORDED:
+        known[rule["record"]] = dict.fromkeys({*COMMON_LABELS, "slo"})
+    return known
+
+
+KNOWN = known_series()
+
+
+def dashboard_queries() -> list[tuple[str, str]]:
+    found = []
+    for dashboard in grafana.DASHBOARDS:
+        for query in grafana.queries(dashboard):
+            match = re.fullmatch(r"label_values\((.*), (\w+)\)", query)
+            if match:
+                assert match[2] in KNOWN[match[1]], query
+                query = match[1]
+            found.append((dashboard.uid, query))
+    return found
+
+
+EXPRESSIONS = [
+    *(pytest.param(rule["expr"], id=rule.get("record") or rule["alert"]) for rule in RECORDED + ALERTS),
+    *(pytest.param(query, id=f"{uid}-{index}") for index, (uid, query) in enumerate(dashboard_queries())),
+]
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_every_query_is_of_series_that_exist(expression: str) -> None:
+    used = list(selectors(expression))
+    assert used or expression == "vector(0.99)"
+    for name, matchers in used:
+        assert name in KNOWN, f"{name}: there is no such metric"
+        for label, value in matchers.items():
+            assert label in KNOWN[name], f"{name} has no label {label}"
+            values = KNOWN[name][label]
+            assert values is None or value in values, f"{name}: {label} is never {value}"
+
+
+@pytest.mark.parametrize(
+    ("expression", "found"),
+    [
+        ("a", [("a", {})]),
+        ('sum by (x, y) (rate(a_total{b="c", d=~"}"}[5m])) / on (z) group_left () e', [
+            ("a_total", {"b": "c", "d": "}"}), ("e", {})]),
+        ("histogram_quantile(0.99, sum without (q) (rate(h:x_bucket[1h]))) > 1e3 and b unless c", [
+            ("h:x_bucket", {}), ("b", {}), ("c", {})]),
+        ("vector(0.99)", []),
+    ],
+)  # fmt: skip
+def test_names_in_an_expression_are_found(expression: str, found: list[Any]) -> None:
+    assert list(selectors(expression)) == found
+
+
+def test_every_metric_is_used_somewhere() -> None:
+    used = {name for parameter in EXPRESSIONS for name, _ in selectors(str(parameter.values[0]))}
+    unused = {
+        metric.name
+        for metric in make_metrics()
+        if not {metric.name, metric.name + "_bucket"} & used and metric.name not in NOT_SHOWN
+    }
+    assert not unused
+
+
+NOT_SHOWN: set[str] = set()
+"""Metrics that no rule and no dashboard uses, each for a reason."""
+
+
+def test_prometheus_takes_the_configuration_and_the_rules() -> None:
+    assert "SUCCESS" in run_tool("promtool", "check", "config", "prometheus.yml", cwd=PROMETHEUS)
+
+
+def test_rules_do_what_they_say() -> None:
+    assert "SUCCESS" in run_tool("promtool", "test", "rules", "rules_test.yml", cwd=PROMETHEUS)
+
+
+def test_every_alert_has_a_test_and_says_what_to_do() -> None:
+    tests = (PROMETHEUS / "rules_test.yml").read_text(encoding="utf-8")
+    for alert in ALERTS:
+        assert f'alertname="{alert["alert"]}"' in tests, f"{alert['alert']} fires in no test"
+        assert alert["labels"]["severity"] in ("page", "ticket")
+        assert set(alert["annotations"]) == {"summary", "description", "runbook"}
+        assert len(alert["annotations"]["runbook"]) > 80
+
+
+def test_alertmanager_takes_the_example() -> None:
+    assert "SUCCESS" in run_tool("amtool", "check-config", "alertmanager.yml", cwd=PROMETHEUS)
+
+
+def test_prometheus_parses_every_query_of_the_dashboards(tmp_path: Path) -> None:
+    recorded = [
+        {"record": f"query:{index}", "expr": query.replace("$__rate_interval", "1m")}
+        for index, (_, query) in enumerate(dashboard_queries())
+    ]
+    content = {"groups": [{"name": "dashboards", "rules": recorded}]}
+    (tmp_path / "queries.yml").write_text(json.dumps(content))  # JSON is YAML
+    run_tool("promtool", "check", "rules", "--lint=none", "queries.yml", cwd=tmp_path)
+
+
+# -- Grafana -----------------------------------------------------------------------------------------------------------
+
+
+def test_committed_dashboards_are_what_is_made(tmp_path: Path, capsys: Any) -> None:
+    assert grafana.main(["--check"]) == 0, "run: python -m quire_monitoring.grafana"
+    committed = {file.name for file in grafana.OUTPUT.iterdir()}
+    assert committed == {f"{dashboard.uid}.json" for dashboard in grafana.DASHBOARDS}
+    assert grafana.main(["--check", "--output", str(tmp_path)]) == 1
+    assert grafana.main(["--output", str(tmp_path)]) == 0
+    (tmp_path / "quire-overview.json").write_text("{}")
+    capsys.readouterr()
+    assert grafana.main(["--check", "--output", str(tmp_path)]) == 1
+    assert "quire-overview.json: not up to date" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dashboard", grafana.DASHBOARDS, ids=lambda dashboard: dashboard.uid)
+def test_panels_have_a_place_each_and_explain_themselves(dashboard: grafana.Dashboard) -> None:
+    content = json.loads(grafana.render(dashboard))
+    cells: set[tuple[int, int]] = set()
+    for panel in content["panels"]:
+        place = panel["gridPos"]
+        own = {(x, y) for x in range(place["x"], place["x"] + place["w"])
+               for y in range(place["y"], place["y"] + place["h"])}  # fmt: skip
+        assert max(x for x, _ in own) < grafana.GRID_WIDTH
+        assert not own & cells, f"{panel['title']} lies over another panel"
+        cells |= own
+        assert panel["description"]
+        assert panel["targets"]
+        for target in panel["targets"]:
+            assert "$model" in target["expr"], "every query follows the model picker"
+            labels = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+            assert labels <= COMMON_LABELS | {"slo", "cause", "outcome", "state", "reason", "phase", "rank", "le"}
+    assert len({panel["id"] for panel in content["panels"]}) == len(content["panels"])
+
+
+# -- compose -----------------------------------------------------------------------------------------------------------
+
+
+def test_compose_starts_everything_on_the_loopback_with_files_that_exist() -> None:
+    folder = ROOT / "deploy" / "compose"
+    content = yaml.safe_load((folder / "docker-compose.yml").read_text(encoding="utf-8"))
+    services = content["services"]
+    assert set(services) == {"tritonserver", "prometheus", "grafana", "otel-collector", "dashboard"}
+    for name, service in services.items():
+        assert ":" in service["image"], f"{name}: an image without a version"
+        for port in service.get("ports", []):
+            assert port.startswith("127.0.0.1:"), f"{name}: {port} is open to the network"
+        for volume in service.get("volumes", []):
+            source = re.sub(r"\$\{\w+:-(.*?)\}", r"\1", volume).split(":")[0]
+            assert source in content["volumes"] or (folder / source).exists(), f"{name}: {source} does not exist"
+        for other in service.get("depends_on", []):
+            assert other in services
+    for file in (*(ROOT / "monitoring").rglob("*.yml"), folder / "targets.yml"):
+        assert yaml.safe_load(file.read_text(encoding="utf-8")), file
+    targets = yaml.safe_load((folder / "targets.yml").read_text(encoding="utf-8"))
+    assert [target.split(":")[0] for one in targets for target in one["targets"]] == ["tritonserver"]
+    provisioned = yaml.safe_load((ROOT / "monitoring/grafana/provisioning/dashboards/quire.yml").read_text())
+    mounts = [volume.split(":")[1] for volume in services["grafana"]["volumes"]]
+    assert provisioned["providers"][0]["options"]["path"] in mounts
