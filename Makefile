@@ -47,13 +47,14 @@ $(VENV)/.dev-installed: pyproject.toml | $(BIN)/python
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[dev]'
 	@touch $(VENV)/.server-installed $@
 
-# Debian's Prometheus and Alertmanager, unpacked and not installed: that needs no root. Where they are installed already,
-# or there is no apt, the tests look on PATH.
+# Debian's Prometheus and Alertmanager, unpacked and not installed, with package lists of its own: that needs no root.
+# Where they are installed already, or there is no apt, the tests look on PATH.
 $(VENV)/.prometheus-installed: | $(BIN)/python
 	@if ! { command -v promtool && command -v amtool; } >/dev/null && command -v apt-get >/dev/null; then \
 	  echo "quire: unpacking Debian's prometheus into $(VENV)/prometheus" >&2; \
-	  mkdir -p $(VENV)/prometheus && cd $(VENV)/prometheus \
-	  && apt-get -qq download prometheus prometheus-alertmanager 2>apt.log || { cat apt.log >&2; exit 1; }; \
-	  for package in *.deb; do dpkg -x $$package . || exit 1; done; rm -f *.deb apt.log; \
+	  mkdir -p $(VENV)/prometheus/apt/lists/partial $(VENV)/prometheus/apt/archives/partial && cd $(VENV)/prometheus; \
+	  apt="apt-get -qq -o Dir::State::Lists=$$PWD/apt/lists -o Dir::Cache=$$PWD/apt -o Debug::NoLocking=1"; \
+	  { $$apt update && $$apt download prometheus prometheus-alertmanager; } >apt.log 2>&1 || { cat apt.log >&2; exit 1; }; \
+	  for package in *.deb; do dpkg -x $$package . || exit 1; done; rm -rf apt apt.log *.deb; \
 	fi
 	@touch $@
