@@ -197,7 +197,7 @@ def test_every_stream_goes_on_where_it_was(folder: Path, number: int, capfd: pyt
         assert recorder.num_restarts == 1
         assert 1 <= recorder.num_replayed <= len(PROMPTS)
     if number == signal.SIGSTOP:
-        assert "Current thread" in capfd.readouterr().err, "the stacks are in the log"
+        assert "(most recent call first)" in capfd.readouterr().err, "the stacks are in the log"
 
 
 def test_a_step_that_never_ends_is_found(
