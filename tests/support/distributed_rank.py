@@ -86,6 +86,7 @@ def main() -> None:
         "token_ids": sample_first_tokens(job, state),
         "listens": listening_addresses(),
     }
+    torch.distributed.barrier()  # what a rank has sent is on its way until it is received
     shutdown_parallel_state()
     print(json.dumps(report))
 
