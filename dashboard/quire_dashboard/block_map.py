@@ -1,10 +1,12 @@
 """The KV cache as a picture: one small square per block, in the colour of the request that holds it.
 
-Drawn as SVG with one path per colour. The two greys are translucent, so the picture fits a light page and a dark one.
+An SVG image with one path per colour. The two greys are translucent, so it fits a light page and a dark one.
 A cache of more than `MOST_CELLS` blocks is drawn with several blocks to a square, which shows the most common of them.
 """
 
+import base64
 import html
+import math
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +17,9 @@ from quire_dashboard.snapshot import Blocks, RequestState
 __all__ = ["BlockMap", "Cell", "blocks_by_state", "draw", "lay_out"]
 
 MOST_CELLS = 4096
-COLUMNS = 64
+MOST_COLUMNS = 64
+_ASPECT = 4
+"""How many times wider than high a small picture is."""
 _CELL = 10
 _PALETTE = (
     "#3b82d6", "#f2a33a", "#2fa37c", "#a05bd6", "#d64545", "#5bb8d6", "#b58b4a", "#d65ba7", "#7cab2f", "#6673e0",
@@ -42,6 +46,11 @@ class BlockMap:
 
     cells: Sequence[Cell]
     blocks_per_cell: int
+
+    @property
+    def columns(self) -> int:
+        """Squares in a row."""
+        return max(1, min(MOST_COLUMNS, math.ceil(math.sqrt(_ASPECT * len(self.cells)))))
 
 
 def _cells(blocks: Blocks) -> list[Cell]:
@@ -88,8 +97,9 @@ def draw(blocks: Blocks, requests: Sequence[RequestState], names: Sequence[str])
     picture = lay_out(blocks)
     paths: dict[tuple[str, str], list[str]] = {}
     dots: list[str] = []
-    for (first, last), cell in _runs(picture.cells):
-        x, y = first % COLUMNS * _CELL, first // COLUMNS * _CELL
+    columns = picture.columns
+    for (first, last), cell in _runs(picture.cells, columns):
+        x, y = first % columns * _CELL, first // columns * _CELL
         square = f"M{x} {y}h{(last - first) * _CELL - 1}v{_CELL - 1}H{x}z"
         if 0 <= cell.owner < len(requests):
             key = (colour_of(requests[cell.owner].id), names[cell.owner])
@@ -98,8 +108,8 @@ def draw(blocks: Blocks, requests: Sequence[RequestState], names: Sequence[str])
         paths.setdefault(key, []).append(square)
         if cell.shared:
             dots.extend(f"M{x + _CELL * i + 3} {y + 3}h3v3h-3z" for i in range(last - first))
-    rows = -(-len(picture.cells) // COLUMNS)
-    width = min(COLUMNS, max(1, len(picture.cells))) * _CELL
+    rows = -(-len(picture.cells) // columns)
+    width = columns * _CELL
     drawn = "".join(
         f'<path fill="{colour}" d="{"".join(squares)}"><title>{html.escape(name)}</title></path>'
         for (colour, name), squares in paths.items()
@@ -107,20 +117,24 @@ def draw(blocks: Blocks, requests: Sequence[RequestState], names: Sequence[str])
     drawn += f'<path fill="#fff" d="{"".join(dots)}"></path>' if dots else ""
     states = blocks_by_state(blocks)
     label = f"{blocks.num_blocks} blocks: {states['used']} used, {states['cached']} cached, {states['free']} free"
+    # As an image: of SVG in a page's own HTML, the browser's half of Streamlit leaves nothing.
+    svg = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {rows * _CELL}" '
+        f'width="{2 * width}" height="{2 * rows * _CELL}" shape-rendering="crispEdges">{drawn}</svg>'
+    )
     note = f"Each square is {picture.blocks_per_cell} blocks. " if picture.blocks_per_cell > 1 else ""
     return (
-        f'<div class="quire-block-map"><svg viewBox="0 0 {width} {rows * _CELL}" width="100%" '
-        f'style="max-width:{width * 1.6:.0f}px;shape-rendering:crispEdges" role="img" aria-label="{label}">'
-        f"{drawn}</svg>"
+        f'<div class="quire-block-map"><img decoding="sync" alt="{label}" style="width:100%;max-width:{2 * width}px" '
+        f'src="data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}">'
         f"<p>{note}{_legend(blocks, requests, names)}</p></div>"
     )
 
 
-def _runs(cells: Sequence[Cell]) -> list[tuple[tuple[int, int], Cell]]:
+def _runs(cells: Sequence[Cell], columns: int) -> list[tuple[tuple[int, int], Cell]]:
     """Equal neighbours in one row of the picture: ((first, one behind the last), what they show)."""
     runs: list[tuple[tuple[int, int], Cell]] = []
     for position, cell in enumerate(cells):
-        if runs and runs[-1][1] == cell and position % COLUMNS:
+        if runs and runs[-1][1] == cell and position % columns:
             runs[-1] = ((runs[-1][0][0], position + 1), cell)
         else:
             runs.append(((position, position + 1), cell))

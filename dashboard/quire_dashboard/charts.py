@@ -99,7 +99,7 @@ def timeline_spec() -> dict[str, Any]:
             "x2": {"field": "end"},
             "y": {"field": "request", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 110}},
             "color": {
-                "field": "phase", "type": "nominal", "title": None, "legend": {"orient": "bottom"},
+                "field": "phase", "type": "nominal", "title": None, "legend": {"orient": "bottom", "columns": 2},
                 "scale": {"domain": list(PHASE_COLOURS), "range": list(PHASE_COLOURS.values())},
             },
             "tooltip": [

@@ -17,8 +17,8 @@ from quire_dashboard.snapshot import RequestState, Snapshot
 from quire_dashboard.words import seconds
 
 __all__ = [
-    "Line", "Selection", "chart", "close_monitors", "draw", "figures", "live", "monitor", "pickers", "request_names", "selection",
-    "snapshot_or_reason",
+    "Line", "Selection", "chart", "close_monitors", "draw", "figures", "live", "monitor", "pickers", "request_names",
+    "selection", "server_away", "snapshot_or_reason",
 ]  # fmt: skip
 
 _RANGES = {"5 minutes": 300.0, "15 minutes": 900.0, "1 hour": 3600.0}
@@ -171,6 +171,8 @@ def chart(
     elif not points:
         st.caption("Nothing yet in this time range.")
     else:
+        if top is None and not any(point.value for point in points):
+            top = 1.0  # an axis from 0 to 0 has no numbers
         spec = line_spec(unit, rules=rules, format_=format_, top=top, series=names)
         draw(columns_of(points), spec, key=key, alt=f"{title}: {now}")
 
@@ -194,4 +196,6 @@ def _now(points: Sequence[Point], names: Sequence[str], say: Callable[[float], s
     end = max((point.time for point in points), default=0.0)
     # A line that has ended some time ago says nothing of now.
     current = {name: found.value for name, found in newest.items() if found.time > end - 30}
+    if len(names) > 3:  # of many, those that say something
+        names = [name for name in names if current.get(name)]
     return " · ".join(f"{name} {say(current[name])}".strip() for name in names if name in current)

@@ -21,8 +21,8 @@ __all__ = ["ANY_PORTS", "ROOT", "Server", "run_cli", "serve", "start", "wait_unt
 ROOT = Path(__file__).resolve().parents[2]
 READY_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 60.0
-_READY = re.compile(r"quire: ready grpc=(\S+) http=(\S+) metrics=(\S+)\n")
-ANY_PORTS = ("--grpc-port", "0", "--http-port", "0", "--metrics-port", "0")
+_READY = re.compile(r"quire: ready grpc=(\S+) http=(\S+) metrics=(\S+)(?: .*)?\n")
+ANY_PORTS = ("--grpc-port", "0", "--http-port", "0", "--metrics-port", "0", "--no-dashboard")
 
 
 @dataclass(kw_only=True)

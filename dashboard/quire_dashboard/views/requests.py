@@ -43,7 +43,7 @@ def _now() -> None:
         shown = requests[:_MOST_BARS]
         oldest = f", the oldest {_MOST_BARS}" if len(requests) > _MOST_BARS else ""
         st.markdown(f"**Timeline**{oldest}")
-        draw(timeline_columns(shown, names), timeline_spec(), key="timeline", height=70 + 22 * len(shown),
+        draw(timeline_columns(shown, names), timeline_spec(), key="timeline", height=140 + 24 * len(shown),
              alt=f"Timeline of {len(shown)} requests")  # fmt: skip
     with right:
         _one(model, requests, names)
@@ -55,6 +55,8 @@ def _row(request: RequestState, name: str) -> dict[str, Any]:
         "phase": words.phase_name(request.phase),
         "age": words.seconds(request.age_seconds),
         "queue": words.seconds_or_dash(request.queue_seconds),
+        "SLO": request.slo_class,
+        "slack": words.seconds_or_dash(request.slo_slack_seconds),
         "prompt": request.num_prompt_tokens,
         "computed": request.num_computed_tokens,
         "cached": request.num_cached_tokens,
@@ -65,8 +67,6 @@ def _row(request: RequestState, name: str) -> dict[str, Any]:
         "blocks": request.num_blocks,
         "preempted": request.num_preemptions,
         "priority": request.priority,
-        "SLO": request.slo_class,
-        "slack": words.seconds_or_dash(request.slo_slack_seconds),
     }
 
 
