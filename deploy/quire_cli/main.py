@@ -267,9 +267,7 @@ def dashboard(
     host: Annotated[str, typer.Option(help="Address to listen on; another than loopback needs a token.")] = "127.0.0.1",
     token: Annotated[
         str,
-        typer.Option(
-            help="What visitors must know. Others on this machine see it here: QUIRE_DASHBOARD_TOKEN hides it."
-        ),
+        typer.Option(help="What visitors must know; better kept from ps, in QUIRE_DASHBOARD_TOKEN."),
     ] = "",
     _debug: Debug = False,
 ) -> int:

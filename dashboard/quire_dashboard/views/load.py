@@ -36,7 +36,7 @@ def show() -> None:
     st.caption(
         "From this dashboard's own process: for a look at how the server behaves. For figures, use quire bench serve."
     )
-    with st.form("load"):
+    with st.form("load_form"):
         first, second, third = st.columns(3)
         num_streams = first.number_input("Streams at the same time", 1, MOST_STREAMS, 4, key="num_streams")
         num_requests = second.number_input("Requests in all", 1, 10_000, 64, key="num_requests")

@@ -42,7 +42,7 @@ def show() -> None:
 
 
 def _completion(model: str, parameters: dict[str, Any]) -> None:
-    with st.form("completion"):
+    with st.form("completion_form"):
         prompt = st.text_area("Prompt", "def fib(", height=120, key="prompt")
         sent = st.form_submit_button("Generate", type="primary")
     if sent and prompt:
@@ -64,7 +64,7 @@ def _chat(model: str, parameters: dict[str, Any]) -> None:
     for role, text in turns:
         with st.chat_message(role):
             st.text(text)
-    with st.form("chat", clear_on_submit=True):
+    with st.form("chat_form", clear_on_submit=True):
         said = st.text_input("Your message", key="said")
         sent = st.form_submit_button("Send", type="primary")
     if not sent or not said:
