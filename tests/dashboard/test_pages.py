@@ -127,7 +127,7 @@ def test_requests_are_listed_and_one_is_cancelled(fake: FakeTriton) -> None:
     assert list(table["tokens"]) == ["10 of 40", "0 of 40"]
     app.selectbox(key="chosen").set_value("cccc3333dddd4444")
     assert "prefill chunk, 64 tokens" in text_of(app.run())
-    next(button for button in app.button if button.label == "Cancel this request").click()
+    next(button for button in app.button if button.label == "Cancel chat (cccc33)").click()
     text = text_of(app.run())
     assert fake.state.cancelled == ["cccc3333dddd4444"]
     assert "Request chat (cccc33) was cancelled." in text

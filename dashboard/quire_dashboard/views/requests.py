@@ -92,8 +92,8 @@ def _one(model: str, requests: list[RequestState], names: dict[str, str]) -> Non
         for event in sorted(request.events, key=lambda event: -event.age_seconds)
     ]
     st.markdown("\n".join(happened[-12:]) or "Nothing has happened to it yet.")
-    # The id goes with the button: what is cancelled is what was shown, whatever has moved since.
-    st.button("Cancel this request", key=f"cancel-{request.id}", type="primary", on_click=_cancel,
+    # The button says which one and carries its id: what is cancelled is what it says, whatever has moved since.
+    st.button(f"Cancel {names[request.id]}", key=f"cancel-{request.id}", type="primary", on_click=_cancel,
               args=(model, request.id, names[request.id]))  # fmt: skip
 
 
