@@ -58,7 +58,7 @@ def test_overview_when_all_is_well(fake: FakeTriton) -> None:
     assert "Users are served within their SLO." in text
     for figure in ("Goodput=100%", "KV cache=25.0%", "Running=2", "Waiting=0", "Restarts=0"):
         assert figure in text
-    assert len(app.get("arrow_vega_lite_chart")) == 8
+    assert len(app.get("vega_lite_chart")) == 8
 
 
 def test_overview_names_the_likely_cause(fake: FakeTriton) -> None:
