@@ -1,13 +1,14 @@
 """TritonPythonModel: the five calls of the server's Python stub."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire_engine.config import EngineConfig
 from quire_engine.errors import EngineError
-from quire_monitoring import TritonStatLogger
+from quire_engine.stats import StatLogger
+from quire_monitoring import MetricDefinition, TritonStatLogger
 
 from quire_backend import model_config, triton_api
 from quire_backend.serving import Serving
@@ -16,17 +17,39 @@ from quire_backend.triton_api import TritonRequest
 
 if TYPE_CHECKING:
     from quire_engine.async_llm import AsyncLLM
+    from quire_monitoring.otel import OtelStatLogger
 
 __all__ = ["TritonPythonModel"]
 
 logger = logging.getLogger(__name__)
 
 
-def make_engine(config: EngineConfig, stat_logger: TritonStatLogger) -> "AsyncLLM":
+def make_engine(config: EngineConfig, stat_loggers: Sequence[StatLogger]) -> "AsyncLLM":
     """Start the engine; imported only now, because completing a configuration should not load torch."""
     from quire_engine.async_llm import AsyncLLM
 
-    return AsyncLLM(config, [stat_logger])
+    return AsyncLLM(config, stat_loggers)
+
+
+def make_otel(config: EngineConfig, labels: Mapping[str, str]) -> "OtelStatLogger | None":
+    """The exporter to the setting `otlp_endpoint`, if there is one.
+
+    Raises:
+        ValueError: its packages are not installed.
+    """
+    endpoint = config.frontend.otlp_endpoint
+    if endpoint is None:
+        return None
+    try:
+        from quire_monitoring.otel import OtelStatLogger
+    except ImportError as error:
+        raise ValueError(f"otlp_endpoint needs the extra otel: pip install 'quire[otel]' ({error})") from None
+    return OtelStatLogger(endpoint, labels, trace_sample_ratio=config.frontend.otlp_trace_sample_ratio)
+
+
+def _no_family(definition: MetricDefinition) -> NoReturn:
+    """In the place of `triton_api.metric_family` when no metrics are wanted."""
+    raise RuntimeError("they are switched off by the setting metrics")
 
 
 class TritonPythonModel:
@@ -54,23 +77,29 @@ class TritonPythonModel:
             logger.exception("model %s could not be loaded", args["model_name"])
             failure = f"{type(error).__name__}: {one_line(error)}"
         if failure is not None:
-            if hasattr(self, "_metrics"):
-                self._metrics.stop()
+            self._stop_exporters()
             # Raised here, and not in the handlers, so that tritonserver's report holds no chain of tracebacks.
             raise triton_api.load_error(failure)
 
     def _start(self, args: dict[str, str]) -> None:
         config = load_engine_config(Path(args["model_repository"]) / args["model_version"])
         labels = {"model": args["model_name"], "version": args["model_version"], "engine": "0"}
-        self._metrics = TritonStatLogger(triton_api.metric_family, labels)
-        engine = make_engine(config, self._metrics)
+        self._metrics = TritonStatLogger(
+            triton_api.metric_family if config.frontend.metrics else _no_family,
+            labels,
+            slo_classes=config.frontend.slo,
+            num_ranks=config.parallel.world_size,
+            aliases=config.frontend.metric_aliases == "vllm",
+        )
+        self._otel = make_otel(config, labels)
+        engine = make_engine(config, [self._metrics] if self._otel is None else [self._metrics, self._otel])
         self._serving = Serving(engine, config.frontend, on_rejected=self._metrics.record_rejection)
         try:
             self._serving.start()
         except BaseException:
             engine.shutdown()
             raise
-        self._metrics.start(is_up=lambda: engine.is_healthy)
+        self._metrics.start(is_up=lambda: engine.is_healthy, workers_up=engine.workers_up)
         logger.info("model %s is served by the Quire engine", args["model_name"])
 
     def execute(self, requests: Sequence[TritonRequest]) -> None:
@@ -86,4 +115,9 @@ class TritonPythonModel:
         """End everything that `initialize` has started."""
         if hasattr(self, "_serving"):
             self._serving.shutdown()
-            self._metrics.stop()
+            self._stop_exporters()
+
+    def _stop_exporters(self) -> None:
+        for exporter in (getattr(self, "_metrics", None), getattr(self, "_otel", None)):
+            if exporter is not None:
+                exporter.stop()

@@ -15,11 +15,17 @@ import numpy as np
 import numpy.typing as npt
 from quire_engine.errors import RequestError
 from quire_engine.sampling_params import SamplingParams, convert_parameter
+from quire_engine.slo import RequestSLO
 
 from quire_backend.model_config import RETURN_FLAGS, SAMPLING_INPUTS
 from quire_backend.triton_api import Tensor, TritonRequest
 
 __all__ = ["GenerateRequest", "ResponseOptions", "UnknownLoRAError", "parse_request"]
+
+
+SLO_PARAMETERS = ("slo_class", "slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms")
+OTHER_PARAMETERS = (*SLO_PARAMETERS, "traceparent")
+"""Said where sampling parameters are said."""
 
 
 class UnknownLoRAError(RequestError):
@@ -53,6 +59,10 @@ class GenerateRequest:
     options: ResponseOptions
     deadline_ms: float | None = None
     """Triton's request timeout: milliseconds from now in which it has to be finished."""
+    slo: RequestSLO | None = None
+    """What it is to be judged by; None: what the model's settings say."""
+    traceparent: str | None = None
+    """The trace that it is part of, as W3C writes it."""
 
 
 def parse_request(request: TritonRequest) -> GenerateRequest:
@@ -64,7 +74,11 @@ def parse_request(request: TritonRequest) -> GenerateRequest:
     tensors = {tensor.name(): tensor for tensor in request.inputs()}
     prompt = _prompt(tensors)
     options = _options(tensors, has_text=isinstance(prompt, str))
-    params = SamplingParams(**_sampling_parameters(tensors, request.parameters()))
+    values = _sampling_parameters(tensors, request.parameters())
+    slo = {name.removeprefix("slo_") if name != "slo_class" else name: values.pop(name)
+           for name in SLO_PARAMETERS if name in values}  # fmt: skip
+    traceparent = values.pop("traceparent", None)
+    params = SamplingParams(**values)
     options = replace(options, logprobs=params.logprobs is not None, num_sequences=params.n)
     if params.logprobs is None and "cumulative_logprob" in options.outputs:
         params = msgspec.structs.replace(params, logprobs=0)
@@ -74,6 +88,8 @@ def parse_request(request: TritonRequest) -> GenerateRequest:
         sampling_params=params,
         options=options,
         deadline_ms=request.timeout() / 1000 or None,
+        slo=RequestSLO(**slo) if slo else None,
+        traceparent=traceparent,
     )
 
 
@@ -132,7 +148,7 @@ def _sampling_parameters(tensors: Mapping[str, Tensor], parameters: str) -> dict
                 raise RequestError(
                     name, "output_kind cannot be chosen here; the input stream says what a response holds"
                 )
-            converted = convert_parameter(name, value)
+            converted = _other_parameter(name, value) if name in OTHER_PARAMETERS else convert_parameter(name, value)
             if converted is None:
                 continue
             if name in values and not _agree(values[name], converted):
@@ -143,6 +159,19 @@ def _sampling_parameters(tensors: Mapping[str, Tensor], parameters: str) -> dict
             values.setdefault(name, converted)
             places.setdefault(name, place)
     return values
+
+
+def _other_parameter(name: str, value: Any) -> str | float | None:
+    """A name as it is; a time as a number, which a request parameter may also say as text."""
+    is_text = name in ("slo_class", "traceparent")
+    if value is None or (is_text and isinstance(value, str)):
+        return value
+    if is_text:
+        raise RequestError(name, f"{name} is {value!r}; it must be a string")
+    try:
+        return float("nan" if isinstance(value, bool) else value)
+    except (TypeError, ValueError, OverflowError):
+        raise RequestError(name, f"{name} is {str(value)[:100]!r}; it must be a number of milliseconds") from None
 
 
 def _agree(first: Any, second: Any) -> bool:

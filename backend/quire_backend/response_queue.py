@@ -20,13 +20,15 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from quire_engine.slo import DEFAULT_CLASS
+
 from quire_backend import triton_api
 from quire_backend.request import ResponseOptions
 from quire_backend.responses import tensors_of
 from quire_backend.triton_api import ErrorCode, ResponseSender
 
 if TYPE_CHECKING:
-    from quire_engine.output_processor import RequestOutput
+    from quire_engine.outputs import RequestOutput
 
 __all__ = ["ResponseQueue", "ResponseStream"]
 
@@ -52,6 +54,8 @@ class ResponseStream:
         self.options = ResponseOptions()
         self.request_id: str | None = None
         """The engine's name for it, once it has one."""
+        self.slo_class = DEFAULT_CLASS
+        """What it says that it is to be judged by; there may be no such class."""
         self.cancelled = False
         # Of the queue, under its lock:
         self.pending: RequestOutput | None = None

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from quire_engine.output_processor import CompletionOutput
+from quire_engine.outputs import CompletionOutput
 
 from quire_backend.request import ResponseOptions
 from quire_backend.triton_api import ErrorCode, strings
 
 if TYPE_CHECKING:
-    from quire_engine.output_processor import Logprob, RequestOutput
+    from quire_engine.outputs import Logprob, RequestOutput
     from quire_engine.stats import FinishedRequestStats
 
 __all__ = ["failure_of", "tensors_of"]
@@ -102,6 +102,8 @@ def _perf_metrics(metrics: "FinishedRequestStats | None") -> str:
     if metrics is None:
         return "null"
     values = msgspec.to_builtins(metrics)
+    for name in ("traceparent", "label"):  # the client has them
+        del values[name]
     values["time_per_output_token_seconds"] = metrics.time_per_output_token_seconds
     return json.dumps(values)
 

@@ -8,21 +8,23 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from quire_engine.config import FrontendConfig
 from quire_engine.errors import EngineDeadError, RequestError
 from quire_engine.sampling_params import SamplingParams
+from quire_engine.slo import DEFAULT_CLASS, RequestSLO
 
 from quire_backend.cancellation import CancellationPoller
 from quire_backend.request import GenerateRequest, UnknownLoRAError, parse_request
 from quire_backend.response_queue import ResponseQueue, ResponseStream
 from quire_backend.responses import failure_of
-from quire_backend.triton_api import ErrorCode, TritonRequest
+from quire_backend.triton_api import ErrorCode, TritonRequest, trace_context
 
 if TYPE_CHECKING:
     from quire_engine.input_processor import ProcessedRequest
-    from quire_engine.output_processor import RequestOutput
+    from quire_engine.outputs import RequestOutput
 
 __all__ = ["Engine", "Serving"]
 
@@ -40,7 +42,14 @@ class InputProcessor(Protocol):
     """As much of the engine's input processor as is needed here."""
 
     def process(
-        self, prompt: str | list[int], params: SamplingParams, *, deadline_ms: float | None = None
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        deadline_ms: float | None = None,
+        slo: RequestSLO | None = None,
+        traceparent: str | None = None,
+        label: str = "",
     ) -> "ProcessedRequest":
         """Tokenize and validate; raises RequestError."""
         ...
@@ -67,12 +76,19 @@ class Serving:
     Args:
         engine: ready, but not started yet.
         config: how often streams are sent.
-        on_rejected: called for every request that is refused before it reaches the engine.
+        on_rejected: called for every request that is refused before it reaches the engine, with the class of objectives
+            that it would have been judged by; None when the fault was the request's own.
     """
 
-    def __init__(self, engine: Engine, config: FrontendConfig, on_rejected: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        config: FrontendConfig,
+        on_rejected: Callable[[str | None], None] = lambda slo_class: None,
+    ) -> None:
         self._engine = engine
         self._on_rejected = on_rejected
+        self._is_traced = config.otlp_endpoint is not None
         self._draining = False
         self._live: set[ResponseStream] = set()
         self._live_changed = threading.Condition()
@@ -126,19 +142,27 @@ class Serving:
         try:
             self._submit(request, stream)
         except Exception as error:
-            code, message = _explain(error)
-            if code is ErrorCode.INTERNAL:
+            if _explain(error)[0] is ErrorCode.INTERNAL:
                 logger.exception("request %r could not be taken", stream.label)
-            self._on_rejected()
-            self._responses.fail(stream, code, message)
+            self._reject(stream, error)
+
+    def _reject(self, stream: ResponseStream, error: Exception) -> None:
+        """End a request that never reached the engine."""
+        code, message = _explain(error)
+        is_callers_fault = code in (ErrorCode.INVALID_ARG, ErrorCode.NOT_FOUND)
+        self._on_rejected(None if is_callers_fault else stream.slo_class)
+        self._responses.fail(stream, code, message)
 
     def _submit(self, request: TritonRequest, stream: ResponseStream) -> None:
+        generate: GenerateRequest = parse_request(request)
+        stream.label, stream.options = generate.label, generate.options
+        stream.slo_class = DEFAULT_CLASS if generate.slo is None else generate.slo.slo_class
         if self._draining:
             raise _UnavailableError("the model is being unloaded; send the request elsewhere or again later")
         if self._engine.dead_error is not None:  # while it is only started again, the request waits for it
             raise _UnavailableError(f"the engine is not running: {self._engine.dead_error}")
-        generate: GenerateRequest = parse_request(request)
-        stream.label, stream.options = generate.label, generate.options
+        if self._is_traced and generate.traceparent is None:
+            generate = replace(generate, traceparent=trace_context(request))
         processed = self._process(generate)
         stream.request_id = processed.request_id
         self._call(self._add, processed, stream)
@@ -147,7 +171,12 @@ class Serving:
     def _process(self, generate: GenerateRequest) -> "ProcessedRequest":
         try:
             return self._engine.input_processor.process(
-                generate.prompt, generate.sampling_params, deadline_ms=generate.deadline_ms
+                generate.prompt,
+                generate.sampling_params,
+                deadline_ms=generate.deadline_ms,
+                slo=generate.slo,
+                traceparent=generate.traceparent,
+                label=generate.label,
             )
         except RequestError as error:
             name = _INPUT_NAMES.get(error.parameter)
@@ -166,7 +195,7 @@ class Serving:
         try:
             self._engine.add_request(processed, lambda output: self._on_output(stream, output))
         except Exception as error:
-            self._responses.fail(stream, *_explain(error))
+            self._reject(stream, error)
 
     def _on_output(self, stream: ResponseStream, output: "RequestOutput") -> None:
         failure = failure_of(output, cancelled=stream.cancelled, draining=self._draining) if output.finished else None

@@ -1,6 +1,7 @@
 """The one door to `triton_python_backend_utils`, a module that exists only inside tritonserver's Python stub."""
 
 import enum
+import json
 import logging
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -11,8 +12,20 @@ import triton_python_backend_utils as pb_utils
 from quire_monitoring import MetricDefinition, MetricKind
 from quire_monitoring.triton import MetricFamily
 
-__all__ = ["ErrorCode", "ResponseSender", "Tensor", "TritonRequest", "error_response", "install_log_handler",
-           "load_error", "metric_family", "response", "send", "strings"]  # fmt: skip
+__all__ = [
+    "ErrorCode",
+    "ResponseSender",
+    "Tensor",
+    "TritonRequest",
+    "error_response",
+    "install_log_handler",
+    "load_error",
+    "metric_family",
+    "response",
+    "send",
+    "strings",
+    "trace_context",
+]  # fmt: skip
 
 
 class ErrorCode(enum.Enum):
@@ -71,9 +84,22 @@ class TritonRequest(Protocol):
         """Microseconds in which the client wants it done; 0: it does not say."""
         ...
 
+    def trace(self) -> Any:
+        """The server's trace of it; servers before 24.02 have none."""
+        ...
+
     def get_response_sender(self) -> ResponseSender:
         """The way back."""
         ...
+
+
+def trace_context(request: TritonRequest) -> str | None:
+    """The `traceparent` of the server's own trace of a request; None where the server does not trace it."""
+    try:
+        context = request.trace().get_context()
+        return json.loads(context)["traceparent"] if context else None
+    except Exception:  # an older server, or another kind of trace
+        return None
 
 
 def response(tensors: Mapping[str, npt.NDArray[Any]]) -> Any:

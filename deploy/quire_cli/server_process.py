@@ -64,10 +64,14 @@ class ServerProcess:
 
     def close(self) -> None:
         """Kill it if it still runs, and read the rest of its log."""
+        self.kill()
+        self.log.finish()
+
+    def kill(self) -> None:
+        """Kill it if it still runs."""
         if self._popen.poll() is None:
             self._popen.kill()
             self._popen.wait()
-        self.log.finish()
 
     def terminate(self) -> None:
         """Ask it to drain and end."""

@@ -121,15 +121,15 @@ class Supervisor:
                 self._announce(server)
                 self._serve(server)
                 return self._drain(server)
-            except ServerDiedError as death:
-                cause = str(death)
-            except _StartError as failure:
-                if crash_loop.num_deaths == 0:
+            except (ServerDiedError, _StartError) as death:
+                if isinstance(death, _StartError) and crash_loop.num_deaths == 0:
                     raise
-                cause = str(failure)
+                cause = str(death)
+                # Before the end of its log is waited for: its stubs hold that open.
+                server.kill()
+                self.clean_up()
             finally:
                 server.close()
-            self.clean_up()
             pause_s = crash_loop.pause_s(0.0 if ready_at is None else time.monotonic() - ready_at, cause)
             when = f"in {pause_s:.0f} s" if pause_s else "now"
             self.console.line(f"quire: {cause}; starting the server again {when}, on the same ports")
@@ -162,9 +162,9 @@ class Supervisor:
         watched = server.stubs() if self.watch_stubs else set()
         while not server.wait_for_signal(_SERVING_POLL_S):
             if server.exit_code is not None:
-                server.log.finish()
                 if server.exit_code < 0:
                     raise ServerDiedError(f"tritonserver {server.how_it_ended}")
+                server.log.finish()
                 raise CommandError(f"tritonserver {server.how_it_ended}; its log is above, start it again")
             for pid, start_time in watched:
                 if not process.is_alive(pid, start_time):

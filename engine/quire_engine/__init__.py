@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from quire_engine.async_llm import AsyncLLM
     from quire_engine.beam_search import BeamSearchParams
     from quire_engine.llm import LLM
-    from quire_engine.output_processor import CompletionOutput, RequestOutput
+    from quire_engine.outputs import CompletionOutput, RequestOutput
 
 __all__ = [
     "LLM",
@@ -29,8 +29,8 @@ _HOMES = {
     "LLM": "quire_engine.llm",
     "AsyncLLM": "quire_engine.async_llm",
     "BeamSearchParams": "quire_engine.beam_search",
-    "CompletionOutput": "quire_engine.output_processor",
-    "RequestOutput": "quire_engine.output_processor",
+    "CompletionOutput": "quire_engine.outputs",
+    "RequestOutput": "quire_engine.outputs",
 }
 
 

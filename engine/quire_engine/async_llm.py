@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -14,9 +15,12 @@ from quire_engine.errors import DeadlineExceededError, EngineDeadError, EngineUn
 from quire_engine.input_processor import InputProcessor, ProcessedRequest, Prompt, load_tokenizer
 from quire_engine.messages import ErrorCode
 from quire_engine.models import check_checkpoint
-from quire_engine.output_processor import OnOutput, OutputProcessor, RequestOutput
+from quire_engine.output_processor import OutputProcessor
+from quire_engine.outputs import OnOutput, RequestOutput
+from quire_engine.process_state import is_running
 from quire_engine.request import FinishReason
 from quire_engine.sampling_params import RequestOutputKind, SamplingParams
+from quire_engine.slo import RequestSLO
 from quire_engine.stats import IterationStats, SchedulerStats, StatLogger
 
 __all__ = ["AsyncLLM"]
@@ -44,6 +48,8 @@ class AsyncLLM:
         self.dead_error: str | None = None
         self._stat_loggers = list(stat_loggers)
         self._output_task: asyncio.Task[None] | None = None
+        self._aborted_at: dict[str, float] = {}
+        """Requests that the engine core was told to end, until it says that they are gone."""
         tokenizer_path = Path(config.model.tokenizer_path)
         check_checkpoint(Path(config.model.model), tokenizer_path)  # takes milliseconds, and a process start seconds
         self._client = SupervisedClient(config, self._on_restart)
@@ -53,7 +59,7 @@ class AsyncLLM:
         except BaseException:
             self._client.shutdown()
             raise
-        self.input_processor = InputProcessor(tokenizer, ready)
+        self.input_processor = InputProcessor(tokenizer, ready, config.frontend.slo)
         self._output_processor = OutputProcessor(tokenizer)
 
     @property
@@ -71,6 +77,13 @@ class AsyncLLM:
         """Process ids of its workers, where they are not the engine core's own."""
         return self._client.worker_pids
 
+    def workers_up(self) -> list[bool]:
+        """By rank, whether its process runs; ranks that have none of their own here share the engine core's fate."""
+        pids = self.worker_pids
+        if not pids or not self.is_healthy:
+            return [self.is_healthy] * self.config.parallel.world_size
+        return [is_running(pid) for pid in pids]
+
     async def start(self) -> None:
         """Begin to take in what the engine core sends."""
         if self._output_task is None:
@@ -86,6 +99,7 @@ class AsyncLLM:
         *,
         priority: int | None = None,
         deadline_ms: float | None = None,
+        slo: RequestSLO | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt. Leaving the iteration early aborts the request.
 
@@ -97,6 +111,7 @@ class AsyncLLM:
             request_id: unique among live requests; unset: random.
             priority: instead of the parameters' own.
             deadline_ms: milliseconds from now in which it has to be finished.
+            slo: what it is judged by; unset: the default class of the setting `slo`.
 
         Raises:
             RequestError: the prompt or its parameters cannot be served.
@@ -106,7 +121,7 @@ class AsyncLLM:
         """
         await self.start()
         request = self.input_processor.process(
-            prompt, sampling_params, request_id, priority=priority, deadline_ms=deadline_ms
+            prompt, sampling_params, request_id, priority=priority, deadline_ms=deadline_ms, slo=slo
         )
         queue: asyncio.Queue[RequestOutput] = asyncio.Queue()
         self.add_request(request, queue.put_nowait)
@@ -151,8 +166,10 @@ class AsyncLLM:
     def abort(self, request_id: str) -> None:
         """End a request wherever it is. Its last output has finish_reason "abort". Unknown ids are passed over."""
         if self.dead_error is None:
+            now = time.monotonic()
             for core_request_id in self._output_processor.core_request_ids(request_id):
-                self._client.abort_request(core_request_id)
+                if self._client.abort_request(core_request_id):
+                    self._aborted_at[core_request_id] = now
         self._record(None, self._output_processor.finish(request_id, FinishReason.ABORT))
 
     async def chat(
@@ -257,6 +274,11 @@ class AsyncLLM:
             stats, to_abort = self._output_processor.process(outputs)
             for request_id in to_abort:
                 self._client.abort_request(request_id)
+            stats.step = outputs.step_stats
+            if outputs.freed_request_ids:
+                now = time.monotonic()
+                aborted_at = [self._aborted_at.pop(request_id, None) for request_id in outputs.freed_request_ids]
+                stats.cancel_to_free_seconds = [now - at for at in aborted_at if at is not None]
             self._record(outputs.scheduler_stats, stats)
 
     def _record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
@@ -264,6 +286,7 @@ class AsyncLLM:
             stat_logger.record(scheduler_stats, iteration_stats)
 
     def _on_restart(self, num_replayed: int) -> None:
+        self._aborted_at.clear()  # by an engine core that will not answer
         self._record(None, IterationStats(num_engine_restarts=1, num_requests_replayed=num_replayed))
 
     def _on_output_task_done(self, task: "asyncio.Task[None]") -> None:

@@ -22,7 +22,7 @@ import msgspec
 
 from quire_engine.detokenizer import Decode
 from quire_engine.errors import EngineError, RequestError
-from quire_engine.output_processor import CompletionOutput, Logprob, RequestOutput
+from quire_engine.outputs import CompletionOutput, Logprob, RequestOutput
 from quire_engine.sampling_params import MAX_BEAM_LOGPROBS, SamplingParams
 
 __all__ = ["BeamSearch", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence", "next_logprobs"]

@@ -10,12 +10,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, parse_classes
+
 __all__ = ["CacheConfig", "EngineConfig", "FrontendConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_NUM_SEQS = 4096
 EXECUTOR_BACKENDS = ("uni", "mp", "ray")
+METRIC_ALIASES = ("vllm", "none")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,6 +174,16 @@ class FrontendConfig:
     they end with an error."""
     step_timeout_s: float = 300.0
     """After so long without the end of a step, an engine with work to do counts as hung, and is started again."""
+    slo: dict[str, SLOTargets] = field(default_factory=lambda: {DEFAULT_CLASS: NO_TARGETS})
+    """Classes of service level objectives, by name: `{"default": {"ttft_ms": 500, "tpot_ms": 50, "e2e_ms": 10000}}`."""
+    metric_aliases: str = "vllm"
+    """Other names that the metrics also have: `vllm`, or `none`."""
+    otlp_endpoint: str | None = None
+    """Where metrics and traces go by OTLP over gRPC, as `http://host:4317`; unset: nowhere. Needs the extra `otel`."""
+    otlp_trace_sample_ratio: float = 1.0
+    """Share of the requests that have a trace, 0 to 1, where the caller has not decided that itself."""
+    metrics: bool = True
+    """Whether statistics are kept at all; without them goodput is not known either."""
 
     def __post_init__(self) -> None:
         _check_int("stream_interval", self.stream_interval, 1)
@@ -179,6 +192,14 @@ class FrontendConfig:
         _check_bool("replay_on_crash", self.replay_on_crash)
         _check(_is_number(self.step_timeout_s) and 0 < self.step_timeout_s < float("inf"),
                "step_timeout_s", self.step_timeout_s, "a number of seconds above 0")  # fmt: skip
+        object.__setattr__(self, "slo", parse_classes(self.slo))
+        _check(self.metric_aliases in METRIC_ALIASES, "metric_aliases", self.metric_aliases,
+               f"one of {', '.join(METRIC_ALIASES)}")  # fmt: skip
+        _check_bool("metrics", self.metrics)
+        _check(self.otlp_endpoint is None or (isinstance(self.otlp_endpoint, str) and self.otlp_endpoint != ""),
+               "otlp_endpoint", self.otlp_endpoint, "an address, such as http://localhost:4317")  # fmt: skip
+        ratio = self.otlp_trace_sample_ratio
+        _check(_is_number(ratio) and 0 <= ratio <= 1, "otlp_trace_sample_ratio", ratio, "from 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ from quire_engine.messages import EngineCoreReady, EngineCoreRequest
 from quire_engine.models.checkpoint import TOKENIZER_FILES
 from quire_engine.request import validate_request
 from quire_engine.sampling_params import SamplingParams
+from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, RequestSLO, SLOTargets, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,6 +44,12 @@ class ProcessedRequest:
     """Of the frontend's monotonic clock."""
     deadline_ms: float | None = None
     """Milliseconds from its arrival in which it has to be finished."""
+    slo_class: str = DEFAULT_CLASS
+    slo_targets: SLOTargets = NO_TARGETS
+    traceparent: str | None = None
+    """The caller's trace context."""
+    label: str = ""
+    """The caller's name for it."""
 
     def to_core(self) -> EngineCoreRequest:
         """What the engine core gets to see. Of the deadline that is what is left now."""
@@ -71,10 +78,22 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
 
 
 class InputProcessor:
-    """Tokenizes and validates."""
+    """Tokenizes and validates.
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", ready: EngineCoreReady) -> None:
+    Args:
+        tokenizer: the checkpoint's.
+        ready: what the engine core is like.
+        slo_classes: the classes that a request can be of.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        ready: EngineCoreReady,
+        slo_classes: Mapping[str, SLOTargets] | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self._slo_classes = slo_classes or {DEFAULT_CLASS: NO_TARGETS}
         self._ready = ready
         self._max_token_length = max(map(len, tokenizer.get_vocab()), default=1)
 
@@ -86,6 +105,9 @@ class InputProcessor:
         *,
         priority: int | None = None,
         deadline_ms: float | None = None,
+        slo: RequestSLO | None = None,
+        traceparent: str | None = None,
+        label: str = "",
     ) -> ProcessedRequest:
         """Turn a prompt into a request.
 
@@ -95,6 +117,9 @@ class InputProcessor:
             request_id: unique among live requests; unset: random.
             priority: instead of the parameters' own.
             deadline_ms: milliseconds from now in which the request has to be finished; unset: no limit.
+            slo: its class of objectives, and its own targets; unset: those of the default class.
+            traceparent: the caller's trace context; one that is not well-formed counts as none.
+            label: the caller's name for it, for its trace.
 
         Raises:
             RequestError: the prompt or a parameter cannot be served; it names which.
@@ -106,6 +131,7 @@ class InputProcessor:
             raise RequestError("deadline_ms", f"deadline_ms is {deadline_ms}; it must be a number above 0")
         if deadline_ms is not None and deadline_ms > MAX_DEADLINE_MS:
             deadline_ms = None
+        slo_class, slo_targets = resolve(self._slo_classes, slo)
         text, token_ids, name = self._split(prompt)
         max_prompt_tokens = self._max_prompt_tokens(params)
         if text is not None:
@@ -133,6 +159,10 @@ class InputProcessor:
             params=params,
             arrival_time=arrival_time,
             deadline_ms=deadline_ms,
+            slo_class=slo_class,
+            slo_targets=slo_targets,
+            traceparent=traceparent,
+            label=label,
         )
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:

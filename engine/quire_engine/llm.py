@@ -10,7 +10,8 @@ from quire_engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearchPar
 from quire_engine.config import EngineConfig
 from quire_engine.core.client import InprocClient
 from quire_engine.input_processor import InputProcessor, ProcessedRequest, Prompt, load_tokenizer
-from quire_engine.output_processor import OutputProcessor, RequestOutput
+from quire_engine.output_processor import OutputProcessor
+from quire_engine.outputs import RequestOutput
 from quire_engine.request import FinishReason
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.stats import SchedulerStats

@@ -13,7 +13,7 @@ import msgspec
 from quire_engine.config import EngineConfig
 from quire_engine.request import FinishReason
 from quire_engine.sampling_params import SamplingParams
-from quire_engine.stats import SchedulerStats
+from quire_engine.stats import SchedulerStats, StepStats
 
 __all__ = [
     "CachedRequestData",
@@ -144,6 +144,9 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
     outputs: list[EngineCoreOutput] = []
     scheduler_stats: SchedulerStats | None = None
     utility_outputs: list[UtilityOutput] = []
+    step_stats: StepStats | None = None
+    freed_request_ids: list[str] = []
+    """Requests that the frontend has aborted: nothing of them is left."""
 
 
 class ProcessArguments(msgspec.Struct):

@@ -2,134 +2,26 @@
 
 import logging
 import time
-from bisect import insort
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire_engine.detokenizer import IncrementalDetokenizer
 from quire_engine.errors import RequestError
 from quire_engine.input_processor import ProcessedRequest
 from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, ErrorCode, PromptLogprobs, TokenLogprobs
+from quire_engine.outputs import CompletionOutput, Logprob, OnOutput, RequestOutput
 from quire_engine.parallel_sampling import ParentRequest
 from quire_engine.request import FinishReason
+from quire_engine.request_state import RequestState
+from quire_engine.slo import SLOVerdict, judge
 from quire_engine.stats import FinishedRequestStats, IterationStats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["CompletionOutput", "Logprob", "OnOutput", "OutputProcessor", "RequestOutput"]
-
-
-@dataclass(slots=True)
-class Logprob:
-    """One token's log-probability at one position."""
-
-    logprob: float
-    rank: int
-    """1 is the most likely."""
-    decoded_token: str | None
-    """None when the request does not detokenize."""
-
-
-@dataclass(slots=True)
-class CompletionOutput:
-    """One generated sequence, or what is new of it."""
-
-    index: int = 0
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    cumulative_logprob: float | None = None
-    """Sum over all tokens so far, also in a delta; None unless log-probabilities were asked for."""
-    logprobs: list[dict[int, Logprob]] | None = None
-    """One entry per token: the sampled token's, then the most likely ones'."""
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """What a request has produced, or what is new of it."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool = False
-    num_cached_tokens: int = 0
-    metrics: FinishedRequestStats | None = None
-    """On the last output."""
-    error: str | None = None
-    """Why it failed, with finish_reason "error"."""
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """One entry per prompt token, when asked for: its own, then the most likely ones'. The first is None: nothing comes
-    before it. In a stream of deltas, the first one has it."""
-    error_parameter: str | None = None
-    """The request's parameter that `error` is about: the caller's fault then. None: ours."""
-    error_code: ErrorCode | None = None
-    """The kind of error, where it is not the request's or the engine's fault."""
-    retry_after_seconds: float | None = None
-    """When it is worth trying again, with `ErrorCode.UNAVAILABLE`; an estimate."""
-
-    def merge(self, later: "RequestOutput") -> None:
-        """Append a later delta to this one; each may hold some of the request's sequences."""
-        known = {mine.index: mine for mine in self.outputs}
-        for new in later.outputs:
-            mine = known.get(new.index)
-            if mine is None:
-                insort(self.outputs, new, key=lambda output: output.index)
-                continue
-            mine.text += new.text
-            mine.token_ids += new.token_ids
-            mine.cumulative_logprob = new.cumulative_logprob
-            if new.logprobs is not None:
-                mine.logprobs = mine.logprobs if mine.logprobs is not None else []
-                mine.logprobs += new.logprobs
-            mine.finish_reason, mine.stop_reason = new.finish_reason, new.stop_reason
-        self.finished, self.metrics, self.error = later.finished, later.metrics, later.error
-        self.error_parameter = later.error_parameter
-        self.num_cached_tokens = later.num_cached_tokens
-        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
-        self.error_code, self.retry_after_seconds = later.error_code, later.retry_after_seconds
-
+__all__ = ["OutputProcessor"]
 
 logger = logging.getLogger(__name__)
-
-OnOutput = Callable[[RequestOutput], None]
-
-
-class _RequestState:
-    """One live request."""
-
-    def __init__(
-        self,
-        request: ProcessedRequest,
-        tokenizer: "PreTrainedTokenizerBase",
-        on_output: OnOutput,
-        parent: ParentRequest | None = None,
-        index: int = 0,
-    ) -> None:
-        skip = request.params.skip_special_tokens
-
-        def decode(token_ids: Sequence[int]) -> str:
-            text = tokenizer.decode(list(token_ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-            assert isinstance(text, str)
-            return text
-
-        self.request = request
-        self.on_output = on_output
-        self.parent = parent
-        self.index = index
-        """Which of the parent's sequences this is."""
-        self.detokenizer = IncrementalDetokenizer(
-            decode if request.params.detokenize else lambda token_ids: "", request.params, request.prompt_token_ids
-        )
-        self.cumulative_logprob: float | None = None if request.params.logprobs is None else 0.0
-        self.first_token_time: float | None = None
-        self.last_token_time = request.arrival_time
-        self.stats = FinishedRequestStats(finish_reason="", num_prompt_tokens=len(request.prompt_token_ids))
 
 
 class OutputProcessor:
@@ -137,7 +29,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
-        self._states: dict[str, _RequestState] = {}
+        self._states: dict[str, RequestState] = {}
         self._parents: dict[str, ParentRequest] = {}
         self._token_texts: dict[int, str] = {}
 
@@ -158,12 +50,12 @@ class OutputProcessor:
         if request.request_id in self._states or request.request_id in self._parents:
             raise RequestError("request_id", f"request_id {request.request_id!r} is that of a live request")
         if request.params.n == 1:
-            self._states[request.request_id] = _RequestState(request, self._tokenizer, on_output)
+            self._states[request.request_id] = RequestState(request, self._tokenizer, on_output)
             return [request]
         parent = ParentRequest(request)
         self._parents[request.request_id] = parent
         for index, child in enumerate(parent.children):
-            self._states[child.request_id] = _RequestState(child, self._tokenizer, on_output, parent, index)
+            self._states[child.request_id] = RequestState(child, self._tokenizer, on_output, parent, index)
         return parent.children
 
     def core_request_ids(self, request_id: str) -> list[str]:
@@ -199,7 +91,7 @@ class OutputProcessor:
             except Exception:
                 logger.exception("request %s: its output could not be processed", output.request_id)
                 finished = True
-                self._fail(state)
+                self._fail(state, now, stats)
             if finished and output.finish_reason is None:
                 to_abort.append(output.request_id)
             if state.parent is not None and state.parent.request_id not in self._parents:
@@ -216,7 +108,7 @@ class OutputProcessor:
                 self._process_one(state, output, time.monotonic(), stats)
         return stats
 
-    def _fail(self, state: _RequestState) -> None:
+    def _fail(self, state: RequestState, now: float, stats: IterationStats) -> None:
         """End a request whose output cannot even be made or taken; nobody else is to notice."""
         request = state.request
         self._states.pop(request.request_id, None)
@@ -225,12 +117,16 @@ class OutputProcessor:
             self._parents.pop(state.parent.request_id, None)
             for child_id in state.parent.live:
                 self._states.pop(child_id, None)
+        metrics = state.finish_stats(str(FinishReason.ERROR), None, now)
+        _add_verdict(request, metrics)
+        stats.finished_requests.append(metrics)
         output = RequestOutput(
             request_id=request.request_id if state.parent is None else state.parent.request_id,
             prompt=request.prompt,
             prompt_token_ids=request.prompt_token_ids,
             outputs=[CompletionOutput(finish_reason=str(FinishReason.ERROR))],
             finished=True,
+            metrics=metrics,
             error="its output could not be processed",
         )
         try:
@@ -238,7 +134,7 @@ class OutputProcessor:
         except Exception:
             logger.exception("request %s: its end could not be told", request.request_id)
 
-    def _process_one(self, state: _RequestState, output: EngineCoreOutput, now: float, stats: IterationStats) -> bool:
+    def _process_one(self, state: RequestState, output: EngineCoreOutput, now: float, stats: IterationStats) -> bool:
         """Give out the delta of one request; True when it is finished."""
         completion = CompletionOutput(
             finish_reason=None if output.finish_reason is None else str(output.finish_reason),
@@ -262,7 +158,7 @@ class OutputProcessor:
             state.detokenizer.finish()
         completion.text = state.detokenizer.next_delta(finished=finished)
         completion.cumulative_logprob = state.cumulative_logprob
-        self._take_times(state, output, len(completion.token_ids), now, stats)
+        state.take_times(output, len(completion.token_ids), now, stats)
         request = state.request
         result = RequestOutput(
             request_id=request.request_id,
@@ -281,10 +177,9 @@ class OutputProcessor:
         if finished:
             del self._states[request.request_id]
             assert completion.finish_reason is not None
-            result.metrics = self._finish_stats(state, completion.finish_reason, now)
-            if output.error_code is not None:
-                result.metrics.error_code = output.error_code.value
+            result.metrics = state.finish_stats(completion.finish_reason, output.error_code, now)
             if state.parent is None:
+                _add_verdict(request, result.metrics, is_callers_fault=output.error_parameter is not None)
                 stats.finished_requests.append(result.metrics)
         if state.parent is None:
             state.on_output(result)
@@ -293,7 +188,7 @@ class OutputProcessor:
         return finished
 
     def _give_to_parent(
-        self, state: _RequestState, parent: ParentRequest, result: RequestOutput, stats: IterationStats
+        self, state: RequestState, parent: ParentRequest, result: RequestOutput, stats: IterationStats
     ) -> None:
         """Give out a child's delta as its parent's."""
         child_id, own = state.request.request_id, result.metrics
@@ -302,13 +197,14 @@ class OutputProcessor:
         result.num_cached_tokens = parent.take_cached_tokens(result.num_cached_tokens)
         result.finished, result.metrics = total is not None, total
         if total is not None:
+            _add_verdict(state.request, total, is_callers_fault=result.error_parameter is not None)
             stats.finished_requests.append(total)
             del self._parents[parent.request_id]
             for live_id in parent.live:  # after an error
                 self._states.pop(live_id, None)
         state.on_output(result)
 
-    def _add_logprobs(self, state: _RequestState, completion: CompletionOutput, entries: TokenLogprobs) -> None:
+    def _add_logprobs(self, state: RequestState, completion: CompletionOutput, entries: TokenLogprobs) -> None:
         assert state.cumulative_logprob is not None
         state.cumulative_logprob += entries[0][1]
         completion.logprobs = completion.logprobs or []
@@ -316,7 +212,7 @@ class OutputProcessor:
             {token_id: self._logprob(state, token_id, logprob, rank) for token_id, logprob, rank in entries}
         )
 
-    def _prompt_logprobs(self, state: _RequestState, chunks: list[PromptLogprobs]) -> list[dict[int, Logprob] | None]:
+    def _prompt_logprobs(self, state: RequestState, chunks: list[PromptLogprobs]) -> list[dict[int, Logprob] | None]:
         """Unpack what the worker packed."""
         result: list[dict[int, Logprob] | None] = [None]
         for chunk in chunks:
@@ -342,7 +238,7 @@ class OutputProcessor:
         primary = self._tokenizer.eos_token_id
         return None if primary is None or token_id == primary else token_id
 
-    def _logprob(self, state: _RequestState, token_id: int, logprob: float, rank: int) -> Logprob:
+    def _logprob(self, state: RequestState, token_id: int, logprob: float, rank: int) -> Logprob:
         text = self._token_text(token_id) if state.request.params.detokenize else None
         return Logprob(logprob, rank, text)
 
@@ -353,35 +249,22 @@ class OutputProcessor:
             self._token_texts[token_id] = text
         return self._token_texts[token_id]
 
-    @staticmethod
-    def _take_times(
-        state: _RequestState, output: EngineCoreOutput, num_new_tokens: int, now: float, stats: IterationStats
-    ) -> None:
-        own = state.stats
-        own.num_preemptions = max(own.num_preemptions, output.num_preemptions)
-        if not num_new_tokens:
-            return
-        if state.first_token_time is None:
-            state.first_token_time = now
-            own.time_to_first_token_seconds = now - state.request.arrival_time
-            own.queue_seconds = output.queue_seconds
-            own.num_cached_tokens = output.num_cached_tokens
-            if state.parent is None or state.parent.take_first_token():
-                stats.time_to_first_token_seconds.append(own.time_to_first_token_seconds)
-                stats.num_prompt_tokens += own.num_prompt_tokens
-                stats.num_cached_tokens += own.num_cached_tokens
-        else:
-            stats.inter_token_seconds.append(now - state.last_token_time)
-        state.last_token_time = now
-        own.num_output_tokens += num_new_tokens
-        stats.num_generation_tokens += num_new_tokens
 
-    @staticmethod
-    def _finish_stats(state: _RequestState, finish_reason: str, now: float) -> FinishedRequestStats:
-        own = state.stats
-        own.finish_reason = finish_reason
-        own.e2e_seconds = now - state.request.arrival_time
-        if state.first_token_time is not None and own.time_to_first_token_seconds is not None:
-            own.prefill_seconds = max(own.time_to_first_token_seconds - (own.queue_seconds or 0.0), 0.0)
-            own.decode_seconds = state.last_token_time - state.first_token_time
-        return own
+def _add_verdict(request: ProcessedRequest, stats: FinishedRequestStats, *, is_callers_fault: bool = False) -> None:
+    """Judge an ended request by its objectives; not one that the caller took back or that could not be served."""
+    stats.traceparent, stats.label = request.traceparent, request.label
+    if stats.finish_reason == str(FinishReason.ABORT) or is_callers_fault:
+        return
+    if stats.error_code == ErrorCode.UNAVAILABLE.value:
+        verdict = SLOVerdict(good=False, cause="rejected")
+    elif stats.finish_reason == str(FinishReason.ERROR):
+        verdict = SLOVerdict(good=False, cause="error")
+    else:
+        verdict = judge(
+            request.slo_targets,
+            e2e_seconds=stats.e2e_seconds,
+            time_to_first_token_seconds=stats.time_to_first_token_seconds,
+            time_per_output_token_seconds=stats.time_per_output_token_seconds,
+            decode_seconds=stats.decode_seconds,
+        )
+    stats.slo_class, stats.slo_verdict, stats.slo_cause = request.slo_class, verdict.verdict, verdict.cause

@@ -90,5 +90,6 @@ class ParentRequest:
             decode_seconds=max(ends) - (first.time_to_first_token_seconds or 0.0) if ends else 0.0,
             time_to_first_token_seconds=first.time_to_first_token_seconds,
             num_sequences=len(self.children),
+            preemptions=sorted(stretch for one in stats for stretch in one.preemptions),
             error_code=next((one.error_code for one in stats if one.error_code is not None), None),
         )

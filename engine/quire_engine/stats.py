@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-__all__ = ["FinishedRequestStats", "IterationStats", "SchedulerStats", "StatLogger"]
+__all__ = ["FinishedRequestStats", "IterationStats", "SchedulerStats", "StatLogger", "StepStats"]
 
 
 class SchedulerStats(msgspec.Struct, array_like=True):
@@ -30,12 +30,35 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """Steps that raised, and were computed again request by request."""
     num_waiting_for_fsm: int = 0
     """Of `num_waiting`, those whose grammar is still being compiled."""
+    num_draft_tokens: int = 0
+    """Tokens that speculative decoding proposed."""
+    num_accepted_tokens: int = 0
+    """Of these, those that the model agreed with."""
 
     @property
     def kv_cache_usage(self) -> float:
         """Share of the blocks that live requests hold, 0 to 1."""
         total = self.num_blocks_used + self.num_blocks_cached + self.num_blocks_free
         return self.num_blocks_used / total if total else 0.0
+
+
+class StepStats(msgspec.Struct, array_like=True):
+    """One step of the engine core. Its three times are by the core's clock, and together all that the step took."""
+
+    schedule_seconds: float = 0.0
+    execute_seconds: float = 0.0
+    """Handing batches to the executor, and waiting for the oldest result."""
+    update_seconds: float = 0.0
+    num_requests: int = 0
+    num_tokens: int = 0
+    """Tokens that were computed for these requests."""
+    num_prefill_tokens: int = 0
+    """Of these, all that were not a request's next token alone: prompts, and what a preemption made it forget."""
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """The others."""
+        return self.num_tokens - self.num_prefill_tokens
 
 
 class FinishedRequestStats(msgspec.Struct):
@@ -59,6 +82,19 @@ class FinishedRequestStats(msgspec.Struct):
     """Sequences that were generated side by side; the number of output tokens is that of all."""
     error_code: str | None = None
     """Value of the `ErrorCode`, for a request that was refused or missed its deadline."""
+    slo_class: str | None = None
+    """The class of service level objectives that it was judged by; None when there was no verdict: it was aborted, or
+    could never have been served."""
+    slo_verdict: str | None = None
+    """`good` or `miss`."""
+    slo_cause: str | None = None
+    """See `SLOVerdict.cause`."""
+    preemptions: list[tuple[float, float]] = []
+    """Stretches without a token while it was preempted: begin and end, in seconds from its arrival."""
+    traceparent: str | None = None
+    """The caller's trace context, as W3C writes it."""
+    label: str = ""
+    """The caller's name for the request, which need not be unique."""
 
     @property
     def time_per_output_token_seconds(self) -> float | None:
@@ -81,6 +117,10 @@ class IterationStats(msgspec.Struct):
     """Engine cores that were started in the place of one that had died."""
     num_requests_replayed: int = 0
     """Live requests that went on with another engine core."""
+    step: StepStats | None = None
+    """The step that the message came from; None when it came from none."""
+    cancel_to_free_seconds: list[float] = []
+    """From a cancellation here to the word that its blocks are free."""
 
 
 class StatLogger(Protocol):

@@ -1,18 +1,28 @@
-"""Every metric, once: name, kind, help, labels and buckets.
+"""Every metric, once: name, kind, help, labels and buckets, and what vLLM calls it.
 
 Exporters read this table and nothing else, so that a metric has the same name and meaning wherever it is seen.
 Times are in seconds, ratios from 0 to 1.
 """
 
 import enum
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 
-__all__ = ["METRICS", "OUTCOMES", "MetricDefinition", "MetricKind"]
+__all__ = ["METRICS", "OUTCOMES", "WINDOWS", "MetricDefinition", "MetricKind", "Series", "alias_of", "make_aliases",
+           "make_metrics", "series"]  # fmt: skip
+
+Series = tuple[str, tuple[tuple[str, str], ...]]
+"""A metric's name and its own labels."""
 
 OUTCOMES = ("stop", "length", "abort", "error", "rejected")
 """How a request ended: the engine's finish reasons, and `rejected` for one that never reached it or
 that it had no place for."""
+PHASES = ("schedule", "execute", "update")
+WINDOWS = {"1m": 60.0, "5m": 300.0}
+"""What the goodput ratios look back on, in seconds."""
+VERDICTS = (("good", "none"), *(("miss", cause) for cause in ("ttft", "tpot", "e2e", "rejected", "error")))
 
 # vLLM's buckets, so that its dashboards fit, continued downwards: small models answer faster than their first bucket.
 _FIRST_TOKEN_BUCKETS = (
@@ -27,6 +37,11 @@ _REQUEST_BUCKETS = (
     0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
     120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
+_STEP_BUCKETS = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
+)  # fmt: skip
+_LENGTH_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+_STEP_TOKENS_BUCKETS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
 
 
 class MetricKind(enum.Enum):
@@ -48,10 +63,21 @@ class MetricDefinition:
     """Own labels with all their values; clients never add one, so the number of series is known."""
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram's buckets."""
+    is_frequent: bool = False
+    """Whether a histogram is observed with every step or token, and not only with every request."""
+    combinations: tuple[tuple[str, ...], ...] = ()
+    """Values of the labels that occur together, where not all do."""
 
     def label_sets(self) -> list[dict[str, str]]:
         """The own labels of every series; one empty set for a family without any."""
+        if self.combinations:
+            return [dict(zip(self.labels, values, strict=True)) for values in self.combinations]
         return [dict(zip(self.labels, values, strict=True)) for values in product(*self.labels.values())]
+
+
+def series(name: str, **labels: str) -> Series:
+    """One series of a metric."""
+    return name, tuple(sorted(labels.items()))
 
 
 def _gauge(name: str, text: str, **labels: tuple[str, ...]) -> MetricDefinition:
@@ -62,11 +88,15 @@ def _counter(name: str, text: str, **labels: tuple[str, ...]) -> MetricDefinitio
     return MetricDefinition(name=name, kind=MetricKind.COUNTER, help=text, labels=labels)
 
 
-def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> MetricDefinition:
-    return MetricDefinition(name=name, kind=MetricKind.HISTOGRAM, help=text, buckets=buckets)
+def _histogram(
+    name: str, text: str, buckets: tuple[float, ...], is_frequent: bool = False, **labels: tuple[str, ...]
+) -> MetricDefinition:
+    return MetricDefinition(
+        name=name, kind=MetricKind.HISTOGRAM, help=text, labels=labels, buckets=buckets, is_frequent=is_frequent
+    )
 
 
-METRICS: tuple[MetricDefinition, ...] = (
+_ENGINE: tuple[MetricDefinition, ...] = (
     _gauge("quire_engine_up", "1 while the engine steps, 0 once it is gone"),
     _gauge("quire_requests_running", "Requests in the running batch"),
     _gauge("quire_requests_waiting", "Requests that wait to be scheduled", reason=("capacity", "grammar")),
@@ -82,11 +112,113 @@ METRICS: tuple[MetricDefinition, ...] = (
     _counter("quire_prefix_cache_hits_total", "Tokens found in the prefix cache"),
     _counter("quire_engine_restarts_total", "Times the engine was started again after a crash or a hang"),
     _counter("quire_requests_replayed_total", "Live requests that went on after a restart of the engine"),
+    _counter("quire_spec_decode_draft_tokens_total", "Tokens that speculative decoding proposed"),
+    _counter("quire_spec_decode_accepted_tokens_total", "Proposed tokens that the model agreed with"),
     _histogram("quire_time_to_first_token_seconds", "From the request's arrival to its first token",
                _FIRST_TOKEN_BUCKETS),
+    _histogram("quire_inter_token_latency_seconds", "From one token of a request to its next", _PER_TOKEN_BUCKETS,
+               is_frequent=True),
     _histogram("quire_time_per_output_token_seconds", "Mean time per token after the first, per request",
                _PER_TOKEN_BUCKETS),
     _histogram("quire_e2e_request_latency_seconds", "From the request's arrival to its end", _REQUEST_BUCKETS),
     _histogram("quire_request_queue_time_seconds", "From the engine core's admission of the request to its first step",
                _REQUEST_BUCKETS),
+    _histogram("quire_request_prefill_time_seconds", "From the request's first step to its first token",
+               _REQUEST_BUCKETS),
+    _histogram("quire_request_decode_time_seconds", "From the request's first token to its last", _REQUEST_BUCKETS),
+    _histogram("quire_request_prompt_tokens", "Prompt tokens per request", _LENGTH_BUCKETS),
+    _histogram("quire_request_generation_tokens", "Generated tokens per request", _LENGTH_BUCKETS),
+    _histogram("quire_iteration_tokens", "Tokens computed per step", _STEP_TOKENS_BUCKETS, is_frequent=True),
+    _histogram("quire_step_seconds", "What a step of the engine core took, by phase", _STEP_BUCKETS, is_frequent=True,
+               phase=PHASES),
+    _histogram("quire_cancel_to_free_seconds", "From a request's cancellation to the release of its blocks",
+               _FIRST_TOKEN_BUCKETS),
 )  # fmt: skip
+
+
+def make_metrics(slo_classes: Sequence[str] = ("default",), num_ranks: int = 1) -> tuple[MetricDefinition, ...]:
+    """All metrics under their own names.
+
+    Args:
+        slo_classes: the classes of the setting `slo`.
+        num_ranks: processes that share the model.
+    """
+    classes = tuple(slo_classes)
+    return (
+        *_ENGINE,
+        _gauge("quire_worker_up", "1 while the rank's process runs", rank=tuple(map(str, range(num_ranks)))),
+        _gauge("quire_goodput_ratio", "Share of the requests that met their objectives, of those that ended lately",
+               slo=classes, window=tuple(WINDOWS)),
+        _counter("quire_goodput_tokens_total", "Generated tokens of requests that met their objectives", slo=classes),
+        MetricDefinition(
+            name="quire_slo_requests_total",
+            kind=MetricKind.COUNTER,
+            help="Requests that were judged by their objectives, with the first objective that was missed",
+            labels={"slo": classes, "verdict": ("good", "miss"), "cause": tuple(cause for _, cause in VERDICTS)},
+            combinations=tuple((name, *verdict) for name in classes for verdict in VERDICTS),
+        ),
+    )  # fmt: skip
+
+
+METRICS = make_metrics()
+"""All metrics of a model with one rank and no classes of objectives but the default one."""
+
+
+# -- vLLM's names -----------------------------------------------------------------------------------------------------
+
+_ALIASES = {
+    "quire_requests_running": "vllm:num_requests_running",
+    "quire_requests_waiting": "vllm:num_requests_waiting",
+    "quire_kv_cache_usage_ratio": "vllm:kv_cache_usage_perc",
+    "quire_requests_total": "vllm:request_success_total",
+    "quire_prompt_tokens_total": "vllm:prompt_tokens_total",
+    "quire_prompt_tokens_cached_total": "vllm:prompt_tokens_cached_total",
+    "quire_generation_tokens_total": "vllm:generation_tokens_total",
+    "quire_preemptions_total": "vllm:num_preemptions_total",
+    "quire_prefix_cache_queries_total": "vllm:prefix_cache_queries_total",
+    "quire_prefix_cache_hits_total": "vllm:prefix_cache_hits_total",
+    "quire_spec_decode_draft_tokens_total": "vllm:spec_decode_num_draft_tokens_total",
+    "quire_spec_decode_accepted_tokens_total": "vllm:spec_decode_num_accepted_tokens_total",
+    "quire_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "quire_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
+    "quire_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
+    "quire_e2e_request_latency_seconds": "vllm:e2e_request_latency_seconds",
+    "quire_request_queue_time_seconds": "vllm:request_queue_time_seconds",
+    "quire_request_prefill_time_seconds": "vllm:request_prefill_time_seconds",
+    "quire_request_decode_time_seconds": "vllm:request_decode_time_seconds",
+    "quire_request_prompt_tokens": "vllm:request_prompt_tokens",
+    "quire_request_generation_tokens": "vllm:request_generation_tokens",
+    "quire_iteration_tokens": "vllm:iteration_tokens_total",
+}
+"""Our name → vLLM's, of a metric that means the same. (`iteration_tokens_total` is a histogram there, too.)"""
+
+_ALIAS_LABELS = {"quire_requests_waiting": {}, "quire_requests_total": {"outcome": "finished_reason"}}
+"""Where the labels differ, what becomes of each; one that is not there is summed over."""
+_WITHOUT_ALIAS = {series("quire_requests_total", outcome="rejected")}
+
+
+@cache
+def alias_of(of: Series) -> Series | None:
+    """The series of vLLM's that a series is part of, if there is one."""
+    name, labels = of
+    if name not in _ALIASES or of in _WITHOUT_ALIAS:
+        return None
+    renamed: Mapping[str, str] = _ALIAS_LABELS.get(name, {label: label for label, _ in labels})
+    return series(_ALIASES[name], **{renamed[label]: value for label, value in labels if label in renamed})
+
+
+def make_aliases(metrics: Sequence[MetricDefinition]) -> tuple[MetricDefinition, ...]:
+    """The same metrics under vLLM's names, as far as vLLM has them. Their series have the label `model_name`, too."""
+    aliases = []
+    for metric in metrics:
+        of_series = [alias_of(series(metric.name, **own)) for own in metric.label_sets()]
+        found = [dict(labels) for _, labels in filter(None, of_series)]
+        if found:
+            labels = {label: tuple(dict.fromkeys(own[label] for own in found)) for label in found[0]}
+            aliases.append(
+                MetricDefinition(
+                    name=_ALIASES[metric.name], kind=metric.kind, help=metric.help, labels=labels,
+                    buckets=metric.buckets, is_frequent=metric.is_frequent,
+                )
+            )  # fmt: skip
+    return tuple(aliases)

@@ -187,7 +187,8 @@ def test_a_poison_request_ends_alone(
     sampled = {token_id for answer in undisturbed["pair"] for token_id in answer.token_ids}
     poison = next(token_id for token_id in range(100, 4000) if token_id not in sampled)
     fault_file.write_text(json.dumps({"action": "kill", "token_id": poison}))
-    culprit = {"model": "pair", "text_input": "x", "parameters": {"allowed_token_ids": str([poison]), "max_tokens": 5}}
+    params = {"allowed_token_ids": [poison], "max_tokens": 5}
+    culprit = {"model": "pair", "text_input": "x", "sampling_parameters": params}
     try:
         *answers, ended = ask_all(crash_server, [*requests("pair")[1:], culprit])
     finally:

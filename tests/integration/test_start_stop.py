@@ -131,7 +131,7 @@ def cycle(server: Server, name: str, num_responses: int) -> None:
             os.kill(victim(server, name), signal.SIGKILL)
     finally:
         streams.join()
-    if name == "stop":
+    if name in ("stop", "engine"):
         assert [len(answer.token_ids) for answer in streams.answers] == [NUM_TOKENS] * NUM_STREAMS
     if name in ("server", "stub"):
         server.wait_for_ready_line()
@@ -208,6 +208,37 @@ def test_a_server_that_is_started_again_and_again_does_not_grow(repository: str)
             server.stop(signal.SIGKILL)
     server.assert_nothing_left()
     first, last = figures[0], figures[-1]
+    assert last[0] - first[0] < MOST_GROWTH_BYTES
+    assert last[1:] == first[1:]
+
+
+def test_a_stub_whose_engine_dies_again_and_again_does_not_grow(repository: str) -> None:
+    server = start("--model-repository", repository)
+    figures: list[tuple[int, int, int]] = []
+    try:
+        stub = victim(server, "stub")
+        for number in range(CYCLES):
+            streams = Streams(server)
+            streams.start()
+            try:
+                streams.wait_for(2)
+                os.kill(victim(server, "engine"), signal.SIGKILL)
+            finally:
+                streams.join()
+            assert [len(answer.token_ids) for answer in streams.answers] == [NUM_TOKENS] * NUM_STREAMS
+            figures.append(grown(stub))
+            memory_bytes, num_files, num_threads = figures[-1]
+            print(
+                f"death {number + 1} of the engine: the stub holds {memory_bytes / 2**20:.1f} MiB, {num_files} files, "
+                f"{num_threads} threads; {len(server.run_id.shared_memory())} files in /dev/shm",
+                flush=True,
+            )
+        assert server.stop() == 0, server.log()
+    finally:
+        if server.process.poll() is None:
+            server.stop(signal.SIGKILL)
+    server.assert_nothing_left()
+    first, last = figures[1], figures[-1]  # the first replay loads what later ones need
     assert last[0] - first[0] < MOST_GROWTH_BYTES
     assert last[1:] == first[1:]
 

@@ -45,8 +45,9 @@ def main(folder: Path, *services: str) -> None:
         print(line, flush=True)
     if "exit_code" in plan:
         sys.exit(plan["exit_code"])
+    stubs = []  # kept, as a Popen that goes collects its child if that is dead already, which tritonserver does not
     if not plan.get("no_stub"):
-        subprocess.Popen([str(folder / "triton_python_backend_stub"), plan.get("stub_argument", "600")])
+        stubs.append(subprocess.Popen([str(folder / "triton_python_backend_stub"), plan.get("stub_argument", "600")]))
     for service in services:
         name, _, port = service.partition("=")
         opens = folder / "open" if name in plan.get("delayed", []) else None

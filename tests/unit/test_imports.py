@@ -32,9 +32,11 @@ LEAVES = {
     "errors",
     "memory",
     "messages",
+    "process_state",
     "request",
     "sampling_params",
     "semaphore",
+    "slo",
     "stats",
     "structured_outputs_params",
 }
@@ -56,8 +58,10 @@ ARROWS: dict[str, set[str]] = {
     "detokenizer": set(),
     "input_processor": set(),
     "parallel_sampling": {"input_processor"},
-    "output_processor": {"detokenizer", "input_processor", "parallel_sampling"},
-    "beam_search": {"output_processor"},
+    "outputs": set(),
+    "request_state": {"detokenizer", "input_processor", "outputs", "parallel_sampling"},
+    "output_processor": {"request_state"},
+    "beam_search": {"detokenizer", "outputs"},
     "llm": {"core", "beam_search"} | _TEXT,
     "async_llm": {"core", "beam_search"} | _TEXT,
     "testing": {"scheduler"},
@@ -89,7 +93,7 @@ ENGINE_KNOWS_NOTHING_OF = {
     "uvicorn",
 }
 
-TENSOR_FREE = {"scheduler", "kv_cache", "testing", "__init__"} | LEAVES
+TENSOR_FREE = {"scheduler", "kv_cache", "outputs", "testing", "__init__"} | LEAVES
 
 
 @dataclass(frozen=True)

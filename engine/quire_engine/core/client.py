@@ -17,6 +17,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -34,12 +35,15 @@ from quire_engine.messages import (
     RequestType,
     UtilityRequest,
 )
+from quire_engine.process_state import is_stopped
 from quire_engine.stats import SchedulerStats
 
 __all__ = ["AsyncMPClient", "InprocClient"]
 
 MAX_SOCKET_PATH = 107
 """Bytes of a Unix socket's path on Linux."""
+START_LOOK_MS = 100
+"""How often a process that starts is looked after: one that is stopped at two looks in a row is killed."""
 SHUTDOWN_SECONDS = 5.0
 """How long an engine core may take to end by itself before it is killed."""
 
@@ -112,9 +116,9 @@ class AsyncMPClient:
         self._pending: asyncio.Future[bytes] | None = None
         self._directory = _make_socket_directory()
         self._context = zmq.Context()
-        self._input, input_address = self._bind(zmq.PUSH, "input")
-        self._output, output_address = self._bind(zmq.PULL, "output")
-        self._async_output: zmq.asyncio.Socket | None = None
+        self._input = self._context.socket(zmq.PUSH)
+        self._output = zmq.asyncio.Socket(self._context, zmq.PULL)
+        input_address, output_address = self._bind(self._input, "input"), self._bind(self._output, "output")
         self._call_ids = itertools.count()
         self._calls: dict[int, asyncio.Future[bool]] = {}
         self._encoder = msgspec.msgpack.Encoder()
@@ -122,7 +126,7 @@ class AsyncMPClient:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "quire_engine.core.process"],
             stdin=subprocess.PIPE,
-            pass_fds=[self._heartbeat.fd],
+            pass_fds=[self._heartbeat.descriptor],
             start_new_session=True,  # a group of its own, so that all of it can be killed
             stdout=2,  # stderr: stdout may carry somebody's protocol; logs do not belong there
             env={
@@ -134,7 +138,7 @@ class AsyncMPClient:
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             },
         )
-        arguments = ProcessArguments(config, input_address, output_address, self._heartbeat.fd, num_blocks)
+        arguments = ProcessArguments(config, input_address, output_address, self._heartbeat.descriptor, num_blocks)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # died already: wait_until_ready tells
             self._process.stdin.write(msgspec.json.encode(arguments) + b"\n")
@@ -159,14 +163,21 @@ class AsyncMPClient:
         Raises:
             EngineDeadError: it could not start; the message is its own.
         """
-        while not self._output.poll(100):
-            if self._process.poll() is not None and not self._output.poll(100):
+        was_stopped = False
+        output: zmq.Socket[bytes] = zmq.Socket.shadow(self._output.underlying)  # there is no event loop yet
+        while not output.poll(START_LOOK_MS):
+            stopped = is_stopped(self._process.pid)  # an executor looks after its workers itself
+            if stopped and was_stopped:
+                self.shutdown()
+                raise EngineDeadError("the engine process was stopped (SIGSTOP) at start-up")
+            was_stopped = stopped
+            if self._process.poll() is not None and not output.poll(100):
                 self.shutdown()
                 raise EngineDeadError(f"the engine process died at start-up with exit code {self._process.returncode}")
             if cancelled is not None and cancelled.is_set():
                 self.shutdown()
                 raise EngineDeadError("the engine was shut down")
-        self.ready = msgspec.msgpack.decode(self._output.recv(), type=EngineCoreReady)
+        self.ready = msgspec.msgpack.decode(output.recv(), type=EngineCoreReady)
         if self.ready.error is not None:
             self.shutdown()
             raise EngineDeadError(self.ready.error)
@@ -227,9 +238,7 @@ class AsyncMPClient:
         """
         if self.death is not None:
             raise EngineDeadError(self.death)
-        if self._async_output is None:
-            self._async_output = zmq.asyncio.Socket(shadow=self._output)
-        self._pending = asyncio.ensure_future(self._async_output.recv())
+        self._pending = asyncio.ensure_future(self._output.recv())
         outputs = self._decoder.decode(await self._pending)
         for answer in outputs.utility_outputs:
             future = self._calls.get(answer.call_id)
@@ -250,9 +259,7 @@ class AsyncMPClient:
 
     def stop_listening(self) -> None:
         """Close what belongs to the event loop, in its thread; after that, `shutdown` may be called from another."""
-        if self._async_output is not None:
-            self._async_output.close(linger=0)
-            self._async_output = None
+        self._output.close(linger=0)
 
     def shutdown(self) -> None:
         """End all processes, by force if they do not go by themselves; release everything. Idempotent."""
@@ -268,7 +275,7 @@ class AsyncMPClient:
         if self._process.returncode is None:
             kill_group(self._process.pid)
             self._process.wait()
-        os.close(self._heartbeat.fd)
+        self._heartbeat.close()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -276,13 +283,12 @@ class AsyncMPClient:
         self._context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _bind(self, kind: int, name: str) -> "tuple[zmq.Socket[bytes], str]":
+    def _bind(self, socket: "zmq.Socket[Any]", name: str) -> str:
         address = f"ipc://{self._directory / name}"
-        socket = self._context.socket(kind)
         socket.setsockopt(zmq.SNDHWM, 0)  # no limit: a full queue would block the event loop
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.bind(address)
-        return socket, address
+        return address
 
     def _send(self, request_type: RequestType, request_id: str, payload: bytes = b"") -> None:
         self._input.send_multipart((request_type.value, request_id.encode(), payload), zmq.NOBLOCK)

@@ -5,6 +5,7 @@ in the oldest result. Results come in the order of submission.
 """
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from quire_engine.messages import (
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.request import FinishReason, Request, validate_request
 from quire_engine.scheduler import Scheduler
+from quire_engine.stats import StepStats
 from quire_engine.structured_output.grammar import GrammarError
 from quire_engine.structured_output.manager import StructuredOutputManager
 from quire_engine.structured_output.protocol import CompilerArguments
@@ -67,6 +69,7 @@ class EngineCore:
         )
         self._in_flight: deque[SchedulerOutput] = deque()
         """Steps that were submitted and not collected, oldest first."""
+        self._step_stats = StepStats()
         self._sleep_level = 0
         self.ready = EngineCoreReady(
             vocab_size=checkpoint.vocab_size,
@@ -144,11 +147,18 @@ class EngineCore:
         Raises:
             EngineDeadError: a worker is gone, and this engine core is of no use any more.
         """
+        began_at = time.perf_counter()
+        times = self._step_stats = StepStats()
         refused = self._take_grammars()
         outputs = self._submit_steps(refused)
         if outputs is None:
             outputs = self._collect_step()
-        return EngineCoreOutputs(refused + outputs, self.scheduler.make_stats())
+        result = EngineCoreOutputs(refused + outputs, self.scheduler.make_stats())
+        if times.num_requests:
+            seconds = time.perf_counter() - began_at
+            times.update_seconds = max(seconds - times.schedule_seconds - times.execute_seconds, 0.0)
+            result.step_stats = times
+        return result
 
     def _submit_steps(self, refused: list[EngineCoreOutput]) -> list[EngineCoreOutput] | None:
         """Fill the executor, as far as there is something to compute.
@@ -160,13 +170,17 @@ class EngineCore:
             What came of it when it failed, else None.
         """
         while len(self._in_flight) < self.executor.max_concurrent_batches and self.scheduler.has_requests():
+            began_at = time.perf_counter()
             scheduler_output = self.scheduler.schedule()
+            scheduled_at = time.perf_counter()
+            self._step_stats.schedule_seconds += scheduled_at - began_at
             self.structured_output.drop_abandoned()  # of requests that are overdue
             if self._in_flight and not (scheduler_output.num_scheduled_tokens or scheduler_output.dropped_request_ids):
                 break
             try:
                 refused += self._fill_grammar_bitmask(scheduler_output)
                 self.executor.submit(scheduler_output)
+                self._step_stats.execute_seconds += time.perf_counter() - scheduled_at
             except EngineDeadError:
                 raise
             except Exception as error:
@@ -179,8 +193,11 @@ class EngineCore:
         if not self._in_flight:
             return []
         scheduler_output = self._in_flight.popleft()
+        began_at = time.perf_counter()
         try:
             runner_output = self.executor.collect()
+            self._step_stats.execute_seconds += time.perf_counter() - began_at
+            _count_tokens(scheduler_output, self._step_stats)
         except EngineDeadError:
             raise
         except Exception as error:
@@ -303,3 +320,12 @@ class EngineCore:
                 num_preemptions=request.num_preemptions,
             )
         ]
+
+
+def _count_tokens(scheduler_output: SchedulerOutput, stats: StepStats) -> None:
+    """What a step was made of. One token of a request that ran before is taken for a decode."""
+    scheduled = scheduler_output.num_scheduled_tokens
+    stats.num_requests, stats.num_tokens = len(scheduled), sum(scheduled.values())
+    if scheduler_output.new_requests or stats.num_tokens > stats.num_requests:
+        new = {request.request_id for request in scheduler_output.new_requests}
+        stats.num_prefill_tokens = sum(n for request_id, n in scheduled.items() if n > 1 or request_id in new)

@@ -8,49 +8,44 @@
 `turns` counts the rounds of its loop, `steps` those that computed something. `oldest_request_time` is the moment, in
 nanoseconds of the machine's monotonic clock, at which the oldest live request came; 0 when there is none.
 
-Memory, and not a message: it can be read when the other side does nothing any more. It is a memfd, so it has no name
-and is gone with the last process that has it open.
+Memory, and not a message: it can be read when the other side does nothing any more.
 """
 
-import mmap
 import os
 
-import numpy as np
+from quire_engine.semaphore import SharedMemory
 
 __all__ = ["Heartbeat"]
 
-_NUM_FIELDS = 3
+_NUM_BYTES = 3 * 8
 
 
 class Heartbeat:
     """One side's view of the page.
 
     Args:
-        fd: descriptor of the page; unset: a new page. It stays open, and is for the caller to close.
+        descriptor: of the page, inherited; unset: a new page.
     """
 
-    def __init__(self, fd: int | None = None) -> None:
-        size = _NUM_FIELDS * 8
-        if fd is None:
-            fd = os.memfd_create("quire-heartbeat")
-            os.ftruncate(fd, size)
-        self.fd = fd
-        self._page = np.frombuffer(mmap.mmap(fd, size), dtype=np.int64)
+    def __init__(self, descriptor: int | None = None) -> None:
+        self.descriptor = SharedMemory.create("quire-heartbeat", _NUM_BYTES) if descriptor is None else descriptor
+        self._memory = SharedMemory(self.descriptor)
+        self._page = self._memory.view[:_NUM_BYTES].cast("q")
 
     @property
     def turns(self) -> int:
         """Rounds of the engine core's loop."""
-        return int(self._page[0])
+        return self._page[0]
 
     @property
     def steps(self) -> int:
         """Steps that it has begun."""
-        return int(self._page[1])
+        return self._page[1]
 
     @property
     def oldest_request_time(self) -> float | None:
         """When its oldest live request came, in seconds of `time.monotonic`; None without one."""
-        return int(self._page[2]) / 1e9 or None
+        return self._page[2] / 1e9 or None
 
     def turn(self, oldest_request_time: float | None) -> None:
         """The loop begins another round."""
@@ -60,3 +55,9 @@ class Heartbeat:
     def step(self) -> None:
         """A step begins."""
         self._page[1] += 1
+
+    def close(self) -> None:
+        """Let go of the page, on this side. Nothing may be asked of it afterwards."""
+        self._page.release()
+        self._memory.close()
+        os.close(self.descriptor)

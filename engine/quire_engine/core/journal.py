@@ -8,11 +8,13 @@ It knows no process, no socket and no text: requests go in, outputs pass by, and
              ▲         │ the engine dies
              └─────────┘ a replay: with its tokens so far as output, it goes on where it was
 
-A request that was with an engine when it died is a suspect from the second death on. Suspects are tried one at a time,
-each with the engine to itself, for one token; meanwhile everybody else is held:
+A request that was with an engine when it died is a suspect from the second death on, unless it had got `TRIAL_TOKENS`
+since the first: that was its trial. (So engines that are killed from outside now and then make no suspects.) Suspects
+are tried one at a time, each with the engine to itself, for `TRIAL_TOKENS`; meanwhile everybody else is held:
 
-1. The suspect gets its token (or ends): it is acquitted, and held until all suspects have been tried.
-2. The engine dies with nobody but the suspect in it: that one is the culprit, and ends with an error.
+1. The suspect gets its tokens (or ends): it is acquitted, and held until all suspects have been tried.
+2. The engine dies with nobody but the suspect in it: the suspect is tried again, and at the second such death it is the
+   culprit, and ends with an error. (One such death can be somebody else's doing.)
 3. When no suspect is left, all who are held are sent.
 """
 
@@ -30,6 +32,10 @@ __all__ = ["Journal"]
 
 MAX_CRASHES = 2
 """Deaths of its engine after which a request is a suspect."""
+MAX_TRIAL_DEATHS = 2
+TRIAL_TOKENS = 2
+"""The first comes of a step that computes all tokens of the request, the second of one like all later steps: a request
+that kills engines in either is found."""
 SHORTEST_DEADLINE_MS = 0.001
 
 
@@ -43,6 +49,10 @@ class _Entry:
     num_preemptions: int = 0
     num_crashes: int = 0
     """Deaths of an engine that had it, since it came or was acquitted."""
+    num_trial_deaths: int = 0
+    """Deaths of an engine that had nobody else, since it came or was acquitted."""
+    num_output_tokens_before: int = 0
+    """What it had when it was last sent."""
     is_sent: bool = False
     was_sent: bool = False
     """To any engine: what was taken once is not refused for want of room later."""
@@ -96,11 +106,19 @@ class Journal:
         Returns:
             The request whose fault it was for certain, if there is one; it is still live, and for the caller to end.
         """
-        culprits = [] if self._on_trial is None else [self._on_trial]
-        self._on_trial = None
+        culprits = []
+        if self._on_trial is not None:
+            on_trial = self._entries[self._on_trial]
+            on_trial.num_trial_deaths += 1
+            if on_trial.num_trial_deaths >= MAX_TRIAL_DEATHS:
+                culprits.append(self._on_trial)
+            self._on_trial = None
         for entry in self._entries.values():
-            entry.num_crashes += entry.is_sent
-            entry.is_sent = False
+            if entry.is_sent:
+                if len(entry.output_token_ids) - entry.num_output_tokens_before >= TRIAL_TOKENS:
+                    entry.num_crashes = 0
+                entry.num_crashes += 1
+                entry.is_sent = False
         self._unsent = self._entries.copy()
         self._suspects = deque(
             request_id for request_id, entry in self._entries.items() if entry.num_crashes >= MAX_CRASHES
@@ -115,7 +133,7 @@ class Journal:
             suspect = self._unsent.pop(self._suspects.popleft(), None)
             if suspect is not None:  # it may have been aborted
                 self._on_trial = suspect.request.request_id
-                return [self._send(suspect, max_new_tokens=1)]
+                return [self._send(suspect, max_new_tokens=TRIAL_TOKENS)]
         unsent, self._unsent = self._unsent, {}
         return [self._send(entry) for entry in unsent.values()]
 
@@ -127,19 +145,19 @@ class Journal:
                 continue
             entry.output_token_ids += output.new_token_ids
             entry.num_preemptions = max(entry.num_preemptions, output.num_preemptions)
-            if output.request_id == self._on_trial and (output.new_token_ids or output.finish_reason is not None):
+            if output.request_id == self._on_trial and output.finish_reason is not None:
                 self._acquit(entry, output)
             if output.finish_reason is not None:
                 self.remove(output.request_id)
 
     def _acquit(self, entry: _Entry, output: EngineCoreOutput) -> None:
-        """The trial's only token has come."""
+        """The trial is over, by its last token or otherwise."""
         request = entry.request
         limit = max_output_tokens(len(request.prompt_token_ids), request.sampling_params, self._max_model_len)
         if output.finish_reason is FinishReason.LENGTH and len(entry.output_token_ids) < limit:
             output.finish_reason = None
         self._on_trial = None
-        entry.num_crashes, entry.is_sent = 0, False
+        entry.num_crashes, entry.num_trial_deaths, entry.is_sent = 0, 0, False
         self._unsent[request.request_id] = entry
         if not self._suspects:  # all go on, in their old order
             self._unsent = {request_id: one for request_id, one in self._entries.items() if not one.is_sent}
@@ -148,6 +166,7 @@ class Journal:
         request, deadline_ms = entry.request, entry.request.deadline_ms
         if deadline_ms is not None:
             deadline_ms = max(deadline_ms - 1000 * (self._clock() - entry.added_at), SHORTEST_DEADLINE_MS)
+        entry.num_output_tokens_before = len(entry.output_token_ids)
         is_replay, entry.is_sent, entry.was_sent = entry.was_sent, True, True
         return msgspec.structs.replace(
             request,

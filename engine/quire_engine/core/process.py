@@ -43,8 +43,8 @@ __all__ = ["EngineCoreProcess"]
 
 logger = logging.getLogger(__name__)
 
-MAX_POLL_MS = 3_600_000
-"""However far off the next deadline is; poll cannot count further than 2**31."""
+WAITING_TURN_MS = 100
+"""While requests wait for their grammars, the loop turns at least so often: to the watch, one that does not is hung."""
 IDLE_CHECK_MS = 1000
 """After this long without work, the block pool's integrity is checked, once per idle period."""
 
@@ -61,6 +61,7 @@ class EngineCoreProcess:
         self._utility_decoder = msgspec.msgpack.Decoder(UtilityRequest)
         self._refused: list[EngineCoreOutput] = []
         self._utility_outputs: list[UtilityOutput] = []
+        self._freed: list[str] = []
         self._stopping = False
         try:
             self._core = EngineCore(arguments.config, arguments.num_blocks)
@@ -96,6 +97,8 @@ class EngineCoreProcess:
             if self._core.has_requests():
                 self._receive()
                 if self._core.has_requests():
+                    if self._freed:  # told at once: the step may take long
+                        self._send_stats()
                     self._heartbeat.step()
                     outputs = self._core.step()
                     outputs.outputs += self._refused
@@ -112,9 +115,9 @@ class EngineCoreProcess:
 
         Look the books over when nothing has for a while.
         """
-        seconds = self._core.scheduler.seconds_until_overdue()
-        if seconds is not None:
-            self._poller.poll(min(math.ceil(1000 * seconds), MAX_POLL_MS))
+        if self._core.scheduler.requests:
+            seconds = self._core.scheduler.seconds_until_overdue()
+            self._poller.poll(WAITING_TURN_MS if seconds is None else min(math.ceil(1000 * seconds), WAITING_TURN_MS))
         elif not self._poller.poll(IDLE_CHECK_MS):
             try:
                 self._core.scheduler.check_integrity()
@@ -139,6 +142,7 @@ class EngineCoreProcess:
                 self._add(request_id, frames[2])
             elif request_type is RequestType.ABORT:
                 self._core.abort_request(request_id)
+                self._freed.append(request_id)
             elif request_type is RequestType.UTILITY:
                 self._call_utility(frames[2])
             else:
@@ -167,8 +171,9 @@ class EngineCoreProcess:
         self._utility_outputs.append(self._core.call_utility(request))
 
     def _send_stats(self) -> None:
-        self._send(EngineCoreOutputs(self._refused, self._core.scheduler.make_stats(), self._utility_outputs))
-        self._refused, self._utility_outputs = [], []
+        stats = self._core.scheduler.make_stats()
+        self._send(EngineCoreOutputs(self._refused, stats, self._utility_outputs, freed_request_ids=self._freed))
+        self._refused, self._utility_outputs, self._freed = [], [], []
 
     def _send(self, message: EngineCoreOutputs | EngineCoreReady) -> None:
         self._output.send(self._encoder.encode(message), copy=False)

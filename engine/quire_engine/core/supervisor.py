@@ -20,10 +20,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+import zmq
+
 from quire_engine.config import EngineConfig
 from quire_engine.core.client import AsyncMPClient
 from quire_engine.core.journal import Journal
-from quire_engine.errors import EngineDeadError
+from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
 from quire_engine.request import FinishReason
 
@@ -33,15 +35,15 @@ logger = logging.getLogger(__name__)
 
 MAX_FRUITLESS_DEATHS = 5
 FRUITFUL_SECONDS = 30.0
-"""An engine that was up for so long counts as one that works, whether or not anybody asked anything of it."""
+"""An engine that was ready for so long counts as one that works, whether or not anybody asked anything of it."""
 
 
 class RestartPolicy:
     """Decides what follows the death of an engine: the crash-loop breaker.
 
-    An engine is fruitful when it gave out a token, convicted a request, or lived for a while. After a fruitful one the
-    next starts at once. Fruitless ones are followed after 0, 1, 2, 4 … seconds, and `MAX_FRUITLESS_DEATHS` of them in a
-    row are the end.
+    An engine is fruitful when it gave out a token, convicted a request, or was ready for a while. After a fruitful one
+    the next starts at once. Fruitless ones are followed after 0, 1, 2, 4 … seconds, and `MAX_FRUITLESS_DEATHS` of them
+    in a row are the end.
 
     Args:
         clock: seconds, monotonic.
@@ -49,14 +51,18 @@ class RestartPolicy:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._started_at = clock()
+        self._ready_at: float | None = None
         self._is_fruitful = False
         self.num_fruitless_deaths = 0
 
     def engine_started(self) -> None:
         """An engine is about to be started."""
-        self._started_at = self._clock()
+        self._ready_at = None
         self._is_fruitful = False
+
+    def engine_is_ready(self) -> None:
+        """It has started. From now on its life counts: a large model may take minutes to load, and die then."""
+        self._ready_at = self._clock()
 
     def engine_was_fruitful(self) -> None:
         """It did something that nobody else has to do again."""
@@ -64,7 +70,8 @@ class RestartPolicy:
 
     def delay_after_death(self) -> float | None:
         """Seconds to wait before the next start; None when there should be none."""
-        if self._is_fruitful or self._clock() - self._started_at > FRUITFUL_SECONDS:
+        lived_long = self._ready_at is not None and self._clock() - self._ready_at > FRUITFUL_SECONDS
+        if self._is_fruitful or lived_long:
             self.num_fruitless_deaths = 0
             return 0.0
         self.num_fruitless_deaths += 1
@@ -96,7 +103,7 @@ class SupervisedClient:
         self._outputs: list[EngineCoreOutput] = []
         """Ends of requests that no engine will tell of."""
         self._sleep_level = 0
-        self._falling_asleep: asyncio.Task[bool] | None = None
+        self._falling_asleep: asyncio.Task[None] | None = None
         self._closing = threading.Event()
         self._starting = threading.Lock()
         """Held while a thread starts an engine: `shutdown` waits for it."""
@@ -124,6 +131,7 @@ class SupervisedClient:
             EngineDeadError: it could not start; the message is its own. That is not tried again.
         """
         self.ready = self._client.wait_until_ready()
+        self._policy.engine_is_ready()
         self._journal = Journal(self.ready.max_model_len)
         return self.ready
 
@@ -142,11 +150,13 @@ class SupervisedClient:
         self._journal.add(request)
         self._send_unsent()
 
-    def abort_request(self, request_id: str) -> None:
-        """End a request wherever it is. Never blocks."""
-        if self._journal.remove(request_id):
+    def abort_request(self, request_id: str) -> bool:
+        """End a request wherever it is. Never blocks. True when an engine core has it, and will tell of its end."""
+        was_sent = self._journal.remove(request_id)
+        if was_sent:
             self._client.abort_request(request_id)
         self._send_unsent()
+        return was_sent
 
     async def call_utility(self, method: str, *arguments: int) -> bool:
         """See `AsyncMPClient.call_utility`; waits for an engine that is being started.
@@ -238,22 +248,32 @@ class SupervisedClient:
             self._policy.engine_started()
             try:
                 await asyncio.to_thread(self._replace_client)
+                self._policy.engine_is_ready()
                 break
-            except (EngineDeadError, OSError, ValueError) as error:
+            except (EngineDeadError, OSError, ValueError, zmq.ZMQError) as error:
                 if self._closing.is_set():
                     raise EngineDeadError("the engine was shut down") from None
                 reason = str(error)
                 logger.error("the engine could not be started again: %s", reason)
-        self._restart = None
-        self.start()
-        self._send_unsent()
+        with self._starting:  # a `shutdown` that comes now finds the watch, or else has closed what it would watch
+            if self._closing.is_set():
+                raise EngineDeadError("the engine was shut down")
+            self.start()
         if self._sleep_level:
-            self._falling_asleep = asyncio.get_running_loop().create_task(
-                self._client.call_utility("sleep", self._sleep_level)
-            )
+            self._falling_asleep = asyncio.get_running_loop().create_task(self._fall_asleep(self._sleep_level))
+            await asyncio.sleep(0)  # the call is on its way before the requests that were held: they are refused
+        self._restart = None
+        self._send_unsent()
         seconds = time.monotonic() - began_at
         logger.warning("the engine is up again after %.1f s; %d requests go on", seconds, num_replayed)
         self._on_restart(num_replayed)
+
+    async def _fall_asleep(self, level: int) -> None:
+        """The new engine is to sleep as the one before it did."""
+        try:
+            await self._client.call_utility("sleep", level)
+        except EngineError as error:
+            logger.warning("the engine that was started again does not sleep: %s", error)
 
     def _replace_client(self) -> None:
         """Runs in a thread: both an end and a start take their time.

@@ -19,11 +19,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from quire_engine.core.heartbeat import Heartbeat
+from quire_engine.process_state import is_stopped
 
-__all__ = ["EngineWatch", "how_it_ended"]
+__all__ = ["EngineWatch", "how_it_ended", "kill_group"]
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class EngineWatch:
             while not self._closing.is_set():
                 if poller.poll(1000 * LOOK_SECONDS):
                     return None if self._closing.is_set() else f"the engine process {how_it_ended(self._pid)}"
-                stopped = [pid for pid in self._pids if _is_stopped(pid)]
+                stopped = [pid for pid in self._pids if is_stopped(pid)]
                 if stopped and was_stopped:
                     self._dump_stacks()
                     return f"process {stopped[0]} of the engine was stopped (SIGSTOP)"
@@ -137,10 +137,3 @@ def how_it_ended(pid: int) -> str:
     if result.si_code == os.CLD_EXITED:
         return f"ended with exit code {result.si_status}"
     return f"was killed by {signal.Signals(result.si_status).name}"
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:
-        return False

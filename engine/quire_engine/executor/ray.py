@@ -14,11 +14,13 @@ So a cluster belongs into a network of its own.
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import socket
 import tempfile
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -37,6 +39,7 @@ LOOPBACK = "127.0.0.1"
 PLACEMENT_SECONDS = 60.0
 """How long the cluster may take to find room for all ranks."""
 POLL_SECONDS = 1.0
+TEMP_DIR_PREFIX = "quire-ray-"
 OBJECT_STORE_BYTES = 80 << 20
 """Of a cluster of our own: nothing is kept there. Ray takes no less."""
 
@@ -145,7 +148,9 @@ class RayExecutor:
         options: dict[str, Any] = {"configure_logging": False, "log_to_driver": True}
         address = os.environ.get("RAY_ADDRESS")
         if address is None:
-            self._temp_dir = tempfile.TemporaryDirectory(prefix="quire-ray-", ignore_cleanup_errors=True)
+            _remove_left_behind()
+            prefix = f"{TEMP_DIR_PREFIX}{os.getpid()}-"
+            self._temp_dir = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
             options |= {
                 "address": "local",
                 "num_cpus": self._config.parallel.world_size,
@@ -247,8 +252,6 @@ class RayWorker:
 
     def start(self, max_model_len: int, init_method: str, interface: str | None) -> None:
         """Meet the other ranks, and load the model."""
-        from pathlib import Path
-
         from quire_engine.distributed.torch_distributed import initialize_parallel_state
         from quire_engine.worker import Worker
 
@@ -288,6 +291,14 @@ class RayWorker:
     def wake_up(self) -> None:
         """See `Worker`."""
         self._worker.wake_up()
+
+
+def _remove_left_behind() -> None:
+    """Remove the folders of engines that were killed: their clusters are gone with them."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{TEMP_DIR_PREFIX}*"):
+        pid = folder.name.removeprefix(TEMP_DIR_PREFIX).partition("-")[0]
+        if not Path("/proc", pid).exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

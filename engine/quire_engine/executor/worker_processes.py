@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from pathlib import Path
 
 import msgspec
 
@@ -19,6 +18,7 @@ from quire_engine.config import EngineConfig
 from quire_engine.distributed import ParallelState
 from quire_engine.distributed.shared_memory import AbortFlag, AbortFlagHandle, SharedMemoryGroup
 from quire_engine.executor.message_queue import MessageQueueHandle
+from quire_engine.process_state import is_stopped
 from quire_engine.worker.protocol import WorkerArguments
 
 __all__ = ["WorkerProcesses"]
@@ -67,7 +67,7 @@ class WorkerProcesses:
             if code is not None:
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
                 return f"worker rank {rank} (process {process.pid}) {how}"
-        stopped = {rank for rank, process in enumerate(self._processes) if _is_stopped(process.pid)}
+        stopped = {rank for rank, process in enumerate(self._processes) if is_stopped(process.pid)}
         hung, self._stopped_ranks = stopped & self._stopped_ranks, stopped
         for rank in hung:
             return f"worker rank {rank} (process {self._processes[rank].pid}) is stopped"
@@ -129,12 +129,6 @@ class WorkerProcesses:
         with contextlib.suppress(BrokenPipeError):  # died already: the wait for its answer tells
             process.stdin.write(msgspec.json.encode(arguments) + b"\n")
             process.stdin.flush()
-
-
-def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False
 
 
 def _end(

@@ -5,6 +5,7 @@ Reads JSON and safetensors headers only; knows nothing of torch.
 
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,7 @@ class CheckpointConfig:
 
 
 def check_checkpoint(folder: Path, tokenizer_folder: Path | None = None) -> CheckpointConfig:
-    """Check everything that can be known without loading: configuration, tokenizer and every weight file's size.
+    """Check everything that can be known without loading: configuration, tokenizer, weight files, tensors' shapes.
 
     Args:
         folder: the checkpoint.
@@ -148,7 +149,7 @@ def check_checkpoint(folder: Path, tokenizer_folder: Path | None = None) -> Chec
         The configuration.
 
     Raises:
-        CheckpointError: what is missing or truncated, by file.
+        CheckpointError: what is missing, truncated or of the wrong shape.
     """
     config = CheckpointConfig.from_folder(folder)
     tokenizer_folder = tokenizer_folder or folder
@@ -157,9 +158,58 @@ def check_checkpoint(folder: Path, tokenizer_folder: Path | None = None) -> Chec
             f"{tokenizer_folder}: there is no tokenizer ({' or '.join(TOKENIZER_FILES)}); copy its files there, or "
             "name another folder with the setting tokenizer"
         )
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in weight_files(folder):
-        check_safetensors(path)
+        shapes |= check_safetensors(path)
+    _check_shapes(folder, config, shapes)
     return config
+
+
+def _expected_shapes(config: CheckpointConfig) -> dict[str, tuple[int, ...]]:
+    """Name of each tensor of a Llama checkpoint, without the leading `model.`, → its shape."""
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+    linears = {
+        "self_attn.q_proj": (q_size, hidden, config.attention_bias),
+        "self_attn.k_proj": (kv_size, hidden, config.attention_bias),
+        "self_attn.v_proj": (kv_size, hidden, config.attention_bias),
+        "self_attn.o_proj": (hidden, q_size, config.attention_bias),
+        "mlp.gate_proj": (intermediate, hidden, config.mlp_bias),
+        "mlp.up_proj": (intermediate, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, intermediate, config.mlp_bias),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (config.vocab_size, hidden), "norm.weight": (hidden,)}
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    for i in range(config.num_layers):
+        shapes[f"layers.{i}.input_layernorm.weight"] = (hidden,)
+        shapes[f"layers.{i}.post_attention_layernorm.weight"] = (hidden,)
+        for name, (out_size, in_size, has_bias) in linears.items():
+            shapes[f"layers.{i}.{name}.weight"] = (out_size, in_size)
+            if has_bias:
+                shapes[f"layers.{i}.{name}.bias"] = (out_size,)
+    return shapes
+
+
+def _check_shapes(folder: Path, config: CheckpointConfig, found: Mapping[str, tuple[int, ...]]) -> None:
+    """Compare what the headers of a checkpoint's files say with what its configuration asks for.
+
+    Args:
+        folder: of the checkpoint.
+        config: its configuration.
+        found: name of each tensor in its files → shape.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape.
+    """
+    shapes = {name.removeprefix("model."): shape for name, shape in found.items()}
+    expected = _expected_shapes(config)
+    missing = expected.keys() - shapes.keys()
+    if missing:
+        raise CheckpointError(f"{folder}: its safetensors files hold no {', '.join(sorted(missing)[:3])}")
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise CheckpointError(f"{folder}: tensor {name} has shape {shapes[name]}; config.json asks for {shape}")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -181,12 +231,15 @@ def weight_files(folder: Path) -> list[Path]:
     return [whole]
 
 
-def check_safetensors(path: Path) -> None:
+def check_safetensors(path: Path) -> dict[str, tuple[int, ...]]:
     """Check that a safetensors file is as long as its header says.
 
     ::
 
         | 8 bytes: header length, little endian | header, JSON | tensors, at offsets that the header gives |
+
+    Returns:
+        Name of each tensor → shape.
 
     Raises:
         CheckpointError: the file is truncated or has no valid header.
@@ -198,14 +251,17 @@ def check_safetensors(path: Path) -> None:
             if header_size > size:
                 raise CheckpointError(f"{path}: truncated; the file ends within its header")
             header = json.loads(file.read(header_size))
-        data_size = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
-    except (struct.error, ValueError, KeyError, TypeError) as error:
+        entries = {key: entry for key, entry in header.items() if key != "__metadata__"}
+        data_size = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        shapes = {key: tuple(entry["shape"]) for key, entry in entries.items()}
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path}: truncated or not a safetensors file") from None
     expected = 8 + header_size + data_size
     if size != expected:
         raise CheckpointError(f"{path}: truncated; it has {size} bytes and its header speaks of {expected}")
+    return shapes
 
 
 def _read_json(path: Path) -> dict[str, Any]:

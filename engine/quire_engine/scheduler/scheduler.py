@@ -10,64 +10,32 @@ KV cache, and a step moves the second number towards the first, under one token 
 
 Under the policy "priority" the same holds with another order in both: by priority value, then by arrival.
 
-A long prompt that exceeds the budget simply gets what is left of it: chunked prefill. It leaves a token to each running
-request behind it, and only `max_num_partial_prefills` prompts are in such a state at a time, of which
-`max_long_partial_prefills` are long; prompts that fit into the step pass the others by. So no prompt, however long,
-keeps the others from going on or from starting.
+A prompt that exceeds the budget takes several steps (`step_budget`), each of which leaves a token to every running
+request behind it. What the workers are told is in `worker_knowledge`, and what their results mean in `results`.
 
-With a pipeline several steps are in flight, and their results come in the order in which they were scheduled::
-
-    schedule()    1: a b   2: c d   3: (a b: their tokens are in flight)   3: a b    4: c d …
-    update                                                     1: a b         2: c d
-
-A request whose next token is in flight has nothing left to compute and is passed over; the chunks of a prompt follow
-each other at once. So that there is something to compute for each stage, a step takes no more than its share of the
-decodes. A request that is taken back (preempted, or a suspect) while a step with it is in flight ignores the
-result; it samples the same token again later, as noise depends on seed and position alone. Steps are numbered for this.
+With a pipeline several steps are in flight. A request whose next token is in flight has nothing left to compute and is
+passed over; the chunks of a prompt follow each other at once. So that there is something to compute for each stage, a
+step takes no more than its share of the decodes.
 """
 
-import logging
 import time
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import count
-
-import msgspec
 
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheManager
-from quire_engine.messages import (
-    EngineCoreOutput,
-    ModelRunnerOutput,
-    NewRequestData,
-    SchedulerOutput,
-)
+from quire_engine.messages import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
 from quire_engine.request import FinishReason, Request, RequestStatus
-from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.limits import RequestLimits
 from quire_engine.scheduler.recovery import Trials
-from quire_engine.scheduler.request_queue import RequestQueue, make_request_queue, priority_key
+from quire_engine.scheduler.request_queue import FCFSRequestQueue, RequestQueue, make_request_queue, priority_key
+from quire_engine.scheduler.results import take_result
+from quire_engine.scheduler.step_budget import StepBudget
+from quire_engine.scheduler.worker_knowledge import WorkerKnowledge
 from quire_engine.stats import SchedulerStats
 
 __all__ = ["Scheduler"]
-
-logger = logging.getLogger(__name__)
-
-
-def _without_grammar(params: SamplingParams) -> SamplingParams:
-    """What a worker needs: it gets bitmasks, and has no use for a schema that may be long."""
-    return params if params.structured_outputs is None else msgspec.structs.replace(params, structured_outputs=None)
-
-
-@dataclass(slots=True)
-class _Room:
-    """What is left of a step, and what the running requests already take of other limits."""
-
-    budget: int
-    num_partial_prefills: int = 0
-    num_long_partial_prefills: int = 0
-    preempted: bool = False
 
 
 class Scheduler:
@@ -92,7 +60,6 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.max_concurrent_batches = max_concurrent_batches
-        self._sends_new_token_ids = sends_new_token_ids
         self._num_steps = 0
         self.kv_cache = kv_cache
         self.requests: dict[str, Request] = {}
@@ -103,12 +70,11 @@ class Scheduler:
         self.num_failed_steps = 0
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
-        self.waiting_for_fsm: set[Request] = set()
+        self.waiting_for_fsm = FCFSRequestQueue()
         """Requests whose grammar is still being compiled. Their place in the queue dates from when it is ready."""
         self._structured: dict[str, Request] = {}
         """Live requests with a grammar."""
-        self._dropped_request_ids: list[str] = []
-        """Finished or preempted since the last step; the worker still has to hear of them."""
+        self._worker_knowledge = WorkerKnowledge(sends_new_token_ids)
         self._trials = Trials()
         self._clock = clock
         self._limits = RequestLimits(config, clock)
@@ -158,10 +124,8 @@ class Scheduler:
             return None
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
-            self._dropped_request_ids.append(request_id)
+            self._worker_knowledge.drop(request_id)
             self._limits.request_ended()
-        elif request.status is RequestStatus.WAITING_FOR_FSM:
-            self.waiting_for_fsm.remove(request)
         else:
             next(queue for queue in self._queues if request in queue).remove(request)
         self._trials.request_ended(request)
@@ -175,7 +139,7 @@ class Scheduler:
     @property
     def _queues(self) -> tuple[RequestQueue, ...]:
         """Everywhere that a request can wait."""
-        return self.waiting, self._trials.suspects, self._trials.acquitted
+        return self.waiting, self.waiting_for_fsm, self._trials.suspects, self._trials.acquitted
 
     @property
     def _num_queued(self) -> int:
@@ -199,19 +163,18 @@ class Scheduler:
         trials = self._trials
         for request in reversed(trials.take_acquitted()):
             self.waiting.prepend(request)
-        room = self._schedule_running(output)
-        if self._sends_new_token_ids:
-            self._add_new_token_ids(output)
+        num_preemptions = self.num_preemptions
+        budget = self._schedule_running(output)
         if trials.suspects and trials.on_trial is None:
-            self._admit(trials.suspects, output, room, max_running=1)
+            self._admit(trials.suspects, output, budget, max_running=1)
             trials.on_trial = self.running[0]
-        elif trials.on_trial is None and not room.preempted:
-            self._admit(self.waiting, output, room, self.config.max_num_seqs)
+        elif trials.on_trial is None and self.num_preemptions == num_preemptions:
+            self._admit(self.waiting, output, budget, self.config.max_num_seqs)
         excess = self._limits.excess(self.waiting, self.waiting_for_fsm)
         for request in excess:
             self.finish_request(request.request_id)
         self._ended += [self._limits.excess_output(request, self._num_queued) for request in excess]
-        output.dropped_request_ids, self._dropped_request_ids = self._dropped_request_ids, []
+        self._worker_knowledge.complete(output, self.requests)
         return output
 
     def structured_requests_to_sample(self, output: SchedulerOutput) -> list[Request]:
@@ -225,45 +188,45 @@ class Scheduler:
             if request_id in output.num_scheduled_tokens and request.num_computed_tokens == request.num_tokens
         ]
 
-    def _schedule_running(self, output: SchedulerOutput) -> _Room:
+    def _schedule_running(self, output: SchedulerOutput) -> StepBudget:
         """Part 1; returns what it leaves.
 
         Passed over are requests whose next token is in flight, and decodes that exceed this step's share.
         """
-        room = _Room(self.config.max_num_batched_tokens)
-        budget, running = room.budget, self.running
+        budget, running = StepBudget(self.config), self.running
+        num_tokens = budget.num_tokens
         scheduled, cached = output.num_scheduled_tokens, output.cached_requests
         request_ids, new_block_ids, computed = cached.request_ids, cached.new_block_ids, cached.num_computed_tokens
         share = -(-len(running) // self.max_concurrent_batches)
         index = 0
-        while index < len(running) and budget > 0:
+        while index < len(running) and num_tokens > 0:
             request = running[index]
             num_computed_tokens = request.num_computed_tokens
             num_new_tokens = num_left = len(request.all_token_ids) - num_computed_tokens
             if num_left > 1:
-                num_new_tokens = self._chunk(num_left, max(budget - (len(running) - index - 1), 1))
+                num_new_tokens = budget.chunk(num_left, max(num_tokens - (len(running) - index - 1), 1))
             elif num_left == 0 or len(scheduled) >= share:
                 index += 1
                 continue
             block_ids: list[int] = []
             if num_computed_tokens + num_new_tokens > request.settled_until:
-                allocated = self._allocate_or_preempt(request, num_new_tokens, room)
+                allocated = self._allocate_or_preempt(request, num_new_tokens)
                 if allocated is None:
                     break
                 block_ids = allocated
             if num_new_tokens < num_left:
-                self._count_partial_prefill(room, num_left)
+                budget.count_partial_prefill(num_left)
             scheduled[request.request_id] = num_new_tokens
             request_ids.append(request.request_id)
             new_block_ids.append(block_ids)
             computed.append(num_computed_tokens)
             request.num_computed_tokens = num_computed_tokens + num_new_tokens
-            budget -= num_new_tokens
+            num_tokens -= num_new_tokens
             index += 1
-        room.budget = budget
-        return room
+        budget.num_tokens = num_tokens
+        return budget
 
-    def _allocate_or_preempt(self, request: Request, num_new_tokens: int, room: _Room) -> list[int] | None:
+    def _allocate_or_preempt(self, request: Request, num_new_tokens: int) -> list[int] | None:
         """Blocks for a running request, taken from the last in `running` as far as need be; None when that is itself.
 
         Those who give way come after it, so none of them has been scheduled in this step.
@@ -271,32 +234,23 @@ class Scheduler:
         while (block_ids := self.kv_cache.allocate_slots(request, num_new_tokens)) is None:
             victim = self.running.pop()
             self._preempt(victim)
-            room.preempted = True
             if victim is request:
                 return None
         return block_ids
 
-    def _add_new_token_ids(self, output: SchedulerOutput) -> None:
-        """Tell what running requests have sampled since they were last in a step."""
-        cached = output.cached_requests
-        for request_id in cached.request_ids:
-            request = self.requests[request_id]
-            cached.new_token_ids.append(request.all_token_ids[request.num_known_tokens :])
-            request.num_known_tokens = request.num_tokens
-
-    def _admit(self, queue: RequestQueue, output: SchedulerOutput, room: _Room, max_running: int) -> None:
+    def _admit(self, queue: RequestQueue, output: SchedulerOutput, budget: StepBudget, max_running: int) -> None:
         """Part 2: let waiting requests run, in order; the first that does not fit holds back those behind it.
 
         One that would be a partial prefill too many is passed over instead, and is the first again in the next step.
         """
         passed_over: list[Request] = []
-        while queue and room.budget > 0 and len(self.running) < max_running and len(passed_over) <= max_running:
+        while queue and budget.num_tokens > 0 and len(self.running) < max_running and len(passed_over) <= max_running:
             request = queue.peek()
             computed_blocks = self.kv_cache.get_computed_blocks(request)
             num_hit_tokens = len(computed_blocks) * self.kv_cache.block_size
             num_left = request.num_tokens - num_hit_tokens
-            num_new_tokens = self._chunk(num_left, room.budget)
-            if num_new_tokens < num_left and not self._may_be_partial(room, num_left):
+            num_new_tokens = budget.chunk(num_left, budget.num_tokens)
+            if num_new_tokens < num_left and not budget.may_be_partial(num_left):
                 passed_over.append(queue.pop())
                 continue
             if self.kv_cache.allocate_slots(request, num_new_tokens, computed_blocks) is None:
@@ -315,31 +269,13 @@ class Scheduler:
             else:
                 self.running.append(request)
             output.num_scheduled_tokens[request.request_id] = num_new_tokens
-            output.new_requests.append(self._introduce(request))
+            self._worker_knowledge.introduce(request, self.kv_cache.get_block_ids(request.request_id), output)
             request.num_computed_tokens += num_new_tokens
             if num_new_tokens < num_left:
-                self._count_partial_prefill(room, num_left)
-            room.budget -= num_new_tokens
+                budget.count_partial_prefill(num_left)
+            budget.num_tokens -= num_new_tokens
         for request in reversed(passed_over):
             queue.prepend(request)
-
-    def _chunk(self, num_tokens: int, budget: int) -> int:
-        """How many of a request's uncomputed tokens go into this step."""
-        threshold = self.config.long_prefill_token_threshold
-        return min(num_tokens, budget, threshold) if threshold else min(num_tokens, budget)
-
-    def _is_long(self, num_tokens: int) -> bool:
-        return 0 < self.config.long_prefill_token_threshold < num_tokens
-
-    def _may_be_partial(self, room: _Room, num_left: int) -> bool:
-        """Whether one more prompt, of which `num_left` tokens are not computed, may take several steps."""
-        if room.num_partial_prefills >= self.config.max_num_partial_prefills:
-            return False
-        return not self._is_long(num_left) or room.num_long_partial_prefills < self.config.max_long_partial_prefills
-
-    def _count_partial_prefill(self, room: _Room, num_left: int) -> None:
-        room.num_partial_prefills += 1
-        room.num_long_partial_prefills += self._is_long(num_left)
 
     def _preempt(self, request: Request) -> None:
         """Let a request that leaves `running` wait before all others, for lack of blocks."""
@@ -357,69 +293,22 @@ class Scheduler:
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.void_until_step = self._num_steps
-        self._dropped_request_ids.append(request.request_id)
-
-    def _introduce(self, request: Request) -> NewRequestData:
-        request.num_known_tokens = request.num_tokens
-        return NewRequestData(
-            request_id=request.request_id,
-            token_ids=request.all_token_ids.copy(),
-            num_prompt_tokens=request.num_prompt_tokens,
-            sampling_params=_without_grammar(request.sampling_params),
-            stop_token_ids=sorted(request.ending_token_ids),
-            block_ids=self.kv_cache.get_block_ids(request.request_id),
-            num_computed_tokens=request.num_computed_tokens,
-        )
+        self._worker_knowledge.drop(request.request_id)
 
     # -- what came of it --------------------------------------------------------------------------------------------
 
     def update_from_output(self, runner_output: ModelRunnerOutput, step: int | None = None) -> list[EngineCoreOutput]:
         """Append the sampled tokens, end what is complete, and tell what is new.
 
-        A request that was aborted while the step ran is no longer known, and is passed over; so is one that was taken
-        back.
-
         Args:
             runner_output: the result of a step.
             step: its number, `SchedulerOutput.step`; unset: the latest.
         """
         outputs, self._ended = self._ended, []
-        step = self._num_steps if step is None else step
-        for request_id, chunk in runner_output.prompt_logprobs.items():
-            request = self.requests.get(request_id)
-            if request is not None and request.void_until_step < step:
-                request.add_prompt_logprobs(chunk)
-        logprobs = runner_output.logprobs
-        for request_id, new_token_ids in runner_output.sampled_token_ids.items():
-            request = self.requests.get(request_id)
-            if request is None or request.void_until_step >= step:
-                continue
-            token_ids, grammar = request.all_token_ids, request.grammar
-            output = EngineCoreOutput(request_id, num_preemptions=request.num_preemptions)
-            if len(token_ids) == request.num_prompt_tokens and request.scheduled_at is not None:
-                output.queue_seconds = request.scheduled_at - request.queued_at
-                output.num_cached_tokens = request.num_cached_tokens
-                output.prompt_logprobs = request.take_prompt_logprobs()
-            stopped: tuple[FinishReason, int | None] | None = None
-            for token_id in new_token_ids:
-                if grammar is not None and not _accepts(request, token_id):
-                    stopped = FinishReason.ERROR, None
-                    output.error = (
-                        "structured_outputs: no token that the grammar allows is left by the other parameters"
-                    )
-                    output.error_parameter = "structured_outputs"
-                    break
-                token_ids.append(token_id)
-                output.new_token_ids.append(token_id)
-                stopped = request.check_stop()
-                if stopped:
-                    break
-            if logprobs:
-                output.logprobs = logprobs.get(request_id)
-            if stopped:
-                output.finish_reason, output.stop_reason = stopped
-                self.finish_request(request_id)
-            outputs.append(output)
+        new, complete = take_result(self.requests, runner_output, self._num_steps if step is None else step)
+        outputs += new
+        for request_id in complete:
+            self.finish_request(request_id)
         on_trial = self._trials.on_trial
         if on_trial is not None and on_trial.request_id in runner_output.sampled_token_ids:
             self.running.remove(on_trial)
@@ -439,7 +328,7 @@ class Scheduler:
         4. Workers that never heard of the step are told again who was dropped.
         """
         if not was_submitted:
-            self._dropped_request_ids[:0] = scheduler_output.dropped_request_ids
+            self._worker_knowledge.was_not_told(scheduler_output)
         scheduled = list(scheduler_output.num_scheduled_tokens)
         outputs, self._ended = self._ended, []
         if len(scheduled) == 1:
@@ -459,7 +348,7 @@ class Scheduler:
         pool = self.kv_cache.block_pool
         return SchedulerStats(
             num_running=len(self.running),
-            num_waiting=sum(len(queue) for queue in self._queues) + len(self.waiting_for_fsm),
+            num_waiting=sum(len(queue) for queue in self._queues),
             num_blocks_used=self.kv_cache.num_blocks - pool.num_free_blocks,
             num_blocks_cached=pool.num_cached_free_blocks,
             num_blocks_free=pool.num_free_blocks - pool.num_cached_free_blocks,
@@ -477,16 +366,6 @@ class Scheduler:
             AssertionError: a request or a block was lost or shared wrongly.
         """
         self.kv_cache.check_integrity()
-        places = [*self.running, *(request for queue in self._queues for request in queue), *self.waiting_for_fsm]
+        places = [*self.running, *(request for queue in self._queues for request in queue)]
         assert len(places) == len(self.requests), "a request is in no queue, or in two"
         assert {id(request) for request in places} == {id(request) for request in self.requests.values()}
-
-
-def _accepts(request: Request, token_id: int) -> bool:
-    """Advance a request's grammar; one that raises is a matter of its own request alone."""
-    assert request.grammar is not None
-    try:
-        return request.grammar.accept_tokens([token_id])
-    except Exception:
-        logger.exception("a grammar cannot be advanced")
-        return False

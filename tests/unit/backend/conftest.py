@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quire_engine.errors import RequestError
-from quire_engine.output_processor import CompletionOutput, RequestOutput
+from quire_engine.outputs import CompletionOutput, RequestOutput
 from quire_engine.sampling_params import SamplingParams
 
 
@@ -150,7 +150,18 @@ class FakeEngine:
     def input_processor(self) -> "FakeEngine":
         return self
 
-    def process(self, prompt: str | list[int], params: SamplingParams, *, deadline_ms: float | None = None) -> Any:
+    def workers_up(self) -> list[bool]:
+        return [self.is_healthy]
+
+    def process(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        deadline_ms: float | None = None,
+        slo: Any = None,
+        **_: Any,
+    ) -> Any:
         if prompt == "explode":
             raise ZeroDivisionError("by design")
         if len(prompt) == 0:
@@ -158,7 +169,7 @@ class FakeEngine:
             raise RequestError(name, f"{name} is empty")
         ids = [ord(c) for c in prompt] if isinstance(prompt, str) else prompt
         return SimpleNamespace(request_id=f"r{len(self.events)}", prompt_token_ids=ids, params=params,
-                               deadline_ms=deadline_ms,
+                               deadline_ms=deadline_ms, slo=slo,
                                prompt=prompt if isinstance(prompt, str) else None)  # fmt: skip
 
     def add_request(self, request: Any, on_output: Callable[[RequestOutput], None]) -> None:

@@ -1,6 +1,7 @@
 """The calls of the server's stub, settings, and the completion of config.pbtxt."""
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -180,9 +181,9 @@ def test_a_model_that_did_not_load_keeps_no_metrics(arguments: Any, monkeypatch:
     """The stub crashes when they outlive it, and nobody calls `finalize` then."""
     loggers = []
 
-    def fail(config, stat_logger):
-        loggers.append(stat_logger)
-        assert stat_logger.enabled
+    def fail(config, stat_loggers):
+        loggers.extend(stat_loggers)
+        assert loggers[0].enabled
         raise CheckpointError("weights are gone")
 
     monkeypatch.setattr(model_module, "make_engine", fail)
@@ -195,3 +196,14 @@ def test_missing_settings_are_a_load_error(arguments: Any, tmp_path: Any) -> Non
     (tmp_path / "1" / "model.json").unlink()
     with pytest.raises(Exception, match=r"model\.json is missing"):
         TritonPythonModel().initialize(arguments)
+
+
+def test_otlp_without_its_packages_is_one_clear_line(monkeypatch: Any) -> None:
+    from quire_backend.model import make_otel
+    from quire_engine.config import EngineConfig
+
+    monkeypatch.setitem(sys.modules, "quire_monitoring.otel", None)
+    config = EngineConfig.from_settings({"model": "/m", "otlp_endpoint": "http://localhost:4317"})
+    with pytest.raises(ValueError, match=r"^otlp_endpoint needs the extra otel: pip install 'quire\[otel\]'"):
+        make_otel(config, {})
+    assert make_otel(EngineConfig.from_settings({"model": "/m"}), {}) is None

@@ -9,6 +9,7 @@ from quire_backend.model_config import RETURN_FLAGS
 from quire_backend.request import UnknownLoRAError, parse_request
 from quire_engine.errors import RequestError
 from quire_engine.sampling_params import SamplingParams, convert_parameter
+from quire_engine.slo import RequestSLO
 
 
 def test_plain_text(request_of: Any) -> None:
@@ -193,3 +194,34 @@ def test_structured_outputs_and_n_in_every_place(request_of: Any) -> None:
 def test_output_kind_is_not_the_clients_to_choose(request_of: Any) -> None:
     with pytest.raises(RequestError, match="output_kind cannot be chosen here"):
         parse_request(request_of({"output_kind": "delta"}, text_input="Hi"))
+
+
+def test_objectives_are_said_where_sampling_parameters_are(request_of: Any) -> None:
+    assert parse_request(request_of(text_input="Hi")).slo is None
+    parsed = parse_request(request_of({"slo_class": "batch", "slo_ttft_ms": "12.5"}, text_input="Hi"))
+    assert parsed.slo == RequestSLO(slo_class="batch", ttft_ms=12.5)
+    said = {"slo_tpot_ms": 20, "slo_e2e_ms": 1.5, "temperature": 0.5}
+    parsed = parse_request(request_of({"slo_e2e_ms": 1.5}, text_input="Hi", sampling_parameters=said))
+    assert parsed.slo == RequestSLO(tpot_ms=20.0, e2e_ms=1.5)
+    assert parsed.sampling_params == SamplingParams(temperature=0.5)
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"slo_class": 5}, {"slo_ttft_ms": "soon"}, {"slo_tpot_ms": [1]}, {"slo_e2e_ms": {}}]
+)
+def test_objectives_of_a_wrong_type_are_refused_by_name(request_of: Any, parameters: dict[str, Any]) -> None:
+    (name,) = parameters
+    with pytest.raises(RequestError, match=f"^{name} is "):
+        parse_request(request_of(text_input="Hi", sampling_parameters=parameters))
+
+
+def test_objectives_that_are_said_twice_must_agree(request_of: Any) -> None:
+    with pytest.raises(RequestError, match="slo_class is 'a' in sampling_parameters but 'b'"):
+        parse_request(request_of({"slo_class": "b"}, text_input="Hi", sampling_parameters={"slo_class": "a"}))
+
+
+def test_trace_context_is_text(request_of: Any) -> None:
+    assert parse_request(request_of({"traceparent": "00-a-b-01"}, text_input="Hi")).traceparent == "00-a-b-01"
+    assert parse_request(request_of(text_input="Hi")).traceparent is None
+    with pytest.raises(RequestError, match=r"^traceparent is 5"):
+        parse_request(request_of(text_input="Hi", sampling_parameters={"traceparent": 5}))

@@ -10,7 +10,7 @@ from quire_backend.request import ResponseOptions
 from quire_backend.responses import failure_of, tensors_of
 from quire_backend.triton_api import ErrorCode
 from quire_engine.messages import ErrorCode as EngineErrorCode
-from quire_engine.output_processor import CompletionOutput, Logprob, RequestOutput
+from quire_engine.outputs import CompletionOutput, Logprob, RequestOutput
 from quire_engine.stats import FinishedRequestStats
 
 ALL = frozenset(spec.name for spec in OUTPUTS) - {"text_output"}

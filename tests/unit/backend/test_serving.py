@@ -176,3 +176,32 @@ def test_many_requests_at_once(engine: Any, serve: Any, request_of: Any, stream:
     for request in requests:
         serving.submit(request)
     assert {"".join(response.text for response in request.sender.wait()) for request in requests} == {"Hello"}
+
+
+def test_what_was_refused_is_told_with_its_class_unless_it_was_the_callers_fault(engine: Any, request_of: Any) -> None:
+    from quire_backend.serving import Serving
+    from quire_engine.config import FrontendConfig
+
+    rejected: list[str | None] = []
+    serving = Serving(engine, FrontendConfig(), rejected.append)
+    serving.start()
+
+    def refuse(request: Any) -> None:
+        serving.submit(request)
+        assert error_of(request)
+
+    refuse(request_of({"slo_class": "batch"}, text_input=""))
+    refuse(request_of({"lora_name": "x"}, text_input="Hi"))
+    refuse(request_of({"slo_class": "batch"}, text_input="explode"))
+
+    def die(engine: Any, request_id: str) -> None:
+        raise EngineDeadError("the engine process died")
+
+    engine.on_add = die
+    refuse(request_of({"slo_class": "batch"}, text_input="Hi"))
+    engine.dead_error = "the engine process died"
+    refuse(request_of(text_input="Hi"))
+    serving._draining = True
+    refuse(request_of({"slo_class": "batch"}, text_input="Hi"))
+    serving.shutdown()
+    assert rejected == [None, None, "batch", "batch", "default", "batch"]

@@ -51,6 +51,24 @@ def test_overwrites_only_when_forced(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "mine" / "1" / "model.json").read_text())["seed"] == 1
 
 
+def test_weights_of_another_shape_are_noticed(tmp_path: Path) -> None:
+    """Without loading any of them."""
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    for file in CHECKPOINT.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((CHECKPOINT / "config.json").read_text())
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": config["intermediate_size"] + 1}))
+    with pytest.raises(CommandError, match=r"tensor layers\.0\.mlp\.gate_proj\.weight has shape .* asks for"):
+        write_model(tmp_path / "repository", folder, "odd")
+    layers = config["num_hidden_layers"]
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers + 1}))
+    with pytest.raises(CommandError, match=rf"hold no layers\.{layers}\."):
+        write_model(tmp_path / "repository", folder, "odd")
+    assert not (tmp_path / "repository").exists()
+
+
 def test_nothing_is_written_for_a_bad_setting(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="max_model_len"):
         write_model(tmp_path / "repository", CHECKPOINT, "mine", {"max_model_len": -1})

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import copy
-import glob
 import os
 import signal
 import subprocess
@@ -19,7 +18,7 @@ from quire_engine import LLM, AsyncLLM, EngineConfig, RequestOutputKind, Samplin
 from quire_engine.errors import CheckpointError, EngineDeadError, RequestError
 from quire_engine.input_processor import ProcessedRequest
 from quire_engine.messages import RequestType
-from quire_engine.output_processor import RequestOutput
+from quire_engine.outputs import RequestOutput
 from quire_engine.stats import IterationStats, SchedulerStats
 
 pytestmark = pytest.mark.slow
@@ -71,7 +70,9 @@ async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_concurrent_requests_equal_the_offline_engine(checkpoint: Callable[[str], Path]) -> None:
+def test_concurrent_requests_equal_the_offline_engine(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = checkpoint("tied-gqa")
     prompts = [[2 + i, 3, 5 * i + 2] for i in range(20)]
     expected = LLM(folder, dtype="float32").generate(prompts, LONG, use_tqdm=False)
@@ -79,9 +80,11 @@ def test_concurrent_requests_equal_the_offline_engine(checkpoint: Callable[[str]
     async def main(llm: AsyncLLM) -> list[RequestOutput]:
         return await asyncio.gather(*(collect(llm, prompt, LONG) for prompt in prompts))
 
-    with engine(folder) as (llm, recorder):
-        outputs = asyncio.run(main(llm))
-        assert not glob.glob(f"{tempfile.gettempdir()}/quire-*/input"), "the sockets are left on disk"
+    with tempfile.TemporaryDirectory() as sockets:
+        monkeypatch.setattr(tempfile, "tempdir", sockets)
+        with engine(folder) as (llm, recorder):
+            outputs = asyncio.run(main(llm))
+            assert list(Path(sockets).iterdir()) == [], "the sockets are left on disk"
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
     assert recorder.scheduler_stats is not None
     assert recorder.scheduler_stats.num_blocks_used == 0

@@ -18,7 +18,7 @@ from quire_engine.errors import (
     RequestError,
 )
 from quire_engine.messages import ErrorCode
-from quire_engine.output_processor import RequestOutput
+from quire_engine.outputs import RequestOutput
 from quire_engine.stats import IterationStats, SchedulerStats
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

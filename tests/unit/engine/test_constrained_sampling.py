@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
-from quire_engine.output_processor import RequestOutput
+from quire_engine.outputs import RequestOutput
 from support.oracle import make_prompts
 from transformers import LlamaForCausalLM
 

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from quire_engine import LLM, AsyncLLM, EngineConfig, RequestOutput, RequestOutputKind, SamplingParams
 from quire_engine.core import supervisor
-from quire_engine.errors import EngineDeadError
-from quire_engine.output_processor import CompletionOutput
+from quire_engine.errors import EngineDeadError, EngineUnavailableError
+from quire_engine.outputs import CompletionOutput
 from quire_engine.stats import IterationStats, SchedulerStats
 from quire_engine.worker.fault_injection import FAULT_INJECTION_VARIABLE
 
@@ -167,7 +167,7 @@ def test_a_poison_request_ends_alone(folder: Path, fault: Callable[..., Path]) -
 
     with engine(folder) as (llm, recorder):
         run(llm, main)
-        assert recorder.num_restarts == 3
+        assert recorder.num_restarts == 4
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV])
@@ -386,4 +386,73 @@ def test_an_engine_that_slept_sleeps_again(folder: Path) -> None:
         assert (await Stream(llm, PROMPTS[0], params()).task).finished
 
     with engine(folder) as (llm, recorder):
+        run(llm, main)
+
+
+def test_who_waits_for_a_grammar_does_not_hang(checkpoint: Callable[[str], Path]) -> None:
+    async def main() -> None:
+        structured = params(structured_outputs={"regex": "[a-f]{8}"}, ignore_eos=False)
+        assert (await Stream(llm, PROMPTS[0], structured).task).finished  # now there is a compiler
+        threads = Path(f"/proc/{llm.engine_pid}/task").iterdir()
+        (compiler,) = [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
+        os.kill(compiler, signal.SIGSTOP)
+        try:
+            waiting = Stream(llm, PROMPTS[0], params(structured_outputs={"regex": "[g-k]{8}"}, ignore_eos=False))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(waiting.task), 1.5 * step_timeout_s)
+        finally:
+            os.kill(compiler, signal.SIGCONT)
+        assert (await waiting.task).finished
+
+    step_timeout_s = 3.0
+    with engine(checkpoint("tinypy"), step_timeout_s=step_timeout_s) as (llm, recorder):
+        run(llm, main)
+        assert recorder.num_restarts == 0
+
+
+def test_an_engine_that_is_stopped_while_it_starts_is_found(folder: Path) -> None:
+    expected = offline(folder, PROMPTS[:1], params())
+
+    async def main() -> None:
+        stream = Stream(llm, PROMPTS[0], params())
+        await until(lambda: stream.num_tokens > 0)
+        first_pid = llm.engine_pid
+        kill(llm)
+        await until(lambda: llm.engine_pid != first_pid)
+        kill(llm, signal.SIGSTOP)
+        assert (await stream.task).outputs == expected[0]
+
+    with engine(folder) as (llm, recorder):
+        run(llm, main)
+        assert recorder.num_restarts == 1
+
+
+def test_requests_that_were_held_do_not_keep_an_engine_awake(folder: Path) -> None:
+    async def main() -> None:
+        await llm.sleep(1)
+        kill(llm)
+        await until(lambda: not llm.is_healthy)
+        with pytest.raises(EngineUnavailableError, match="sleeps"):
+            await Stream(llm, PROMPTS[0], params()).task
+        assert await llm.is_sleeping()
+
+    with engine(folder) as (llm, _):
+        run(llm, main)
+
+
+def test_shutdown_as_the_next_engine_is_ready(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace_client(client: supervisor.SupervisedClient) -> None:
+        actual(client)
+        client.shutdown()
+
+    async def main() -> None:
+        stream = Stream(llm, PROMPTS[0], params(max_tokens=400))
+        await until(lambda: stream.num_tokens > 0)
+        kill(llm)
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await stream.task
+
+    actual = supervisor.SupervisedClient._replace_client
+    monkeypatch.setattr(supervisor.SupervisedClient, "_replace_client", replace_client)
+    with engine(folder) as (llm, _):
         run(llm, main)

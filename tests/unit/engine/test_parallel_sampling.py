@@ -10,7 +10,7 @@ from quire_engine.errors import RequestError
 from quire_engine.kv_cache.sizing import block_bytes
 from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from quire_engine.models import CheckpointConfig
-from quire_engine.output_processor import CompletionOutput, RequestOutput
+from quire_engine.outputs import CompletionOutput, RequestOutput
 from quire_engine.parallel_sampling import child_seed
 from quire_engine.request import FinishReason
 

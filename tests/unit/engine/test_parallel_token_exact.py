@@ -12,7 +12,7 @@ from quire_engine import LLM, SamplingParams
 from quire_engine.core import engine_core
 from quire_engine.errors import EngineDeadError
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
-from quire_engine.output_processor import RequestOutput
+from quire_engine.outputs import RequestOutput
 from quire_engine.sampling import SamplingMetadata
 from support.oracle import Expected
 from support.ranks import ThreadExecutor

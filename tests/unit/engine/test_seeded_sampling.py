@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from quire_engine import LLM, SamplingParams
-from quire_engine.output_processor import RequestOutput
+from quire_engine.outputs import RequestOutput
 
 pytestmark = pytest.mark.slow
 

@@ -8,9 +8,22 @@ from typing import Any
 
 import pytest
 from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats
-from quire_monitoring import METRICS, MetricKind, TritonStatLogger
+from quire_monitoring import METRICS, MetricKind, TritonStatLogger, make_aliases
 
 LABELS = {"model": "m", "version": "1", "engine": "0"}
+ALIASES = make_aliases(METRICS)
+SUFFIXES = ("_bucket", "_sum", "_count")
+
+
+def series_of(definition):
+    """The keys of a metric's series at the server."""
+    for labels in definition.label_sets():
+        if definition.is_frequent:
+            bounds = [f"{bound:g}" for bound in definition.buckets] + ["+Inf"]
+            yield from ((definition.name + "_bucket", *labels.values(), bound) for bound in bounds)
+            yield from ((definition.name + suffix, *labels.values()) for suffix in ("_sum", "_count"))
+        else:
+            yield (definition.name, *labels.values())
 
 
 class Server:
@@ -37,7 +50,8 @@ class Server:
         class Metric:
             def __init__(self, labels, buckets=None):
                 assert {name: labels[name] for name in LABELS} == LABELS
-                own = {name: value for name, value in labels.items() if name not in LABELS}
+                assert ("model_name" in labels) == definition.name.startswith("vllm:")
+                own = {name: value for name, value in labels.items() if name not in (*LABELS, "model_name")}
                 self.key = (definition.name, *own.values())
                 server.alive.add(self)
                 assert self.key not in server.values
@@ -94,9 +108,7 @@ def stat_logger(server):
 
 
 def test_every_series_exists_from_the_start(server: Any, stat_logger: Any) -> None:
-    assert server.values.keys() == {
-        (definition.name, *labels.values()) for definition in METRICS for labels in definition.label_sets()
-    }
+    assert server.values.keys() == {key for definition in (*METRICS, *ALIASES) for key in series_of(definition)}
     assert ("quire_requests_total", "abort") in server.values
     assert ("quire_requests_waiting", "capacity") in server.values
 
@@ -126,7 +138,8 @@ def test_gauges_follow_and_the_last_state_is_written(server: Any, stat_logger: A
 def test_nothing_is_left_of_the_metrics_when_it_has_stopped(server: Any) -> None:
     stat_logger = TritonStatLogger(server.make_family, LABELS)
     stat_logger.start(is_up=lambda: True)
-    assert len(server.alive) == len(METRICS) + len(server.values)
+    num_families = sum(3 if definition.is_frequent else 1 for definition in (*METRICS, *ALIASES))
+    assert len(server.alive) == num_families + len(server.values)
     stat_logger.stop()
     assert not server.alive
     stat_logger.record(SchedulerStats(num_running=3), IterationStats())
@@ -201,7 +214,8 @@ def test_gauges_of_an_engine_that_is_gone_are_zero(server: Any) -> None:
     stat_logger.record(busy, IterationStats(num_generation_tokens=7))
     server.wait_for(("quire_kv_cache_usage_ratio",), 0.5)
     healthy.clear()
-    gauges = [definition for definition in METRICS if definition.kind is MetricKind.GAUGE]
+    gauges = [definition for definition in (*METRICS, *ALIASES) if definition.kind is MetricKind.GAUGE]
+    gauges = [definition for definition in gauges if definition.name != "quire_goodput_ratio"]  # the frontend's
     for key in [(definition.name, *labels.values()) for definition in gauges for labels in definition.label_sets()]:
         server.wait_for(key, 0)
     assert server.values[("quire_generation_tokens_total",)] == 7

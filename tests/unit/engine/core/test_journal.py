@@ -1,7 +1,7 @@
 """The journal: who is sent to which engine, with which tokens, and who is to blame."""
 
 import pytest
-from quire_engine.core.journal import Journal
+from quire_engine.core.journal import TRIAL_TOKENS, Journal
 from quire_engine.messages import EngineCoreOutput, EngineCoreRequest
 from quire_engine.request import FinishReason
 from quire_engine.sampling_params import SamplingParams
@@ -117,7 +117,7 @@ def test_after_two_deaths_suspects_are_tried_one_at_a_time() -> None:
     sent(journal)
     journal.engine_died()  # the second for a, b and c, the first for late
     (trial,) = journal.take_unsent()
-    assert (trial.request_id, trial.max_new_tokens) == ("a", 1)
+    assert (trial.request_id, trial.max_new_tokens) == ("a", TRIAL_TOKENS)
     assert sent(journal) == [], "it is alone"
     journal.add(request("new"))
     assert sent(journal) == [], "nobody joins it"
@@ -128,14 +128,18 @@ def test_after_two_deaths_suspects_are_tried_one_at_a_time() -> None:
     assert outputs[0].finish_reason is None, "the trial's end is not the request's"
     (trial,) = journal.take_unsent()
     assert trial.request_id == "b"
-    assert journal.engine_died() == ["b"], "it was alone when the engine died"
+    assert journal.engine_died() == [], "it was alone when the engine died, but that can be chance"
+    assert sent(journal) == ["b"]
+    assert journal.engine_died() == ["b"]
     journal.remove("b")
     (trial,) = journal.take_unsent()
     assert trial.request_id == "c", "nobody else was with that engine, so nobody else is blamed"
     tokens(journal, c=5)
+    assert sent(journal) == [], "its second token comes of another kind of step, and may be the one that kills"
+    journal.take_note([EngineCoreOutput("c", [6], FinishReason.LENGTH)])
     rest = journal.take_unsent()
     assert [message.request_id for message in rest] == ["a", "c", "late", "new"]
-    assert [message.output_token_ids for message in rest] == [[4], [5], [], []]
+    assert [message.output_token_ids for message in rest] == [[4], [5, 6], [], []]
     assert all(message.max_new_tokens is None for message in rest)
     journal.engine_died()
     assert sent(journal) == ["late"], "its second death; who was acquitted starts afresh"
@@ -190,3 +194,42 @@ def test_suspects_that_are_aborted_hold_nobody_up() -> None:
     journal.remove("c")
     journal.add(request("d"))
     assert sent(journal) == ["d"]
+
+
+def test_who_is_tried_after_an_abort_is_not_blamed_for_the_one_before() -> None:
+    journal = journal_of("a", "b", "c")
+    for _ in range(2):
+        sent(journal)
+        journal.engine_died()
+    assert sent(journal) == ["a"]
+    journal.remove("a")  # its step may be running
+    assert sent(journal) == ["b"]
+    assert journal.engine_died() == [], "of a or of b"
+    assert sent(journal) == ["b"], "so it is tried again"
+    assert journal.engine_died() == ["b"]
+    journal.remove("b")
+    assert sent(journal) == ["c"]
+    journal.remove("c")
+    journal.add(request("d"))
+    assert sent(journal) == ["d"]
+    assert journal.engine_died() == []
+
+
+def test_who_goes_on_well_between_two_deaths_is_no_suspect() -> None:
+    journal = journal_of("a", "b", "c")
+    sent(journal)
+    tokens(journal, b=1)
+    tokens(journal, b=2)
+    journal.engine_died()
+    sent(journal)
+    for token_id in range(TRIAL_TOKENS):
+        tokens(journal, a=token_id)
+    tokens(journal, b=3)
+    journal.engine_died()
+    assert sent(journal) == ["b"], "one token after its return is too few; what it got before does not count"
+    journal.take_note([EngineCoreOutput("b", [4], FinishReason.LENGTH)])
+    assert sent(journal) == ["c"]
+    journal.take_note([EngineCoreOutput("c", [4], FinishReason.LENGTH)])
+    assert sent(journal) == ["a", "b", "c"]
+    journal.engine_died()
+    assert sent(journal) == ["a"], "its second death without progress"

@@ -34,6 +34,7 @@ def test_an_engine_that_was_up_for_a_while_counts_as_one_that_works() -> None:
     for _ in range(MAX_FRUITLESS_DEATHS - 1):
         assert policy.delay_after_death() is not None
         policy.engine_started()
+    policy.engine_is_ready()
     clock.now += FRUITFUL_SECONDS + 1
     assert policy.delay_after_death() == 0.0
     policy.engine_started()
@@ -46,4 +47,18 @@ def test_what_the_last_engine_did_says_nothing_about_the_next() -> None:
     for _ in range(MAX_FRUITLESS_DEATHS):
         assert policy.delay_after_death() is not None
         policy.engine_started()
+    assert policy.delay_after_death() is None
+
+
+def test_a_model_that_takes_long_to_load_does_not_count_as_one_that_works() -> None:
+    clock = Clock()
+    policy = RestartPolicy(clock)
+    for _ in range(MAX_FRUITLESS_DEATHS - 1):
+        assert policy.delay_after_death() is not None
+        policy.engine_started()
+        clock.now += 10 * FRUITFUL_SECONDS
+        policy.engine_is_ready()
+        clock.now += 1.0  # and dies at its first step; or before it was ready:
+    policy.engine_started()
+    clock.now += 10 * FRUITFUL_SECONDS
     assert policy.delay_after_death() is None

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from quire_engine import AsyncLLM, EngineConfig, SamplingParams
 from quire_engine.errors import DeadlineExceededError, EngineError, RequestError
-from quire_engine.output_processor import RequestOutput
+from quire_engine.outputs import RequestOutput
 from quire_engine.stats import IterationStats, SchedulerStats
 from quire_engine.structured_output.compiler import COMPILE_SECONDS
 from quire_engine.structured_output.compiler_process import CompilerProcess

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.errors import EngineUnavailableError
-from quire_engine.output_processor import CompletionOutput
+from quire_engine.outputs import CompletionOutput
 from quire_engine.request import RequestStatus
 from quire_engine.structured_output import manager as manager_module
 from quire_engine.structured_output.protocol import CompileRequest, CompileResult

@@ -1,0 +1,85 @@
+"""RequestOutput: what a caller gets of its request. Plain data; how deltas add up is all that it knows."""
+
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from quire_engine.messages import ErrorCode
+from quire_engine.stats import FinishedRequestStats
+
+__all__ = ["CompletionOutput", "Logprob", "OnOutput", "RequestOutput"]
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One token's log-probability at one position."""
+
+    logprob: float
+    rank: int
+    """1 is the most likely."""
+    decoded_token: str | None
+    """None when the request does not detokenize."""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One generated sequence, or what is new of it."""
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    """Sum over all tokens so far, also in a delta; None unless log-probabilities were asked for."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """One entry per token: the sampled token's, then the most likely ones'."""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What a request has produced, or what is new of it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    num_cached_tokens: int = 0
+    metrics: FinishedRequestStats | None = None
+    """On the last output."""
+    error: str | None = None
+    """Why it failed, with finish_reason "error"."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """One entry per prompt token, when asked for: its own, then the most likely ones'. The first is None: nothing comes
+    before it. In a stream of deltas, the first one has it."""
+    error_parameter: str | None = None
+    """The request's parameter that `error` is about: the caller's fault then. None: ours."""
+    error_code: ErrorCode | None = None
+    """The kind of error, where it is not the request's or the engine's fault."""
+    retry_after_seconds: float | None = None
+    """When it is worth trying again, with `ErrorCode.UNAVAILABLE`; an estimate."""
+
+    def merge(self, later: "RequestOutput") -> None:
+        """Append a later delta to this one; each may hold some of the request's sequences."""
+        known = {mine.index: mine for mine in self.outputs}
+        for new in later.outputs:
+            mine = known.get(new.index)
+            if mine is None:
+                insort(self.outputs, new, key=lambda output: output.index)
+                continue
+            mine.text += new.text
+            mine.token_ids += new.token_ids
+            mine.cumulative_logprob = new.cumulative_logprob
+            if new.logprobs is not None:
+                mine.logprobs = mine.logprobs if mine.logprobs is not None else []
+                mine.logprobs += new.logprobs
+            mine.finish_reason, mine.stop_reason = new.finish_reason, new.stop_reason
+        self.finished, self.metrics, self.error = later.finished, later.metrics, later.error
+        self.error_parameter = later.error_parameter
+        self.num_cached_tokens = later.num_cached_tokens
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
+        self.error_code, self.retry_after_seconds = later.error_code, later.retry_after_seconds
+
+
+OnOutput = Callable[[RequestOutput], None]

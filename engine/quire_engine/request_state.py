@@ -1,0 +1,84 @@
+"""RequestState: what the frontend keeps of a live request: its text so far, its times, and who hears of it."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from quire_engine.detokenizer import IncrementalDetokenizer
+from quire_engine.input_processor import ProcessedRequest
+from quire_engine.messages import EngineCoreOutput, ErrorCode
+from quire_engine.outputs import OnOutput
+from quire_engine.parallel_sampling import ParentRequest
+from quire_engine.stats import FinishedRequestStats, IterationStats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["RequestState"]
+
+
+class RequestState:
+    """One live request, which may be one of the sequences of its parent."""
+
+    def __init__(
+        self,
+        request: ProcessedRequest,
+        tokenizer: "PreTrainedTokenizerBase",
+        on_output: OnOutput,
+        parent: ParentRequest | None = None,
+        index: int = 0,
+    ) -> None:
+        skip = request.params.skip_special_tokens
+
+        def decode(token_ids: Sequence[int]) -> str:
+            text = tokenizer.decode(list(token_ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            assert isinstance(text, str)
+            return text
+
+        self.request = request
+        self.on_output = on_output
+        self.parent = parent
+        self.index = index
+        """Which of the parent's sequences this is."""
+        self.detokenizer = IncrementalDetokenizer(
+            decode if request.params.detokenize else lambda token_ids: "", request.params, request.prompt_token_ids
+        )
+        self.cumulative_logprob: float | None = None if request.params.logprobs is None else 0.0
+        self.first_token_time: float | None = None
+        self.last_token_time = request.arrival_time
+        self.stats = FinishedRequestStats(finish_reason="", num_prompt_tokens=len(request.prompt_token_ids))
+
+    def take_times(self, output: EngineCoreOutput, num_new_tokens: int, now: float, stats: IterationStats) -> None:
+        """Note when tokens came, in the request's own statistics and in those of the message they came with."""
+        own = self.stats
+        if output.num_preemptions > own.num_preemptions:
+            own.num_preemptions = output.num_preemptions
+            if self.first_token_time is not None:
+                arrival_time = self.request.arrival_time
+                own.preemptions.append((self.last_token_time - arrival_time, now - arrival_time))
+        if not num_new_tokens:
+            return
+        if self.first_token_time is None:
+            self.first_token_time = now
+            own.time_to_first_token_seconds = now - self.request.arrival_time
+            own.queue_seconds = output.queue_seconds
+            own.num_cached_tokens = output.num_cached_tokens
+            if self.parent is None or self.parent.take_first_token():
+                stats.time_to_first_token_seconds.append(own.time_to_first_token_seconds)
+                stats.num_prompt_tokens += own.num_prompt_tokens
+                stats.num_cached_tokens += own.num_cached_tokens
+        else:
+            stats.inter_token_seconds.append(now - self.last_token_time)
+        self.last_token_time = now
+        own.num_output_tokens += num_new_tokens
+        stats.num_generation_tokens += num_new_tokens
+
+    def finish_stats(self, finish_reason: str, error_code: ErrorCode | None, now: float) -> FinishedRequestStats:
+        """The request's statistics, now that it has ended."""
+        own = self.stats
+        own.finish_reason = finish_reason
+        own.error_code = None if error_code is None else error_code.value
+        own.e2e_seconds = now - self.request.arrival_time
+        if self.first_token_time is not None and own.time_to_first_token_seconds is not None:
+            own.prefill_seconds = max(own.time_to_first_token_seconds - (own.queue_seconds or 0.0), 0.0)
+            own.decode_seconds = self.last_token_time - self.first_token_time
+        return own

@@ -1,0 +1,82 @@
+"""Results: what a step sampled becomes output of its requests. Knows tokens, and nothing of queues or blocks.
+
+With a pipeline several steps are in flight, and their results come in the order in which they were scheduled::
+
+    schedule()    1: a b   2: c d   3: (a b: their tokens are in flight)   3: a b    4: c d …
+    update                                                     1: a b         2: c d
+
+A request that is aborted while a step with it is in flight is no longer known, and is passed over. One that is taken
+back (preempted, or a suspect) ignores the result; it samples the same token again later, as noise depends on seed and
+position alone. Steps are numbered for this, and `void_until_step` is the last whose result is not for the request.
+"""
+
+import logging
+from collections.abc import Mapping
+
+from quire_engine.messages import EngineCoreOutput, ModelRunnerOutput
+from quire_engine.request import FinishReason, Request
+
+__all__ = ["take_result"]
+
+logger = logging.getLogger(__name__)
+
+
+def take_result(
+    requests: Mapping[str, Request], runner_output: ModelRunnerOutput, step: int
+) -> tuple[list[EngineCoreOutput], list[str]]:
+    """Append the sampled tokens to their requests.
+
+    Args:
+        requests: those that are live.
+        runner_output: the result of a step.
+        step: its number.
+
+    Returns:
+        What is new of each request, and the ids of those that are complete.
+    """
+    for request_id, chunk in runner_output.prompt_logprobs.items():
+        request = requests.get(request_id)
+        if request is not None and request.void_until_step < step:
+            request.add_prompt_logprobs(chunk)
+    outputs: list[EngineCoreOutput] = []
+    complete: list[str] = []
+    logprobs = runner_output.logprobs
+    for request_id, new_token_ids in runner_output.sampled_token_ids.items():
+        request = requests.get(request_id)
+        if request is None or request.void_until_step >= step:
+            continue
+        token_ids, grammar = request.all_token_ids, request.grammar
+        output = EngineCoreOutput(request_id, num_preemptions=request.num_preemptions)
+        if len(token_ids) == request.num_prompt_tokens and request.scheduled_at is not None:
+            output.queue_seconds = request.scheduled_at - request.queued_at
+            output.num_cached_tokens = request.num_cached_tokens
+            output.prompt_logprobs = request.take_prompt_logprobs()
+        stopped: tuple[FinishReason, int | None] | None = None
+        for token_id in new_token_ids:
+            if grammar is not None and not _accepts(request, token_id):
+                stopped = FinishReason.ERROR, None
+                output.error = "structured_outputs: no token that the grammar allows is left by the other parameters"
+                output.error_parameter = "structured_outputs"
+                break
+            token_ids.append(token_id)
+            output.new_token_ids.append(token_id)
+            stopped = request.check_stop()
+            if stopped:
+                break
+        if logprobs:
+            output.logprobs = logprobs.get(request_id)
+        if stopped:
+            output.finish_reason, output.stop_reason = stopped
+            complete.append(request_id)
+        outputs.append(output)
+    return outputs, complete
+
+
+def _accepts(request: Request, token_id: int) -> bool:
+    """Advance a request's grammar; one that raises is a matter of its own request alone."""
+    assert request.grammar is not None
+    try:
+        return request.grammar.accept_tokens([token_id])
+    except Exception:
+        logger.exception("a grammar cannot be advanced")
+        return False

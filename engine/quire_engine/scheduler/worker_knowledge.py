@@ -1,0 +1,69 @@
+"""WorkerKnowledge: what the workers have been told of the requests, so that a step tells only what is new.
+
+::
+
+    introduce: all of its tokens ──► in each step: new blocks, counts ──► dropped: finished, or preempted
+        ▲                                                                             │
+        └───────────────────────── when a preempted one runs again ◄──────────────────┘
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from quire_engine.messages import NewRequestData, SchedulerOutput
+from quire_engine.request import Request
+from quire_engine.sampling_params import SamplingParams
+
+__all__ = ["WorkerKnowledge"]
+
+
+class WorkerKnowledge:
+    """Writes into a step what the workers do not know yet.
+
+    Args:
+        sends_new_token_ids: whether there are ranks that do not sample, and have to be told what was sampled.
+    """
+
+    def __init__(self, sends_new_token_ids: bool) -> None:
+        self._sends_new_token_ids = sends_new_token_ids
+        self._dropped_request_ids: list[str] = []
+        """Finished or preempted since the last step."""
+
+    def introduce(self, request: Request, block_ids: list[int], output: SchedulerOutput) -> None:
+        """Tell everything about a request that begins to run, or to run again."""
+        request.num_known_tokens = request.num_tokens
+        output.new_requests.append(
+            NewRequestData(
+                request_id=request.request_id,
+                token_ids=request.all_token_ids.copy(),
+                num_prompt_tokens=request.num_prompt_tokens,
+                sampling_params=_without_grammar(request.sampling_params),
+                stop_token_ids=sorted(request.ending_token_ids),
+                block_ids=block_ids,
+                num_computed_tokens=request.num_computed_tokens,
+            )
+        )
+
+    def drop(self, request_id: str) -> None:
+        """Have a request forgotten that no longer runs."""
+        self._dropped_request_ids.append(request_id)
+
+    def complete(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
+        """Tell who was dropped, and what running requests have sampled since they were last in a step."""
+        output.dropped_request_ids, self._dropped_request_ids = self._dropped_request_ids, []
+        if self._sends_new_token_ids:
+            cached = output.cached_requests
+            for request_id in cached.request_ids:
+                request = requests[request_id]
+                cached.new_token_ids.append(request.all_token_ids[request.num_known_tokens :])
+                request.num_known_tokens = request.num_tokens
+
+    def was_not_told(self, output: SchedulerOutput) -> None:
+        """The workers never heard of this step: tell them again who was dropped."""
+        self._dropped_request_ids[:0] = output.dropped_request_ids
+
+
+def _without_grammar(params: SamplingParams) -> SamplingParams:
+    """What a worker needs: it gets bitmasks, and has no use for a schema that may be long."""
+    return params if params.structured_outputs is None else msgspec.structs.replace(params, structured_outputs=None)

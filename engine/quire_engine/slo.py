@@ -1,0 +1,150 @@
+"""Service level objectives: what a request was promised, and whether it got it.
+
+It knows no clock: times go in as they were measured, a verdict comes out. Classes come from the settings alone::
+
+    "slo": {"default": {"ttft_ms": 500, "tpot_ms": 50, "e2e_ms": 10000}, "batch": {"e2e_ms": 60000}}
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from quire_engine.errors import RequestError
+
+__all__ = ["DEFAULT_CLASS", "NO_TARGETS", "RequestSLO", "SLOTargets", "SLOVerdict", "judge", "parse_classes", "resolve"]
+
+DEFAULT_CLASS = "default"
+"""The class of a request that names none. It always exists; unless the settings say otherwise it has no targets."""
+MAX_CLASSES = 100
+"""Each class is some dozen series."""
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SLOTargets:
+    """The longest times that are good, in milliseconds; a target that is unset is always met."""
+
+    ttft_ms: float | None = None
+    """Time to first token."""
+    tpot_ms: float | None = None
+    """Mean time per token after the first."""
+    e2e_ms: float | None = None
+    """From the request's arrival to its end."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value is not None and not _is_time(value):
+                raise ValueError(f"{item.name} is {value!r}; it must be a number of milliseconds above 0")
+
+
+NO_TARGETS = SLOTargets()
+"""Whatever it takes is good."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestSLO:
+    """What one request says of its objectives: a class, and targets in the place of the class's own."""
+
+    slo_class: str = DEFAULT_CLASS
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SLOVerdict:
+    """Whether a request was served as promised."""
+
+    good: bool
+    cause: str = "none"
+    """Of a miss: "ttft", "tpot" or "e2e", whichever target was missed first; "rejected" or "error"."""
+
+    @property
+    def verdict(self) -> str:
+        """The metrics' word for it."""
+        return "good" if self.good else "miss"
+
+
+def parse_classes(value: object) -> dict[str, SLOTargets]:
+    """The setting `slo`, checked, with the default class.
+
+    Raises:
+        ValueError: it is not classes of targets; the message says what is wrong.
+    """
+    if not isinstance(value, Mapping):
+        raise ValueError(f"slo is {value!r}; it must be an object of classes, each an object of targets")
+    if len(value) > MAX_CLASSES:
+        raise ValueError(f"slo holds {len(value)} classes; it must hold at most {MAX_CLASSES}")
+    classes = {DEFAULT_CLASS: NO_TARGETS}
+    known = [item.name for item in fields(SLOTargets)]
+    for name, targets in value.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ValueError(f"slo: {name!r} is no name of a class; it must be of 1 to 64 letters, digits, _, . and -")
+        if isinstance(targets, SLOTargets):
+            classes[name] = targets
+            continue
+        if not isinstance(targets, Mapping) or not set(targets) <= set(known):
+            raise ValueError(f"slo: class {name!r} is {targets!r}; it must be an object of {', '.join(known)}")
+        try:
+            classes[name] = SLOTargets(**targets)
+        except ValueError as error:
+            raise ValueError(f"slo: class {name!r}: {error}") from None
+    return classes
+
+
+def resolve(classes: Mapping[str, SLOTargets], slo: RequestSLO | None) -> tuple[str, SLOTargets]:
+    """The class and the targets that apply to a request.
+
+    Raises:
+        RequestError: there is no such class, or a target is not a time.
+    """
+    slo = slo or RequestSLO()
+    of_class = classes.get(slo.slo_class)
+    if of_class is None:
+        raise RequestError(
+            "slo_class", f"slo_class is {slo.slo_class[:100]!r}; this model has {', '.join(sorted(classes))}"
+        )
+    targets: dict[str, Any] = {}
+    for item in fields(SLOTargets):
+        own = getattr(slo, item.name)
+        if own is not None and not _is_time(own):
+            raise RequestError(f"slo_{item.name}", f"slo_{item.name} is {own}; it must be a number above 0")
+        targets[item.name] = getattr(of_class, item.name) if own is None else own
+    return slo.slo_class, SLOTargets(**targets)
+
+
+def judge(
+    targets: SLOTargets,
+    *,
+    e2e_seconds: float,
+    time_to_first_token_seconds: float | None,
+    time_per_output_token_seconds: float | None,
+    decode_seconds: float,
+) -> SLOVerdict:
+    """The verdict on a request that finished.
+
+    The cause of a miss is the target whose time was up first. Counted from the request's arrival that is, for the first
+    token and the end, the target itself; for the time per token, the first token plus what all later ones might take::
+
+        arrival ───── ttft_ms ──┬────────────────── e2e_ms ──►
+                    first token └─ tpot_ms × tokens ─►
+    """
+    missed: list[tuple[float, str]] = []
+    ttft, tpot = time_to_first_token_seconds, time_per_output_token_seconds
+    if targets.ttft_ms is not None and (e2e_seconds if ttft is None else ttft) > targets.ttft_ms / 1000:
+        missed.append((targets.ttft_ms / 1000, "ttft"))
+    if targets.tpot_ms is not None and tpot and tpot > targets.tpot_ms / 1000:
+        missed.append(((ttft or 0.0) + decode_seconds * targets.tpot_ms / 1000 / tpot, "tpot"))
+    if targets.e2e_ms is not None and e2e_seconds > targets.e2e_ms / 1000:
+        missed.append((targets.e2e_ms / 1000, "e2e"))
+    if not missed:
+        return SLOVerdict(good=True)
+    return SLOVerdict(good=False, cause=min(missed, key=lambda miss: miss[0])[1])
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

@@ -1,0 +1,215 @@
+"""Accumulator: the engine's statistics as gauges, growth of counters and observations, until an exporter takes them.
+
+What a metric means is said here, once, for every exporter. Thread-safe.
+"""
+
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+from quire_engine.slo import DEFAULT_CLASS
+from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats
+
+from quire_monitoring.definitions import OUTCOMES, WINDOWS, Series, alias_of, series
+from quire_monitoring.goodput import Goodput
+
+__all__ = ["Accumulator"]
+
+
+class Accumulator:
+    """Adds up in memory.
+
+    Args:
+        slo_classes: the classes of the setting `slo`.
+        aliases: whether every series that vLLM has as well is given out under its name, too.
+        clock: seconds, monotonic; for the windows of the goodput.
+    """
+
+    def __init__(
+        self,
+        slo_classes: Iterable[str] = (DEFAULT_CLASS,),
+        *,
+        aliases: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lock = threading.Lock()
+        self._slo_classes = frozenset(slo_classes)
+        self._aliases = aliases
+        self._goodput = Goodput(self._slo_classes, WINDOWS, clock)
+        self._scheduler_stats = SchedulerStats()
+        self._counters: Counter[Series] = Counter()
+        self._observations: defaultdict[Series, list[float]] = defaultdict(list)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the engine had nothing left to do, when it was last heard of."""
+        return not self._scheduler_stats.num_running and not self._scheduler_stats.num_waiting
+
+    # -- in ---------------------------------------------------------------------------------------------------------
+
+    def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
+        """Take note of one step."""
+        with self._lock:
+            if scheduler_stats is not None:
+                self._record_scheduler(scheduler_stats)
+            self._record_iteration(iteration_stats)
+            for request in iteration_stats.finished_requests:
+                self._record_request(request)
+
+    def record_rejection(self, slo_class: str | None = None) -> None:
+        """Count a request that was refused before it reached the engine.
+
+        Args:
+            slo_class: what it would have been judged by, when it was refused for want of capacity and so was let down;
+                one that there is not counts as the default class. None: it was the caller's fault.
+        """
+        with self._lock:
+            self._counters[_OUTCOMES["rejected"]] += 1
+            if slo_class is not None:
+                known = slo_class if slo_class in self._slo_classes else DEFAULT_CLASS
+                self._record_verdict(known, "miss", "rejected")
+
+    def _record_scheduler(self, stats: SchedulerStats) -> None:
+        before, self._scheduler_stats = self._scheduler_stats, stats
+        counters = self._counters
+        counters[_PREEMPTIONS] += _growth(before.num_preemptions, stats.num_preemptions)
+        counters[_QUERIES] += _growth(before.prefix_cache_queries, stats.prefix_cache_queries)
+        counters[_HITS] += _growth(before.prefix_cache_hits, stats.prefix_cache_hits)
+        if stats.num_draft_tokens:
+            counters[_DRAFTS] += _growth(before.num_draft_tokens, stats.num_draft_tokens)
+            counters[_ACCEPTED] += _growth(before.num_accepted_tokens, stats.num_accepted_tokens)
+
+    def _record_iteration(self, stats: IterationStats) -> None:
+        counters, observations = self._counters, self._observations
+        counters[_PROMPT_TOKENS] += stats.num_prompt_tokens
+        counters[_CACHED_TOKENS] += stats.num_cached_tokens
+        counters[_GENERATION_TOKENS] += stats.num_generation_tokens
+        counters[_RESTARTS] += stats.num_engine_restarts
+        counters[_REPLAYED] += stats.num_requests_replayed
+        if stats.time_to_first_token_seconds:
+            observations[_FIRST_TOKEN] += stats.time_to_first_token_seconds
+        if stats.inter_token_seconds:
+            observations[_INTER_TOKEN] += stats.inter_token_seconds
+        if stats.cancel_to_free_seconds:
+            observations[_CANCEL_TO_FREE] += stats.cancel_to_free_seconds
+        step = stats.step
+        if step is not None:
+            observations[_STEP_TOKENS].append(step.num_tokens)
+            observations[_SCHEDULE].append(step.schedule_seconds)
+            observations[_EXECUTE].append(step.execute_seconds)
+            observations[_UPDATE].append(step.update_seconds)
+
+    def _record_request(self, request: FinishedRequestStats) -> None:
+        outcome = "rejected" if request.error_code == "unavailable" else request.finish_reason
+        if outcome in _OUTCOMES:
+            self._counters[_OUTCOMES[outcome]] += 1
+        observations = self._observations
+        observations[_E2E].append(request.e2e_seconds)
+        if request.queue_seconds is not None:
+            observations[_QUEUE].append(request.queue_seconds)
+        if request.time_to_first_token_seconds is not None:
+            observations[_PREFILL].append(request.prefill_seconds)
+            observations[_DECODE].append(request.decode_seconds)
+            observations[_REQUEST_PROMPT].append(request.num_prompt_tokens)
+            observations[_REQUEST_GENERATION].append(request.num_output_tokens)
+        if request.time_per_output_token_seconds is not None:
+            observations[_PER_TOKEN].append(request.time_per_output_token_seconds)
+        if request.slo_class in self._slo_classes and request.slo_verdict and request.slo_cause:
+            self._record_verdict(request.slo_class, request.slo_verdict, request.slo_cause)
+            if request.slo_verdict == "good":
+                tokens = series("quire_goodput_tokens_total", slo=request.slo_class)
+                self._counters[tokens] += request.num_output_tokens
+
+    def _record_verdict(self, slo_class: str, verdict: str, cause: str) -> None:
+        self._counters[series("quire_slo_requests_total", slo=slo_class, verdict=verdict, cause=cause)] += 1
+        self._goodput.record(slo_class, verdict == "good")
+
+    # -- out --------------------------------------------------------------------------------------------------------
+
+    def take_counters(self) -> Counter[Series]:
+        """How much each counter has grown since this was last called."""
+        with self._lock:
+            taken, self._counters = self._counters, Counter()
+        grown = Counter({one: growth for one, growth in taken.items() if growth})
+        if self._aliases:
+            for one, growth in list(grown.items()):
+                alias = alias_of(one)
+                if alias is not None:
+                    grown[alias] += growth
+        return grown
+
+    def take_observations(self) -> dict[Series, list[float]]:
+        """What was observed of each histogram since this was last called."""
+        with self._lock:
+            taken, self._observations = self._observations, defaultdict(list)
+        if self._aliases:
+            aliases = {alias: values for one, values in taken.items() if (alias := alias_of(one)) is not None}
+            taken.update(aliases)
+        return taken
+
+    def gauges(self, is_up: bool, workers_up: Sequence[bool]) -> dict[Series, float]:
+        """The present state. Nothing runs or waits in an engine that is gone, and none of its blocks is there."""
+        with self._lock:
+            stats = self._scheduler_stats if is_up else SchedulerStats()
+            ratios = self._goodput.ratios()
+        gauges: dict[Series, float] = {
+            _UP: float(is_up),
+            _RUNNING: stats.num_running,
+            _WAITING: stats.num_waiting - stats.num_waiting_for_fsm,
+            _WAITING_FOR_GRAMMAR: stats.num_waiting_for_fsm,
+            _BLOCKS_USED: stats.num_blocks_used,
+            _BLOCKS_CACHED: stats.num_blocks_cached,
+            _BLOCKS_FREE: stats.num_blocks_free,
+            _USAGE: stats.kv_cache_usage,
+        }
+        if self._aliases:
+            for one, value in list(gauges.items()):
+                alias = alias_of(one)
+                if alias is not None:
+                    gauges[alias] = gauges.get(alias, 0.0) + value
+        for rank, worker_is_up in enumerate(workers_up):
+            gauges[series("quire_worker_up", rank=str(rank))] = float(worker_is_up)
+        for (slo_class, window), ratio in ratios.items():
+            gauges[series("quire_goodput_ratio", slo=slo_class, window=window)] = ratio
+        return gauges
+
+
+def _growth(before: int, now: int) -> int:
+    """How much a total grew; an engine that was started again counts from 0."""
+    return now - before if now >= before else now
+
+
+_UP = series("quire_engine_up")
+_RUNNING = series("quire_requests_running")
+_WAITING = series("quire_requests_waiting", reason="capacity")
+_WAITING_FOR_GRAMMAR = series("quire_requests_waiting", reason="grammar")
+_BLOCKS_USED = series("quire_kv_blocks", state="used")
+_BLOCKS_CACHED = series("quire_kv_blocks", state="cached")
+_BLOCKS_FREE = series("quire_kv_blocks", state="free")
+_USAGE = series("quire_kv_cache_usage_ratio")
+_OUTCOMES = {outcome: series("quire_requests_total", outcome=outcome) for outcome in OUTCOMES}
+_PROMPT_TOKENS = series("quire_prompt_tokens_total")
+_CACHED_TOKENS = series("quire_prompt_tokens_cached_total")
+_GENERATION_TOKENS = series("quire_generation_tokens_total")
+_PREEMPTIONS = series("quire_preemptions_total")
+_QUERIES = series("quire_prefix_cache_queries_total")
+_HITS = series("quire_prefix_cache_hits_total")
+_RESTARTS = series("quire_engine_restarts_total")
+_REPLAYED = series("quire_requests_replayed_total")
+_DRAFTS = series("quire_spec_decode_draft_tokens_total")
+_ACCEPTED = series("quire_spec_decode_accepted_tokens_total")
+_FIRST_TOKEN = series("quire_time_to_first_token_seconds")
+_INTER_TOKEN = series("quire_inter_token_latency_seconds")
+_PER_TOKEN = series("quire_time_per_output_token_seconds")
+_E2E = series("quire_e2e_request_latency_seconds")
+_QUEUE = series("quire_request_queue_time_seconds")
+_PREFILL = series("quire_request_prefill_time_seconds")
+_DECODE = series("quire_request_decode_time_seconds")
+_REQUEST_PROMPT = series("quire_request_prompt_tokens")
+_REQUEST_GENERATION = series("quire_request_generation_tokens")
+_STEP_TOKENS = series("quire_iteration_tokens")
+_SCHEDULE = series("quire_step_seconds", phase="schedule")
+_EXECUTE = series("quire_step_seconds", phase="execute")
+_UPDATE = series("quire_step_seconds", phase="update")
+_CANCEL_TO_FREE = series("quire_cancel_to_free_seconds")

@@ -1,0 +1,81 @@
+"""Traces and metrics of a real tritonserver, at a real OTLP receiver."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.clients import ask_all, run
+from support.otlp import Collector, attributes_of, collect
+from support.serving import ROOT, Server, serve
+
+pytestmark = pytest.mark.server
+
+CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
+TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRITON_TRACES = (
+    "--trace-config=mode=opentelemetry", "--trace-config=level=TIMESTAMPS", "--trace-config=rate=1",
+    # It speaks HTTP, not gRPC; nobody listens there, and nothing depends on it.
+    "--trace-config=opentelemetry,url=http://127.0.0.1:9/v1/traces",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with collect() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Server]:
+    repository: Path = tmp_path_factory.mktemp("repository")
+    (repository / "traced" / "1").mkdir(parents=True)
+    (repository / "traced" / "config.pbtxt").write_text('backend: "quire"\n')
+    settings = {"model": str(CHECKPOINT), "kv_cache_memory_bytes": 64 << 20, "otlp_endpoint": collector.endpoint}
+    (repository / "traced" / "1" / "model.json").write_text(json.dumps(settings))
+    with serve("--model-repository", str(repository), "--", *TRITON_TRACES) as running:
+        yield running
+
+
+def roots(collector: Collector, label: str) -> list[Any]:
+    return [span for span in collector.spans if attributes_of(span).get("gen_ai.response.id") == label]
+
+
+def children(collector: Collector, root: Any) -> set[str]:
+    return {span.name for span in collector.spans if span.parent_span_id == root.span_id}
+
+
+def test_a_request_continues_its_callers_trace(server: Server, collector: Collector) -> None:
+    context = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
+    run(
+        server,
+        model="traced",
+        request_id="called",
+        text_input="x = ",
+        max_tokens=5,
+        ignore_eos=True,
+        parameters=context,
+    )
+    collector.wait_for(lambda: roots(collector, "called"))
+    (root,) = roots(collector, "called")
+    assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
+    collector.wait_for(lambda: children(collector, root) == {"queue", "prefill", "decode"})
+
+
+def test_a_request_continues_the_servers_own_trace(server: Server, collector: Collector) -> None:
+    ask_all(
+        server, [{"model": "traced", "request_id": f"own{i}", "text_input": "x", "max_tokens": 2} for i in range(2)]
+    )
+    collector.wait_for(lambda: roots(collector, "own0") and roots(collector, "own1"))
+    found = [*roots(collector, "own0"), *roots(collector, "own1")]
+    assert len({root.trace_id for root in found}) == 2
+    assert all(root.parent_span_id for root in found)
+
+
+def test_metrics_arrive(server: Server, collector: Collector) -> None:
+    run(server, model="traced", text_input="x", max_tokens=3, ignore_eos=True)
+    name = "gen_ai.server.time_per_output_token"
+    collector.wait_for(lambda: name in collector.metrics)
+    (point,) = collector.metrics[name].histogram.data_points
+    assert attributes_of(point)["gen_ai.request.model"] == "traced"

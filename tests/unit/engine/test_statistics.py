@@ -1,0 +1,253 @@
+"""What the engine tells of its steps, its ranks, cancelled requests, and of what each request was promised."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire_engine import LLM, AsyncLLM, EngineConfig, RequestOutput, SamplingParams
+from quire_engine.errors import EngineDeadError, EngineUnavailableError, RequestError
+from quire_engine.slo import RequestSLO
+from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats, StepStats
+
+pytestmark = pytest.mark.slow
+
+SLO = {"default": {"e2e_ms": 1e8}, "fast": {"ttft_ms": 1e-3}, "steady": {"tpot_ms": 1e-3, "e2e_ms": 1e8}}
+
+
+class Recorder:
+    """A StatLogger that keeps what matters here."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepStats] = []
+        self.finished: list[FinishedRequestStats] = []
+        self.cancel_to_free_seconds: list[float] = []
+        self.num_running = 0
+        self.num_restarts = 0
+
+    def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
+        if scheduler_stats is not None:
+            self.num_running = scheduler_stats.num_running
+        if iteration_stats.step is not None:
+            self.steps.append(iteration_stats.step)
+        self.finished += iteration_stats.finished_requests
+        self.cancel_to_free_seconds += iteration_stats.cancel_to_free_seconds
+        self.num_restarts += iteration_stats.num_engine_restarts
+
+    def verdicts(self) -> list[tuple[str | None, str | None, str | None]]:
+        taken, self.finished = self.finished, []
+        return [(one.slo_class, one.slo_verdict, one.slo_cause) for one in taken]
+
+
+@contextlib.contextmanager
+def engine(folder: Path, **settings: Any) -> Iterator[tuple[AsyncLLM, Recorder]]:
+    recorder = Recorder()
+    config = EngineConfig.from_settings({"model": str(folder), "dtype": "float32", "slo": SLO, **settings})
+    llm = AsyncLLM(config, [recorder])
+    try:
+        yield llm, recorder
+    finally:
+        llm.shutdown()
+
+
+def params(max_tokens: int = 8, **fields: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, **fields})
+
+
+async def last(llm: AsyncLLM, sampling_params: SamplingParams, **options: Any) -> RequestOutput:
+    return [output async for output in llm.generate([5, 6, 7], sampling_params, **options)][-1]
+
+
+def run(llm: AsyncLLM, main: Callable[[], Awaitable[None]]) -> None:
+    async def started() -> None:
+        await llm.start()
+        await main()
+
+    asyncio.run(started())
+
+
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to be"
+        await asyncio.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint("tied-gqa")
+
+
+def test_steps_tell_their_times_and_tokens(folder: Path) -> None:
+    async def main() -> None:
+        await last(llm, params(8))
+        (chunk, *decodes) = recorder.steps
+        assert (chunk.num_requests, chunk.num_tokens, chunk.num_prefill_tokens) == (1, 2, 2)
+        assert [(step.num_tokens, step.num_prefill_tokens) for step in decodes] == [
+            (1, 0)
+        ] * 8  # the third of the prompt
+        assert chunk.num_decode_tokens == 0
+        for step in recorder.steps:
+            assert step.execute_seconds > 0
+            assert step.schedule_seconds > 0
+            assert step.update_seconds > 0
+            assert step.execute_seconds + step.schedule_seconds + step.update_seconds < 30
+
+    with engine(folder, max_num_batched_tokens=2, max_num_seqs=2) as (llm, recorder):
+        run(llm, main)
+
+
+def test_cancelled_requests_are_acknowledged_once(folder: Path) -> None:
+    async def main() -> None:
+        for num_sequences in (1, 3):
+            request = llm.input_processor.process([5, 6, 7], params(200, n=num_sequences, temperature=1.0))
+            llm.add_request(request, lambda output: None)
+            await until(lambda wanted=num_sequences: recorder.num_running == wanted)
+            llm.abort(request.request_id)
+            llm.abort(request.request_id)
+            await until(lambda: recorder.num_running == 0)
+        await until(lambda: len(recorder.cancel_to_free_seconds) == 4)
+        assert all(0 < seconds < 10 for seconds in recorder.cancel_to_free_seconds)
+        await last(llm, params())
+        llm.abort("unknown")
+        await last(llm, params())
+        assert len(recorder.cancel_to_free_seconds) == 4
+        assert not llm._aborted_at
+
+    with engine(folder) as (llm, recorder):
+        run(llm, main)
+
+
+def test_a_stop_string_is_no_cancellation(folder: Path) -> None:
+    text = LLM(folder, dtype="float32").generate([[5, 6, 7]], params(20), use_tqdm=False)[0].outputs[0].text
+
+    async def main() -> None:
+        output = await last(llm, params(200, stop=[text[2:4]]))
+        assert output.outputs[0].finish_reason == "stop"
+        await last(llm, params())
+        assert recorder.cancel_to_free_seconds == []
+        assert recorder.verdicts() == [("default", "good", "none")] * 2
+
+    with engine(folder) as (llm, recorder):
+        run(llm, main)
+
+
+def test_every_end_of_a_request_has_its_verdict(folder: Path) -> None:
+    async def main() -> None:
+        output = await last(llm, params())
+        assert output.metrics is not None
+        assert (output.metrics.slo_verdict, output.metrics.slo_cause) == ("good", "none")
+        await last(llm, params(), slo=RequestSLO(slo_class="fast"))
+        await last(llm, params(), slo=RequestSLO(slo_class="fast", ttft_ms=1e8))
+        await last(llm, params(), slo=RequestSLO(slo_class="steady"))
+        await last(llm, params(1), slo=RequestSLO(slo_class="steady"))
+        await last(llm, params(n=3, temperature=1.0), slo=RequestSLO(e2e_ms=1e-3))
+        assert recorder.verdicts() == [
+            ("default", "good", "none"), ("fast", "miss", "ttft"), ("fast", "good", "none"), ("steady", "miss", "tpot"),
+            ("steady", "good", "none"), ("default", "miss", "e2e"),
+        ]  # fmt: skip
+        with pytest.raises(RequestError, match="slo_class is 'gold'"):
+            await last(llm, params(), slo=RequestSLO(slo_class="gold"))
+        assert recorder.verdicts() == []
+
+    with engine(folder) as (llm, recorder):
+        run(llm, main)
+
+
+def test_cancelled_and_impossible_requests_are_not_judged_and_refused_ones_are(folder: Path) -> None:
+    async def main() -> None:
+        running = asyncio.ensure_future(last(llm, params(400)))
+        await until(lambda: recorder.num_running == 1)
+        with pytest.raises(EngineUnavailableError):
+            await last(llm, params(), slo=RequestSLO(slo_class="fast"))
+        assert recorder.verdicts() == [("fast", "miss", "rejected")]
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        assert recorder.verdicts() == [(None, None, None)]
+
+    with engine(folder, max_num_seqs=1, max_queued_requests=0) as (llm, recorder):
+        run(llm, main)
+
+
+def test_a_request_that_could_never_be_served_is_not_judged(folder: Path) -> None:
+    async def main() -> None:
+        with pytest.raises(RequestError, match="structured_outputs"):
+            await last(llm, params(structured_outputs={"regex": "[a"}))
+        assert recorder.verdicts() == [(None, None, None)]
+
+    with engine(folder) as (llm, recorder):
+        run(llm, main)
+
+
+def test_a_replayed_request_keeps_its_clock(folder: Path) -> None:
+    """The time without an engine counts: it is the client's time."""
+
+    async def main() -> None:
+        began_at = time.monotonic()
+        task = asyncio.ensure_future(last(llm, params(400), slo=RequestSLO(slo_class="default", e2e_ms=1e7)))
+        await until(lambda: recorder.num_running == 1 and len(recorder.steps) > 3)
+        os.kill(llm.engine_pid, signal.SIGKILL)
+        killed_at = time.monotonic()
+        await until(lambda: not llm.is_healthy)
+        assert llm.workers_up() == [False]
+        await until(lambda: recorder.num_restarts == 1)
+        restarted_at = time.monotonic()
+        metrics = (await task).metrics
+        assert metrics is not None
+        assert restarted_at - killed_at < metrics.e2e_seconds < time.monotonic() - began_at
+        assert metrics.time_to_first_token_seconds is not None
+        assert metrics.time_to_first_token_seconds < killed_at - began_at
+        assert metrics.decode_seconds > restarted_at - killed_at
+        assert recorder.verdicts() == [("default", "good", "none")]
+
+    with engine(folder) as (llm, recorder):
+        run(llm, main)
+
+
+def test_a_request_that_dies_with_its_engine_is_a_miss(folder: Path) -> None:
+    async def main() -> None:
+        task = asyncio.ensure_future(last(llm, params(400), slo=RequestSLO(slo_class="steady")))
+        await until(lambda: recorder.num_running == 1)
+        os.kill(llm.engine_pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError):
+            await task
+        assert recorder.verdicts() == [("steady", "miss", "error")]
+
+    with engine(folder, replay_on_crash=False) as (llm, recorder):
+        run(llm, main)
+
+
+def test_stretches_of_preemption_lie_within_the_decode(folder: Path) -> None:
+    async def main() -> None:
+        metrics = [output.metrics for output in await asyncio.gather(*(last(llm, params(300)) for _ in range(2)))]
+        preempted = [one for one in metrics if one is not None and one.num_preemptions]
+        assert preempted
+        for one in preempted:
+            assert one.time_to_first_token_seconds is not None
+            assert len(one.preemptions) == one.num_preemptions
+            for begin, end in one.preemptions:
+                assert one.time_to_first_token_seconds <= begin < end <= one.e2e_seconds
+
+    # 24 blocks: layers · keys and values · heads · head size · tokens · bytes.
+    room = 24 * 2 * 2 * 2 * 16 * 16 * 4
+    with engine(folder, enable_prefix_caching=False, kv_cache_memory_bytes=room) as (llm, recorder):
+        run(llm, main)
+        assert all(end.slo_verdict == "good" for end in recorder.finished)
+
+
+def test_ranks_are_looked_after_one_by_one(folder: Path) -> None:
+    async def main() -> None:
+        assert llm.workers_up() == [True, True]
+        os.kill(llm.worker_pids[1], signal.SIGSTOP)
+        await until(lambda: llm.workers_up() in ([True, False], [False, False]), seconds=1)
+        await until(lambda: recorder.num_restarts == 1)
+        assert llm.workers_up() == [True, True]
+
+    with engine(folder, tensor_parallel_size=2) as (llm, recorder):
+        run(llm, main)

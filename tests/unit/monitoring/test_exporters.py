@@ -1,0 +1,210 @@
+"""Triton's metrics and prometheus-client's: the same names, labels, buckets and values after the same history."""
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats, StepStats
+from quire_monitoring import MetricDefinition, MetricKind, TritonStatLogger
+from quire_monitoring.prometheus import PrometheusStatLogger
+
+LABELS = {"model": "m", "version": "1", "engine": "0"}
+SLO_CLASSES = ("default", "batch")
+WORKERS = [True, False]
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+class FakeServer:
+    """What a tritonserver would answer to a scrape."""
+
+    def __init__(self) -> None:
+        self.samples: Samples = {}
+        self.calls: Counter[str] = Counter()
+
+    def make_family(self, definition: MetricDefinition) -> Any:
+        server = self
+
+        class Metric:
+            def __init__(self, labels: dict[str, str], buckets: list[float] | None = None) -> None:
+                self.labels, self.buckets = labels, buckets
+                own = [(definition.name, labels)] if buckets is None else self.names(0.0)
+                for key in [server.sample(*one) for one in own]:
+                    assert key not in server.samples
+                    server.samples[key] = 0.0
+
+            def names(self, value: float) -> list[tuple[str, dict[str, str]]]:
+                bounds = [bound for bound in self.buckets or () if value <= bound]
+                return [
+                    *((definition.name + "_bucket", self.labels | {"le": f"{bound:g}"}) for bound in bounds),
+                    (definition.name + "_bucket", self.labels | {"le": "+Inf"}),
+                    (definition.name + "_count", self.labels),
+                    (definition.name + "_sum", self.labels),
+                ]
+
+            def set(self, value: float) -> None:
+                assert definition.kind is MetricKind.GAUGE
+                server.write(definition.name, self.labels, value, is_gauge=True)
+
+            def increment(self, value: float) -> None:
+                assert definition.kind is MetricKind.COUNTER
+                assert value > 0
+                server.write(definition.name, self.labels, value)
+
+            def observe(self, value: float) -> None:
+                assert definition.kind is MetricKind.HISTOGRAM
+                server.calls[definition.name] += 1
+                for name, labels in self.names(value):
+                    server.samples[server.sample(name, labels)] += value if name.endswith("_sum") else 1
+
+        class Family:
+            def Metric(self, labels: dict[str, str], buckets: list[float] | None = None) -> Any:  # noqa: N802
+                return Metric(labels, buckets)
+
+        return Family()
+
+    def write(self, name: str, labels: dict[str, str], value: float, is_gauge: bool = False) -> None:
+        self.calls[name] += 1
+        key = self.sample(name, labels)
+        self.samples[key] = value if is_gauge else self.samples[key] + value
+
+    @staticmethod
+    def sample(name: str, labels: dict[str, str]) -> tuple[str, frozenset[tuple[str, str]]]:
+        return name, frozenset(labels.items())
+
+
+def scrape(stat_logger: PrometheusStatLogger) -> Samples:
+    """Through the text, as a Prometheus would."""
+    registry = CollectorRegistry()
+    registry.register(stat_logger)
+    found: Samples = {}
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        for sample in family.samples:
+            found[sample.name, frozenset(sample.labels.items())] = sample.value
+    return found
+
+
+def random_history(rng: random.Random, num_steps: int) -> list[tuple[SchedulerStats | None, IterationStats]]:
+    """Steps, requests that end in all ways, an engine that is started again and forgets its totals."""
+    history: list[tuple[SchedulerStats | None, IterationStats]] = []
+    totals = Counter[str]()
+    for _ in range(num_steps):
+        if rng.random() < 0.02:
+            totals.clear()
+        for name in ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "num_draft_tokens",
+                     "num_accepted_tokens"):  # fmt: skip
+            totals[name] += rng.randrange(3)
+        waiting = rng.randrange(4)
+        scheduler_stats = SchedulerStats(
+            num_running=rng.randrange(9), num_waiting=waiting, num_waiting_for_fsm=rng.randint(0, waiting),
+            num_blocks_used=rng.randrange(50), num_blocks_cached=rng.randrange(9), num_blocks_free=rng.randrange(9),
+            **totals,
+        )  # fmt: skip
+        iteration = IterationStats(
+            num_prompt_tokens=rng.randrange(9), num_cached_tokens=rng.randrange(5),
+            num_generation_tokens=rng.randrange(9),
+            time_to_first_token_seconds=[rng.expovariate(1) for _ in range(rng.randrange(2))],
+            inter_token_seconds=[rng.expovariate(30) for _ in range(rng.randrange(9))],
+            finished_requests=[random_request(rng) for _ in range(rng.randrange(3))],
+            num_engine_restarts=rng.randrange(2), num_requests_replayed=rng.randrange(3),
+            step=rng.choice([None, StepStats(*(rng.expovariate(100) for _ in range(3)), 3, rng.randrange(99))]),
+            cancel_to_free_seconds=[rng.expovariate(100) for _ in range(rng.randrange(2))],
+        )  # fmt: skip
+        history.append((rng.choice([None, scheduler_stats]), iteration))
+    return history
+
+
+def random_request(rng: random.Random) -> FinishedRequestStats:
+    good = rng.random() < 0.5
+    cause = "none" if good else rng.choice(["ttft", "tpot", "e2e", "rejected", "error"])
+    return FinishedRequestStats(
+        rng.choice(["stop", "length", "abort", "error", "novel"]),
+        num_prompt_tokens=rng.randrange(1, 3000), num_output_tokens=rng.randrange(1000),
+        e2e_seconds=rng.choice([0.5, rng.expovariate(1)]), queue_seconds=rng.choice([None, rng.expovariate(10)]),
+        prefill_seconds=rng.random(), decode_seconds=rng.random(),
+        time_to_first_token_seconds=rng.choice([None, rng.random()]),
+        error_code=rng.choice([None, None, "unavailable", "deadline"]),
+        slo_class=rng.choice([None, *SLO_CLASSES]), slo_verdict="good" if good else "miss", slo_cause=cause,
+    )  # fmt: skip
+
+
+def pair(aliases: bool = True) -> tuple[FakeServer, TritonStatLogger, PrometheusStatLogger]:
+    server = FakeServer()
+    options: dict[str, Any] = {"slo_classes": SLO_CLASSES, "num_ranks": len(WORKERS), "aliases": aliases}
+    return server, TritonStatLogger(server.make_family, LABELS, **options), PrometheusStatLogger(LABELS, **options)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("aliases", [True, False])
+def test_both_exporters_agree(seed: int, aliases: bool) -> None:
+    rng = random.Random(seed)
+    server, triton, prometheus = pair(aliases)
+    triton._is_up, triton._workers_up = (lambda: True), (lambda: WORKERS)  # flushed by hand, without the thread
+    prometheus.start(lambda: True, lambda: WORKERS)
+    for step in random_history(rng, 300):
+        for stat_logger in (triton, prometheus):
+            stat_logger.record(*step)
+            if len(step[1].finished_requests) == 2:
+                stat_logger.record_rejection(*SLO_CLASSES[: len(step[1].inter_token_seconds) % 2])
+        if rng.random() < 0.1:
+            triton._flush()
+        if rng.random() < 0.05:
+            scrape(prometheus)
+    triton._next_frequent = 0.0
+    triton._flush()
+    expected = scrape(prometheus)
+    assert server.samples.keys() == expected.keys()
+    for key, value in expected.items():
+        assert server.samples[key] == pytest.approx(value), key
+    assert expected[FakeServer.sample("quire_worker_up", LABELS | {"rank": "1"})] == 0
+    assert any(name.startswith("vllm:") for name, _ in expected) == aliases
+    assert all(dict(labels).items() >= LABELS.items() for _, labels in expected)
+    histograms = {name.removesuffix("_bucket"): 0.0 for name, _ in expected if name.endswith("_bucket")}
+    assert all(
+        sum(value for (name, _), value in expected.items() if name == histogram + "_count") > 0
+        for histogram in histograms
+    )
+
+
+def test_vllms_series_have_its_labels() -> None:
+    _, _, prometheus = pair()
+    prometheus.start(lambda: True, lambda: WORKERS)
+    waiting = SchedulerStats(num_running=2, num_waiting=5, num_waiting_for_fsm=3, num_blocks_used=1, num_blocks_free=3)
+    ends = [FinishedRequestStats("stop"), FinishedRequestStats("error", error_code="unavailable")]
+    prometheus.record(waiting, IterationStats(finished_requests=ends))
+    prometheus.record_rejection()
+    samples, labels = scrape(prometheus), LABELS | {"model_name": "m"}
+    assert samples["vllm:num_requests_waiting", frozenset(labels.items())] == 5
+    assert samples["vllm:kv_cache_usage_perc", frozenset(labels.items())] == 0.25
+    success = {dict(own)["finished_reason"]: value for (name, own), value in samples.items()
+               if name == "vllm:request_success_total"}  # fmt: skip
+    assert success == {"stop": 1, "length": 0, "abort": 0, "error": 0}
+    assert samples[FakeServer.sample("quire_requests_total", LABELS | {"outcome": "rejected"})] == 2
+
+
+def test_what_clients_say_adds_no_series() -> None:
+    server, triton, prometheus = pair()
+    triton._is_up, triton._workers_up = (lambda: True), (lambda: WORKERS)
+    before = set(server.samples), set(scrape(prometheus))
+    for i in range(10_000):
+        junk = FinishedRequestStats(f"novel{i}", slo_class=f"junk{i}", slo_verdict="good", slo_cause="none")
+        for stat_logger in (triton, prometheus):
+            stat_logger.record(None, IterationStats(finished_requests=[junk]))
+            stat_logger.record_rejection(f"gold{i}")
+    triton._flush()
+    assert (set(server.samples), set(scrape(prometheus))) == before
+    rejected = LABELS | {"slo": "default", "verdict": "miss", "cause": "rejected"}
+    assert server.samples[FakeServer.sample("quire_slo_requests_total", rejected)] == 10_000
+
+
+def test_frequent_observations_cost_a_bounded_number_of_round_trips() -> None:
+    server, triton, _ = pair()
+    for _ in range(1000):
+        triton.record(None, IterationStats(inter_token_seconds=[0.004] * 64, step=StepStats(1e-4, 1e-2, 1e-4, 64, 64)))
+    triton._flush()
+    assert sum(server.calls.values()) < 250
+    key = FakeServer.sample("vllm:inter_token_latency_seconds_count", LABELS | {"model_name": "m"})
+    assert server.samples[key] == 64_000

@@ -1,0 +1,143 @@
+"""OtelStatLogger against a real OTLP receiver, one that is not there, and one that hangs."""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from quire_engine.stats import FinishedRequestStats, IterationStats
+from quire_monitoring.otel import OtelStatLogger
+from support.otlp import Collector, attributes_of, collect
+
+LABELS = {"model": "m", "version": "1", "engine": "0"}
+TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+def request(**fields: Any) -> FinishedRequestStats:
+    values: dict[str, Any] = {
+        "finish_reason": "length", "num_prompt_tokens": 7, "num_output_tokens": 5, "e2e_seconds": 2.0,
+        "queue_seconds": 0.25, "prefill_seconds": 0.5, "time_to_first_token_seconds": 0.75, "decode_seconds": 1.2,
+        "num_preemptions": 1, "preemptions": [(1.0, 1.5)], "slo_class": "default", "slo_verdict": "good",
+        "slo_cause": "none", "label": "mine",
+    }  # fmt: skip
+    return FinishedRequestStats(**(values | fields))
+
+
+def record(stat_logger: OtelStatLogger, *requests: FinishedRequestStats) -> None:
+    stat_logger.record(None, IterationStats(finished_requests=list(requests)))
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with collect() as running:
+        yield running
+
+
+def exporter(endpoint: str, **options: Any) -> OtelStatLogger:
+    return OtelStatLogger(endpoint, LABELS, export_interval_seconds=0.2, **options)
+
+
+def test_one_trace_per_request_with_its_phases(collector: Collector) -> None:
+    stat_logger = exporter(collector.endpoint)
+    before = time.time_ns()
+    record(stat_logger, request(traceparent=f"00-{TRACE_ID}-{PARENT_ID}-01"))
+    collector.wait_for(lambda: len(collector.spans) == 5)
+    stat_logger.stop()
+    assert len(collector.spans) == 5
+    spans = {span.name: span for span in collector.spans}
+    root = spans.pop("text_completion m")
+    assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
+    assert root.end_time_unix_nano - root.start_time_unix_nano == 2_000_000_000
+    assert before <= root.end_time_unix_nano <= time.time_ns()
+    attributes = attributes_of(root)
+    assert attributes["gen_ai.request.model"] == "m"
+    assert (attributes["gen_ai.usage.input_tokens"], attributes["gen_ai.usage.output_tokens"]) == (7, 5)
+    assert attributes["gen_ai.response.finish_reasons"] == ["length"]
+    assert (attributes["gen_ai.response.id"], attributes["quire.slo.verdict"]) == ("mine", "good")
+    assert {span.parent_span_id for span in spans.values()} == {root.span_id}
+    assert {span.trace_id for span in spans.values()} == {root.trace_id}
+    start = root.start_time_unix_nano
+    times = {
+        name: ((span.start_time_unix_nano - start) / 1e9, (span.end_time_unix_nano - start) / 1e9)
+        for name, span in spans.items()
+    }
+    assert times == {"queue": (0, 0.25), "prefill": (0.25, 0.75), "decode": (0.75, 1.95), "preemption": (1.0, 1.5)}
+    assert collector.resources[0]["service.name"] == "quire"
+
+
+def test_metrics_under_the_genai_names(collector: Collector) -> None:
+    stat_logger = exporter(collector.endpoint)
+    failed = request(finish_reason="error", time_to_first_token_seconds=None, num_output_tokens=0)
+    record(stat_logger, request(), request(e2e_seconds=3.0), failed)
+    stat_logger.stop()
+    assert collector.metrics.keys() == {
+        "gen_ai.server.request.duration", "gen_ai.server.time_to_first_token", "gen_ai.server.time_per_output_token",
+    }  # fmt: skip
+    assert {metric.unit for metric in collector.metrics.values()} == {"s"}
+    good, bad = sorted(
+        collector.metrics["gen_ai.server.request.duration"].histogram.data_points,
+        key=lambda point: "error.type" in attributes_of(point),
+    )
+    assert (good.count, good.sum) == (2, 5.0)
+    assert list(good.explicit_bounds)[:2] == [0.01, 0.02]
+    assert (bad.count, attributes_of(bad)["error.type"]) == (1, "error")
+    (per_token,) = collector.metrics["gen_ai.server.time_per_output_token"].histogram.data_points
+    assert (per_token.count, per_token.sum) == (2, pytest.approx(0.6))
+    (first_token,) = collector.metrics["gen_ai.server.time_to_first_token"].histogram.data_points
+    assert (first_token.count, first_token.sum) == (2, 1.5)
+
+
+def test_sampling_follows_the_caller_and_else_the_ratio(collector: Collector) -> None:
+    stat_logger = exporter(collector.endpoint, trace_sample_ratio=0.0)
+    record(stat_logger, request(), request(traceparent="no context at all"))
+    record(stat_logger, request(traceparent=f"00-{TRACE_ID}-{PARENT_ID}-01"))
+    stat_logger.stop()
+    assert {span.trace_id.hex() for span in collector.spans} == {TRACE_ID}
+    collector.spans.clear()
+    stat_logger = exporter(collector.endpoint)
+    record(stat_logger, request(traceparent=f"00-{TRACE_ID}-{PARENT_ID}-00"), request(traceparent="00-junk"))
+    record(stat_logger, request(finish_reason="abort", time_to_first_token_seconds=None, preemptions=[]))
+    stat_logger.stop()
+    assert TRACE_ID not in {span.trace_id.hex() for span in collector.spans}
+    assert len({span.trace_id for span in collector.spans}) == 2
+    assert sorted(span.name for span in collector.spans)[-2:] == ["text_completion m"] * 2
+
+
+def test_a_collector_that_is_not_there_costs_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        caplog.set_level(logging.INFO)
+        stat_logger = exporter(f"http://127.0.0.1:{taken.getsockname()[1]}")
+        slowest = 0.0
+        for _ in range(300):
+            began_at = time.perf_counter()
+            record(stat_logger, request())
+            slowest = max(slowest, time.perf_counter() - began_at)
+        deadline = time.monotonic() + 20
+        while not caplog.records and time.monotonic() < deadline:
+            threading.Event().wait(0.05)
+        threading.Event().wait(1.0)  # some more attempts
+        began_at = time.monotonic()
+        stat_logger.stop()
+        assert time.monotonic() - began_at < 12
+    assert slowest < 0.5
+    (line,) = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert line.startswith("nothing can be exported to the OTLP collector at http://127.0.0.1:")
+
+
+def test_a_collector_that_hangs_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as hanging:
+        hanging.bind(("127.0.0.1", 0))
+        hanging.listen()
+        stat_logger = exporter(f"http://127.0.0.1:{hanging.getsockname()[1]}")
+        began_at = time.monotonic()
+        for _ in range(15_000):  # more than are kept
+            record(stat_logger, request())
+        assert time.monotonic() - began_at < 10
+        began_at = time.monotonic()
+        stat_logger.stop()
+        assert time.monotonic() - began_at < 15
+    assert len([one for one in caplog.records if one.levelno >= logging.WARNING]) <= 2
