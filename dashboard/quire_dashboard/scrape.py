@@ -79,8 +79,9 @@ def parse(text: str, time: float) -> Scrape:
     Raises:
         ScrapeError: it is not that format.
     """
-    # Of what tritonserver exports, most is not ours, and the parser is slow.
-    lines = [line for line in text.splitlines() if line.removeprefix("# TYPE ").startswith(_PREFIX)]
+    # Of what tritonserver exports, most is not ours, and the parser is slow. Without the types on purpose: of a counter
+    # whose name does not end in `_total`, such as a bucket that is written as a counter, the parser changes the name.
+    lines = [line for line in text.splitlines() if line.startswith(_PREFIX)]
     values: dict[Key, float] = {}
     try:
         for family in text_string_to_metric_families("\n".join([*lines, ""])):

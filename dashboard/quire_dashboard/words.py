@@ -12,6 +12,8 @@ def seconds(value: float) -> str:
     """0.0123 → `12 ms`, 83 → `1 min 23 s`."""
     if value < 0:
         return f"-{seconds(-value)}"
+    if 0 < value < 0.000995:
+        return f"{1e6 * value:.0f} µs"
     if value < 0.0095:
         return f"{1000 * value:.1f} ms"
     if value < 0.9995:

@@ -153,6 +153,7 @@ def test_a_refresh_keeps_the_charts_where_they_are(open_page: Callable[..., Page
     page = open_page()
     running = page.get_by_test_id("stMetric").filter(has_text="Running")
     expect(page.locator("svg.marks")).to_have_count(8)
+
     def refresh(*numbers: int) -> None:
         for number in numbers:
             fake.state.set("requests_running", number)

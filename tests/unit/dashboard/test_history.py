@@ -34,6 +34,14 @@ def test_only_quires_own_series_are_read() -> None:
     assert scrape.label_values("slo") == ["batch", "default"]
 
 
+def test_a_histogram_whose_buckets_are_written_as_counters_keeps_its_names() -> None:
+    text = (
+        "# TYPE quire_step_seconds_bucket counter\n"
+        'quire_step_seconds_bucket{le="+Inf",model="tinypy"} 4\nquire_step_seconds_bucket{le="0.5",model="tinypy"} 3\n'
+    )
+    assert {name for name, _ in parse(text, 0.0).values} == {"quire_step_seconds_bucket"}
+
+
 def test_what_is_not_metrics_is_said_to_be_none() -> None:
     with pytest.raises(ScrapeError, match="text format"):
         parse('quire_engine_up{model="tinypy} 1\n', 0.0)
