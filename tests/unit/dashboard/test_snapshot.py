@@ -139,7 +139,8 @@ def test_a_chat_becomes_a_prompt_that_ends_where_the_answer_begins(format_: str)
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.0, "0.0 ms"), (0.00012, "120 µs"), (0.0012, "1.2 ms"), (0.0996, "100 ms"), (0.9996, "1.0 s"), (12.34, "12.3 s"), (83, "1 min 23 s"),
+    [(0.0, "0.0 ms"), (0.00012, "120 µs"), (0.0012, "1.2 ms"), (0.0996, "100 ms"), (0.9996, "1.0 s"),
+     (12.34, "12.3 s"), (83, "1 min 23 s"),
      (7260, "2 h 1 min"), (-2.0, "-2.0 s")],
 )  # fmt: skip
 def test_seconds_in_words(value: float, text: str) -> None:
