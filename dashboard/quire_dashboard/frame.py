@@ -174,7 +174,8 @@ def chart(
         if top is None and not any(point.value for point in points):
             top = 1.0  # an axis from 0 to 0 has no numbers
         spec = line_spec(unit, rules=rules, format_=format_, top=top, series=names)
-        draw(columns_of(points), spec, key=key, alt=f"{title}: {now}")
+        # The alternative text becomes part of the specification: with figures in it, each refresh drew a new chart.
+        draw(columns_of(points), spec, key=key, alt=title)
 
 
 def figures(shown: Sequence[tuple[str, str, str]]) -> None:

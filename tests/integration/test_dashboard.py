@@ -48,7 +48,7 @@ def test_it_dies_with_a_supervisor_that_is_killed() -> None:
     server = start(*WITH_DASHBOARD)
     assert answers(server.dashboard)
     server.stop(signal.SIGKILL)
-    wait_until(lambda: not answers(server.dashboard))
+    wait_until(lambda: not answers(server.dashboard), "the dashboard is gone")
     # What a killed run had to leave is removed by the next start.
     with serve():
         pass

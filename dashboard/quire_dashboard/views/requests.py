@@ -44,7 +44,7 @@ def _now() -> None:
         oldest = f", the oldest {_MOST_BARS}" if len(requests) > _MOST_BARS else ""
         st.markdown(f"**Timeline**{oldest}")
         draw(timeline_columns(shown, names), timeline_spec(), key="timeline", height=140 + 24 * len(shown),
-             alt=f"Timeline of {len(shown)} requests")  # fmt: skip
+             alt="Timeline of the requests")  # fmt: skip
     with right:
         _one(model, requests, names)
 
