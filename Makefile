@@ -18,7 +18,7 @@ test: $(VENV)/.dev-installed $(VENV)/chromium  ## Run all tests, those with a re
 	@$(BIN)/python -m pytest $(ARGS)
 
 screenshots: $(VENV)/.dev-installed $(VENV)/chromium  ## Take the dashboard's pictures in docs/ again
-	@QUIRE_SCREENSHOTS=docs $(BIN)/python -m pytest -q tests/dashboard/test_browser.py -k screenshots $(ARGS)
+	@$(BIN)/python tests/dashboard/screenshots.py docs
 
 check: $(VENV)/.dev-installed  ## Check format, lint and types
 	@$(BIN)/ruff format --check --quiet . || { echo "quire: some files are not formatted; run $(BIN)/ruff format"; exit 1; }

@@ -1,7 +1,6 @@
 """The dashboard in a real browser: every page clicked through, a request cancelled, the SLO class changed.
 
-The server is a stand-in; the dashboard is a process of its own, started as `quire dashboard` starts it. With
-QUIRE_SCREENSHOTS=FOLDER the pictures of the README are written there (`make screenshots`).
+The server is a stand-in; the dashboard is a process of its own, started as `quire dashboard` starts it.
 """
 
 import os
@@ -254,13 +253,10 @@ def test_with_a_token_it_must_be_known(open_page: Callable[..., Page], fake: Fak
         assert "token" not in page.url
 
 
-def test_screenshots(open_page: Callable[..., Page], fake: FakeTriton, tmp_path: Path) -> None:
-    folder = Path(os.environ.get("QUIRE_SCREENSHOTS") or tmp_path)
-    folder.mkdir(parents=True, exist_ok=True)
-    shots = (("overview", "", False), ("kv-cache", "kv-cache", False), ("requests", "requests", True))
-    for name, path, dark in shots:
+def test_pictures_show_something(open_page: Callable[..., Page], tmp_path: Path) -> None:
+    for path, dark in (("", False), ("kv-cache", False), ("requests", True)):
         page = open_page(path, dark=dark)
-        expect(page.get_by_test_id("stVegaLiteChart").first.locator("svg, canvas").first).to_be_visible()
-        file = folder / f"dashboard-{name}.png"
+        expect(page.locator("svg.marks").first).to_be_visible()
+        file = tmp_path / "shot.png"
         page.screenshot(path=file)
         assert file.stat().st_size > 20_000
