@@ -6,16 +6,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check bench clean
+.PHONY: help serve test screenshots check bench clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
 
 serve: $(VENV)/.server-installed  ## Serve the demo model: gRPC on port 8001, HTTP on 8000, metrics on 8002
 	@$(BIN)/quire serve $(ARGS)
 
-test: $(VENV)/.dev-installed $(VENV)/.prometheus-installed  ## Run all tests, those with a real server too
+test: $(VENV)/.dev-installed $(VENV)/.prometheus-installed $(VENV)/chromium  ## Run all tests, those with a real server and a real browser too
 	@$(BIN)/python -m pytest $(ARGS)
+
+screenshots: $(VENV)/.dev-installed $(VENV)/chromium  ## Take the dashboard's pictures in docs/ again
+	@$(BIN)/python tests/dashboard/screenshots.py docs
 
 check: $(VENV)/.dev-installed  ## Check format, lint and types
 	@$(BIN)/ruff format --check --quiet . || { echo "quire: some files are not formatted; run $(BIN)/ruff format"; exit 1; }
@@ -30,6 +33,10 @@ clean:  ## Remove .venv and everything else that was built
 	@find . -name __pycache__ -prune -exec rm -rf {} +
 	@find . -name '*.egg-info' -prune -exec rm -rf {} +
 
+# A browser for the dashboard's tests: the installed one, or Debian's, unpacked here. Without one those tests say so.
+$(VENV)/chromium: | $(VENV)/.dev-installed
+	@$(BIN)/python tests/support/chromium.py $@ || true
+
 $(BIN)/python:
 	@# The Python backend of the wheel's tritonserver needs numpy 1, which was never built for Python 3.13.
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' \
@@ -39,7 +46,7 @@ $(BIN)/python:
 # What `make serve` needs is less than what developers need, and comes faster.
 $(VENV)/.server-installed: pyproject.toml | $(BIN)/python
 	@echo "quire: installing into $(VENV); this takes minutes, once" >&2
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[server]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[server,dashboard]'
 	@touch $@
 
 $(VENV)/.dev-installed: pyproject.toml | $(BIN)/python

@@ -133,6 +133,13 @@ def serve(
     grpc_port: Annotated[int, Port] = 8001,
     http_port: Annotated[int, Port] = 8000,
     metrics_port: Annotated[int, Port] = 8002,
+    dashboard_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, metavar="PORT", help="Default: 8501, or any free one when that is taken."),
+    ] = None,
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard/--no-dashboard", help="Start the dashboard too, where it is installed.")
+    ] = True,
     drain_timeout: Annotated[
         int, typer.Option(min=0, max=86400, metavar="S", help="Seconds that running requests get when asked to stop.")
     ] = 30,
@@ -148,7 +155,10 @@ def serve(
     """Start tritonserver with the Quire backend, and watch over it.
 
     When every model is loaded, one line on stdout says so: "quire: ready grpc=HOST:PORT http=HOST:PORT
-    metrics=HOST:PORT". A port of 0 means any free one.
+    metrics=HOST:PORT dashboard=HOST:PORT". A port of 0 means any free one.
+
+    The dashboard is on --host as well; where that is not loopback, it asks for a token: that of QUIRE_DASHBOARD_TOKEN,
+    else one of its own, which is printed.
 
     The server's warnings and errors and the lines of Quire itself go to stderr; --verbose, or any --log-... flag after
     --, passes on everything. When a model does not load, one line says why.
@@ -171,6 +181,8 @@ def serve(
             grpc_port=grpc_port,
             http_port=http_port,
             metrics_port=metrics_port,
+            dashboard_port=dashboard_port,
+            dashboard=dashboard,
             drain_timeout_s=drain_timeout,
             verbose=verbose,
             server_flags=server_flags or (),
@@ -242,3 +254,30 @@ def doctor(
     if as_json:
         print(json.dumps({"fit": is_fit(checks), "checks": [check.as_dict() for check in checks]}, indent=2))
     return 0 if is_fit(checks) else 1
+
+
+@app.command()
+def dashboard(
+    url: Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's gRPC.")] = "127.0.0.1:8001",
+    metrics: Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's /metrics.")] = "127.0.0.1:8002",
+    prometheus: Annotated[
+        str, typer.Option(metavar="URL", help="A Prometheus that scrapes the server; without, history begins now.")
+    ] = "",
+    port: Annotated[int, Port] = 8501,
+    host: Annotated[str, typer.Option(help="Address to listen on; another than loopback needs a token.")] = "127.0.0.1",
+    token: Annotated[
+        str,
+        typer.Option(help="What visitors must know; better kept from ps, in QUIRE_DASHBOARD_TOKEN."),
+    ] = "",
+    _debug: Debug = False,
+) -> int:
+    """Show the operator's dashboard of a server that runs already, here or elsewhere.
+
+    It needs the server's gRPC port and its /metrics. To see requests and to cancel them, set QUIRE_INTROSPECTION_TOKEN
+    to the model's introspection_token.
+    """
+    from quire_cli.dashboard import DashboardOptions, run_dashboard
+
+    return run_dashboard(
+        DashboardOptions(url=url, metrics=metrics, prometheus=prometheus, host=host, port=port, token=token)
+    )

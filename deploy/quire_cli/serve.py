@@ -1,10 +1,12 @@
 """`quire serve`: from options to a running tritonserver."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire_cli.console import Console
+from quire_cli.dashboard import Dashboard, how_to_install
 from quire_cli.errors import CommandError, UsageError, has_working_directory
 from quire_cli.launch import ServerFlags, compose_backends, has_gpu, server_environment
 from quire_cli.model_repository import default_repository, write_model
@@ -30,6 +32,9 @@ class ServeOptions:
     grpc_port: int = 8001
     http_port: int = 8000
     metrics_port: int = 8002
+    dashboard_port: int | None = None
+    """8501 unless said otherwise; when that is taken, any free one."""
+    dashboard: bool = True
     drain_timeout_s: int = 30
     verbose: bool = False
     server_flags: Sequence[str] = ()
@@ -65,14 +70,16 @@ def serve(options: ServeOptions) -> int:
     if removed:
         console.line(f"quire: removed what an earlier run left behind: {removed}")
     endpoints = _endpoints(options, flags)
-    with blocked_signals(), RunDirectory() as run:
+    with blocked_signals(), RunDirectory() as run, _dashboard(options, endpoints, console) as dashboard:
         if options.model is not None:
             repository = run.path / "models"
             write_model(repository, options.model, options.name)
         served = repository and _plain_path(repository, run)
         return Supervisor(
             command=_command(options, flags, server, run, served, endpoints),
-            environment=server_environment(server, run.environment),
+            environment=server_environment(
+                server, {**run.environment, **(dashboard.server_environment if dashboard else {})}
+            ),
             endpoints=endpoints,
             ready_line=_ready_line(endpoints),
             drain_timeout_s=options.drain_timeout_s,
@@ -81,6 +88,7 @@ def serve(options: ServeOptions) -> int:
             show_whole_log=options.verbose or any(name.startswith("log-") for name in flags.values),
             clean_up=run.clean_up,
             needs_stub=_needs_stub(repository, flags),
+            ready_word=dashboard.ready_word if dashboard else lambda: "",
             watch_stubs=flags.values.get("model-control-mode", "none") == "none",
         ).run()
 
@@ -144,6 +152,33 @@ def _endpoints(options: ServeOptions, flags: ServerFlags) -> dict[str, Endpoint]
             host = flags.values.get(f"{service}-address", options.host)
             wanted[f"{service}-port"] = Endpoint(host, _port(f"{service}-port", flags, ports[service]))
     return {option.removesuffix("-port"): endpoint for option, endpoint in reserve(wanted).items()}
+
+
+def _dashboard(
+    options: ServeOptions, endpoints: dict[str, Endpoint], console: Console
+) -> AbstractContextManager[Dashboard | None]:
+    """The dashboard to start beside the server; None where there is to be none, or something is missing for it."""
+    if not options.dashboard:
+        return nullcontext()
+    missing = how_to_install()
+    if not missing and not endpoints.keys() >= {"grpc", "metrics"}:
+        missing = "it needs the server's gRPC and metrics ports, and one of them is turned off"
+    if missing:
+        console.line(f"quire: no dashboard: {missing}")
+        return nullcontext()
+    wanted = Endpoint(options.host, 8501 if options.dashboard_port is None else options.dashboard_port)
+    try:
+        endpoint = reserve({**_named(endpoints), "dashboard-port": wanted})["dashboard-port"]
+    except CommandError:
+        if options.dashboard_port is not None:
+            raise
+        # Of two servers on one machine, the second must not fail for the sake of a page.
+        endpoint = reserve({**_named(endpoints), "dashboard-port": Endpoint(options.host, 0)})["dashboard-port"]
+    return Dashboard(endpoint, endpoints, console)
+
+
+def _named(endpoints: dict[str, Endpoint]) -> dict[str, Endpoint]:
+    return {f"{service}-port": endpoint for service, endpoint in endpoints.items()}
 
 
 def _port(flag: str, flags: ServerFlags, default: int) -> int:

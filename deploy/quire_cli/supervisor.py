@@ -90,6 +90,8 @@ class Supervisor:
     """What is being started, for the status line."""
     clean_up: Callable[[], None]
     """Ends all processes of a server that died, and removes their shared memory."""
+    ready_word: Callable[[], str | None] = lambda: ""
+    """What a companion of the server adds to the ready line; None while it is not ready itself."""
     show_whole_log: bool = False
     watch_stubs: bool = True
     """Start again when a stub dies; not where models come and go while the server runs."""
@@ -136,13 +138,13 @@ class Supervisor:
 
     def _announce(self, server: ServerProcess) -> None:
         server.log.release()
-        _print_line(self.ready_line)
+        _print_line(self.ready_line + (self.ready_word() or ""))
 
     def _wait_until_ready(self, server: ServerProcess) -> bool:
         """Wait for the models; False when asked to stop meanwhile."""
         watch = _StartWatch(server, needs_stub=self.needs_stub, silence_s=self.silence_s)
         with waiting_line(self.console, self.what) as waiting:
-            while not server.is_ready(self.endpoints):
+            while not server.is_ready(self.endpoints) or self.ready_word() is None:
                 if server.wait_for_signal(_READY_POLL_S):
                     return False
                 if server.exit_code is not None:

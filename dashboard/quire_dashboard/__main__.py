@@ -1,0 +1,78 @@
+"""`python -m quire_dashboard`: start Streamlit with the settings that are fit for an operator's page."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from quire_dashboard.settings import DASHBOARD_TOKEN_VARIABLE, INTROSPECTION_TOKEN_VARIABLE, LOOPBACK, Settings
+
+__all__ = ["main", "streamlit_flags"]
+
+_COLOUR = "#2f6fc4"
+
+
+def streamlit_flags(host: str, port: int) -> list[str]:
+    """What Streamlit is told; a flag wins over every config file that happens to be there."""
+    options = {
+        "server.address": host,
+        "server.port": port,
+        "server.headless": "true",
+        "server.enableStaticServing": "false",
+        "server.fileWatcherType": "none",
+        "server.runOnSave": "false",
+        "server.enableCORS": "true",
+        "server.enableXsrfProtection": "true",
+        "server.maxUploadSize": 1,
+        "browser.gatherUsageStats": "false",
+        "browser.serverAddress": host,
+        "browser.serverPort": port,
+        "client.toolbarMode": "viewer",
+        # A traceback is for the log, not for whoever looks at the page.
+        "client.showErrorDetails": "none",
+        "client.showErrorLinks": "false",
+        "logger.level": "warning",
+        "theme.light.primaryColor": _COLOUR,
+        "theme.dark.primaryColor": _COLOUR,
+    }
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    if host in LOOPBACK:
+        # A page of another site whose name resolves to 127.0.0.1 must not get in.
+        flags += [f"--server.allowedHosts={name}" for name in ("127.0.0.1", "localhost", "[::1]")]
+    return flags
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Replace this process by Streamlit.
+
+    Returns:
+        2 for a wrong usage; otherwise it does not return.
+    """
+    parser = argparse.ArgumentParser(prog="python -m quire_dashboard", description=__doc__)
+    parser.add_argument("--url", default=Settings.default("url"))
+    parser.add_argument("--metrics", default=Settings.default("metrics"))
+    parser.add_argument("--prometheus", default="")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8501)
+    given = parser.parse_args(arguments)
+    token = os.environ.get(DASHBOARD_TOKEN_VARIABLE, "")
+    if given.host not in LOOPBACK and not token:
+        print(f"quire: on {given.host} the dashboard needs a token; set {DASHBOARD_TOKEN_VARIABLE}", file=sys.stderr)
+        return 2
+    try:
+        settings = Settings(
+            url=given.url, metrics=given.metrics, prometheus=given.prometheus, token=token,
+            introspection_token=os.environ.get(INTROSPECTION_TOKEN_VARIABLE, ""),
+        )  # fmt: skip
+    except ValueError as error:
+        print(f"quire: {error}", file=sys.stderr)
+        return 2
+    environment = {**os.environ, **settings.to_environment()}
+    script = str(Path(__file__).with_name("app.py"))
+    command = [sys.executable, "-m", "streamlit", "run", script, *streamlit_flags(given.host, given.port)]
+    return os.execve(sys.executable, command, environment)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Charts as Vega-Lite specifications.
+
+A specification holds no data: it stays equal from one refresh to the next, so that the browser only exchanges the
+points and nothing flickers.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from quire_dashboard.history import Point
+from quire_dashboard.snapshot import RequestState
+
+__all__ = ["PHASE_COLOURS", "columns_of", "line_spec", "stacked_spec", "timeline_columns", "timeline_spec"]
+
+HEIGHT = 220
+PHASE_COLOURS = {"queue": "#9aa0a6", "prefill": "#f2a33a", "decode": "#3b82d6", "preempted": "#d64545"}
+_SERIES_COLOURS = ["#3b82d6", "#f2a33a", "#2fa37c", "#a05bd6", "#d64545", "#5bb8d6", "#b58b4a", "#8a8f98"]
+_TIME_AXIS = {"format": "%H:%M:%S", "labelOverlap": True, "tickCount": 6, "grid": False}
+
+
+def columns_of(points: Iterable[Point], names: Mapping[str, str] | None = None) -> dict[str, list[Any]]:
+    """Points as columns `time`, `series` and `value`."""
+    names = names or {}
+    rows = list(points)
+    return {
+        "time": [datetime.fromtimestamp(point.time, timezone.utc) for point in rows],
+        "series": [names.get(point.series, point.series) for point in rows],
+        "value": [point.value for point in rows],
+    }
+
+
+def line_spec(
+    unit: str, *, rules: Mapping[str, float] | None = None, format_: str = "~s", top: float | None = None,
+    series: Sequence[str] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """Lines over time.
+
+    Args:
+        unit: title of the y axis.
+        rules: dashed horizontal lines, such as a target, by what they are.
+        format_: d3 format of the y axis.
+        top: fixed upper end of the y axis.
+        series: fixes the order, and so the colours, of the lines.
+    """
+    rules = rules or {}
+    names = [*series, *rules] if series else []
+    colour: dict[str, Any] = {
+        "field": "series", "type": "nominal", "title": None, "legend": {"orient": "bottom", "columns": 4},
+        "scale": {"range": _SERIES_COLOURS, **({"domain": names} if names else {})},
+    }  # fmt: skip
+    y: dict[str, Any] = {"field": "value", "type": "quantitative", "title": unit, "axis": {"format": format_}}
+    if top is not None:
+        y["scale"] = {"domain": [0, top], "clamp": True}
+    x = {"field": "time", "type": "temporal", "title": None, "axis": _TIME_AXIS}
+    tooltip = [
+        {"field": "time", "type": "temporal", "title": "time", "format": "%H:%M:%S"},
+        {"field": "series", "type": "nominal", "title": "line"},
+        {"field": "value", "type": "quantitative", "title": unit, "format": ".4~g"},
+    ]
+    layers: list[dict[str, Any]] = [
+        {
+            "mark": {"type": "line", "clip": True, "strokeWidth": 2, "point": False},
+            "encoding": {"x": x, "y": y, "color": colour, "tooltip": tooltip},
+        }
+    ]
+    for name, value in rules.items():
+        layers.append(
+            {
+                "mark": {"type": "rule", "strokeDash": [6, 4], "strokeWidth": 1.5, "clip": True},
+                "encoding": {"y": {"datum": value, "type": "quantitative"}, "color": {"datum": name}},
+            }
+        )
+    return {"layer": layers}
+
+
+def stacked_spec(unit: str, series: Sequence[str]) -> dict[str, Any]:
+    """Areas over time, one on the other; the first of `series` is at the bottom."""
+    return {
+        "mark": {"type": "area", "opacity": 0.8, "interpolate": "step-after"},
+        "encoding": {
+            "x": {"field": "time", "type": "temporal", "title": None, "axis": _TIME_AXIS},
+            "y": {"field": "value", "type": "quantitative", "title": unit, "stack": "zero", "axis": {"format": "~s"}},
+            "color": {
+                "field": "series", "type": "nominal", "title": None, "legend": {"orient": "bottom"},
+                "scale": {"domain": list(series), "range": _SERIES_COLOURS},
+            },
+            "tooltip": [{"field": "series"}, {"field": "value", "type": "quantitative", "format": ".4~g"}],
+        },
+    }  # fmt: skip
+
+
+def timeline_spec() -> dict[str, Any]:
+    """One bar per request, cut by phase; now is at the right."""
+    return {
+        "mark": {"type": "bar", "height": {"band": 0.7}, "clip": True},
+        "encoding": {
+            "x": {"field": "start", "type": "quantitative", "title": "seconds before now", "scale": {"nice": False}},
+            "x2": {"field": "end"},
+            "y": {"field": "request", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 110}},
+            "color": {
+                "field": "phase", "type": "nominal", "title": None, "legend": {"orient": "bottom", "columns": 2},
+                "scale": {"domain": list(PHASE_COLOURS), "range": list(PHASE_COLOURS.values())},
+            },
+            "tooltip": [
+                {"field": "request"}, {"field": "phase"},
+                {"field": "duration", "type": "quantitative", "title": "seconds", "format": ".3f"},
+            ],
+        },
+    }  # fmt: skip
+
+
+def timeline_columns(requests: Iterable[RequestState], names: Mapping[str, str]) -> dict[str, list[Any]]:
+    """The data of `timeline_spec`; `names` gives each request's id the name it is shown by."""
+    columns: dict[str, list[Any]] = {"request": [], "phase": [], "start": [], "end": [], "duration": []}
+    for request in requests:
+        for segment in request.segments():
+            columns["request"].append(names[request.id])
+            columns["phase"].append(segment.phase)
+            columns["start"].append(-segment.start_age)
+            columns["end"].append(-segment.end_age)
+            columns["duration"].append(segment.start_age - segment.end_age)
+    return columns

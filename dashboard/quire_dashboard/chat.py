@@ -1,0 +1,30 @@
+"""A chat as one prompt: the formats that models are commonly trained with."""
+
+from collections.abc import Sequence
+
+__all__ = ["FORMATS", "STOPS", "chat_prompt"]
+
+FORMATS = {
+    "Plain": ("{role}: {text}\n", "assistant:"),
+    "ChatML": ("<|im_start|>{role}\n{text}<|im_end|>\n", "<|im_start|>assistant\n"),
+    "Llama 3": (
+        "<|start_header_id|>{role}<|end_header_id|>\n\n{text}<|eot_id|>",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+}
+"""By name: a turn, and what the answer begins after."""
+
+STOPS = {"Plain": "\nuser:", "ChatML": "<|im_end|>", "Llama 3": "<|eot_id|>"}
+"""What an answer ends with."""
+
+
+def chat_prompt(turns: Sequence[tuple[str, str]], format_: str) -> str:
+    """The prompt for the next answer.
+
+    Args:
+        turns: (`user` or `assistant`, what was said), the last one by the user.
+        format_: a key of `FORMATS`.
+    """
+    turn, answer = FORMATS[format_]
+    # Not str.format: what was said may hold braces.
+    return "".join(turn.replace("{role}", role).replace("{text}", text) for role, text in turns) + answer

@@ -1,0 +1,202 @@
+"""What all pages share: the watcher, the pickers, live refresh, charts, and how a failure is said."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import streamlit as st
+
+from quire_dashboard.charts import HEIGHT, columns_of, line_spec
+from quire_dashboard.history import Point
+from quire_dashboard.monitor import Monitor
+from quire_dashboard.queries import Query
+from quire_dashboard.scrape import ScrapeError
+from quire_dashboard.settings import Settings
+from quire_dashboard.snapshot import RequestState, Snapshot
+from quire_dashboard.words import seconds
+
+__all__ = [
+    "Line", "Selection", "chart", "close_monitors", "draw", "figures", "live", "monitor", "pickers", "request_names",
+    "selection", "server_away", "snapshot_or_reason",
+]  # fmt: skip
+
+_RANGES = {"5 minutes": 300.0, "15 minutes": 900.0, "1 hour": 3600.0}
+_RANGES_OF_PROMETHEUS = {**_RANGES, "6 hours": 21600.0, "24 hours": 86400.0}
+_REFRESHES = {
+    "every second": 1.0,
+    "every 2 seconds": 2.0,
+    "every 5 seconds": 5.0,
+    "every 30 seconds": 30.0,
+    "off": None,
+}
+_CSS = """
+<style>
+/* A fragment that is being refreshed keeps its looks; the running man of every refresh would be the only flicker. */
+[data-stale="true"] { opacity: 1 !important; transition: none !important; }
+[data-testid="stStatusWidget"] { display: none; }
+.block-container, [data-testid="stMainBlockContainer"] { padding-top: 3.2rem; padding-bottom: 2rem; max-width: 1500px; }
+@media (max-width: 640px) {
+  .block-container, [data-testid="stMainBlockContainer"] { padding-left: 0.8rem; padding-right: 0.8rem; }
+}
+[data-testid="stMetricValue"] { font-size: 1.6rem; }
+.quire-block-map p { line-height: 1.9; font-size: 0.85rem; margin-top: 0.5rem; }
+</style>
+"""
+
+_lock = threading.Lock()
+_monitors: dict[Settings, Monitor] = {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """What the visitor has picked."""
+
+    model: str
+    range_s: float
+    refresh_s: float | None
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Of the model's series."""
+        return {"model": self.model} if self.model else {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """A query in a chart. With `by`, one line per value of that label, else one of this name."""
+
+    query: Query
+    name: str = ""
+    by: str = ""
+
+
+def monitor() -> Monitor:
+    """The watcher of the server that this process was started for; it is shared by all visitors."""
+    settings = Settings.from_environment()
+    with _lock:
+        if settings not in _monitors:
+            _monitors[settings] = Monitor(settings)
+            _monitors[settings].start()
+        return _monitors[settings]
+
+
+def close_monitors() -> None:
+    """End all watchers."""
+    with _lock:
+        for found in _monitors.values():
+            found.stop()
+        _monitors.clear()
+
+
+def pickers() -> None:
+    """The pickers of the sidebar: model, time range, refresh."""
+    st.html(_CSS)
+    watcher = monitor()
+    ranges = _RANGES_OF_PROMETHEUS if watcher.settings.prometheus else _RANGES
+    with st.sidebar:
+        st.selectbox("Model", watcher.models() or ["—"], key="model")
+        st.selectbox("Time range", list(ranges), key="range")
+        st.selectbox("Refresh", list(_REFRESHES), index=1, key="refresh")
+        source = f"Prometheus at {watcher.settings.prometheus}" if watcher.settings.prometheus else "this dashboard"
+        st.caption(f"Server {watcher.settings.url}  \nHistory: {source}")
+
+
+def selection() -> Selection:
+    """What the pickers say now."""
+    model = st.session_state.get("model") or "—"
+    if model == "—":  # none was there when the page was opened
+        model = next(iter(monitor().models()), "")
+    return Selection(
+        model=model,
+        range_s=_RANGES_OF_PROMETHEUS[st.session_state.get("range", "5 minutes")],
+        refresh_s=_REFRESHES[st.session_state.get("refresh", "every 2 seconds")],
+    )
+
+
+def live(render: Callable[[], None]) -> None:
+    """Draw a part of a page, and draw it again by itself, without the rest of the page."""
+    st.fragment(render, run_every=selection().refresh_s)()
+
+
+def server_away() -> bool:
+    """Say so if the server does not answer. True when there is nothing else to show either."""
+    watcher = monitor()
+    if not watcher.error:
+        return False
+    age = watcher.seconds_since_success
+    shown = "There is nothing to show yet." if age is None else f"What is shown is {seconds(age)} old."
+    st.error(f"**The server does not answer.** {watcher.error}. {shown}", icon=":material/cloud_off:")
+    return age is None
+
+
+def snapshot_or_reason(model: str) -> Snapshot | None:
+    """The model's snapshot; without one, say why."""
+    if not model:
+        st.info("No model of Quire is loaded.")
+        return None
+    seen = monitor().snapshot(model)
+    if seen.snapshot is None:
+        st.warning(f"**The requests of {model} cannot be seen.** {seen.error}", icon=":material/visibility_off:")
+    return seen.snapshot
+
+
+def request_names(requests: Sequence[RequestState]) -> list[str]:
+    """What each request is called: the client's own name for it where there is one, and the beginning of its id."""
+    return [
+        f"{request.label} ({request.id[:6]})" if request.label else request.id[:12] for request in requests
+    ]  # fmt: skip
+
+
+def chart(
+    title: str, unit: str, lines: Sequence[Line], *, key: str, rules: Mapping[str, float] | None = None,
+    format_: str = "~s", top: float | None = None, say: Callable[[float], str] | None = None,
+) -> None:  # fmt: skip
+    """A chart of queries over the picked time range, under its title and what it says now."""
+    picked = selection()
+    points: list[Point] = []
+    error = ""
+    for line in lines:
+        try:
+            found = monitor().points(line.query, line.by, picked.labels, picked.range_s)
+        except ScrapeError as failure:
+            error = str(failure)
+            break
+        points += [Point(point.time, point.series if line.by else line.name, point.value) for point in found]
+    names = [line.name for line in lines] if all(not line.by for line in lines) else sorted({p.series for p in points})
+    now = _now(points, names, say) if say else ""
+    st.markdown(f"**{title}**" + (f" &nbsp; :gray[{now}]" if now else ""))
+    if error:
+        st.warning(error)
+    elif not points:
+        st.caption("Nothing yet in this time range.")
+    else:
+        if top is None and not any(point.value for point in points):
+            top = 1.0  # an axis from 0 to 0 has no numbers
+        spec = line_spec(unit, rules=rules, format_=format_, top=top, series=names)
+        # The alternative text becomes part of the specification: with figures in it, each refresh drew a new chart.
+        draw(columns_of(points), spec, key=key, alt=title)
+
+
+def figures(shown: Sequence[tuple[str, str, str]]) -> None:
+    """A row of figures: (what, how much, what that means). On a phone, two in a row."""
+    with st.container(horizontal=True, gap="small"):
+        for label, value, explained in shown:
+            st.metric(label, value, help=explained or None, width=150)
+
+
+def draw(
+    columns: Mapping[str, list[Any]], spec: Mapping[str, Any], *, key: str, alt: str, height: int = HEIGHT
+) -> None:
+    """A Vega-Lite chart of the page's width."""
+    st.vega_lite_chart(dict(columns), dict(spec), key=key, alt=alt, height=height, width="stretch")
+
+
+def _now(points: Sequence[Point], names: Sequence[str], say: Callable[[float], str]) -> str:
+    newest = {point.series: point for point in points}
+    end = max((point.time for point in points), default=0.0)
+    # A line that has ended some time ago says nothing of now.
+    current = {name: found.value for name, found in newest.items() if found.time > end - 30}
+    if len(names) > 3:  # of many, those that say something
+        names = [name for name in names if current.get(name)]
+    return " · ".join(f"{name} {say(current[name])}".strip() for name in names if name in current)

@@ -1,0 +1,285 @@
+"""Health in words: what is wrong, what the likely cause is, and what to do about it.
+
+A pure function of what /metrics and the snapshot say: nothing here fetches, draws or remembers. The findings come in
+order of how much they explain: an engine that is gone explains every miss, a full KV cache explains preemptions, and
+those explain a bad time to first token.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+__all__ = ["Evidence", "Finding", "Health", "Level", "assess"]
+
+GOOD_ENOUGH = 0.99
+"""Share of good requests below which users are said to be affected."""
+BAD = 0.90
+FULL = 0.95
+"""Share of the KV blocks that live requests hold from which on the cache counts as full."""
+SLOW_RANK = 1.5
+"""How many times slower than the median rank counts as slow."""
+LONG_PREFILL = 0.5
+"""Share of the time to first token spent in prefill from which on the prompts are to blame."""
+
+
+class Level(IntEnum):
+    """How bad it is."""
+
+    OK = 0
+    WARNING = 1
+    CRITICAL = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """What is known of one model over the last minute or so. None, or nothing: not known."""
+
+    server_error: str = ""
+    """Why /metrics could not be read, else empty."""
+    has_model: bool = True
+    engine_up: bool | None = None
+    """False when any of the model's engines is down."""
+    restarts: float = 0.0
+    """Of the engine, in the window."""
+    running: float = 0.0
+    waiting: float = 0.0
+    waiting_for_grammar: float = 0.0
+    max_num_seqs: int | None = None
+    kv_usage: float | None = None
+    preemptions: float = 0.0
+    goodput: Mapping[str, float] = field(default_factory=dict)
+    """Share of good requests by SLO class, of those that ended in the window."""
+    misses: Mapping[str, float] = field(default_factory=dict)
+    """Missed requests by cause, in the window."""
+    ttft_p95: float | None = None
+    queue_p95: float | None = None
+    prefill_p95: float | None = None
+    mean_prompt_tokens: float | None = None
+    workers_down: tuple[str, ...] = ()
+    rank_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Median step time by rank."""
+    step_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Median by phase."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that is not as it should be."""
+
+    level: Level
+    cause: str
+    """A short name, such as `kv_cache_full`."""
+    title: str
+    detail: str
+    """The figures that say so, and what helps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Health:
+    """The verdict."""
+
+    level: Level
+    headline: str
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def likely_cause(self) -> str:
+        """Title of the first finding; empty when all is well."""
+        return self.findings[0].title if self.findings else ""
+
+
+def assess(evidence: Evidence) -> Health:
+    """Judge one model."""
+    if evidence.server_error:
+        finding = Finding(
+            level=Level.CRITICAL, cause="server_away", title="The server does not answer",
+            detail=f"{evidence.server_error}. Look at the output of quire serve, or of tritonserver.",
+        )  # fmt: skip
+        return Health(level=Level.CRITICAL, headline="The server does not answer.", findings=(finding,))
+    if not evidence.has_model:
+        finding = Finding(
+            level=Level.WARNING, cause="no_model", title="No model of Quire is loaded",
+            detail="/metrics is there, but holds no series of Quire. A model that does not load says why in the log.",
+        )  # fmt: skip
+        return Health(
+            level=Level.WARNING, headline="The server runs, but serves no model of Quire.", findings=(finding,)
+        )
+    findings = tuple(found for look in _LOOKS if (found := look(evidence)) is not None)
+    served = _goodput_level(evidence)
+    level = max([served, *(finding.level for finding in findings)])
+    return Health(level=level, headline=_headline(evidence, served, findings), findings=findings)
+
+
+def _goodput_level(evidence: Evidence) -> Level:
+    worst = min(evidence.goodput.values(), default=1.0)
+    return Level.OK if worst >= GOOD_ENOUGH else Level.WARNING if worst >= BAD else Level.CRITICAL
+
+
+def _headline(evidence: Evidence, served: Level, findings: tuple[Finding, ...]) -> str:
+    cause = f" Likely cause: {findings[0].title[0].lower()}{findings[0].title[1:]}." if findings else ""
+    if evidence.engine_up is False:
+        return "Nobody is being served: the engine is down."
+    if served is not Level.OK:
+        slo, worst = min(evidence.goodput.items(), key=lambda item: item[1])
+        cause = cause or f" {_first_cause(evidence)}"
+        return f"Users are affected: only {worst:.0%} of the requests of class {slo} meet their SLO.{cause}"
+    if findings:
+        return f"Users are served within their SLO, but: {findings[0].title[0].lower()}{findings[0].title[1:]}."
+    if not evidence.goodput and evidence.running + evidence.waiting == 0:
+        return "The server is up and idle."
+    if not evidence.goodput:
+        return "The server is up; no request has ended in the last minute."
+    return "Users are served within their SLO."
+
+
+def _first_cause(evidence: Evidence) -> str:
+    if not evidence.misses:
+        return "The cause is not known."
+    cause = max(evidence.misses, key=lambda name: evidence.misses[name])
+    return f"Most of them miss {_TARGETS.get(cause, cause)}."
+
+
+_TARGETS = {
+    "ttft": "the time to first token", "tpot": "the time per output token", "e2e": "the end-to-end latency",
+    "rejected": "because they are rejected", "error": "because they fail",
+}  # fmt: skip
+
+
+# -- what can be wrong, by how much it explains ------------------------------------------------------------------------
+
+
+def _engine_down(evidence: Evidence) -> Finding | None:
+    if evidence.engine_up is not False:
+        return None
+    return Finding(
+        level=Level.CRITICAL, cause="engine_down", title="The engine is down",
+        detail="It is started again by itself, and live requests go on then. If it stays down, its log says why.",
+    )  # fmt: skip
+
+
+def _worker_down(evidence: Evidence) -> Finding | None:
+    if not evidence.workers_down:
+        return None
+    return Finding(
+        level=Level.CRITICAL, cause="worker_down", title=f"Rank {', '.join(evidence.workers_down)} is down",
+        detail="No step can be computed without all ranks. The engine is started again with all of them.",
+    )  # fmt: skip
+
+
+def _crash_loop(evidence: Evidence) -> Finding | None:
+    if evidence.restarts < 1:
+        return None
+    often = evidence.restarts >= 3
+    return Finding(
+        level=Level.CRITICAL if often else Level.WARNING, cause="engine_restarts",
+        title="The engine crashes again and again" if often else "The engine was restarted",
+        detail=f"{evidence.restarts:.0f} restart(s) in the last minutes. Live requests were replayed and saw a "
+        "pause; the log of the server names the cause.",
+    )  # fmt: skip
+
+
+def _kv_cache_full(evidence: Evidence) -> Finding | None:
+    usage = evidence.kv_usage or 0.0
+    if evidence.preemptions < 1 and (usage < FULL or evidence.waiting < 1):
+        return None
+    preempted = f"; {evidence.preemptions:.0f} preemption(s), whose tokens were computed twice" * (
+        evidence.preemptions >= 1
+    )
+    return Finding(
+        level=Level.CRITICAL if evidence.preemptions >= 1 and usage >= FULL else Level.WARNING, cause="kv_cache_full",
+        title="The KV cache is full" + " and requests are preempted" * (evidence.preemptions >= 1),
+        detail=f"Live requests hold {usage:.0%} of the blocks{preempted}. Raise kv_cache_memory_bytes, lower "
+        "max_num_seqs, or send less load.",
+    )  # fmt: skip
+
+
+def _slow_rank(evidence: Evidence) -> Finding | None:
+    if len(evidence.rank_seconds) < 2:
+        return None
+    rank, slowest = max(evidence.rank_seconds.items(), key=lambda item: item[1])
+    others = statistics.median(seconds for name, seconds in evidence.rank_seconds.items() if name != rank)
+    if others <= 0 or slowest < SLOW_RANK * others:
+        return None
+    return Finding(
+        level=Level.WARNING, cause="slow_rank", title=f"Rank {rank} is slow",
+        detail=f"Its steps take {1000 * slowest:.1f} ms, those of the others {1000 * others:.1f} ms; every step "
+        "waits for the slowest rank. Look at what else runs on its cores or device.",
+    )  # fmt: skip
+
+
+def _rejections(evidence: Evidence) -> Finding | None:
+    rejected = evidence.misses.get("rejected", 0.0)
+    if rejected < 1:
+        return None
+    return Finding(
+        level=Level.WARNING, cause="rejections", title="Requests are rejected",
+        detail=f"{rejected:.0f} in the last minute. The queue is full (max_queued_requests, max_queue_delay_ms), or "
+        "the requests are bad.",
+    )  # fmt: skip
+
+
+def _errors(evidence: Evidence) -> Finding | None:
+    failed = evidence.misses.get("error", 0.0)
+    if failed < 1:
+        return None
+    return Finding(
+        level=Level.WARNING, cause="errors", title="Requests fail",
+        detail=f"{failed:.0f} in the last minute; the log of the server names each.",
+    )  # fmt: skip
+
+
+def _queue(evidence: Evidence) -> Finding | None:
+    if evidence.waiting < 1:
+        return None
+    full = evidence.max_num_seqs is not None and evidence.running >= evidence.max_num_seqs
+    queued = (evidence.queue_p95 or 0.0) > 0.5 * (evidence.ttft_p95 or float("inf"))
+    if not full and not queued and evidence.waiting <= evidence.running:
+        return None
+    why = f"all {evidence.max_num_seqs} places of max_num_seqs are taken" if full else "more arrives than is served"
+    return Finding(
+        level=Level.WARNING, cause="queue", title="Requests wait in the queue",
+        detail=f"{evidence.waiting:.0f} wait while {evidence.running:.0f} run: {why}. Raise max_num_seqs if "
+        "memory allows, add a replica, or send less load.",
+    )  # fmt: skip
+
+
+def _long_prompts(evidence: Evidence) -> Finding | None:
+    prefill, ttft = evidence.prefill_p95, evidence.ttft_p95
+    is_missed = evidence.misses.get("ttft", 0.0) >= 1 or evidence.misses.get("tpot", 0.0) >= 1
+    if not is_missed or prefill is None or ttft is None or prefill < LONG_PREFILL * ttft:
+        return None
+    length = (
+        f" Prompts have {evidence.mean_prompt_tokens:.0f} tokens on average." if evidence.mean_prompt_tokens else ""
+    )
+    return Finding(
+        level=Level.WARNING, cause="long_prompts", title="Long prompts hold up the batch",
+        detail=f"Of a time to first token of {ttft:.2f} s (p95), prefill takes {prefill:.2f} s.{length} Set "
+        "long_prefill_token_threshold, or lower max_num_batched_tokens.",
+    )  # fmt: skip
+
+
+def _grammar(evidence: Evidence) -> Finding | None:
+    if evidence.waiting_for_grammar < 1:
+        return None
+    return Finding(
+        level=Level.OK, cause="grammar", title="Requests wait for their grammar",
+        detail=f"{evidence.waiting_for_grammar:.0f} wait for theirs to be compiled, which is done once per grammar.",
+    )  # fmt: skip
+
+
+def _scheduling(evidence: Evidence) -> Finding | None:
+    host = evidence.step_seconds.get("schedule", 0.0) + evidence.step_seconds.get("update", 0.0)
+    execute = evidence.step_seconds.get("execute", 0.0)
+    if not any(evidence.misses.values()) or host <= execute or host == 0:
+        return None
+    return Finding(
+        level=Level.WARNING, cause="host_bound", title="The engine spends more time on scheduling than on the model",
+        detail=f"Schedule and update take {1000 * host:.1f} ms of a step, the model {1000 * execute:.1f} ms.",
+    )  # fmt: skip
+
+
+_LOOKS: tuple[Callable[[Evidence], Finding | None], ...] = (
+    _engine_down, _worker_down, _crash_loop, _kv_cache_full, _slow_rank, _queue, _long_prompts, _rejections, _errors,
+    _scheduling, _grammar,
+)  # fmt: skip

@@ -1,0 +1,122 @@
+"""What the dashboard remembers by itself: the readings of the last hour, small enough to keep.
+
+    keys     [ k0   k1   k2  …  k9 ]          every sample ever seen, in order of appearance; only grows
+    rows     [ 12.  0.4  7. ]                 an hour ago: k3 and later had not appeared yet
+             [ 13.  0.4  9.  1. ]
+             [ 13.  nan  9.  1.  …  3. ]      k1 was missing: its model was unloaded, or its engine gone
+
+Counters are kept as if they never started again: a value below its predecessor means that the server was restarted,
+and what was counted before is added to all that follow. So an increase is one subtraction, over restarts too.
+"""
+
+import bisect
+import math
+import threading
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from quire_dashboard.scrape import Key, Scrape
+
+__all__ = ["Point", "Ring", "View"]
+
+_NAN = math.nan
+_CUMULATIVE = ("_total", "_bucket", "_sum", "_count")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One value of one line of a chart."""
+
+    time: float
+    """Seconds since the epoch."""
+    series: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Readings that no longer change, and where each sample stands in their rows."""
+
+    index: Mapping[Key, int]
+    times: list[float]
+    rows: list["array[float]"]
+
+    def columns(self, name: str, labels: Mapping[str, str]) -> list[tuple[dict[str, str], int]]:
+        """The samples of a name that have all these labels: (all their labels, column)."""
+        wanted = set(labels.items())
+        return [
+            (dict(own), column) for (metric, own), column in self.index.items() if metric == name and wanted <= set(own)
+        ]
+
+    def at(self, column: int, row: int) -> float:
+        """The value, nan where the sample was not there."""
+        values = self.rows[row]
+        return values[column] if column < len(values) else _NAN
+
+    def increase(self, column: int, first: int, last: int) -> float:
+        """How much a counter grew between two readings; what appeared in between began at its first value."""
+        while first < last and math.isnan(self.at(column, first)):
+            first += 1
+        while last > first and math.isnan(self.at(column, last)):
+            last -= 1
+        grown = self.at(column, last) - self.at(column, first)
+        return 0.0 if math.isnan(grown) else max(0.0, grown)
+
+    def row_at(self, time: float) -> int:
+        """The last reading that is not after `time`, else the first one."""
+        return max(0, bisect.bisect_right(self.times, time) - 1)
+
+
+class Ring:
+    """The last `size` readings. One thread appends, any may look."""
+
+    def __init__(self, size: int) -> None:
+        self._lock = threading.Lock()
+        self._index: dict[Key, int] = {}
+        self._is_cumulative: list[bool] = []
+        self._times: deque[float] = deque(maxlen=size)
+        self._rows: deque[array[float]] = deque(maxlen=size)
+        self._last_seen: list[float] = []
+        self._before_restarts: list[float] = []
+        self._memo: dict[object, object] = {}
+
+    def append(self, scrape: Scrape) -> None:
+        """Remember one reading."""
+        with self._lock:
+            for key in scrape.values:
+                if key not in self._index:
+                    self._index[key] = len(self._index)
+                    self._is_cumulative.append(key[0].endswith(_CUMULATIVE))
+                    self._last_seen.append(_NAN)
+                    self._before_restarts.append(0.0)
+            row = array("d", [_NAN]) * len(self._index)
+            for key, value in scrape.values.items():
+                column = self._index[key]
+                row[column] = self._adjusted(column, value) if self._is_cumulative[column] else value
+            self._times.append(scrape.time)
+            self._rows.append(row)
+            self._memo.clear()
+
+    def _adjusted(self, column: int, value: float) -> float:
+        if value < self._last_seen[column]:
+            self._before_restarts[column] += self._last_seen[column]
+        self._last_seen[column] = value
+        return value + self._before_restarts[column]
+
+    def view(self) -> View:
+        """What is remembered now."""
+        with self._lock:
+            return View(dict(self._index), list(self._times), list(self._rows))
+
+    def remember(self, what: object, compute: Callable[[View], Iterable[Point]]) -> list[Point]:
+        """The points of `compute`, computed once between two readings however many visitors there are."""
+        with self._lock:
+            found = self._memo.get(what)
+        if isinstance(found, list):
+            return found
+        points = list(compute(self.view()))
+        with self._lock:
+            self._memo[what] = points
+        return points

@@ -1,0 +1,186 @@
+"""One watcher per dashboard process, for all its visitors: readings of /metrics, and snapshots, fetched once for all.
+
+A thread reads /metrics every two seconds, visitors or none, so that a page that is opened shows what was before. A
+snapshot is only fetched while somebody looks at a page that shows one, and at most once a second.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quire_dashboard.history import Point, Ring, View
+from quire_dashboard.prometheus import Prometheus
+from quire_dashboard.queries import Query, evaluate
+from quire_dashboard.scrape import ScrapeError, fetch, parse
+from quire_dashboard.settings import Settings
+from quire_dashboard.snapshot import Snapshot
+from quire_dashboard.triton_client import Triton, TritonError
+
+__all__ = ["Monitor", "Seen", "StepState"]
+
+SCRAPE_INTERVAL_S = 2.0
+HISTORY_S = 3600.0
+SNAPSHOT_AGE_S = 1.0
+PROMETHEUS_AGE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A snapshot, or why there is none."""
+
+    snapshot: Snapshot | None = None
+    error: str = ""
+    at: float = 0.0
+    """`time.monotonic()` of its arrival."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """What is kept of each snapshot, as /metrics has no series of it."""
+
+    time: float
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_requests: int
+    to_engine: int
+    responses: int
+
+
+class Monitor:
+    """Watches one server.
+
+    Args:
+        settings: where it is.
+        interval_s: between two readings of /metrics.
+    """
+
+    def __init__(self, settings: Settings, interval_s: float = SCRAPE_INTERVAL_S) -> None:
+        self.settings = settings
+        self.triton = Triton(settings.url, settings.introspection_token)
+        self.ring = Ring(int(HISTORY_S / interval_s))
+        self._interval_s = interval_s
+        self._prometheus = Prometheus(settings.prometheus) if settings.prometheus else None
+        self._error = "no reading of /metrics yet"
+        self._last_success = 0.0
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._model_locks: dict[str, threading.Lock] = {}
+        self._seen: dict[str, Seen] = {}
+        self._steps: dict[str, deque[StepState]] = {}
+        self._asked: dict[object, tuple[float, list[Point]]] = {}
+        self._thread = threading.Thread(target=self._run, name="quire-dashboard-monitor", daemon=True)
+
+    def start(self) -> None:
+        """Take the first reading, then go on in a thread."""
+        self.read()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and close the channel."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.triton.close()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._interval_s):
+            self.read()
+
+    def read(self) -> None:
+        """Take one reading."""
+        try:
+            scrape = parse(fetch(self.settings.metrics), time.time())
+        except ScrapeError as error:
+            self._error = str(error)
+            return
+        self.ring.append(scrape)
+        self._last_success = time.time()
+        self._error = ""
+
+    @property
+    def error(self) -> str:
+        """Why the last reading failed; empty when it did not."""
+        return self._error
+
+    @property
+    def seconds_since_success(self) -> float | None:
+        """Age of the last good reading; None when there has been none."""
+        return time.time() - self._last_success if self._last_success else None
+
+    def models(self) -> list[str]:
+        """The models that have series in the last reading, else those that ever had."""
+        view = self.ring.view()
+        present, ever = set(), set()
+        for (name, labels), column in view.index.items():
+            if name == "quire_engine_up":
+                model = dict(labels).get("model", "")
+                ever.add(model)
+                if view.rows and view.at(column, len(view.rows) - 1) >= 0:
+                    present.add(model)
+        return sorted(present or ever)
+
+    def points(self, query: Query, by: str, labels: Mapping[str, str], range_s: float) -> list[Point]:
+        """A query over the last `range_s` seconds: from Prometheus, if there is one, else from memory.
+
+        Raises:
+            ScrapeError: Prometheus is away.
+        """
+        what = (query, tuple(sorted(labels.items())), range_s)
+        if self._prometheus is None:
+            return self.ring.remember(what, lambda view: evaluate(query, view, labels, range_s))
+        with self._lock:
+            asked_at, points = self._asked.get(what, (0.0, []))
+        if time.monotonic() - asked_at > PROMETHEUS_AGE_S or not asked_at:
+            now = time.time()
+            points = self._prometheus.range(query, by, labels, now - range_s, now)
+            with self._lock:
+                self._asked[what] = (time.monotonic(), points)
+        return points
+
+    def view(self) -> View:
+        """The own readings."""
+        return self.ring.view()
+
+    def snapshot(self, model: str) -> Seen:
+        """The model's snapshot, at most a second old, or why there is none."""
+        with self._lock:
+            lock = self._model_locks.setdefault(model, threading.Lock())
+        with lock:
+            seen = self._seen.get(model)
+            if seen is not None and time.monotonic() - seen.at < SNAPSHOT_AGE_S:
+                return seen
+            try:
+                snapshot = self.triton.snapshot(model)
+                seen = Seen(snapshot, at=time.monotonic())
+                self._take_note(model, snapshot)
+            except TritonError as error:
+                seen = Seen(error=str(error), at=time.monotonic())
+            self._seen[model] = seen
+            return seen
+
+    def forget_snapshot(self, model: str) -> None:
+        """Have the next look fetch a new one, such as after a cancellation."""
+        with self._lock:
+            lock = self._model_locks.setdefault(model, threading.Lock())
+        with lock:
+            self._seen.pop(model, None)
+
+    def steps(self, model: str) -> list[StepState]:
+        """What the snapshots so far said of the steps."""
+        with self._lock:
+            return list(self._steps.get(model, ()))
+
+    def _take_note(self, model: str, snapshot: Snapshot) -> None:
+        step, queues = snapshot.engine.last_step, snapshot.engine.queues
+        state = StepState(
+            time=time.time(),
+            num_prefill_tokens=step.get("num_prefill_tokens", 0),
+            num_decode_tokens=step.get("num_decode_tokens", 0),
+            num_requests=step.get("num_requests", 0),
+            to_engine=queues.get("to_engine", 0),
+            responses=queues.get("responses", 0),
+        )
+        with self._lock:
+            self._steps.setdefault(model, deque(maxlen=int(HISTORY_S))).append(state)

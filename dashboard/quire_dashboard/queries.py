@@ -1,0 +1,159 @@
+"""What the charts show. Each line is defined once, and computed in two ways: by Prometheus, or from the own history.
+
+The two agree but for Prometheus' extrapolation to the ends of its window. All are sums over the engines (data-parallel
+replicas) and versions of one model.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire_dashboard.history import Point, View
+from quire_dashboard.scrape import quantile
+
+__all__ = ["Gauge", "Quantile", "Query", "Rate", "Ratio", "evaluate", "latest", "selector"]
+
+MOST_POINTS = 150
+WINDOW_S = 60.0
+"""What rates and quantiles look back over, at least."""
+
+
+class Query(Protocol):
+    """One line of a chart, or one per value of a label."""
+
+    def promql(self, labels: Mapping[str, str], window_s: float) -> str:
+        """The same for Prometheus."""
+
+    def values(self, view: View, labels: Mapping[str, str], first: int, last: int) -> dict[str, float]:
+        """Value per line at reading `last`; rates and quantiles look back to reading `first`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gauge:
+    """What is, now."""
+
+    name: str
+    labels: tuple[tuple[str, str], ...] = ()
+    by: str = ""
+    """Label with one line per value; empty: one line."""
+    how: str = "sum"
+    """Over engines: `sum`, `max`, `min` or `avg`."""
+
+    def promql(self, labels: Mapping[str, str], window_s: float) -> str:
+        return f"{self.how}{_by(self.by)}({self.name}{selector({**labels, **dict(self.labels)})})"
+
+    def values(self, view: View, labels: Mapping[str, str], first: int, last: int) -> dict[str, float]:
+        groups: dict[str, list[float]] = defaultdict(list)
+        for own, column in view.columns(self.name, {**labels, **dict(self.labels)}):
+            value = view.at(column, last)
+            if not math.isnan(value):
+                groups[own.get(self.by, "")].append(value)
+        return {series: _AGGREGATE[self.how](values) for series, values in groups.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rate:
+    """How fast a counter grows, per second."""
+
+    name: str
+    labels: tuple[tuple[str, str], ...] = ()
+    by: str = ""
+
+    def promql(self, labels: Mapping[str, str], window_s: float) -> str:
+        return f"sum{_by(self.by)}(rate({self.name}{selector({**labels, **dict(self.labels)})}[{window_s:.0f}s]))"
+
+    def values(self, view: View, labels: Mapping[str, str], first: int, last: int) -> dict[str, float]:
+        seconds = view.times[last] - view.times[first]
+        if seconds <= 0:
+            return {}
+        return {series: grown / seconds for series, grown in self.increases(view, labels, first, last).items()}
+
+    def increases(self, view: View, labels: Mapping[str, str], first: int, last: int) -> dict[str, float]:
+        """How much it grew."""
+        groups: dict[str, float] = defaultdict(float)
+        for own, column in view.columns(self.name, {**labels, **dict(self.labels)}):
+            groups[own.get(self.by, "")] += view.increase(column, first, last)
+        return dict(groups)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ratio:
+    """Growth of one counter per growth of another; nothing where the latter stands still."""
+
+    part: Rate
+    whole: Rate
+
+    def promql(self, labels: Mapping[str, str], window_s: float) -> str:
+        return f"{self.part.promql(labels, window_s)} / ({self.whole.promql(labels, window_s)} > 0)"
+
+    def values(self, view: View, labels: Mapping[str, str], first: int, last: int) -> dict[str, float]:
+        whole = self.whole.increases(view, labels, first, last)
+        part = self.part.increases(view, labels, first, last)
+        return {series: part.get(series, 0.0) / total for series, total in whole.items() if total > 0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantile:
+    """A quantile of a histogram over the window."""
+
+    name: str
+    """Without `_bucket`."""
+    q: float
+    labels: tuple[tuple[str, str], ...] = ()
+    by: str = ""
+
+    def promql(self, labels: Mapping[str, str], window_s: float) -> str:
+        picked = selector({**labels, **dict(self.labels)})
+        by = f"le, {self.by}" if self.by else "le"
+        return f"histogram_quantile({self.q}, sum by ({by}) (rate({self.name}_bucket{picked}[{window_s:.0f}s])))"
+
+    def values(self, view: View, labels: Mapping[str, str], first: int, last: int) -> dict[str, float]:
+        groups: dict[str, dict[float, float]] = defaultdict(lambda: defaultdict(float))
+        for own, column in view.columns(f"{self.name}_bucket", {**labels, **dict(self.labels)}):
+            groups[own.get(self.by, "")][float(own["le"])] += view.increase(column, first, last)
+        found = {series: quantile(self.q, buckets.items()) for series, buckets in groups.items()}
+        return {series: value for series, value in found.items() if value is not None}
+
+
+def selector(labels: Mapping[str, str]) -> str:
+    """`{a="b",…}`, with everything escaped that a label's value may hold."""
+    escaped = {
+        name: value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") for name, value in labels.items()
+    }
+    return "{" + ",".join(f'{name}="{value}"' for name, value in sorted(escaped.items())) + "}"
+
+
+def evaluate(query: Query, view: View, labels: Mapping[str, str], range_s: float) -> Iterator[Point]:
+    """A query over the last `range_s` seconds of the own history, at no more than `MOST_POINTS` moments."""
+    if not view.times:
+        return
+    start = view.row_at(view.times[-1] - range_s)
+    stride = max(1, (len(view.times) - start) // MOST_POINTS)
+    # Counted from the end: the newest reading is always there.
+    for last in range(len(view.times) - 1, start - 1, -stride)[::-1]:
+        window = max(WINDOW_S, view.times[last] - view.times[max(0, last - stride)])
+        first = view.row_at(view.times[last] - window)
+        for series, value in query.values(view, labels, first, last).items():
+            yield Point(view.times[last], series, value)
+
+
+def latest(query: Query, view: View, labels: Mapping[str, str], window_s: float = WINDOW_S) -> dict[str, float]:
+    """A query now, per line."""
+    if not view.times:
+        return {}
+    last = len(view.times) - 1
+    return query.values(view, labels, view.row_at(view.times[last] - window_s), last)
+
+
+def _by(label: str) -> str:
+    return f" by ({label}) " if label else ""
+
+
+_AGGREGATE: Mapping[str, Callable[[list[float]], float]] = {
+    "sum": sum,
+    "max": max,
+    "min": min,
+    "avg": lambda values: sum(values) / len(values),
+}

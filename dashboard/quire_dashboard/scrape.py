@@ -1,0 +1,121 @@
+"""One reading of /metrics: fetched, parsed, and the quantiles of its histograms."""
+
+import http.client
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+__all__ = ["Key", "Scrape", "ScrapeError", "fetch", "parse", "quantile", "why"]
+
+Key = tuple[str, tuple[tuple[str, str], ...]]
+"""A sample's name, such as `quire_step_seconds_bucket`, and its labels in order of their names."""
+
+_PREFIX = "quire_"
+_TIMEOUT_S = 3.0
+_MOST_BYTES = 32 * 2**20
+
+
+class ScrapeError(Exception):
+    """/metrics could not be read; the text says why, in words for the person on call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """All of Quire's samples at one moment."""
+
+    time: float
+    """Seconds since the epoch."""
+    values: Mapping[Key, float]
+
+    def label_values(self, label: str, name: str | None = None) -> list[str]:
+        """Every value that a label has, of one metric or of any."""
+        found = {
+            value
+            for metric, labels in self.values
+            if name is None or metric == name
+            for own, value in labels
+            if own == label
+        }
+        return sorted(found)
+
+
+def fetch(endpoint: str) -> str:
+    """GET /metrics.
+
+    Args:
+        endpoint: HOST:PORT.
+
+    Raises:
+        ScrapeError: it did not come.
+    """
+    connection = http.client.HTTPConnection(endpoint, timeout=_TIMEOUT_S)
+    try:
+        connection.request("GET", "/metrics")
+        response = connection.getresponse()
+        body = response.read(_MOST_BYTES)
+        if response.status != http.client.OK:
+            raise ScrapeError(f"http://{endpoint}/metrics answers {response.status} {response.reason}")
+        return body.decode("utf-8", errors="replace")
+    except (OSError, http.client.HTTPException) as error:
+        raise ScrapeError(f"http://{endpoint}/metrics cannot be read: {why(error)}") from None
+    finally:
+        connection.close()
+
+
+def why(error: Exception) -> str:
+    """An error of the network, in plain words."""
+    if isinstance(error, ConnectionRefusedError):
+        return "nothing listens there (connection refused)"
+    if isinstance(error, TimeoutError):
+        return f"no answer within {_TIMEOUT_S:.0f} s"
+    return str(error).strip() or type(error).__name__
+
+
+def parse(text: str, time: float) -> Scrape:
+    """Read Prometheus' text format, as far as it is about Quire.
+
+    Raises:
+        ScrapeError: it is not that format.
+    """
+    # Of what tritonserver exports, most is not ours, and the parser is slow. Without the types on purpose: of a counter
+    # whose name does not end in `_total`, such as a bucket that is written as a counter, the parser changes the name.
+    lines = [line for line in text.splitlines() if line.startswith(_PREFIX)]
+    values: dict[Key, float] = {}
+    try:
+        for family in text_string_to_metric_families("\n".join([*lines, ""])):
+            for sample in family.samples:
+                values[sample.name, tuple(sorted(sample.labels.items()))] = float(sample.value)
+    except (ValueError, KeyError, IndexError) as error:
+        raise ScrapeError(f"/metrics is not in Prometheus' text format: {error}") from None
+    return Scrape(time, values)
+
+
+def quantile(q: float, buckets: Iterable[tuple[float, float]]) -> float | None:
+    """The q-quantile of a histogram, as Prometheus' `histogram_quantile` computes it.
+
+    Observations are taken to be spread evenly within their bucket; what lies beyond the last finite bound is given as
+    that bound.
+
+    Args:
+        q: 0 to 1.
+        buckets: (upper bound, how many observations are at most that), in any order, with the bound +Inf.
+
+    Returns:
+        None of a histogram without observations.
+    """
+    ordered: Sequence[tuple[float, float]] = sorted(buckets)
+    if not ordered or not math.isinf(ordered[-1][0]) or ordered[-1][1] <= 0:
+        return None
+    rank = q * ordered[-1][1]
+    lower, below = 0.0, 0.0
+    for bound, count in ordered:
+        # Buckets are written one after the other: a reading in between may see a smaller count after a larger one.
+        count = max(count, below)
+        if count >= rank and count > 0:
+            if math.isinf(bound):
+                return lower
+            return bound if count == below else lower + (bound - lower) * (rank - below) / (count - below)
+        lower, below = bound, count
+    return lower

@@ -1,0 +1,64 @@
+"""What the dashboard is pointed at. It comes by environment: a token on a command line is seen by every user."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["DASHBOARD_TOKEN_VARIABLE", "INTROSPECTION_TOKEN_VARIABLE", "LOOPBACK", "Settings"]
+
+DASHBOARD_TOKEN_VARIABLE = "QUIRE_DASHBOARD_TOKEN"
+INTROSPECTION_TOKEN_VARIABLE = "QUIRE_INTROSPECTION_TOKEN"
+_PREFIX = "QUIRE_DASHBOARD_"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """The endpoints, and what opens them."""
+
+    url: str = "127.0.0.1:8001"
+    """HOST:PORT of tritonserver's gRPC."""
+    metrics: str = "127.0.0.1:8002"
+    """HOST:PORT of tritonserver's /metrics."""
+    prometheus: str = ""
+    """Base URL of a Prometheus that scrapes the server; empty: the dashboard remembers what it has seen itself."""
+    token: str = ""
+    """What a visitor must know; empty: whoever reaches the port may look."""
+    introspection_token: str = ""
+    """What the model asks of whoever wants to see its requests, or to cancel one."""
+
+    def __post_init__(self) -> None:
+        for name in ("url", "metrics"):
+            value = getattr(self, name)
+            host, _, port = value.rpartition(":")
+            if not host or not port.isdecimal() or "/" in value:
+                raise ValueError(f"{name} is {value!r}; it must be HOST:PORT, such as {Settings.default(name)}")
+        if self.prometheus and not self.prometheus.startswith(("http://", "https://")):
+            raise ValueError(f"prometheus is {self.prometheus!r}; it must be a URL, such as http://127.0.0.1:9090")
+
+    @staticmethod
+    def default(name: str) -> str:
+        """The default of the field `name`."""
+        return {"url": "127.0.0.1:8001", "metrics": "127.0.0.1:8002"}[name]
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Settings":
+        """Read what `to_environment` wrote."""
+        given = {
+            "url": environment.get(f"{_PREFIX}URL"),
+            "metrics": environment.get(f"{_PREFIX}METRICS"),
+            "prometheus": environment.get(f"{_PREFIX}PROMETHEUS"),
+            "token": environment.get(DASHBOARD_TOKEN_VARIABLE),
+            "introspection_token": environment.get(INTROSPECTION_TOKEN_VARIABLE),
+        }
+        return cls(**{name: value for name, value in given.items() if value})
+
+    def to_environment(self) -> dict[str, str]:
+        """The variables that carry these settings to the dashboard's own process."""
+        return {
+            f"{_PREFIX}URL": self.url,
+            f"{_PREFIX}METRICS": self.metrics,
+            f"{_PREFIX}PROMETHEUS": self.prometheus,
+            DASHBOARD_TOKEN_VARIABLE: self.token,
+            INTROSPECTION_TOKEN_VARIABLE: self.introspection_token,
+        }

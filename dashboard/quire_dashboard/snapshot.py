@@ -1,0 +1,189 @@
+"""A model's answer to `introspect`: its requests, KV blocks and ranks at one moment.
+
+What is missing in an answer, of an older server say, is left at its default; what is unknown is passed over.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+__all__ = ["Blocks", "EngineState", "Event", "PrefixTree", "RankState", "RequestState", "Segment", "Snapshot"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """Something that happened to a request."""
+
+    kind: str = ""
+    """`arrived`, `scheduled`, `prefill_chunk`, `first_token`, `preempted` or `replayed`."""
+    age_seconds: float = 0.0
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch of a request's life. Ages count back from the snapshot, so `start_age` is the larger one."""
+
+    phase: str
+    """`queue`, `prefill`, `decode` or `preempted`."""
+    start_age: float
+    end_age: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestState:
+    """One request that has not ended."""
+
+    id: str = ""
+    label: str = ""
+    """The client's own id for it."""
+    phase: str = ""
+    age_seconds: float = 0.0
+    queue_seconds: float | None = None
+    num_prompt_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    max_tokens: int | None = None
+    num_blocks: int = 0
+    num_preemptions: int = 0
+    priority: int = 0
+    slo_class: str = ""
+    slo_slack_seconds: float | None = None
+    """Time until the next target is missed; negative once it is."""
+    events: Sequence[Event] = ()
+
+    def segments(self) -> list[Segment]:
+        """The request's life so far, cut where its phase changed."""
+        found: list[Segment] = []
+        phase, start = "queue", self.age_seconds
+        # What it goes back to once it is scheduled again after a preemption.
+        running = "prefill"
+        for event in sorted(self.events, key=lambda event: -event.age_seconds):
+            if event.kind == "first_token":
+                running = "decode"
+            becomes = {
+                "scheduled": running, "prefill_chunk": running, "first_token": running,
+                "preempted": "preempted", "replayed": "queue",
+            }.get(event.kind, phase)  # fmt: skip
+            if becomes != phase:
+                found.append(Segment(phase, start, event.age_seconds))
+                phase, start = becomes, event.age_seconds
+        found.append(Segment(phase, start, 0.0))
+        return [segment for segment in found if segment.start_age > segment.end_age]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankState:
+    """One rank of the engine."""
+
+    rank: int = 0
+    pid: int = 0
+    up: bool = True
+    step_seconds_p50: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineState:
+    """The engine core, its last step and its ranks."""
+
+    up: bool = False
+    pid: int = 0
+    restarts: int = 0
+    step: int = 0
+    batches_in_flight: int = 0
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+    step_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Median by phase: schedule, execute, update."""
+    last_step: Mapping[str, int] = field(default_factory=dict)
+    """`num_requests`, `num_tokens`, `num_prefill_tokens`, `num_decode_tokens`."""
+    ranks: Sequence[RankState] = ()
+    queues: Mapping[str, int] = field(default_factory=dict)
+    """Messages that wait: `to_engine`, `responses`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Blocks:
+    """The KV cache, block by block."""
+
+    block_size: int = 0
+    num_blocks: int = 0
+    owner: Sequence[int] = ()
+    """Index into the snapshot's requests, -1 of a block that no request holds."""
+    ref_count: Sequence[int] = ()
+    cached: Sequence[int] = ()
+    """1 where a later request with an equal prefix can use it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefixTree:
+    """What the prefix cache holds."""
+
+    num_cached_blocks: int = 0
+    num_roots: int = 0
+    depth: int = 0
+    hottest: Sequence[Mapping[str, int]] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """One model at one moment."""
+
+    model: str = ""
+    version: str = ""
+    time_unix: float = 0.0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    engine: EngineState = EngineState()
+    requests: Sequence[RequestState] = ()
+    blocks: Blocks = Blocks()
+    prefix_tree: PrefixTree = PrefixTree()
+
+    @classmethod
+    def from_json(cls, text: str) -> "Snapshot":
+        """Read an answer.
+
+        Raises:
+            ValueError: it is no snapshot.
+        """
+        said = json.loads(text)
+        if not isinstance(said, dict) or "engine" not in said:
+            raise ValueError("the model's answer is no snapshot; does it run an older version of Quire?")
+        engine = dict(said["engine"])
+        engine["ranks"] = [_build(RankState, rank) for rank in engine.get("ranks") or ()]
+        requests = []
+        for request in said.get("requests") or ():
+            events = [_build(Event, event) for event in request.get("events") or ()]
+            requests.append(_build(RequestState, {**request, "events": events}))
+        return _build(
+            cls,
+            {
+                **said,
+                "version": str(said.get("version", "")),
+                "engine": _build(EngineState, engine),
+                "requests": requests,
+                "blocks": _build(Blocks, said.get("blocks") or {}),
+                "prefix_tree": _build(PrefixTree, said.get("prefix_tree") or {}),
+            },
+        )
+
+    def slo_targets(self, slo_class: str) -> dict[str, float]:
+        """Targets of a class in seconds, by `ttft`, `tpot`, `e2e`; only those that it has."""
+        classes = self.settings.get("slo") or {}
+        targets = classes.get(slo_class) if isinstance(classes, dict) else None
+        if not isinstance(targets, dict):
+            return {}
+        return {
+            name.removesuffix("_ms"): float(value) / 1000
+            for name, value in targets.items()
+            if isinstance(value, (int, float)) and name.endswith("_ms")
+        }
+
+
+def _build(kind: type[_T], values: Mapping[str, Any]) -> _T:
+    known = {item.name for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in values.items() if name in known and value is not None})

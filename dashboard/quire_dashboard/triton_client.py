@@ -1,0 +1,204 @@
+"""Triton's gRPC, as much as the dashboard needs: a model's snapshot, a cancellation, a streamed generation.
+
+It speaks through the generated stub of tritonclient and not its client class: each call here has a deadline of its own,
+and none leaves a thread or an open stream behind when the server goes away.
+"""
+
+import json
+import struct
+import time
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from quire_dashboard.snapshot import Snapshot
+
+__all__ = ["Chunk", "Triton", "TritonError"]
+
+_TIMEOUT_S = 5.0
+_MOST_BYTES = 64 * 2**20
+_OPTIONS = [("grpc.max_receive_message_length", _MOST_BYTES), ("grpc.enable_http_proxy", 0)]
+
+
+class TritonError(Exception):
+    """The server did not do it; the text says why, in words for the person on call."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """One response of a stream."""
+
+    text: str = ""
+    seconds: float = 0.0
+    """Since the request was sent, by this process' clock."""
+    is_final: bool = False
+    finish_reason: str = ""
+    num_output_tokens: int = 0
+    """In this response."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """The server's own timings, with the last response."""
+
+
+class Triton:
+    """A channel to one server. It connects when it is first used, and again by itself.
+
+    Args:
+        url: HOST:PORT.
+        introspection_token: what the model asks for before it shows or cancels requests.
+    """
+
+    def __init__(self, url: str, introspection_token: str = "") -> None:
+        self._url = url
+        self._token = introspection_token
+        self._channel = grpc.insecure_channel(url, options=_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def close(self) -> None:
+        """Close the channel."""
+        self._channel.close()
+
+    def models(self) -> list[str]:
+        """The models that are ready.
+
+        Raises:
+            TritonError: the server is away.
+        """
+        try:
+            answer = self._stub.RepositoryIndex(service_pb2.RepositoryIndexRequest(ready=True), timeout=_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise TritonError(self._why(error)) from None
+        return sorted({model.name for model in answer.models})
+
+    def snapshot(self, model: str) -> Snapshot:
+        """A model's requests, blocks and ranks, now.
+
+        Raises:
+            TritonError: the server is away, or does not allow it.
+        """
+        text = self._ask(model, {"introspect": "snapshot"})
+        try:
+            return Snapshot.from_json(text)
+        except ValueError as error:
+            raise TritonError(f"{model}: {error}") from None
+
+    def cancel(self, model: str, request_id: str) -> bool:
+        """Cancel a request by its id of the snapshot; False when it had already ended.
+
+        Raises:
+            TritonError: the server is away, or does not allow it.
+        """
+        text = self._ask(model, {"introspect": "cancel", "cancel_request_id": request_id})
+        try:
+            return bool(json.loads(text)["cancelled"])
+        except (ValueError, KeyError, TypeError):
+            raise TritonError(f"{model} answers a cancellation with {text[:80]!r}") from None
+
+    def generate(
+        self, model: str, prompt: str, parameters: Mapping[str, Any], *, timeout_s: float = 600.0
+    ) -> Generator[Chunk, None, None]:
+        """Stream one completion. Closing the iterator cancels the request.
+
+        Raises:
+            TritonError: the server is away, or refused.
+        """
+        inputs: dict[str, str | bool] = {"text_input": prompt, "stream": True, "return_finish_reason": True,
+                  "return_num_output_tokens": True, "return_perf_metrics": True}  # fmt: skip
+        request = _request(model, inputs, parameters)
+        start = time.perf_counter()
+        call = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s)
+        try:
+            for response in call:
+                if response.error_message:
+                    raise TritonError(response.error_message)
+                yield _chunk(response.infer_response, time.perf_counter() - start)
+        except grpc.RpcError as error:
+            raise TritonError(self._why(error)) from None
+        finally:
+            call.cancel()
+
+    def _ask(self, model: str, parameters: Mapping[str, Any]) -> str:
+        request = _request(model, {}, {**parameters, "introspection_token": self._token})
+        call = self._stub.ModelStreamInfer(iter([request]), timeout=_TIMEOUT_S)
+        try:
+            for response in call:
+                if response.error_message:
+                    raise TritonError(response.error_message)
+                texts = _outputs(response.infer_response).get("text_output")
+                if texts:
+                    return str(texts[0])
+        except grpc.RpcError as error:
+            raise TritonError(self._why(error)) from None
+        finally:
+            call.cancel()
+        raise TritonError(f"{model} gave no answer")
+
+    def _why(self, error: grpc.RpcError) -> str:
+        code = error.code() if isinstance(error, grpc.Call) else None
+        if code is grpc.StatusCode.UNAVAILABLE:
+            return f"the server at {self._url} does not answer (gRPC); is it running, and is this its gRPC port?"
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return f"the server at {self._url} did not answer in time (gRPC)"
+        details = error.details() if isinstance(error, grpc.Call) else str(error)
+        return str(details or code)
+
+
+def _request(model: str, inputs: Mapping[str, str | bool], parameters: Mapping[str, Any]) -> Any:
+    request = service_pb2.ModelInferRequest(model_name=model)
+    for name, value in inputs.items():
+        request.inputs.add(name=name, datatype="BOOL" if isinstance(value, bool) else "BYTES", shape=[1])
+        raw = bytes([value]) if isinstance(value, bool) else _packed(value)
+        request.raw_input_contents.append(raw)
+    for name, value in parameters.items():
+        if isinstance(value, bool):
+            request.parameters[name].bool_param = value
+        elif isinstance(value, int):
+            request.parameters[name].int64_param = value
+        elif isinstance(value, float):
+            request.parameters[name].double_param = value
+        else:
+            request.parameters[name].string_param = str(value)
+    return request
+
+
+def _packed(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<I", len(data)) + data
+
+
+def _outputs(response: Any) -> dict[str, list[Any]]:
+    """The tensors of a response, those of text and of UINT32."""
+    found: dict[str, list[Any]] = {}
+    for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=False):
+        if tensor.datatype == "BYTES":
+            found[tensor.name] = _unpacked(raw)
+        elif tensor.datatype == "UINT32":
+            found[tensor.name] = [value for (value,) in struct.iter_unpack("<I", raw)]
+    return found
+
+
+def _unpacked(raw: bytes) -> list[str]:
+    texts, offset = [], 0
+    while offset + 4 <= len(raw):
+        (length,) = struct.unpack_from("<I", raw, offset)
+        texts.append(raw[offset + 4 : offset + 4 + length].decode("utf-8", errors="replace"))
+        offset += 4 + length
+    return texts
+
+
+def _chunk(response: Any, seconds: float) -> Chunk:
+    outputs = _outputs(response)
+    try:
+        metrics = json.loads((outputs.get("perf_metrics") or ["null"])[0]) or {}
+    except ValueError:
+        metrics = {}
+    return Chunk(
+        text="".join(outputs.get("text_output") or ()),
+        seconds=seconds,
+        is_final=response.parameters["triton_final_response"].bool_param,
+        finish_reason=next(iter(outputs.get("finish_reason") or ()), "").replace("None", ""),
+        num_output_tokens=sum(outputs.get("num_output_tokens") or ()),
+        metrics=metrics if isinstance(metrics, dict) else {},
+    )

@@ -1,0 +1,118 @@
+"""The engine from inside: ranks, the phases of a step, what a batch is made of, messages that wait."""
+
+from datetime import datetime, timezone
+from typing import Any
+
+import streamlit as st
+
+from quire_dashboard import words
+from quire_dashboard.charts import stacked_spec
+from quire_dashboard.frame import Line, chart, draw, figures, live, monitor, selection, server_away, snapshot_or_reason
+from quire_dashboard.monitor import StepState
+from quire_dashboard.queries import Gauge, Quantile, Rate
+from quire_dashboard.snapshot import Snapshot
+
+__all__ = ["show"]
+
+
+def show() -> None:
+    """The page."""
+    st.title("Engine")
+    live(_now)
+    live(_charts)
+
+
+def _now() -> None:
+    if server_away():
+        return
+    snapshot = snapshot_or_reason(selection().model)
+    if snapshot is None:
+        return
+    engine, step = snapshot.engine, snapshot.engine.last_step
+    shown = (
+        ("Engine", "up" if engine.up else "down", f"Process {engine.pid}"),
+        ("Steps", words.count(engine.step), "Since the engine was started."),
+        ("Restarts", words.count(engine.restarts), "Since the server was started."),
+        ("Batch", f"{step.get('num_requests', 0)} of {engine.max_num_seqs}", "In the last step, and max_num_seqs."),
+        ("Batch tokens", f"{step.get('num_tokens', 0)} of {engine.max_num_batched_tokens}",
+         "Tokens of the last step, and max_num_batched_tokens."),
+        ("In flight", words.count(engine.batches_in_flight), "Batches that the ranks are computing."),
+    )  # fmt: skip
+    figures(shown)
+    left, right = st.columns(2)
+    with left:
+        _ranks(snapshot)
+    with right:
+        _step(snapshot)
+
+
+def _ranks(snapshot: Snapshot) -> None:
+    st.subheader("Ranks")
+    rows = [
+        {
+            "rank": rank.rank,
+            "state": "up" if rank.up else "down",
+            "process": rank.pid,
+            "step (median)": words.seconds_or_dash(rank.step_seconds_p50),
+        }
+        for rank in snapshot.engine.ranks
+    ]
+    if rows:
+        st.dataframe(rows, hide_index=True, key="ranks")
+    else:
+        st.caption("The engine has no ranks at the moment.")
+
+
+def _step(snapshot: Snapshot) -> None:
+    st.subheader("Step and queues")
+    phases = {phase: snapshot.engine.step_seconds.get(phase) or 0.0 for phase in ("schedule", "execute", "update")}
+    whole = sum(phases.values())
+    rows = [
+        {"phase": phase, "median": words.seconds(value), "share": value / whole if whole else 0.0}
+        for phase, value in phases.items()
+    ]
+    share = st.column_config.ProgressColumn("share", format="percent", min_value=0.0, max_value=1.0)
+    st.dataframe(rows, hide_index=True, column_config={"share": share}, key="phases")
+    queues = snapshot.engine.queues
+    st.markdown(
+        f"Messages that wait: **{queues.get('to_engine', 0)}** to the engine, **{queues.get('responses', 0)}** "
+        "responses to clients."
+    )
+
+
+def _charts() -> None:
+    if monitor().seconds_since_success is None:
+        return
+    left, right = st.columns(2)
+    with left:
+        chart("Step time by phase (median)", "seconds", [
+            Line(query=Quantile(name="quire_step_seconds", q=0.5, by="phase"), by="phase"),
+        ], key="step_time", say=words.seconds, format_="~g")  # fmt: skip
+        _composition(monitor().steps(selection().model))
+    with right:
+        chart("Ranks that are up", "ranks", [Line(query=Gauge(name="quire_worker_up"), name="ranks")], key="ranks_up",
+              say=words.count)  # fmt: skip
+        chart("Tokens per step", "tokens", [
+            Line(query=Quantile(name="quire_iteration_tokens", q=0.5), name="p50"),
+            Line(query=Quantile(name="quire_iteration_tokens", q=0.95), name="p95"),
+        ], key="iteration_tokens", say=words.count)  # fmt: skip
+        chart("Restarts and replays", "per second", [
+            Line(query=Rate(name="quire_engine_restarts_total"), name="restarts"),
+            Line(query=Rate(name="quire_requests_replayed_total"), name="replayed requests"),
+        ], key="restarts", say=words.per_second)  # fmt: skip
+
+
+def _composition(steps: list[StepState]) -> None:
+    st.markdown("**Batch composition** &nbsp; :gray[since this page was first opened]")
+    range_s = selection().range_s
+    shown = [step for step in steps if step.time > steps[-1].time - range_s]
+    if len(shown) < 2:
+        st.caption("Nothing yet in this time range.")
+        return
+    times = [datetime.fromtimestamp(step.time, timezone.utc) for step in shown]
+    columns: dict[str, list[Any]] = {
+        "time": times * 2,
+        "series": ["decode"] * len(shown) + ["prefill"] * len(shown),
+        "value": [step.num_decode_tokens for step in shown] + [step.num_prefill_tokens for step in shown],
+    }
+    draw(columns, stacked_spec("tokens of a step", ("decode", "prefill")), key="composition", alt="Batch composition")

@@ -1,0 +1,128 @@
+"""The KV cache: who holds which blocks, and what the prefix cache saves."""
+
+import streamlit as st
+
+from quire_dashboard import words
+from quire_dashboard.block_map import blocks_by_state, draw
+from quire_dashboard.frame import (
+    Line,
+    chart,
+    figures,
+    live,
+    monitor,
+    request_names,
+    selection,
+    server_away,
+    snapshot_or_reason,
+)  # fmt: skip
+from quire_dashboard.queries import Gauge, Rate, Ratio, latest
+from quire_dashboard.snapshot import Snapshot
+
+__all__ = ["show"]
+
+_HITS = Ratio(part=Rate(name="quire_prefix_cache_hits_total"), whole=Rate(name="quire_prefix_cache_queries_total"))
+
+
+def show() -> None:
+    """The page."""
+    st.title("KV cache")
+    live(_now)
+    live(_charts)
+
+
+def _now() -> None:
+    if server_away():
+        return
+    picked = selection()
+    snapshot = snapshot_or_reason(picked.model)
+    _figures(snapshot)
+    if snapshot is None:
+        return
+    st.subheader("Blocks")
+    if not snapshot.blocks.num_blocks:
+        st.caption("The engine has no blocks at the moment.")
+        return
+    st.html(draw(snapshot.blocks, snapshot.requests, request_names(snapshot.requests)))
+    left, right = st.columns(2)
+    with left:
+        st.subheader("Usage by request")
+        _usage(snapshot)
+    with right:
+        st.subheader("Prefix cache")
+        _prefixes(snapshot)
+
+
+def _figures(snapshot: Snapshot | None) -> None:
+    view, labels = monitor().view(), selection().labels
+    states = latest(Gauge(name="quire_kv_blocks", by="state"), view, labels)
+    hits = latest(_HITS, view, labels).get("")
+    preemptions = latest(Rate(name="quire_preemptions_total"), view, labels).get("")
+    shown = [
+        ("Used", words.count(states.get("used")), "Blocks that live requests hold."),
+        ("Cached", words.count(states.get("cached")), "Free blocks that an equal prefix can use again."),
+        ("Free", words.count(states.get("free")), "Blocks that hold nothing."),
+        ("Prefix hits", words.percent(hits), "Share of the prompt tokens found in the cache, of the last minute."),
+        ("Preemptions", words.per_second(preemptions), "Mean of the last minute."),
+    ]
+    if snapshot is not None:
+        shared = blocks_by_state(snapshot.blocks)["shared"]
+        shown.insert(3, ("Shared", words.count(shared), "Used blocks that more than one request holds."))
+    figures(shown)
+
+
+def _usage(snapshot: Snapshot) -> None:
+    held = sorted(
+        zip(snapshot.requests, request_names(snapshot.requests), strict=True), key=lambda item: -item[0].num_blocks
+    )
+    rows = [
+        {
+            "request": name,
+            "blocks": request.num_blocks,
+            "share": request.num_blocks / snapshot.blocks.num_blocks,
+            "from cache": f"{words.count(request.num_cached_tokens)} tokens",
+        }
+        for request, name in held
+        if request.num_blocks
+    ]
+    if not rows:
+        st.caption("No request holds a block.")
+        return
+    share = st.column_config.ProgressColumn("share", format="percent", min_value=0.0, max_value=1.0)
+    st.dataframe(rows, hide_index=True, column_config={"share": share}, key="usage_by_request")
+
+
+def _prefixes(snapshot: Snapshot) -> None:
+    tree = snapshot.prefix_tree
+    st.markdown(
+        f"{words.count(tree.num_cached_blocks)} blocks can be found by their prefix: {words.count(tree.num_roots)} "
+        f"different beginnings, the longest {words.count(tree.depth)} blocks "
+        f"({words.count(tree.depth * snapshot.blocks.block_size)} tokens)."
+    )
+    if tree.hottest:
+        rows = [
+            {"prefix": f"no. {place}", "blocks": hot.get("num_blocks", 0), "references": hot.get("num_references", 0)}
+            for place, hot in enumerate(tree.hottest, 1)
+        ]
+        st.dataframe(rows, hide_index=True, key="hottest")
+
+
+def _charts() -> None:
+    if monitor().seconds_since_success is None:
+        return
+    left, right = st.columns(2)
+    with left:
+        chart("Blocks by state", "blocks", [Line(query=Gauge(name="quire_kv_blocks", by="state"), by="state")],
+              key="blocks", say=words.count)  # fmt: skip
+    with right:
+        chart("Prefix hits", "share of prompt tokens", [Line(query=_HITS, name="found")], key="hits", format_=".0%",
+              top=1.0, say=words.percent)  # fmt: skip
+    left, right = st.columns(2)
+    with left:
+        # A cached block that is taken for something else is evicted: /metrics counts what was cached and what is.
+        chart("Prompt tokens", "tokens per second", [
+            Line(query=Rate(name="quire_prompt_tokens_total"), name="all"),
+            Line(query=Rate(name="quire_prompt_tokens_cached_total"), name="from cache"),
+        ], key="prompt_tokens", say=words.per_second)  # fmt: skip
+    with right:
+        chart("Preemptions", "per second", [Line(query=Rate(name="quire_preemptions_total"), name="preemptions")],
+              key="preemptions", say=words.per_second)  # fmt: skip

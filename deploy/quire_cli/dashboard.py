@@ -1,0 +1,174 @@
+"""The dashboard: in a process of its own beside a server, and alone.
+
+It is another package, which nothing here imports: it may be missing, and is told by arguments and environment.
+"""
+
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from quire_cli import process
+from quire_cli.console import Console
+from quire_cli.errors import CommandError, UsageError
+from quire_cli.ports import Endpoint, reserve
+from quire_cli.server_process import SIGNALS
+
+__all__ = ["Dashboard", "DashboardOptions", "how_to_install", "run_dashboard"]
+
+INTROSPECTION_TOKEN = "QUIRE_INTROSPECTION_TOKEN"
+DASHBOARD_TOKEN = "QUIRE_DASHBOARD_TOKEN"
+_NEEDS = ("quire_dashboard", "streamlit", "prometheus_client", "tritonclient")
+_START_S = 30.0
+"""How long the ready line waits for the dashboard; the server is what matters."""
+_STOP_S = 3.0
+
+
+def how_to_install() -> str:
+    """Empty when the dashboard can be started here, else what is missing and how it comes."""
+    missing = [name for name in _NEEDS if find_spec(name) is None]
+    return f"there is no {missing[0]} here; pip install 'quire[dashboard]' brings it" if missing else ""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it."""
+    return host == "localhost" or host.startswith("127.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DashboardOptions:
+    """What a dashboard looks at, and where it is seen."""
+
+    url: str = "127.0.0.1:8001"
+    metrics: str = "127.0.0.1:8002"
+    prometheus: str = ""
+    host: str = "127.0.0.1"
+    port: int = 8501
+    token: str = ""
+
+    def command(self, port: int) -> list[str]:
+        """What is run; the tokens go by environment, as a command line is seen by every user."""
+        arguments = ["--url", self.url, "--metrics", self.metrics, "--prometheus", self.prometheus]
+        return [sys.executable, "-m", "quire_dashboard", *arguments, "--host", self.host, "--port", str(port)]
+
+
+def run_dashboard(options: DashboardOptions) -> int:
+    """`quire dashboard`: this process becomes the dashboard.
+
+    Raises:
+        CommandError: something it needs is missing, or its port is taken.
+        UsageError: it would be open to others without a token.
+    """
+    missing = how_to_install()
+    if missing:
+        raise CommandError(f"the dashboard cannot be started: {missing}")
+    token = options.token or os.environ.get(DASHBOARD_TOKEN, "")
+    if not is_loopback(options.host) and not token:
+        raise UsageError(
+            f"on {options.host} others reach the dashboard, which shows requests and can cancel them; "
+            f"give it a token with --token or {DASHBOARD_TOKEN}"
+        )
+    port = reserve({"port": Endpoint(options.host, options.port)})["port"].port
+    print(f"quire: dashboard at http://{Endpoint(options.host, port)}/", flush=True)
+    return os.execve(sys.executable, options.command(port), {**os.environ, DASHBOARD_TOKEN: token})
+
+
+class Dashboard:
+    """The dashboard of one `quire serve`. It outlives restarts of the server, and ends with the context.
+
+    Args:
+        endpoint: where it listens; of another host than loopback, it asks its visitors for a token.
+        server: the server's endpoints by service, `grpc` and `metrics` among them.
+        console: is told when the dashboard ends by itself.
+    """
+
+    def __init__(self, endpoint: Endpoint, server: Mapping[str, Endpoint], console: Console) -> None:
+        self._endpoint = endpoint
+        self._console = console
+        self._introspection_token = os.environ.get(INTROSPECTION_TOKEN) or secrets.token_urlsafe(24)
+        self._token = os.environ.get(DASHBOARD_TOKEN, "")
+        if not is_loopback(endpoint.host) and not self._token:
+            self._token = secrets.token_urlsafe(24)
+        self._options = DashboardOptions(
+            url=_client(server["grpc"]), metrics=_client(server["metrics"]), host=endpoint.host, port=endpoint.port
+        )
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._start = 0.0
+        self._listens = False
+        self._stopping = threading.Event()
+        self._gone = threading.Event()
+
+    @property
+    def server_environment(self) -> dict[str, str]:
+        """What the server must be started with, so that the dashboard may see its requests."""
+        return {INTROSPECTION_TOKEN: self._introspection_token}
+
+    def __enter__(self) -> "Dashboard":
+        parent = os.getpid()
+
+        def in_child() -> None:
+            process.die_with_parent(parent, signal.SIGKILL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+        self._start = time.monotonic()
+        self._popen = subprocess.Popen(
+            self._options.command(self._endpoint.port),
+            env={**os.environ, **self.server_environment, DASHBOARD_TOKEN: self._token},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            # Ctrl-C is for this process, which then stops it.
+            start_new_session=True,
+            preexec_fn=in_child,
+        )
+        threading.Thread(target=self._watch, args=(os.pidfd_open(self._popen.pid),), daemon=True).start()
+        if self._token and not is_loopback(self._endpoint.host):
+            self._console.line(f"quire: the dashboard asks for a token: http://{self._endpoint}/?token={self._token}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        if self._popen is None:
+            return
+        self._popen.terminate()
+        try:
+            self._popen.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+
+    def ready_word(self) -> str | None:
+        """What the ready line says of it: None while it is not yet known, empty when there is no dashboard."""
+        if self._gone.is_set():
+            return ""
+        if not self._listens and time.monotonic() - self._start < _START_S:
+            try:
+                address = (self._endpoint.client_host, self._endpoint.port)
+                socket.create_connection(address, timeout=1.0).close()
+            except OSError:
+                return None
+            self._listens = True
+        return f" dashboard={self._endpoint}" if self._listens else ""
+
+    def _watch(self, handle: int) -> None:
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        poll.poll()
+        os.close(handle)
+        self._gone.set()
+        if not self._stopping.is_set():
+            self._console.line(
+                "quire: the dashboard has ended; the server goes on, and another one starts with: quire dashboard "
+                f"--url {self._options.url} --metrics {self._options.metrics}"
+            )
+
+
+def _client(endpoint: Endpoint) -> str:
+    return f"{endpoint.client_host}:{endpoint.port}"

@@ -1,0 +1,262 @@
+"""The dashboard in a real browser: every page clicked through, a request cancelled, the SLO class changed.
+
+The server is a stand-in; the dashboard is a process of its own, started as `quire dashboard` starts it.
+"""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from quire_dashboard.settings import Settings
+from support.chromium import find_chromium
+from support.fake_triton import TOKEN, FakeTriton, fake_triton, make_request
+
+pytestmark = pytest.mark.browser
+
+TIMEOUT_MS = 30_000
+PAGES = {
+    "Overview": "Users are served within their SLO",
+    "KV cache": "report (aaaa11): 4",
+    "Requests": "2 requests",
+    "Engine": "Messages that wait",
+    "Playground": "Prompt",
+    "Load": "No load has been started.",
+}
+DASHBOARD_TOKEN = "open sesame"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    chromium = find_chromium()
+    if chromium is None:
+        pytest.skip("there is no Chromium; make test unpacks Debian's, and QUIRE_CHROMIUM names another one")
+    with sync_playwright() as playwright:
+        started: dict[str, Any] = {
+            "executable_path": chromium.executable, "args": list(chromium.arguments), "env": chromium.environment,
+        }  # fmt: skip
+        running = playwright.chromium.launch(**started)
+        yield running
+        running.close()
+
+
+@contextmanager
+def dashboard(fake: FakeTriton, token: str = "") -> Iterator[str]:
+    """The dashboard in a process of its own; gives its address."""
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = Settings(url=fake.url, metrics=fake.metrics, token=token, introspection_token=TOKEN)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quire_dashboard", "--url", fake.url, "--metrics", fake.metrics, "--port", str(port)],
+        env={**os.environ, **settings.to_environment()}, stdout=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    address = f"http://127.0.0.1:{port}"
+    try:
+        end = time.monotonic() + 60
+        while not _answers(f"{address}/_stcore/health"):
+            assert process.poll() is None, "the dashboard ended while it started"
+            assert time.monotonic() < end, "the dashboard did not start"
+            time.sleep(0.05)
+        yield address
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(address, timeout=2) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def fake() -> Iterator[FakeTriton]:
+    with fake_triton() as running:
+        running.state.traffic = 3
+        yield running
+
+
+@pytest.fixture(scope="module")
+def address(fake: FakeTriton) -> Iterator[str]:
+    with dashboard(fake) as found:
+        yield found
+
+
+@pytest.fixture
+def open_page(browser: Browser, address: str) -> Iterator[Callable[..., Page]]:
+    """Opens a page; afterwards, nothing may have been asked of another host, and no page may have failed."""
+    contexts, foreign = [], []
+
+    def at(path: str = "", *, base: str = "", width: int = 1280, dark: bool = False) -> Page:
+        context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light"
+        )  # fmt: skip
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(TIMEOUT_MS)
+        here = base or address
+        own = (here, here.replace("http", "ws"), "data:", "blob:")
+        page.on("request", lambda asked: None if asked.url.startswith(own) else foreign.append(asked.url))
+        page.goto(f"{here}/{path}")
+        return page
+
+    expect.set_options(timeout=TIMEOUT_MS)
+    yield at
+    for context in contexts:
+        context.close()
+    assert foreign == []
+
+
+def sidebar_link(page: Page, title: str) -> Any:
+    return page.get_by_test_id("stSidebarNav").get_by_role("link", name=title, exact=True)
+
+
+def test_every_page_is_reached_by_a_click(open_page: Callable[..., Page]) -> None:
+    page = open_page()
+    for title, content in PAGES.items():
+        sidebar_link(page, title).click()
+        expect(page.get_by_role("heading", name=title, exact=True)).to_be_visible()
+        expect(page.get_by_text(content).first).to_be_visible()
+        expect(page.get_by_test_id("stException")).to_have_count(0)
+
+
+def test_figures_follow_the_server_without_a_reload(open_page: Callable[..., Page], fake: FakeTriton) -> None:
+    page = open_page()
+    running = page.get_by_test_id("stMetric").filter(has_text="Running")
+    expect(running).to_contain_text("2")
+    page.evaluate("window.notReloaded = true")
+    fake.state.set("requests_running", 7)
+    expect(running).to_contain_text("7")
+    fake.state.set("requests_running", 2)
+    assert page.evaluate("window.notReloaded") is True
+
+
+def test_a_refresh_keeps_the_charts_where_they_are(open_page: Callable[..., Page], fake: FakeTriton) -> None:
+    page = open_page()
+    running = page.get_by_test_id("stMetric").filter(has_text="Running")
+    expect(page.locator("svg.marks")).to_have_count(8)
+
+    def refresh(*numbers: int) -> None:
+        for number in numbers:
+            fake.state.set("requests_running", number)
+            expect(running.get_by_test_id("stMetricValue")).to_have_text(str(number))
+
+    refresh(11, 12, 13)  # until then the page still finds its width
+    # Whoever flickers takes the drawing away and puts up another one.
+    page.evaluate("""() => {
+        window.removed = 0;
+        const isChart = node => node.querySelector && (node.matches('svg.marks') || node.querySelector('svg.marks'));
+        const count = change => change.removedNodes.forEach(node => { if (isChart(node)) window.removed++; });
+        const main = document.querySelector('[data-testid="stMain"]');
+        new MutationObserver(changes => changes.forEach(count)).observe(main, {childList: true, subtree: true});
+    }""")
+    refresh(14, 15, 16, 2)
+    assert page.evaluate("window.removed") == 0
+
+
+def test_the_slo_class_filters_goodput(open_page: Callable[..., Page], fake: FakeTriton) -> None:
+    page = open_page()
+    fake.state.finish(1, slo="batch", cause="e2e")
+    goodput = page.get_by_test_id("stMetric").filter(has_text="Goodput")
+    batch = page.get_by_test_id("stButtonGroup").get_by_text("batch", exact=True)
+    expect(batch).to_be_visible()
+    batch.click()
+    expect(goodput).to_contain_text("0.0%")
+    page.get_by_test_id("stButtonGroup").get_by_text("default", exact=True).click()
+    expect(goodput).to_contain_text("100%")
+
+
+def test_a_request_is_cancelled(open_page: Callable[..., Page], fake: FakeTriton) -> None:
+    with fake.state.lock:
+        fake.state.snapshot["requests"].append(make_request("eeee5555ffff6666", label="doomed"))
+    page = open_page("requests")
+    expect(page.get_by_text("3 requests")).to_be_visible()
+    page.get_by_test_id("stSelectbox").filter(has_text="Request").last.click()
+    page.get_by_role("option", name="doomed (eeee55)").click()
+    page.get_by_role("button", name="Cancel doomed (eeee55)").click()
+    expect(page.get_by_text("Request doomed (eeee55) was cancelled.")).to_be_visible()
+    expect(page.get_by_text("2 requests")).to_be_visible()
+    assert fake.state.cancelled == ["eeee5555ffff6666"]
+
+
+def test_the_block_map_is_a_picture_that_is_seen(open_page: Callable[..., Page]) -> None:
+    page = open_page("kv-cache")
+    picture = page.locator(".quire-block-map img")
+    expect(picture).to_be_visible()
+    expect(picture).to_have_attribute("alt", "64 blocks: 8 used, 16 cached, 40 free")
+    assert page.evaluate("document.querySelector('.quire-block-map img').naturalWidth") > 0
+
+
+def test_the_playground_answers(open_page: Callable[..., Page]) -> None:
+    page = open_page("playground")
+    page.get_by_role("button", name="Generate").click()
+    expect(page.get_by_text("return n")).to_be_visible()
+    expect(page.get_by_test_id("stMetric").filter(has_text="TTFT")).to_contain_text("12 ms")
+
+
+def test_a_load_is_started_and_watched(open_page: Callable[..., Page], fake: FakeTriton) -> None:
+    page = open_page("load")
+    before = len(fake.state.prompts)
+    page.get_by_role("button", name="Start").click()
+    expect(page.get_by_text(re.compile("64 of 64 requests, done"))).to_be_visible()
+    assert len(fake.state.prompts) == before + 64
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_fits_a_phone_in_both_themes(open_page: Callable[..., Page], dark: bool) -> None:
+    for path in ("", "kv-cache", "requests", "engine", "playground", "load"):
+        page = open_page(path, width=390, dark=dark)
+        expect(page.get_by_role("heading").first).to_be_visible()
+        background = page.evaluate("getComputedStyle(document.querySelector('.stApp')).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", background)[:3])) < 200) is dark
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_a_server_that_goes_away_is_said(browser: Browser, open_page: Callable[..., Page]) -> None:
+    with fake_triton() as fleeting, dashboard(fleeting) as address:
+        page = open_page(base=address)
+        expect(page.get_by_text("no request has ended in the last minute")).to_be_visible()
+        fleeting.stop()
+        expect(page.get_by_text("The server does not answer.").first).to_be_visible()
+        expect(page.get_by_text("nothing listens there").first).to_be_visible()
+
+
+def test_with_a_token_it_must_be_known(open_page: Callable[..., Page], fake: FakeTriton) -> None:
+    with dashboard(fake, DASHBOARD_TOKEN) as address:
+        page = open_page(base=address)
+        page.get_by_label("Token", exact=True).fill("guess")
+        page.keyboard.press("Enter")
+        expect(page.get_by_text("This is not the token.")).to_be_visible()
+        assert "Running" not in page.inner_text("body")
+        page.get_by_label("Token", exact=True).fill(DASHBOARD_TOKEN)
+        page.keyboard.press("Enter")
+        expect(page.get_by_test_id("stMetric").filter(has_text="Running")).to_be_visible()
+        page = open_page(f"?token={DASHBOARD_TOKEN.replace(' ', '%20')}", base=address)
+        expect(page.get_by_test_id("stMetric").filter(has_text="Running")).to_be_visible()
+        assert "token" not in page.url
+
+
+def test_pictures_show_something(open_page: Callable[..., Page], tmp_path: Path) -> None:
+    for path, dark in (("", False), ("kv-cache", False), ("requests", True)):
+        page = open_page(path, dark=dark)
+        expect(page.locator("svg.marks").first).to_be_visible()
+        file = tmp_path / "shot.png"
+        page.screenshot(path=file)
+        assert file.stat().st_size > 20_000

@@ -1,0 +1,215 @@
+"""Every page by Streamlit's own test harness, against a stand-in for the server: what it says, not how it looks."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+from quire_dashboard.frame import monitor
+from streamlit.testing.v1 import AppTest
+from support.fake_triton import FakeTriton
+
+pytestmark = pytest.mark.filterwarnings("default")  # those of Streamlit and pandas are not ours
+
+TIMEOUT_S = 60
+PAGE = """
+import streamlit as st
+from quire_dashboard.admission import is_admitted
+from quire_dashboard.frame import pickers
+from quire_dashboard.views import {page}
+
+if is_admitted():
+    pickers()
+    {page}.show()
+"""
+
+
+def open_page(page: str) -> AppTest:
+    return AppTest.from_string(PAGE.format(page=page), default_timeout=TIMEOUT_S).run()
+
+
+def text_of(app: AppTest) -> str:
+    """Everything that the page says, in order of the kinds of elements."""
+    assert not app.exception, app.exception
+    kinds = ("title", "subheader", "markdown", "caption", "text", "success", "info", "warning", "error")
+    parts = [element.value for kind in kinds for element in app.get(kind)]
+    return "\n".join([*parts, *(f"{metric.label}={metric.value}" for metric in app.metric)])
+
+
+def read_again() -> None:
+    monitor().read()
+
+
+def run_until(app: AppTest, condition: Callable[[str], bool]) -> str:
+    """Run again, as a refresh does, until the page says it."""
+    end = time.monotonic() + TIMEOUT_S
+    while not condition(text := text_of(app.run())):
+        assert time.monotonic() < end, text
+    return text
+
+
+# -- Overview ----------------------------------------------------------------------------------------------------------
+
+
+def test_overview_when_all_is_well(fake: FakeTriton) -> None:
+    app = open_page("overview")
+    fake.state.finish(20)
+    read_again()
+    text = text_of(app.run())
+    assert "Users are served within their SLO." in text
+    for figure in ("Goodput=100%", "KV cache=25.0%", "Running=2", "Waiting=0", "Restarts=0"):
+        assert figure in text
+    assert len(app.get("vega_lite_chart")) == 8
+
+
+def test_overview_names_the_likely_cause(fake: FakeTriton) -> None:
+    app = open_page("overview")
+    fake.state.finish(10)
+    fake.state.finish(30, cause="ttft", ttft=3.0)
+    fake.state.add("preemptions_total", 9)
+    fake.state.set("kv_cache_usage_ratio", 1.0)
+    read_again()
+    assert "only 25% of the requests of class default meet their SLO. Likely cause: the KV cache is full" in (
+        text_of(app.run())
+    )
+
+
+def test_overview_filters_by_slo_class(fake: FakeTriton) -> None:
+    app = open_page("overview")
+    fake.state.finish(10)
+    fake.state.finish(30, slo="batch", cause="e2e")
+    read_again()
+    app.run()
+    for slo_class, figure in (("default", "Goodput=100%"), ("batch", "Goodput=0.0%"), ("All classes", "Goodput=25.0%")):
+        app.segmented_control(key="slo_class").set_value(slo_class)
+        assert figure in text_of(app.run())
+
+
+def test_overview_says_that_the_server_is_away_and_how_old_its_figures_are(fake: FakeTriton) -> None:
+    app = open_page("overview")
+    fake.stop()
+    read_again()
+    text = text_of(app.run())
+    assert "The server does not answer." in text
+    assert "nothing listens there (connection refused)" in text
+    assert "What is shown is" in text
+    assert "Running=2" in text
+
+
+@pytest.mark.parametrize("page", ["overview", "kv_cache", "requests", "engine", "playground", "load"])
+def test_a_server_that_never_was_there(fake: FakeTriton, page: str) -> None:
+    fake.stop()
+    text = text_of(open_page(page))
+    assert "The server does not answer." in text or "No model of Quire is loaded." in text
+
+
+# -- the other pages ---------------------------------------------------------------------------------------------------
+
+
+def test_kv_cache_shows_blocks_and_their_owners(fake: FakeTriton) -> None:
+    app = open_page("kv_cache")
+    fake.state.finish(5)
+    read_again()
+    text = text_of(app.run())
+    for figure in ("Used=8", "Cached=16", "Free=40", "Shared=2", "Prefix hits=40.0%"):
+        assert figure in text
+    assert "24 blocks can be found by their prefix: 3 different beginnings, the longest 7 blocks (112 tokens)" in text
+    picture = next(html.proto.body for html in app.get("html") if "quire-block-map" in html.proto.body)
+    assert "64 blocks: 8 used, 16 cached, 40 free" in picture
+    assert "report (aaaa11): 4" in picture
+    assert list(app.dataframe[0].value["request"]) == ["report (aaaa11)", "chat (cccc33)"]
+
+
+def test_requests_are_listed_and_one_is_cancelled(fake: FakeTriton) -> None:
+    app = open_page("requests")
+    table = app.dataframe[0].value
+    assert list(table["request"]) == ["report (aaaa11)", "chat (cccc33)"]
+    assert list(table["phase"]) == ["decode", "prefill"]
+    assert list(table["tokens"]) == ["10 of 40", "0 of 40"]
+    app.selectbox(key="chosen").set_value("cccc3333dddd4444")
+    assert "prefill chunk, 64 tokens" in text_of(app.run())
+    next(button for button in app.button if button.label == "Cancel chat (cccc33)").click()
+    text = text_of(app.run())
+    assert fake.state.cancelled == ["cccc3333dddd4444"]
+    assert "Request chat (cccc33) was cancelled." in text
+    assert "**1 requests**" in text
+
+
+def test_requests_cannot_be_seen_without_the_token(fake: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_INTROSPECTION_TOKEN", "another")
+    text = text_of(open_page("requests"))
+    assert "cannot be seen.** introspection_token is wrong or missing" in text
+
+
+def test_engine_shows_ranks_phases_and_queues(fake: FakeTriton) -> None:
+    app = open_page("engine")
+    fake.state.finish(5)
+    read_again()
+    monitor().forget_snapshot("tinypy")
+    text = text_of(app.run())
+    for said in ("Engine=up", "Steps=1,234", "Batch=2 of 16", "Batch tokens=65 of 512", "In flight=1",
+                 "**3** to the engine, **5** responses"):  # fmt: skip
+        assert said in text
+    assert list(app.dataframe[0].value["step (median)"]) == ["21 ms"]
+    assert list(app.dataframe[1].value["median"]) == ["1.0 ms", "20 ms", "1.0 ms"]
+
+
+def test_playground_streams_and_shows_the_requests_timings(fake: FakeTriton) -> None:
+    app = open_page("playground")
+    app.text_area(key="prompt").set_value("def fib(")
+    next(button for button in app.button if button.label == "Generate").click()
+    text = text_of(app.run())
+    assert "def fib(n):\n    return n" in text
+    for timing in ("Queue=1.0 ms", "TTFT=12 ms", "Decode=50 ms", "finished by length"):
+        assert timing in text
+    prompt, parameters = fake.state.prompts[0]
+    assert prompt == "def fib("
+    assert parameters == {"max_tokens": 128, "temperature": 0.0}
+
+
+def test_playground_chats(fake: FakeTriton) -> None:
+    app = open_page("playground")
+    app.selectbox(key="chat_format").set_value("ChatML")
+    app.text_input(key="said").set_value("hello")
+    next(button for button in app.button if button.label == "Send").click()
+    text_of(app.run())
+    assert fake.state.prompts[0][0] == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert app.session_state["turns"] == [("user", "hello"), ("assistant", "def fib(n):\n    return n")]
+
+
+def test_playground_says_why_a_request_is_refused(fake: FakeTriton) -> None:
+    app = open_page("playground")
+    app.text_input(key="playground_slo").set_value("unknown")
+    next(button for button in app.button if button.label == "Generate").click()
+    assert "slo_class is 'unknown'" in text_of(app.run())
+
+
+def test_load_runs_and_is_watched(fake: FakeTriton) -> None:
+    app = open_page("load")
+    app.number_input(key="num_requests").set_value(12)
+    next(button for button in app.button if button.label == "Start").click()
+    text = run_until(app, lambda text: "Errors=0" in text and len(fake.state.prompts) == 12)
+    assert "TTFT p50=" in text
+    assert len(fake.state.prompts) == 12
+
+
+# -- the door ----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_shown_without_the_token(fake: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_DASHBOARD_TOKEN", "open sesame")
+    app = open_page("requests")
+    assert len(app.text_input) == 1
+    assert not app.dataframe
+    app.text_input[0].set_value("guess")
+    assert "This is not the token." in text_of(app.run())
+    assert not app.dataframe
+    app.text_input[0].set_value("open sesame")
+    assert "**2 requests**" in text_of(app.run())
+
+
+def test_the_token_may_come_by_address_and_leaves_it(fake: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_DASHBOARD_TOKEN", "open sesame")
+    app = AppTest.from_string(PAGE.format(page="requests"), default_timeout=TIMEOUT_S)
+    app.query_params["token"] = "open sesame"
+    assert "**2 requests**" in text_of(app.run())
+    assert "token" not in app.query_params

@@ -1,0 +1,75 @@
+"""The dashboard beside a real server: it is in the ready line, sees the server, and ends with it."""
+
+import os
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from support.serving import Server, run_cli, serve, start, wait_until
+
+pytestmark = pytest.mark.server
+
+WITH_DASHBOARD = ("--dashboard", "--dashboard-port", "0")
+
+
+def answers(endpoint: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{endpoint}/_stcore/health", timeout=5) as response:
+            return bool(response.status == 200)
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with serve(*WITH_DASHBOARD) as running:
+        yield running
+
+
+def test_the_ready_line_names_a_dashboard_that_answers(server: Server) -> None:
+    assert server.dashboard.startswith("127.0.0.1:")
+    assert answers(server.dashboard)
+    assert server.stop() == 0
+    assert not answers(server.dashboard)
+
+
+def test_it_goes_on_when_the_server_is_started_again(server: Server) -> None:
+    dashboard = server.dashboard
+    (tritonserver,) = [pid for pid in server.run_id.processes() if "bin/tritonserver" in _command(pid)]
+    os.kill(tritonserver, signal.SIGKILL)
+    server.wait_for_ready_line()
+    assert server.dashboard == dashboard
+    assert answers(dashboard)
+
+
+def test_it_dies_with_a_supervisor_that_is_killed() -> None:
+    server = start(*WITH_DASHBOARD)
+    assert answers(server.dashboard)
+    server.stop(signal.SIGKILL)
+    wait_until(lambda: not answers(server.dashboard), "the dashboard is gone")
+    # What a killed run had to leave is removed by the next start.
+    with serve():
+        pass
+    server.assert_nothing_left()
+
+
+def test_without_one_the_ready_line_has_none() -> None:
+    with serve() as server:
+        assert server.dashboard == ""
+
+
+def test_alone_on_an_open_host_it_wants_a_token() -> None:
+    done = run_cli("dashboard", "--host", "0.0.0.0", env={"QUIRE_DASHBOARD_TOKEN": ""})
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "--token" in done.stderr
+
+
+def _command(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,152 @@
+"""A snapshot read, and what is drawn of it."""
+
+import base64
+import json
+import re
+
+import pytest
+from quire_dashboard.block_map import MOST_CELLS, blocks_by_state, draw, lay_out
+from quire_dashboard.charts import columns_of, line_spec, timeline_columns
+from quire_dashboard.chat import FORMATS, STOPS, chat_prompt
+from quire_dashboard.history import Point
+from quire_dashboard.snapshot import Blocks, RequestState, Segment, Snapshot
+from quire_dashboard.words import per_second, percent, seconds
+from support.fake_triton import make_request, make_snapshot
+
+
+def snapshot() -> Snapshot:
+    return Snapshot.from_json(json.dumps(make_snapshot()))
+
+
+def request(*events: tuple[str, float], age: float = 10.0) -> RequestState:
+    said = make_request("x", age_seconds=age, events=[{"kind": kind, "age_seconds": at} for kind, at in events])
+    return Snapshot.from_json(json.dumps({"engine": {}, "requests": [said]})).requests[0]
+
+
+def test_a_snapshot_is_read() -> None:
+    seen = snapshot()
+    assert (seen.model, seen.engine.ranks[0].step_seconds_p50, seen.requests[0].label) == ("tinypy", 0.021, "report")
+    assert seen.slo_targets("default") == {"ttft": 0.5, "tpot": 0.05, "e2e": 10.0}
+    assert seen.slo_targets("unknown") == {}
+
+
+def test_one_of_another_version_is_read_too() -> None:
+    seen = Snapshot.from_json(
+        '{"engine": {"up": true, "news": 1}, "requests": [{"id": "a", "max_tokens": null}], "more": 2}'
+    )
+    assert seen.engine.up
+    assert seen.requests[0].max_tokens is None
+    assert seen.blocks.num_blocks == 0
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '"no"', "not json"])
+def test_what_is_no_snapshot_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"snapshot|Expecting"):
+        Snapshot.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([], [("queue", 10, 0)]),
+        ([("arrived", 10.0), ("scheduled", 6.0)], [("queue", 10, 6), ("prefill", 6, 0)]),
+        ([("scheduled", 8.0), ("prefill_chunk", 8.0), ("prefill_chunk", 7.0), ("first_token", 5.0)],
+         [("queue", 10, 8), ("prefill", 8, 5), ("decode", 5, 0)]),
+        ([("scheduled", 8.0), ("preempted", 6.0), ("scheduled", 4.0), ("first_token", 2.0)],
+         [("queue", 10, 8), ("prefill", 8, 6), ("preempted", 6, 4), ("prefill", 4, 2), ("decode", 2, 0)]),
+        ([("scheduled", 9.0), ("first_token", 8.0), ("preempted", 6.0), ("scheduled", 4.0)],
+         [("queue", 10, 9), ("prefill", 9, 8), ("decode", 8, 6), ("preempted", 6, 4), ("decode", 4, 0)]),
+        ([("first_token", 8.0), ("replayed", 3.0)], [("queue", 10, 8), ("decode", 8, 3), ("queue", 3, 0)]),
+    ],
+)  # fmt: skip
+def test_a_requests_life_is_cut_where_its_phase_changed(
+    events: list[tuple[str, float]], expected: list[tuple[str, float, float]]
+) -> None:
+    for order in (events, events[::-1]):
+        if len({at for _, at in events}) < len(events) and order is not events:
+            continue  # of two at the same time, the order is what it was given
+        assert request(*order).segments() == [Segment(*segment) for segment in expected]
+
+
+def test_the_timeline_ends_now() -> None:
+    columns = timeline_columns(snapshot().requests, {item.id: item.label for item in snapshot().requests})
+    assert columns["start"][0] == -5.0
+    assert columns["end"][-1] == 0.0
+    assert set(columns["request"]) == {"report", "chat"}
+
+
+# -- the block map ----------------------------------------------------------------------------------------------------
+
+
+def svg_of(html: str) -> str:
+    found = re.search(r"base64,([^\"]+)\"", html)
+    assert found is not None
+    return base64.b64decode(found[1]).decode()
+
+
+def test_blocks_are_counted_by_state() -> None:
+    assert blocks_by_state(snapshot().blocks) == {"used": 8, "cached": 16, "free": 40, "shared": 2}
+
+
+def test_every_block_is_drawn_once() -> None:
+    seen = snapshot()
+    svg = svg_of(draw(seen.blocks, seen.requests, ["report", "chat"]))
+    squares = [path for path in re.findall(r'<path fill="([^"]+)" d="([^"]+)"', svg) if path[0] != "#fff"]
+    widths = sum(int(width) + 1 for _, drawn in squares for width in re.findall(r"h(\d+)", drawn))
+    assert widths == 64 * 10
+    assert len({colour for colour, _ in squares}) == 4  # two requests, cached, free
+
+
+def test_names_of_clients_are_escaped() -> None:
+    seen = snapshot()
+    html = draw(seen.blocks, seen.requests, ["<script>alert(1)</script>", '"><img src=x>'])
+    assert "<script" not in html
+    assert "<script" not in svg_of(html)
+    assert '"><img src=x' not in html
+
+
+def test_of_a_large_cache_several_blocks_share_a_square() -> None:
+    blocks = Blocks(
+        block_size=16, num_blocks=10_000, owner=[0] * 5_000 + [-1] * 5_000, ref_count=[1] * 5_000, cached=[]
+    )
+    picture = lay_out(blocks)
+    assert picture.blocks_per_cell == 3
+    assert len(picture.cells) <= MOST_CELLS
+    assert "Each square is 3 blocks" in draw(blocks, [RequestState(id="a")], ["a"])
+    assert len(draw(blocks, [RequestState(id="a")], ["a"])) < 100_000
+
+
+def test_an_empty_cache_can_be_drawn() -> None:
+    assert "0 used" in draw(Blocks(), [], [])
+
+
+# -- charts, chats and words ------------------------------------------------------------------------------------------
+
+
+def test_a_charts_specification_holds_no_data() -> None:
+    assert line_spec("seconds", rules={"SLO": 0.5}) == line_spec("seconds", rules={"SLO": 0.5})
+    assert '"values"' not in json.dumps(line_spec("seconds", rules={"SLO": 0.5}))
+    assert columns_of([Point(0.0, "a", 1.0)], {"a": "A"})["series"] == ["A"]
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_a_chat_becomes_a_prompt_that_ends_where_the_answer_begins(format_: str) -> None:
+    prompt = chat_prompt([("user", "{text} {role}"), ("assistant", "b"), ("user", "c")], format_)
+    assert "{text} {role}" in prompt
+    assert prompt.endswith(FORMATS[format_][1])
+    assert STOPS[format_] in prompt or format_ == "Plain"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0.0 ms"), (0.00012, "120 µs"), (0.0012, "1.2 ms"), (0.0996, "100 ms"), (0.9996, "1.0 s"),
+     (12.34, "12.3 s"), (83, "1 min 23 s"),
+     (7260, "2 h 1 min"), (-2.0, "-2.0 s")],
+)  # fmt: skip
+def test_seconds_in_words(value: float, text: str) -> None:
+    assert seconds(value) == text
+
+
+def test_other_figures_in_words() -> None:
+    assert [percent(1.0), percent(0.98765), percent(None)] == ["100%", "98.8%", "—"]
+    assert [per_second(1234.5), per_second(0.25), per_second(0.0)] == ["1,234/s", "0.25/s", "0/s"]

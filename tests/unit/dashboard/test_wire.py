@@ -1,0 +1,179 @@
+"""What goes over gRPC, the load, the watcher, and how the process is started."""
+
+import time
+from dataclasses import replace
+
+import pytest
+from quire_dashboard import __main__ as launcher
+from quire_dashboard.admission import matches
+from quire_dashboard.load import LoadJob, LoadPlan, percentile
+from quire_dashboard.monitor import Monitor
+from quire_dashboard.queries import Gauge
+from quire_dashboard.settings import Settings
+from quire_dashboard.triton_client import Triton, TritonError
+from support.fake_triton import MODEL, TOKEN, FakeTriton, fake_triton
+
+
+def settings_of(fake: FakeTriton) -> Settings:
+    return Settings(url=fake.url, metrics=fake.metrics, introspection_token=TOKEN)
+
+
+def test_snapshot_and_cancellation() -> None:
+    with fake_triton() as fake:
+        triton = Triton(fake.url, TOKEN)
+        assert triton.models() == [MODEL]
+        seen = triton.snapshot(MODEL)
+        assert triton.cancel(MODEL, seen.requests[0].id) is True
+        assert triton.cancel(MODEL, seen.requests[0].id) is False
+        assert fake.state.cancelled == [seen.requests[0].id]
+        triton.close()
+
+
+def test_a_wrong_token_is_said() -> None:
+    with fake_triton() as fake:
+        triton = Triton(fake.url, "wrong")
+        with pytest.raises(TritonError, match="introspection_token is wrong"):
+            triton.snapshot(MODEL)
+        triton.close()
+
+
+def test_a_server_that_is_away_is_named() -> None:
+    with fake_triton() as fake:
+        url = fake.url
+    triton = Triton(url)
+    with pytest.raises(TritonError, match=rf"{url} does not answer"):
+        triton.snapshot(MODEL)
+    triton.close()
+
+
+def test_a_stream_brings_text_and_timings() -> None:
+    with fake_triton() as fake:
+        triton = Triton(fake.url)
+        chunks = list(triton.generate(MODEL, "été", {"max_tokens": 4, "temperature": 0.5, "ignore_eos": True}))
+        assert "".join(chunk.text for chunk in chunks) == "def fib(n):\n    return n"
+        assert [chunk.finish_reason for chunk in chunks] == ["", "", "", "length"]
+        assert chunks[-1].metrics["num_output_tokens"] == 4
+        assert [chunk.is_final for chunk in chunks] == [False, False, False, True]
+        prompt, parameters = fake.state.prompts[0]
+        assert prompt == "été"
+        assert parameters == {"max_tokens": 4, "temperature": 0.5, "ignore_eos": True}
+        triton.close()
+
+
+def test_a_load_sends_what_was_planned() -> None:
+    with fake_triton() as fake:
+        triton = Triton(fake.url)
+        job = LoadJob(triton, LoadPlan(model=MODEL, num_streams=3, num_requests=10, prompt_words=8, shared_words=4))
+        job.start()
+        job.join(30)
+        assert not job.is_running
+        results = job.results()
+        assert [result.error for result in results] == [""] * 10
+        assert {result.num_tokens for result in results} == {4}
+        prompts = {prompt for prompt, _ in fake.state.prompts}
+        assert len(prompts) == 10
+        assert len({prompt.split()[:4].__repr__() for prompt in prompts}) == 1
+        triton.close()
+
+
+def test_a_load_can_be_stopped_and_says_what_failed() -> None:
+    with fake_triton() as fake:
+        triton = Triton(fake.url)
+        job = LoadJob(triton, LoadPlan(model=MODEL, num_streams=2, num_requests=10_000, slo_class="unknown"))
+        job.start()
+        while not job.results():
+            time.sleep(0.01)
+        job.stop()
+        job.join(30)
+        assert not job.is_running
+        assert "slo_class is 'unknown'" in job.results()[0].error
+        triton.close()
+
+
+def test_a_plan_has_limits() -> None:
+    with pytest.raises(ValueError, match="num_streams is 65"):
+        LoadPlan(model=MODEL, num_streams=65)
+
+
+def test_percentile() -> None:
+    assert percentile([], 0.5) is None
+    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert percentile([1.0, 2.0], 0.75) == 1.75
+
+
+# -- the watcher ------------------------------------------------------------------------------------------------------
+
+
+def test_the_watcher_survives_a_server_that_goes_away() -> None:
+    with fake_triton() as fake:
+        monitor = Monitor(settings_of(fake))
+        monitor.read()
+        assert monitor.error == ""
+        assert monitor.models() == [MODEL]
+        assert monitor.snapshot(MODEL).snapshot is not None
+    monitor.read()
+    assert "connection refused" in monitor.error
+    assert monitor.models() == [MODEL]
+    monitor.forget_snapshot(MODEL)
+    assert "does not answer" in monitor.snapshot(MODEL).error
+    assert len(monitor.points(Gauge(name="quire_requests_running"), "", {"model": MODEL}, 60)) == 1
+    monitor.stop()
+
+
+def test_a_snapshot_is_fetched_once_for_all_visitors() -> None:
+    with fake_triton() as fake:
+        monitor = Monitor(settings_of(fake))
+        first = monitor.snapshot(MODEL)
+        assert monitor.snapshot(MODEL) is first
+        monitor.forget_snapshot(MODEL)
+        assert monitor.snapshot(MODEL) is not first
+        assert len(monitor.steps(MODEL)) == 2
+        monitor.stop()
+
+
+# -- how it is started ------------------------------------------------------------------------------------------------
+
+
+def test_settings_go_through_the_environment() -> None:
+    settings = Settings(url="a:1", metrics="b:2", prometheus="http://c:3", token="d", introspection_token="e")
+    assert Settings.from_environment(settings.to_environment()) == settings
+    assert Settings.from_environment({}) == Settings()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"url": "localhost"}, {"metrics": "http://localhost:8002"}, {"prometheus": "localhost:9090"}]
+)
+def test_wrong_endpoints_are_refused(wrong: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        replace(Settings(), **wrong)
+
+
+def test_streamlit_is_told_to_be_careful() -> None:
+    flags = launcher.streamlit_flags("127.0.0.1", 8501)
+    for flag in ("--server.address=127.0.0.1", "--server.enableStaticServing=false", "--browser.gatherUsageStats=false",
+                 "--client.showErrorDetails=none", "--server.allowedHosts=127.0.0.1"):  # fmt: skip
+        assert flag in flags
+    assert not [flag for flag in launcher.streamlit_flags("0.0.0.0", 8501) if "allowedHosts" in flag]
+
+
+def test_an_open_host_needs_a_token(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("QUIRE_DASHBOARD_TOKEN", raising=False)
+    assert launcher.main(["--host", "0.0.0.0"]) == 2
+    assert "needs a token" in capsys.readouterr().err
+
+
+def test_no_secret_is_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setenv("QUIRE_DASHBOARD_TOKEN", "very secret")
+    monkeypatch.setenv("QUIRE_INTROSPECTION_TOKEN", "also secret")
+    monkeypatch.setattr(launcher.os, "execve", lambda _, command, environment: started.append((command, environment)))
+    launcher.main(["--host", "0.0.0.0", "--url", "a:1"])
+    (command, environment), = started  # fmt: skip
+    assert "secret" not in " ".join(command)
+    assert Settings.from_environment(environment).token == "very secret"
+    assert Settings.from_environment(environment).url == "a:1"
+
+
+def test_tokens_are_compared() -> None:
+    assert matches("täg", "täg")
+    assert not matches("tag", "täg")
