@@ -1,6 +1,6 @@
 """Chromium for the browser tests: the one that is installed, else Debian's, unpacked into a folder of its own.
 
-Unpacking needs no root: `apt-get download` and `dpkg -x` work for any user, with the package lists that are there. Of
+Unpacking needs no root: `apt-get download` and `dpkg -x` work for any user, with package lists of their own. Of
 the libraries that Chromium depends on, those that the system lacks are unpacked too, and found by LD_LIBRARY_PATH.
 
     python tests/support/chromium.py FOLDER      unpack it there, unless that was done before
@@ -57,12 +57,16 @@ def unpack(folder: Path) -> None:
         return
     if shutil.which("apt-get") is None:
         raise RuntimeError("there is no apt-get here; install Chromium, or name one in QUIRE_CHROMIUM")
-    packages = _missing_packages()
     downloads = folder.with_name(f"{folder.name}.download")
     shutil.rmtree(downloads, ignore_errors=True)
-    downloads.mkdir(parents=True)
+    for name in ("lists", "archives"):
+        (downloads / "apt" / name / "partial").mkdir(parents=True)
+    # Lists of packages of its own: those of a bare machine are empty, and to fill them needs root.
+    settings = (f"Dir::State::Lists={downloads}/apt/lists", f"Dir::Cache={downloads}/apt", "Debug::NoLocking=1")
+    apt = ["apt-get", "-q", *(word for setting in settings for word in ("-o", setting))]
     try:
-        _run(["apt-get", "download", "-q", *packages], downloads)
+        _run([*apt, "update"], downloads)
+        _run([*apt, "download", *_missing_packages(apt)], downloads)
         target = downloads / "root"
         for package in sorted(downloads.glob("*.deb")):
             _run(["dpkg", "-x", str(package), str(target)], downloads)
@@ -72,12 +76,12 @@ def unpack(folder: Path) -> None:
         shutil.rmtree(downloads, ignore_errors=True)
 
 
-def _missing_packages() -> list[str]:
+def _missing_packages(apt: list[str]) -> list[str]:
     """Chromium and those of its dependencies that are not installed."""
-    said = _run(["apt-get", "-s", "--no-install-recommends", "-o", "Debug::NoLocking=1", "install", "chromium"], ROOT)
+    said = _run([*apt, "-s", "--no-install-recommends", "install", "chromium"], ROOT)
     found = re.findall(r"^Inst (\S+)", said, re.MULTILINE)
     if "chromium" not in found:
-        raise RuntimeError("apt knows no chromium; run apt-get update, or name one in QUIRE_CHROMIUM")
+        raise RuntimeError("apt knows no chromium; name one in QUIRE_CHROMIUM")
     return found
 
 
