@@ -15,7 +15,7 @@ import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire_dashboard.scrape import Key, Scrape
 
@@ -42,13 +42,18 @@ class View:
     index: Mapping[Key, int]
     times: list[float]
     rows: list["array[float]"]
+    _found: dict[object, list[tuple[dict[str, str], int]]] = field(default_factory=dict, compare=False)
+    """Answers of `columns`: a chart asks the same for each of its moments."""
 
     def columns(self, name: str, labels: Mapping[str, str]) -> list[tuple[dict[str, str], int]]:
         """The samples of a name that have all these labels: (all their labels, column)."""
-        wanted = set(labels.items())
-        return [
-            (dict(own), column) for (metric, own), column in self.index.items() if metric == name and wanted <= set(own)
-        ]
+        wanted = frozenset(labels.items())
+        found = self._found.get((name, wanted))
+        if found is None:
+            samples = [(own, column) for (metric, own), column in self.index.items() if metric == name]
+            found = [(dict(own), column) for own, column in samples if wanted <= set(own)]
+            self._found[name, wanted] = found
+        return found
 
     def at(self, column: int, row: int) -> float:
         """The value, nan where the sample was not there."""
@@ -81,6 +86,7 @@ class Ring:
         self._last_seen: list[float] = []
         self._before_restarts: list[float] = []
         self._memo: dict[object, object] = {}
+        self._view: View | None = None
 
     def append(self, scrape: Scrape) -> None:
         """Remember one reading."""
@@ -98,6 +104,7 @@ class Ring:
             self._times.append(scrape.time)
             self._rows.append(row)
             self._memo.clear()
+            self._view = None
 
     def _adjusted(self, column: int, value: float) -> float:
         if value < self._last_seen[column]:
@@ -108,7 +115,9 @@ class Ring:
     def view(self) -> View:
         """What is remembered now."""
         with self._lock:
-            return View(dict(self._index), list(self._times), list(self._rows))
+            if self._view is None:
+                self._view = View(dict(self._index), list(self._times), list(self._rows))
+            return self._view
 
     def remember(self, what: object, compute: Callable[[View], Iterable[Point]]) -> list[Point]:
         """The points of `compute`, computed once between two readings however many visitors there are."""
