@@ -53,6 +53,7 @@ def unpack(folder: Path) -> None:
     Raises:
         RuntimeError: this is no Debian, or its packages cannot be reached.
     """
+    folder = folder.resolve()
     if find_chromium(folder) is not None:
         return
     if shutil.which("apt-get") is None:
