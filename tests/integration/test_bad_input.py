@@ -46,7 +46,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "nested for ever": ({"sampling_parameters": "[" * 50_000}, "sampling_parameters is not JSON"),
     "unknown key": ({"sampling_parameters": {"temprature": 1}}, "'temprature'; did you mean 'temperature'?"),
     "unknown request parameter": ({"parameters": {"max_token": 1}}, "'max_token'; did you mean 'max_tokens'?"),
-    "unknown class of objectives": ({"parameters": {"slo_class": "gold"}}, "slo_class is 'gold'; this model has default"),
+    "unknown SLO class": ({"parameters": {"slo_class": "gold"}}, "slo_class is 'gold'; this model has default"),
     "JSON and input disagree": (
         {"sampling_parameters": {"max_tokens": "3"}, "max_tokens": 4},
         "max_tokens is 3 in sampling_parameters but 4 in the input tensors",
