@@ -27,7 +27,8 @@ from support.clients import Answer, ask, run, with_client
 from support.serving import ROOT, Server, start, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
-CYCLES = int(os.environ.get("QUIRE_START_STOP_CYCLES", "6"))
+CYCLES = int(os.environ.get("QUIRE_START_STOP_CYCLES", "5"))
+DEATHS = int(os.environ.get("QUIRE_START_STOP_CYCLES", "3"))
 SEED = int(os.environ.get("QUIRE_START_STOP_SEED", "0"))
 NUM_STREAMS = 4
 NUM_TOKENS = 400
@@ -179,7 +180,7 @@ def test_a_server_that_is_started_again_and_again_does_not_grow(repository: str)
     server = start("--model-repository", repository)
     figures: list[tuple[int, int, int]] = []
     try:
-        for number in range(CYCLES):
+        for number in range(DEATHS):
             if number % DEATHS_IN_A_ROW == 0 and number:
                 serve_for_long(server)
             streams = Streams(server)
@@ -217,7 +218,7 @@ def test_a_stub_whose_engine_dies_again_and_again_does_not_grow(repository: str)
     figures: list[tuple[int, int, int]] = []
     try:
         stub = victim(server, "stub")
-        for number in range(CYCLES):
+        for number in range(DEATHS):
             streams = Streams(server)
             streams.start()
             try:
