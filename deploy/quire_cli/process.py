@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = [
-    "ProcessStat", "adopt_orphans", "command_line", "die_with_parent", "environment_value", "is_alive", "kill",
-    "lineage", "own_processes", "process_stat", "wait_gone",
+    "ProcessStat", "adopt_orphans", "command_line", "die_with_parent", "environment_value", "how_it_ended", "is_alive",
+    "kill", "lineage", "own_processes", "process_stat", "wait_gone",
 ]  # fmt: skip
 
 _PR_SET_PDEATHSIG = 1
@@ -69,6 +69,11 @@ def command_line(pid: int) -> list[str]:
     except OSError:
         return []
     return [os.fsdecode(argument) for argument in text.split(b"\0")]
+
+
+def how_it_ended(exit_code: int) -> str:
+    """In words; negative: the signal that killed it."""
+    return f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
 
 def own_processes() -> Iterator[int]:

@@ -85,8 +85,7 @@ class ServerProcess:
     @property
     def how_it_ended(self) -> str:
         """In words, once it has."""
-        code = self._popen.returncode
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return process.how_it_ended(self._popen.returncode)
 
     def is_ready(self, endpoints: Mapping[str, Endpoint]) -> bool:
         """Whether the models are loaded, and all ports open: tritonserver opens them one after the other."""

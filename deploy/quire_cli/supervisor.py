@@ -244,8 +244,7 @@ def _is_told_to_stop(server: ServerProcess, within_s: float) -> bool:
 
 
 def _how(wait_status: int) -> str:
-    code = os.waitstatus_to_exitcode(wait_status)
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return process.how_it_ended(os.waitstatus_to_exitcode(wait_status))
 
 
 def _print_line(text: str) -> None:

@@ -1,8 +1,14 @@
 """What the kernel says of a process."""
 
+import signal
 from pathlib import Path
 
-__all__ = ["is_running", "is_stopped"]
+__all__ = ["how_it_ended", "is_running", "is_stopped"]
+
+
+def how_it_ended(exit_code: int) -> str:
+    """In words; negative: the signal that killed it."""
+    return f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
 
 def is_running(pid: int) -> bool:

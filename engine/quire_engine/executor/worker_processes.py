@@ -6,7 +6,6 @@ a sibling, and every one of them dies with this process, however it dies.
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ from quire_engine.config import EngineConfig
 from quire_engine.distributed import ParallelState
 from quire_engine.distributed.shared_memory import AbortFlag, AbortFlagHandle, SharedMemoryGroup
 from quire_engine.executor.message_queue import MessageQueueHandle
-from quire_engine.process_state import is_stopped
+from quire_engine.process_state import how_it_ended, is_stopped
 from quire_engine.worker.protocol import WorkerArguments
 
 __all__ = ["WorkerProcesses"]
@@ -65,8 +64,7 @@ class WorkerProcesses:
         for rank, process in enumerate(self._processes):
             code = process.poll()
             if code is not None:
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                return f"worker rank {rank} (process {process.pid}) {how}"
+                return f"worker rank {rank} (process {process.pid}) {how_it_ended(code)}"
         stopped = {rank for rank, process in enumerate(self._processes) if is_stopped(process.pid)}
         hung, self._stopped_ranks = stopped & self._stopped_ranks, stopped
         for rank in hung:
