@@ -28,6 +28,7 @@ CHAIN = ["quire_kernels", "quire_engine", "quire_monitoring", "quire_backend", "
 """Each may import itself and those before it. `quire_dashboard` stands aside."""
 
 LEAVES = {
+    "child_process",
     "config",
     "errors",
     "memory",

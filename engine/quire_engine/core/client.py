@@ -12,7 +12,6 @@ import itertools
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from quire_engine.child_process import start_module
 from quire_engine.config import EngineConfig
 from quire_engine.core.heartbeat import Heartbeat
 from quire_engine.core.watch import EngineWatch, kill_group
@@ -126,26 +126,12 @@ class AsyncMPClient:
         self._num_sent = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "quire_engine.core.process"],
-            stdin=subprocess.PIPE,
+        self._process = start_module(
+            "quire_engine.core.process",
+            ProcessArguments(config, input_address, output_address, self._heartbeat.descriptor, num_blocks),
             pass_fds=[self._heartbeat.descriptor],
-            start_new_session=True,  # a group of its own, so that all of it can be killed
-            stdout=2,  # stderr: stdout may carry somebody's protocol; logs do not belong there
-            env={
-                # OpenMP threads wait for each other by spinning, by default for so long that a neighbour on the same
-                # cores (tritonserver, the clients) slows every op down; this is some tens of microseconds.
-                "GOMP_SPINCOUNT": "20000",
-                **os.environ,
-                "PYTHONSAFEPATH": "1",  # never import from the working directory, which may be a downloaded folder
-                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            },
+            start_new_session=True,
         )
-        arguments = ProcessArguments(config, input_address, output_address, self._heartbeat.descriptor, num_blocks)
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # died already: wait_until_ready tells
-            self._process.stdin.write(msgspec.json.encode(arguments) + b"\n")
-            self._process.stdin.flush()
 
     @property
     def pid(self) -> int:

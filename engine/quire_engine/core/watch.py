@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from quire_engine.core.heartbeat import Heartbeat
-from quire_engine.process_state import is_stopped
+from quire_engine.process_state import how_it_ended, is_stopped
 
-__all__ = ["EngineWatch", "how_it_ended", "kill_group"]
+__all__ = ["EngineWatch", "kill_group"]
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class EngineWatch:
             turns, moved_at, was_stopped = -1, time.monotonic(), False
             while not self._closing.is_set():
                 if poller.poll(1000 * LOOK_SECONDS):
-                    return None if self._closing.is_set() else f"the engine process {how_it_ended(self._pid)}"
+                    return None if self._closing.is_set() else f"the engine process {_how_child_ended(self._pid)}"
                 stopped = [pid for pid in self._pids if is_stopped(pid)]
                 if stopped and was_stopped:
                     self._dump_stacks()
@@ -126,14 +126,12 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def how_it_ended(pid: int) -> str:
-    """How a child ended that has not been waited for, and still is not afterwards."""
+def _how_child_ended(pid: int) -> str:
+    """Of a child that has not been waited for, and still is not afterwards."""
     try:
         result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     except ChildProcessError:
-        return "ended"
+        result = None
     if result is None:
         return "ended"
-    if result.si_code == os.CLD_EXITED:
-        return f"ended with exit code {result.si_status}"
-    return f"was killed by {signal.Signals(result.si_status).name}"
+    return how_it_ended(result.si_status if result.si_code == os.CLD_EXITED else -result.si_status)

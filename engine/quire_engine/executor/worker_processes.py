@@ -7,12 +7,10 @@ a sibling, and every one of them dies with this process, however it dies.
 import contextlib
 import os
 import subprocess
-import sys
 import threading
 import weakref
 
-import msgspec
-
+from quire_engine.child_process import start_module
 from quire_engine.config import EngineConfig
 from quire_engine.distributed import ParallelState
 from quire_engine.distributed.shared_memory import AbortFlag, AbortFlagHandle, SharedMemoryGroup
@@ -108,25 +106,10 @@ class WorkerProcesses:
             descriptors += arguments.tensor_group.descriptors(state.tensor_rank)
         if arguments.pipeline_group is not None:
             descriptors += arguments.pipeline_group.descriptors(state.stage)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "quire_engine.worker.process"],
-            stdin=subprocess.PIPE,
-            stdout=2,  # stderr: stdout may carry somebody's protocol; logs do not belong there
-            env={
-                "GOMP_SPINCOUNT": "20000",  # as for the process of an engine core; see `core.client`
-                **os.environ,
-                "PYTHONSAFEPATH": "1",
-                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            },
-            pass_fds=descriptors,
-        )
+        process = start_module("quire_engine.worker.process", arguments, pass_fds=descriptors)
         self._processes.append(process)
         with contextlib.suppress(OSError):
             self.pidfds.append(os.pidfd_open(process.pid))
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # died already: the wait for its answer tells
-            process.stdin.write(msgspec.json.encode(arguments) + b"\n")
-            process.stdin.flush()
 
 
 def _end(

@@ -7,10 +7,8 @@ request, and starts it anew when it dies, with all that was not yet answered.
 
 import contextlib
 import logging
-import os
 import queue
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from typing import IO
 
 import msgspec
 
+from quire_engine.child_process import start_module
 from quire_engine.structured_output.protocol import (
     CancelRequest,
     CompilerArguments,
@@ -151,19 +150,9 @@ class CompilerProcess:
             self._outbox.put(pending.frame)
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(
-            [sys.executable, "-m", "quire_engine.structured_output.compiler"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                # It forks, and so must not have threads.
-                "OMP_NUM_THREADS": "1",
-                "OPENBLAS_NUM_THREADS": "1",
-                "TOKENIZERS_PARALLELISM": "false",
-            },
-        )
+        # It forks, and so must not have threads.
+        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        return start_module("quire_engine.structured_output.compiler", stdout=subprocess.PIPE, environment=threads)
 
     def _serve(self, process: "subprocess.Popen[bytes]") -> str | None:
         """Pass everything on until the process ends. Returns why it cannot work at all, if so."""

@@ -1,0 +1,59 @@
+"""Starts a module of this package as a child process, with the arguments that it reads from stdin."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+__all__ = ["start_module"]
+
+_STDERR = 2
+
+
+def start_module(
+    module: str,
+    arguments: object = None,
+    *,
+    stdout: int = _STDERR,
+    pass_fds: Collection[int] = (),
+    start_new_session: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> "subprocess.Popen[bytes]":
+    """Run `python -m module` with the import path of this process. The caller ends it and waits for it.
+
+    Its stdin stays open for as long as this process lives, so that the end of stdin tells it of its parent's end.
+
+    Args:
+        module: dotted name.
+        arguments: what a message may be; written to stdin as one line of JSON. None: nothing is written.
+        stdout: where its stdout goes. To stderr unless told otherwise: this process's stdout may carry somebody's
+            protocol, and logs do not belong there.
+        pass_fds: descriptors that it inherits under the same numbers.
+        start_new_session: make it the leader of a group of its own, so that all of it can be killed.
+        environment: variables that it gets besides this process's own, or instead of them.
+    """
+    line = b"" if arguments is None else msgspec.json.encode(arguments) + b"\n"
+    process = subprocess.Popen(
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=stdout,
+        pass_fds=tuple(pass_fds),
+        start_new_session=start_new_session,
+        env={
+            # OpenMP threads wait for each other by spinning, by default for so long that a neighbour on the same
+            # cores (tritonserver, the clients) slows every op down; this is some tens of microseconds.
+            "GOMP_SPINCOUNT": "20000",
+            **os.environ,
+            "PYTHONSAFEPATH": "1",  # never import from the working directory, which may be a downloaded folder
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            **(environment or {}),
+        },
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # died already: whoever waits for its answer sees that
+        process.stdin.write(line)
+        process.stdin.flush()
+    return process

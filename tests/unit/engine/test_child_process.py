@@ -1,0 +1,41 @@
+"""Modules that are started as child processes."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from quire_engine.child_process import start_module
+
+CHILD = """
+import json, os, sys
+arguments = json.loads(sys.stdin.buffer.readline())
+print(json.dumps([arguments, os.environ["COLOUR"]]), flush=True)
+assert sys.stdin.buffer.read() == b"", "the end of the parent"
+"""
+
+
+def test_a_child_gets_its_arguments_and_nothing_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules, folder = tmp_path / "modules", tmp_path / "folder"
+    modules.mkdir()
+    folder.mkdir()
+    (modules / "child_of_a_test.py").write_text(CHILD)
+    (folder / "json.py").write_text("raise SystemExit('imported from the working directory')")
+    monkeypatch.syspath_prepend(str(modules))
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("COLOUR", "red")
+    child = start_module("child_of_a_test", {"a": [1]}, stdout=subprocess.PIPE, environment={"COLOUR": "blue"})
+    with child:
+        assert child.stdout is not None
+        assert json.loads(child.stdout.readline()) == [{"a": [1]}, "blue"]
+        assert child.poll() is None, "its stdin is open"
+    assert child.returncode == 0
+
+
+def test_a_child_that_dies_at_once_is_the_callers_affair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dead_child_of_a_test.py").write_text("import os; os.close(0); os._exit(3)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with start_module("dead_child_of_a_test", "x" * 1_000_000) as child:  # more than a pipe holds
+        assert child.wait(30) == 3
