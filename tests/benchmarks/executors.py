@@ -11,11 +11,15 @@ import argparse
 import os
 import random
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from quire_engine import LLM, SamplingParams
+from support.processes import cpu_seconds
 
 DEMO = Path(__file__).resolve().parents[2] / "model_repository" / "tinypy" / "1" / "model"
 KV_CACHE_BYTES = 512 * 2**20
@@ -34,15 +38,6 @@ def throughput(llm: LLM, prompts: list[list[int]], num_tokens: int) -> float:
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return sum(len(output.outputs[0].token_ids) for output in outputs) / (time.perf_counter() - start)
-
-
-def cpu_seconds(pids: list[int]) -> float:
-    """CPU time that processes have used so far."""
-    ticks = 0
-    for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
@@ -70,9 +65,9 @@ def main() -> None:
         print(f"{kind:4} {median:8.1f} tok/s   {median / base:5.2f} of {next(iter(figures))}")
     for kind, llm in llms.items():
         pids = [os.getpid(), *llm.worker_pids] if kind == "uni" else llm.worker_pids
-        before = cpu_seconds(pids)
+        before = cpu_seconds(*pids)
         time.sleep(IDLE_SECONDS)
-        print(f"{kind:4} idle: {100 * (cpu_seconds(pids) - before) / IDLE_SECONDS:.1f}% of a core")
+        print(f"{kind:4} idle: {100 * (cpu_seconds(*pids) - before) / IDLE_SECONDS:.1f}% of a core")
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ that was generated: where others use the machine, too, it says more than the thr
 
 import argparse
 import asyncio
-import contextlib
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -25,10 +23,10 @@ sys.path.insert(0, str(ROOT / "tests"))
 from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats, StepStats  # noqa: E402
 from quire_monitoring import MetricDefinition, TritonStatLogger  # noqa: E402
 from support.clients import ask  # noqa: E402
+from support.processes import cpu_seconds  # noqa: E402
 from support.serving import Server, serve  # noqa: E402
 from tritonclient.grpc import aio as grpc_aio  # noqa: E402
 
-TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 BAR = 0.01
 
 
@@ -72,16 +70,6 @@ def measure_record(streams: int) -> None:
     print(f"round trips   {CountingFamily.num_calls / elapsed:8.0f} /s, with {num_steps / 4 / elapsed:.0f} requests/s")
 
 
-def cpu_seconds(server: Server) -> float:
-    """CPU time so far of all processes of the server: an idle model adds next to nothing."""
-    seconds = 0.0
-    for pid in server.run_id.processes():
-        with contextlib.suppress(OSError):  # gone meanwhile
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            seconds += (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
-    return seconds
-
-
 async def load(server: Server, model: str, args: argparse.Namespace, run: int) -> float:
     """Tokens/s of so many requests, so many at a time."""
     params = {"temperature": 0.0, "max_tokens": args.tokens, "ignore_eos": True}
@@ -123,9 +111,10 @@ def main() -> None:
         with serve("--model-repository", folder) as server:
             for run in range(args.runs + 1):
                 for name in ("on", "off") if run % 2 else ("off", "on"):
-                    before = cpu_seconds(server)
+                    # Of all processes of the server: an idle model adds next to nothing.
+                    before = cpu_seconds(*server.run_id.processes())
                     rate = asyncio.run(load(server, name, args, run))
-                    used = cpu_seconds(server) - before
+                    used = cpu_seconds(*server.run_id.processes()) - before
                     if run:  # after a warm-up
                         rates[name].append(rate)
                         micros[name].append(1e6 * used / args.requests / args.tokens)

@@ -9,9 +9,7 @@ others use as well the ratio says little: three processes get a larger share of 
 
 import argparse
 import asyncio
-import contextlib
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -25,17 +23,17 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from quire_engine import LLM, SamplingParams  # noqa: E402
 from support.clients import ask  # noqa: E402
+from support.processes import command_line, cpu_seconds  # noqa: E402
 from support.serving import Server, serve  # noqa: E402
 from tritonclient.grpc import aio as grpc_aio  # noqa: E402
 
 CONFIG = 'backend: "quire"\ninstance_group [ { count: 1 kind: KIND_MODEL } ]\n'
 KV_CACHE_BYTES = 256 * 2**20
 PROCESSES = {
-    b"quire_engine.core.process": "engine",
-    b"python_backend_stub": "stub",
-    b"bin/tritonserver": "tritonserver",
+    "quire_engine.core.process": "engine",
+    "python_backend_stub": "stub",
+    "bin/tritonserver": "tritonserver",
 }
-TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 def write_repository(folder: Path, settings: dict[str, Any]) -> None:
@@ -54,15 +52,13 @@ def run_offline(llm: LLM, prompts: list[str], num_tokens: int) -> float:
     return sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
 
 
-def cpu_seconds(server: Server) -> Counter[str]:
+def cpu_of_each(server: Server) -> Counter[str]:
     """CPU time so far of the client (this process), the engine core, the Python stub and tritonserver."""
     seconds = Counter({"client": time.process_time()})
     for pid in server.run_id.processes():
-        with contextlib.suppress(OSError):  # gone meanwhile
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            names = [name for part, name in PROCESSES.items() if part in command]
-            seconds[names[0] if names else "other"] += (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
+        command = command_line(pid)
+        names = [name for part, name in PROCESSES.items() if part in command]
+        seconds[names[0] if names else "other"] += cpu_seconds(pid)
     return seconds
 
 
@@ -90,9 +86,9 @@ def measure(server: Server, llm: LLM, args: argparse.Namespace) -> None:
         # New prompts for every run, so that no run profits from the prefixes of an earlier one.
         prompts = [f"# {i}.{j}\ndef function_{j}(a, b):\n" for j in range(args.streams)]
         offline_rate = run_offline(llm, prompts, args.tokens)
-        before = cpu_seconds(server)
+        before = cpu_of_each(server)
         streamed_rate, response_rate = asyncio.run(run_served(server, prompts, args.tokens, stream=True))
-        used = cpu_seconds(server) - before
+        used = cpu_of_each(server) - before
         whole_rate, _ = asyncio.run(run_served(server, prompts, args.tokens, stream=False))
         if i == 0:
             continue  # warm-up

@@ -1,8 +1,12 @@
 """Fixtures for tests against a real tritonserver."""
 
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+from quire_cli.run_directory import sweep
+from support import serving
 from support.serving import Server, serve
 
 
@@ -11,3 +15,20 @@ def server() -> Iterator[Server]:
     """The demo model, served with defaults."""
     with serve() as running:
         yield running
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Server]]:
+    """`support.serving.start` for servers that a test ends itself: one that it did not come to end is ended here."""
+    servers: list[Server] = []
+
+    def start_one(*args: str, **options: Any) -> Server:
+        servers.append(serving.start(*args, **options))
+        return servers[-1]
+
+    yield start_one
+    running = [server for server in servers if server.process.poll() is None]
+    for server in running:
+        server.stop(signal.SIGKILL)
+    if running:
+        sweep()

@@ -2,7 +2,6 @@
 than a pause."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.clients import Answer, ask, ask_all, metric, run, with_client
+from support.processes import command_line, is_gone, parent
 from support.serving import ROOT, Server, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
@@ -61,18 +61,12 @@ def requests(model: str, **changes: Any) -> list[dict[str, Any]]:
 
 def processes(server: Server, model: str, module: str) -> list[int]:
     """Processes of one model's engine that run a module: each is told its settings, but not by its command line."""
-    engines = {}
-    for pid in server.run_id.processes():
-        with contextlib.suppress(OSError):  # gone meanwhile
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            if b"quire_" in command and stat[0] != "Z":
-                engines[pid] = (int(stat[1]), command)
-    workers = {pid for pid, (_, command) in engines.items() if b"quire_engine.worker.process" in command}
-    with_workers = {engines[pid][0] for pid in workers}
+    running = [pid for pid in server.run_id.processes() if not is_gone(pid)]
+    workers = {pid for pid in running if "quire_engine.worker.process" in command_line(pid)}
+    cores = {pid for pid in running if "quire_engine.core.process" in command_line(pid)}
+    with_workers = {parent(pid) for pid in workers}
     if module == "worker":
         return sorted(workers)
-    cores = {pid for pid, (_, command) in engines.items() if b"quire_engine.core.process" in command}
     return sorted(cores & with_workers if model == "pair" else cores - with_workers)
 
 

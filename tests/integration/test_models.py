@@ -1,7 +1,6 @@
 """Model folders that cannot be served, and a server with little memory: refusals, cancellation, disconnection."""
 
 import asyncio
-import contextlib
 import json
 import os
 import shutil
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 from support.clients import Answer, ask, http, metric, run, with_client
+from support.processes import command_line
 from support.serving import ROOT, Server, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
@@ -312,12 +312,7 @@ def test_metrics_show_the_present(small_server: Server) -> None:
 
 
 def engine_pids(server: Server) -> set[int]:
-    found = set()
-    for pid in server.run_id.processes():
-        with contextlib.suppress(OSError):  # gone meanwhile
-            if b"quire_engine.core.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.add(pid)
-    return found
+    return {pid for pid in server.run_id.processes() if "quire_engine.core.process" in command_line(pid)}
 
 
 def test_models_that_failed_to_load_left_nothing_behind(small_server: Server) -> None:

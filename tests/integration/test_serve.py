@@ -20,10 +20,12 @@ import pytest
 from quire_cli import process
 from quire_cli.run_directory import sweep
 from support.clients import MODEL, Answer, ask, run, with_client
-from support.serving import ANY_PORTS, ROOT, Server, run_cli, serve, start, wait_until
+from support.serving import ANY_PORTS, ROOT, Server, run_cli, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
 pytestmark = pytest.mark.server
+
+Start = Callable[..., Server]
 
 STREAM: dict[str, Any] = {
     "text_input": "def add(a, b):", "max_tokens": 500, "ignore_eos": True, "stream": True,
@@ -141,7 +143,7 @@ def test_is_ready_where_it_says_so(echo_server: Server) -> None:
     assert echo_server.run_id.directories()[0].stat().st_mode & 0o777 == 0o700
 
 
-def test_draining_lets_a_running_request_finish(echo: str) -> None:
+def test_draining_lets_a_running_request_finish(echo: str, start: Start) -> None:
     server = start("--model-repository", echo)
     request = Counting.begin(server, count=20)
     assert server.stop() == 0, server.log()
@@ -150,7 +152,7 @@ def test_draining_lets_a_running_request_finish(echo: str) -> None:
     server.assert_nothing_left()
 
 
-def test_draining_ends_with_its_timeout(echo: str) -> None:
+def test_draining_ends_with_its_timeout(echo: str, start: Start) -> None:
     server = start("--model-repository", echo, "--drain-timeout", "1")
     request = Counting.begin(server, count=300)
     assert server.stop() == 1
@@ -159,7 +161,7 @@ def test_draining_ends_with_its_timeout(echo: str) -> None:
     server.assert_nothing_left()
 
 
-def test_second_signal_stops_at_once(echo: str) -> None:
+def test_second_signal_stops_at_once(echo: str, start: Start) -> None:
     server = start("--model-repository", echo, "--drain-timeout", "600")
     request = Counting.begin(server, count=3000)
     server.process.send_signal(signal.SIGTERM)
@@ -170,7 +172,7 @@ def test_second_signal_stops_at_once(echo: str) -> None:
     server.assert_nothing_left()
 
 
-def test_stops_while_a_model_loads(tmp_path: Path) -> None:
+def test_stops_while_a_model_loads(tmp_path: Path, start: Start) -> None:
     repository = write_echo(tmp_path / "slow", at_start="print('loading slowly', file=sys.stderr); time.sleep(600)")
     server = start("--model-repository", str(repository), "--verbose", ready=False)
     wait_until(lambda: "loading slowly" in server.log(), "loading")
@@ -209,7 +211,7 @@ def _find(server: Server, name: str) -> int:
 
 
 @pytest.mark.parametrize("victim", [find_server, find_stub])
-def test_death_of_the_server_or_a_stub_is_a_pause(echo: str, victim: Callable[[Server], int]) -> None:
+def test_death_of_the_server_or_a_stub_is_a_pause(echo: str, victim: Callable[[Server], int], start: Start) -> None:
     server = start("--model-repository", echo)
     request = Counting.begin(server, count=3000)
     old = set(server.run_id.processes())
@@ -227,7 +229,7 @@ def test_death_of_the_server_or_a_stub_is_a_pause(echo: str, victim: Callable[[S
     server.assert_nothing_left()
 
 
-def test_streams_over_grpc_end_with_an_error_when_the_stub_dies_and_the_next_request_works() -> None:
+def test_streams_over_grpc_end_with_an_error_when_the_stub_dies_and_the_next_request_works(start: Start) -> None:
     server = start("--model", str(CHECKPOINT), "--name", MODEL)
     answers: list[Answer] = []
     first = threading.Event()
@@ -249,7 +251,7 @@ def test_streams_over_grpc_end_with_an_error_when_the_stub_dies_and_the_next_req
     server.assert_nothing_left()
 
 
-def test_death_of_the_engine_is_the_backends_affair() -> None:
+def test_death_of_the_engine_is_the_backends_affair(start: Start) -> None:
     """Serve goes on: the stub that lost its engine decides what becomes of it."""
     server = start("--model", str(CHECKPOINT), "--name", MODEL)
     stub = find_stub(server)
@@ -263,7 +265,7 @@ def test_death_of_the_engine_is_the_backends_affair() -> None:
     server.assert_nothing_left()
 
 
-def test_draining_lets_a_running_stream_finish_and_refuses_new_requests() -> None:
+def test_draining_lets_a_running_stream_finish_and_refuses_new_requests(start: Start) -> None:
     server = start("--drain-timeout", "60")
 
     async def work(client: grpc_aio.InferenceServerClient) -> tuple[Answer, Answer]:
@@ -288,7 +290,7 @@ def test_draining_lets_a_running_stream_finish_and_refuses_new_requests() -> Non
     server.assert_nothing_left()
 
 
-def test_a_killed_run_is_removed_by_the_next(echo: str, echo_server: Server) -> None:
+def test_a_killed_run_is_removed_by_the_next(echo: str, echo_server: Server, start: Start) -> None:
     before = set(echo_server.run_id.processes())
     killed = start("--model-repository", echo)
     # All at once, so that nobody tidies up: the child of the stub is left, shared memory, and the directory.
@@ -304,7 +306,7 @@ def test_a_killed_run_is_removed_by_the_next(echo: str, echo_server: Server) -> 
     assert set(echo_server.run_id.processes()) == before, "a living run was touched"
 
 
-def test_a_killed_engine_is_removed_by_the_next_run() -> None:
+def test_a_killed_engine_is_removed_by_the_next_run(start: Start) -> None:
     killed = start("--model", str(CHECKPOINT))
     for pid in [find_serve(killed), find_server(killed), find_stub(killed)]:
         os.kill(pid, signal.SIGKILL)
@@ -313,7 +315,7 @@ def test_a_killed_engine_is_removed_by_the_next_run() -> None:
     killed.assert_nothing_left()
 
 
-def test_orphaned_server_ends_by_itself(echo: str) -> None:
+def test_orphaned_server_ends_by_itself(echo: str, start: Start) -> None:
     server = start("--model-repository", echo)
     assert server.stop(signal.SIGKILL) == -signal.SIGKILL
     wait_until(lambda: not server.run_id.processes(), "the processes of a killed quire serve end")

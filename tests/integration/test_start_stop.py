@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from quire_cli.ports import Endpoint, reserve
 from quire_cli.run_directory import sweep
 from quire_engine.memory import resident_memory_bytes
 from support.clients import Answer, ask, run, with_client
-from support.serving import ROOT, Server, start, wait_until
+from support.serving import ROOT, Server, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
 CYCLES = int(os.environ.get("QUIRE_START_STOP_CYCLES", "5"))
@@ -36,6 +37,8 @@ MOST_GROWTH_BYTES = 8 * 2**20
 # `quire serve` gives up after five deaths in a row; a service of so long begins the count anew.
 LONG_SERVICE_S = 31.0
 DEATHS_IN_A_ROW = 3
+
+Start = Callable[..., Server]
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600 + 60 * CYCLES)]
 
@@ -144,7 +147,7 @@ def cycle(server: Server, name: str, num_responses: int) -> None:
     assert code == 0, server.log()
 
 
-def test_nothing_is_left_after_any_end(repository: str) -> None:
+def test_nothing_is_left_after_any_end(repository: str, start: Start) -> None:
     dice = random.Random(SEED)
     names: list[str] = []
     before: tuple[Server, set[Path]] | None = None
@@ -156,14 +159,10 @@ def test_nothing_is_left_after_any_end(repository: str) -> None:
         began = time.monotonic()
         server = start("--model-repository", repository)
         ready = time.monotonic()
-        try:
-            if before is not None:
-                assert_nothing_left(*before)
-            before = server, shared_memory(server)
-            cycle(server, name, num_responses)
-        finally:
-            if server.process.poll() is None:
-                server.stop(signal.SIGKILL)
+        if before is not None:
+            assert_nothing_left(*before)
+        before = server, shared_memory(server)
+        cycle(server, name, num_responses)
         if name != "serve":
             assert_nothing_left(*before)
         print(
@@ -176,72 +175,78 @@ def test_nothing_is_left_after_any_end(repository: str) -> None:
     assert_nothing_left(*before)
 
 
-def test_a_server_that_is_started_again_and_again_does_not_grow(repository: str) -> None:
-    server = start("--model-repository", repository)
-    figures: list[tuple[int, int, int]] = []
-    try:
-        for number in range(DEATHS):
-            if number % DEATHS_IN_A_ROW == 0 and number:
-                serve_for_long(server)
-            streams = Streams(server)
-            streams.start()
-            try:
-                streams.wait_for(2)
-                died = time.monotonic()
-                os.kill(victim(server, "stub"), signal.SIGKILL)
-            finally:
-                streams.join()
+@dataclass(frozen=True)
+class Held:
+    """What a process holds."""
+
+    memory_bytes: int
+    num_files: int
+    num_threads: int
+
+    @classmethod
+    def by(cls, pid: int) -> "Held":
+        tasks, files = Path(f"/proc/{pid}/task"), Path(f"/proc/{pid}/fd")
+        return cls(resident_memory_bytes(pid), len(list(files.iterdir())), len(list(tasks.iterdir())))
+
+    def __str__(self) -> str:
+        return f"held: {self.memory_bytes / 2**20:.1f} MiB, {self.num_files} files, {self.num_threads} threads"
+
+
+def kill_again_and_again(server: Server, name: str, holder: int, pause: Callable[[int], None]) -> list[Held]:
+    """Kill a process under live streams so many times.
+
+    Args:
+        server: what serves.
+        name: which process; see `victim`.
+        holder: the process that must not grow.
+        pause: called with the number of deaths so far before each.
+
+    Returns:
+        What the holder held after each death.
+    """
+    figures: list[Held] = []
+    for number in range(DEATHS):
+        pause(number)
+        streams = Streams(server)
+        streams.start()
+        try:
+            streams.wait_for(2)
+            died = time.monotonic()
+            os.kill(victim(server, name), signal.SIGKILL)
+        finally:
+            streams.join()
+        if name == "engine":
+            assert [len(answer.token_ids) for answer in streams.answers] == [NUM_TOKENS] * NUM_STREAMS
+        else:
             assert all(answer.error is not None for answer in streams.answers)
             server.wait_for_ready_line()
             assert run(server, text_input="x", max_tokens=1).text != ""
-            pause_s = time.monotonic() - died
-            figures.append(grown(server.process.pid))
-            memory_bytes, num_files, num_threads = figures[-1]
-            print(
-                f"death {number + 1}: served again after {pause_s:.1f} s; quire serve holds "
-                f"{memory_bytes / 2**20:.1f} MiB, {num_files} files, {num_threads} threads; "
-                f"{len(server.run_id.shared_memory())} files in /dev/shm",
-                flush=True,
-            )
-        assert server.stop() == 0, server.log()
-    finally:
-        if server.process.poll() is None:
-            server.stop(signal.SIGKILL)
+        figures.append(Held.by(holder))
+        print(
+            f"death {number + 1} of the {name}: over after {time.monotonic() - died:.1f} s; {figures[-1]}; "
+            f"{len(server.run_id.shared_memory())} files in /dev/shm",
+            flush=True,
+        )
+    assert server.stop() == 0, server.log()
     server.assert_nothing_left()
-    first, last = figures[0], figures[-1]
-    assert last[0] - first[0] < MOST_GROWTH_BYTES
-    assert last[1:] == first[1:]
+    return figures
 
 
-def test_a_stub_whose_engine_dies_again_and_again_does_not_grow(repository: str) -> None:
+def test_a_server_that_is_started_again_and_again_does_not_grow(repository: str, start: Start) -> None:
+    def pause(number: int) -> None:
+        if number % DEATHS_IN_A_ROW == 0 and number:
+            serve_for_long(server)
+
     server = start("--model-repository", repository)
-    figures: list[tuple[int, int, int]] = []
-    try:
-        stub = victim(server, "stub")
-        for number in range(DEATHS):
-            streams = Streams(server)
-            streams.start()
-            try:
-                streams.wait_for(2)
-                os.kill(victim(server, "engine"), signal.SIGKILL)
-            finally:
-                streams.join()
-            assert [len(answer.token_ids) for answer in streams.answers] == [NUM_TOKENS] * NUM_STREAMS
-            figures.append(grown(stub))
-            memory_bytes, num_files, num_threads = figures[-1]
-            print(
-                f"death {number + 1} of the engine: the stub holds {memory_bytes / 2**20:.1f} MiB, {num_files} files, "
-                f"{num_threads} threads; {len(server.run_id.shared_memory())} files in /dev/shm",
-                flush=True,
-            )
-        assert server.stop() == 0, server.log()
-    finally:
-        if server.process.poll() is None:
-            server.stop(signal.SIGKILL)
-    server.assert_nothing_left()
-    first, last = figures[1], figures[-1]  # the first replay loads what later ones need
-    assert last[0] - first[0] < MOST_GROWTH_BYTES
-    assert last[1:] == first[1:]
+    figures = kill_again_and_again(server, "stub", server.process.pid, pause)
+    assert_not_grown(figures[0], figures[-1])
+
+
+def test_a_stub_whose_engine_dies_again_and_again_does_not_grow(repository: str, start: Start) -> None:
+    server = start("--model-repository", repository)
+    stub = victim(server, "stub")
+    figures = kill_again_and_again(server, "engine", stub, lambda number: None)
+    assert_not_grown(figures[1], figures[-1])  # the first replay loads what later ones need
 
 
 def serve_for_long(server: Server) -> None:
@@ -254,7 +259,6 @@ def serve_for_long(server: Server) -> None:
         assert all(answer.error is None for answer in streams.answers)
 
 
-def grown(pid: int) -> tuple[int, int, int]:
-    """Resident memory in bytes, open files and threads of a process."""
-    tasks, files = Path(f"/proc/{pid}/task"), Path(f"/proc/{pid}/fd")
-    return resident_memory_bytes(pid), len(list(files.iterdir())), len(list(tasks.iterdir()))
+def assert_not_grown(first: Held, last: Held) -> None:
+    assert last.memory_bytes - first.memory_bytes < MOST_GROWTH_BYTES
+    assert (last.num_files, last.num_threads) == (first.num_files, first.num_threads)

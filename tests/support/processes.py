@@ -35,10 +35,8 @@ def ended(processes: "Iterable[subprocess.Popen[bytes]]") -> Iterator[None]:
 
 def state(pid: int) -> str:
     """One letter, as in /proc; empty when there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
+    fields = _stat(pid)
+    return fields[0] if fields else ""
 
 
 def is_gone(pid: int) -> bool:
@@ -46,10 +44,38 @@ def is_gone(pid: int) -> bool:
     return state(pid) in ("", "Z", "X")
 
 
-def cpu_seconds(pid: int) -> float:
-    """CPU time that a process has used so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def parent(pid: int) -> int:
+    """The process id of a process's parent; 0 when there is no such process."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else 0
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of the children of a process, whichever thread started them."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+
+
+def command_line(pid: int) -> str:
+    """The words that a process was started with; empty when there is no such process."""
+    try:
+        return os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").strip())
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def cpu_seconds(*pids: int) -> float:
+    """CPU time that processes have used so far; nothing for one that is gone."""
+    stats = [fields for pid in pids if (fields := _stat(pid))]
+    return sum(int(fields[11]) + int(fields[12]) for fields in stats) / os.sysconf("SC_CLK_TCK")
+
+
+def _stat(pid: int) -> list[str]:
+    """What /proc/PID/stat says, from the state on; nothing when there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 def eventually(condition: Callable[[], bool], seconds: float) -> bool:

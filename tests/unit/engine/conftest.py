@@ -1,12 +1,15 @@
-"""Checkpoints and their expected outputs, made once per session."""
+"""Checkpoints and their expected outputs, made once per session; workers that fail on demand."""
 
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from quire_engine.input_processor import load_tokenizer
+from quire_engine.worker.fault_injection import FAULT_INJECTION_VARIABLE
 from support.oracle import CHECKPOINTS, Expected, generate_greedily, make_checkpoint, make_prompts
 from transformers import LlamaForCausalLM
 
@@ -43,3 +46,16 @@ def workload(
         return prompts, lengths, expected
 
     return make
+
+
+@pytest.fixture
+def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Has workers fail; see `quire_engine.worker.fault_injection`."""
+    file = tmp_path / "fault.json"
+    monkeypatch.setenv(FAULT_INJECTION_VARIABLE, str(file))
+
+    def write(**fields: Any) -> Path:
+        file.write_bytes(msgspec.json.encode(fields))
+        return file
+
+    return write

@@ -1,15 +1,15 @@
 """AsyncLLM: priorities, queue limits and deadlines, sequences and beams, chat, sleep; through the process boundary."""
 
 import asyncio
-import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_engine import LLM, AsyncLLM, BeamSearchParams, EngineConfig, SamplingParams
+from quire_engine import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from quire_engine.errors import (
     DeadlineExceededError,
     EngineDeadError,
@@ -19,32 +19,16 @@ from quire_engine.errors import (
 )
 from quire_engine.messages import ErrorCode
 from quire_engine.outputs import RequestOutput
-from quire_engine.stats import IterationStats, SchedulerStats
+from support import engines
+from support.engines import Recorder
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 PROMPT = [5 + i % 60 for i in range(40)]
 
 
-class Recorder:
-    """A StatLogger that keeps the last it heard."""
-
-    def __init__(self) -> None:
-        self.last: SchedulerStats | None = None
-
-    def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
-        self.last = scheduler_stats or self.last
-
-
-@contextlib.contextmanager
-def engine(folder: Path, **settings: Any) -> Iterator[tuple[AsyncLLM, Recorder]]:
-    recorder = Recorder()
-    config = EngineConfig.from_settings({"model": str(folder), "dtype": "float32", "max_model_len": 512, **settings})
-    llm = AsyncLLM(config, [recorder])
-    try:
-        yield llm, recorder
-    finally:
-        llm.shutdown()
+def engine(folder: Path, **settings: Any) -> AbstractContextManager[tuple[AsyncLLM, Recorder]]:
+    return engines.engine(folder, **{"max_model_len": 512, **settings})
 
 
 async def collect(llm: AsyncLLM, prompt: Any, params: SamplingParams, **arguments: Any) -> RequestOutput:
@@ -109,8 +93,8 @@ def test_abort_ends_all_sequences_and_frees_their_blocks(checkpoint: Callable[[s
         assert stream.ended.is_set()
         assert {item.finish_reason for output in stream.outputs[-4:] for item in output.outputs} == {"abort"}
         assert await llm.reset_prefix_cache()  # comes after the aborts, and its answer after their effect
-        assert recorder.last is not None
-        assert (recorder.last.num_running, recorder.last.num_blocks_used) == (0, 0)
+        assert recorder.scheduler_stats is not None
+        assert (recorder.scheduler_stats.num_running, recorder.scheduler_stats.num_blocks_used) == (0, 0)
 
     with engine(checkpoint("tied-gqa")) as (llm, recorder):
         asyncio.run(main(llm, recorder))
@@ -192,8 +176,8 @@ def test_deadline_ends_what_runs_and_what_waits(checkpoint: Callable[[str], Path
         with pytest.raises(RequestError, match="deadline_ms is 0"):
             await collect(llm, PROMPT, GREEDY, deadline_ms=0)
         await llm.reset_prefix_cache()
-        assert recorder.last is not None
-        assert recorder.last.num_blocks_used == 0
+        assert recorder.scheduler_stats is not None
+        assert recorder.scheduler_stats.num_blocks_used == 0
 
     with engine(checkpoint("tinypy"), max_num_seqs=1) as (llm, recorder):
         asyncio.run(main(llm, recorder))

@@ -1,22 +1,17 @@
-"""Engine cores are killed, stopped and poisoned under live requests: nothing is lost, said twice, or begun anew."""
+"""Engine cores are killed and stopped under live requests: nothing is lost, said twice, or begun anew."""
 
 import asyncio
-import contextlib
-import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from quire_engine import LLM, AsyncLLM, EngineConfig, RequestOutput, RequestOutputKind, SamplingParams
-from quire_engine.core import supervisor
-from quire_engine.errors import EngineDeadError, EngineUnavailableError
-from quire_engine.outputs import CompletionOutput
-from quire_engine.stats import IterationStats, SchedulerStats
-from quire_engine.worker.fault_injection import FAULT_INJECTION_VARIABLE
+from quire_engine import RequestOutput
+from quire_engine.errors import EngineDeadError
+from support.engines import Stream, assert_same, engine, kill, offline, params, run, until
+from support.processes import state
 
 pytestmark = pytest.mark.slow
 
@@ -24,108 +19,9 @@ NUM_TOKENS = 12
 PROMPTS = [[2 + i, 3, 5 * i + 2] for i in range(16)]
 
 
-class Recorder:
-    """A StatLogger that adds up."""
-
-    def __init__(self) -> None:
-        self.num_restarts = 0
-        self.num_replayed = 0
-
-    def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
-        self.num_restarts += iteration_stats.num_engine_restarts
-        self.num_replayed += iteration_stats.num_requests_replayed
-
-
-@contextlib.contextmanager
-def engine(folder: Path, **settings: Any) -> Iterator[tuple[AsyncLLM, Recorder]]:
-    recorder = Recorder()
-    config = EngineConfig.from_settings({"model": str(folder), "dtype": "float32", **settings})
-    llm = AsyncLLM(config, [recorder])
-    try:
-        yield llm, recorder
-    finally:
-        llm.shutdown()
-
-
-def params(**fields: Any) -> SamplingParams:
-    return SamplingParams(
-        **{"temperature": 0, "max_tokens": 40, "ignore_eos": True, "output_kind": RequestOutputKind.DELTA, **fields}
-    )
-
-
-async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Let the loop run until something is so."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to be"
-        await asyncio.sleep(0.005)
-
-
-class Stream:
-    """One request: its deltas put together, and how many tokens have come."""
-
-    def __init__(self, llm: AsyncLLM, prompt: list[int], sampling_params: SamplingParams, **options: Any) -> None:
-        self.output: RequestOutput | None = None
-        self.num_tokens = 0
-        self.task = asyncio.ensure_future(self._run(llm.generate(prompt, sampling_params, **options)))
-
-    async def _run(self, outputs: Any) -> RequestOutput:
-        async for delta in outputs:
-            if self.output is None:
-                self.output = delta
-            else:
-                self.output.merge(delta)
-            self.num_tokens = sum(len(one.token_ids) for one in self.output.outputs)
-        assert self.output is not None
-        return self.output
-
-
-def run(llm: AsyncLLM, main: Callable[[], Awaitable[Any]]) -> Any:
-    async def started() -> Any:
-        await llm.start()
-        return await main()
-
-    return asyncio.run(started())
-
-
-def kill(llm: AsyncLLM, number: int = signal.SIGKILL) -> None:
-    os.kill(llm.engine_pid, number)
-
-
-def assert_same(outputs: list[CompletionOutput], expected: list[CompletionOutput]) -> None:
-    """Equal, up to the rounding of log-probabilities: a token that is computed with others is rounded differently."""
-    assert [(one.text, one.token_ids, one.finish_reason, one.stop_reason) for one in outputs] == [
-        (one.text, one.token_ids, one.finish_reason, one.stop_reason) for one in expected
-    ]
-    for one, other in zip(outputs, expected, strict=True):
-        assert (one.logprobs is None) == (other.logprobs is None)
-        for mine, theirs in zip(one.logprobs or [], other.logprobs or [], strict=True):
-            assert {i: item.logprob for i, item in mine.items()} == pytest.approx(
-                {i: item.logprob for i, item in theirs.items()}, abs=1e-4
-            )
-
-
-def offline(folder: Path, prompts: list[list[int]], sampling_params: SamplingParams, **settings: Any) -> list[Any]:
-    outputs = LLM(folder, dtype="float32", **settings).generate(prompts, sampling_params, use_tqdm=False)
-    return [output.outputs for output in outputs]
-
-
 @pytest.fixture(scope="module")
 def folder(checkpoint: Callable[[str], Path]) -> Path:
     return checkpoint("tied-gqa")
-
-
-@pytest.fixture
-def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Has workers fail; see `quire_engine.worker.fault_injection`."""
-    file = tmp_path / "fault.json"
-    monkeypatch.setenv(FAULT_INJECTION_VARIABLE, str(file))
-
-    def write(**fields: Any) -> Path:
-        file.write_bytes(msgspec.json.encode(fields))
-        return file
-
-    return write
 
 
 def test_killed_at_every_token_of_a_request(folder: Path, fault: Callable[..., Path]) -> None:
@@ -150,26 +46,6 @@ def test_killed_at_every_token_of_a_request(folder: Path, fault: Callable[..., P
         assert recorder.num_replayed == NUM_TOKENS
 
 
-def test_a_poison_request_ends_alone(folder: Path, fault: Callable[..., Path]) -> None:
-    expected = offline(folder, PROMPTS, params())
-    sampled = {token_id for outputs in expected for token_id in outputs[0].token_ids}
-    poison = next(token_id for token_id in range(2, 500) if token_id not in sampled)
-    fault(action="kill", token_id=poison)
-
-    async def main() -> None:
-        streams = [Stream(llm, prompt, params()) for prompt in PROMPTS]
-        culprit = Stream(llm, [5, 6], params(allowed_token_ids=[poison]))
-        with pytest.raises(EngineDeadError, match="died of this request again and again"):
-            await culprit.task
-        for stream, outputs in zip(streams, expected, strict=True):
-            assert_same((await stream.task).outputs, outputs)
-        assert llm.is_healthy
-
-    with engine(folder) as (llm, recorder):
-        run(llm, main)
-        assert recorder.num_restarts == 4
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV])
 def test_every_stream_goes_on_where_it_was(folder: Path, number: int, capfd: pytest.CaptureFixture[str]) -> None:
     long = params(max_tokens=400)
@@ -190,7 +66,7 @@ def test_every_stream_goes_on_where_it_was(folder: Path, number: int, capfd: pyt
         assert (await late.task).outputs == expected[0]
         assert llm.is_healthy
         assert llm.engine_pid != dead_pid
-        assert not Path(f"/proc/{dead_pid}").exists()
+        assert state(dead_pid) == ""
 
     with engine(folder) as (llm, recorder):
         run(llm, main)
@@ -198,25 +74,6 @@ def test_every_stream_goes_on_where_it_was(folder: Path, number: int, capfd: pyt
         assert 1 <= recorder.num_replayed <= len(PROMPTS)
     if number == signal.SIGSTOP:
         assert "(most recent call first)" in capfd.readouterr().err, "the stacks are in the log"
-
-
-def test_a_step_that_never_ends_is_found(
-    folder: Path, fault: Callable[..., Path], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    expected = offline(folder, PROMPTS, params())
-    fault(action="hang", num_output_tokens=20, once=True)
-
-    async def main() -> None:
-        streams = [Stream(llm, prompt, params()) for prompt in PROMPTS]
-        outputs = await asyncio.gather(*(stream.task for stream in streams))
-        assert [output.outputs for output in outputs] == expected
-
-    with engine(folder, step_timeout_s=2) as (llm, recorder):
-        run(llm, main)
-        assert recorder.num_restarts == 1
-    assert "fault_injection.py" in capfd.readouterr().err, "the stack of the hung thread is in the log"
-    assert "the engine hangs: step 2" in caplog.text
-    assert "its oldest request is " in caplog.text
 
 
 def test_killed_twice_within_seconds(folder: Path) -> None:
@@ -332,127 +189,4 @@ def test_queue_bound_refuses_no_replay(folder: Path) -> None:
         assert [output.outputs for output in outputs] == expected
 
     with engine(folder, max_num_seqs=2, max_queued_requests=2, max_queue_delay_ms=20_000) as (llm, _):
-        run(llm, main)
-
-
-def test_an_engine_that_does_not_stay_alive_is_given_up(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor, "MAX_FRUITLESS_DEATHS", 2)
-    copy = tmp_path / "model"
-    copy.mkdir()
-    for file in folder.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
-
-    async def main() -> None:
-        stream = Stream(llm, PROMPTS[0], params(max_tokens=400))
-        await until(lambda: stream.num_tokens > 0)
-        (copy / "model.safetensors").unlink()
-        kill(llm)
-        with pytest.raises(EngineDeadError, match=r"times in a row.*there is no model\.safetensors"):
-            await stream.task
-        assert not llm.is_healthy
-        assert llm.dead_error is not None
-        with pytest.raises(EngineDeadError, match="times in a row"):
-            await Stream(llm, PROMPTS[0], params()).task
-
-    with engine(copy) as (llm, _):
-        run(llm, main)
-
-
-def test_shutdown_while_an_engine_is_being_started(folder: Path) -> None:
-    async def main() -> None:
-        stream = Stream(llm, PROMPTS[0], params(max_tokens=400))
-        await until(lambda: stream.num_tokens > 0)
-        kill(llm)
-        await until(lambda: not llm.is_healthy)
-        await asyncio.to_thread(llm.shutdown)
-        with pytest.raises(EngineDeadError, match="shut down"):
-            await stream.task
-
-    with engine(folder) as (llm, _):
-        run(llm, main)
-        assert not Path(f"/proc/{llm.engine_pid}").exists()
-
-
-def test_an_engine_that_slept_sleeps_again(folder: Path) -> None:
-    async def main() -> None:
-        assert (await Stream(llm, PROMPTS[0], params()).task).finished
-        await llm.sleep(2)
-        kill(llm)
-        await until(lambda: recorder.num_restarts == 1)
-        assert await llm.is_sleeping()
-        await llm.wake_up()
-        assert (await Stream(llm, PROMPTS[0], params()).task).finished
-
-    with engine(folder) as (llm, recorder):
-        run(llm, main)
-
-
-def test_who_waits_for_a_grammar_does_not_hang(checkpoint: Callable[[str], Path]) -> None:
-    async def main() -> None:
-        structured = params(structured_outputs={"regex": "[a-f]{8}"}, ignore_eos=False)
-        assert (await Stream(llm, PROMPTS[0], structured).task).finished  # now there is a compiler
-        threads = Path(f"/proc/{llm.engine_pid}/task").iterdir()
-        (compiler,) = [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
-        os.kill(compiler, signal.SIGSTOP)
-        try:
-            waiting = Stream(llm, PROMPTS[0], params(structured_outputs={"regex": "[g-k]{8}"}, ignore_eos=False))
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(waiting.task), 1.5 * step_timeout_s)
-        finally:
-            os.kill(compiler, signal.SIGCONT)
-        assert (await waiting.task).finished
-
-    step_timeout_s = 3.0
-    with engine(checkpoint("tinypy"), step_timeout_s=step_timeout_s) as (llm, recorder):
-        run(llm, main)
-        assert recorder.num_restarts == 0
-
-
-def test_an_engine_that_is_stopped_while_it_starts_is_found(folder: Path) -> None:
-    expected = offline(folder, PROMPTS[:1], params())
-
-    async def main() -> None:
-        stream = Stream(llm, PROMPTS[0], params())
-        await until(lambda: stream.num_tokens > 0)
-        first_pid = llm.engine_pid
-        kill(llm)
-        await until(lambda: llm.engine_pid != first_pid)
-        kill(llm, signal.SIGSTOP)
-        assert (await stream.task).outputs == expected[0]
-
-    with engine(folder) as (llm, recorder):
-        run(llm, main)
-        assert recorder.num_restarts == 1
-
-
-def test_requests_that_were_held_do_not_keep_an_engine_awake(folder: Path) -> None:
-    async def main() -> None:
-        await llm.sleep(1)
-        kill(llm)
-        await until(lambda: not llm.is_healthy)
-        with pytest.raises(EngineUnavailableError, match="sleeps"):
-            await Stream(llm, PROMPTS[0], params()).task
-        assert await llm.is_sleeping()
-
-    with engine(folder) as (llm, _):
-        run(llm, main)
-
-
-def test_shutdown_as_the_next_engine_is_ready(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def replace_client(client: supervisor.SupervisedClient) -> None:
-        actual(client)
-        client.shutdown()
-
-    async def main() -> None:
-        stream = Stream(llm, PROMPTS[0], params(max_tokens=400))
-        await until(lambda: stream.num_tokens > 0)
-        kill(llm)
-        with pytest.raises(EngineDeadError, match="shut down"):
-            await stream.task
-
-    actual = supervisor.SupervisedClient._replace_client
-    monkeypatch.setattr(supervisor.SupervisedClient, "_replace_client", replace_client)
-    with engine(folder) as (llm, _):
         run(llm, main)

@@ -5,54 +5,47 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_engine import LLM, AsyncLLM, EngineConfig, RequestOutput, SamplingParams
+from quire_engine import LLM, AsyncLLM, RequestOutput, SamplingParams
 from quire_engine.errors import EngineDeadError, EngineUnavailableError, RequestError
 from quire_engine.slo import RequestSLO
-from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats, StepStats
+from quire_engine.stats import StepStats
+from support import engines
+from support.engines import run, until
 
 pytestmark = pytest.mark.slow
 
 SLO = {"default": {"e2e_ms": 1e8}, "fast": {"ttft_ms": 1e-3}, "steady": {"tpot_ms": 1e-3, "e2e_ms": 1e8}}
 
 
-class Recorder:
-    """A StatLogger that keeps what matters here."""
+class Recorder(engines.Recorder):
+    """Gives out the verdicts on requests once each."""
 
     def __init__(self) -> None:
-        self.steps: list[StepStats] = []
-        self.finished: list[FinishedRequestStats] = []
-        self.cancel_to_free_seconds: list[float] = []
-        self.num_running = 0
-        self.num_restarts = 0
+        super().__init__()
+        self._num_taken = 0
 
-    def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
-        if scheduler_stats is not None:
-            self.num_running = scheduler_stats.num_running
-        if iteration_stats.step is not None:
-            self.steps.append(iteration_stats.step)
-        self.finished += iteration_stats.finished_requests
-        self.cancel_to_free_seconds += iteration_stats.cancel_to_free_seconds
-        self.num_restarts += iteration_stats.num_engine_restarts
+    @property
+    def steps(self) -> list[StepStats]:
+        return [stats.step for stats in self.iterations if stats.step is not None]
+
+    @property
+    def cancel_to_free_seconds(self) -> list[float]:
+        return [seconds for stats in self.iterations for seconds in stats.cancel_to_free_seconds]
 
     def verdicts(self) -> list[tuple[str | None, str | None, str | None]]:
-        taken, self.finished = self.finished, []
+        taken = self.finished[self._num_taken :]
+        self._num_taken += len(taken)
         return [(one.slo_class, one.slo_verdict, one.slo_cause) for one in taken]
 
 
-@contextlib.contextmanager
-def engine(folder: Path, **settings: Any) -> Iterator[tuple[AsyncLLM, Recorder]]:
-    recorder = Recorder()
-    config = EngineConfig.from_settings({"model": str(folder), "dtype": "float32", "slo": SLO, **settings})
-    llm = AsyncLLM(config, [recorder])
-    try:
-        yield llm, recorder
-    finally:
-        llm.shutdown()
+def engine(folder: Path, **settings: Any) -> AbstractContextManager[tuple[AsyncLLM, Recorder]]:
+    return engines.engine(folder, Recorder(), **{"slo": SLO, **settings})
 
 
 def params(max_tokens: int = 8, **fields: Any) -> SamplingParams:
@@ -61,21 +54,6 @@ def params(max_tokens: int = 8, **fields: Any) -> SamplingParams:
 
 async def last(llm: AsyncLLM, sampling_params: SamplingParams, **options: Any) -> RequestOutput:
     return [output async for output in llm.generate([5, 6, 7], sampling_params, **options)][-1]
-
-
-def run(llm: AsyncLLM, main: Callable[[], Awaitable[None]]) -> None:
-    async def started() -> None:
-        await llm.start()
-        await main()
-
-    asyncio.run(started())
-
-
-async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to be"
-        await asyncio.sleep(0.005)
 
 
 @pytest.fixture(scope="module")

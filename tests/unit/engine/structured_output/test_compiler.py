@@ -1,25 +1,25 @@
 """The grammar compiler: whatever it is given, it costs one request, and nobody else waits for it."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_engine import AsyncLLM, EngineConfig, SamplingParams
+from quire_engine import AsyncLLM, SamplingParams
 from quire_engine.errors import DeadlineExceededError, EngineError, RequestError
 from quire_engine.outputs import RequestOutput
-from quire_engine.stats import IterationStats, SchedulerStats
 from quire_engine.structured_output.compiler import COMPILE_SECONDS
 from quire_engine.structured_output.compiler_process import CompilerProcess
 from quire_engine.structured_output.protocol import CompilerArguments, CompileRequest, CompileResult
+from support.engines import Recorder, engine, until
+from support.processes import children, command_line, cpu_seconds
 
 FREE = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
 
@@ -49,26 +49,6 @@ PATHOLOGICAL: dict[str, dict[str, Any]] = {
 }
 
 
-class Recorder:
-    """A StatLogger that keeps what it hears."""
-
-    def __init__(self) -> None:
-        self.stats = SchedulerStats()
-
-    def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
-        self.stats = scheduler_stats or self.stats
-
-
-@contextlib.contextmanager
-def engine(folder: Path, **settings: Any) -> Iterator[tuple[AsyncLLM, Recorder]]:
-    recorder = Recorder()
-    llm = AsyncLLM(EngineConfig.from_settings({"model": str(folder), "dtype": "float32", **settings}), [recorder])
-    try:
-        yield llm, recorder
-    finally:
-        llm.shutdown()
-
-
 def params(structured_outputs: dict[str, Any], **values: Any) -> SamplingParams:
     given = {"temperature": 0, "max_tokens": 8, "structured_outputs": structured_outputs, **values}
     return SamplingParams.from_mapping(given)
@@ -78,21 +58,9 @@ async def collect(llm: AsyncLLM, sampling_params: SamplingParams) -> RequestOutp
     return [output async for output in llm.generate("x = ", sampling_params)][-1]
 
 
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Let the loop run until something is so."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to be"
-        await asyncio.sleep(0.01)
-
-
 def compiler_of(engine_pid: int) -> int:
     """The process id of an engine's grammar compiler."""
-    children = []
-    for task in Path(f"/proc/{engine_pid}/task").iterdir():
-        children += (task / "children").read_text().split()
-    name = b"structured_output.compiler"
-    return next(int(pid) for pid in children if name in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return next(pid for pid in children(engine_pid) if "quire_engine.structured_output.compiler" in command_line(pid))
 
 
 @pytest.mark.slow
@@ -141,21 +109,17 @@ def test_pathological_grammars_end_in_time_and_nobody_waits(checkpoint: Callable
 
 
 def test_who_waits_for_a_grammar_uses_no_cpu_and_can_leave(checkpoint: Callable[[str], Path]) -> None:
-    def cpu_ticks(pid: int) -> int:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return int(fields[11]) + int(fields[12])
-
     async def main(llm: AsyncLLM, recorder: Recorder) -> None:
         await collect(llm, params({"choice": ["warm"]}))
         outputs: list[RequestOutput] = []
         request = llm.input_processor.process("x", params(PATHOLOGICAL["many optional properties"]))
         llm.add_request(request, outputs.append)
-        await until(lambda: recorder.stats.num_waiting_for_fsm == 1)
-        before = cpu_ticks(llm.engine_pid)
+        await until(lambda: recorder.num_waiting_for_fsm == 1)
+        before = cpu_seconds(llm.engine_pid)
         await asyncio.sleep(1.0)  # the interval that is measured
-        assert cpu_ticks(llm.engine_pid) - before <= 5, "ticks of 10 ms"
+        assert cpu_seconds(llm.engine_pid) - before < 0.055, "it is counted in ticks of 10 ms"
         llm.abort(request.request_id)
-        await until(lambda: recorder.stats.num_waiting_for_fsm == 0)
+        await until(lambda: recorder.num_waiting_for_fsm == 0)
         assert (await collect(llm, params({"choice": ["next"]}))).outputs[0].text == "next"
 
     with engine(checkpoint("tinypy"), max_model_len=256) as (llm, recorder):
@@ -170,10 +134,10 @@ def test_a_deadline_passes_while_nothing_runs_but_the_compiler(checkpoint: Calla
         with pytest.raises(DeadlineExceededError, match="while it waited"):
             _ = [output async for output in llm.generate("x", slow, deadline_ms=700)]
         assert 0.7 <= time.monotonic() - started < COMPILE_SECONDS
-        await until(lambda: recorder.stats.num_waiting_for_fsm == 0)
+        await until(lambda: recorder.num_waiting_for_fsm == 0)
 
         waiting = asyncio.ensure_future(collect(llm, slow))
-        await until(lambda: recorder.stats.num_waiting_for_fsm == 1)
+        await until(lambda: recorder.num_waiting_for_fsm == 1)
         with pytest.raises(EngineError, match="1 requests are live"):
             await llm.sleep()
         waiting.cancel()
@@ -189,7 +153,7 @@ def test_a_killed_compiler_loses_nothing(checkpoint: Callable[[str], Path]) -> N
         for signum in (signal.SIGKILL, signal.SIGUSR1):
             schema = {**PATHOLOGICAL["many optional properties"]["json"], "title": str(signum)}
             slow = asyncio.ensure_future(collect(llm, params({"json": schema})))
-            await until(lambda: recorder.stats.num_waiting_for_fsm == 1)
+            await until(lambda: recorder.num_waiting_for_fsm == 1)
             pid = compiler_of(llm.engine_pid)
             os.kill(pid, signum)
             outputs = await asyncio.gather(*(collect(llm, params({"choice": [f"{signum} {i}"]})) for i in range(5)))

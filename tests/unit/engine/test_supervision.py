@@ -1,0 +1,183 @@
+"""The watch over an engine core: what hangs is found, what is at fault is convicted, what cannot live is given up."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from quire_engine.core import supervisor
+from quire_engine.errors import EngineDeadError, EngineUnavailableError
+from support.engines import Stream, assert_same, engine, kill, offline, params, run, until
+from support.processes import children, state
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = [[2 + i, 3, 5 * i + 2] for i in range(16)]
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint("tied-gqa")
+
+
+def test_a_poison_request_ends_alone(folder: Path, fault: Callable[..., Path]) -> None:
+    expected = offline(folder, PROMPTS, params())
+    sampled = {token_id for outputs in expected for token_id in outputs[0].token_ids}
+    poison = next(token_id for token_id in range(2, 500) if token_id not in sampled)
+    fault(action="kill", token_id=poison)
+
+    async def main() -> None:
+        streams = [Stream(llm, prompt, params()) for prompt in PROMPTS]
+        culprit = Stream(llm, [5, 6], params(allowed_token_ids=[poison]))
+        with pytest.raises(EngineDeadError, match="died of this request again and again"):
+            await culprit.task
+        for stream, outputs in zip(streams, expected, strict=True):
+            assert_same((await stream.task).outputs, outputs)
+        assert llm.is_healthy
+
+    with engine(folder) as (llm, recorder):
+        run(llm, main)
+        assert recorder.num_restarts == 4
+
+
+def test_a_step_that_never_ends_is_found(
+    folder: Path, fault: Callable[..., Path], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = offline(folder, PROMPTS, params())
+    fault(action="hang", num_output_tokens=20, once=True)
+
+    async def main() -> None:
+        streams = [Stream(llm, prompt, params()) for prompt in PROMPTS]
+        outputs = await asyncio.gather(*(stream.task for stream in streams))
+        assert [output.outputs for output in outputs] == expected
+
+    with engine(folder, step_timeout_s=2) as (llm, recorder):
+        run(llm, main)
+        assert recorder.num_restarts == 1
+    assert "fault_injection.py" in capfd.readouterr().err, "the stack of the hung thread is in the log"
+    assert "the engine hangs: step 2" in caplog.text
+    assert "its oldest request is " in caplog.text
+
+
+def test_an_engine_that_does_not_stay_alive_is_given_up(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "MAX_FRUITLESS_DEATHS", 2)
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for file in folder.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+
+    async def main() -> None:
+        stream = Stream(llm, PROMPTS[0], params(max_tokens=400))
+        await until(lambda: stream.num_tokens > 0)
+        (copy / "model.safetensors").unlink()
+        kill(llm)
+        with pytest.raises(EngineDeadError, match=r"times in a row.*there is no model\.safetensors"):
+            await stream.task
+        assert not llm.is_healthy
+        assert llm.dead_error is not None
+        with pytest.raises(EngineDeadError, match="times in a row"):
+            await Stream(llm, PROMPTS[0], params()).task
+
+    with engine(copy) as (llm, _):
+        run(llm, main)
+
+
+def test_shutdown_while_an_engine_is_being_started(folder: Path) -> None:
+    async def main() -> None:
+        stream = Stream(llm, PROMPTS[0], params(max_tokens=400))
+        await until(lambda: stream.num_tokens > 0)
+        kill(llm)
+        await until(lambda: not llm.is_healthy)
+        await asyncio.to_thread(llm.shutdown)
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await stream.task
+
+    with engine(folder) as (llm, _):
+        run(llm, main)
+        assert state(llm.engine_pid) == ""
+
+
+def test_an_engine_that_slept_sleeps_again(folder: Path) -> None:
+    async def main() -> None:
+        assert (await Stream(llm, PROMPTS[0], params()).task).finished
+        await llm.sleep(2)
+        kill(llm)
+        await until(lambda: recorder.num_restarts == 1)
+        assert await llm.is_sleeping()
+        await llm.wake_up()
+        assert (await Stream(llm, PROMPTS[0], params()).task).finished
+
+    with engine(folder) as (llm, recorder):
+        run(llm, main)
+
+
+def test_who_waits_for_a_grammar_does_not_hang(checkpoint: Callable[[str], Path]) -> None:
+    async def main() -> None:
+        structured = params(structured_outputs={"regex": "[a-f]{8}"}, ignore_eos=False)
+        assert (await Stream(llm, PROMPTS[0], structured).task).finished  # now there is a compiler
+        (compiler,) = children(llm.engine_pid)
+        os.kill(compiler, signal.SIGSTOP)
+        try:
+            waiting = Stream(llm, PROMPTS[0], params(structured_outputs={"regex": "[g-k]{8}"}, ignore_eos=False))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(waiting.task), 1.5 * step_timeout_s)
+        finally:
+            os.kill(compiler, signal.SIGCONT)
+        assert (await waiting.task).finished
+
+    step_timeout_s = 3.0
+    with engine(checkpoint("tinypy"), step_timeout_s=step_timeout_s) as (llm, recorder):
+        run(llm, main)
+        assert recorder.num_restarts == 0
+
+
+def test_an_engine_that_is_stopped_while_it_starts_is_found(folder: Path) -> None:
+    expected = offline(folder, PROMPTS[:1], params())
+
+    async def main() -> None:
+        stream = Stream(llm, PROMPTS[0], params())
+        await until(lambda: stream.num_tokens > 0)
+        first_pid = llm.engine_pid
+        kill(llm)
+        await until(lambda: llm.engine_pid != first_pid)
+        kill(llm, signal.SIGSTOP)
+        assert (await stream.task).outputs == expected[0]
+
+    with engine(folder) as (llm, recorder):
+        run(llm, main)
+        assert recorder.num_restarts == 1
+
+
+def test_requests_that_were_held_do_not_keep_an_engine_awake(folder: Path) -> None:
+    async def main() -> None:
+        await llm.sleep(1)
+        kill(llm)
+        await until(lambda: not llm.is_healthy)
+        with pytest.raises(EngineUnavailableError, match="sleeps"):
+            await Stream(llm, PROMPTS[0], params()).task
+        assert await llm.is_sleeping()
+
+    with engine(folder) as (llm, _):
+        run(llm, main)
+
+
+def test_shutdown_as_the_next_engine_is_ready(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace_client(client: supervisor.SupervisedClient) -> None:
+        actual(client)
+        client.shutdown()
+
+    async def main() -> None:
+        stream = Stream(llm, PROMPTS[0], params(max_tokens=400))
+        await until(lambda: stream.num_tokens > 0)
+        kill(llm)
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await stream.task
+
+    actual = supervisor.SupervisedClient._replace_client
+    monkeypatch.setattr(supervisor.SupervisedClient, "_replace_client", replace_client)
+    with engine(folder) as (llm, _):
+        run(llm, main)
