@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_engine import RequestOutput
+from quire_engine import LLM, RequestOutput
 from quire_engine.errors import EngineDeadError
 from support.engines import Stream, assert_same, engine, kill, offline, params, run, until
 from support.processes import state
 
 pytestmark = pytest.mark.slow
 
-NUM_TOKENS = 12
+NUM_TOKENS = 6
 PROMPTS = [[2 + i, 3, 5 * i + 2] for i in range(16)]
 
 
@@ -122,13 +122,15 @@ def test_grammars_and_stop_strings_go_on(checkpoint: Callable[[str], Path]) -> N
     tinypy = checkpoint("tinypy")
     prompt = [5, 6, 7]
     free = params(temperature=1.0, seed=7, max_tokens=60)
-    text = offline(tinypy, [prompt], free)[0][0].text
+    undisturbed = LLM(tinypy, dtype="float32")
+    text = undisturbed.generate(prompt, free, use_tqdm=False)[0].outputs[0].text
     kinds: list[dict[str, Any]] = [
         {"structured_outputs": {"regex": "[a-f]{50}"}, "ignore_eos": False, "max_tokens": 120},
         {"stop": [text[-9:-5]]},
     ]
     all_params = [params(**{"temperature": 1.0, "seed": 7, "max_tokens": 60, **kind}) for kind in kinds]
-    expected = [offline(tinypy, [prompt], one)[0] for one in all_params]
+    expected = [output.outputs for output in undisturbed.generate([prompt] * 2, all_params, use_tqdm=False)]
+    undisturbed.shutdown()
     assert expected[1][0].stop_reason == text[-9:-5]
 
     async def main() -> list[RequestOutput]:

@@ -57,9 +57,15 @@ def check(output: RequestOutput, number: int | None, want_TV: torch.Tensor, llm:
             assert one.decoded_token == llm._inputs.tokenizer.decode([i])
 
 
-@pytest.mark.parametrize("scarce", [False, True], ids=["roomy", "scarce"])
-@pytest.mark.parametrize("budget", [8, 64, 512])
-@pytest.mark.parametrize("chunk_logits", [515 * 3, module.CHUNK_LOGITS])
+@pytest.mark.parametrize(
+    ("budget", "scarce", "chunk_logits"),
+    [
+        *((budget, scarce, module.CHUNK_LOGITS) for budget in (8, 64, 512) for scarce in (False, True)),
+        # Logits of three positions at a time: of a step with few prompt tokens, and of one with many.
+        (8, True, 515 * 3),
+        (512, False, 515 * 3),
+    ],
+)
 def test_prompt_logprobs_are_those_of_transformers(
     budget: int, scarce: bool, chunk_logits: int, checkpoint: Callable[[str], Path], expected: list[torch.Tensor],
     monkeypatch: pytest.MonkeyPatch,

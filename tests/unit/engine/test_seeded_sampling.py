@@ -56,14 +56,13 @@ def test_seeds_matter(alone: list[list[int]], tinypy: Path) -> None:
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_same_tokens_among_31_others(budget: int, prefix_caching: bool, alone: list[list[int]], tinypy: Path) -> None:
     llm = LLM(tinypy, dtype="float32", max_num_batched_tokens=budget, enable_prefix_caching=prefix_caching)
-    prompts, params = others(31)
-    for position, seeded, want in zip((0, 9, 20, 31), SEEDED, alone, strict=True):
-        outputs = llm.generate(
-            [*prompts[:position], PROMPT, *prompts[position:]],
-            [*params[:position], seeded, *params[position:]],
-            use_tqdm=False,
-        )
-        assert token_ids(outputs[position]) == want
+    prompts, params = others(28)
+    positions = (0, 9, 20, 31)
+    for position, seeded in zip(positions, SEEDED, strict=True):
+        prompts.insert(position, PROMPT)
+        params.insert(position, seeded)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [token_ids(outputs[position]) for position in positions] == alone
 
 
 def test_same_tokens_after_preemption(alone: list[list[int]], tinypy: Path) -> None:

@@ -159,8 +159,11 @@ def test_a_killed_compiler_loses_nothing(checkpoint: Callable[[str], Path]) -> N
             outputs = await asyncio.gather(*(collect(llm, params({"choice": [f"{signum} {i}"]})) for i in range(5)))
             assert [output.outputs[0].text for output in outputs] == [f"{signum} {i}" for i in range(5)]
             assert compiler_of(llm.engine_pid) != pid
-            with pytest.raises(RequestError, match="simplify it"):
-                await slow
+            if signum == signal.SIGKILL:
+                with pytest.raises(RequestError, match="simplify it"):
+                    await slow
+            else:
+                slow.cancel()
 
     with engine(checkpoint("tinypy"), max_model_len=256) as (llm, recorder):
         asyncio.run(main(llm, recorder))

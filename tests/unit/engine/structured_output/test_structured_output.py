@@ -128,11 +128,16 @@ def test_every_kind(
     llm: LLM, structured_outputs: dict[str, Any], follows: Callable[[str], object], temperature: float
 ) -> None:
     ended = 0
-    for seed, each in enumerate([temperature] * 4 + [EVEN] * 2):
-        output = complete(llm, structured_outputs, temperature=each, seed=seed, max_tokens=200)
-        if output.finish_reason == "stop":
+    temperatures = enumerate([temperature] * 4 + [EVEN] * 2)
+    all_params = [
+        params(structured_outputs, temperature=each, seed=seed, max_tokens=200) for seed, each in temperatures
+    ]
+    for output in llm.generate(["x = "] * len(all_params), all_params, use_tqdm=False):
+        assert output.error is None
+        completion = output.outputs[0]
+        if completion.finish_reason == "stop":
             ended += 1
-            assert follows(output.text), output.text
+            assert follows(completion.text), completion.text
     endless = structured_outputs.keys() & {"json_object", "structural_tag"} or structured_outputs.get("json") == "true"
     assert ended or endless
 
@@ -185,12 +190,11 @@ def test_bounded_strings_hold_no_raw_control_characters(llm: LLM) -> None:
         "minItems": 8,
         "maxItems": 8,
     }
-    for seed in range(10):
-        output = complete(
-            llm, {"json": schema, "disable_any_whitespace": True}, temperature=50, seed=seed, max_tokens=400
-        )
-        assert output.finish_reason == "stop"
-        jsonschema.validate(json.loads(output.text), schema)
+    structured_outputs = {"json": schema, "disable_any_whitespace": True}
+    all_params = [params(structured_outputs, temperature=50, seed=seed, max_tokens=400) for seed in range(10)]
+    for output in llm.generate(["x = "] * len(all_params), all_params, use_tqdm=False):
+        assert output.outputs[0].finish_reason == "stop"
+        jsonschema.validate(json.loads(output.outputs[0].text), schema)
 
 
 def test_where_it_ends(llm: LLM) -> None:

@@ -1,0 +1,36 @@
+"""How all tests are spread when they run in two processes, as `make test` has it (`-n 2 --dist loadgroup`).
+
+::
+
+    one process       what starts `quire serve`, tidies up after one, or drives a browser: one after the other
+    the other one     everything else, file by file; when the first is done, it takes files too
+
+A server that starts removes what dead runs have left, whoever's they are, so no two such tests may run at once.
+"""
+
+import os
+
+import pytest
+
+# This process computes in OpenMP threads too. As those of an engine's process they must not wait by spinning for long:
+# with two processes on two cores, a thread that spins keeps the one that it waits for from running.
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+
+ALONE = "alone"
+"""The group of tests that never run beside each other."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Name the group of each test; the long ones go first, so that no process ends long before the other."""
+    if not config.getoption("loadgroup", False):  # what xdist makes of `--dist loadgroup`
+        return
+    groups = {item: _group(item) for item in items}
+    slow_groups = {groups[item] for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (groups[item] != ALONE, groups[item] not in slow_groups))
+    for item, group in groups.items():
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _group(item: pytest.Item) -> str:
+    is_alone = item.get_closest_marker("server") or item.get_closest_marker("browser") or "/unit/cli/" in item.nodeid
+    return ALONE if is_alone else item.nodeid.partition("::")[0]
