@@ -22,6 +22,9 @@ ALONE = "alone"
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Name the group of each test; the long ones go first, so that no process ends long before the other."""
+    differing = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if differing:
+        raise pytest.UsageError(f"give these parameters ids: an address is another one in each process: {differing}")
     if not config.getoption("loadgroup", False):  # what xdist makes of `--dist loadgroup`
         return
     groups = {item: _group(item) for item in items}

@@ -123,7 +123,7 @@ EVEN = 10_000.0
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-@pytest.mark.parametrize(("structured_outputs", "follows"), KINDS, ids=lambda case: str(case)[:50])
+@pytest.mark.parametrize(("structured_outputs", "follows"), KINDS, ids=[str(kind)[:50] for kind, _ in KINDS])
 def test_every_kind(
     llm: LLM, structured_outputs: dict[str, Any], follows: Callable[[str], object], temperature: float
 ) -> None:
