@@ -20,20 +20,23 @@ ALONE = "alone"
 """The group of tests that never run beside each other."""
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Name the group of a test, where xdist asks for groups: `--dist loadgroup`."""
+    if item.config.getoption("loadgroup", False):
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Name the group of each test; the long ones go first, so that no process ends long before the other."""
+    """In two processes the long groups go first, so that none ends long before the other."""
     differing = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if differing:
         raise pytest.UsageError(f"give these parameters ids: an address is another one in each process: {differing}")
-    if not config.getoption("loadgroup", False):  # what xdist makes of `--dist loadgroup`
-        return
-    groups = {item: _group(item) for item in items}
-    slow_groups = {groups[item] for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (groups[item] != ALONE, groups[item] not in slow_groups))
-    for item, group in groups.items():
-        item.add_marker(pytest.mark.xdist_group(group))
+    if config.getoption("loadgroup", False):
+        slow_groups = {_group(item) for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: (_group(item) != ALONE, _group(item) not in slow_groups))
 
 
 def _group(item: pytest.Item) -> str:
-    is_alone = item.get_closest_marker("server") or item.get_closest_marker("browser") or "/unit/cli/" in item.nodeid
-    return ALONE if is_alone else item.nodeid.partition("::")[0]
+    file = item.nodeid.partition("::")[0]
+    starts_much = item.get_closest_marker("server") or item.get_closest_marker("browser")
+    return ALONE if starts_much or file.startswith("tests/unit/cli/") else file
