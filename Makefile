@@ -14,9 +14,8 @@ help:  ## Show this list
 serve: $(VENV)/.server-installed  ## Serve the demo model: gRPC on port 8001, HTTP on 8000, metrics on 8002
 	@$(BIN)/quire serve $(ARGS)
 
-# Without ARGS in two processes; see tests/conftest.py.
 test: $(VENV)/.dev-installed $(VENV)/.prometheus-installed $(VENV)/chromium  ## Run all tests, those with a real server and a real browser too
-	@$(BIN)/python -m pytest $(or $(ARGS),-n 2 --dist loadgroup --no-loadscope-reorder)
+	@$(BIN)/python -m pytest $(ARGS)
 
 screenshots: $(VENV)/.dev-installed $(VENV)/chromium  ## Take the dashboard's pictures in docs/ again
 	@$(BIN)/python tests/dashboard/screenshots.py docs

@@ -1,4 +1,4 @@
-"""How all tests are spread when they run in two processes, as `make test` has it (`-n 2 --dist loadgroup`).
+"""How the tests are spread when they run in two processes: `make test ARGS="-n 2"` (pytest-xdist).
 
 ::
 
@@ -9,6 +9,7 @@ A server that starts removes what dead runs have left, whoever's they are, so no
 """
 
 import os
+from typing import Any
 
 import pytest
 
@@ -16,14 +17,28 @@ import pytest
 # with two processes on two cores, a thread that spins keeps the one that it waits for from running.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
-ALONE = "alone"
-"""The group of tests that never run beside each other."""
+ALONE = ("tests/integration/", "tests/unit/cli/", "tests/dashboard/test_browser.py")
+"""The tests that never run beside each other."""
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Name the group of a test, where xdist asks for groups: `--dist loadgroup`."""
-    if item.config.getoption("loadgroup", False):
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
+def group_of(nodeid: str) -> str:
+    """Tests of one group run in one process."""
+    return "alone" if nodeid.startswith(ALONE) else nodeid.partition("::")[0]
+
+
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody asks
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A scheduler of groups. Those of `--dist loadgroup` come to nothing with pytest 9.2 and pytest-xdist 3.8: they are
+    told by changed node ids, and node ids do not change any more (pytest-xdist issue 1386).
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class GroupScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    config.option.loadscopereorder = False  # the order is that of the collection; see below
+    return GroupScheduling(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -31,12 +46,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     differing = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if differing:
         raise pytest.UsageError(f"give these parameters ids: an address is another one in each process: {differing}")
-    if config.getoption("loadgroup", False):
-        slow_groups = {_group(item) for item in items if item.get_closest_marker("slow")}
-        items.sort(key=lambda item: (_group(item) != ALONE, _group(item) not in slow_groups))
-
-
-def _group(item: pytest.Item) -> str:
-    file = item.nodeid.partition("::")[0]
-    starts_much = item.get_closest_marker("server") or item.get_closest_marker("browser")
-    return ALONE if starts_much or file.startswith("tests/unit/cli/") else file
+    if hasattr(config, "workerinput"):
+        slow = {group_of(item.nodeid) for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: (group_of(item.nodeid) != "alone", group_of(item.nodeid) not in slow))

@@ -32,11 +32,11 @@ with RunDirectory() as run:
 
 
 @pytest.fixture(autouse=True)
-def root(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The temporary folder of the test; `tmp_path` would be too long for sockets."""
-    root = tmp_path_factory.mktemp("t")
-    set_root(monkeypatch, root)
-    return root
+def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The temporary folder of the test; those of pytest would be too long for sockets."""
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        set_root(monkeypatch, Path(folder))
+        yield Path(folder)
 
 
 def set_root(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
