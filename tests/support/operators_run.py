@@ -124,6 +124,7 @@ def operators_run(folder: Path) -> Iterator[OperatorsRun]:
         for name, url in (("own", ""), ("prometheus", scraping.url)):
             with _dashboard_of(result, url):
                 result.monitors[name] = frame.monitor()
+        wait_until(lambda: scraping.query("quire_engine_up == 1"), "the first scrape")
         result.began = time.time()
         asyncio.run(with_client(server, lambda client: _early(client, result.early)))
         result.start = _when_idle(result, num_requests=len(result.early) + 1)
