@@ -165,7 +165,7 @@ def _is_saturated(scraping: Prometheus) -> bool:
     def total(selector: str) -> float:
         return sum(sample.values[0] for sample in scraping.query(selector))
 
-    return total("quire_preemptions_total") > 0 and total('quire_requests_total{outcome="length"}') > NUM_STREAMS
+    return total("quire_preemptions_total") > 0 and total('quire_requests_total{outcome="length"}') > 12
 
 
 def _when_idle(result: OperatorsRun, num_requests: int) -> float:
