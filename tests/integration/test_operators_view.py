@@ -117,24 +117,15 @@ def test_every_recording_rule_has_data_and_every_rule_is_healthy(seen: Operators
 
 # -- the dashboard ----------------------------------------------------------------------------------------------------
 
-CHARTS = {
-    "overview": {"Goodput", "Time to first token", "End-to-end latency", "KV cache", "Misses by first cause",
-                 "Time per output token", "Tokens", "Requests and preemptions"},
-    "kv_cache": {"Blocks by state", "Prefix hits", "Prompt tokens", "Preemptions"},
-    "requests": {"Timeline of the requests"},
-    "engine": {"Step time by phase (median)", "Batch composition", "Ranks that are up", "Tokens per step",
-               "Restarts and replays"},
-    "playground": set(),
-    "load": {"Time to first token, at the server", "Requests at the server", "Tokens generated"},
-}  # fmt: skip
+NUM_CHARTS = {"overview": 8, "kv_cache": 4, "requests": 1, "engine": 5, "playground": 0, "load": 3}
 NUM_TABLES = {"kv_cache": 2, "requests": 1, "engine": 2}
 
 
-@pytest.mark.parametrize("page", CHARTS)
+@pytest.mark.parametrize("page", NUM_CHARTS)
 @pytest.mark.parametrize("history", ["own", "prometheus"])
 def test_every_panel_of_the_dashboard_has_data(seen: OperatorsRun, history: str, page: str) -> None:
     shown = seen.pages[history, page]
-    assert set(shown.charts) == CHARTS[page]
+    assert len(shown.charts) == NUM_CHARTS[page], set(shown.charts)
     for title, lines in shown.charts.items():
         for line, values in lines.items():
             assert values, f"{title}: {line} has no values"
