@@ -142,7 +142,7 @@ def test_every_panel_of_the_dashboard_has_data(seen: OperatorsRun, history: str,
 
 def test_the_dashboard_says_why_users_wait(seen: OperatorsRun) -> None:
     for history in ("own", "prometheus"):
-        assert "the KV cache is full" in seen.pages[history, "overview"].text
+        assert "KV cache is full" in seen.pages[history, "overview"].text
         assert "64 blocks: " in seen.pages[history, "kv_cache"].text
 
 

@@ -204,6 +204,7 @@ def _dashboard_of(result: OperatorsRun, prometheus_url: str) -> Iterator[None]:
 def _open_pages(result: OperatorsRun, pages: tuple[str, ...]) -> None:
     for name, url in (("own", ""), ("prometheus", result.prometheus.url)):
         with _dashboard_of(result, url):
+            result.monitors[name].read()
             for page in pages:
                 app = AppTest.from_string(_PAGE.format(page=page), default_timeout=60).run()
                 _USE.get(page, AppTest.run)(app)
