@@ -76,7 +76,7 @@ def test_the_load_was_too_much_for_the_cache(seen: OperatorsRun) -> None:
 
 def expanded(expression: str, model: str, slo: str) -> str:
     """With the variables as Grafana replaces them; a rate looks back over four scrapes, at least."""
-    for name, value in (("model", model), ("slo", slo), ("__rate_interval", f"{4 * SCRAPE_SECONDS}s")):
+    for name, value in (("model", model), ("slo", slo), ("__rate_interval", f"{4 * SCRAPE_SECONDS:.0f}s")):
         expression = expression.replace(f"${name}", value)
     assert "$" not in expression
     return expression
@@ -92,9 +92,9 @@ def test_every_query_of_grafana_has_data(seen: OperatorsRun, dashboard: grafana.
                 values = finite(samples)
                 if not values or any(values) == (panel.title in ALL_ZERO):
                     wrong.append(f"{panel.title}: {query} has {values[:5]}")
-                missing = set(re.findall(r"{{(\w+)}}", legend)) - set.intersection(*(set(s.labels) for s in samples))
-                if missing:
-                    wrong.append(f"{panel.title}: {query} has no label {missing} for its legend")
+                named = set(re.findall(r"{{(\w+)}}", legend))
+                missing = {name for sample in samples for name in named - set(sample.labels)}
+                wrong += [f"{panel.title}: {query} has no {name} for its legend" for name in missing]
     assert not wrong, "\n".join(wrong)
 
 
