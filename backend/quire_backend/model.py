@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire_engine.config import EngineConfig
 from quire_engine.errors import EngineError
-from quire_engine.stats import StatLogger
+from quire_engine.stats import FinishedRequestStats, StatLogger
 from quire_monitoring import MetricDefinition, TritonStatLogger
 
 from quire_backend import model_config, triton_api
@@ -96,7 +96,7 @@ class TritonPythonModel:
         self._serving = Serving(
             engine,
             config.frontend,
-            on_rejected=self._metrics.record_rejection,
+            on_rejected=self._record_rejection,
             model=labels["model"],
             version=labels["version"],
         )
@@ -112,6 +112,11 @@ class TritonPythonModel:
         """Take requests and return at once; their responses are sent from elsewhere. Never raises."""
         for request in requests:
             self._serving.submit(request)
+
+    def _record_rejection(self, request: FinishedRequestStats) -> None:
+        self._metrics.record_rejection(request.slo_class)
+        if self._otel is not None:
+            self._otel.record_rejection(request)
 
     def is_ready(self) -> bool:
         """Whether the engine steps; newer servers ask."""

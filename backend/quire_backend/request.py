@@ -20,7 +20,7 @@ from quire_engine.slo import RequestSLO
 from quire_backend.model_config import RETURN_FLAGS, SAMPLING_INPUTS
 from quire_backend.triton_api import Tensor, TritonRequest
 
-__all__ = ["GenerateRequest", "ResponseOptions", "UnknownLoRAError", "parse_request"]
+__all__ = ["GenerateRequest", "ResponseOptions", "UnknownLoRAError", "parse_request", "traceparent_parameter"]
 
 
 SLO_PARAMETERS = ("slo_class", "slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms")
@@ -91,6 +91,15 @@ def parse_request(request: TritonRequest) -> GenerateRequest:
         slo=RequestSLO(**slo) if slo else None,
         traceparent=traceparent,
     )
+
+
+def traceparent_parameter(request: TritonRequest) -> str | None:
+    """The request parameter `traceparent` alone, of a request that need not be readable otherwise."""
+    try:
+        value = json.loads(request.parameters())["traceparent"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return value if isinstance(value, str) else None
 
 
 # -- prompt and options ---------------------------------------------------------------------------------------------

@@ -56,6 +56,9 @@ class ResponseStream:
         """The engine's name for it, once it has one."""
         self.slo_class = DEFAULT_CLASS
         """What it says that it is to be judged by; there may be no such class."""
+        self.traceparent: str | None = None
+        """The trace that it is part of, where traces are made."""
+        self.received_at = time.monotonic()
         self.cancelled = False
         # Of the queue, under its lock:
         self.pending: RequestOutput | None = None

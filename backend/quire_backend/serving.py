@@ -7,6 +7,7 @@ cancellation poller's. A request belongs to the loop; the others only post to it
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
@@ -16,10 +17,11 @@ from quire_engine.config import FrontendConfig
 from quire_engine.errors import EngineDeadError, RequestError
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.slo import DEFAULT_CLASS, RequestSLO
+from quire_engine.stats import FinishedRequestStats
 
 from quire_backend.cancellation import CancellationPoller
 from quire_backend.introspection import IntrospectionRequest, parse_introspection
-from quire_backend.request import GenerateRequest, UnknownLoRAError, parse_request
+from quire_backend.request import GenerateRequest, UnknownLoRAError, parse_request, traceparent_parameter
 from quire_backend.response_queue import ResponseQueue, ResponseStream
 from quire_backend.responses import answer_of, failure_of
 from quire_backend.triton_api import ErrorCode, TritonRequest, trace_context
@@ -82,7 +84,7 @@ class Serving:
         engine: ready, but not started yet.
         config: how often streams are sent, and who may look inside.
         on_rejected: called for every request that is refused before it reaches the engine, with the class of objectives
-            that it would have been judged by; None when the fault was the request's own.
+            that it would have been judged by; without one when the fault was the request's own.
         model: the model's name, for snapshots.
         version: its version.
     """
@@ -91,7 +93,7 @@ class Serving:
         self,
         engine: Engine,
         config: FrontendConfig,
-        on_rejected: Callable[[str | None], None] = lambda slo_class: None,
+        on_rejected: Callable[[FinishedRequestStats], None] = lambda request: None,
         *,
         model: str = "",
         version: str = "",
@@ -163,13 +165,20 @@ class Serving:
         except Exception as error:
             if _explain(error)[0] is ErrorCode.INTERNAL:
                 logger.exception("request %r could not be taken", stream.label)
+            if self._is_traced and stream.traceparent is None:
+                stream.traceparent = traceparent_parameter(request) or trace_context(request)
             self._reject(stream, error)
 
     def _reject(self, stream: ResponseStream, error: Exception) -> None:
         """End a request that never reached the engine."""
         code, message = _explain(error)
-        is_callers_fault = code in (ErrorCode.INVALID_ARG, ErrorCode.NOT_FOUND)
-        self._on_rejected(None if is_callers_fault else stream.slo_class)
+        rejected = FinishedRequestStats(
+            "rejected", e2e_seconds=time.monotonic() - stream.received_at, error_code=code.value.lower(),
+            traceparent=stream.traceparent, label=stream.label,
+        )  # fmt: skip
+        if code not in (ErrorCode.INVALID_ARG, ErrorCode.NOT_FOUND):  # or else the fault is the caller's
+            rejected.slo_class, rejected.slo_verdict, rejected.slo_cause = stream.slo_class, "miss", "rejected"
+        self._on_rejected(rejected)
         self._responses.fail(stream, code, message)
 
     def _introspect(self, request: TritonRequest, stream: ResponseStream) -> bool:
@@ -184,15 +193,17 @@ class Serving:
         return True
 
     def _submit(self, request: TritonRequest, stream: ResponseStream) -> None:
+        stream.label = request.request_id()
         generate: GenerateRequest = parse_request(request)
-        stream.label, stream.options = generate.label, generate.options
+        stream.options, stream.traceparent = generate.options, generate.traceparent
         stream.slo_class = DEFAULT_CLASS if generate.slo is None else generate.slo.slo_class
         if self._draining:
             raise _UnavailableError("the model is being unloaded; send the request elsewhere or again later")
         if self._engine.dead_error is not None:  # while it is only started again, the request waits for it
             raise _UnavailableError(f"the engine is not running: {self._engine.dead_error}")
         if self._is_traced and generate.traceparent is None:
-            generate = replace(generate, traceparent=trace_context(request))
+            stream.traceparent = trace_context(request)
+            generate = replace(generate, traceparent=stream.traceparent)
         processed = self._process(generate)
         stream.request_id = processed.request_id
         self._call(self._add, processed, stream)

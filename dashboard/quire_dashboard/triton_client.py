@@ -108,31 +108,36 @@ class Triton:
                   "return_num_output_tokens": True, "return_perf_metrics": True}  # fmt: skip
         request = _request(model, inputs, parameters)
         start = time.perf_counter()
+        refused = ""
         call = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s)
         try:
             for response in call:
                 if response.error_message:
-                    raise TritonError(response.error_message)
-                yield _chunk(response.infer_response, time.perf_counter() - start)
+                    refused = response.error_message  # raised when the stream has ended; see `_ask`
+                else:
+                    yield _chunk(response.infer_response, time.perf_counter() - start)
         except grpc.RpcError as error:
             raise TritonError(self._why(error)) from None
         finally:
-            call.cancel()
+            call.cancel()  # of a stream that has ended, this does nothing
+        if refused:
+            raise TritonError(refused)
 
     def _ask(self, model: str, parameters: Mapping[str, Any]) -> str:
         request = _request(model, {}, {**parameters, "introspection_token": self._token})
         call = self._stub.ModelStreamInfer(iter([request]), timeout=_TIMEOUT_S)
         try:
-            for response in call:
-                if response.error_message:
-                    raise TritonError(response.error_message)
-                texts = _outputs(response.infer_response).get("text_output")
-                if texts:
-                    return str(texts[0])
+            # To the end of the stream: one that is cancelled just as it ends is never over for tritonserver (2.51),
+            # which then waits for it when it is told to stop.
+            responses = list(call)
         except grpc.RpcError as error:
             raise TritonError(self._why(error)) from None
-        finally:
-            call.cancel()
+        for response in responses:
+            if response.error_message:
+                raise TritonError(response.error_message)
+            texts = _outputs(response.infer_response).get("text_output")
+            if texts:
+                return str(texts[0])
         raise TritonError(f"{model} gave no answer")
 
     def _why(self, error: grpc.RpcError) -> str:

@@ -110,6 +110,7 @@ class AsyncLLM:
         priority: int | None = None,
         deadline_ms: float | None = None,
         slo: RequestSLO | None = None,
+        traceparent: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt. Leaving the iteration early aborts the request.
 
@@ -122,6 +123,7 @@ class AsyncLLM:
             priority: instead of the parameters' own.
             deadline_ms: milliseconds from now in which it has to be finished.
             slo: what it is judged by; unset: the default class of the setting `slo`.
+            traceparent: the caller's trace context, as W3C writes it; one that is not well-formed counts as none.
 
         Raises:
             RequestError: the prompt or its parameters cannot be served.
@@ -131,8 +133,9 @@ class AsyncLLM:
         """
         await self.start()
         request = self.input_processor.process(
-            prompt, sampling_params, request_id, priority=priority, deadline_ms=deadline_ms, slo=slo
-        )
+            prompt, sampling_params, request_id,
+            priority=priority, deadline_ms=deadline_ms, slo=slo, traceparent=traceparent,
+        )  # fmt: skip
         queue: asyncio.Queue[RequestOutput] = asyncio.Queue()
         self.add_request(request, queue.put_nowait)
         kind = sampling_params.output_kind
@@ -190,6 +193,8 @@ class AsyncLLM:
         *,
         priority: int | None = None,
         deadline_ms: float | None = None,
+        slo: RequestSLO | None = None,
+        traceparent: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation, a list of `{"role": …, "content": …}`, by the checkpoint's template; see `generate`.
 
@@ -197,7 +202,10 @@ class AsyncLLM:
             RequestError: the checkpoint has no chat template, or the conversation cannot be served.
         """
         prompt = self.input_processor.apply_chat_template(messages)
-        outputs = self.generate(prompt, sampling_params, request_id, priority=priority, deadline_ms=deadline_ms)
+        outputs = self.generate(
+            prompt, sampling_params, request_id,
+            priority=priority, deadline_ms=deadline_ms, slo=slo, traceparent=traceparent,
+        )  # fmt: skip
         async with aclosing(outputs):  # leaving this iteration early leaves that one too
             async for output in outputs:
                 yield output

@@ -65,6 +65,7 @@ class FinishedRequestStats(msgspec.Struct):
     """One ended request. Times are in seconds of the frontend's monotonic clock, but for `queue_seconds`."""
 
     finish_reason: str
+    """That of the engine; `rejected` for a request that never reached it."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0

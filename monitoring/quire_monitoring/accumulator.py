@@ -105,7 +105,8 @@ class Accumulator:
         if outcome in _OUTCOMES:
             self._counters[_OUTCOMES[outcome]] += 1
         observations = self._observations
-        observations[_E2E].append(request.e2e_seconds)
+        if outcome != "rejected":  # being sent away is quick, and would make a full queue look like a fast server
+            observations[_E2E].append(request.e2e_seconds)
         if request.queue_seconds is not None:
             observations[_QUEUE].append(request.queue_seconds)
         if request.time_to_first_token_seconds is not None:

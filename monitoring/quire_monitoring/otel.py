@@ -43,6 +43,7 @@ STOP_SECONDS = 3.0
 MAX_PENDING = 10_000
 """Ended requests that may wait for their spans; what exceeds it has none."""
 OPERATION = "text_completion"
+REJECTED = "rejected"
 DURATION_BUCKETS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 FIRST_TOKEN_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -169,6 +170,10 @@ class OtelStatLogger:
             for request in iteration_stats.finished_requests:
                 self._ended.put_nowait((time.time_ns(), request))
 
+    def record_rejection(self, request: FinishedRequestStats) -> None:
+        """The same for a request that was refused before it reached the engine: its trace is one span."""
+        self.record(None, IterationStats(finished_requests=[request]))
+
     def stop(self) -> None:
         """Export what is left, as far as that goes in a few seconds, and end all threads."""
         try:
@@ -196,9 +201,7 @@ class OtelStatLogger:
             logger.exception("the trace of a request could not be made")
 
     def _measure(self, request: FinishedRequestStats) -> None:
-        attributes = dict(self._attributes)
-        if request.finish_reason == "error":
-            attributes["error.type"] = request.error_code or "error"
+        attributes = self._attributes | _error_type(request)
         self._duration.record(request.e2e_seconds, attributes)
         if request.time_to_first_token_seconds is not None:
             self._first_token.record(request.time_to_first_token_seconds, attributes)
@@ -220,8 +223,8 @@ class OtelStatLogger:
             self._span_name, parent, SpanKind.SERVER, self._span_attributes(request), start_time=start
         )
         if span.is_recording():
-            if request.finish_reason == "error":
-                span.set_status(Status(StatusCode.ERROR, request.error_code or "error"))
+            for error_type in _error_type(request).values():
+                span.set_status(Status(StatusCode.ERROR, error_type))
             context = set_span_in_context(span, parent)
             for name, begin_seconds, end_seconds in _phases(request):
                 child = self._tracer.start_span(name, context, start_time=start + int(1e9 * begin_seconds))
@@ -235,9 +238,15 @@ class OtelStatLogger:
             "quire.slo.verdict": request.slo_verdict,
             "quire.slo.cause": request.slo_cause,
         }
-        return {
+        attributes = {
             **self._attributes,
+            **_error_type(request),
             **{name: value for name, value in optional.items() if value},
+        }  # fmt: skip
+        if request.finish_reason == REJECTED:
+            return attributes
+        return {
+            **attributes,
             "gen_ai.request.choice.count": request.num_sequences,
             "gen_ai.response.finish_reasons": [request.finish_reason],
             "gen_ai.usage.input_tokens": request.num_prompt_tokens,
@@ -247,8 +256,17 @@ class OtelStatLogger:
         }
 
 
+def _error_type(request: FinishedRequestStats) -> dict[str, str]:
+    """The attribute that tells what went wrong; nothing where all went well."""
+    if request.finish_reason not in ("error", REJECTED):
+        return {}
+    return {"error.type": request.error_code or "error"}
+
+
 def _phases(request: FinishedRequestStats) -> list[tuple[str, float, float]]:
     """`(name, begin, end)` of the child spans, in seconds from the request's arrival."""
+    if request.finish_reason == REJECTED:
+        return []
     first_token = request.time_to_first_token_seconds
     if first_token is None:  # it was never more than waiting, or in its prefill
         return [("queue", 0.0, request.e2e_seconds)]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from quire_dashboard.triton_client import Triton, TritonError
 from support.clients import Answer, ask, http, metric, run, with_client
 from support.serving import ROOT, Server, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
@@ -143,3 +144,13 @@ def test_snapshot_during_a_restart_of_the_engine(open_server: Server) -> None:
 
     asyncio.run(with_client(open_server, work))
     wait_until(lambda: metric(open_server, "quire_kv_blocks", state="used") == 0, "all blocks are free")
+
+
+def test_the_dashboards_client_leaves_no_stream_open(open_server: Server) -> None:
+    """One that is cancelled just as it ends is never over for tritonserver: the fixture's server would not stop."""
+    triton = Triton(open_server.grpc, TOKEN)
+    for _ in range(100):
+        assert triton.snapshot("tinypy").engine.up
+        with pytest.raises(TritonError, match="slo_class is 'unknown'"):
+            list(triton.generate("tinypy", "x", {"slo_class": "unknown"}))
+    triton.close()

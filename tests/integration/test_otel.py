@@ -73,6 +73,17 @@ def test_a_request_continues_the_servers_own_trace(server: Server, collector: Co
     assert all(root.parent_span_id for root in found)
 
 
+def test_a_request_that_is_refused_is_part_of_its_callers_trace(server: Server, collector: Collector) -> None:
+    context = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01", "slo_class": "unknown"}
+    answer = run(server, model="traced", request_id="refused", text_input="x", parameters=context)
+    assert "slo_class is 'unknown'" in answer.message
+    collector.wait_for(lambda: roots(collector, "refused"))
+    (root,) = roots(collector, "refused")
+    assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
+    assert attributes_of(root)["error.type"] == "invalid_arg"
+    assert not children(collector, root)
+
+
 def test_metrics_arrive(server: Server, collector: Collector) -> None:
     run(server, model="traced", text_input="x", max_tokens=3, ignore_eos=True)
     name = "gen_ai.server.time_per_output_token"

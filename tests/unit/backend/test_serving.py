@@ -1,11 +1,13 @@
 """The life of a request, with an engine that the test drives."""
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from quire_backend.cancellation import POLL_INTERVAL_SECONDS
 from quire_engine.errors import EngineDeadError
+from quire_engine.stats import FinishedRequestStats
 
 
 def emit_hello(engine, request_id):
@@ -182,7 +184,7 @@ def test_what_was_refused_is_told_with_its_class_unless_it_was_the_callers_fault
     from quire_backend.serving import Serving
     from quire_engine.config import FrontendConfig
 
-    rejected: list[str | None] = []
+    rejected: list[FinishedRequestStats] = []
     serving = Serving(engine, FrontendConfig(), rejected.append)
     serving.start()
 
@@ -204,4 +206,31 @@ def test_what_was_refused_is_told_with_its_class_unless_it_was_the_callers_fault
     serving._draining = True
     refuse(request_of({"slo_class": "batch"}, text_input="Hi"))
     serving.shutdown()
-    assert rejected == [None, None, "batch", "batch", "default", "batch"]
+    assert [one.slo_class for one in rejected] == [None, None, "batch", "batch", "default", "batch"]
+    assert [one.slo_verdict for one in rejected] == [one.slo_class and "miss" for one in rejected]
+    assert [one.error_code for one in rejected] == ["invalid_arg", "not_found", "internal", *["unavailable"] * 3]
+    assert {(one.finish_reason, one.label, one.traceparent) for one in rejected} == {("rejected", "label", None)}
+    assert all(0 < one.e2e_seconds < 60 for one in rejected)
+
+
+def test_what_was_refused_belongs_to_its_callers_trace(engine: Any, request_of: Any) -> None:
+    from quire_backend.serving import Serving
+    from quire_engine.config import FrontendConfig
+
+    rejected: list[FinishedRequestStats] = []
+    serving = Serving(engine, FrontendConfig(otlp_endpoint="http://127.0.0.1:9"), rejected.append)
+    serving.start()
+    of_server = request_of(text_input="")
+    of_server.trace = lambda: SimpleNamespace(get_context=lambda: '{"traceparent": "the server\'s"}')
+    engine.dead_error = "the engine process died"
+    for request in (
+        request_of({"traceparent": "the caller's"}, text_input="Hi"),
+        request_of({"traceparent": "the caller's", "unknown": 1}, text_input="Hi"),  # not even readable
+        request_of({"traceparent": 7}, text_input="Hi"),
+        of_server,
+        request_of(sampling_parameters={"traceparent": "the caller's"}, text_input="Hi"),
+    ):
+        serving.submit(request)
+        assert error_of(request)
+    serving.shutdown()
+    assert [one.traceparent for one in rejected] == ["the caller's"] * 2 + [None, "the server's", "the caller's"]

@@ -87,6 +87,19 @@ def test_output_kinds(checkpoint: Callable[[str], Path]) -> None:
     assert whole.outputs == expected.outputs
 
 
+def test_the_callers_trace_context_reaches_the_statistics(checkpoint: Callable[[str], Path]) -> None:
+    traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+    async def main(llm: AsyncLLM) -> None:
+        async for _ in llm.generate([5, 6, 7], SamplingParams(max_tokens=2), traceparent=traceparent):
+            pass
+
+    with engine(checkpoint("tied-gqa")) as (llm, recorder):
+        asyncio.run(main(llm))
+    (finished,) = [one for stats in recorder.iterations for one in stats.finished_requests]
+    assert finished.traceparent == traceparent
+
+
 def test_abort_frees_blocks_and_ends_the_request(checkpoint: Callable[[str], Path]) -> None:
     async def main(llm: AsyncLLM, recorder: Recorder) -> None:
         await llm.start()

@@ -68,6 +68,23 @@ def test_one_trace_per_request_with_its_phases(collector: Collector) -> None:
     assert collector.resources[0]["service.name"] == "quire"
 
 
+def test_a_request_that_was_refused_is_one_span(collector: Collector) -> None:
+    stat_logger = exporter(collector.endpoint)
+    refused = FinishedRequestStats("rejected", e2e_seconds=0.5, error_code="invalid_arg", label="mine",
+                                   traceparent=f"00-{TRACE_ID}-{PARENT_ID}-01")  # fmt: skip
+    stat_logger.record_rejection(refused)
+    stat_logger.stop()
+    (span,) = collector.spans
+    assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
+    assert span.end_time_unix_nano - span.start_time_unix_nano == 500_000_000
+    assert (span.status.code, span.status.message) == (2, "invalid_arg")
+    attributes = attributes_of(span)
+    assert (attributes["error.type"], attributes["gen_ai.response.id"]) == ("invalid_arg", "mine")
+    assert not [name for name in attributes if name.startswith(("gen_ai.usage", "gen_ai.response.finish", "quire."))]
+    (point,) = collector.metrics["gen_ai.server.request.duration"].histogram.data_points
+    assert (point.count, attributes_of(point)["error.type"]) == (1, "invalid_arg")
+
+
 def test_metrics_under_the_genai_names(collector: Collector) -> None:
     stat_logger = exporter(collector.endpoint)
     failed = request(finish_reason="error", time_to_first_token_seconds=None, num_output_tokens=0)

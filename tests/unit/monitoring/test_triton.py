@@ -173,6 +173,17 @@ def test_finished_requests_are_counted_and_timed(server: Any, stat_logger: Any) 
     assert server.observed["quire_request_queue_time_seconds"] == [0.5]  # the other one never left the queue
 
 
+def test_a_request_that_was_rejected_has_no_latency(server: Any, stat_logger: Any) -> None:
+    """A full queue sends away in no time; that must not look like a server that answers fast."""
+    done = FinishedRequestStats("length", num_output_tokens=5, e2e_seconds=2.0)
+    late = FinishedRequestStats("error", e2e_seconds=3.0, error_code="deadline")
+    refused = FinishedRequestStats("error", e2e_seconds=0.001, error_code="unavailable")
+    stat_logger.record(None, IterationStats(finished_requests=[done, refused, late]))
+    server.wait_for(("quire_requests_total", "rejected"), 1)
+    stat_logger.stop()
+    assert server.observed["quire_e2e_request_latency_seconds"] == [2.0, 3.0]
+
+
 def test_many_steps_take_few_round_trips(server: Any, stat_logger: Any) -> None:
     for step in range(1, 1001):
         stat_logger.record(SchedulerStats(num_running=1 + step % 2), IterationStats(num_generation_tokens=1))
