@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import TypeVar
 
 from quire_engine.slo import DEFAULT_CLASS
@@ -81,8 +82,7 @@ class Accumulator:
         counters[_HITS] += _growth(before.prefix_cache_hits, stats.prefix_cache_hits)
         for rank, busy in enumerate(stats.rank_busy_seconds):
             busy_before = before.rank_busy_seconds[rank] if before.rank_busy_seconds else 0.0
-            one = series("quire_worker_busy_seconds_total", rank=str(rank))
-            counters[one] += _growth(busy_before, busy)  # type: ignore[assignment]
+            counters[_busy(rank)] += _growth(busy_before, busy)  # type: ignore[assignment]
         if stats.num_draft_tokens:
             counters[_DRAFTS] += _growth(before.num_draft_tokens, stats.num_draft_tokens)
             counters[_ACCEPTED] += _growth(before.num_accepted_tokens, stats.num_accepted_tokens)
@@ -180,6 +180,11 @@ class Accumulator:
         for (slo_class, window), ratio in ratios.items():
             gauges[series("quire_goodput_ratio", slo=slo_class, window=window)] = ratio
         return gauges
+
+
+@cache
+def _busy(rank: int) -> Series:
+    return series("quire_worker_busy_seconds_total", rank=str(rank))
 
 
 def _growth(before: _Number, now: _Number) -> _Number:

@@ -28,11 +28,13 @@ class Recorder:
         self.finished: list[FinishedRequestStats] = []
         self.cancel_to_free_seconds: list[float] = []
         self.num_running = 0
+        self.busy_seconds: list[float] = []
         self.num_restarts = 0
 
     def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
         if scheduler_stats is not None:
             self.num_running = scheduler_stats.num_running
+            self.busy_seconds = scheduler_stats.rank_busy_seconds
         if iteration_stats.step is not None:
             self.steps.append(iteration_stats.step)
         self.finished += iteration_stats.finished_requests
@@ -99,6 +101,21 @@ def test_steps_tell_their_times_and_tokens(folder: Path) -> None:
             assert step.execute_seconds + step.schedule_seconds + step.update_seconds < 30
 
     with engine(folder, max_num_batched_tokens=2, max_num_seqs=2) as (llm, recorder):
+        run(llm, main)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks_tell_for_how_long_they_compute(folder: Path, num_ranks: int) -> None:
+    async def main() -> None:
+        await last(llm, params(8))
+        before = recorder.busy_seconds
+        execute_seconds = sum(step.execute_seconds for step in recorder.steps)
+        assert len(before) == num_ranks
+        assert all(0 < seconds < execute_seconds for seconds in before)
+        await last(llm, params(8))
+        assert all(now > then for now, then in zip(recorder.busy_seconds, before, strict=True))
+
+    with engine(folder, tensor_parallel_size=num_ranks) as (llm, recorder):
         run(llm, main)
 
 
