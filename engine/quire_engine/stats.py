@@ -34,6 +34,8 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """Tokens that speculative decoding proposed."""
     num_accepted_tokens: int = 0
     """Of these, those that the model agreed with."""
+    rank_busy_seconds: list[float] = []
+    """By rank, how long it has computed steps, without waits for other ranks; empty where that is not known."""
 
     @property
     def kv_cache_usage(self) -> float:

@@ -7,6 +7,8 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import TypeVar
 
 from quire_engine.slo import DEFAULT_CLASS
 from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats
@@ -15,6 +17,8 @@ from quire_monitoring.definitions import OUTCOMES, WINDOWS, Series, alias_of, se
 from quire_monitoring.goodput import Goodput
 
 __all__ = ["Accumulator"]
+
+_Number = TypeVar("_Number", int, float)
 
 
 class Accumulator:
@@ -76,6 +80,9 @@ class Accumulator:
         counters[_PREEMPTIONS] += _growth(before.num_preemptions, stats.num_preemptions)
         counters[_QUERIES] += _growth(before.prefix_cache_queries, stats.prefix_cache_queries)
         counters[_HITS] += _growth(before.prefix_cache_hits, stats.prefix_cache_hits)
+        for rank, busy in enumerate(stats.rank_busy_seconds):
+            busy_before = before.rank_busy_seconds[rank] if before.rank_busy_seconds else 0.0
+            counters[_busy(rank)] += _growth(busy_before, busy)  # type: ignore[assignment]
         if stats.num_draft_tokens:
             counters[_DRAFTS] += _growth(before.num_draft_tokens, stats.num_draft_tokens)
             counters[_ACCEPTED] += _growth(before.num_accepted_tokens, stats.num_accepted_tokens)
@@ -176,7 +183,12 @@ class Accumulator:
         return gauges
 
 
-def _growth(before: int, now: int) -> int:
+@cache
+def _busy(rank: int) -> Series:
+    return series("quire_worker_busy_seconds_total", rank=str(rank))
+
+
+def _growth(before: _Number, now: _Number) -> _Number:
     """How much a total grew; an engine that was started again counts from 0."""
     return now - before if now >= before else now
 

@@ -144,10 +144,12 @@ def make_metrics(slo_classes: Sequence[str] = ("default",), num_ranks: int = 1) 
         slo_classes: the classes of the setting `slo`.
         num_ranks: processes that share the model.
     """
-    classes = tuple(slo_classes)
+    classes, ranks = tuple(slo_classes), tuple(map(str, range(num_ranks)))
     return (
         *_ENGINE,
-        _gauge("quire_worker_up", "1 while the rank's process runs", rank=tuple(map(str, range(num_ranks)))),
+        _gauge("quire_worker_up", "1 while the rank's process runs", rank=ranks),
+        _counter("quire_worker_busy_seconds_total", "What the rank computed for, without waits for other ranks",
+                 rank=ranks),
         _gauge("quire_goodput_ratio", "Share of the requests that met their objectives, of those that ended lately",
                slo=classes, window=tuple(WINDOWS)),
         _counter("quire_goodput_tokens_total", "Generated tokens of requests that met their objectives", slo=classes),

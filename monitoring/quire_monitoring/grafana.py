@@ -218,11 +218,22 @@ ENGINE = Dashboard(
             Panel(title="Execute, now and usually", unit="s",
                   queries=((f"quire:step_execute_seconds:mean5m{{{MODEL}}}", "{{model}} {{engine}} 5m"),
                            (f"quire:step_execute_seconds:mean6h{{{MODEL}}}", "{{model}} {{engine}} 6h")),
-                  description="More than usual with no larger batches is a slow rank; a snapshot says which."),
+                  description="More than usual with no larger batches is a slow rank."),
             Panel(title="Execute, 99th percentile", unit="s",
                   queries=(("histogram_quantile(0.99, sum by (model, engine, le) (rate(quire_step_seconds_bucket"
                             f'{{{MODEL}, phase="execute"}}{RATE})))', "{{model}} {{engine}}"),),
                   description="Steps that stand out: long prefills, or a rank that hiccups."),
+        )),
+        Row(panels=(
+            Panel(title="Step by rank", unit="s",
+                  queries=((f"quire:worker_busy_seconds:mean5m{{{MODEL}}}", "{{model}} {{engine}} rank {{rank}}"),),
+                  description="A rank's own part of a step, without its waits for others. The others wait for the "
+                              "slowest one."),
+            Panel(title="Busy ranks", unit="percentunit", maximum=1,
+                  queries=((_rate("quire_worker_busy_seconds_total", "model, engine, rank"),
+                            "{{model}} {{engine}} rank {{rank}}"),),
+                  description="Share of the time in which a rank computes. The rest it waits: for requests, for the "
+                              "engine core, or for other ranks."),
         )),
         Row(panels=(
             Panel(title="Steps", unit="ops",

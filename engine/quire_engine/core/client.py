@@ -89,7 +89,7 @@ class InprocClient:
 
     def get_stats(self) -> SchedulerStats:
         """The numbers of this moment."""
-        return self._core.scheduler.make_stats()
+        return self._core.make_stats()
 
     def shutdown(self) -> None:
         """End the workers."""

@@ -29,7 +29,7 @@ from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.request import FinishReason, Request, validate_request
 from quire_engine.scheduler import Scheduler
 from quire_engine.snapshot import MAX_WAITING_REQUESTS, EngineCoreSnapshot, RankSnapshot
-from quire_engine.stats import StepStats
+from quire_engine.stats import SchedulerStats, StepStats
 from quire_engine.structured_output.grammar import GrammarError
 from quire_engine.structured_output.manager import StructuredOutputManager
 from quire_engine.structured_output.protocol import CompilerArguments
@@ -158,13 +158,19 @@ class EngineCore:
         outputs = self._submit_steps(refused)
         if outputs is None:
             outputs = self._collect_step()
-        result = EngineCoreOutputs(refused + outputs, self.scheduler.make_stats())
+        result = EngineCoreOutputs(refused + outputs, self.make_stats())
         if times.num_requests:
             seconds = time.perf_counter() - began_at
             times.update_seconds = max(seconds - times.schedule_seconds - times.execute_seconds, 0.0)
             result.step_stats = times
             self._history.record(times)
         return result
+
+    def make_stats(self) -> SchedulerStats:
+        """The numbers of this moment."""
+        stats = self.scheduler.make_stats()
+        stats.rank_busy_seconds = self.executor.busy_seconds()
+        return stats
 
     def _submit_steps(self, refused: list[EngineCoreOutput]) -> list[EngineCoreOutput] | None:
         """Fill the executor, as far as there is something to compute.

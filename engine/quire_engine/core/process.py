@@ -172,7 +172,7 @@ class EngineCoreProcess:
         self._utility_outputs.append(self._core.call_utility(request))
 
     def _send_stats(self) -> None:
-        stats = self._core.scheduler.make_stats()
+        stats = self._core.make_stats()
         self._send(EngineCoreOutputs(self._refused, stats, self._utility_outputs, freed_request_ids=self._freed))
         self._refused, self._utility_outputs, self._freed = [], [], []
 

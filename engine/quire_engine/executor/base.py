@@ -62,6 +62,10 @@ class Executor(Protocol):
         """Median time of each rank's own part of its last steps, without waits for others; empty where not known."""
         ...
 
+    def busy_seconds(self) -> list[float]:
+        """How long each rank has computed steps since it started, without waits for others; empty where not known."""
+        ...
+
     def sleep(self, level: int) -> None:
         """Give the KV cache's memory back on every rank, and with level 2 the weights' as well. No step may follow."""
         ...

@@ -102,6 +102,10 @@ class MultiProcExecutor:
         """See `Executor`. Every rank is asked, so it waits for the steps in flight."""
         return [nanoseconds / 1e9 or None for nanoseconds in self.collective_rpc("step_nanoseconds")]
 
+    def busy_seconds(self) -> list[float]:
+        """See `Executor`."""
+        return [] if self._is_shut_down else self._workers.busy_time.seconds()
+
     def sleep(self, level: int) -> None:
         """See `Executor`."""
         self.collective_rpc("sleep", level)

@@ -118,6 +118,10 @@ class RayExecutor:
         """See `Executor`. Not known here."""
         return []
 
+    def busy_seconds(self) -> list[float]:
+        """See `Executor`. Not known here."""
+        return []
+
     def sleep(self, level: int) -> None:
         """See `Executor`."""
         self._call_all("sleep", level)

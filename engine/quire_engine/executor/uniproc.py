@@ -1,5 +1,7 @@
 """UniProcExecutor: one worker, in the engine core's own process."""
 
+import time
+
 from quire_engine.config import EngineConfig
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
 from quire_engine.models.checkpoint import CheckpointConfig
@@ -14,6 +16,7 @@ class UniProcExecutor:
     def __init__(self, config: EngineConfig, checkpoint: CheckpointConfig, max_model_len: int) -> None:
         self._worker = Worker(config, checkpoint, max_model_len)
         self._submitted: SchedulerOutput | None = None
+        self._busy_seconds = 0.0
 
     @property
     def max_concurrent_batches(self) -> int:
@@ -49,11 +52,18 @@ class UniProcExecutor:
         """See `Executor`."""
         scheduler_output, self._submitted = self._submitted, None
         assert scheduler_output is not None
-        return self._worker.execute_model(scheduler_output)
+        began_at = time.perf_counter()
+        output = self._worker.execute_model(scheduler_output)
+        self._busy_seconds += time.perf_counter() - began_at
+        return output
 
     def rank_step_seconds(self) -> list[float | None]:
         """See `Executor`. Not known here."""
         return []
+
+    def busy_seconds(self) -> list[float]:
+        """See `Executor`."""
+        return [self._busy_seconds]
 
     def sleep(self, level: int) -> None:
         """See `Executor`."""

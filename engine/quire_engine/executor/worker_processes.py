@@ -16,11 +16,12 @@ from quire_engine.distributed import ParallelState
 from quire_engine.distributed.shared_memory import AbortFlag, AbortFlagHandle, SharedMemoryGroup
 from quire_engine.executor.message_queue import MessageQueueHandle
 from quire_engine.process_state import how_it_ended, is_stopped
+from quire_engine.worker.busy_time import BusyTime
 from quire_engine.worker.protocol import WorkerArguments
 
 __all__ = ["WorkerProcesses"]
 
-_Handle = MessageQueueHandle | AbortFlagHandle | SharedMemoryGroup
+_Handle = MessageQueueHandle | AbortFlagHandle | SharedMemoryGroup | BusyTime
 
 
 class WorkerProcesses:
@@ -32,6 +33,7 @@ class WorkerProcesses:
         self.calls = MessageQueueHandle.create(parallel.world_size)
         self.responses = [MessageQueueHandle.create(1) for _ in range(parallel.world_size)]
         self._abort = AbortFlagHandle.create()
+        self.busy_time = BusyTime(parallel.world_size)
         self._tensor_groups = [
             SharedMemoryGroup.create(tensor_size) for _ in range(num_stages if tensor_size > 1 else 0)
         ]
@@ -43,7 +45,7 @@ class WorkerProcesses:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._stopped_ranks: set[int] = set()
         groups = [*self._tensor_groups, *self._pipeline_groups]
-        self._handles: list[_Handle] = [self.calls, *self.responses, self._abort, *groups]
+        self._handles: list[_Handle] = [self.calls, *self.responses, self._abort, self.busy_time, *groups]
         self._finalizer = weakref.finalize(self, _end, self._processes, self._handles, self.pidfds)
         try:
             for rank in range(parallel.world_size):
@@ -96,12 +98,14 @@ class WorkerProcesses:
             calls=self.calls,
             responses=self.responses[rank],
             abort=self._abort,
+            busy_time=self.busy_time.descriptor,
             tensor_group=self._tensor_groups[state.stage] if self._tensor_groups else None,
             pipeline_group=self._pipeline_groups[state.tensor_rank] if self._pipeline_groups else None,
             parent_pid=os.getpid(),
             kill_with_parent=threading.current_thread() is threading.main_thread(),
         )
         descriptors = [*self.calls.descriptors(rank), *arguments.responses.descriptors(0), *self._abort.descriptors()]
+        descriptors.append(self.busy_time.descriptor)
         if arguments.tensor_group is not None:
             descriptors += arguments.tensor_group.descriptors(state.tensor_rank)
         if arguments.pipeline_group is not None:

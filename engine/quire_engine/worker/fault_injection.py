@@ -6,6 +6,7 @@ Nothing of it exists unless the environment names a file, and nothing happens un
 
     {"action": "kill", "token_id": 17}                 whenever token 17 is sampled: a poison request
     {"action": "kill", "num_output_tokens": 5, "once": true}    when a request's fifth token is sampled, one time
+    {"action": "slow", "rank": 1, "seconds": 0.02}     every step of this rank takes so much longer
 
 The fault strikes after the step is computed and before anybody is told of it.
 """
@@ -13,6 +14,7 @@ The fault strikes after the step is computed and before anybody is told of it.
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -27,29 +29,36 @@ FAULT_INJECTION_VARIABLE = "QUIRE_FAULT_INJECTION"
 
 
 class _Fault(msgspec.Struct):
-    action: Literal["kill", "stop", "raise", "hang"]
+    action: Literal["kill", "stop", "raise", "hang", "slow"]
     token_id: int | None = None
     num_output_tokens: int | None = None
     once: bool = False
+    rank: int | None = None
+    seconds: float = 0.0
 
 
 class FaultInjection:
     """Reads the file before each strike, so that it can appear and change while the worker runs."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, rank: int = 0) -> None:
         self._file = file
+        self._rank = rank
 
     @classmethod
-    def from_environment(cls) -> "FaultInjection | None":
+    def from_environment(cls, rank: int = 0) -> "FaultInjection | None":
         """None when the environment does not ask for faults: then nothing of this costs anything."""
         file = os.environ.get(FAULT_INJECTION_VARIABLE)
-        return cls(Path(file)) if file else None
+        return cls(Path(file), rank) if file else None
 
     def strike(self, output: ModelRunnerOutput, batch: InputBatch) -> None:
         """Fail, if the fault is due after this step."""
         try:
             fault = msgspec.json.decode(self._file.read_bytes(), type=_Fault)
         except FileNotFoundError:
+            return
+        if fault.action == "slow":
+            if fault.rank == self._rank:
+                time.sleep(fault.seconds)
             return
         if not any(
             fault.token_id in token_ids or fault.num_output_tokens == batch.num_output_tokens(request_id)

@@ -39,6 +39,7 @@ from quire_engine.errors import EngineError
 from quire_engine.executor.message_queue import MessageReader, MessageWriter
 from quire_engine.messages import WorkerCall, WorkerResponse
 from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.worker.busy_time import BusyTime
 from quire_engine.worker.protocol import WorkerArguments
 from quire_engine.worker.worker import Worker
 
@@ -59,6 +60,7 @@ class WorkerProcess:
         self._decoder = msgspec.msgpack.Decoder(WorkerCall)
         self._encoder = msgspec.msgpack.Encoder()
         self._abort = AbortFlag(arguments.abort)
+        self._busy_time = BusyTime(arguments.config.parallel.world_size, arguments.busy_time)
         self._groups: list[SharedMemoryCommunicator] = []
         self._step_nanoseconds: deque[int] = deque(maxlen=NUM_TIMED_STEPS)
         """Of the last steps, without waits for other ranks: all ranks' steps end together, but one is the slow one."""
@@ -114,7 +116,9 @@ class WorkerProcess:
             began_at, waited_before = time.perf_counter(), self._waited_seconds
             output = self._worker.execute_model(call.scheduler_output)
             own_seconds = time.perf_counter() - began_at - (self._waited_seconds - waited_before)
-            self._step_nanoseconds.append(int(1e9 * own_seconds))
+            own_nanoseconds = max(int(1e9 * own_seconds), 0)
+            self._step_nanoseconds.append(own_nanoseconds)
+            self._busy_time.add(self._state.rank, own_nanoseconds)
             if self._state.is_output_rank:
                 self._send(WorkerResponse(call.call_id, output=output))
             return

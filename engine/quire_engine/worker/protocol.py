@@ -18,6 +18,8 @@ class WorkerArguments(msgspec.Struct):
     calls: MessageQueueHandle
     responses: MessageQueueHandle
     abort: AbortFlagHandle
+    busy_time: int
+    """Descriptor of the memory of `BusyTime`, which is for all ranks."""
     tensor_group: SharedMemoryGroup | None
     pipeline_group: SharedMemoryGroup | None
     parent_pid: int

@@ -53,7 +53,7 @@ class Worker:
         torch.manual_seed(config.model.seed)
         self._num_blocks = 0
         self._weights_discarded = False
-        self._fault_injection = FaultInjection.from_environment()
+        self._fault_injection = FaultInjection.from_environment(parallel.rank)
         model = self._load_model()
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         num_threads = configure_threads(num_parameters, config.parallel.world_size)

@@ -39,7 +39,7 @@ MESSAGES: list[Any] = [
                 "f", finish_reason=FinishReason.ERROR, error="whose", error_parameter="structured_outputs"
             ),
         ],
-        SchedulerStats(num_running=1, num_preemptions=2),
+        SchedulerStats(num_running=1, num_preemptions=2, rank_busy_seconds=[0.5, 1.5]),
     ),
     EngineCoreOutputs(),
     EngineCoreReady(vocab_size=100, max_model_len=50, num_blocks=10, block_size=16, eos_token_ids=[2]),

@@ -38,6 +38,10 @@ class Recorder(engines.Recorder):
     def cancel_to_free_seconds(self) -> list[float]:
         return [seconds for stats in self.iterations for seconds in stats.cancel_to_free_seconds]
 
+    @property
+    def busy_seconds(self) -> list[float]:
+        return self.scheduler_stats.rank_busy_seconds if self.scheduler_stats is not None else []
+
     def verdicts(self) -> list[tuple[str | None, str | None, str | None]]:
         taken = self.finished[self._num_taken :]
         self._num_taken += len(taken)
@@ -77,6 +81,21 @@ def test_steps_tell_their_times_and_tokens(folder: Path) -> None:
             assert step.execute_seconds + step.schedule_seconds + step.update_seconds < 30
 
     with engine(folder, max_num_batched_tokens=2, max_num_seqs=2) as (llm, recorder):
+        run(llm, main)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks_tell_for_how_long_they_compute(folder: Path, num_ranks: int) -> None:
+    async def main() -> None:
+        await last(llm, params(8))
+        before = recorder.busy_seconds
+        execute_seconds = sum(step.execute_seconds for step in recorder.steps)
+        assert len(before) == num_ranks
+        assert all(0 < seconds < execute_seconds for seconds in before)
+        await last(llm, params(8))
+        assert all(now > then for now, then in zip(recorder.busy_seconds, before, strict=True))
+
+    with engine(folder, tensor_parallel_size=num_ranks) as (llm, recorder):
         run(llm, main)
 
 

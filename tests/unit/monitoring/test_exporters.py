@@ -91,17 +91,20 @@ def random_history(rng: random.Random, num_steps: int) -> list[tuple[SchedulerSt
     """Steps, requests that end in all ways, an engine that is started again and forgets its totals."""
     history: list[tuple[SchedulerStats | None, IterationStats]] = []
     totals = Counter[str]()
+    busy_seconds = [0.0] * len(WORKERS)
     for _ in range(num_steps):
         if rng.random() < 0.02:
             totals.clear()
+            busy_seconds = [0.0] * len(WORKERS)
         for name in ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "num_draft_tokens",
                      "num_accepted_tokens"):  # fmt: skip
             totals[name] += rng.randrange(3)
+        busy_seconds = [own + rng.random() for own in busy_seconds]
         waiting = rng.randrange(4)
         scheduler_stats = SchedulerStats(
             num_running=rng.randrange(9), num_waiting=waiting, num_waiting_for_fsm=rng.randint(0, waiting),
             num_blocks_used=rng.randrange(50), num_blocks_cached=rng.randrange(9), num_blocks_free=rng.randrange(9),
-            **totals,
+            rank_busy_seconds=busy_seconds, **totals,
         )  # fmt: skip
         iteration = IterationStats(
             num_prompt_tokens=rng.randrange(9), num_cached_tokens=rng.randrange(5),

@@ -146,6 +146,16 @@ def test_nothing_is_left_of_the_metrics_when_it_has_stopped(server: Any) -> None
     stat_logger.record_rejection()
 
 
+def test_busy_time_adds_up_rank_by_rank_over_restarts_of_the_engine(server: Any) -> None:
+    stat_logger = TritonStatLogger(server.make_family, LABELS, num_ranks=2)
+    for totals in ([1.0, 2.0], [1.5, 6.0], [0.25, 0.5], [0.5, 0.5]):
+        stat_logger.record(SchedulerStats(rank_busy_seconds=totals), IterationStats())
+    stat_logger.start(is_up=lambda: True)
+    server.wait_for(("quire_worker_busy_seconds_total", "0"), 2.0)
+    server.wait_for(("quire_worker_busy_seconds_total", "1"), 6.5)
+    stat_logger.stop()
+
+
 def test_counters_add_up(server: Any, stat_logger: Any) -> None:
     for total in (2, 5):
         stats = SchedulerStats(num_preemptions=total, prefix_cache_queries=10 * total, prefix_cache_hits=total)

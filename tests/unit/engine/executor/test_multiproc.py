@@ -17,6 +17,7 @@ from quire_engine.errors import CheckpointError, EngineDeadError, EngineError
 from quire_engine.executor.multiproc import MultiProcExecutor
 from quire_engine.memory import resident_memory_bytes
 from quire_engine.messages import NewRequestData, SchedulerOutput
+from quire_engine.worker.fault_injection import FAULT_INJECTION_VARIABLE
 from support.processes import cpu_seconds, ended, eventually, is_gone, open_descriptors, start_python, state
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -153,6 +154,25 @@ def test_rank_that_fails_alone_leaves_nobody_waiting(
             good.dropped_request_ids = ["poison"]
             workers.submit(good)
             assert len(workers.collect().sampled_token_ids[f"a{i}"]) == 1
+
+
+def test_a_slow_rank_is_told_from_the_one_that_waits_for_it(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = tmp_path / "fault.json"
+    monkeypatch.setenv(FAULT_INJECTION_VARIABLE, str(fault))
+    with executor(checkpoint("tied-gqa"), tensor_parallel_size=2) as workers:
+        assert workers.busy_seconds() == [0.0, 0.0]
+        fault.write_text('{"action": "slow", "rank": 1, "seconds": 0.2}')
+        before, began_at = workers.busy_seconds(), time.perf_counter()
+        for i in range(6):
+            workers.submit(step(f"a{i}"))
+            workers.collect()
+        seconds = time.perf_counter() - began_at
+        fast, slow = (now - then for now, then in zip(workers.busy_seconds(), before, strict=True))
+        assert slow >= 5 * 0.2  # of the last step the other rank may be the first to tell
+        assert fast < seconds - 5 * 0.2 + 0.1, "its waits do not count"
+    assert workers.busy_seconds() == []
 
 
 def test_steps_in_flight_are_collected_in_order(checkpoint: Callable[[str], Path]) -> None:

@@ -1,0 +1,391 @@
+"""Every alert fires of its cause, and of nothing less: a real server is struck, flooded and stopped, and a real
+Prometheus with the repository's rules looks on.
+
+Durations of the rules are divided by `FACTOR`, thresholds are not; see `support.prometheus_server`. So an engine counts
+as down after half a second here, which is less than a restart takes: tests that kill engines do not mind that alert.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import http.server as http_server
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.clients import ask, http
+from support.prometheus_server import FILES, PrometheusServer, alertmanager, prometheus
+from support.serving import ROOT, Server, serve, wait_until
+from tritonclient.grpc import aio as grpc_aio
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+TOKEN = "for-the-tests"
+FACTOR = 60
+"""A minute is a second."""
+CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
+BLOCK_BYTES = 6 * 2 * 4 * 32 * 16 * 4
+"""Layers, keys and values, heads, head size, tokens, bytes."""
+MODELS: dict[str, dict[str, Any]] = {
+    "alone": {
+        "kv_cache_memory_bytes": 96 * BLOCK_BYTES,
+        "max_num_seqs": 16,
+        "slo": {"default": {"ttft_ms": 4000}, "other": {}},
+    },  # full answers of `test_more_requests…` take 13 blocks each: half of them fit
+    "pair": {"tensor_parallel_size": 2},
+}
+QUIET_SECONDS = 600 / FACTOR
+FIRES_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """What the tests share."""
+
+    server: Server
+    prometheus: PrometheusServer
+    loop: asyncio.AbstractEventLoop
+    """Where clients run."""
+    checkpoint: Path
+    """A link that can be taken away."""
+    fault_file: Path
+    hooks: "Webhook | None"
+    fired_in_quiet: list[dict[str, str]] = field(default_factory=list)
+
+    def firing(self, name: str, **labels: str) -> list[dict[str, Any]]:
+        """Alerts of a name and with these labels that are firing now."""
+        return [
+            alert
+            for alert in self.prometheus.alerts()
+            if alert["state"] == "firing" and alert["labels"].items() >= {"alertname": name, **labels}.items()
+        ]
+
+    def wait_until_fires(self, name: str, *, cause_at: float, **labels: str) -> dict[str, Any]:
+        """Wait for an alert, look at what it says, and say how long after its cause it came."""
+        wait_until(lambda: self.firing(name, **labels), f"{name} {labels} fires", FIRES_SECONDS)
+        print(f"{name} fires within {time.monotonic() - cause_at:.1f} s of its cause")
+        (alert,) = self.firing(name, **labels)
+        rule = RULES[name]
+        assert alert["labels"]["severity"] == rule["labels"]["severity"]
+        assert alert["annotations"]["runbook"] == rule["annotations"]["runbook"]
+        for text in alert["annotations"].values():
+            assert "{{" not in text
+            assert "<no value>" not in text
+        if re.fullmatch(INHIBITED, name):
+            assert "instance" in alert["labels"], "or else what is down on one server could not silence it"
+        return alert
+
+    def wait_until_over(self, name: str, **labels: str) -> None:
+        wait_until(lambda: not self.firing(name, **labels), f"{name} {labels} fires no more", FIRES_SECONDS)
+
+
+RULES: dict[str, dict[str, Any]] = {
+    rule["alert"]: rule
+    for group in yaml.safe_load((FILES / "alerts.yml").read_text(encoding="utf-8"))["groups"]
+    for rule in group["rules"]
+}
+
+
+(INHIBITION,) = yaml.safe_load((FILES / "alertmanager.yml").read_text(encoding="utf-8"))["inhibit_rules"]
+INHIBITED = INHIBITION["target_matchers"][0].split('"')[1]
+
+
+class Webhook:
+    """Takes what Alertmanager posts."""
+
+    def __init__(self) -> None:
+        self.posts: list[tuple[str, dict[str, Any]]] = []
+        """Path and alert, one by one."""
+
+        class Handler(http_server.BaseHTTPRequestHandler):
+            def do_POST(handler) -> None:  # noqa: N805
+                body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+                self.posts += [(handler.path, alert) for alert in body["alerts"]]
+                handler.send_response(200)
+                handler.end_headers()
+
+            def log_message(handler, *_: Any) -> None:  # noqa: N805
+                pass
+
+        self._server = http_server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"127.0.0.1:{self._server.server_port}"
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield
+        finally:
+            self._server.shutdown()
+            thread.join()
+            self._server.server_close()
+
+
+class Load:
+    """Requests to one model in the background, for as long as the context lasts: what is live then is cancelled.
+
+    Args:
+        num_streams: requests at a time, each followed by the next.
+        per_second: instead: so many begin every second, whether or not others have ended.
+        parameters: of each request.
+    """
+
+    def __init__(
+        self, scene: "Scene", model: str, num_streams: int = 1, per_second: float = 0.0, **parameters: Any
+    ) -> None:
+        self._scene, self._model = scene, model
+        self._num_streams, self._per_second = num_streams, per_second
+        self._parameters = {"max_tokens": 50, "ignore_eos": True, "temperature": 0.0, **parameters}
+        self.num_ended = 0
+        self.errors: list[str] = []
+        self._has_ended = False
+
+    def __enter__(self) -> "Load":
+        self._future = asyncio.run_coroutine_threadsafe(self._run(), self._scene.loop)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._future.cancel()
+        wait_until(lambda: self._has_ended, "the load has ended")
+
+    async def _run(self) -> None:
+        live: set[asyncio.Task[None]] = set()
+        async with grpc_aio.InferenceServerClient(self._scene.server.grpc) as client:
+            try:
+                if not self._per_second:
+                    live = {asyncio.ensure_future(self._one_by_one(client)) for _ in range(self._num_streams)}
+                    await asyncio.gather(*live)
+                while True:
+                    live.add(asyncio.ensure_future(self._ask(client)))
+                    await asyncio.sleep(1 / self._per_second)
+            finally:
+                for task in live:
+                    task.cancel()
+                await asyncio.gather(*live, return_exceptions=True)
+                self._has_ended = True
+
+    async def _one_by_one(self, client: grpc_aio.InferenceServerClient) -> None:
+        while True:
+            await self._ask(client)
+
+    async def _ask(self, client: grpc_aio.InferenceServerClient) -> None:
+        answer = await ask(
+            client, model=self._model, text_input="def f(x):\n    ", outputs=["text_output"],
+            parameters=self._parameters,
+        )  # fmt: skip
+        self.num_ended += 1
+        if answer.error is not None:
+            self.errors.append(answer.message)
+
+
+@contextlib.contextmanager
+def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop in a thread."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    """Server and Prometheus after ten scaled minutes of an ordinary load: what is usual, for rules that compare."""
+    repository = tmp_path_factory.mktemp("models")
+    fault_file = tmp_path_factory.mktemp("fault") / "fault.json"
+    checkpoint = tmp_path_factory.mktemp("checkpoints") / "tinypy"
+    checkpoint.symlink_to(CHECKPOINT)
+    for name, settings in MODELS.items():
+        folder = repository / name / "1"
+        folder.mkdir(parents=True)
+        (repository / name / "config.pbtxt").write_text('backend: "quire"\n')
+        values = {"model": str(checkpoint), "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, **settings}
+        (folder / "model.json").write_text(json.dumps(values))
+    hooks = Webhook()
+    environment = {"QUIRE_FAULT_INJECTION": str(fault_file), "QUIRE_INTROSPECTION_TOKEN": TOKEN}
+    with (
+        hooks.listening(),
+        running_loop() as loop,
+        alertmanager(hooks.address, factor=FACTOR) as address,
+        serve("--model-repository", str(repository), env=environment) as server,
+        prometheus(server.metrics, factor=FACTOR, alertmanager=address) as running,
+    ):
+        made = Scene(
+            server=server, prometheus=running, loop=loop, checkpoint=checkpoint, fault_file=fault_file,
+            hooks=None if address is None else hooks,
+        )  # fmt: skip
+        with Load(made, "alone", per_second=1) as alone, Load(made, "pair") as pair:
+            end = time.monotonic() + QUIET_SECONDS
+            wait_until(lambda: time.monotonic() > end, "the quiet time is over", QUIET_SECONDS + 1)
+        for load in (alone, pair):
+            assert load.num_ended
+            assert not load.errors
+        ever_fired = running.query('max_over_time(ALERTS{alertstate="firing"}[5m])')
+        made.fired_in_quiet.extend(labels for labels, _ in ever_fired)
+        yield made
+
+
+def snapshot(server: Server, model: str) -> dict[str, Any]:
+    body = {"parameters": {"introspect": "snapshot", "introspection_token": TOKEN}}
+    status, answer = http(server, f"/v2/models/{model}/generate", body)
+    assert status == 200, answer
+    found: dict[str, Any] = json.loads(answer["text_output"])
+    return found
+
+
+def wait_until_up(scene: Scene, model: str) -> dict[str, Any]:
+    """Wait for an engine that answers; what it says of itself."""
+    wait_until(lambda: snapshot(scene.server, model)["engine"]["up"], f"the engine of {model} is up")
+    found: dict[str, Any] = snapshot(scene.server, model)["engine"]
+    return found
+
+
+def kill_engine(scene: Scene, model: str) -> None:
+    """SIGKILL, as soon as there is one; returns when that was noticed."""
+    engine = wait_until_up(scene, model)
+    os.kill(engine["pid"], signal.SIGKILL)
+    wait_until(lambda: snapshot(scene.server, model)["engine"]["pid"] != engine["pid"]
+               or not snapshot(scene.server, model)["engine"]["up"], "its death was noticed")  # fmt: skip
+
+
+@contextlib.contextmanager
+def stopped_server(scene: Scene) -> Iterator[None]:
+    """tritonserver is there, and does nothing."""
+    (pid,) = [
+        pid for pid in scene.server.run_id.processes()
+        if b"bin/tritonserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]  # fmt: skip
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def held_by_debugger(pid: int) -> Iterator[None]:
+    """The main thread of a process stands still as at a breakpoint: it is not stopped, and does nothing."""
+    seize, interrupt, detach, wait_for_threads = 0x4206, 0x4207, 17, 0x40000000  # linux/ptrace.h, linux/wait.h
+    ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+    ptrace.argtypes, ptrace.restype = [ctypes.c_long] * 4, ctypes.c_long
+    if ptrace(seize, pid, 0, 0):
+        pytest.skip(f"a process cannot be held here: {os.strerror(ctypes.get_errno())}")
+    try:
+        assert ptrace(interrupt, pid, 0, 0) == 0
+        os.waitpid(pid, wait_for_threads)
+        yield
+    finally:
+        ptrace(detach, pid, 0, 0)
+
+
+def test_every_alert_has_a_cause_here() -> None:
+    text = Path(__file__).read_text(encoding="utf-8")
+    assert not [name for name in RULES if f'fires("{name}"' not in text]
+
+
+def test_none_fires_of_an_ordinary_load(scene: Scene) -> None:
+    assert not scene.fired_in_quiet
+
+
+def test_more_requests_than_the_engine_and_its_cache_can_take(scene: Scene) -> None:
+    """Four alerts of one cause: answers are long, and asked for faster than they can be given."""
+    began_at = time.monotonic()
+    with Load(scene, "alone", per_second=25, max_tokens=200):
+        saturated = scene.wait_until_fires("QuireKVCacheSaturated", cause_at=began_at, model="alone")
+        fast = scene.wait_until_fires("QuireSLOBurnFast", cause_at=began_at, model="alone")
+        scene.wait_until_fires("QuireSLOBurnSlow", cause_at=began_at, model="alone")
+        growing = scene.wait_until_fires("QuireQueueGrowing", cause_at=began_at, model="alone")
+        assert 0.9 < float(saturated["value"]) <= 1
+        assert 14.4 < float(fast["value"]) <= 100.001
+        assert float(growing["value"]) > 10
+        assert growing["labels"]["instance"] == scene.server.metrics
+        assert not any(scene.firing(name, slo="other") for name in RULES)
+        assert not any(scene.firing(name, model="pair") for name in RULES)
+    for name in ("QuireQueueGrowing", "QuireKVCacheSaturated", "QuireSLOBurnFast"):
+        scene.wait_until_over(name)
+
+
+def test_a_rank_that_is_slow(scene: Scene) -> None:
+    with Load(scene, "pair"):
+        scene.fault_file.write_text(json.dumps({"action": "slow", "rank": 1, "seconds": 0.1}))
+        try:
+            scene.wait_until_fires("QuireRankSlow", cause_at=time.monotonic(), model="pair", rank="1")
+            assert not scene.firing("QuireRankSlow", rank="0"), "the one that waits for it is not to blame"
+        finally:
+            scene.fault_file.unlink()
+
+
+def test_a_rank_that_is_gone_while_nobody_notices(scene: Scene) -> None:
+    """An engine notices by itself, unless it is in no state to: here a debugger holds it."""
+    engine = wait_until_up(scene, "pair")
+    with held_by_debugger(engine["pid"]):
+        os.kill(engine["ranks"][1]["pid"], signal.SIGKILL)
+        scene.wait_until_fires("QuireWorkerDown", cause_at=time.monotonic(), model="pair", rank="1")
+        assert not scene.firing("QuireWorkerDown", rank="0")
+    wait_until(lambda: snapshot(scene.server, "pair")["engine"]["restarts"] > engine["restarts"], "it noticed")
+    scene.wait_until_over("QuireWorkerDown")
+
+
+def test_an_engine_that_dies_again_and_again(scene: Scene) -> None:
+    """The one threshold that is a count per window; restarts take their time, so the window is divided by less."""
+    with prometheus(scene.server.metrics, factor=FACTOR / 4) as patient, Load(scene, "alone", max_tokens=5) as load:
+        looking_on = replace(scene, prometheus=patient)
+        began_at = time.monotonic()
+        for _ in range(6):
+            num_ended = load.num_ended
+            kill_engine(scene, "alone")
+            wait_until(lambda before=num_ended: load.num_ended > before, "it is up again")  # type: ignore[misc]
+            if looking_on.firing("QuireEngineCrashLoop"):
+                break
+        alert = looking_on.wait_until_fires("QuireEngineCrashLoop", cause_at=began_at, model="alone")
+        assert float(alert["value"]) > 2
+        assert not load.errors
+
+
+def test_an_engine_that_cannot_be_started_again(scene: Scene) -> None:
+    """The disk with the model is away for a while."""
+    wait_until_up(scene, "alone")
+    scene.wait_until_over("QuireEngineDown")
+    elsewhere = scene.checkpoint.with_name("elsewhere")
+    scene.checkpoint.rename(elsewhere)
+    try:
+        began_at = time.monotonic()
+        kill_engine(scene, "alone")
+        scene.wait_until_fires("QuireEngineDown", cause_at=began_at, model="alone", instance=scene.server.metrics)
+        assert not scene.firing("QuireEngineDown", model="pair")
+    finally:
+        elsewhere.rename(scene.checkpoint)
+    scene.wait_until_over("QuireEngineDown")
+
+
+def test_a_server_that_does_not_answer(scene: Scene) -> None:
+    with stopped_server(scene):
+        scene.wait_until_fires("QuireServerDown", cause_at=time.monotonic(), instance=scene.server.metrics)
+    scene.wait_until_over("QuireServerDown")
+
+
+def test_somebody_is_told(scene: Scene) -> None:
+    """By the real Alertmanager with the example, pages apart from tickets."""
+    if scene.hooks is None:
+        pytest.skip("Debian's Alertmanager is only unpacked, and its template cannot be put where it looks for it")
+    posts = scene.hooks.posts
+    with contextlib.nullcontext() if posts else stopped_server(scene):
+        wait_until(lambda: any(path == "/page" for path, _ in posts), "a page comes")
+    for path, alert in list(posts):
+        rule = RULES[alert["labels"]["alertname"]]
+        assert path == f"/{rule['labels']['severity']}"
+        assert alert["annotations"]["runbook"] == rule["annotations"]["runbook"]
