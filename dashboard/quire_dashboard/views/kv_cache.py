@@ -14,6 +14,7 @@ from quire_dashboard.frame import (
     selection,
     server_away,
     snapshot_or_reason,
+    table,
 )  # fmt: skip
 from quire_dashboard.queries import Gauge, Rate, Ratio, latest
 from quire_dashboard.snapshot import Snapshot
@@ -88,7 +89,7 @@ def _usage(snapshot: Snapshot) -> None:
         st.caption("No request holds a block.")
         return
     share = st.column_config.ProgressColumn("share", format="percent", min_value=0.0, max_value=1.0)
-    st.dataframe(rows, hide_index=True, column_config={"share": share}, key="usage_by_request")
+    table(rows, columns={"share": share}, key="usage_by_request")
 
 
 def _prefixes(snapshot: Snapshot) -> None:
@@ -103,7 +104,7 @@ def _prefixes(snapshot: Snapshot) -> None:
             {"prefix": f"no. {place}", "blocks": hot.get("num_blocks", 0), "references": hot.get("num_references", 0)}
             for place, hot in enumerate(tree.hottest, 1)
         ]
-        st.dataframe(rows, hide_index=True, key="hottest")
+        table(rows, key="hottest")
 
 
 def _charts() -> None:

@@ -33,8 +33,8 @@ def _slo_class() -> str:
 
 
 def _snapshot() -> Snapshot | None:
-    model = selection().model
-    return monitor().snapshot(model).snapshot if model else None
+    picked = selection()
+    return monitor().snapshot(picked.model, picked.refresh_s).snapshot if picked.model else None
 
 
 def _now() -> None:
