@@ -155,6 +155,9 @@ class Dashboard:
             except OSError:
                 return None
             self._listens = True
+            # Whoever looks at the engine must not take its time. Not before: a start is short, and waited for.
+            if self._popen is not None:
+                process.yield_to_others(self._popen.pid)
         return f" dashboard={self._endpoint}" if self._listens else ""
 
     def _watch(self, handle: int) -> None:

@@ -34,6 +34,8 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """Tokens that speculative decoding proposed."""
     num_accepted_tokens: int = 0
     """Of these, those that the model agreed with."""
+    num_block_evictions: int = 0
+    """Cached blocks that lost their content because a request needed the room."""
 
     @property
     def kv_cache_usage(self) -> float:

@@ -196,6 +196,7 @@ def main() -> None:
         (version.parent / "config.pbtxt").write_text('backend: "quire"\n')
         (version / "model.json").write_text(json.dumps(settings))
         with serve("--model-repository", folder, "--dashboard", "--dashboard-port", "0") as server:
+            assert server.dashboard, server.log()
             asyncio.run(compare(server, args))
 
 

@@ -108,8 +108,11 @@ def test_a_server_that_never_was_there(fake: FakeTriton, page: str) -> None:
 def test_kv_cache_shows_blocks_and_their_owners(fake: FakeTriton) -> None:
     app = open_page("kv_cache")
     fake.state.finish(5)
+    fake.state.add("kv_block_evictions_total", 12)
     read_again()
     text = text_of(app.run())
+    assert "Evictions=—" not in text
+    assert "Evictions=0" not in text
     for figure in ("Used=8", "Cached=16", "Free=40", "Shared=2", "Prefix hits=40.0%"):
         assert figure in text
     assert "24 blocks can be found by their prefix: 3 different beginnings, the longest 7 blocks (112 tokens)" in text

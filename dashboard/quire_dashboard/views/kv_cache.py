@@ -58,12 +58,14 @@ def _figures(snapshot: Snapshot | None) -> None:
     states = latest(Gauge(name="quire_kv_blocks", by="state"), view, labels)
     hits = latest(_HITS, view, labels).get("")
     preemptions = latest(Rate(name="quire_preemptions_total"), view, labels).get("")
+    evictions = latest(Rate(name="quire_kv_block_evictions_total"), view, labels).get("")
     shown = [
         ("Used", words.count(states.get("used")), "Blocks that live requests hold."),
         ("Cached", words.count(states.get("cached")), "Free blocks that an equal prefix can use again."),
         ("Free", words.count(states.get("free")), "Blocks that hold nothing."),
         ("Prefix hits", words.percent(hits), "Share of the prompt tokens found in the cache, of the last minute."),
         ("Preemptions", words.per_second(preemptions), "Mean of the last minute."),
+        ("Evictions", words.per_second(evictions), "Cached blocks given to others, mean of the last minute."),
     ]
     if snapshot is not None:
         shared = blocks_by_state(snapshot.blocks)["shared"]
@@ -119,11 +121,12 @@ def _charts() -> None:
               top=1.0, say=words.percent)  # fmt: skip
     left, right = st.columns(2)
     with left:
-        # A cached block that is taken for something else is evicted: /metrics counts what was cached and what is.
         chart("Prompt tokens", "tokens per second", [
             Line(query=Rate(name="quire_prompt_tokens_total"), name="all"),
             Line(query=Rate(name="quire_prompt_tokens_cached_total"), name="from cache"),
         ], key="prompt_tokens", say=words.per_second)  # fmt: skip
     with right:
-        chart("Preemptions", "per second", [Line(query=Rate(name="quire_preemptions_total"), name="preemptions")],
-              key="preemptions", say=words.per_second)  # fmt: skip
+        chart("Evictions and preemptions", "per second", [
+            Line(query=Rate(name="quire_kv_block_evictions_total"), name="evicted blocks"),
+            Line(query=Rate(name="quire_preemptions_total"), name="preempted requests"),
+        ], key="evictions", say=words.per_second)  # fmt: skip

@@ -95,7 +95,7 @@ def random_history(rng: random.Random, num_steps: int) -> list[tuple[SchedulerSt
         if rng.random() < 0.02:
             totals.clear()
         for name in ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "num_draft_tokens",
-                     "num_accepted_tokens"):  # fmt: skip
+                     "num_accepted_tokens", "num_block_evictions"):  # fmt: skip
             totals[name] += rng.randrange(3)
         waiting = rng.randrange(4)
         scheduler_stats = SchedulerStats(
