@@ -19,8 +19,8 @@ from quire_dashboard.snapshot import RequestState, Snapshot
 from quire_dashboard.words import seconds
 
 __all__ = [
-    "Line", "Selection", "chart", "close_monitors", "draw", "figures", "live", "monitor", "pickers", "request_names",
-    "selection", "server_away", "snapshot_or_reason", "table",
+    "CHARTS_S", "Line", "Selection", "chart", "close_monitors", "draw", "figures", "live", "monitor", "pickers",
+    "request_names", "selection", "server_away", "snapshot_or_reason", "table",
 ]  # fmt: skip
 
 _RANGES = {"5 minutes": 300.0, "15 minutes": 900.0, "1 hour": 3600.0}
@@ -32,6 +32,9 @@ _REFRESHES = {
     "every 30 seconds": 30.0,
     "off": None,
 }
+CHARTS_S = 5.0
+"""Charts of minutes and hours are drawn again no more often: they are most of what a refresh costs, here and in the
+browser, and look the same two seconds later."""
 _CSS = """
 <style>
 /* A fragment that is being refreshed keeps its looks; the running man of every refresh would be the only flicker. */
@@ -119,9 +122,15 @@ def selection() -> Selection:
     )
 
 
-def live(render: Callable[[], None]) -> None:
-    """Draw a part of a page, and draw it again by itself, without the rest of the page."""
-    st.fragment(render, run_every=selection().refresh_s)()
+def live(render: Callable[[], None], least_s: float = 0.0) -> None:
+    """Draw a part of a page, and draw it again by itself, without the rest of the page.
+
+    Args:
+        render: draws it.
+        least_s: it is not drawn again more often than this, whatever the visitor picked.
+    """
+    refresh_s = selection().refresh_s
+    st.fragment(render, run_every=None if refresh_s is None else max(refresh_s, least_s))()
 
 
 def server_away() -> bool:

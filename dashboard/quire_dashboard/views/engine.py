@@ -5,6 +5,7 @@ import streamlit as st
 from quire_dashboard import words
 from quire_dashboard.charts import chart_table, stacked_spec
 from quire_dashboard.frame import (
+    CHARTS_S,
     Line,
     chart,
     draw,
@@ -27,7 +28,7 @@ def show() -> None:
     """The page."""
     st.title("Engine")
     live(_now)
-    live(_charts)
+    live(_charts, CHARTS_S)
 
 
 def _now() -> None:

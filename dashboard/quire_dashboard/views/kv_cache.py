@@ -5,6 +5,7 @@ import streamlit as st
 from quire_dashboard import words
 from quire_dashboard.block_map import blocks_by_state, draw
 from quire_dashboard.frame import (
+    CHARTS_S,
     Line,
     chart,
     figures,
@@ -28,7 +29,7 @@ def show() -> None:
     """The page."""
     st.title("KV cache")
     live(_now)
-    live(_charts)
+    live(_charts, CHARTS_S)
 
 
 def _now() -> None:

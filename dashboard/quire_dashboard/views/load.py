@@ -6,7 +6,7 @@ from collections import Counter
 import streamlit as st
 
 from quire_dashboard import words
-from quire_dashboard.frame import Line, chart, figures, live, monitor, selection
+from quire_dashboard.frame import CHARTS_S, Line, chart, figures, live, monitor, selection
 from quire_dashboard.load import MOST_STREAMS, LoadJob, LoadPlan, percentile
 from quire_dashboard.queries import Gauge, Quantile, Rate
 
@@ -51,6 +51,7 @@ def show() -> None:
             prompt_words=int(prompt_words), shared_words=int(shared_words), slo_class=slo_class,
         ))  # fmt: skip
     live(_watch)
+    live(_charts, CHARTS_S)
 
 
 def _start(plan: LoadPlan) -> None:
@@ -70,6 +71,11 @@ def _watch() -> None:
         st.caption("No load has been started.")
         return
     _progress(job)
+
+
+def _charts() -> None:
+    if monitor().settings.url not in _jobs:
+        return
     left, right = st.columns(2)
     with left:
         chart("Time to first token, at the server", "seconds", [

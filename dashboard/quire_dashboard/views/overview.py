@@ -4,7 +4,7 @@ import streamlit as st
 
 from quire_dashboard import words
 from quire_dashboard.evidence import gather
-from quire_dashboard.frame import Line, chart, figures, live, monitor, selection, server_away
+from quire_dashboard.frame import CHARTS_S, Line, chart, figures, live, monitor, selection, server_away
 from quire_dashboard.health import Evidence, Health, Level, assess
 from quire_dashboard.queries import Gauge, Quantile, Rate, Ratio, latest
 from quire_dashboard.snapshot import Snapshot
@@ -24,7 +24,7 @@ def show() -> None:
     }  # fmt: skip
     st.segmented_control("SLO class", [_ALL, *sorted(classes - {""})], default=_ALL, key="slo_class", required=True)
     live(_now)
-    live(_charts)
+    live(_charts, CHARTS_S)
 
 
 def _slo_class() -> str:
