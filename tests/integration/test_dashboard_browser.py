@@ -81,7 +81,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         folder.mkdir(parents=True)
         (repository / name / "config.pbtxt").write_text('backend: "quire"\n')
         (folder / "model.json").write_text(json.dumps({**SETTINGS, **more}))
-    with serve("--model-repository", str(repository), "--dashboard", "--dashboard-port", "0") as running:
+    arguments = ("--model-repository", str(repository), "--dashboard", "--dashboard-port", "0", "--drain-timeout", "55")
+    with serve(*arguments) as running:
         assert running.dashboard, running.log()
         yield running
 
