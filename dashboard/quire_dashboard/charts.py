@@ -115,7 +115,10 @@ def timeline_spec() -> dict[str, Any]:
         "encoding": {
             "x": {"field": "start", "type": "quantitative", "title": "seconds before now", "scale": {"nice": False}},
             "x2": {"field": "end"},
-            "y": {"field": "request", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 110}},
+            "y": {
+                "field": "request", "type": "nominal", "title": None, "sort": None,
+                "axis": {"labelLimit": 110, "labelOverlap": False},
+            },
             "color": {
                 "field": "phase", "type": "nominal", "title": None, "legend": {"orient": "bottom", "columns": 2},
                 "scale": {"domain": list(PHASE_COLOURS), "range": list(PHASE_COLOURS.values())},

@@ -19,8 +19,8 @@ from quire_dashboard.snapshot import RequestState, Snapshot
 from quire_dashboard.words import seconds
 
 __all__ = [
-    "CHARTS_S", "Line", "Selection", "chart", "close_monitors", "draw", "figures", "live", "monitor", "pickers",
-    "request_names", "selection", "server_away", "snapshot_or_reason", "table",
+    "CHARTS_S", "SECONDS_AXIS", "Line", "Selection", "chart", "close_monitors", "draw", "figures", "live", "monitor",
+    "pickers", "request_names", "selection", "server_away", "snapshot_or_reason", "table",
 ]  # fmt: skip
 
 _RANGES = {"5 minutes": 300.0, "15 minutes": 900.0, "1 hour": 3600.0}
@@ -35,6 +35,10 @@ _REFRESHES = {
 CHARTS_S = 5.0
 """Charts of minutes and hours are drawn again no more often: they are most of what a refresh costs, here and in the
 browser, and look the same two seconds later."""
+SECONDS_AXIS = ".4~g"
+"""With a number of digits: without one, an axis of long times has 6e+2 on it."""
+_FAR = 4.0
+"""A target so many times higher than all that is drawn would leave a flat line at the bottom."""
 _CSS = """
 <style>
 /* A fragment that is being refreshed keeps its looks; the running man of every refresh would be the only flicker. */
@@ -174,16 +178,18 @@ def chart(
     except ScrapeError as failure:
         found, error = [], str(failure)
     drawn = _drawn_of((tuple(lines), picked.model, picked.range_s), found)
-    now = _now(drawn, say) if say else ""
+    rules = rules or {}
+    near = {name: value for name, value in rules.items() if top is not None or value <= _FAR * drawn.highest}
+    now = " · ".join(filter(None, [_now(drawn, say) if say else "", *(name for name in rules if name not in near)]))
     st.markdown(f"**{title}**" + (f" &nbsp; :gray[{now}]" if now else ""))
     if error:
         st.warning(error)
     elif not drawn.table.num_rows:
         st.caption("Nothing yet in this time range.")
     else:
-        if top is None and drawn.is_flat:
+        if top is None and drawn.highest <= 0:
             top = 1.0  # an axis from 0 to 0 has no numbers
-        spec = line_spec(unit, rules=rules, format_=format_, top=top, series=drawn.names)
+        spec = line_spec(unit, rules=near, format_=format_, top=top, series=drawn.names)
         # The alternative text becomes part of the specification: with figures in it, each refresh drew a new chart.
         draw(drawn.table, spec, key=key, alt=title)
 
@@ -197,8 +203,8 @@ class _Drawn:
     names: Sequence[str]
     current: Mapping[str, float]
     """What each line says now."""
-    is_flat: bool
-    """Whether there is nothing but zeros."""
+    highest: float
+    """The largest of all values, at least 0."""
 
 
 def _drawn_of(what: tuple[tuple[Line, ...], str, float], source: list[list[Point]]) -> _Drawn:
@@ -220,7 +226,7 @@ def _drawn_of(what: tuple[tuple[Line, ...], str, float], source: list[list[Point
         names=names,
         # A line that has ended some time ago says nothing of now.
         current={name: point.value for name, point in newest.items() if point.time > end - 30},
-        is_flat=not any(point.value for point in points),
+        highest=max((point.value for point in points), default=0.0),
     )
     return drawn
 

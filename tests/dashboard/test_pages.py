@@ -1,5 +1,6 @@
 """Every page by Streamlit's own test harness, against a stand-in for the server: what it says, not how it looks."""
 
+import re
 import time
 from collections.abc import Callable
 
@@ -82,6 +83,18 @@ def test_overview_filters_by_slo_class(fake: FakeTriton) -> None:
     for slo_class, figure in (("default", "Goodput=100%"), ("batch", "Goodput=0.0%"), ("All classes", "Goodput=25.0%")):
         app.segmented_control(key="slo_class").set_value(slo_class)
         assert figure in text_of(app.run())
+
+
+def test_a_target_that_is_far_away_is_said_and_not_drawn(fake: FakeTriton) -> None:
+    app = open_page("overview")
+    fake.state.finish(20, ttft=0.4)
+    read_again()
+    text = text_of(app.run())
+    specs = {chart.proto.alt: chart.proto.spec for chart in app.get("vega_lite_chart")}
+    assert "SLO 500 ms" in specs["Time to first token"]
+    assert "SLO 10" not in specs["End-to-end latency"]
+    assert re.search(r"End-to-end latency.*p99 .* · SLO 10.*s\]", text)
+    assert "99%" in specs["Goodput"]
 
 
 def test_overview_says_that_the_server_is_away_and_how_old_its_figures_are(fake: FakeTriton) -> None:

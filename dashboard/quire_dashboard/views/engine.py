@@ -6,6 +6,7 @@ from quire_dashboard import words
 from quire_dashboard.charts import chart_table, stacked_spec
 from quire_dashboard.frame import (
     CHARTS_S,
+    SECONDS_AXIS,
     Line,
     chart,
     draw,
@@ -96,7 +97,7 @@ def _charts() -> None:
     with left:
         chart("Step time by phase (median)", "seconds", [
             Line(query=Quantile(name="quire_step_seconds", q=0.5, by="phase"), by="phase"),
-        ], key="step_time", say=words.seconds, format_="~g")  # fmt: skip
+        ], key="step_time", say=words.seconds, format_=SECONDS_AXIS)  # fmt: skip
         _composition(monitor().steps(selection().model))
     with right:
         chart("Ranks that are up", "ranks", [Line(query=Gauge(name="quire_worker_up"), name="ranks")], key="ranks_up",

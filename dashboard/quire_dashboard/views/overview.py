@@ -4,7 +4,7 @@ import streamlit as st
 
 from quire_dashboard import words
 from quire_dashboard.evidence import gather
-from quire_dashboard.frame import CHARTS_S, Line, chart, figures, live, monitor, selection, server_away
+from quire_dashboard.frame import CHARTS_S, SECONDS_AXIS, Line, chart, figures, live, monitor, selection, server_away
 from quire_dashboard.health import Evidence, Health, Level, assess
 from quire_dashboard.queries import Gauge, Quantile, Rate, Ratio, latest
 from quire_dashboard.snapshot import Snapshot
@@ -125,4 +125,4 @@ def _charts() -> None:
 def _latency(title: str, name: str, target: float | None) -> None:
     lines = [Line(query=Quantile(name=name, q=q), name=label) for label, q in _QUANTILES]
     rules = {f"SLO {words.seconds(target)}": target} if target is not None else None
-    chart(title, "seconds", lines, key=name, rules=rules, say=words.seconds, format_="~g")
+    chart(title, "seconds", lines, key=name, rules=rules, say=words.seconds, format_=SECONDS_AXIS)
