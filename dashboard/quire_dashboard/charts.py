@@ -5,13 +5,22 @@ points and nothing flickers.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime, timezone
 from typing import Any
+
+import pyarrow as pa
 
 from quire_dashboard.history import Point
 from quire_dashboard.snapshot import RequestState
 
-__all__ = ["PHASE_COLOURS", "columns_of", "line_spec", "stacked_spec", "timeline_columns", "timeline_spec"]
+__all__ = [
+    "PHASE_COLOURS",
+    "chart_table",
+    "line_spec",
+    "points_table",
+    "stacked_spec",
+    "timeline_spec",
+    "timeline_table",
+]
 
 HEIGHT = 220
 PHASE_COLOURS = {"queue": "#9aa0a6", "prefill": "#f2a33a", "decode": "#3b82d6", "preempted": "#d64545"}
@@ -19,15 +28,24 @@ _SERIES_COLOURS = ["#3b82d6", "#f2a33a", "#2fa37c", "#a05bd6", "#d64545", "#5bb8
 _TIME_AXIS = {"format": "%H:%M:%S", "labelOverlap": True, "tickCount": 6, "grid": False}
 
 
-def columns_of(points: Iterable[Point], names: Mapping[str, str] | None = None) -> dict[str, list[Any]]:
-    """Points as columns `time`, `series` and `value`."""
-    names = names or {}
-    rows = list(points)
-    return {
-        "time": [datetime.fromtimestamp(point.time, timezone.utc) for point in rows],
-        "series": [names.get(point.series, point.series) for point in rows],
-        "value": [point.value for point in rows],
-    }
+def points_table(points: Sequence[Point]) -> pa.Table:
+    """Points as columns `time`, `series` and `value`, in the form in which they go to the browser.
+
+    A table of Arrow's: of anything else, Streamlit would first make one of pandas', at ten times the cost.
+    """
+    return chart_table(
+        [point.time for point in points], [point.series for point in points], [point.value for point in points]
+    )  # fmt: skip
+
+
+def chart_table(times: Sequence[float], series: Sequence[str], values: Sequence[float]) -> pa.Table:
+    """The same from columns; the times are seconds since the epoch."""
+    milliseconds = pa.array([int(1000 * time) for time in times], pa.int64())
+    return pa.table({
+        "time": milliseconds.cast(pa.timestamp("ms", "UTC")),
+        "series": pa.array(series, pa.string()),
+        "value": pa.array(values, pa.float64()),
+    })  # fmt: skip
 
 
 def line_spec(
@@ -97,7 +115,10 @@ def timeline_spec() -> dict[str, Any]:
         "encoding": {
             "x": {"field": "start", "type": "quantitative", "title": "seconds before now", "scale": {"nice": False}},
             "x2": {"field": "end"},
-            "y": {"field": "request", "type": "nominal", "title": None, "sort": None, "axis": {"labelLimit": 110}},
+            "y": {
+                "field": "request", "type": "nominal", "title": None, "sort": None,
+                "axis": {"labelLimit": 110, "labelOverlap": False},
+            },
             "color": {
                 "field": "phase", "type": "nominal", "title": None, "legend": {"orient": "bottom", "columns": 2},
                 "scale": {"domain": list(PHASE_COLOURS), "range": list(PHASE_COLOURS.values())},
@@ -110,7 +131,7 @@ def timeline_spec() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def timeline_columns(requests: Iterable[RequestState], names: Mapping[str, str]) -> dict[str, list[Any]]:
+def timeline_table(requests: Iterable[RequestState], names: Mapping[str, str]) -> pa.Table:
     """The data of `timeline_spec`; `names` gives each request's id the name it is shown by."""
     columns: dict[str, list[Any]] = {"request": [], "phase": [], "start": [], "end": [], "duration": []}
     for request in requests:
@@ -120,4 +141,4 @@ def timeline_columns(requests: Iterable[RequestState], names: Mapping[str, str])
             columns["start"].append(-segment.start_age)
             columns["end"].append(-segment.end_age)
             columns["duration"].append(segment.start_age - segment.end_age)
-    return columns
+    return pa.table(columns)

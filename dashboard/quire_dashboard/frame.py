@@ -1,13 +1,15 @@
 """What all pages share: the watcher, the pickers, live refresh, charts, and how a failure is said."""
 
+import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
 import streamlit as st
 
-from quire_dashboard.charts import HEIGHT, columns_of, line_spec
+from quire_dashboard.charts import HEIGHT, line_spec, points_table
 from quire_dashboard.history import Point
 from quire_dashboard.monitor import Monitor
 from quire_dashboard.queries import Query
@@ -17,8 +19,8 @@ from quire_dashboard.snapshot import RequestState, Snapshot
 from quire_dashboard.words import seconds
 
 __all__ = [
-    "Line", "Selection", "chart", "close_monitors", "draw", "figures", "live", "monitor", "pickers", "request_names",
-    "selection", "server_away", "snapshot_or_reason",
+    "CHARTS_S", "SECONDS_AXIS", "Line", "Selection", "chart", "close_monitors", "draw", "figures", "live", "monitor",
+    "pickers", "request_names", "selection", "server_away", "snapshot_or_reason", "table",
 ]  # fmt: skip
 
 _RANGES = {"5 minutes": 300.0, "15 minutes": 900.0, "1 hour": 3600.0}
@@ -30,6 +32,13 @@ _REFRESHES = {
     "every 30 seconds": 30.0,
     "off": None,
 }
+CHARTS_S = 5.0
+"""Charts of minutes and hours are drawn again no more often: they are most of what a refresh costs, here and in the
+browser, and look the same two seconds later."""
+SECONDS_AXIS = ".4~g"
+"""With a number of digits: without one, an axis of long times has 6e+2 on it."""
+_FAR = 4.0
+"""A target so many times higher than all that is drawn would leave a flat line at the bottom."""
 _CSS = """
 <style>
 /* A fragment that is being refreshed keeps its looks; the running man of every refresh would be the only flicker. */
@@ -46,6 +55,8 @@ _CSS = """
 
 _lock = threading.Lock()
 _monitors: dict[Settings, Monitor] = {}
+_drawn: dict[tuple[tuple["Line", ...], str, float], "_Drawn"] = {}
+"""By what is shown: lines, model and time range."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +98,7 @@ def close_monitors() -> None:
         for found in _monitors.values():
             found.stop()
         _monitors.clear()
+        _drawn.clear()
 
 
 def pickers() -> None:
@@ -114,9 +126,15 @@ def selection() -> Selection:
     )
 
 
-def live(render: Callable[[], None]) -> None:
-    """Draw a part of a page, and draw it again by itself, without the rest of the page."""
-    st.fragment(render, run_every=selection().refresh_s)()
+def live(render: Callable[[], None], least_s: float = 0.0) -> None:
+    """Draw a part of a page, and draw it again by itself, without the rest of the page.
+
+    Args:
+        render: draws it.
+        least_s: it is not drawn again more often than this, whatever the visitor picked.
+    """
+    refresh_s = selection().refresh_s
+    st.fragment(render, run_every=None if refresh_s is None else max(refresh_s, least_s))()
 
 
 def server_away() -> bool:
@@ -135,7 +153,7 @@ def snapshot_or_reason(model: str) -> Snapshot | None:
     if not model:
         st.info("No model of Quire is loaded.")
         return None
-    seen = monitor().snapshot(model)
+    seen = monitor().snapshot(model, selection().refresh_s)
     if seen.snapshot is None:
         st.warning(f"**The requests of {model} cannot be seen.** {seen.error}", icon=":material/visibility_off:")
     return seen.snapshot
@@ -154,28 +172,63 @@ def chart(
 ) -> None:  # fmt: skip
     """A chart of queries over the picked time range, under its title and what it says now."""
     picked = selection()
-    points: list[Point] = []
     error = ""
-    for line in lines:
-        try:
-            found = monitor().points(line.query, line.by, picked.labels, picked.range_s)
-        except ScrapeError as failure:
-            error = str(failure)
-            break
-        points += [Point(point.time, point.series if line.by else line.name, point.value) for point in found]
-    names = [line.name for line in lines] if all(not line.by for line in lines) else sorted({p.series for p in points})
-    now = _now(points, names, say) if say else ""
+    try:
+        found = [monitor().points(line.query, line.by, picked.labels, picked.range_s) for line in lines]
+    except ScrapeError as failure:
+        found, error = [], str(failure)
+    drawn = _drawn_of((tuple(lines), picked.model, picked.range_s), found)
+    rules = rules or {}
+    near = {name: value for name, value in rules.items() if top is not None or value <= _FAR * drawn.highest}
+    now = " · ".join(filter(None, [_now(drawn, say) if say else "", *(name for name in rules if name not in near)]))
     st.markdown(f"**{title}**" + (f" &nbsp; :gray[{now}]" if now else ""))
     if error:
         st.warning(error)
-    elif not points:
+    elif not drawn.table.num_rows:
         st.caption("Nothing yet in this time range.")
     else:
-        if top is None and not any(point.value for point in points):
+        if top is None and drawn.highest <= 0:
             top = 1.0  # an axis from 0 to 0 has no numbers
-        spec = line_spec(unit, rules=rules, format_=format_, top=top, series=names)
+        spec = line_spec(unit, rules=near, format_=format_, top=top, series=drawn.names)
         # The alternative text becomes part of the specification: with figures in it, each refresh drew a new chart.
-        draw(columns_of(points), spec, key=key, alt=title)
+        draw(drawn.table, spec, key=key, alt=title)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Drawn:
+    """What a chart is made of, for all who look at it until there are other points."""
+
+    source: list[list[Point]]
+    table: pa.Table
+    names: Sequence[str]
+    current: Mapping[str, float]
+    """What each line says now."""
+    highest: float
+    """The largest of all values, at least 0."""
+
+
+def _drawn_of(what: tuple[tuple[Line, ...], str, float], source: list[list[Point]]) -> _Drawn:
+    """Made once of the same lists of points: `Monitor.points` gives the same ones until there is something new."""
+    lines, last = what[0], _drawn.get(what)
+    if last is not None and len(last.source) == len(source) and all(map(operator.is_, last.source, source)):
+        return last
+    points = [
+        point if line.by else Point(point.time, line.name, point.value)
+        for line, found in zip(lines, source, strict=False)  # none when they could not be had
+        for point in found
+    ]
+    names = [line.name for line in lines] if all(not line.by for line in lines) else sorted({p.series for p in points})
+    newest = {point.series: point for point in points}
+    end = max((point.time for point in points), default=0.0)
+    _drawn[what] = drawn = _Drawn(
+        source=source,
+        table=points_table(points),
+        names=names,
+        # A line that has ended some time ago says nothing of now.
+        current={name: point.value for name, point in newest.items() if point.time > end - 30},
+        highest=max((point.value for point in points), default=0.0),
+    )
+    return drawn
 
 
 def figures(shown: Sequence[tuple[str, str, str]]) -> None:
@@ -185,18 +238,18 @@ def figures(shown: Sequence[tuple[str, str, str]]) -> None:
             st.metric(label, value, help=explained or None, width=150)
 
 
-def draw(
-    columns: Mapping[str, list[Any]], spec: Mapping[str, Any], *, key: str, alt: str, height: int = HEIGHT
-) -> None:
+def draw(data: pa.Table, spec: Mapping[str, Any], *, key: str, alt: str, height: int = HEIGHT) -> None:
     """A Vega-Lite chart of the page's width."""
-    st.vega_lite_chart(dict(columns), dict(spec), key=key, alt=alt, height=height, width="stretch")
+    st.vega_lite_chart(data, dict(spec), key=key, alt=alt, height=height, width="stretch")
 
 
-def _now(points: Sequence[Point], names: Sequence[str], say: Callable[[float], str]) -> str:
-    newest = {point.series: point for point in points}
-    end = max((point.time for point in points), default=0.0)
-    # A line that has ended some time ago says nothing of now.
-    current = {name: found.value for name, found in newest.items() if found.time > end - 30}
+def table(rows: Sequence[Mapping[str, Any]], *, key: str, columns: Mapping[str, Any] | None = None) -> None:
+    """A table of rows with the same columns."""
+    st.dataframe(pa.Table.from_pylist(rows), hide_index=True, key=key, column_config=columns)
+
+
+def _now(drawn: _Drawn, say: Callable[[float], str]) -> str:
+    names, current = drawn.names, drawn.current
     if len(names) > 3:  # of many, those that say something
         names = [name for name in names if current.get(name)]
     return " · ".join(f"{name} {say(current[name])}".strip() for name in names if name in current)

@@ -14,7 +14,7 @@ import math
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from quire_dashboard.scrape import Key, Scrape
@@ -42,6 +42,8 @@ class View:
     index: Mapping[Key, int]
     times: list[float]
     rows: list["array[float]"]
+    first: int = 0
+    """Number of the first of these readings, counted from the very first one."""
     _found: dict[object, list[tuple[dict[str, str], int]]] = field(default_factory=dict, compare=False)
     """Answers of `columns`: a chart asks the same for each of its moments."""
 
@@ -69,6 +71,11 @@ class View:
         grown = self.at(column, last) - self.at(column, first)
         return 0.0 if math.isnan(grown) else max(0.0, grown)
 
+    @property
+    def last(self) -> int:
+        """Number of the last of these readings; one less than `first` when there is none."""
+        return self.first + len(self.rows) - 1
+
     def row_at(self, time: float) -> int:
         """The last reading that is not after `time`, else the first one."""
         return max(0, bisect.bisect_right(self.times, time) - 1)
@@ -85,7 +92,7 @@ class Ring:
         self._rows: deque[array[float]] = deque(maxlen=size)
         self._last_seen: list[float] = []
         self._before_restarts: list[float] = []
-        self._memo: dict[object, object] = {}
+        self._num_readings = 0
         self._view: View | None = None
 
     def append(self, scrape: Scrape) -> None:
@@ -103,7 +110,7 @@ class Ring:
                 row[column] = self._adjusted(column, value) if self._is_cumulative[column] else value
             self._times.append(scrape.time)
             self._rows.append(row)
-            self._memo.clear()
+            self._num_readings += 1
             self._view = None
 
     def _adjusted(self, column: int, value: float) -> float:
@@ -116,16 +123,6 @@ class Ring:
         """What is remembered now."""
         with self._lock:
             if self._view is None:
-                self._view = View(dict(self._index), list(self._times), list(self._rows))
+                first = self._num_readings - len(self._rows)
+                self._view = View(dict(self._index), list(self._times), list(self._rows), first)
             return self._view
-
-    def remember(self, what: object, compute: Callable[[View], Iterable[Point]]) -> list[Point]:
-        """The points of `compute`, computed once between two readings however many visitors there are."""
-        with self._lock:
-            found = self._memo.get(what)
-        if isinstance(found, list):
-            return found
-        points = list(compute(self.view()))
-        with self._lock:
-            self._memo[what] = points
-        return points

@@ -1,7 +1,8 @@
 """One watcher per dashboard process, for all its visitors: readings of /metrics, and snapshots, fetched once for all.
 
 A thread reads /metrics every two seconds, visitors or none, so that a page that is opened shows what was before. A
-snapshot is only fetched while somebody looks at a page that shows one, and at most once a second.
+snapshot is only fetched while somebody looks at a page that shows one, and all pages show the same one until it is as
+old as a refresh. What is computed from them is kept likewise: many visitors cost hardly more than one.
 """
 
 import threading
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from quire_dashboard.history import Point, Ring, View
 from quire_dashboard.prometheus import Prometheus
 from quire_dashboard.queries import Query, evaluate
-from quire_dashboard.scrape import ScrapeError, fetch, parse
+from quire_dashboard.scrape import Key, ScrapeError, fetch, parse
 from quire_dashboard.settings import Settings
 from quire_dashboard.snapshot import Snapshot
 from quire_dashboard.triton_client import Triton, TritonError
@@ -22,7 +23,8 @@ __all__ = ["Monitor", "Seen", "StepState"]
 
 SCRAPE_INTERVAL_S = 2.0
 HISTORY_S = 3600.0
-SNAPSHOT_AGE_S = 1.0
+SNAPSHOT_AGE_S = 0.9 * SCRAPE_INTERVAL_S
+"""A little less than a refresh: a page that looks every two seconds sees a new one each time."""
 PROMETHEUS_AGE_S = 2.0
 
 
@@ -70,6 +72,10 @@ class Monitor:
         self._seen: dict[str, Seen] = {}
         self._steps: dict[str, deque[StepState]] = {}
         self._asked: dict[object, tuple[float, list[Point]]] = {}
+        self._keys: dict[str, Key] = {}
+        self._points_lock = threading.Lock()
+        self._known: dict[object, dict[tuple[int, int], list[Point]]] = {}
+        self._computed: dict[object, tuple[int, list[Point]]] = {}
         self._thread = threading.Thread(target=self._run, name="quire-dashboard-monitor", daemon=True)
 
     def start(self) -> None:
@@ -91,7 +97,7 @@ class Monitor:
     def read(self) -> None:
         """Take one reading."""
         try:
-            scrape = parse(fetch(self.settings.metrics), time.time())
+            scrape = parse(fetch(self.settings.metrics), time.time(), self._keys)
         except ScrapeError as error:
             self._error = str(error)
             return
@@ -124,12 +130,15 @@ class Monitor:
     def points(self, query: Query, by: str, labels: Mapping[str, str], range_s: float) -> list[Point]:
         """A query over the last `range_s` seconds: from Prometheus, if there is one, else from memory.
 
+        Returns:
+            The same list until there is something new.
+
         Raises:
             ScrapeError: Prometheus is away.
         """
         what = (query, tuple(sorted(labels.items())), range_s)
         if self._prometheus is None:
-            return self.ring.remember(what, lambda view: evaluate(query, view, labels, range_s))
+            return self._own_points(what, query, labels, range_s)
         with self._lock:
             asked_at, points = self._asked.get(what, (0.0, []))
         if time.monotonic() - asked_at > PROMETHEUS_AGE_S or not asked_at:
@@ -139,17 +148,32 @@ class Monitor:
                 self._asked[what] = (time.monotonic(), points)
         return points
 
+    def _own_points(self, what: object, query: Query, labels: Mapping[str, str], range_s: float) -> list[Point]:
+        view = self.ring.view()
+        with self._points_lock:
+            last, points = self._computed.get(what, (-1, []))
+            if last != view.last:
+                points = evaluate(query, view, labels, range_s, self._known.setdefault(what, {}))
+                self._computed[what] = (view.last, points)
+            return points
+
     def view(self) -> View:
         """The own readings."""
         return self.ring.view()
 
-    def snapshot(self, model: str) -> Seen:
-        """The model's snapshot, at most a second old, or why there is none."""
+    def snapshot(self, model: str, refresh_s: float | None = None) -> Seen:
+        """The model's snapshot, hardly older than two seconds, or why there is none.
+
+        Args:
+            model: which one.
+            refresh_s: how often the visitor looks, if that is more often.
+        """
+        age_s = SNAPSHOT_AGE_S if refresh_s is None else min(SNAPSHOT_AGE_S, 0.9 * refresh_s)
         with self._lock:
             lock = self._model_locks.setdefault(model, threading.Lock())
         with lock:
             seen = self._seen.get(model)
-            if seen is not None and time.monotonic() - seen.at < SNAPSHOT_AGE_S:
+            if seen is not None and time.monotonic() - seen.at < age_s:
                 return seen
             try:
                 snapshot = self.triton.snapshot(model)

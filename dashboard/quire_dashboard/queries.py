@@ -6,7 +6,7 @@ replicas) and versions of one model.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -125,18 +125,50 @@ def selector(labels: Mapping[str, str]) -> str:
     return "{" + ",".join(f'{name}="{value}"' for name, value in sorted(escaped.items())) + "}"
 
 
-def evaluate(query: Query, view: View, labels: Mapping[str, str], range_s: float) -> Iterator[Point]:
-    """A query over the last `range_s` seconds of the own history, at no more than `MOST_POINTS` moments."""
+def evaluate(
+    query: Query, view: View, labels: Mapping[str, str], range_s: float, known: dict[tuple[int, int], list[Point]]
+) -> list[Point]:
+    """A query over the last `range_s` seconds of the own history, at no more than about `MOST_POINTS` moments.
+
+    ::
+
+        readings   r0  r1  r2  r3  r4  r5  r6  r7  r8        at a stride of 3
+        moments    r0          r3          r6      r8        those that 3 divides, and the newest
+
+    A moment is told by the number of its reading, so that it stays one when the next reading comes: what was computed
+    for it is used again, and a refresh computes the newest moment and hardly any other.
+
+    Args:
+        query: what to compute.
+        view: the history.
+        labels: of the series.
+        range_s: how far to look back.
+        known: what this has found before for the same query, labels and range; empty at first. It is changed.
+    """
     if not view.times:
-        return
+        return []
+    newest = len(view.times) - 1
     start = view.row_at(view.times[-1] - range_s)
-    stride = max(1, (len(view.times) - start) // MOST_POINTS)
-    # Counted from the end: the newest reading is always there.
-    for last in range(len(view.times) - 1, start - 1, -stride)[::-1]:
-        window = max(WINDOW_S, view.times[last] - view.times[max(0, last - stride)])
-        first = view.row_at(view.times[last] - window)
-        for series, value in query.values(view, labels, first, last).items():
-            yield Point(view.times[last], series, value)
+    stride = max(1, (newest + 1 - start) // MOST_POINTS)
+    found: dict[tuple[int, int], list[Point]] = {}
+    for row in range(start, newest + 1):
+        number = view.first + row
+        if number % stride and row != newest:
+            continue
+        points = known.get((stride, number))
+        if points is None:
+            points = _points_at(query, view, labels, row, stride)
+        found[stride, number] = points
+    known.clear()
+    known.update(found)
+    return [point for points in found.values() for point in points]
+
+
+def _points_at(query: Query, view: View, labels: Mapping[str, str], row: int, stride: int) -> list[Point]:
+    time = view.times[row]
+    window = max(WINDOW_S, time - view.times[max(0, row - stride)])
+    values = query.values(view, labels, view.row_at(time - window), row)
+    return [Point(time, series, value) for series, value in values.items()]
 
 
 def latest(query: Query, view: View, labels: Mapping[str, str], window_s: float = WINDOW_S) -> dict[str, float]:

@@ -73,23 +73,45 @@ def why(error: Exception) -> str:
     return str(error).strip() or type(error).__name__
 
 
-def parse(text: str, time: float) -> Scrape:
+def parse(text: str, time: float, keys: dict[str, Key] | None = None) -> Scrape:
     """Read Prometheus' text format, as far as it is about Quire.
+
+    Args:
+        text: the whole answer.
+        time: of the reading.
+        keys: what earlier readings of the same server had before the value of each line; it is added to. The parser is
+            slow, and of two readings only the values differ.
 
     Raises:
         ScrapeError: it is not that format.
     """
-    # Of what tritonserver exports, most is not ours, and the parser is slow. Without the types on purpose: of a counter
-    # whose name does not end in `_total`, such as a bucket that is written as a counter, the parser changes the name.
-    lines = [line for line in text.splitlines() if line.startswith(_PREFIX)]
+    keys = {} if keys is None else keys
     values: dict[Key, float] = {}
     try:
-        for family in text_string_to_metric_families("\n".join([*lines, ""])):
-            for sample in family.samples:
-                values[sample.name, tuple(sorted(sample.labels.items()))] = float(sample.value)
+        for line in text.splitlines():
+            # Of what tritonserver exports, most is not ours.
+            if not line.startswith(_PREFIX):
+                continue
+            sample, _, text_value = line.rpartition(" ")
+            key = keys.get(sample)
+            if key is not None:
+                values[key] = float(text_value)
+                continue
+            key, value = _parse_line(line)
+            values[key] = float(value)
+            if sample.endswith("}"):  # else it may hold a value, with a time behind it
+                keys[sample] = key
     except (ValueError, KeyError, IndexError) as error:
         raise ScrapeError(f"/metrics is not in Prometheus' text format: {error}") from None
     return Scrape(time, values)
+
+
+def _parse_line(line: str) -> tuple[Key, float]:
+    # Alone and without its type on purpose: of a counter whose name does not end in `_total`, such as a bucket that is
+    # written as a counter, the parser changes the name.
+    (family,) = text_string_to_metric_families(f"{line}\n")
+    (sample,) = family.samples
+    return (sample.name, tuple(sorted(sample.labels.items()))), sample.value
 
 
 def quantile(q: float, buckets: Iterable[tuple[float, float]]) -> float | None:

@@ -148,14 +148,24 @@ class Dashboard:
         """What the ready line says of it: None while it is not yet known, empty when there is no dashboard."""
         if self._gone.is_set():
             return ""
-        if not self._listens and time.monotonic() - self._start < _START_S:
+        if not self._listens:
             try:
                 address = (self._endpoint.client_host, self._endpoint.port)
                 socket.create_connection(address, timeout=1.0).close()
             except OSError:
-                return None
+                # The first time may come late: it is asked for once the server is ready, which may take minutes.
+                if time.monotonic() - self._start < _START_S:
+                    return None
+                self._yield_to_server()
+                return ""
             self._listens = True
-        return f" dashboard={self._endpoint}" if self._listens else ""
+            self._yield_to_server()
+        return f" dashboard={self._endpoint}"
+
+    def _yield_to_server(self) -> None:
+        """Whoever looks at the engine must not take its time. Not from the beginning: the start is waited for."""
+        if self._popen is not None:
+            process.yield_to_others(self._popen.pid)
 
     def _watch(self, handle: int) -> None:
         poll = select.poll()

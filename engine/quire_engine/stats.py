@@ -36,6 +36,8 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """Of these, those that the model agreed with."""
     rank_busy_seconds: list[float] = []
     """By rank, how long it has computed steps, without waits for other ranks; empty where that is not known."""
+    num_block_evictions: int = 0
+    """Cached blocks that lost their content because a request needed the room."""
 
     @property
     def kv_cache_usage(self) -> float:

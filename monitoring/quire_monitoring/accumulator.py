@@ -78,6 +78,7 @@ class Accumulator:
         before, self._scheduler_stats = self._scheduler_stats, stats
         counters = self._counters
         counters[_PREEMPTIONS] += _growth(before.num_preemptions, stats.num_preemptions)
+        counters[_EVICTIONS] += _growth(before.num_block_evictions, stats.num_block_evictions)
         counters[_QUERIES] += _growth(before.prefix_cache_queries, stats.prefix_cache_queries)
         counters[_HITS] += _growth(before.prefix_cache_hits, stats.prefix_cache_hits)
         for rank, busy in enumerate(stats.rank_busy_seconds):
@@ -206,6 +207,7 @@ _PROMPT_TOKENS = series("quire_prompt_tokens_total")
 _CACHED_TOKENS = series("quire_prompt_tokens_cached_total")
 _GENERATION_TOKENS = series("quire_generation_tokens_total")
 _PREEMPTIONS = series("quire_preemptions_total")
+_EVICTIONS = series("quire_kv_block_evictions_total")
 _QUERIES = series("quire_prefix_cache_queries_total")
 _HITS = series("quire_prefix_cache_hits_total")
 _RESTARTS = series("quire_engine_restarts_total")

@@ -108,6 +108,7 @@ _ENGINE: tuple[MetricDefinition, ...] = (
     _counter("quire_prompt_tokens_cached_total", "Prompt tokens that were found in the prefix cache"),
     _counter("quire_generation_tokens_total", "Generated tokens"),
     _counter("quire_preemptions_total", "Times a running request was put back to wait"),
+    _counter("quire_kv_block_evictions_total", "Cached blocks that were given to a request for other content"),
     _counter("quire_prefix_cache_queries_total", "Tokens looked up in the prefix cache"),
     _counter("quire_prefix_cache_hits_total", "Tokens found in the prefix cache"),
     _counter("quire_engine_restarts_total", "Times the engine was started again after a crash or a hang"),

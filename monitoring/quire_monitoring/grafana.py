@@ -168,6 +168,10 @@ CACHE = Dashboard(
             Panel(title="Preemptions",
                   queries=((f"quire:preemptions:rate5m{{{MODEL}}}", "{{model}} {{engine}} per s"),),
                   description="Requests that gave their blocks up, and are computed again."),
+            Panel(title="Evictions",
+                  queries=((_rate("quire_kv_block_evictions_total", "model"), "{{model}} per s"),),
+                  description="Cached blocks whose content made room for a request. With few hits, the cache is too "
+                              "small for its prefixes."),
         )),
         Row(panels=(
             Panel(title="Prefix cache hits", unit="percentunit", maximum=1,

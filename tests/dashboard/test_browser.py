@@ -14,17 +14,15 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 from quire_dashboard.settings import Settings
-from support.chromium import find_chromium
+from support.browser import chromium, is_dark, pages_of, sidebar_link
 from support.fake_triton import TOKEN, FakeTriton, fake_triton, make_request
 
 pytestmark = pytest.mark.browser
 
-TIMEOUT_MS = 30_000
 PAGES = {
     "Overview": "Users are served within their SLO",
     "KV cache": "report (aaaa11): 4",
@@ -38,16 +36,8 @@ DASHBOARD_TOKEN = "open sesame"
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    chromium = find_chromium()
-    if chromium is None:
-        pytest.skip("there is no Chromium; make test unpacks Debian's, and QUIRE_CHROMIUM names another one")
-    with sync_playwright() as playwright:
-        started: dict[str, Any] = {
-            "executable_path": chromium.executable, "args": list(chromium.arguments), "env": chromium.environment,
-        }  # fmt: skip
-        running = playwright.chromium.launch(**started)
+    with chromium() as running:
         yield running
-        running.close()
 
 
 @contextmanager
@@ -101,31 +91,8 @@ def address(fake: FakeTriton) -> Iterator[str]:
 
 @pytest.fixture
 def open_page(browser: Browser, address: str) -> Iterator[Callable[..., Page]]:
-    """Opens a page; afterwards, nothing may have been asked of another host, and no page may have failed."""
-    contexts, foreign = [], []
-
-    def at(path: str = "", *, base: str = "", width: int = 1280, dark: bool = False) -> Page:
-        context = browser.new_context(
-            viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light"
-        )  # fmt: skip
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(TIMEOUT_MS)
-        here = base or address
-        own = (here, here.replace("http", "ws"), "data:", "blob:")
-        page.on("request", lambda asked: None if asked.url.startswith(own) else foreign.append(asked.url))
-        page.goto(f"{here}/{path}")
-        return page
-
-    expect.set_options(timeout=TIMEOUT_MS)
-    yield at
-    for context in contexts:
-        context.close()
-    assert foreign == []
-
-
-def sidebar_link(page: Page, title: str) -> Any:
-    return page.get_by_test_id("stSidebarNav").get_by_role("link", name=title, exact=True)
+    with pages_of(browser, address) as at:
+        yield at
 
 
 def test_every_page_is_reached_by_a_click(open_page: Callable[..., Page]) -> None:
@@ -224,8 +191,7 @@ def test_it_fits_a_phone_in_both_themes(open_page: Callable[..., Page], dark: bo
     for path in ("", "kv-cache", "requests", "engine", "playground", "load"):
         page = open_page(path, width=390, dark=dark)
         expect(page.get_by_role("heading").first).to_be_visible()
-        background = page.evaluate("getComputedStyle(document.querySelector('.stApp')).backgroundColor")
-        assert (sum(map(int, re.findall(r"\d+", background)[:3])) < 200) is dark
+        assert is_dark(page) is dark
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 

@@ -1,5 +1,6 @@
 """Every page by Streamlit's own test harness, against a stand-in for the server: what it says, not how it looks."""
 
+import re
 import time
 from collections.abc import Callable
 
@@ -84,6 +85,18 @@ def test_overview_filters_by_slo_class(fake: FakeTriton) -> None:
         assert figure in text_of(app.run())
 
 
+def test_a_target_that_is_far_away_is_said_and_not_drawn(fake: FakeTriton) -> None:
+    app = open_page("overview")
+    fake.state.finish(20, ttft=0.4)
+    read_again()
+    text = text_of(app.run())
+    specs = {chart.proto.alt: chart.proto.spec for chart in app.get("vega_lite_chart")}
+    assert "SLO 500 ms" in specs["Time to first token"]
+    assert "SLO 10" not in specs["End-to-end latency"]
+    assert re.search(r"End-to-end latency.*p99 .* · SLO 10.*s\]", text)
+    assert "99%" in specs["Goodput"]
+
+
 def test_overview_says_that_the_server_is_away_and_how_old_its_figures_are(fake: FakeTriton) -> None:
     app = open_page("overview")
     fake.stop()
@@ -108,8 +121,11 @@ def test_a_server_that_never_was_there(fake: FakeTriton, page: str) -> None:
 def test_kv_cache_shows_blocks_and_their_owners(fake: FakeTriton) -> None:
     app = open_page("kv_cache")
     fake.state.finish(5)
+    fake.state.add("kv_block_evictions_total", 12)
     read_again()
     text = text_of(app.run())
+    assert "Evictions=—" not in text
+    assert "Evictions=0" not in text
     for figure in ("Used=8", "Cached=16", "Free=40", "Shared=2", "Prefix hits=40.0%"):
         assert figure in text
     assert "24 blocks can be found by their prefix: 3 different beginnings, the longest 7 blocks (112 tokens)" in text

@@ -5,6 +5,7 @@ import signal
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support.serving import Server, run_cli, serve, start, wait_until
@@ -31,14 +32,16 @@ def server() -> Iterator[Server]:
 def test_the_ready_line_names_a_dashboard_that_answers(server: Server) -> None:
     assert server.dashboard.startswith("127.0.0.1:")
     assert answers(server.dashboard)
+    # The engine comes first: the dashboard has what it leaves.
+    assert set(_nice_values(_dashboard(server))) == {10}
+    assert set(_nice_values(_tritonserver(server))) == {0}
     assert server.stop() == 0
     assert not answers(server.dashboard)
 
 
 def test_it_goes_on_when_the_server_is_started_again(server: Server) -> None:
     dashboard = server.dashboard
-    (tritonserver,) = [pid for pid in server.run_id.processes() if "bin/tritonserver" in _command(pid)]
-    os.kill(tritonserver, signal.SIGKILL)
+    os.kill(_tritonserver(server), signal.SIGKILL)
     server.wait_for_ready_line()
     assert server.dashboard == dashboard
     assert answers(dashboard)
@@ -73,3 +76,21 @@ def _command(pid: int) -> str:
             return file.read().decode(errors="replace")
     except OSError:
         return ""
+
+
+def _tritonserver(server: Server) -> int:
+    (found,) = [pid for pid in server.run_id.processes() if "bin/tritonserver" in _command(pid)]
+    return found
+
+
+def _dashboard(server: Server) -> int:
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    (found,) = [int(pid) for pid in children if "streamlit" in _command(int(pid))]
+    return found
+
+
+def _nice_values(pid: int) -> list[int]:
+    """Of the process' threads, and of its session where the kernel has groups of them."""
+    group = Path(f"/proc/{pid}/autogroup")
+    of_group = [int(group.read_text().split()[-1])] if group.exists() else []
+    return [os.getpriority(os.PRIO_PROCESS, int(tid)) for tid in os.listdir(f"/proc/{pid}/task")] + of_group

@@ -47,7 +47,7 @@ class State:
             self.set(name, value)
         for name in ("generation_tokens_total", "prompt_tokens_total", "prompt_tokens_cached_total",
                      "preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total",
-                     "engine_restarts_total", "requests_replayed_total"):  # fmt: skip
+                     "engine_restarts_total", "requests_replayed_total", "kv_block_evictions_total"):  # fmt: skip
             self.set(name, 0)
         for reason in ("capacity", "grammar"):
             self.set("requests_waiting", 0, reason=reason)

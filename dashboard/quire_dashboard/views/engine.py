@@ -1,13 +1,23 @@
 """The engine from inside: ranks, the phases of a step, what a batch is made of, messages that wait."""
 
-from datetime import datetime, timezone
-from typing import Any
-
 import streamlit as st
 
 from quire_dashboard import words
-from quire_dashboard.charts import stacked_spec
-from quire_dashboard.frame import Line, chart, draw, figures, live, monitor, selection, server_away, snapshot_or_reason
+from quire_dashboard.charts import chart_table, stacked_spec
+from quire_dashboard.frame import (
+    CHARTS_S,
+    SECONDS_AXIS,
+    Line,
+    chart,
+    draw,
+    figures,
+    live,
+    monitor,
+    selection,
+    server_away,
+    snapshot_or_reason,
+    table,
+)
 from quire_dashboard.monitor import StepState
 from quire_dashboard.queries import Gauge, Quantile, Rate
 from quire_dashboard.snapshot import Snapshot
@@ -19,7 +29,7 @@ def show() -> None:
     """The page."""
     st.title("Engine")
     live(_now)
-    live(_charts)
+    live(_charts, CHARTS_S)
 
 
 def _now() -> None:
@@ -58,7 +68,7 @@ def _ranks(snapshot: Snapshot) -> None:
         for rank in snapshot.engine.ranks
     ]
     if rows:
-        st.dataframe(rows, hide_index=True, key="ranks")
+        table(rows, key="ranks")
     else:
         st.caption("The engine has no ranks at the moment.")
 
@@ -72,7 +82,7 @@ def _step(snapshot: Snapshot) -> None:
         for phase, value in phases.items()
     ]
     share = st.column_config.ProgressColumn("share", format="percent", min_value=0.0, max_value=1.0)
-    st.dataframe(rows, hide_index=True, column_config={"share": share}, key="phases")
+    table(rows, columns={"share": share}, key="phases")
     queues = snapshot.engine.queues
     st.markdown(
         f"Messages that wait: **{queues.get('to_engine', 0)}** to the engine, **{queues.get('responses', 0)}** "
@@ -87,7 +97,7 @@ def _charts() -> None:
     with left:
         chart("Step time by phase (median)", "seconds", [
             Line(query=Quantile(name="quire_step_seconds", q=0.5, by="phase"), by="phase"),
-        ], key="step_time", say=words.seconds, format_="~g")  # fmt: skip
+        ], key="step_time", say=words.seconds, format_=SECONDS_AXIS)  # fmt: skip
         _composition(monitor().steps(selection().model))
     with right:
         chart("Ranks that are up", "ranks", [Line(query=Gauge(name="quire_worker_up"), name="ranks")], key="ranks_up",
@@ -109,10 +119,10 @@ def _composition(steps: list[StepState]) -> None:
     if len(shown) < 2:
         st.caption("Nothing yet in this time range.")
         return
-    times = [datetime.fromtimestamp(step.time, timezone.utc) for step in shown]
-    columns: dict[str, list[Any]] = {
-        "time": times * 2,
-        "series": ["decode"] * len(shown) + ["prefill"] * len(shown),
-        "value": [step.num_decode_tokens for step in shown] + [step.num_prefill_tokens for step in shown],
-    }
-    draw(columns, stacked_spec("tokens of a step", ("decode", "prefill")), key="composition", alt="Batch composition")
+    times = [step.time for step in shown]
+    data = chart_table(
+        times * 2,
+        ["decode"] * len(shown) + ["prefill"] * len(shown),
+        [step.num_decode_tokens for step in shown] + [step.num_prefill_tokens for step in shown],
+    )
+    draw(data, stacked_spec("tokens of a step", ("decode", "prefill")), key="composition", alt="Batch composition")

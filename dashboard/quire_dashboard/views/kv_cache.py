@@ -5,6 +5,7 @@ import streamlit as st
 from quire_dashboard import words
 from quire_dashboard.block_map import blocks_by_state, draw
 from quire_dashboard.frame import (
+    CHARTS_S,
     Line,
     chart,
     figures,
@@ -14,6 +15,7 @@ from quire_dashboard.frame import (
     selection,
     server_away,
     snapshot_or_reason,
+    table,
 )  # fmt: skip
 from quire_dashboard.queries import Gauge, Rate, Ratio, latest
 from quire_dashboard.snapshot import Snapshot
@@ -27,7 +29,7 @@ def show() -> None:
     """The page."""
     st.title("KV cache")
     live(_now)
-    live(_charts)
+    live(_charts, CHARTS_S)
 
 
 def _now() -> None:
@@ -57,12 +59,14 @@ def _figures(snapshot: Snapshot | None) -> None:
     states = latest(Gauge(name="quire_kv_blocks", by="state"), view, labels)
     hits = latest(_HITS, view, labels).get("")
     preemptions = latest(Rate(name="quire_preemptions_total"), view, labels).get("")
+    evictions = latest(Rate(name="quire_kv_block_evictions_total"), view, labels).get("")
     shown = [
         ("Used", words.count(states.get("used")), "Blocks that live requests hold."),
         ("Cached", words.count(states.get("cached")), "Free blocks that an equal prefix can use again."),
         ("Free", words.count(states.get("free")), "Blocks that hold nothing."),
         ("Prefix hits", words.percent(hits), "Share of the prompt tokens found in the cache, of the last minute."),
         ("Preemptions", words.per_second(preemptions), "Mean of the last minute."),
+        ("Evictions", words.per_second(evictions), "Cached blocks given to others, mean of the last minute."),
     ]
     if snapshot is not None:
         shared = blocks_by_state(snapshot.blocks)["shared"]
@@ -88,7 +92,7 @@ def _usage(snapshot: Snapshot) -> None:
         st.caption("No request holds a block.")
         return
     share = st.column_config.ProgressColumn("share", format="percent", min_value=0.0, max_value=1.0)
-    st.dataframe(rows, hide_index=True, column_config={"share": share}, key="usage_by_request")
+    table(rows, columns={"share": share}, key="usage_by_request")
 
 
 def _prefixes(snapshot: Snapshot) -> None:
@@ -103,7 +107,7 @@ def _prefixes(snapshot: Snapshot) -> None:
             {"prefix": f"no. {place}", "blocks": hot.get("num_blocks", 0), "references": hot.get("num_references", 0)}
             for place, hot in enumerate(tree.hottest, 1)
         ]
-        st.dataframe(rows, hide_index=True, key="hottest")
+        table(rows, key="hottest")
 
 
 def _charts() -> None:
@@ -118,11 +122,12 @@ def _charts() -> None:
               top=1.0, say=words.percent)  # fmt: skip
     left, right = st.columns(2)
     with left:
-        # A cached block that is taken for something else is evicted: /metrics counts what was cached and what is.
         chart("Prompt tokens", "tokens per second", [
             Line(query=Rate(name="quire_prompt_tokens_total"), name="all"),
             Line(query=Rate(name="quire_prompt_tokens_cached_total"), name="from cache"),
         ], key="prompt_tokens", say=words.per_second)  # fmt: skip
     with right:
-        chart("Preemptions", "per second", [Line(query=Rate(name="quire_preemptions_total"), name="preemptions")],
-              key="preemptions", say=words.per_second)  # fmt: skip
+        chart("Evictions and preemptions", "per second", [
+            Line(query=Rate(name="quire_kv_block_evictions_total"), name="evicted blocks"),
+            Line(query=Rate(name="quire_preemptions_total"), name="preempted requests"),
+        ], key="evictions", say=words.per_second)  # fmt: skip

@@ -6,7 +6,7 @@ from collections import Counter
 import streamlit as st
 
 from quire_dashboard import words
-from quire_dashboard.frame import Line, chart, figures, live, monitor, selection
+from quire_dashboard.frame import CHARTS_S, SECONDS_AXIS, Line, chart, figures, live, monitor, selection
 from quire_dashboard.load import MOST_STREAMS, LoadJob, LoadPlan, percentile
 from quire_dashboard.queries import Gauge, Quantile, Rate
 
@@ -51,6 +51,7 @@ def show() -> None:
             prompt_words=int(prompt_words), shared_words=int(shared_words), slo_class=slo_class,
         ))  # fmt: skip
     live(_watch)
+    live(_charts, CHARTS_S)
 
 
 def _start(plan: LoadPlan) -> None:
@@ -70,12 +71,17 @@ def _watch() -> None:
         st.caption("No load has been started.")
         return
     _progress(job)
+
+
+def _charts() -> None:
+    if monitor().settings.url not in _jobs:
+        return
     left, right = st.columns(2)
     with left:
         chart("Time to first token, at the server", "seconds", [
             Line(query=Quantile(name="quire_time_to_first_token_seconds", q=0.5), name="p50"),
             Line(query=Quantile(name="quire_time_to_first_token_seconds", q=0.95), name="p95"),
-        ], key="load_ttft", say=words.seconds, format_="~g")  # fmt: skip
+        ], key="load_ttft", say=words.seconds, format_=SECONDS_AXIS)  # fmt: skip
     with right:
         chart("Requests at the server", "requests", [
             Line(query=Gauge(name="quire_requests_running"), name="running"),

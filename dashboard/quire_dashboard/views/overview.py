@@ -4,7 +4,7 @@ import streamlit as st
 
 from quire_dashboard import words
 from quire_dashboard.evidence import gather
-from quire_dashboard.frame import Line, chart, figures, live, monitor, selection, server_away
+from quire_dashboard.frame import CHARTS_S, SECONDS_AXIS, Line, chart, figures, live, monitor, selection, server_away
 from quire_dashboard.health import Evidence, Health, Level, assess
 from quire_dashboard.queries import Gauge, Quantile, Rate, Ratio, latest
 from quire_dashboard.snapshot import Snapshot
@@ -24,7 +24,7 @@ def show() -> None:
     }  # fmt: skip
     st.segmented_control("SLO class", [_ALL, *sorted(classes - {""})], default=_ALL, key="slo_class", required=True)
     live(_now)
-    live(_charts)
+    live(_charts, CHARTS_S)
 
 
 def _slo_class() -> str:
@@ -33,8 +33,8 @@ def _slo_class() -> str:
 
 
 def _snapshot() -> Snapshot | None:
-    model = selection().model
-    return monitor().snapshot(model).snapshot if model else None
+    picked = selection()
+    return monitor().snapshot(picked.model, picked.refresh_s).snapshot if picked.model else None
 
 
 def _now() -> None:
@@ -125,4 +125,4 @@ def _charts() -> None:
 def _latency(title: str, name: str, target: float | None) -> None:
     lines = [Line(query=Quantile(name=name, q=q), name=label) for label, q in _QUANTILES]
     rules = {f"SLO {words.seconds(target)}": target} if target is not None else None
-    chart(title, "seconds", lines, key=name, rules=rules, say=words.seconds, format_="~g")
+    chart(title, "seconds", lines, key=name, rules=rules, say=words.seconds, format_=SECONDS_AXIS)

@@ -5,8 +5,17 @@ from typing import Any
 import streamlit as st
 
 from quire_dashboard import words
-from quire_dashboard.charts import timeline_columns, timeline_spec
-from quire_dashboard.frame import draw, live, monitor, request_names, selection, server_away, snapshot_or_reason
+from quire_dashboard.charts import timeline_spec, timeline_table
+from quire_dashboard.frame import (
+    draw,
+    live,
+    monitor,
+    request_names,
+    selection,
+    server_away,
+    snapshot_or_reason,
+    table,
+)
 from quire_dashboard.snapshot import RequestState
 from quire_dashboard.triton_client import TritonError
 
@@ -36,14 +45,13 @@ def _now() -> None:
     if not requests:
         st.caption("No request is being served at the moment.")
         return
-    st.dataframe([_row(request, names[request.id]) for request in requests], hide_index=True, key="requests",
-                 column_config=_COLUMNS)  # fmt: skip
+    table([_row(request, names[request.id]) for request in requests], key="requests", columns=_COLUMNS)
     left, right = st.columns([2, 1])
     with left:
         shown = requests[:_MOST_BARS]
         oldest = f", the oldest {_MOST_BARS}" if len(requests) > _MOST_BARS else ""
         st.markdown(f"**Timeline**{oldest}")
-        draw(timeline_columns(shown, names), timeline_spec(), key="timeline", height=140 + 24 * len(shown),
+        draw(timeline_table(shown, names), timeline_spec(), key="timeline", height=140 + 24 * len(shown),
              alt="Timeline of the requests")  # fmt: skip
     with right:
         _one(model, requests, names)

@@ -95,6 +95,8 @@ class BlockPool:
         self.free_queue = FreeKVCacheBlockQueue(self.blocks)
         self._cached: dict[bytes, KVCacheBlock] = {}
         self._num_cached_free = 0
+        self.num_evictions = 0
+        """Cached blocks that were handed out for other content since the start."""
 
     @property
     def num_free_blocks(self) -> int:
@@ -123,6 +125,7 @@ class BlockPool:
                 del self._cached[block.block_hash]
                 block.block_hash = None
                 self._num_cached_free -= 1
+                self.num_evictions += 1
             block.ref_cnt = 1
             allocated.append(block)
         return allocated

@@ -381,6 +381,7 @@ class Scheduler:
             num_preemptions=self.num_preemptions,
             num_failed_steps=self.num_failed_steps,
             num_waiting_for_fsm=len(self.waiting_for_fsm),
+            num_block_evictions=pool.num_evictions,
         )
 
     def check_integrity(self) -> None:

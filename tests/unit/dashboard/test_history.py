@@ -1,9 +1,11 @@
 """Readings of /metrics, and what is computed from them."""
 
 import math
+from collections.abc import Mapping
+from typing import ClassVar
 
 import pytest
-from quire_dashboard.history import Point, Ring
+from quire_dashboard.history import Point, Ring, View
 from quire_dashboard.prometheus import Prometheus
 from quire_dashboard.queries import MOST_POINTS, Gauge, Quantile, Query, Rate, Ratio, evaluate, latest, selector
 from quire_dashboard.scrape import Key, Scrape, ScrapeError, fetch, parse, quantile
@@ -40,6 +42,19 @@ def test_a_histogram_whose_buckets_are_written_as_counters_keeps_its_names() -> 
         'quire_step_seconds_bucket{le="+Inf",model="tinypy"} 4\nquire_step_seconds_bucket{le="0.5",model="tinypy"} 3\n'
     )
     assert {name for name, _ in parse(text, 0.0).values} == {"quire_step_seconds_bucket"}
+
+
+def test_the_keys_of_an_earlier_reading_are_used_again() -> None:
+    keys: dict[str, Key] = {}
+    text = State().metrics_text() + 'quire_x{a="b c} d"} 1\nquire_bare 2\nquire_timed{a="b"} 3 1700000000000\n'
+    first = parse(text, 0.0, keys)
+    assert parse(text, 0.0, keys) == first == parse(text, 0.0)
+    assert first.values["quire_x", (("a", "b c} d"),)] == 1
+    assert first.values["quire_bare", ()] == 2
+    assert first.values["quire_timed", (("a", "b"),)] == 3
+    again = parse(text.replace('quire_x{a="b c} d"} 1', 'quire_x{a="b c} d"} +Inf'), 0.0, keys)
+    assert again.values["quire_x", (("a", "b c} d"),)] == math.inf
+    assert not any("quire_bare" in sample or "timed" in sample for sample in keys)
 
 
 def test_what_is_not_metrics_is_said_to_be_none() -> None:
@@ -128,21 +143,37 @@ def test_a_quantile_looks_at_the_window_only() -> None:
 
 def test_a_long_history_is_thinned_and_ends_with_the_newest_reading() -> None:
     ring = ring_of(*((float(t), {key("quire_requests_running"): float(t)}) for t in range(1000)))
-    points = list(evaluate(Gauge(name="quire_requests_running"), ring.view(), LABELS, 900))
+    points = evaluate(Gauge(name="quire_requests_running"), ring.view(), LABELS, 900, {})
     assert 100 <= len(points) <= MOST_POINTS + 2
     assert points[-1] == Point(999.0, "", 999.0)
     assert points[0].time >= 99.0
     assert [point.time for point in points] == sorted(point.time for point in points)
 
 
-def test_what_was_computed_is_computed_again_after_the_next_reading() -> None:
-    ring = ring_of((0.0, {key("quire_requests_running"): 1.0}))
-    query = Gauge(name="quire_requests_running")
-    points = ring.remember("x", lambda view: evaluate(query, view, LABELS, 60))
-    assert len(points) == 1
-    assert ring.remember("x", lambda view: pytest.fail("computed twice")) is points
-    ring.append(Scrape(1.0, {key("quire_requests_running"): 2.0}))
-    assert len(ring.remember("x", lambda view: evaluate(query, view, LABELS, 60))) == 2
+class Counting(Gauge):
+    """Counts how often it is computed."""
+
+    times: ClassVar[list[int]] = []
+
+    def values(self, view: View, labels: Mapping[str, str], first: int, last: int) -> dict[str, float]:
+        self.times.append(last)
+        return Gauge.values(self, view, labels, first, last)
+
+
+@pytest.mark.parametrize("size", [50, 400])
+def test_a_point_of_the_past_is_computed_once(size: int) -> None:
+    ring, query, known = Ring(size), Counting(name="quire_requests_running"), {}
+    for time in range(3 * size):
+        ring.append(Scrape(float(time), {key("quire_requests_running"): float(time)}))
+        Counting.times.clear()
+        points = evaluate(query, ring.view(), LABELS, 1e9, known)
+        fresh = evaluate(Gauge(name="quire_requests_running"), ring.view(), LABELS, 1e9, {})
+        assert points == fresh
+        assert all(point.value == point.time for point in points)
+        # The newest, and at most one more, when the one before it was the newest and is none of those that are kept;
+        # all of them when the history has grown so long that fewer are shown.
+        assert len(Counting.times) <= 2 or len(ring.view().times) % MOST_POINTS == 0
+        assert len(known) == len(points)
 
 
 @pytest.mark.parametrize(

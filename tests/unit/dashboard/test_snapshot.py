@@ -3,10 +3,11 @@
 import base64
 import json
 import re
+from datetime import datetime, timezone
 
 import pytest
 from quire_dashboard.block_map import MOST_CELLS, blocks_by_state, draw, lay_out
-from quire_dashboard.charts import columns_of, line_spec, timeline_columns
+from quire_dashboard.charts import line_spec, points_table, timeline_table
 from quire_dashboard.chat import FORMATS, STOPS, chat_prompt
 from quire_dashboard.history import Point
 from quire_dashboard.snapshot import Blocks, RequestState, Segment, Snapshot
@@ -69,7 +70,7 @@ def test_a_requests_life_is_cut_where_its_phase_changed(
 
 
 def test_the_timeline_ends_now() -> None:
-    columns = timeline_columns(snapshot().requests, {item.id: item.label for item in snapshot().requests})
+    columns = timeline_table(snapshot().requests, {item.id: item.label for item in snapshot().requests}).to_pydict()
     assert columns["start"][0] == -5.0
     assert columns["end"][-1] == 0.0
     assert set(columns["request"]) == {"report", "chat"}
@@ -126,7 +127,8 @@ def test_an_empty_cache_can_be_drawn() -> None:
 def test_a_charts_specification_holds_no_data() -> None:
     assert line_spec("seconds", rules={"SLO": 0.5}) == line_spec("seconds", rules={"SLO": 0.5})
     assert '"values"' not in json.dumps(line_spec("seconds", rules={"SLO": 0.5}))
-    assert columns_of([Point(0.0, "a", 1.0)], {"a": "A"})["series"] == ["A"]
+    drawn = points_table([Point(1.5, "a", 1.0)]).to_pylist()
+    assert drawn == [{"time": datetime.fromtimestamp(1.5, timezone.utc), "series": "a", "value": 1.0}]
 
 
 @pytest.mark.parametrize("format_", FORMATS)

@@ -97,7 +97,7 @@ def random_history(rng: random.Random, num_steps: int) -> list[tuple[SchedulerSt
             totals.clear()
             busy_seconds = [0.0] * len(WORKERS)
         for name in ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "num_draft_tokens",
-                     "num_accepted_tokens"):  # fmt: skip
+                     "num_accepted_tokens", "num_block_evictions"):  # fmt: skip
             totals[name] += rng.randrange(3)
         busy_seconds = [own + rng.random() for own in busy_seconds]
         waiting = rng.randrange(4)

@@ -179,6 +179,23 @@ def test_caching_a_free_block_is_our_own_bug() -> None:
         pool.cache(pool.blocks[0], content("x"))
 
 
+def test_evictions_are_cached_blocks_that_are_handed_out() -> None:
+    pool = BlockPool(3)
+    first, second = pool.allocate(2)
+    pool.cache(first, content("first"))
+    pool.cache(second, content("second"))
+    pool.free([first, second])
+    pool.touch([second])
+    pool.allocate(1)
+    assert pool.num_evictions == 0, "one was taken back, and one that holds nothing is still there"
+    pool.allocate(1)
+    assert pool.num_evictions == 1
+    pool.free([second])
+    pool.reset_cache()
+    pool.allocate(1)
+    assert pool.num_evictions == 1, "what was forgotten before is not evicted"
+
+
 def test_reset_forgets_content_but_not_owners() -> None:
     pool = BlockPool(3)
     kept, freed = pool.allocate(2)

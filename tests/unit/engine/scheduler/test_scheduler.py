@@ -409,6 +409,17 @@ def test_stats_are_those_of_the_moment() -> None:
     assert (stats.num_blocks_used, stats.num_blocks_cached, stats.num_blocks_free) == (2, 1, 5)
 
 
+def test_stats_count_cached_blocks_that_made_room() -> None:
+    scheduler = make_scheduler(num_blocks=2, block_size=4)
+    add(scheduler, *make_requests(2, prompt_length=5))
+    step(scheduler)
+    assert scheduler.make_stats().num_block_evictions == 0
+    scheduler.finish_request("r0")
+    assert scheduler.make_stats().num_blocks_cached == 1
+    step(scheduler)
+    assert scheduler.make_stats().num_block_evictions == 1
+
+
 def test_preemptions_of_a_request_come_with_its_outputs() -> None:
     scheduler, old, young = squeezed()
     step(scheduler)

@@ -1,0 +1,194 @@
+"""The dashboard of a real server under a real load, in a real browser: what is seen is what clients get."""
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect
+from support.browser import chromium, is_dark, pages_of, sidebar_link
+from support.clients import Answer, ask
+from support.serving import ROOT, Server, serve
+from tritonclient.grpc import aio as grpc_aio
+
+pytestmark = [pytest.mark.server, pytest.mark.browser]
+
+CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
+SLO = {"default": {"e2e_ms": 600_000}, "batch": {"e2e_ms": 1}}
+"""One that every request meets, and one that none does."""
+SETTINGS = {"model": str(CHECKPOINT), "dtype": "float32", "slo": SLO, "max_num_seqs": 8, "max_model_len": 1024,
+            "kv_cache_memory_bytes": 16 << 20}  # fmt: skip
+CHARTS = {"Overview": 8, "KV cache": 4, "Requests": 1, "Engine": 5}
+NARROW = 390
+
+
+class Streams:
+    """Clients that send one request after the other, each on a gRPC stream of its own, from a thread."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._tasks: list[Any] = []
+
+    def keep_asking(self, model: str, slo_class: str = "default") -> None:
+        """Send requests of a class until the end."""
+        self._tasks.append(asyncio.run_coroutine_threadsafe(self._ask_on(model, slo_class), self._loop))
+
+    def ask(self, model: str, label: str, max_tokens: int) -> "Future[Answer]":
+        """Send one request; the result is of a concurrent future."""
+        found = asyncio.run_coroutine_threadsafe(self._ask(model, label, max_tokens, {}), self._loop)
+        self._tasks.append(found)
+        return found
+
+    def stop(self) -> None:
+        """End all of them."""
+        for task in self._tasks:
+            task.cancel()
+        asyncio.run_coroutine_threadsafe(self._settle(), self._loop).result(30)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(30)
+        self._loop.close()
+
+    async def _ask_on(self, model: str, slo_class: str) -> None:
+        for number in range(1_000_000):
+            answer = await self._ask(model, f"{slo_class}-{number}", 48, {"slo_class": slo_class})
+            assert answer.text
+
+    async def _ask(self, model: str, label: str, max_tokens: int, parameters: dict[str, Any]) -> Answer:
+        async with grpc_aio.InferenceServerClient(self._server.grpc) as client:
+            return await ask(
+                client, model=model, request_id=label, text_input=f"# {label}\ndef function(a, b):\n", stream=True,
+                outputs=["text_output"], parameters={"max_tokens": max_tokens, "ignore_eos": True, **parameters},
+            )  # fmt: skip
+
+    async def _settle(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*others, return_exceptions=True)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two models, one of them on two ranks, and the dashboard."""
+    repository = tmp_path_factory.mktemp("models")
+    for name, more in {"one": {}, "two": {"tensor_parallel_size": 2}}.items():
+        folder = repository / name / "1"
+        folder.mkdir(parents=True)
+        (repository / name / "config.pbtxt").write_text('backend: "quire"\n')
+        (folder / "model.json").write_text(json.dumps({**SETTINGS, **more}))
+    arguments = ("--model-repository", str(repository), "--dashboard", "--dashboard-port", "0", "--drain-timeout", "55")
+    with serve(*arguments) as running:
+        assert running.dashboard, running.log()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def streams(server: Server) -> Iterator[Streams]:
+    """Two streams on each model, one per class."""
+    running = Streams(server)
+    for model in ("one", "two"):
+        for slo_class in SLO:
+            running.keep_asking(model, slo_class)
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def browser(streams: Streams) -> Iterator[Browser]:
+    with chromium() as running:
+        yield running
+
+
+@pytest.fixture
+def open_page(browser: Browser, server: Server) -> Iterator[Callable[..., Page]]:
+    with pages_of(browser, f"http://{server.dashboard}") as at:
+        yield at
+
+
+def pick_model(page: Page, model: str) -> None:
+    """By the picker in the sidebar."""
+    picker = page.get_by_role("combobox", name="Model", exact=True)
+    picker.click()
+    page.get_by_role("option", name=model, exact=True).click()
+    expect(picker).to_have_value(model)
+
+
+def metric(page: Page, name: str) -> Locator:
+    """The value of one of the page's figures."""
+    box = page.get_by_test_id("stMetric").filter(has=page.get_by_text(name, exact=True))
+    return box.get_by_test_id("stMetricValue")
+
+
+def expect_data(page: Page, title: str) -> None:
+    """Every chart of the page is drawn, nothing is missing, and nothing has failed."""
+    expect(page.get_by_role("heading", name=title, exact=True)).to_be_visible()
+    expect(page.locator("svg.marks")).to_have_count(CHARTS[title])
+    expect(page.get_by_text("Nothing yet in this time range.")).to_have_count(0)
+    expect(page.get_by_test_id("stException")).to_have_count(0)
+    if title != "Overview":  # there the verdict stands in such a box
+        expect(page.get_by_test_id("stAlert")).to_have_count(0)
+    for mark in page.locator("svg.marks").all():
+        assert mark.locator("path[d*='L'], path[d*='h']").count() > 0, f"{title}: a chart without lines"
+
+
+def test_every_page_shows_data_under_load(open_page: Callable[..., Page]) -> None:
+    page = open_page()
+    pick_model(page, "two")
+    for title in CHARTS:
+        sidebar_link(page, title).click()
+        expect_data(page, title)
+        if title == "KV cache":
+            expect(page.locator(".quire-block-map img")).to_have_attribute(
+                "alt", re.compile(r"\d+ blocks: [1-9]\d* used")
+            )
+        if title == "Engine":
+            expect(metric(page, "Engine")).to_have_text("up")
+            expect(page.get_by_text("ranks 2", exact=True)).to_be_visible()
+
+
+def test_the_playground_and_the_load_page_reach_the_model(open_page: Callable[..., Page]) -> None:
+    page = open_page("playground")
+    page.get_by_role("button", name="Generate").click()
+    expect(metric(page, "TTFT")).to_contain_text("ms")
+    expect(page.get_by_text("finished by length")).to_be_visible()
+    sidebar_link(page, "Load").click()
+    page.get_by_label("Requests in all", exact=True).fill("8")
+    page.keyboard.press("Tab")
+    page.get_by_role("button", name="Start").click()
+    expect(page.get_by_text("8 of 8 requests, done")).to_be_visible()
+    expect(metric(page, "Errors")).to_have_text("0")
+
+
+def test_the_cancel_button_ends_a_clients_stream(open_page: Callable[..., Page], streams: Streams) -> None:
+    answer = streams.ask("one", "doomed", max_tokens=900)
+    page = open_page("requests")
+    chosen = page.get_by_test_id("stMain").get_by_test_id("stSelectbox")
+    chosen.click()
+    page.get_by_role("option", name="doomed").click()
+    page.get_by_role("button", name="Cancel doomed").click()
+    expect(page.get_by_text("was cancelled.")).to_be_visible()
+    assert answer.result(30).message == "the request was cancelled"
+
+
+def test_the_slo_class_changes_the_numbers(open_page: Callable[..., Page]) -> None:
+    page = open_page()
+    classes, goodput = page.get_by_test_id("stButtonGroup"), metric(page, "Goodput")
+    for slo_class, figure in (("default", "100%"), ("batch", "0.0%")):
+        classes.get_by_text(slo_class, exact=True).click()
+        expect(goodput).to_have_text(figure)
+    classes.get_by_text("All classes").click()
+    expect(goodput).not_to_have_text("0.0%")
+    expect(goodput).not_to_have_text("100%")
+
+
+def test_it_fits_a_phone_in_the_dark_under_load(open_page: Callable[..., Page]) -> None:
+    for title, path in (("Overview", ""), ("Engine", "engine")):
+        page = open_page(path, width=NARROW, dark=True)
+        expect_data(page, title)
+        assert is_dark(page)
+        assert page.evaluate("document.documentElement.scrollWidth") <= NARROW

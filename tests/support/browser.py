@@ -1,0 +1,65 @@
+"""A headless Chromium for tests, and pages of it that may only talk to the dashboard."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from support.chromium import find_chromium
+
+__all__ = ["TIMEOUT_MS", "chromium", "is_dark", "pages_of", "sidebar_link"]
+
+TIMEOUT_MS = 30_000
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """A running browser; without one, the test is skipped."""
+    found = find_chromium()
+    if found is None:
+        pytest.skip("there is no Chromium; make test unpacks Debian's, and QUIRE_CHROMIUM names another one")
+    with sync_playwright() as playwright:
+        started: dict[str, Any] = {
+            "executable_path": found.executable, "args": list(found.arguments), "env": found.environment,
+        }  # fmt: skip
+        running = playwright.chromium.launch(**started)
+        yield running
+        running.close()
+
+
+@contextmanager
+def pages_of(browser: Browser, address: str) -> Iterator[Callable[..., Page]]:
+    """Opens pages; afterwards, nothing may have been asked of another host."""
+    contexts, foreign = [], []
+
+    def at(path: str = "", *, base: str = "", width: int = 1280, dark: bool = False) -> Page:
+        context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light"
+        )  # fmt: skip
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(TIMEOUT_MS)
+        here = base or address
+        own = (here, here.replace("http", "ws"), "data:", "blob:")
+        page.on("request", lambda asked: None if asked.url.startswith(own) else foreign.append(asked.url))
+        page.goto(f"{here}/{path}")
+        return page
+
+    expect.set_options(timeout=TIMEOUT_MS)
+    yield at
+    for context in contexts:
+        context.close()
+    assert foreign == []
+
+
+def sidebar_link(page: Page, title: str) -> Any:
+    """The link to a page of the dashboard."""
+    return page.get_by_test_id("stSidebarNav").get_by_role("link", name=title, exact=True)
+
+
+def is_dark(page: Page) -> bool:
+    """Whether the page's background is."""
+    background = page.evaluate("getComputedStyle(document.querySelector('.stApp')).backgroundColor")
+    return sum(map(int, re.findall(r"\d+", background)[:3])) < 200
