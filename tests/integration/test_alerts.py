@@ -1,7 +1,7 @@
 """Every alert fires of its cause, and of nothing less: a real server is struck, flooded and stopped, and a real
 Prometheus with the repository's rules looks on.
 
-Durations of the rules are divided by `FACTOR`, thresholds are not; see `support.prometheus_server`. So an engine counts
+Durations of the rules are divided by `FACTOR`, thresholds are not; see `support.prometheus`. So an engine counts
 as down after half a second here, which is less than a restart takes: tests that kill engines do not mind that alert.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import yaml
 from support.clients import ask, http
-from support.prometheus_server import FILES, PrometheusServer, alertmanager, prometheus
+from support.prometheus import FILES, Prometheus, alertmanager, prometheus
 from support.serving import ROOT, Server, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
@@ -52,7 +52,7 @@ class Scene:
     """What the tests share."""
 
     server: Server
-    prometheus: PrometheusServer
+    prometheus: Prometheus
     loop: asyncio.AbstractEventLoop
     """Where clients run."""
     checkpoint: Path
@@ -235,7 +235,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
             assert load.num_ended
             assert not load.errors
         ever_fired = running.query('max_over_time(ALERTS{alertstate="firing"}[5m])')
-        made.fired_in_quiet.extend(labels for labels, _ in ever_fired)
+        made.fired_in_quiet.extend(sample.labels for sample in ever_fired)
         yield made
 
 

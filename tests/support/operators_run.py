@@ -112,12 +112,9 @@ def operators_run(folder: Path) -> Iterator[OperatorsRun]:
     version.mkdir(parents=True)
     (version.parent / "config.pbtxt").write_text('backend: "quire"\n')
     (version / "model.json").write_text(json.dumps(SETTINGS))
-    (folder / "prometheus").mkdir()
     with ExitStack() as stack:
         server = stack.enter_context(serve("--model-repository", str(folder / "models")))
-        scraping = stack.enter_context(
-            prometheus(server.metrics, folder / "prometheus", scrape_interval=f"{SCRAPE_SECONDS}s")
-        )
+        scraping = stack.enter_context(prometheus(server.metrics, scrape_interval=f"{SCRAPE_SECONDS}s"))
         stack.callback(frame.close_monitors)
         stack.callback(stop_all)
         result = OperatorsRun(server=server, prometheus=scraping, monitors={})

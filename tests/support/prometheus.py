@@ -1,15 +1,21 @@
-"""A real Prometheus for tests: the scrape configuration and the rules of monitoring/prometheus, on a port of its own.
+"""A real Prometheus, and a real Alertmanager, over the repository's own files, on ports of their own.
 
-What is changed of the configuration is only how often it looks, whom it looks at, and that it tells no Alertmanager.
-The rules are the very files. Their windows (`[5m]` … `[6h]`) need no scaling where ratios and quantiles are asked for:
-over a window that is longer than the history, these are those of the history. (A rate alone is not: it is divided by
-the whole window.)
+The files are changed as little as can be: whom they look at and whom they tell, how often, and, for alerts, how patient
+they are: `scale_durations` divides every duration and leaves all else as it is. What that does to a rule:
+
+* a level, a ratio, a sign, a quotient of rates (all alerts but one): its threshold means the same at any scale;
+* a count per window (`increase(…[10m]) > 2`): the same count has to happen in the shorter window;
+* what the server itself takes does not shrink. So `for:` can become shorter than a restart of an engine.
+
+Ratios and quantiles need no scaling: over a window that is longer than the history, they are those of the history. (A
+rate alone is not: it is divided by the whole window.)
 """
 
 import json
+import os
 import re
-import shutil
 import subprocess
+import tempfile
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -20,14 +26,42 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from support.promql import find_tool
+from support.promql import UNPACKED, find_tool
 from support.serving import ROOT, wait_until
 
-__all__ = ["Prometheus", "Sample", "prometheus"]
+__all__ = ["FILES", "Prometheus", "Sample", "alertmanager", "prometheus", "scale_durations"]
 
-CONFIGURATION = ROOT / "monitoring" / "prometheus"
-START_DEADLINE_S = 30.0
+FILES = ROOT / "monitoring" / "prometheus"
+
+_UNITS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 604_800_000}
+_DURATION = rf"(?:\d+(?:{'|'.join(_UNITS)}))+"
+_PLACES = re.compile(
+    rf"([\[:])({_DURATION})(?=[\]:])"  # ranges
+    rf"|(\boffset )({_DURATION})\b"
+    rf"|^(\s*(?:- )?(?:for|keep_firing_for|\w+_interval|group_wait): )({_DURATION})(?=\s*(?:#.*)?$)",
+    re.MULTILINE,
+)
 _LISTENING = re.compile(r'msg="Listening on" address=(\S+)')
+
+
+def scale_durations(text: str, factor: float) -> str:
+    """Divide every duration of a Prometheus or Alertmanager file: ranges, offsets, `for`, intervals. To a millisecond.
+
+    Names that hold a duration, numbers and prose stay.
+
+    Raises:
+        ValueError: a duration would become less than a millisecond.
+    """
+
+    def scaled(match: re.Match[str]) -> str:
+        before, duration = (group for group in match.groups() if group is not None)
+        parts = re.findall(rf"(\d+)({'|'.join(_UNITS)})", duration)
+        milliseconds = round(sum(int(number) * _UNITS[unit] for number, unit in parts) / factor)
+        if milliseconds < 1:
+            raise ValueError(f"{duration} / {factor} is less than a millisecond")
+        return f"{before}{milliseconds}ms"
+
+    return _PLACES.sub(scaled, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +105,20 @@ class Prometheus:
         """All rules, with their state."""
         return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
 
+    def alerts(self) -> list[dict[str, Any]]:
+        """All that are pending or firing."""
+        found: list[dict[str, Any]] = self._get("alerts")["alerts"]
+        return found
+
+    def is_ready(self) -> bool:
+        """Whether queries are answered; until then they are refused."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=10):
+                return True
+        except urllib.error.HTTPError as error:
+            error.close()
+            return False
+
     def _get(self, what: str, **parameters: str) -> Any:
         url = f"{self.url}/api/v1/{what}?{urllib.parse.urlencode(parameters)}"
         try:
@@ -83,65 +131,81 @@ class Prometheus:
 
 @contextmanager
 def prometheus(
-    metrics: str, folder: Path, *, scrape_interval: str = "1s", evaluation_interval: str = "1s"
+    target: str, *, factor: float = 1.0, scrape_interval: str = "500ms", alertmanager: str | None = None
 ) -> Iterator[Prometheus]:
-    """Start one, and stop it afterwards.
+    """Scrape `target`, apply the repository's rules, and be ready once something was scraped.
 
     Args:
-        metrics: `host:port` that it scrapes.
-        folder: an empty one, for its configuration and its data.
-        scrape_interval: instead of the configuration's own.
-        evaluation_interval: the same.
+        target: `host:port` of the metrics.
+        factor: what all durations of the files are divided by; see `scale_durations`.
+        scrape_interval: instead of the configuration's; rules are evaluated as often, unless they are scaled.
+        alertmanager: `host:port` of whom to tell; unset: nobody.
     """
-    _configure(folder, metrics, {"scrape_interval": scrape_interval, "evaluation_interval": evaluation_interval})
-    log = folder / "prometheus.log"
-    with log.open("wb") as file:
+    with tempfile.TemporaryDirectory(prefix="quire-prometheus-") as name:
+        folder = Path(name)
+        config = yaml.safe_load(scale_durations((FILES / "prometheus.yml").read_text(encoding="utf-8"), factor))
+        config["global"]["scrape_interval"] = scrape_interval
+        if factor == 1.0:
+            config["global"]["evaluation_interval"] = scrape_interval
+        config["alerting"]["alertmanagers"] = (
+            [] if alertmanager is None else [{"static_configs": [{"targets": [alertmanager]}]}]
+        )
+        (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
+        (folder / "targets.yml").write_text(json.dumps([{"targets": [target]}]))
+        for file in config["rule_files"]:
+            text = (FILES / file).read_text(encoding="utf-8")
+            (folder / file).write_text(scale_durations(text, factor), encoding="utf-8")
+        command = [
+            str(find_tool("prometheus")), "--config.file=prometheus.yml", "--storage.tsdb.path=data",
+            "--web.listen-address=127.0.0.1:0", "--rules.alert.resend-delay=100ms",
+        ]  # fmt: skip
+        with _running(command, folder) as address:
+            server = Prometheus(f"http://{address}")
+            wait_until(lambda: server.is_ready() and server.query("up == 1"), "the first scrape")
+            yield server
+
+
+@contextmanager
+def alertmanager(webhook: str, *, factor: float) -> Iterator[str | None]:
+    """The real Alertmanager with the repository's example, told to call `webhook` (`host:port`); its `host:port`.
+
+    Debian's looks for a template in /usr/share. Where its package is only unpacked, that folder is put there for this
+    process alone; None where the machine does not allow that.
+    """
+    with tempfile.TemporaryDirectory(prefix="quire-alertmanager-") as name:
+        folder = Path(name)
+        text = scale_durations((FILES / "alertmanager.yml").read_text(encoding="utf-8"), factor)
+        assert "localhost:5001" in text
+        (folder / "alertmanager.yml").write_text(text.replace("localhost:5001", webhook), encoding="utf-8")
+        binary = find_tool("prometheus-alertmanager")
+        command = [
+            str(binary), "--config.file=alertmanager.yml", "--storage.path=data", "--cluster.listen-address=",
+            "--web.listen-address=127.0.0.1:0",
+        ]  # fmt: skip
+        if UNPACKED in binary.parents:
+            bind = ["unshare", "--map-root-user", "--mount", "sh", "-c", 'mount --bind "$0" /usr/share && exec "$@"']
+            bind.append(str(UNPACKED.parent / "share"))
+            if subprocess.run([*bind, "true"], capture_output=True, check=False).returncode:
+                yield None
+                return
+            command = [*bind, *command]
+        with _running(command, folder) as address:
+            yield address
+
+
+@contextmanager
+def _running(command: list[str], folder: Path) -> Iterator[str]:
+    """Start one of the two in its folder; yields where it listens. Ended afterwards."""
+    log = folder / "log"
+    with log.open("wb") as output:
         process = subprocess.Popen(
-            [find_tool("prometheus"), "--config.file=prometheus.yml", "--storage.tsdb.path=data",
-             "--web.listen-address=127.0.0.1:0"],
-            cwd=folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-        )  # fmt: skip
+            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, "TZ": "UTC"}
+        )
     try:
-        running = Prometheus(f"http://{_address(process, log)}")
-        wait_until(lambda: _is_ready(running.url), "Prometheus is ready", START_DEADLINE_S)
-        yield running
+        wait_until(lambda: _LISTENING.search(log.read_text()) or process.poll() is not None, f"{command} listens")
+        found = _LISTENING.search(log.read_text())
+        assert found is not None, f"{command} ended; its log:\n{log.read_text()}"
+        yield found[1]
     finally:
-        process.terminate()
-        try:
-            code = process.wait(START_DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            raise
-    assert code == 0, log.read_text(errors="replace")
-
-
-def _configure(folder: Path, metrics: str, intervals: dict[str, str]) -> None:
-    shutil.copytree(CONFIGURATION, folder, dirs_exist_ok=True)
-    file = folder / "prometheus.yml"
-    content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    content["global"] |= intervals
-    del content["alerting"]
-    file.write_text(yaml.safe_dump(content), encoding="utf-8")
-    (folder / "targets.yml").write_text(yaml.safe_dump([{"targets": [metrics]}]), encoding="utf-8")
-
-
-def _address(process: "subprocess.Popen[bytes]", log: Path) -> str:
-    """Where it listens: it picks a free port, and says so in its log."""
-
-    def has_said() -> bool:
-        assert process.poll() is None, log.read_text(errors="replace")
-        return _LISTENING.search(log.read_text(errors="replace")) is not None
-
-    wait_until(has_said, "Prometheus listens", START_DEADLINE_S)
-    match = _LISTENING.search(log.read_text(errors="replace"))
-    assert match is not None
-    return match[1]
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/-/ready", timeout=5) as response:
-            return bool(response.status == 200)
-    except OSError:
-        return False
+        process.kill()  # nothing of it is to be kept, and it takes seconds to end by itself
+        process.wait()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.prometheus_server import FILES, scale_durations
+from support.prometheus import FILES, scale_durations
 from support.promql import run_tool
 
 _UNITS = {"s": 1, "m": 60, "h": 3600}
