@@ -38,9 +38,9 @@ BLOCK_BYTES = 6 * 2 * 4 * 32 * 16 * 4
 MODELS: dict[str, dict[str, Any]] = {
     "alone": {
         "kv_cache_memory_bytes": 96 * BLOCK_BYTES,
-        "max_num_seqs": 16,
+        "max_num_seqs": 32,
         "slo": {"default": {"ttft_ms": 4000}, "other": {}},
-    },  # full answers of `test_more_requests…` take 13 blocks each: half of them fit
+    },  # full answers of `test_more_requests…` take 13 blocks each: a quarter of them fit
     "pair": {"tensor_parallel_size": 2},
 }
 QUIET_SECONDS = 600 / FACTOR
@@ -71,7 +71,12 @@ class Scene:
 
     def wait_until_fires(self, name: str, *, cause_at: float, **labels: str) -> dict[str, Any]:
         """Wait for an alert, look at what it says, and say how long after its cause it came."""
-        wait_until(lambda: self.firing(name, **labels), f"{name} {labels} fires", FIRES_SECONDS)
+        try:
+            wait_until(lambda: self.firing(name, **labels), f"{name} {labels} fires", FIRES_SECONDS)
+        except AssertionError as error:
+            series = re.findall(r"\bquire[\w:]*", RULES[name]["expr"])
+            seen = [self.prometheus.query(f'{{__name__="{one}", model="{labels.get("model", "")}"}}') for one in series]
+            raise AssertionError(f"{error}; {self.prometheus.alerts()}, {seen}") from None
         print(f"{name} fires within {time.monotonic() - cause_at:.1f} s of its cause")
         (alert,) = self.firing(name, **labels)
         rule = RULES[name]
