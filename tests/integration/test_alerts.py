@@ -56,7 +56,7 @@ class Scene:
     loop: asyncio.AbstractEventLoop
     """Where clients run."""
     checkpoint: Path
-    """A link that can be taken away."""
+    """A folder that can be taken away."""
     fault_file: Path
     hooks: "Webhook | None"
     fired_in_quiet: list[dict[str, str]] = field(default_factory=list)
@@ -76,7 +76,8 @@ class Scene:
         except AssertionError as error:
             series = re.findall(r"\bquire[\w:]*", RULES[name]["expr"])
             seen = [self.prometheus.query(f'{{__name__="{one}", model="{labels.get("model", "")}"}}') for one in series]
-            raise AssertionError(f"{error}; {self.prometheus.alerts()}, {seen}") from None
+            engines = {model: snapshot(self.server, model)["engine"] for model in MODELS}
+            raise AssertionError(f"{error}; {self.prometheus.alerts()}, {seen}, {engines}") from None
         print(f"{name} fires within {time.monotonic() - cause_at:.1f} s of its cause")
         (alert,) = self.firing(name, **labels)
         rule = RULES[name]
@@ -213,7 +214,9 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     repository = tmp_path_factory.mktemp("models")
     fault_file = tmp_path_factory.mktemp("fault") / "fault.json"
     checkpoint = tmp_path_factory.mktemp("checkpoints") / "tinypy"
-    checkpoint.symlink_to(CHECKPOINT)
+    checkpoint.mkdir()  # not a link itself: the engine remembers where a link leads
+    for file in CHECKPOINT.iterdir():
+        (checkpoint / file.name).symlink_to(file)
     for name, settings in MODELS.items():
         folder = repository / name / "1"
         folder.mkdir(parents=True)
@@ -372,6 +375,7 @@ def test_an_engine_that_cannot_be_started_again(scene: Scene) -> None:
         kill_engine(scene, "alone")
         scene.wait_until_fires("QuireEngineDown", cause_at=began_at, model="alone", instance=scene.server.metrics)
         assert not scene.firing("QuireEngineDown", model="pair")
+        assert "there is no folder" in scene.server.log()
     finally:
         elsewhere.rename(scene.checkpoint)
     scene.wait_until_over("QuireEngineDown")
