@@ -34,8 +34,8 @@ class ModelConfig:
     dtype: str = "auto"
     """Of weights, activations and KV cache; `auto` takes the checkpoint's."""
     quantization: str | None = None
-    """`int8` computes every linear layer in int8 (W8A8): weights are quantised when they are loaded, one scale per output
-    feature, activations as they come, one scale per token."""
+    """`int8` computes every linear layer in int8 (W8A8): weights are quantised when they are loaded, with one scale per
+    output feature, activations as they come, with one scale per token."""
     max_model_len: int | None = None
     """Longest prompt plus output, in tokens; unset: what the checkpoint was trained for."""
     seed: int = 0

@@ -36,10 +36,11 @@ class LlamaAttention(nn.Module):
         super().__init__()
         self.head_size, bias = config.head_size, config.attention_bias
         self.qkv_proj = QKVParallel(
-            config.hidden_size, config.num_heads, config.num_kv_heads, self.head_size, bias, parallel
+            config.hidden_size, config.num_heads, config.num_kv_heads, self.head_size, bias, parallel, config.int8
         )
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        self.o_proj = RowParallel(config.num_heads * self.head_size, "o_proj", config.hidden_size, bias, parallel)
+        in_features = config.num_heads * self.head_size
+        self.o_proj = RowParallel(in_features, "o_proj", config.hidden_size, bias, parallel, config.int8)
 
     def forward(
         self,
@@ -81,8 +82,8 @@ class LlamaMLP(nn.Module):
         super().__init__()
         size, bias = config.intermediate_size, config.mlp_bias
         parts = {"gate_proj": size, "up_proj": size}
-        self.gate_up_proj = ColumnParallel(config.hidden_size, parts, bias, parallel, gated=True)
-        self.down_proj = RowParallel(size, "down_proj", config.hidden_size, bias, parallel)
+        self.gate_up_proj = ColumnParallel(config.hidden_size, parts, bias, parallel, gated=True, int8=config.int8)
+        self.down_proj = RowParallel(size, "down_proj", config.hidden_size, bias, parallel, config.int8)
 
     def forward(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """[T, E] -> [T, E]."""

@@ -79,6 +79,11 @@ def _load_file(path: Path, targets: Mapping[str, LoadTarget], elsewhere: Collect
                     raise CheckpointError(
                         f"{path}: tensor {key} has shape {shape}; config.json asks for {target.shape}"
                     )
+                if (tensor.get_dtype() == "I8") != (target.parameter.dtype == torch.int8):
+                    raise CheckpointError(
+                        f"{path}: tensor {key} is {tensor.get_dtype()}; quantization_config in config.json asks for "
+                        f"{'I8' if target.parameter.dtype == torch.int8 else 'a floating-point type'}"
+                    )
                 target.parameter.copy_(tensor[target.index])
                 filled.add(name)
     except SafetensorError as error:

@@ -101,9 +101,17 @@ class _Packable(nn.Module):
     bias: nn.Parameter | None
     gated = False
 
-    def __init__(self) -> None:
+    def __init__(self, out_features: int, in_features: int, int8: bool = False) -> None:
         super().__init__()
         self._packed: LinearWeight | None = None
+        self._dtype = torch.get_default_dtype()
+        weight = torch.empty(out_features, in_features, dtype=torch.int8 if int8 else None)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight_scale = None
+        if int8:
+            scale = torch.empty(out_features, 1, dtype=torch.float32)
+            self.weight_scale = nn.Parameter(scale, requires_grad=False)
+        self.bias = None
 
     @property
     def packed(self) -> LinearWeight:
@@ -115,8 +123,11 @@ class _Packable(nn.Module):
         """Pack the parameters, and let go of them."""
         assert self.weight is not None
         bias = None if self.bias is None else self.bias.data
-        self._packed = pack_linear(self.weight.data, bias, quantize=quantize, gated=self.gated)
-        self.weight = self.bias = None
+        scales = None if self.weight_scale is None else self.weight_scale.data[:, 0]
+        self._packed = pack_linear(
+            self.weight.data, bias, scales_N=scales, dtype=self._dtype, quantize=quantize, gated=self.gated
+        )
+        self.weight = self.weight_scale = self.bias = None
 
 
 class ColumnParallel(_Packable):
@@ -131,6 +142,7 @@ class ColumnParallel(_Packable):
         parallel: the rank.
         unit: output features that stay together.
         gated: there are two parts, a gate and what it gates, and the output is `silu(gate) * up`.
+        int8: the checkpoint's weights are int8 with a scale per output feature.
     """
 
     def __init__(
@@ -141,14 +153,13 @@ class ColumnParallel(_Packable):
         parallel: ParallelState,
         unit: int = 1,
         gated: bool = False,
+        int8: bool = False,
     ) -> None:
-        super().__init__()
-        self.gated = gated
-        self.parts = dict(parts)
-        self.slices = [shard(size, parallel, unit) for size in parts.values()]
-        self.sizes = [_length(part) for part in self.slices]
+        slices = [shard(size, parallel, unit) for size in parts.values()]
+        super().__init__(sum(map(_length, slices)), in_features, int8)
+        self.gated, self.parts, self.slices = gated, dict(parts), slices
+        self.sizes = [_length(part) for part in slices]
         """Output features of each projection that this rank has."""
-        self.weight = nn.Parameter(torch.empty(sum(self.sizes), in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(sum(self.sizes)), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -170,11 +181,18 @@ class QKVParallel(ColumnParallel):
     """Queries, keys and values of this rank's heads; a KV head has several holders where heads are fewer than ranks."""
 
     def __init__(
-        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_size: int, bias: bool, parallel: ParallelState
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        bias: bool,
+        parallel: ParallelState,
+        int8: bool = False,
     ) -> None:
         q_size, kv_size = num_heads * head_size, num_kv_heads * head_size
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        super().__init__(hidden_size, parts, bias, parallel, unit=head_size)
+        super().__init__(hidden_size, parts, bias, parallel, unit=head_size, int8=int8)
         self.num_heads, self.num_kv_heads = self.sizes[0] // head_size, self.sizes[1] // head_size
 
 
@@ -187,13 +205,15 @@ class RowParallel(_Packable):
         out_features: size of the output, which all ranks get whole.
         bias: whether it has one: the first rank's, so that it is added once.
         parallel: the rank.
+        int8: the checkpoint's weights are int8 with a scale per output feature.
     """
 
-    def __init__(self, in_features: int, name: str, out_features: int, bias: bool, parallel: ParallelState) -> None:
-        super().__init__()
-        self.name, self.in_features, self.group = name, in_features, parallel.tensor_group
-        self.columns = shard(in_features, parallel)
-        self.weight = nn.Parameter(torch.empty(out_features, _length(self.columns)), requires_grad=False)
+    def __init__(
+        self, in_features: int, name: str, out_features: int, bias: bool, parallel: ParallelState, int8: bool = False
+    ) -> None:
+        columns = shard(in_features, parallel)
+        super().__init__(out_features, _length(columns), int8)
+        self.name, self.in_features, self.columns, self.group = name, in_features, columns, parallel.tensor_group
         self.has_bias = bias
         own_bias = bias and parallel.tensor_rank == 0
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if own_bias else None
@@ -209,6 +229,8 @@ class RowParallel(_Packable):
         weight, out_features = self.weight.data, len(self.weight)
         whole = (out_features, self.in_features)
         targets = {f"{self.name}.weight": LoadTarget(weight, whole, (slice(0, out_features), self.columns))}
+        if self.weight_scale is not None:
+            targets[f"{self.name}.weight_scale"] = _rows(self.weight_scale.data, out_features, slice(0, out_features))
         if self.has_bias:
             bias = weight.new_empty(0) if self.bias is None else self.bias.data
             targets[f"{self.name}.bias"] = LoadTarget(bias, (out_features,), (slice(0, len(bias)),))
@@ -226,14 +248,12 @@ class VocabParallel(_Packable):
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, parallel: ParallelState, is_head: bool) -> None:
-        super().__init__()
+        # The last rank may have less; its logits are as many as the others' nevertheless, for `gather`.
+        super().__init__(-(-vocab_size // parallel.tensor_parallel_size), hidden_size)
+        assert self.weight is not None
         self.vocab_size, self.group, self.is_head = vocab_size, parallel.tensor_group, is_head
         self.rows = shard(vocab_size, parallel)
-        # The last rank may have less; its logits are as many as the others' nevertheless, for `gather`.
-        num_rows = -(-vocab_size // parallel.tensor_parallel_size)
-        self.weight = nn.Parameter(torch.empty(num_rows, hidden_size), requires_grad=False)
         self.weight.data[_length(self.rows) :] = 0
-        self.bias = None
 
     def pack(self, quantize: bool) -> None:
         """Pack a head; a table has nothing to gain."""

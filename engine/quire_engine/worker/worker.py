@@ -57,9 +57,7 @@ class Worker:
         model = self._load_model()
         parameters = num_parameters(model)
         num_threads = configure_threads(parameters, config.parallel.world_size)
-        logger.info(
-            "%s: %.1f M parameters, %s, threads: %d", config.model.model, parameters / 1e6, name, num_threads
-        )
+        logger.info("%s: %.1f M parameters, %s, threads: %d", config.model.model, parameters / 1e6, name, num_threads)
         batch = InputBatch(config.scheduler.max_num_seqs, max_model_len, config.cache.block_size, checkpoint.vocab_size)
         self.runner = ModelRunner(model, batch, config.cache.block_size, parallel)
 

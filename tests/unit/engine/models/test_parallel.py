@@ -165,6 +165,10 @@ class CountedSlice:
         shape: list[int] = self.tensor.get_shape()
         return shape
 
+    def get_dtype(self) -> str:
+        name: str = self.tensor.get_dtype()
+        return name
+
     def __getitem__(self, index: Any) -> torch.Tensor:
         piece: torch.Tensor = self.tensor[index]
         self.ledger[self.name] = self.ledger.get(self.name, 0) + piece.nbytes
