@@ -101,5 +101,5 @@ def test_other_kinds_of_quantisation_are_refused_by_name(tmp_path: Path) -> None
         LLM(tmp_path)
     del config["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="weight_scale has no place|is I8; quantization_config"):
+    with pytest.raises(CheckpointError, match=r"weight_scale has no place|is I8; quantization_config"):
         LLM(tmp_path)
