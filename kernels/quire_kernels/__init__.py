@@ -9,9 +9,18 @@ This package knows tensors and nothing else: no request, no model, no scheduler.
 """
 
 from quire_kernels.activation import silu_and_mul
-from quire_kernels.attention import paged_attention
+from quire_kernels.attention import AttentionPlan, paged_attention, plan_attention
 from quire_kernels.layernorm import add_rms_norm, rms_norm
 from quire_kernels.rope import rope_and_cache
 from quire_kernels.sampling import gumbel_noise
 
-__all__ = ["add_rms_norm", "gumbel_noise", "paged_attention", "rms_norm", "rope_and_cache", "silu_and_mul"]
+__all__ = [
+    "AttentionPlan",
+    "add_rms_norm",
+    "gumbel_noise",
+    "paged_attention",
+    "plan_attention",
+    "rms_norm",
+    "rope_and_cache",
+    "silu_and_mul",
+]

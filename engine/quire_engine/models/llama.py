@@ -69,6 +69,7 @@ class LlamaAttention(nn.Module):
             metadata.query_start_loc,
             metadata.seq_lens,
             self.head_size**-0.5,
+            metadata.plan,
         )
         out_TE: torch.Tensor = self.o_proj(out_THD.flatten(1))
         return out_TE
