@@ -58,7 +58,7 @@ def write_kv_cache(
         group = GROUPS[key_cache_NKBD.dtype]
         keys = key_cache_NKBD.view(n, num_kv_heads, head_size // group, block_size, group)
         values = value_cache_NKBD.view(n, num_kv_heads, block_size // group, head_size, group)
-        keys[blocks, :, :, offsets] = key_TKD.to(keys.dtype).unflatten(-1, (-1, group))
+        keys[blocks, :, :, offsets] = key_TKD.to(keys.dtype).reshape(-1, num_kv_heads, head_size // group, group)
         values[blocks, :, offsets // group, :, offsets % group] = value_TKD.to(values.dtype)
     else:
         key_cache_NKBD[blocks, :, offsets] = key_TKD.to(key_cache_NKBD.dtype)
