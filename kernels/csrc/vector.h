@@ -201,8 +201,7 @@ QUIRE_INLINE void store_s8(int8_t* p, Ints x) {
 
 #endif
 
-// Into the second-level cache: what is asked for is more than the first would keep until it is used.
-QUIRE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+QUIRE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 // exp(x) within 2 units in the last place: 2^n · 2^f with |f| <= 1/2, and a polynomial for 2^f (Cody & Waite 1980).
 // Below -87 the result is 0, so that a masked score of -infinity weighs nothing.
