@@ -9,7 +9,7 @@ This package knows tensors and nothing else: no request, no model, no scheduler.
 """
 
 from quire_kernels.activation import silu_and_mul
-from quire_kernels.attention import paged_attention
+from quire_kernels.attention import AttentionPlan, paged_attention, plan_attention
 from quire_kernels.embedding import embedding
 from quire_kernels.layernorm import add_rms_norm, rms_norm
 from quire_kernels.linear import LinearWeight, linear, pack_linear
@@ -17,6 +17,7 @@ from quire_kernels.rope import rope_and_cache
 from quire_kernels.sampling import gumbel_noise
 
 __all__ = [
+    "AttentionPlan",
     "LinearWeight",
     "add_rms_norm",
     "embedding",
@@ -24,6 +25,7 @@ __all__ = [
     "linear",
     "pack_linear",
     "paged_attention",
+    "plan_attention",
     "rms_norm",
     "rope_and_cache",
     "silu_and_mul",
