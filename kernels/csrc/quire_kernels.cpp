@@ -10,6 +10,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
+#include <vector>
 
 #include "calls.h"
 
@@ -20,6 +22,13 @@ namespace {
 
 struct Kernels {
   void (*linear)(const LinearCall&);
+  void (*rms_norm)(const NormCall&);
+  void (*silu_and_mul)(const ActivationCall&);
+  void (*quantize_per_token)(const QuantizeCall&);
+  void (*embedding)(const EmbeddingCall&);
+  void (*sample)(const SampleCall&);
+  void (*gumbel_noise)(const NoiseCall&);
+  void (*apply_bitmask)(const BitmaskCall&);
 };
 
 #pragma GCC push_options
@@ -76,4 +85,11 @@ QUIRE_API int quire_select(const char* name) {
 }
 
 QUIRE_API void quire_linear(const LinearCall* call) { kernels.linear(*call); }
+QUIRE_API void quire_rms_norm(const NormCall* call) { kernels.rms_norm(*call); }
+QUIRE_API void quire_silu_and_mul(const ActivationCall* call) { kernels.silu_and_mul(*call); }
+QUIRE_API void quire_quantize_per_token(const QuantizeCall* call) { kernels.quantize_per_token(*call); }
+QUIRE_API void quire_embedding(const EmbeddingCall* call) { kernels.embedding(*call); }
+QUIRE_API void quire_sample(const SampleCall* call) { kernels.sample(*call); }
+QUIRE_API void quire_gumbel_noise(const NoiseCall* call) { kernels.gumbel_noise(*call); }
+QUIRE_API void quire_apply_bitmask(const BitmaskCall* call) { kernels.apply_bitmask(*call); }
 }
