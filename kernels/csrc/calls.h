@@ -55,18 +55,14 @@ struct QuantizeCall {
   int32_t is_float;
 };
 
-enum TableKind : int32_t { TABLE_PLAIN = 0, TABLE_PACKED = 1, TABLE_PACKED_INT8 = 2 };
-
 struct EmbeddingCall {
   const int64_t* token_ids;  // [rows]
-  const void* table;         // [vocabulary, size]; packed as in linear.inc, or not
-  int64_t table_stride;      // bytes between rows of a plain table
-  const float* scales;       // of a packed int8 table
+  const void* weight;        // packed, see linear.inc
+  const float* scales;       // int8 only, else null
   void* out;                 // [rows, size], without gaps
   int64_t rows;
   int64_t size;
-  int32_t kind;              // TableKind
-  int32_t is_float;          // what is written
+  int32_t is_float;
 };
 
 struct SampleCall {

@@ -104,6 +104,7 @@ QUIRE_INLINE uint32_t lanes_equal(Floats a, Floats b) { return _mm512_cmp_ps_mas
 QUIRE_INLINE uint32_t lanes_above(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
 QUIRE_INLINE uint32_t lanes_at_least(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 QUIRE_INLINE uint32_t lanes_nan(Floats a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
+QUIRE_INLINE uint32_t lanes_equal_ints(Ints a, Ints b) { return _mm512_cmpeq_epi32_mask(a, b); }
 QUIRE_INLINE uint32_t lanes_above_ints(Ints a, Ints b) { return _mm512_cmpgt_epi32_mask(a, b); }
 // x where `a` is at least `b`, zero elsewhere.
 QUIRE_INLINE Floats where_at_least(Floats a, Floats b, Floats x) {
@@ -235,6 +236,7 @@ QUIRE_INLINE uint32_t lanes_equal(Floats a, Floats b) { return lanes_of(_mm256_c
 QUIRE_INLINE uint32_t lanes_above(Floats a, Floats b) { return lanes_of(_mm256_cmp_ps(a, b, _CMP_GT_OQ)); }
 QUIRE_INLINE uint32_t lanes_at_least(Floats a, Floats b) { return lanes_of(_mm256_cmp_ps(a, b, _CMP_GE_OQ)); }
 QUIRE_INLINE uint32_t lanes_nan(Floats a) { return lanes_of(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)); }
+QUIRE_INLINE uint32_t lanes_equal_ints(Ints a, Ints b) { return lanes_of(floats(_mm256_cmpeq_epi32(a, b))); }
 QUIRE_INLINE uint32_t lanes_above_ints(Ints a, Ints b) { return lanes_of(floats(_mm256_cmpgt_epi32(a, b))); }
 QUIRE_INLINE Floats where_at_least(Floats a, Floats b, Floats x) {
   return _mm256_and_ps(x, _mm256_cmp_ps(a, b, _CMP_GE_OQ));
