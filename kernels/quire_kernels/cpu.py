@@ -34,6 +34,8 @@ KERNELS_VARIABLE = "QUIRE_CPU_KERNELS"
 INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2")
 """Best first."""
 LIBRARY_NAME = "_cpu"
+MEND = "install a C++ compiler (g++), then quire again (pip install)"
+"""Of a library that is not there."""
 
 
 class KernelStatus:
@@ -61,7 +63,7 @@ def status() -> KernelStatus:
     paths = [folder / f"{LIBRARY_NAME}{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
-        return _missing(wanted, "the C++ kernels are not built: install a C++ compiler (g++) and then quire again")
+        return _missing(wanted, "the C++ kernels were not built when quire was installed")
     try:
         # torch is loaded by now, and with it its OpenMP runtime, which the library finds by name: one pool of threads.
         handle = ctypes.CDLL(str(path))

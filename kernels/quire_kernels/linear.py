@@ -87,19 +87,27 @@ class LinearWeight:
 
 
 def pack_linear(
-    weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, *, quantize: bool = False, gated: bool = False
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
+    *,
+    scales_N: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    quantize: bool = False,
+    gated: bool = False,
 ) -> LinearWeight:
     """Bring a weight into the form that `linear` reads fastest.
 
     Args:
         weight_NK: as in the checkpoint; may be freed afterwards, unless the C++ kernels are missing.
         bias_N: added to the result.
+        scales_N: of a weight that is int8 already: float32, one per output feature.
+        dtype: of activations, if it is not the weight's.
         quantize: to int8, symmetrically, with one scale per output feature.
         gated: the first half of N is the gate of the second half, and `linear` is to apply it.
     """
-    dtype = weight_NK.dtype
-    scales = None
-    if quantize:
+    dtype = dtype or weight_NK.dtype
+    scales = scales_N
+    if quantize and scales is None:
         scales = weight_NK.float().abs().amax(1).clamp_(min=1e-10) / 127
         weight_NK = (weight_NK.float() / scales[:, None]).round_().to(torch.int8)
     out_features, in_features = weight_NK.shape
@@ -115,7 +123,7 @@ def pack_linear(
         panel.copy_(source[panel_rows].view(PANEL, -1, group).transpose(0, 1))
     bias, packed_scales = _padded(bias_N, rows), _padded(scales, rows)
     offsets = None
-    if quantize:
+    if scales is not None:
         offsets = packed.sum((1, 3), dtype=torch.int32).flatten() * 128
     call = _LinearCall(
         weight=packed.data_ptr(),
