@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <vector>
 
 #include "attention_plan.h"
@@ -27,6 +28,13 @@ struct Kernels {
   void (*rope)(const RopeCall&);
   void (*attention)(const AttentionCall&);
   AttentionTile attention_tile;
+  void (*rms_norm)(const NormCall&);
+  void (*silu_and_mul)(const ActivationCall&);
+  void (*quantize_per_token)(const QuantizeCall&);
+  void (*embedding)(const EmbeddingCall&);
+  void (*sample)(const SampleCall&);
+  void (*gumbel_noise)(const NoiseCall&);
+  void (*apply_bitmask)(const BitmaskCall&);
 };
 
 #pragma GCC push_options
@@ -87,4 +95,11 @@ QUIRE_API void quire_rope(const RopeCall* call) { kernels.rope(*call); }
 // Returns the bytes of the plan, which is written only where there is room for it.
 QUIRE_API int64_t quire_plan_attention(const PlanCall* call) { return plan_attention(*call, kernels.attention_tile); }
 QUIRE_API void quire_attention(const AttentionCall* call) { kernels.attention(*call); }
+QUIRE_API void quire_rms_norm(const NormCall* call) { kernels.rms_norm(*call); }
+QUIRE_API void quire_silu_and_mul(const ActivationCall* call) { kernels.silu_and_mul(*call); }
+QUIRE_API void quire_quantize_per_token(const QuantizeCall* call) { kernels.quantize_per_token(*call); }
+QUIRE_API void quire_embedding(const EmbeddingCall* call) { kernels.embedding(*call); }
+QUIRE_API void quire_sample(const SampleCall* call) { kernels.sample(*call); }
+QUIRE_API void quire_gumbel_noise(const NoiseCall* call) { kernels.gumbel_noise(*call); }
+QUIRE_API void quire_apply_bitmask(const BitmaskCall* call) { kernels.apply_bitmask(*call); }
 }

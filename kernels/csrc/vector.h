@@ -8,6 +8,8 @@
 //     load, load_bf16, store …  memory ↔ Floats; bfloat16 is stored rounded to nearest even
 //     dot_bf16                  the bfloat16 dot product of pairs, accumulated in float32
 //     dot_u8s8                  the int8 dot product of quadruples, accumulated in int32
+//     lanes_…                   a comparison, as a number with one bit per lane
+//     Doubles, add_exactly      sums of float32 that do not depend on their order
 //
 // All of it is inlined; nothing here loops over memory.
 
@@ -101,6 +103,39 @@ QUIRE_INLINE Ints dot_u8s8(Ints sum, Ints u8, Ints s8) {
 #endif
 }
 QUIRE_INLINE void store_s8(int8_t* p, Ints x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x)); }
+QUIRE_INLINE void store_u8(uint8_t* p, Ints x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtusepi32_epi8(x)); }
+
+QUIRE_INLINE uint32_t lanes_equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+QUIRE_INLINE uint32_t lanes_above(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+QUIRE_INLINE uint32_t lanes_at_least(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+QUIRE_INLINE uint32_t lanes_nan(Floats a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
+QUIRE_INLINE uint32_t lanes_equal_ints(Ints a, Ints b) { return _mm512_cmpeq_epi32_mask(a, b); }
+QUIRE_INLINE uint32_t lanes_above_ints(Ints a, Ints b) { return _mm512_cmpgt_epi32_mask(a, b); }
+// x where `a` is at least `b`, zero elsewhere.
+QUIRE_INLINE Floats where_at_least(Floats a, Floats b, Floats x) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), x);
+}
+// The lower WIDTH bits of `lanes` say which lanes of x stay; the others become -infinity.
+QUIRE_INLINE Floats where_lanes(uint32_t lanes, Floats x) {
+  return _mm512_mask_mov_ps(broadcast(-INFINITY), static_cast<__mmask16>(lanes), x);
+}
+// Both halves of the 64-bit products of 32-bit unsigned lanes with one number.
+QUIRE_INLINE void multiply_wide(Ints a, uint32_t factor, Ints& low, Ints& high) {
+  const Ints f = broadcast_int(static_cast<int32_t>(factor));
+  Ints even = _mm512_mul_epu32(a, f);
+  Ints odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), f);
+  low = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
+  high = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
+}
+
+using Doubles = __m512d;
+QUIRE_INLINE Doubles zero_doubles() { return _mm512_setzero_pd(); }
+QUIRE_INLINE Doubles add_rounded(Doubles sum, __m256 x, double magic) {
+  const Doubles m = _mm512_set1_pd(magic);
+  return _mm512_add_pd(sum, _mm512_sub_pd(_mm512_add_pd(_mm512_cvtps_pd(x), m), m));
+}
+QUIRE_INLINE __m256 low_half(Floats x) { return _mm512_castps512_ps256(x); }
+QUIRE_INLINE __m256 high_half(Floats x) { return _mm512_extractf32x8_ps(x, 1); }
 
 #else  // AVX2 with FMA
 
@@ -200,10 +235,67 @@ QUIRE_INLINE void store_s8(int8_t* p, Ints x) {
   int32_t halves[2] = {_mm256_extract_epi32(bytes, 0), _mm256_extract_epi32(bytes, 4)};
   std::memcpy(p, halves, sizeof(halves));
 }
+QUIRE_INLINE void store_u8(uint8_t* p, Ints x) {
+  Ints words = _mm256_packus_epi32(x, x);
+  Ints bytes = _mm256_packus_epi16(words, words);
+  int32_t halves[2] = {_mm256_extract_epi32(bytes, 0), _mm256_extract_epi32(bytes, 4)};
+  std::memcpy(p, halves, sizeof(halves));
+}
+
+QUIRE_INLINE uint32_t lanes_of(Floats mask) { return static_cast<uint32_t>(_mm256_movemask_ps(mask)); }
+QUIRE_INLINE uint32_t lanes_equal(Floats a, Floats b) { return lanes_of(_mm256_cmp_ps(a, b, _CMP_EQ_OQ)); }
+QUIRE_INLINE uint32_t lanes_above(Floats a, Floats b) { return lanes_of(_mm256_cmp_ps(a, b, _CMP_GT_OQ)); }
+QUIRE_INLINE uint32_t lanes_at_least(Floats a, Floats b) { return lanes_of(_mm256_cmp_ps(a, b, _CMP_GE_OQ)); }
+QUIRE_INLINE uint32_t lanes_nan(Floats a) { return lanes_of(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)); }
+QUIRE_INLINE uint32_t lanes_equal_ints(Ints a, Ints b) { return lanes_of(floats(_mm256_cmpeq_epi32(a, b))); }
+QUIRE_INLINE uint32_t lanes_above_ints(Ints a, Ints b) { return lanes_of(floats(_mm256_cmpgt_epi32(a, b))); }
+QUIRE_INLINE Floats where_at_least(Floats a, Floats b, Floats x) {
+  return _mm256_and_ps(x, _mm256_cmp_ps(a, b, _CMP_GE_OQ));
+}
+QUIRE_INLINE Floats where_lanes(uint32_t lanes, Floats x) {
+  const Ints bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const Ints set = _mm256_and_si256(broadcast_int(static_cast<int32_t>(lanes)), bit);
+  return _mm256_blendv_ps(broadcast(-INFINITY), x, floats(_mm256_cmpeq_epi32(set, bit)));
+}
+QUIRE_INLINE void multiply_wide(Ints a, uint32_t factor, Ints& low, Ints& high) {
+  const Ints f = broadcast_int(static_cast<int32_t>(factor));
+  Ints even = _mm256_mul_epu32(a, f);
+  Ints odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), f);
+  low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+  high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+}
+
+using Doubles = __m256d;
+QUIRE_INLINE Doubles zero_doubles() { return _mm256_setzero_pd(); }
+QUIRE_INLINE Doubles add_rounded(Doubles sum, __m128 x, double magic) {
+  const Doubles m = _mm256_set1_pd(magic);
+  return _mm256_add_pd(sum, _mm256_sub_pd(_mm256_add_pd(_mm256_cvtps_pd(x), m), m));
+}
+QUIRE_INLINE __m128 low_half(Floats x) { return _mm256_castps256_ps128(x); }
+QUIRE_INLINE __m128 high_half(Floats x) { return _mm256_extractf128_ps(x, 1); }
 
 #endif
 
 QUIRE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// The same by the type of what is in memory.
+QUIRE_INLINE Floats load(const uint16_t* p) { return load_bf16(p); }
+QUIRE_INLINE Floats load_first(const uint16_t* p, int count) { return load_bf16_first(p, count); }
+QUIRE_INLINE void store(uint16_t* p, Floats x) { store_bf16(p, x); }
+QUIRE_INLINE void store_first(uint16_t* p, Floats x, int count) { store_bf16_first(p, x, count); }
+
+// Adds up lanes that lie in 0 … 1 without any rounding: each is first rounded to a multiple of 2^-33, which is what a
+// float64 between 2^19 and 2^20 can hold, so up to 2^20 of them have one sum, in whatever order they come.
+constexpr double EXACT_GRID = 3.0 * (1 << 18);
+QUIRE_INLINE double exactly(float x) { return (static_cast<double>(x) + EXACT_GRID) - EXACT_GRID; }
+QUIRE_INLINE Doubles add_exactly(Doubles sum, Floats x) {
+  return add_rounded(add_rounded(sum, low_half(x), EXACT_GRID), high_half(x), EXACT_GRID);
+}
+QUIRE_INLINE double sum(Doubles x) {
+  double lanes[sizeof(Doubles) / sizeof(double)], total = 0;
+  std::memcpy(lanes, &x, sizeof(x));
+  for (double lane : lanes) total += lane;
+  return total;
+}
 
 // exp(x) within 2 units in the last place: 2^n · 2^f with |f| <= 1/2, and a polynomial for 2^f (Cody & Waite 1980).
 // Below -87 the result is 0, so that a masked score of -infinity weighs nothing.
@@ -227,4 +319,28 @@ QUIRE_INLINE Floats exponential(Floats x) {
 #else
   return _mm256_and_ps(result, _mm256_cmp_ps(x, lowest, _CMP_GE_OQ));
 #endif
+}
+
+// log(x) of positive normal numbers, within 2 units in the last place: n · log 2 + log(m), with m between √½ and √2 and
+// a polynomial in m - 1 (Cephes). Every product that is added to something is written as a fused multiply-add, so that
+// no compiler has a choice: the bits are the same on every instruction set.
+QUIRE_INLINE Floats logarithm(Floats x) {
+  const Ints half_root = broadcast_int(0x3f3504f3);  // √½
+  Ints shifted = add_ints(sub_ints(bits(x), half_root), broadcast_int(127 << 23));
+  Ints exponent = sub_ints(shift_right<23>(shifted), broadcast_int(127));
+  Floats n = to_floats(exponent);
+  Floats f = sub(floats(sub_ints(bits(x), shift_left<23>(exponent))), broadcast(1.0f));
+  Floats square = mul(f, f);
+  Floats p = broadcast(7.0376836292e-2f);
+  p = multiply_add(p, f, broadcast(-1.1514610310e-1f));
+  p = multiply_add(p, f, broadcast(1.1676998740e-1f));
+  p = multiply_add(p, f, broadcast(-1.2420140846e-1f));
+  p = multiply_add(p, f, broadcast(1.4249322787e-1f));
+  p = multiply_add(p, f, broadcast(-1.6668057665e-1f));
+  p = multiply_add(p, f, broadcast(2.0000714765e-1f));
+  p = multiply_add(p, f, broadcast(-2.4999993993e-1f));
+  p = multiply_add(p, f, broadcast(3.3333331174e-1f));
+  Floats y = multiply_add(mul(p, f), square, mul(n, broadcast(-2.12194440e-4f)));
+  y = multiply_add(square, broadcast(-0.5f), y);
+  return multiply_add(n, broadcast(0.693359375f), add(f, y));
 }

@@ -14,12 +14,15 @@ from quire_kernels.embedding import embedding
 from quire_kernels.layernorm import add_rms_norm, rms_norm
 from quire_kernels.linear import LinearWeight, linear, pack_linear
 from quire_kernels.rope import rope_and_cache
-from quire_kernels.sampling import gumbel_noise
+from quire_kernels.sampling import argmax, gumbel_noise, sample
+from quire_kernels.token_bitmask import apply_token_bitmask
 
 __all__ = [
     "AttentionPlan",
     "LinearWeight",
     "add_rms_norm",
+    "apply_token_bitmask",
+    "argmax",
     "embedding",
     "gumbel_noise",
     "linear",
@@ -28,5 +31,6 @@ __all__ = [
     "plan_attention",
     "rms_norm",
     "rope_and_cache",
+    "sample",
     "silu_and_mul",
 ]

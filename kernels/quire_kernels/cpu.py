@@ -19,7 +19,16 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["INSTRUCTION_SETS", "KERNELS_VARIABLE", "KernelStatus", "library", "pointer", "status"]
+__all__ = [
+    "INSTRUCTION_SETS",
+    "KERNELS_VARIABLE",
+    "KernelStatus",
+    "library",
+    "library_for",
+    "pointer",
+    "status",
+    "with_dense_rows",
+]
 
 KERNELS_VARIABLE = "QUIRE_CPU_KERNELS"
 INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2")
@@ -80,3 +89,19 @@ def library() -> ctypes.CDLL | None:
 def pointer(tensor: torch.Tensor | None) -> int | None:
     """Where a tensor's data is, for a structure's field."""
     return None if tensor is None else tensor.data_ptr()
+
+
+def library_for(*tensors: torch.Tensor) -> ctypes.CDLL | None:
+    """The library, if it computes with these tensors: all float32 or all bfloat16, and on the CPU."""
+    dtype = tensors[0].dtype
+    if dtype not in (torch.float32, torch.bfloat16):
+        return None
+    for tensor in tensors:
+        if tensor.dtype != dtype or tensor.device.type != "cpu":
+            return None
+    return library()
+
+
+def with_dense_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix itself, unless the elements of a row have gaps between them."""
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()

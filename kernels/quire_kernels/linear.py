@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from quire_kernels.activation import silu_and_mul
-from quire_kernels.cpu import library, pointer
+from quire_kernels.cpu import library, library_for, pointer, with_dense_rows
 
 __all__ = ["LinearWeight", "linear", "pack_linear", "quantize_per_token"]
 
@@ -44,6 +44,20 @@ class _LinearCall(ctypes.Structure):
         ("kind", ctypes.c_int32),
         ("out_is_float", ctypes.c_int32),
         ("silu_and_mul", ctypes.c_int32),
+    )
+
+
+class _QuantizeCall(ctypes.Structure):
+    """`QuantizeCall` of kernels/csrc/calls.h."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("is_float", ctypes.c_int32),
     )
 
 
@@ -190,6 +204,15 @@ def quantize_per_token(x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         [T, K] uint8, `round(x / scale) + 128`, and [T] float32, the scales.
     """
-    x = x_TK.float()
-    scales = x.abs().amax(1).clamp_(min=1e-10) / 127
-    return ((x / scales[:, None]).round_() + 128).to(torch.uint8), scales
+    handle = library_for(x_TK)
+    if handle is None:
+        x = x_TK.float()
+        scales = x.abs().amax(1).clamp_(min=1e-10) / 127
+        return ((x / scales[:, None]).round_() + 128).to(torch.uint8), scales
+    x_TK = with_dense_rows(x_TK)
+    rows, size = x_TK.shape
+    out, scales = torch.empty(rows, size, dtype=torch.uint8), torch.empty(rows)
+    is_float = x_TK.dtype == torch.float32
+    call = _QuantizeCall(x_TK.data_ptr(), x_TK.stride(0), out.data_ptr(), scales.data_ptr(), rows, size, is_float)
+    handle.quire_quantize_per_token(ctypes.byref(call))
+    return out, scales
