@@ -29,7 +29,7 @@ bench: $(VENV)/.dev-installed  ## Run every benchmark of tests/benchmarks; each 
 	@for benchmark in tests/benchmarks/*.py; do echo "== $$benchmark"; $(BIN)/python $$benchmark || exit 1; done
 
 clean:  ## Remove .venv and everything else that was built
-	@rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf $(VENV) build dist kernels/quire_kernels/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find . -name __pycache__ -prune -exec rm -rf {} +
 	@find . -name '*.egg-info' -prune -exec rm -rf {} +
 
@@ -43,13 +43,15 @@ $(BIN)/python:
 	  || { echo "quire: $(PYTHON) is not Python 3.10, 3.11 or 3.12; name one with make PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-# What `make serve` needs is less than what developers need, and comes faster.
-$(VENV)/.server-installed: pyproject.toml | $(BIN)/python
+# What `make serve` needs is less than what developers need, and comes faster. Both build the C++ kernels.
+KERNELS := $(wildcard kernels/csrc/*)
+
+$(VENV)/.server-installed: pyproject.toml $(KERNELS) | $(BIN)/python
 	@echo "quire: installing into $(VENV); this takes minutes, once" >&2
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[server,dashboard]'
 	@touch $@
 
-$(VENV)/.dev-installed: pyproject.toml | $(BIN)/python
+$(VENV)/.dev-installed: pyproject.toml $(KERNELS) | $(BIN)/python
 	@echo "quire: installing into $(VENV); this takes minutes, once" >&2
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[dev]'
 	@touch $(VENV)/.server-installed $@

@@ -48,7 +48,7 @@ class Check:
 def examine() -> Iterator[Check]:
     """Run every check, one after the other."""
     checks: tuple[Callable[[], Check], ...] = (
-        _python, _packages, _cpu, _cores, _memory, _gpu, _tritonserver, _ports, _shared_memory, _leftovers,
+        _python, _packages, _cpu, _kernels, _cores, _memory, _gpu, _tritonserver, _ports, _shared_memory, _leftovers,
     )  # fmt: skip
     for check in checks:
         yield check()
@@ -92,9 +92,26 @@ def _cpu() -> Check:
     detail = f"{fields.get('model name', platform.machine())}: {' '.join(_features(flags)) or 'no vector features'}"
     if "avx2" not in flags:
         return Check(
-            "cpu", "WARN", detail, "without AVX2 the slow reference kernels run; use a newer x86-64 CPU or a GPU"
+            "cpu",
+            "WARN",
+            detail,
+            "without AVX2 models are computed in plain torch, which is slow; use a newer x86-64 CPU or a GPU",
         )
     return Check("cpu", "OK", detail)
+
+
+def _kernels() -> Check:
+    try:
+        from quire_kernels import cpu
+    except ImportError as error:
+        return Check("kernels", "FAIL", f"cannot be imported: {error}", "pip install 'quire[server]'")
+    try:
+        status = cpu.status()
+    except ValueError as error:
+        return Check("kernels", "FAIL", str(error), f"unset {cpu.KERNELS_VARIABLE}")
+    if status.instruction_set is None:
+        return Check("kernels", "WARN", f"plain torch, which is slow: {status.reason}", cpu.MEND)
+    return Check("kernels", "OK", f"C++ kernels, {status.reason}")
 
 
 def _features(flags: set[str]) -> list[str]:

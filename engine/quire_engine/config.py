@@ -15,6 +15,7 @@ from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, parse_classe
 __all__ = ["CacheConfig", "EngineConfig", "FrontendConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("int8",)
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_NUM_SEQS = 4096
 SECRETS = ("introspection_token",)
@@ -32,6 +33,9 @@ class ModelConfig:
     """Path of the tokenizer's folder; unset: the model's."""
     dtype: str = "auto"
     """Of weights, activations and KV cache; `auto` takes the checkpoint's."""
+    quantization: str | None = None
+    """`int8` computes every linear layer in int8 (W8A8): weights are quantised when they are loaded, with one scale per
+    output feature, activations as they come, with one scale per token."""
     max_model_len: int | None = None
     """Longest prompt plus output, in tokens; unset: what the checkpoint was trained for."""
     seed: int = 0
@@ -41,6 +45,8 @@ class ModelConfig:
         _check(isinstance(self.model, str) and self.model != "", "model", self.model, "the path of a folder")
         _check(self.tokenizer is None or isinstance(self.tokenizer, str), "tokenizer", self.tokenizer, "a path")
         _check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        _check(self.quantization in (None, *QUANTIZATIONS), "quantization", self.quantization,
+               f"unset or one of {', '.join(QUANTIZATIONS)}")  # fmt: skip
         if self.max_model_len is not None:
             _check_int("max_model_len", self.max_model_len, 1)
         _check_int("seed", self.seed, 0)

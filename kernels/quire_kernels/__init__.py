@@ -9,9 +9,28 @@ This package knows tensors and nothing else: no request, no model, no scheduler.
 """
 
 from quire_kernels.activation import silu_and_mul
-from quire_kernels.attention import paged_attention
+from quire_kernels.attention import AttentionPlan, paged_attention, plan_attention
+from quire_kernels.embedding import embedding
 from quire_kernels.layernorm import add_rms_norm, rms_norm
+from quire_kernels.linear import LinearWeight, linear, pack_linear
 from quire_kernels.rope import rope_and_cache
-from quire_kernels.sampling import gumbel_noise
+from quire_kernels.sampling import argmax, gumbel_noise, sample
+from quire_kernels.token_bitmask import apply_token_bitmask
 
-__all__ = ["add_rms_norm", "gumbel_noise", "paged_attention", "rms_norm", "rope_and_cache", "silu_and_mul"]
+__all__ = [
+    "AttentionPlan",
+    "LinearWeight",
+    "add_rms_norm",
+    "apply_token_bitmask",
+    "argmax",
+    "embedding",
+    "gumbel_noise",
+    "linear",
+    "pack_linear",
+    "paged_attention",
+    "plan_attention",
+    "rms_norm",
+    "rope_and_cache",
+    "sample",
+    "silu_and_mul",
+]

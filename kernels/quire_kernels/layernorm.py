@@ -1,8 +1,29 @@
 """RMSNorm (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467), alone and fused with the residual addition."""
 
+import ctypes
+
 import torch
 
+from quire_kernels.cpu import library_for, with_dense_rows
+
 __all__ = ["add_rms_norm", "rms_norm"]
+
+
+class _NormCall(ctypes.Structure):
+    """`NormCall` of kernels/csrc/calls.h."""
+
+    _fields_ = (
+        ("hidden", ctypes.c_void_p),
+        ("hidden_stride", ctypes.c_int64),
+        ("residual", ctypes.c_void_p),
+        ("residual_stride", ctypes.c_int64),
+        ("weight", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+        ("is_float", ctypes.c_int32),
+    )
 
 
 def rms_norm(hidden_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
@@ -11,9 +32,18 @@ def rms_norm(hidden_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> tor
     Returns:
         [T, E], a new tensor of `hidden_TE`'s dtype.
     """
-    x = hidden_TE.float()
-    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True).add_(eps))
-    return weight_E * x.to(hidden_TE.dtype)
+    handle = library_for(hidden_TE, weight_E)
+    if handle is None:
+        return _rms_norm_torch(hidden_TE, weight_E, eps)
+    hidden_TE = with_dense_rows(hidden_TE)
+    rows, size = hidden_TE.shape
+    out = torch.empty(rows, size, dtype=hidden_TE.dtype)
+    call = _NormCall(
+        hidden_TE.data_ptr(), hidden_TE.stride(0), None, 0, weight_E.data_ptr(), out.data_ptr(), rows, size, eps,
+        hidden_TE.dtype == torch.float32,
+    )  # fmt: skip
+    handle.quire_rms_norm(ctypes.byref(call))
+    return out
 
 
 def add_rms_norm(
@@ -24,5 +54,22 @@ def add_rms_norm(
     Returns:
         [T, E]. `residual_TE` holds the sum afterwards.
     """
-    residual_TE.add_(hidden_TE)
-    return rms_norm(residual_TE, weight_E, eps)
+    handle = library_for(hidden_TE, residual_TE, weight_E)
+    if handle is None or residual_TE.stride(1) != 1:
+        residual_TE.add_(hidden_TE)
+        return rms_norm(residual_TE, weight_E, eps)
+    hidden_TE = with_dense_rows(hidden_TE)
+    rows, size = hidden_TE.shape
+    out = torch.empty(rows, size, dtype=hidden_TE.dtype)
+    call = _NormCall(
+        hidden_TE.data_ptr(), hidden_TE.stride(0), residual_TE.data_ptr(), residual_TE.stride(0), weight_E.data_ptr(),
+        out.data_ptr(), rows, size, eps, hidden_TE.dtype == torch.float32,
+    )  # fmt: skip
+    handle.quire_rms_norm(ctypes.byref(call))
+    return out
+
+
+def _rms_norm_torch(hidden_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+    x = hidden_TE.float()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True).add_(eps))
+    return weight_E * x.to(hidden_TE.dtype)

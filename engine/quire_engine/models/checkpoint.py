@@ -50,6 +50,8 @@ class CheckpointConfig:
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
+    int8: bool
+    """The linear layers' weights are int8 with a `weight_scale` per output feature, for int8 activations (W8A8)."""
     rope: RopeConfig
     eos_token_ids: tuple[int, ...]
 
@@ -87,6 +89,7 @@ class CheckpointConfig:
                 tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
                 attention_bias=bool(config.get("attention_bias", False)),
                 mlp_bias=bool(config.get("mlp_bias", False)),
+                int8=_is_int8(folder, config),
                 rope=_rope_config(folder, config),
                 eos_token_ids=_eos_token_ids(folder, config),
             )
@@ -186,6 +189,8 @@ def _expected_shapes(config: CheckpointConfig) -> dict[str, tuple[int, ...]]:
         shapes[f"layers.{i}.post_attention_layernorm.weight"] = (hidden,)
         for name, (out_size, in_size, has_bias) in linears.items():
             shapes[f"layers.{i}.{name}.weight"] = (out_size, in_size)
+            if config.int8:
+                shapes[f"layers.{i}.{name}.weight_scale"] = (out_size, 1)
             if has_bias:
                 shapes[f"layers.{i}.{name}.bias"] = (out_size,)
     return shapes
@@ -274,6 +279,45 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: not a JSON object")
     return content
+
+
+def _is_int8(folder: Path, config: dict[str, Any]) -> bool:
+    """Whether this is a compressed-tensors checkpoint in W8A8, the one quantised kind that is served.
+
+    Raises:
+        CheckpointError: it is quantised in another way.
+    """
+    quantization = config.get("quantization_config") or config.get("compression_config")
+    if not quantization:
+        return False
+    groups = list(quantization.get("config_groups", {}).values())
+    weights, activations = ((groups[0].get(kind) or {}) if groups else {} for kind in ("weights", "input_activations"))
+    is_w8a8 = (
+        quantization.get("quant_method") == "compressed-tensors"
+        and quantization.get("format") == "int-quantized"
+        and len(groups) == 1
+        and groups[0].get("targets") == ["Linear"]
+        and quantization.get("ignore") == ["lm_head"]
+        and _is_symmetric_int8(weights, "channel", dynamic=False)
+        and _is_symmetric_int8(activations, "token", dynamic=True)
+    )
+    if not is_w8a8:
+        method, form = (quantization.get(name, "not named") for name in ("quant_method", "format"))
+        raise CheckpointError(
+            f"{folder / 'config.json'}: quantization_config has quant_method {method}, format {form}; of quantised "
+            "checkpoints only compressed-tensors with int8 weights per channel and dynamic int8 activations per token, "
+            "both symmetric, of all linear layers but lm_head, are served. From an unquantised checkpoint the setting "
+            "quantization makes one of these"
+        )
+    return True
+
+
+def _is_symmetric_int8(kind: dict[str, Any], strategy: str, dynamic: bool) -> bool:
+    return (
+        (kind.get("num_bits"), kind.get("type"), kind.get("strategy")) == (8, "int", strategy)
+        and bool(kind.get("symmetric", True))
+        and bool(kind.get("dynamic", False)) == dynamic
+    )
 
 
 def _rope_config(folder: Path, config: dict[str, Any]) -> RopeConfig:

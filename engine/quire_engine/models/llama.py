@@ -3,14 +3,16 @@
 One layer, in calls::
 
     add_rms_norm ─ qkv_proj ─ rope_and_cache ─ paged_attention ─ o_proj
-    add_rms_norm ─ gate_up_proj ─ silu_and_mul ─ down_proj
+    add_rms_norm ─ gate_up_proj (with SiLU · mul) ─ down_proj
 
 Each `add_rms_norm` adds the output of the line before to the residual stream, and norms the sum. With several ranks the
 projections are cut into slices, and the layers divided among stages (`models/parallel.py`).
 """
 
+import dataclasses
+
 import torch
-from quire_kernels import add_rms_norm, paged_attention, rms_norm, rope_and_cache, silu_and_mul
+from quire_kernels import add_rms_norm, paged_attention, plan_attention, rms_norm, rope_and_cache
 from torch import nn
 
 from quire_engine.distributed import ParallelState
@@ -36,10 +38,11 @@ class LlamaAttention(nn.Module):
         super().__init__()
         self.head_size, bias = config.head_size, config.attention_bias
         self.qkv_proj = QKVParallel(
-            config.hidden_size, config.num_heads, config.num_kv_heads, self.head_size, bias, parallel
+            config.hidden_size, config.num_heads, config.num_kv_heads, self.head_size, bias, parallel, config.int8
         )
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        self.o_proj = RowParallel(config.num_heads * self.head_size, "o_proj", config.hidden_size, bias, parallel)
+        in_features = config.num_heads * self.head_size
+        self.o_proj = RowParallel(in_features, "o_proj", config.hidden_size, bias, parallel, config.int8)
 
     def forward(
         self,
@@ -69,6 +72,7 @@ class LlamaAttention(nn.Module):
             metadata.query_start_loc,
             metadata.seq_lens,
             self.head_size**-0.5,
+            metadata.plan,
         )
         out_TE: torch.Tensor = self.o_proj(out_THD.flatten(1))
         return out_TE
@@ -80,12 +84,13 @@ class LlamaMLP(nn.Module):
     def __init__(self, config: CheckpointConfig, parallel: ParallelState) -> None:
         super().__init__()
         size, bias = config.intermediate_size, config.mlp_bias
-        self.gate_up_proj = ColumnParallel(config.hidden_size, {"gate_proj": size, "up_proj": size}, bias, parallel)
-        self.down_proj = RowParallel(size, "down_proj", config.hidden_size, bias, parallel)
+        parts = {"gate_proj": size, "up_proj": size}
+        self.gate_up_proj = ColumnParallel(config.hidden_size, parts, bias, parallel, gated=True, int8=config.int8)
+        self.down_proj = RowParallel(size, "down_proj", config.hidden_size, bias, parallel, config.int8)
 
     def forward(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """[T, E] -> [T, E]."""
-        out_TE: torch.Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(hidden_TE)))
+        out_TE: torch.Tensor = self.down_proj(self.gate_up_proj(hidden_TE))
         return out_TE
 
 
@@ -112,7 +117,8 @@ class LlamaForCausalLM(nn.Module):
         vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         # A tied head has no weights of its own, unless the embedding is on another stage.
         if parallel.is_first_stage or (parallel.is_last_stage and config.tie_word_embeddings):
-            self.embed_tokens = VocabParallel(vocab_size, self.hidden_size, parallel)
+            is_head = parallel.is_last_stage and config.tie_word_embeddings
+            self.embed_tokens = VocabParallel(vocab_size, self.hidden_size, parallel, is_head)
         # By their numbers in the checkpoint, whichever stage this is.
         numbers = stage_layers(config.num_layers, parallel)
         self.layers = nn.ModuleDict({str(number): LlamaDecoderLayer(config, parallel) for number in numbers})
@@ -120,7 +126,7 @@ class LlamaForCausalLM(nn.Module):
         if parallel.is_last_stage:
             self.norm = Weight(self.hidden_size)
             if not config.tie_word_embeddings:
-                self.lm_head = VocabParallel(vocab_size, self.hidden_size, parallel)
+                self.lm_head = VocabParallel(vocab_size, self.hidden_size, parallel, is_head=True)
         self.cos_sin = rope_cos_sin(config.rope, config.head_size, max_model_len)
 
     def forward(
@@ -141,6 +147,7 @@ class LlamaForCausalLM(nn.Module):
             residual = torch.zeros_like(hidden)
         else:
             hidden, residual = receive_activations(self.parallel, len(token_ids_T), self.hidden_size, self.dtype)
+        metadata = self._with_plan(metadata, kv_caches[0][0])
         for layer, (key_cache, value_cache) in zip(self.layers.values(), kv_caches, strict=True):
             assert isinstance(layer, LlamaDecoderLayer)
             hidden = add_rms_norm(hidden, residual, layer.input_layernorm.weight, self.eps)
@@ -151,6 +158,14 @@ class LlamaForCausalLM(nn.Module):
             send_activations(self.parallel, hidden, residual)
             return None
         return rms_norm(hidden + residual, self.norm.weight, self.eps)
+
+    def _with_plan(self, metadata: AttentionMetadata, key_cache_NKBD: torch.Tensor) -> AttentionMetadata:
+        """All layers have as many heads, so one plan of the attention does for all of them."""
+        layer = next(iter(self.layers.values()))
+        assert isinstance(layer, LlamaDecoderLayer)
+        num_heads = layer.self_attn.num_heads
+        plan = plan_attention(metadata.query_start_loc, metadata.seq_lens, num_heads, key_cache_NKBD)
+        return dataclasses.replace(metadata, plan=plan)
 
     def compute_logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
         """[S, E] -> [S, V], for the positions that are sampled only.

@@ -13,7 +13,7 @@ from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoint import CheckpointConfig, check_safetensors, weight_files
 from quire_engine.models.llama import LlamaForCausalLM
-from quire_engine.models.parallel import LoadTarget, load_targets
+from quire_engine.models.parallel import LoadTarget, load_targets, pack_weights
 from quire_engine.models.registry import MODELS
 
 __all__ = ["load_model"]
@@ -25,8 +25,9 @@ def load_model(
     dtype: torch.dtype,
     max_model_len: int,
     parallel: ParallelState = ParallelState(),
+    quantize: bool = False,
 ) -> LlamaForCausalLM:
-    """Build a rank's part of the model and fill every parameter.
+    """Build a rank's part of the model, fill every parameter, and pack the matrices; to int8 if they are quantised.
 
     Raises:
         CheckpointError: a file is truncated, or a tensor is missing, superfluous or of the wrong shape.
@@ -48,6 +49,8 @@ def load_model(
         missing -= _load_file(path, targets, elsewhere)
     if missing:
         raise CheckpointError(f"{folder}: its safetensors files hold no {', '.join(sorted(missing)[:3])}")
+    del targets  # they hold the parameters, which are freed as they are packed
+    pack_weights(model, quantize)
     return model.eval()
 
 
@@ -75,6 +78,11 @@ def _load_file(path: Path, targets: Mapping[str, LoadTarget], elsewhere: Collect
                 if shape != target.shape:
                     raise CheckpointError(
                         f"{path}: tensor {key} has shape {shape}; config.json asks for {target.shape}"
+                    )
+                if (tensor.get_dtype() == "I8") != (target.parameter.dtype == torch.int8):
+                    raise CheckpointError(
+                        f"{path}: tensor {key} is {tensor.get_dtype()}; quantization_config in config.json asks for "
+                        f"{'I8' if target.parameter.dtype == torch.int8 else 'a floating-point type'}"
                     )
                 target.parameter.copy_(tensor[target.index])
                 filled.add(name)

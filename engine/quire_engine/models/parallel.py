@@ -18,13 +18,16 @@ sum over the ranks::
 
 The vocabulary is cut too. `VocabParallel.embed` sums up rows that only one rank has, `VocabParallel.logits` puts the
 columns together on the first rank. With one rank each of them is the plain operation.
+
+When the checkpoint is loaded, `pack_weights` brings every matrix into the form that `quire_kernels.linear` reads, and
+frees the parameter that it was loaded into.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+from quire_kernels import LinearWeight, embedding, linear, pack_linear
 from torch import nn
 
 from quire_engine.distributed import ParallelState
@@ -37,6 +40,8 @@ __all__ = [
     "RowParallel",
     "VocabParallel",
     "load_targets",
+    "num_parameters",
+    "pack_weights",
     "receive_activations",
     "send_activations",
     "shard",
@@ -89,7 +94,43 @@ def _rows(parameter: torch.Tensor, size: int, rows: slice) -> LoadTarget:
     return LoadTarget(parameter, (size, *whole), (rows, *(slice(0, n) for n in whole)))
 
 
-class ColumnParallel(nn.Module):
+class _Packable(nn.Module):
+    """A module whose `weight`, and `bias` if it has one, become a `LinearWeight` once they are loaded."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    gated = False
+
+    def __init__(self, out_features: int, in_features: int, int8: bool = False) -> None:
+        super().__init__()
+        self._packed: LinearWeight | None = None
+        self._dtype = torch.get_default_dtype()
+        weight = torch.empty(out_features, in_features, dtype=torch.int8 if int8 else None)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight_scale = None
+        if int8:
+            scale = torch.empty(out_features, 1, dtype=torch.float32)
+            self.weight_scale = nn.Parameter(scale, requires_grad=False)
+        self.bias = None
+
+    @property
+    def packed(self) -> LinearWeight:
+        """The weight that is computed with."""
+        assert self._packed is not None, "pack_weights was not called"
+        return self._packed
+
+    def pack(self, quantize: bool) -> None:
+        """Pack the parameters, and let go of them."""
+        assert self.weight is not None
+        bias = None if self.bias is None else self.bias.data
+        scales = None if self.weight_scale is None else self.weight_scale.data[:, 0]
+        self._packed = pack_linear(
+            self.weight.data, bias, scales_N=scales, dtype=self._dtype, quantize=quantize, gated=self.gated
+        )
+        self.weight = self.weight_scale = self.bias = None
+
+
+class ColumnParallel(_Packable):
     """One or several projections of the same input, stacked by output feature into one matrix multiplication.
 
     Each rank has a slice of the output features of each of them.
@@ -100,22 +141,30 @@ class ColumnParallel(nn.Module):
         bias: whether each projection has one.
         parallel: the rank.
         unit: output features that stay together.
+        gated: there are two parts, a gate and what it gates, and the output is `silu(gate) * up`.
+        int8: the checkpoint's weights are int8 with a scale per output feature.
     """
 
     def __init__(
-        self, in_features: int, parts: Mapping[str, int], bias: bool, parallel: ParallelState, unit: int = 1
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        bias: bool,
+        parallel: ParallelState,
+        unit: int = 1,
+        gated: bool = False,
+        int8: bool = False,
     ) -> None:
-        super().__init__()
-        self.parts = dict(parts)
-        self.slices = [shard(size, parallel, unit) for size in parts.values()]
-        self.sizes = [_length(part) for part in self.slices]
+        slices = [shard(size, parallel, unit) for size in parts.values()]
+        super().__init__(sum(map(_length, slices)), in_features, int8)
+        self.gated, self.parts, self.slices = gated, dict(parts), slices
+        self.sizes = [_length(part) for part in slices]
         """Output features of each projection that this rank has."""
-        self.weight = nn.Parameter(torch.empty(sum(self.sizes), in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(sum(self.sizes)), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, in] -> [T, sum of sizes]."""
-        return F.linear(x, self.weight, self.bias)
+        """[T, in] -> [T, sum of sizes], or half of it if gated."""
+        return linear(x, self.packed)
 
     def load_targets(self) -> dict[str, LoadTarget]:
         """By name beside this module."""
@@ -132,15 +181,22 @@ class QKVParallel(ColumnParallel):
     """Queries, keys and values of this rank's heads; a KV head has several holders where heads are fewer than ranks."""
 
     def __init__(
-        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_size: int, bias: bool, parallel: ParallelState
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        bias: bool,
+        parallel: ParallelState,
+        int8: bool = False,
     ) -> None:
         q_size, kv_size = num_heads * head_size, num_kv_heads * head_size
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        super().__init__(hidden_size, parts, bias, parallel, unit=head_size)
+        super().__init__(hidden_size, parts, bias, parallel, unit=head_size, int8=int8)
         self.num_heads, self.num_kv_heads = self.sizes[0] // head_size, self.sizes[1] // head_size
 
 
-class RowParallel(nn.Module):
+class RowParallel(_Packable):
     """A projection of which each rank has a slice of the input features; the ranks' outputs are summed.
 
     Args:
@@ -149,57 +205,75 @@ class RowParallel(nn.Module):
         out_features: size of the output, which all ranks get whole.
         bias: whether it has one: the first rank's, so that it is added once.
         parallel: the rank.
+        int8: the checkpoint's weights are int8 with a scale per output feature.
     """
 
-    def __init__(self, in_features: int, name: str, out_features: int, bias: bool, parallel: ParallelState) -> None:
-        super().__init__()
-        self.name, self.in_features, self.group = name, in_features, parallel.tensor_group
-        self.columns = shard(in_features, parallel)
-        self.weight = nn.Parameter(torch.empty(out_features, _length(self.columns)), requires_grad=False)
+    def __init__(
+        self, in_features: int, name: str, out_features: int, bias: bool, parallel: ParallelState, int8: bool = False
+    ) -> None:
+        columns = shard(in_features, parallel)
+        super().__init__(out_features, _length(columns), int8)
+        self.name, self.in_features, self.columns, self.group = name, in_features, columns, parallel.tensor_group
         self.has_bias = bias
         own_bias = bias and parallel.tensor_rank == 0
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if own_bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, the rank's in] -> [T, out]."""
-        out = F.linear(x, self.weight, self.bias)
+        out = linear(x, self.packed)
         return out if self.group is None else self.group.all_reduce(out)
 
     def load_targets(self) -> dict[str, LoadTarget]:
         """By name beside this module."""
+        assert self.weight is not None
         weight, out_features = self.weight.data, len(self.weight)
         whole = (out_features, self.in_features)
         targets = {f"{self.name}.weight": LoadTarget(weight, whole, (slice(0, out_features), self.columns))}
+        if self.weight_scale is not None:
+            targets[f"{self.name}.weight_scale"] = _rows(self.weight_scale.data, out_features, slice(0, out_features))
         if self.has_bias:
             bias = weight.new_empty(0) if self.bias is None else self.bias.data
             targets[f"{self.name}.bias"] = LoadTarget(bias, (out_features,), (slice(0, len(bias)),))
         return targets
 
 
-class VocabParallel(nn.Module):
-    """A vector per token of the vocabulary, of which each rank has a slice: an embedding, a head, or both."""
+class VocabParallel(_Packable):
+    """A vector per token of the vocabulary, of which each rank has a slice: an embedding, a head, or both.
 
-    def __init__(self, vocab_size: int, hidden_size: int, parallel: ParallelState) -> None:
-        super().__init__()
-        self.vocab_size, self.group = vocab_size, parallel.tensor_group
-        self.rows = shard(vocab_size, parallel)
+    Args:
+        vocab_size: V.
+        hidden_size: E.
+        parallel: the rank.
+        is_head: whether `logits` is asked for; else it stays the plain table that `embed` reads.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, parallel: ParallelState, is_head: bool) -> None:
         # The last rank may have less; its logits are as many as the others' nevertheless, for `gather`.
-        num_rows = -(-vocab_size // parallel.tensor_parallel_size)
-        self.weight = nn.Parameter(torch.empty(num_rows, hidden_size), requires_grad=False)
+        super().__init__(-(-vocab_size // parallel.tensor_parallel_size), hidden_size)
+        assert self.weight is not None
+        self.vocab_size, self.group, self.is_head = vocab_size, parallel.tensor_group, is_head
+        self.rows = shard(vocab_size, parallel)
         self.weight.data[_length(self.rows) :] = 0
+
+    def pack(self, quantize: bool) -> None:
+        """Pack a head; a table has nothing to gain."""
+        if self.is_head:
+            super().pack(quantize)
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """[T] int64 -> [T, E]."""
+        table = self._packed if self.weight is None else self.weight
+        assert table is not None
         if self.group is None:
-            return F.embedding(token_ids_T, self.weight)
+            return embedding(token_ids_T, table)
         foreign = (token_ids_T < self.rows.start) | (token_ids_T >= self.rows.stop)
         rows = (token_ids_T - self.rows.start).masked_fill(foreign, 0)
-        out = F.embedding(rows, self.weight).masked_fill(foreign.unsqueeze(-1), 0)
+        out = embedding(rows, table).masked_fill(foreign.unsqueeze(-1), 0)
         return self.group.all_reduce(out)
 
     def logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
-        """[S, E] -> [S, V] on the first rank of the stage, None on the others."""
-        logits = F.linear(hidden_SE, self.weight)
+        """[S, E] -> [S, V] float32 on the first rank of the stage, None on the others."""
+        logits = linear(hidden_SE, self.packed, torch.float32)
         if self.group is None:
             return logits
         gathered = self.group.gather(logits)
@@ -207,6 +281,7 @@ class VocabParallel(nn.Module):
 
     def load_targets(self) -> dict[str, LoadTarget]:
         """By name within this module."""
+        assert self.weight is not None
         return {"weight": _rows(self.weight.data[: _length(self.rows)], self.vocab_size, self.rows)}
 
 
@@ -223,6 +298,24 @@ def load_targets(model: nn.Module) -> dict[str, LoadTarget]:
             prefix = f"{parent}." if parent else ""
             targets |= {f"{prefix}{name}": target for name, target in module.load_targets().items()}
     return targets
+
+
+def pack_weights(model: nn.Module, quantize: bool) -> None:
+    """Bring all matrices into the form that is computed with, one after the other, so that no two copies are whole.
+
+    Args:
+        model: loaded.
+        quantize: to int8 (W8A8).
+    """
+    for module in model.modules():
+        if isinstance(module, _Packable):
+            module.pack(quantize)
+
+
+def num_parameters(model: nn.Module) -> int:
+    """How many parameters a rank has, packed or not."""
+    packed = [module.packed for module in model.modules() if isinstance(module, _Packable) and module.weight is None]
+    return sum(p.numel() for p in model.parameters()) + sum(p.out_features * p.in_features for p in packed)
 
 
 def send_activations(parallel: ParallelState, hidden_TE: torch.Tensor, residual_TE: torch.Tensor) -> None:

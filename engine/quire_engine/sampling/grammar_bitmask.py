@@ -3,6 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 import torch
+from quire_kernels import apply_token_bitmask
 
 __all__ = ["apply_grammar_bitmask"]
 
@@ -15,7 +16,4 @@ def apply_grammar_bitmask(logits_SV: torch.Tensor, rows: list[int], bitmask_RW: 
         rows: R of their S rows; the others are not touched.
         bitmask_RW: bit i % 32 of word i // 32 belongs to token i.
     """
-    forbidden = np.unpackbits((~bitmask_RW).view(np.uint8), axis=1, count=logits_SV.shape[1], bitorder="little")
-    mask_RV = torch.from_numpy(forbidden).view(torch.bool).to(logits_SV.device)
-    for row, mask_V in zip(rows, mask_RV, strict=True):
-        logits_SV[row].masked_fill_(mask_V, float("-inf"))
+    apply_token_bitmask(logits_SV, torch.tensor(rows), torch.from_numpy(bitmask_RW))

@@ -28,8 +28,8 @@ class SamplingMetadata:
     """[S] int64, the 64 bits of each request's seed."""
     positions: torch.Tensor
     """[S] int64, the position that the sampled token will take."""
-    num_logprobs: list[int | None]
-    """How many log-probabilities each row wants besides its sampled token's; None: not even that."""
+    num_logprobs: dict[int, int]
+    """The rows that want log-probabilities, and how many besides their sampled token's."""
     forbidden: list[tuple[int, list[int]]]
     """Rows that may not stop yet, and the token ids that would stop them."""
     all_greedy: bool

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 import torch
-from quire_kernels import gumbel_noise
+from quire_kernels import argmax, sample
 
 from quire_engine.messages import TokenLogprobs
 from quire_engine.sampling.grammar_bitmask import apply_grammar_bitmask
-from quire_engine.sampling.logits_processors import apply_min_p, apply_min_tokens, apply_top_k_top_p
+from quire_engine.sampling.logits_processors import apply_min_tokens
 from quire_engine.sampling.logprobs import gather_logprobs
 from quire_engine.sampling.metadata import SamplingMetadata
 from quire_engine.sampling.penalties import apply_penalties
@@ -33,10 +33,9 @@ class Sampler:
     4. Mask tokens that are not allowed or would complete a bad word; add the biases of `logit_bias`.
     5. Apply repetition, frequency and presence penalties.
     6. Mask the tokens that a row's grammar does not allow; last, so that nothing brings one back.
-    7. Greedy rows take the most likely token; if all rows are greedy, that was it.
-    8. Divide by the temperature.
-    9. Mask by min-p, top-k and top-p.
-    10. Add Gumbel noise, a function of (seed, position, token id) alone, and take the largest: a draw from the softmax.
+    7. Greedy rows take the most likely token.
+    8. The others divide by the temperature, mask by min-p, top-k and top-p, add Gumbel noise, which is a function of
+       (seed, position, token id) alone, and take the largest: a draw from the softmax.
     """
 
     def __call__(self, logits_SV: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
@@ -47,7 +46,7 @@ class Sampler:
             metadata: the parameters of these rows.
         """
         logits_SV = logits_SV.float()
-        rows_with_logprobs = [row for row, number in enumerate(metadata.num_logprobs) if number is not None]
+        rows_with_logprobs = list(metadata.num_logprobs)
         logprobs_SV = logits_SV[rows_with_logprobs].log_softmax(-1) if rows_with_logprobs else None
         apply_min_tokens(logits_SV, metadata.forbidden)
         if metadata.token_constraints is not None:
@@ -56,27 +55,23 @@ class Sampler:
             apply_penalties(logits_SV, metadata.penalties)
         if metadata.grammar_bitmask is not None:
             apply_grammar_bitmask(logits_SV, *metadata.grammar_bitmask)
-        token_ids_S = logits_SV.argmax(-1)
-        if not metadata.all_greedy:
-            random_rows = (metadata.temperature > 0).nonzero().squeeze(1)
-            token_ids_S[random_rows] = self._sample(logits_SV[random_rows], metadata, random_rows)
-        logprobs: list[TokenLogprobs | None] = [None] * len(metadata.num_logprobs)
+        token_ids_S = argmax(logits_SV) if metadata.all_greedy else self._draw(logits_SV, metadata)
+        logprobs: list[TokenLogprobs | None] = [None] * len(logits_SV)
         if logprobs_SV is not None:
-            numbers = [metadata.num_logprobs[row] or 0 for row in rows_with_logprobs]
-            gathered = gather_logprobs(logprobs_SV, token_ids_S[rows_with_logprobs], max(numbers))
-            for row, number, entry in zip(rows_with_logprobs, numbers, gathered, strict=True):
+            gathered = gather_logprobs(
+                logprobs_SV, token_ids_S[rows_with_logprobs], max(metadata.num_logprobs.values())
+            )
+            for (row, number), entry in zip(metadata.num_logprobs.items(), gathered, strict=True):
                 logprobs[row] = entry[: number + 1]
         return SamplerOutput(token_ids_S.tolist(), logprobs)
 
-    def _sample(self, logits_RV: torch.Tensor, metadata: SamplingMetadata, rows: torch.Tensor) -> torch.Tensor:
-        """Steps 7 to 9 for the random rows (R)."""
-        vocab_size = logits_RV.shape[1]
-        # Below their maximum, logits cannot overflow, however small the temperature.
-        logits_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)) / metadata.temperature[rows, None]
-        min_p, top_k, top_p = metadata.min_p[rows], metadata.top_k[rows], metadata.top_p[rows]
-        if bool((min_p > 0).any()):
-            logits_RV = apply_min_p(logits_RV, min_p)
-        if bool((top_p < 1).any()) or bool((top_k < vocab_size).any()):
-            logits_RV = apply_top_k_top_p(logits_RV, top_k, top_p)
-        noise_RV = gumbel_noise(metadata.seeds[rows], metadata.positions[rows], vocab_size)
-        return (logits_RV + noise_RV).argmax(-1)
+    def _draw(self, logits_SV: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+        return sample(
+            logits_SV,
+            metadata.temperature,
+            metadata.min_p,
+            metadata.top_k,
+            metadata.top_p,
+            metadata.seeds,
+            metadata.positions,
+        )

@@ -18,11 +18,10 @@ import numpy.typing as npt
 from quire_engine.messages import NewRequestData
 from quire_engine.sampling.penalties import PenaltyState
 from quire_engine.sampling.token_constraints import TokenConstraintState
-from quire_engine.sampling_params import SamplingParams
 
 __all__ = ["InputBatch"]
 
-NO_PROMPT_LOGPROBS = -1
+NO_LOGPROBS = -1
 
 
 class InputBatch:
@@ -44,9 +43,10 @@ class InputBatch:
         self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
         self.min_p = np.zeros(max_num_seqs, dtype=np.float32)
         self.seed = np.zeros(max_num_seqs, dtype=np.uint64)
-        self.params: list[SamplingParams | None] = [None] * max_num_seqs
+        self.min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int64)
         self.stop_token_ids: list[list[int]] = [[] for _ in range(max_num_seqs)]
-        self.num_prompt_logprobs = np.full(max_num_seqs, NO_PROMPT_LOGPROBS, dtype=np.int64)
+        self.num_prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int64)
         self.penalties = PenaltyState(max_num_seqs, vocab_size, max_model_len + 1)
         self.token_constraints = TokenConstraintState(max_num_seqs, vocab_size)
 
@@ -68,11 +68,12 @@ class InputBatch:
         self.top_k[slot] = min(params.top_k, self.vocab_size) if params.top_k > 0 else self.vocab_size
         self.min_p[slot] = params.min_p
         self.seed[slot] = params.seed or 0
-        self.params[slot] = params
+        self.min_tokens[slot] = params.min_tokens
+        self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self.stop_token_ids[slot] = request.stop_token_ids
         # A request that comes back with output has had the log-probabilities of its prompt.
         wants_prompt_logprobs = params.prompt_logprobs is not None and num_tokens == request.num_prompt_tokens
-        self.num_prompt_logprobs[slot] = params.prompt_logprobs if wants_prompt_logprobs else NO_PROMPT_LOGPROBS
+        self.num_prompt_logprobs[slot] = params.prompt_logprobs if wants_prompt_logprobs else NO_LOGPROBS
         self.penalties.add(slot, params, request.token_ids, request.num_prompt_tokens)
         self.token_constraints.add(slot, params)
 

@@ -10,7 +10,7 @@ from quire_engine.models.layers import AttentionMetadata
 from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.sampling import Sampler, SamplingMetadata
 from quire_engine.sampling.prompt_logprobs import compute_prompt_logprobs
-from quire_engine.worker.input_batch import NO_PROMPT_LOGPROBS, InputBatch
+from quire_engine.worker.input_batch import NO_LOGPROBS, InputBatch
 
 __all__ = ["ModelRunner"]
 
@@ -88,7 +88,7 @@ class ModelRunner:
     ) -> dict[str, PromptLogprobs]:
         """Score the prompt tokens that follow the ones computed in this step, for the requests that want it."""
         batch = self.batch
-        wanted = np.flatnonzero(batch.num_prompt_logprobs[slots] != NO_PROMPT_LOGPROBS)
+        wanted = np.flatnonzero(batch.num_prompt_logprobs[slots] != NO_LOGPROBS)
         first_rows = np.cumsum(num_scheduled) - num_scheduled
         result = {}
         for i in wanted.tolist():
@@ -171,15 +171,10 @@ class ModelRunner:
         """The columns of the rows that are sampled."""
         batch = self.batch
         num_output_tokens = batch.num_tokens[slots] - batch.num_prompt_tokens[slots]
-        forbidden = []
-        num_logprobs = []
-        constrained = set(grammar[0]) if grammar is not None else ()
-        for row, slot in enumerate(slots.tolist()):
-            params = batch.params[slot]
-            assert params is not None
-            num_logprobs.append(params.logprobs)
-            if num_output_tokens[row] < params.min_tokens and row not in constrained:  # there it is in the bitmask
-                forbidden.append((row, batch.stop_token_ids[slot]))
+        early_rows = np.flatnonzero(num_output_tokens < batch.min_tokens[slots]).tolist()
+        constrained = set(grammar[0]) if grammar is not None else ()  # there the bitmask has it
+        num_logprobs = batch.num_logprobs[slots]
+        rows_with_logprobs = np.flatnonzero(num_logprobs != NO_LOGPROBS)
         return SamplingMetadata(
             temperature=torch.from_numpy(batch.temperature[slots]),
             top_p=torch.from_numpy(batch.top_p[slots]),
@@ -187,8 +182,8 @@ class ModelRunner:
             min_p=torch.from_numpy(batch.min_p[slots]),
             seeds=torch.from_numpy(batch.seed[slots].view(np.int64)),
             positions=torch.from_numpy(batch.num_tokens[slots]),
-            num_logprobs=num_logprobs,
-            forbidden=forbidden,
+            num_logprobs=dict(zip(rows_with_logprobs.tolist(), num_logprobs[rows_with_logprobs].tolist(), strict=True)),
+            forbidden=[(row, batch.stop_token_ids[slots[row]]) for row in early_rows if row not in constrained],
             all_greedy=not batch.temperature[slots].any(),
             penalties=batch.penalties.gather(slots),
             token_constraints=batch.token_constraints.gather(slots, batch.output_tail),

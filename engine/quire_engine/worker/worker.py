@@ -13,7 +13,7 @@ from quire_engine.messages import ModelRunnerOutput, NewRequestData, SchedulerOu
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.models.loader import load_model
-from quire_engine.models.parallel import shard, stage_layers
+from quire_engine.models.parallel import num_parameters, shard, stage_layers
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.worker.fault_injection import FaultInjection
 from quire_engine.worker.input_batch import InputBatch
@@ -55,11 +55,9 @@ class Worker:
         self._weights_discarded = False
         self._fault_injection = FaultInjection.from_environment(parallel.rank)
         model = self._load_model()
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        num_threads = configure_threads(num_parameters, config.parallel.world_size)
-        logger.info(
-            "%s: %.1f M parameters, %s, threads: %d", config.model.model, num_parameters / 1e6, name, num_threads
-        )
+        parameters = num_parameters(model)
+        num_threads = configure_threads(parameters, config.parallel.world_size)
+        logger.info("%s: %.1f M parameters, %s, threads: %d", config.model.model, parameters / 1e6, name, num_threads)
         batch = InputBatch(config.scheduler.max_num_seqs, max_model_len, config.cache.block_size, checkpoint.vocab_size)
         self.runner = ModelRunner(model, batch, config.cache.block_size, parallel)
 
@@ -149,7 +147,8 @@ class Worker:
 
     def _load_model(self) -> LlamaForCausalLM:
         folder = Path(self.config.model.model)
-        return load_model(folder, self.checkpoint, self.dtype, self.max_model_len, self.parallel)
+        quantize = self.config.model.quantization == "int8"
+        return load_model(folder, self.checkpoint, self.dtype, self.max_model_len, self.parallel, quantize)
 
     def _profile_run(self) -> None:
         """The largest step there can be, on a cache of its own: shows its memory, and warms every op up."""

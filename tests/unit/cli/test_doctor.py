@@ -12,7 +12,18 @@ def test_json_holds_every_check(capsys: pytest.CaptureFixture[str]) -> None:
     code = run(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)
     names = [check["name"] for check in report["checks"]]
-    assert {"python", "cpu", "cores", "memory", "gpu", "tritonserver", "ports", "/dev/shm", "leftovers"} <= set(names)
+    assert {
+        "python",
+        "cpu",
+        "kernels",
+        "cores",
+        "memory",
+        "gpu",
+        "tritonserver",
+        "ports",
+        "/dev/shm",
+        "leftovers",
+    } <= set(names)
     assert all(check["mend"] for check in report["checks"] if check["status"] != "OK")
     assert code == (0 if report["fit"] else 1)
 
@@ -31,3 +42,22 @@ def test_what_serve_needs_decides_the_exit_code(
 def test_lines_have_a_status_first(capsys: pytest.CaptureFixture[str]) -> None:
     run(["doctor"])
     assert all(line.split()[0] in ("OK", "WARN", "FAIL") for line in capsys.readouterr().out.splitlines())
+
+
+def test_says_which_kernels_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire_kernels import cpu
+
+    def check(variable: str) -> Check:
+        monkeypatch.setenv(cpu.KERNELS_VARIABLE, variable)
+        cpu.status.cache_clear()
+        return doctor._kernels()
+
+    try:
+        assert check("torch").status == "WARN"
+        assert "plain torch, which is slow" in check("torch").detail
+        wrong = check("sse2")
+        assert (wrong.status, wrong.mend) == ("FAIL", "unset QUIRE_CPU_KERNELS")
+        assert "known are avx512_bf16" in wrong.detail
+    finally:
+        monkeypatch.undo()
+        cpu.status.cache_clear()

@@ -32,7 +32,7 @@ def test_greedy_and_random_rows_obey_and_their_neighbours_do_not_notice() -> Non
         metadata = SamplingMetadata(
             temperature=torch.tensor([0.0, 1, 0, 1, 0, 1]), top_p=torch.tensor([1.0, 0.5, 1, 1, 1, 0.9]),
             top_k=torch.tensor([100, 3, 100, 100, 100, 100]), min_p=torch.zeros(6), seeds=torch.arange(6),
-            positions=torch.arange(6), num_logprobs=[None] * 6, forbidden=[], all_greedy=False,
+            positions=torch.arange(6), num_logprobs={}, forbidden=[], all_greedy=False,
             grammar_bitmask=grammar_bitmask,
         )  # fmt: skip
         return Sampler()(logits.clone(), metadata).token_ids

@@ -26,7 +26,7 @@ def metadata(rows: int, **columns: Any) -> SamplingMetadata:
         min_p=column("min_p", 0.0, torch.float32),
         seeds=column("seeds", 0, torch.int64),
         positions=column("positions", 0, torch.int64),
-        num_logprobs=columns.get("num_logprobs", [None] * rows),
+        num_logprobs=columns.get("num_logprobs", {}),
         forbidden=columns.get("forbidden", []),
         all_greedy=not temperature.any(),
         penalties=columns.get("penalties"),
@@ -52,7 +52,7 @@ def test_logprobs_are_the_models_own() -> None:
             4,
             temperature=torch.tensor([0.0, 0.7, 0.0, 0.0]),
             top_k=2,
-            num_logprobs=[3, 2, None, 0],
+            num_logprobs={0: 3, 1: 2, 3: 0},
             forbidden=[(0, [int(logits[0].argmax())])],
         ),
     )
@@ -81,7 +81,7 @@ def test_biases_come_before_penalties_and_neither_shows_in_logprobs() -> None:
         logits.clone(),
         metadata(
             2,
-            num_logprobs=[1, 1],
+            num_logprobs={0: 1, 1: 1},
             penalties=penalties.gather(np.array([0, 1])),
             token_constraints=constraints.gather(np.array([0, 1]), lambda slot, number: []),
         ),

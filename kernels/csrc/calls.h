@@ -1,0 +1,175 @@
+// What the kernels are called with: plain structures, which quire_kernels/cpu.py fills. Keep both in step.
+#pragma once
+#include <cstdint>
+
+enum LinearKind : int32_t { LINEAR_BF16 = 0, LINEAR_FLOAT32 = 1, LINEAR_INT8 = 2 };
+
+struct LinearCall {
+  const void* x;                  // [rows, in_features], bfloat16, float32 or uint8; readable up to a whole group
+  int64_t x_stride;               // elements between rows
+  const void* weight;             // packed, see linear.inc
+  const float* bias;              // [panels * 32], or null
+  const float* x_scales;          // [rows], int8 only
+  const float* weight_scales;     // [panels * 32], int8 only
+  const int32_t* weight_offsets;  // [panels * 32], 128 times the sum of each feature's weights, int8 only
+  void* out;                      // [rows, out_features], bfloat16 or float32
+  int64_t out_stride;
+  int64_t rows;
+  int64_t in_features;
+  int64_t out_features;
+  int32_t kind;                   // LinearKind
+  int32_t out_is_float;
+  int32_t silu_and_mul;           // panels hold 16 features of the gate, then 16 of the other half; out has half as many
+};
+
+// The inner order of both caches is drawn in attention.inc.
+struct RopeCall {
+  const void* query;              // [tokens, heads, head_size], bfloat16 or float32, as are all others of void*
+  int64_t query_token_stride;     // elements
+  int64_t query_head_stride;
+  const void* key;                // [tokens, kv_heads, head_size]
+  int64_t key_token_stride;
+  int64_t key_head_stride;
+  const void* value;              // [tokens, kv_heads, head_size]
+  int64_t value_token_stride;
+  int64_t value_head_stride;
+  const int64_t* positions;       // [tokens]
+  const float* cos_sin;           // [max_position, head_size]
+  const int64_t* slot_mapping;    // [tokens]
+  void* rotated_query;            // [tokens, heads, head_size], without gaps
+  void* key_cache;
+  void* value_cache;
+  int64_t tokens;
+  int64_t heads;
+  int64_t kv_heads;
+  int64_t head_size;
+  int64_t block_size;
+  int32_t is_float;
+};
+
+// A part of a step's attention: some query rows of one sequence against one KV head. Rows are numbered over the query
+// tokens and, within a token, over the query heads that share the KV head.
+struct AttentionItem {
+  int32_t sequence;
+  int32_t kv_head;
+  int32_t first_row;
+  int32_t rows;
+  int32_t segment;  // the only one to compute, or -1 for all; of a merge, how many there are
+  int32_t partial;  // where the partial results of the item's rows go, or those of a merge begin
+};
+
+// Followed by the items, longest first; then by an int32 for each bundle, the end of its items; then by the merges.
+struct AttentionPlan {
+  int64_t items;
+  int64_t bundles;   // what one thread takes at a time
+  int64_t merges;    // items whose segments were computed by several threads
+  int64_t partials;  // rows of partial results
+};
+
+struct PlanCall {
+  const int64_t* query_start_loc;  // [sequences + 1]
+  const int64_t* seq_lens;         // [sequences]
+  void* plan;                      // AttentionPlan and what follows it
+  int64_t capacity;                // bytes at `plan`
+  int64_t sequences;
+  int64_t heads;
+  int64_t kv_heads;
+  int64_t head_size;
+  int64_t block_size;
+};
+
+struct AttentionCall {
+  const void* query;               // [tokens, heads, head_size], bfloat16 or float32, as are all others of void*
+  int64_t query_token_stride;      // elements
+  int64_t query_head_stride;
+  const void* key_cache;
+  const void* value_cache;
+  void* out;                       // [tokens, heads, head_size], without gaps
+  const int64_t* block_table;      // [sequences, …]
+  int64_t block_table_stride;
+  const int64_t* query_start_loc;  // [sequences + 1]
+  const int64_t* seq_lens;         // [sequences]
+  const void* plan;                // AttentionPlan and what follows it
+  float* partials;                 // [plan.partials, head_size + 2]
+  int64_t heads;
+  int64_t kv_heads;
+  int64_t head_size;
+  int64_t block_size;
+  float scale;
+  int32_t is_float;
+};
+// x, weight and out are bfloat16 or float32, all alike; rows may be strided, elements of a row not.
+struct NormCall {
+  const void* hidden;    // [rows, size]
+  int64_t hidden_stride; // elements between rows
+  void* residual;        // [rows, size], added to and written; or null
+  int64_t residual_stride;
+  const void* weight;    // [size]
+  void* out;             // [rows, size], without gaps
+  int64_t rows;
+  int64_t size;
+  float eps;
+  int32_t is_float;
+};
+
+struct ActivationCall {
+  const void* gate_up;  // [rows, 2 * size]
+  int64_t gate_up_stride;
+  void* out;            // [rows, size], without gaps
+  int64_t rows;
+  int64_t size;
+  int32_t is_float;
+};
+
+struct QuantizeCall {
+  const void* x;  // [rows, size]
+  int64_t x_stride;
+  uint8_t* out;   // [rows, size], without gaps
+  float* scales;  // [rows]
+  int64_t rows;
+  int64_t size;
+  int32_t is_float;
+};
+
+struct EmbeddingCall {
+  const int64_t* token_ids;  // [rows]
+  const void* weight;        // packed, see linear.inc
+  const float* scales;       // int8 only, else null
+  void* out;                 // [rows, size], without gaps
+  int64_t rows;
+  int64_t size;
+  int32_t is_float;
+};
+
+struct SampleCall {
+  const void* logits;        // [rows, vocab_size], bfloat16 or float32
+  int64_t logits_stride;
+  const float* temperature;  // [rows], 0 is greedy; null, and all that follows with it: every row is greedy
+  const float* min_p;        // [rows]
+  const int64_t* top_k;      // [rows]
+  const float* top_p;        // [rows]
+  const int64_t* seeds;      // [rows]
+  const int64_t* positions;  // [rows]
+  int64_t* token_ids;        // [rows], written
+  int64_t rows;
+  int64_t vocab_size;
+  int32_t is_float;
+};
+
+struct NoiseCall {
+  const int64_t* seeds;
+  const int64_t* positions;
+  float* out;  // [rows, vocab_size], without gaps
+  int64_t rows;
+  int64_t vocab_size;
+};
+
+struct BitmaskCall {
+  float* logits;           // [any, vocab_size]
+  int64_t logits_stride;
+  const int64_t* row_ids;  // [rows], which rows of the logits
+  const int32_t* bitmask;  // [rows, words]
+  int64_t words;
+  int64_t rows;
+  int64_t vocab_size;
+};

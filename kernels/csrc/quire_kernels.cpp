@@ -1,0 +1,105 @@
+// The CPU kernels as a shared library with a C interface, bound by quire_kernels/cpu.py.
+//
+// One file runs on every x86-64 processor with AVX2: the kernels are compiled once per instruction set, by including
+// kernels.inc in a region for each, and `quire_select` takes one of them when the library is loaded.
+
+#include <immintrin.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#include "attention_plan.h"
+#include "calls.h"
+
+#define QUIRE_INLINE inline __attribute__((always_inline))
+#define QUIRE_LAMBDA_INLINE __attribute__((always_inline))
+#define QUIRE_API __attribute__((visibility("default")))
+
+namespace {
+
+struct Kernels {
+  void (*linear)(const LinearCall&);
+  void (*rope)(const RopeCall&);
+  void (*attention)(const AttentionCall&);
+  AttentionTile attention_tile;
+  void (*rms_norm)(const NormCall&);
+  void (*silu_and_mul)(const ActivationCall&);
+  void (*quantize_per_token)(const QuantizeCall&);
+  void (*embedding)(const EmbeddingCall&);
+  void (*sample)(const SampleCall&);
+  void (*gumbel_noise)(const NoiseCall&);
+  void (*apply_bitmask)(const BitmaskCall&);
+};
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,fma,avx2")
+#define QUIRE_AVX512
+#define QUIRE_AVX512_BF16
+namespace avx512_bf16 {
+#include "kernels.inc"
+}
+#undef QUIRE_AVX512_BF16
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma,avx2")
+namespace avx512 {
+#include "kernels.inc"
+}
+#undef QUIRE_AVX512
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+namespace avx2 {
+#include "kernels.inc"
+}
+#pragma GCC pop_options
+
+Kernels kernels{};
+
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+
+}  // namespace
+
+extern "C" {
+
+// Takes the kernels of an instruction set. Returns 0 when the processor lacks it, or when there is none of that name.
+QUIRE_API int quire_select(const char* name) {
+  if (std::strcmp(name, "avx512_bf16") == 0) {
+    if (!has_avx512() || !__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni")) return 0;
+    kernels = avx512_bf16::KERNELS;
+  } else if (std::strcmp(name, "avx512") == 0) {
+    if (!has_avx512()) return 0;
+    kernels = avx512::KERNELS;
+  } else if (std::strcmp(name, "avx2") == 0) {
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+    kernels = avx2::KERNELS;
+  } else {
+    return 0;
+  }
+  return 1;
+}
+
+QUIRE_API void quire_linear(const LinearCall* call) { kernels.linear(*call); }
+QUIRE_API void quire_rope(const RopeCall* call) { kernels.rope(*call); }
+// Returns the bytes of the plan, which is written only where there is room for it.
+QUIRE_API int64_t quire_plan_attention(const PlanCall* call) { return plan_attention(*call, kernels.attention_tile); }
+QUIRE_API void quire_attention(const AttentionCall* call) { kernels.attention(*call); }
+QUIRE_API void quire_rms_norm(const NormCall* call) { kernels.rms_norm(*call); }
+QUIRE_API void quire_silu_and_mul(const ActivationCall* call) { kernels.silu_and_mul(*call); }
+QUIRE_API void quire_quantize_per_token(const QuantizeCall* call) { kernels.quantize_per_token(*call); }
+QUIRE_API void quire_embedding(const EmbeddingCall* call) { kernels.embedding(*call); }
+QUIRE_API void quire_sample(const SampleCall* call) { kernels.sample(*call); }
+QUIRE_API void quire_gumbel_noise(const NoiseCall* call) { kernels.gumbel_noise(*call); }
+QUIRE_API void quire_apply_bitmask(const BitmaskCall* call) { kernels.apply_bitmask(*call); }
+}

@@ -1,0 +1,346 @@
+// One instruction set's vectors, behind one set of names.
+//
+// This file is included once per instruction set, inside a namespace and a region compiled for it (see
+// instruction_sets.h), and defines there:
+//
+//     WIDTH                     float32 lanes of a vector
+//     Floats, Ints              a vector of float32; the same bits as integers
+//     load, load_bf16, store …  memory ↔ Floats; bfloat16 is stored rounded to nearest even
+//     dot_bf16                  the bfloat16 dot product of pairs, accumulated in float32
+//     dot_u8s8                  the int8 dot product of quadruples, accumulated in int32
+//     lanes_…                   a comparison, as a number with one bit per lane
+//     Doubles, add_exactly      sums of float32 that do not depend on their order
+//
+// All of it is inlined; nothing here loops over memory.
+
+#if defined(QUIRE_AVX512)
+
+constexpr int WIDTH = 16;
+using Floats = __m512;
+using Ints = __m512i;
+
+QUIRE_INLINE Floats zero() { return _mm512_setzero_ps(); }
+QUIRE_INLINE Floats broadcast(float x) { return _mm512_set1_ps(x); }
+QUIRE_INLINE Floats load(const float* p) { return _mm512_loadu_ps(p); }
+QUIRE_INLINE void store(float* p, Floats x) { _mm512_storeu_ps(p, x); }
+QUIRE_INLINE Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+QUIRE_INLINE Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+QUIRE_INLINE Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+QUIRE_INLINE Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+QUIRE_INLINE Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+QUIRE_INLINE Floats min(Floats a, Floats b) { return _mm512_min_ps(a, b); }
+QUIRE_INLINE Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+QUIRE_INLINE Floats round_to_integer(Floats x) { return _mm512_roundscale_ps(x, 0); }
+QUIRE_INLINE float sum(Floats x) { return _mm512_reduce_add_ps(x); }
+QUIRE_INLINE float largest(Floats x) { return _mm512_reduce_max_ps(x); }
+QUIRE_INLINE Ints bits(Floats x) { return _mm512_castps_si512(x); }
+QUIRE_INLINE Floats floats(Ints x) { return _mm512_castsi512_ps(x); }
+QUIRE_INLINE Floats to_floats(Ints x) { return _mm512_cvtepi32_ps(x); }
+QUIRE_INLINE Ints to_ints(Floats x) { return _mm512_cvtps_epi32(x); }
+QUIRE_INLINE Ints zero_ints() { return _mm512_setzero_si512(); }
+QUIRE_INLINE Ints broadcast_int(int32_t x) { return _mm512_set1_epi32(x); }
+QUIRE_INLINE Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
+QUIRE_INLINE void store_ints(void* p, Ints x) { _mm512_storeu_si512(p, x); }
+QUIRE_INLINE Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+QUIRE_INLINE Ints sub_ints(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
+QUIRE_INLINE Ints and_ints(Ints a, Ints b) { return _mm512_and_si512(a, b); }
+QUIRE_INLINE Ints xor_ints(Ints a, Ints b) { return _mm512_xor_si512(a, b); }
+template <int N> QUIRE_INLINE Ints shift_left(Ints x) { return _mm512_slli_epi32(x, N); }
+template <int N> QUIRE_INLINE Ints shift_right(Ints x) { return _mm512_srli_epi32(x, N); }
+// `count` lanes of memory, the rest zero; count is at most WIDTH.
+QUIRE_INLINE __mmask16 first_lanes(int count) { return static_cast<__mmask16>((1u << count) - 1u); }
+QUIRE_INLINE Floats load_first(const float* p, int count) { return _mm512_maskz_loadu_ps(first_lanes(count), p); }
+QUIRE_INLINE void store_first(float* p, Floats x, int count) { _mm512_mask_storeu_ps(p, first_lanes(count), x); }
+QUIRE_INLINE Ints load_ints_first(const void* p, int count) { return _mm512_maskz_loadu_epi32(first_lanes(count), p); }
+// `count` lanes of x, the others from `rest`.
+QUIRE_INLINE Floats keep_first(Floats x, int count, Floats rest) { return _mm512_mask_mov_ps(rest, first_lanes(count), x); }
+
+QUIRE_INLINE Floats load_bf16(const uint16_t* p) {
+  return floats(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
+}
+QUIRE_INLINE __m256i narrowed_to_bf16(Floats x) {
+#if defined(QUIRE_AVX512_BF16)
+  return (__m256i)_mm512_cvtneps_pbh(x);
+#else
+  Ints i = bits(x);
+  Ints odd = _mm512_and_si512(_mm512_srli_epi32(i, 16), _mm512_set1_epi32(1));
+  Ints rounded = _mm512_add_epi32(i, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_or_si512(i, _mm512_set1_epi32(0x400000)));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+#endif
+}
+QUIRE_INLINE void store_bf16(uint16_t* p, Floats x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrowed_to_bf16(x));
+}
+QUIRE_INLINE void store_bf16_first(uint16_t* p, Floats x, int count) {
+  _mm256_mask_storeu_epi16(p, first_lanes(count), narrowed_to_bf16(x));
+}
+QUIRE_INLINE Floats load_bf16_first(const uint16_t* p, int count) {
+  return floats(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_lanes(count), p)), 16));
+}
+
+QUIRE_INLINE Floats dot_bf16(Floats sum, Ints a, Ints b) {
+#if defined(QUIRE_AVX512_BF16)
+  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+#else
+  const Ints high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  sum = _mm512_fmadd_ps(floats(_mm512_slli_epi32(a, 16)), floats(_mm512_slli_epi32(b, 16)), sum);
+  return _mm512_fmadd_ps(floats(_mm512_and_si512(a, high)), floats(_mm512_and_si512(b, high)), sum);
+#endif
+}
+QUIRE_INLINE Ints dot_u8s8(Ints sum, Ints u8, Ints s8) {
+#if defined(QUIRE_AVX512_BF16)  // every processor with AVX512_BF16 has VNNI
+  // Not the intrinsic: around it GCC 12 copies every sum of a tile to the stack and back, at half the speed.
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(u8), "v"(s8));
+  return sum;
+#else
+  // By parts of 16 bits, as vpmaddubsw would saturate.
+  const Ints low = _mm512_set1_epi16(0xff);
+  Ints even = _mm512_madd_epi16(_mm512_and_si512(u8, low), _mm512_srai_epi16(_mm512_slli_epi16(s8, 8), 8));
+  Ints odd = _mm512_madd_epi16(_mm512_srli_epi16(u8, 8), _mm512_srai_epi16(s8, 8));
+  return _mm512_add_epi32(sum, _mm512_add_epi32(even, odd));
+#endif
+}
+QUIRE_INLINE void store_s8(int8_t* p, Ints x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x)); }
+QUIRE_INLINE void store_u8(uint8_t* p, Ints x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtusepi32_epi8(x)); }
+
+QUIRE_INLINE uint32_t lanes_equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+QUIRE_INLINE uint32_t lanes_above(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+QUIRE_INLINE uint32_t lanes_at_least(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
+QUIRE_INLINE uint32_t lanes_nan(Floats a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q); }
+QUIRE_INLINE uint32_t lanes_equal_ints(Ints a, Ints b) { return _mm512_cmpeq_epi32_mask(a, b); }
+QUIRE_INLINE uint32_t lanes_above_ints(Ints a, Ints b) { return _mm512_cmpgt_epi32_mask(a, b); }
+// x where `a` is at least `b`, zero elsewhere.
+QUIRE_INLINE Floats where_at_least(Floats a, Floats b, Floats x) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), x);
+}
+// The lower WIDTH bits of `lanes` say which lanes of x stay; the others become -infinity.
+QUIRE_INLINE Floats where_lanes(uint32_t lanes, Floats x) {
+  return _mm512_mask_mov_ps(broadcast(-INFINITY), static_cast<__mmask16>(lanes), x);
+}
+// Both halves of the 64-bit products of 32-bit unsigned lanes with one number.
+QUIRE_INLINE void multiply_wide(Ints a, uint32_t factor, Ints& low, Ints& high) {
+  const Ints f = broadcast_int(static_cast<int32_t>(factor));
+  Ints even = _mm512_mul_epu32(a, f);
+  Ints odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), f);
+  low = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
+  high = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
+}
+
+using Doubles = __m512d;
+QUIRE_INLINE Doubles zero_doubles() { return _mm512_setzero_pd(); }
+QUIRE_INLINE Doubles add_rounded(Doubles sum, __m256 x, double magic) {
+  const Doubles m = _mm512_set1_pd(magic);
+  return _mm512_add_pd(sum, _mm512_sub_pd(_mm512_add_pd(_mm512_cvtps_pd(x), m), m));
+}
+QUIRE_INLINE __m256 low_half(Floats x) { return _mm512_castps512_ps256(x); }
+QUIRE_INLINE __m256 high_half(Floats x) { return _mm512_extractf32x8_ps(x, 1); }
+
+#else  // AVX2 with FMA
+
+constexpr int WIDTH = 8;
+using Floats = __m256;
+using Ints = __m256i;
+
+QUIRE_INLINE Floats zero() { return _mm256_setzero_ps(); }
+QUIRE_INLINE Floats broadcast(float x) { return _mm256_set1_ps(x); }
+QUIRE_INLINE Floats load(const float* p) { return _mm256_loadu_ps(p); }
+QUIRE_INLINE void store(float* p, Floats x) { _mm256_storeu_ps(p, x); }
+QUIRE_INLINE Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+QUIRE_INLINE Floats sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
+QUIRE_INLINE Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+QUIRE_INLINE Floats div(Floats a, Floats b) { return _mm256_div_ps(a, b); }
+QUIRE_INLINE Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+QUIRE_INLINE Floats min(Floats a, Floats b) { return _mm256_min_ps(a, b); }
+QUIRE_INLINE Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+QUIRE_INLINE Floats round_to_integer(Floats x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+QUIRE_INLINE float sum(Floats x) {
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+QUIRE_INLINE float largest(Floats x) {
+  __m128 s = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+QUIRE_INLINE Ints bits(Floats x) { return _mm256_castps_si256(x); }
+QUIRE_INLINE Floats floats(Ints x) { return _mm256_castsi256_ps(x); }
+QUIRE_INLINE Floats to_floats(Ints x) { return _mm256_cvtepi32_ps(x); }
+QUIRE_INLINE Ints to_ints(Floats x) { return _mm256_cvtps_epi32(x); }
+QUIRE_INLINE Ints zero_ints() { return _mm256_setzero_si256(); }
+QUIRE_INLINE Ints broadcast_int(int32_t x) { return _mm256_set1_epi32(x); }
+QUIRE_INLINE Ints load_ints(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+QUIRE_INLINE void store_ints(void* p, Ints x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
+QUIRE_INLINE Ints add_ints(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+QUIRE_INLINE Ints sub_ints(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
+QUIRE_INLINE Ints and_ints(Ints a, Ints b) { return _mm256_and_si256(a, b); }
+QUIRE_INLINE Ints xor_ints(Ints a, Ints b) { return _mm256_xor_si256(a, b); }
+template <int N> QUIRE_INLINE Ints shift_left(Ints x) { return _mm256_slli_epi32(x, N); }
+template <int N> QUIRE_INLINE Ints shift_right(Ints x) { return _mm256_srli_epi32(x, N); }
+QUIRE_INLINE Ints first_lanes(int count) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+QUIRE_INLINE Floats load_first(const float* p, int count) { return _mm256_maskload_ps(p, first_lanes(count)); }
+QUIRE_INLINE void store_first(float* p, Floats x, int count) { _mm256_maskstore_ps(p, first_lanes(count), x); }
+QUIRE_INLINE Ints load_ints_first(const void* p, int count) {
+  return _mm256_maskload_epi32(static_cast<const int*>(p), first_lanes(count));
+}
+QUIRE_INLINE Floats keep_first(Floats x, int count, Floats rest) {
+  return _mm256_blendv_ps(rest, x, floats(first_lanes(count)));
+}
+
+QUIRE_INLINE Floats load_bf16(const uint16_t* p) {
+  return floats(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
+}
+QUIRE_INLINE __m128i narrowed_to_bf16(Floats x) {
+  Ints i = bits(x);
+  Ints odd = _mm256_and_si256(_mm256_srli_epi32(i, 16), _mm256_set1_epi32(1));
+  Ints rounded = _mm256_add_epi32(i, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  Ints nan = bits(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  rounded = _mm256_blendv_epi8(rounded, _mm256_or_si256(i, _mm256_set1_epi32(0x400000)), nan);
+  rounded = _mm256_srli_epi32(rounded, 16);
+  Ints packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0x08);
+  return _mm256_castsi256_si128(packed);
+}
+QUIRE_INLINE void store_bf16(uint16_t* p, Floats x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrowed_to_bf16(x));
+}
+QUIRE_INLINE void store_bf16_first(uint16_t* p, Floats x, int count) {
+  alignas(16) uint16_t lanes[WIDTH];
+  store_bf16(lanes, x);
+  std::memcpy(p, lanes, static_cast<size_t>(count) * sizeof(uint16_t));
+}
+QUIRE_INLINE Floats load_bf16_first(const uint16_t* p, int count) {
+  alignas(16) uint16_t lanes[WIDTH] = {};
+  std::memcpy(lanes, p, static_cast<size_t>(count) * sizeof(uint16_t));
+  return load_bf16(lanes);
+}
+
+QUIRE_INLINE Floats dot_bf16(Floats sum, Ints a, Ints b) {
+  const Ints high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  sum = _mm256_fmadd_ps(floats(_mm256_slli_epi32(a, 16)), floats(_mm256_slli_epi32(b, 16)), sum);
+  return _mm256_fmadd_ps(floats(_mm256_and_si256(a, high)), floats(_mm256_and_si256(b, high)), sum);
+}
+QUIRE_INLINE Ints dot_u8s8(Ints sum, Ints u8, Ints s8) {
+  const Ints low = _mm256_set1_epi16(0xff);
+  Ints even = _mm256_madd_epi16(_mm256_and_si256(u8, low), _mm256_srai_epi16(_mm256_slli_epi16(s8, 8), 8));
+  Ints odd = _mm256_madd_epi16(_mm256_srli_epi16(u8, 8), _mm256_srai_epi16(s8, 8));
+  return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
+}
+QUIRE_INLINE void store_s8(int8_t* p, Ints x) {
+  Ints words = _mm256_packs_epi32(x, x);
+  Ints bytes = _mm256_packs_epi16(words, words);
+  int32_t halves[2] = {_mm256_extract_epi32(bytes, 0), _mm256_extract_epi32(bytes, 4)};
+  std::memcpy(p, halves, sizeof(halves));
+}
+QUIRE_INLINE void store_u8(uint8_t* p, Ints x) {
+  Ints words = _mm256_packus_epi32(x, x);
+  Ints bytes = _mm256_packus_epi16(words, words);
+  int32_t halves[2] = {_mm256_extract_epi32(bytes, 0), _mm256_extract_epi32(bytes, 4)};
+  std::memcpy(p, halves, sizeof(halves));
+}
+
+QUIRE_INLINE uint32_t lanes_of(Floats mask) { return static_cast<uint32_t>(_mm256_movemask_ps(mask)); }
+QUIRE_INLINE uint32_t lanes_equal(Floats a, Floats b) { return lanes_of(_mm256_cmp_ps(a, b, _CMP_EQ_OQ)); }
+QUIRE_INLINE uint32_t lanes_above(Floats a, Floats b) { return lanes_of(_mm256_cmp_ps(a, b, _CMP_GT_OQ)); }
+QUIRE_INLINE uint32_t lanes_at_least(Floats a, Floats b) { return lanes_of(_mm256_cmp_ps(a, b, _CMP_GE_OQ)); }
+QUIRE_INLINE uint32_t lanes_nan(Floats a) { return lanes_of(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)); }
+QUIRE_INLINE uint32_t lanes_equal_ints(Ints a, Ints b) { return lanes_of(floats(_mm256_cmpeq_epi32(a, b))); }
+QUIRE_INLINE uint32_t lanes_above_ints(Ints a, Ints b) { return lanes_of(floats(_mm256_cmpgt_epi32(a, b))); }
+QUIRE_INLINE Floats where_at_least(Floats a, Floats b, Floats x) {
+  return _mm256_and_ps(x, _mm256_cmp_ps(a, b, _CMP_GE_OQ));
+}
+QUIRE_INLINE Floats where_lanes(uint32_t lanes, Floats x) {
+  const Ints bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const Ints set = _mm256_and_si256(broadcast_int(static_cast<int32_t>(lanes)), bit);
+  return _mm256_blendv_ps(broadcast(-INFINITY), x, floats(_mm256_cmpeq_epi32(set, bit)));
+}
+QUIRE_INLINE void multiply_wide(Ints a, uint32_t factor, Ints& low, Ints& high) {
+  const Ints f = broadcast_int(static_cast<int32_t>(factor));
+  Ints even = _mm256_mul_epu32(a, f);
+  Ints odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), f);
+  low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+  high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+}
+
+using Doubles = __m256d;
+QUIRE_INLINE Doubles zero_doubles() { return _mm256_setzero_pd(); }
+QUIRE_INLINE Doubles add_rounded(Doubles sum, __m128 x, double magic) {
+  const Doubles m = _mm256_set1_pd(magic);
+  return _mm256_add_pd(sum, _mm256_sub_pd(_mm256_add_pd(_mm256_cvtps_pd(x), m), m));
+}
+QUIRE_INLINE __m128 low_half(Floats x) { return _mm256_castps256_ps128(x); }
+QUIRE_INLINE __m128 high_half(Floats x) { return _mm256_extractf128_ps(x, 1); }
+
+#endif
+
+QUIRE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// The same by the type of what is in memory.
+QUIRE_INLINE Floats load(const uint16_t* p) { return load_bf16(p); }
+QUIRE_INLINE Floats load_first(const uint16_t* p, int count) { return load_bf16_first(p, count); }
+QUIRE_INLINE void store(uint16_t* p, Floats x) { store_bf16(p, x); }
+QUIRE_INLINE void store_first(uint16_t* p, Floats x, int count) { store_bf16_first(p, x, count); }
+
+// Adds up lanes that lie in 0 … 1 without any rounding: each is first rounded to a multiple of 2^-33, which is what a
+// float64 between 2^19 and 2^20 can hold, so up to 2^20 of them have one sum, in whatever order they come.
+constexpr double EXACT_GRID = 3.0 * (1 << 18);
+QUIRE_INLINE double exactly(float x) { return (static_cast<double>(x) + EXACT_GRID) - EXACT_GRID; }
+QUIRE_INLINE Doubles add_exactly(Doubles sum, Floats x) {
+  return add_rounded(add_rounded(sum, low_half(x), EXACT_GRID), high_half(x), EXACT_GRID);
+}
+QUIRE_INLINE double sum(Doubles x) {
+  double lanes[sizeof(Doubles) / sizeof(double)], total = 0;
+  std::memcpy(lanes, &x, sizeof(x));
+  for (double lane : lanes) total += lane;
+  return total;
+}
+
+// exp(x) within 2 units in the last place: 2^n · 2^f with |f| <= 1/2, and a polynomial for 2^f (Cody & Waite 1980).
+// Below -87 the result is 0, so that a masked score of -infinity weighs nothing.
+QUIRE_INLINE Floats exponential(Floats x) {
+  const Floats lowest = broadcast(-87.0f);
+  Floats clamped = min(max(x, lowest), broadcast(88.0f));
+  Floats n = round_to_integer(mul(clamped, broadcast(1.44269504f)));
+  Floats r = multiply_add(n, broadcast(-0.693359375f), clamped);
+  r = multiply_add(n, broadcast(2.12194440e-4f), r);
+  Floats p = broadcast(1.9875691500e-4f);
+  p = multiply_add(p, r, broadcast(1.3981999507e-3f));
+  p = multiply_add(p, r, broadcast(8.3334519073e-3f));
+  p = multiply_add(p, r, broadcast(4.1665795894e-2f));
+  p = multiply_add(p, r, broadcast(1.6666665459e-1f));
+  p = multiply_add(p, r, broadcast(5.0000001201e-1f));
+  p = multiply_add(p, mul(r, r), add(r, broadcast(1.0f)));
+  Floats power = floats(shift_left<23>(add_ints(to_ints(n), broadcast_int(127))));
+  Floats result = mul(p, power);
+#if defined(QUIRE_AVX512)
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, lowest, _CMP_GE_OQ), result);
+#else
+  return _mm256_and_ps(result, _mm256_cmp_ps(x, lowest, _CMP_GE_OQ));
+#endif
+}
+
+// log(x) of positive normal numbers, within 2 units in the last place: n · log 2 + log(m), with m between √½ and √2 and
+// a polynomial in m - 1 (Cephes). Every product that is added to something is written as a fused multiply-add, so that
+// no compiler has a choice: the bits are the same on every instruction set.
+QUIRE_INLINE Floats logarithm(Floats x) {
+  const Ints half_root = broadcast_int(0x3f3504f3);  // √½
+  Ints shifted = add_ints(sub_ints(bits(x), half_root), broadcast_int(127 << 23));
+  Ints exponent = sub_ints(shift_right<23>(shifted), broadcast_int(127));
+  Floats n = to_floats(exponent);
+  Floats f = sub(floats(sub_ints(bits(x), shift_left<23>(exponent))), broadcast(1.0f));
+  Floats square = mul(f, f);
+  Floats p = broadcast(7.0376836292e-2f);
+  p = multiply_add(p, f, broadcast(-1.1514610310e-1f));
+  p = multiply_add(p, f, broadcast(1.1676998740e-1f));
+  p = multiply_add(p, f, broadcast(-1.2420140846e-1f));
+  p = multiply_add(p, f, broadcast(1.4249322787e-1f));
+  p = multiply_add(p, f, broadcast(-1.6668057665e-1f));
+  p = multiply_add(p, f, broadcast(2.0000714765e-1f));
+  p = multiply_add(p, f, broadcast(-2.4999993993e-1f));
+  p = multiply_add(p, f, broadcast(3.3333331174e-1f));
+  Floats y = multiply_add(mul(p, f), square, mul(n, broadcast(-2.12194440e-4f)));
+  y = multiply_add(square, broadcast(-0.5f), y);
+  return multiply_add(n, broadcast(0.693359375f), add(f, y));
+}

@@ -1,0 +1,107 @@
+"""The C++ kernels of `kernels/csrc/`, loaded once per process and bound with ctypes.
+
+`pip install` builds the library beside this file when there is a C++ compiler. It holds each kernel once per
+instruction set; the best one that the processor has is taken, or the one that `QUIRE_CPU_KERNELS` names:
+
+    avx512_bf16    AVX-512 with bfloat16 and int8 dot products (Zen 4, Cooper Lake, Sapphire Rapids and later)
+    avx512         AVX-512 F, BW, VL and DQ (Skylake-X and later)
+    avx2           AVX2 and FMA
+    torch          no library: every op in plain torch
+
+Without the library every op falls back to plain torch, which is right and slow.
+"""
+
+import ctypes
+import functools
+import importlib.machinery
+import os
+from pathlib import Path
+
+import torch
+
+__all__ = [
+    "INSTRUCTION_SETS",
+    "KERNELS_VARIABLE",
+    "KernelStatus",
+    "library",
+    "library_for",
+    "pointer",
+    "status",
+    "with_dense_rows",
+]
+
+KERNELS_VARIABLE = "QUIRE_CPU_KERNELS"
+INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2")
+"""Best first."""
+LIBRARY_NAME = "_cpu"
+MEND = "install a C++ compiler (g++), then quire again (pip install)"
+"""Of a library that is not there."""
+
+
+class KernelStatus:
+    """What became of the library: `instruction_set` when it is used, else None, and then `reason` says why."""
+
+    def __init__(self, instruction_set: str | None, reason: str, handle: ctypes.CDLL | None = None) -> None:
+        self.instruction_set = instruction_set
+        self.reason = reason
+        self.handle = handle
+
+
+@functools.cache
+def status() -> KernelStatus:
+    """Load the library and choose an instruction set.
+
+    Raises:
+        ValueError: `QUIRE_CPU_KERNELS` names nothing that there is here.
+    """
+    wanted = os.environ.get(KERNELS_VARIABLE, "")
+    if wanted not in ("", "torch", *INSTRUCTION_SETS):
+        raise ValueError(f"{KERNELS_VARIABLE} is {wanted!r}; known are {', '.join(INSTRUCTION_SETS)} and torch")
+    if wanted == "torch":
+        return KernelStatus(None, f"{KERNELS_VARIABLE}=torch")
+    folder = Path(__file__).parent
+    paths = [folder / f"{LIBRARY_NAME}{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        return _missing(wanted, "the C++ kernels were not built when quire was installed")
+    try:
+        # torch is loaded by now, and with it its OpenMP runtime, which the library finds by name: one pool of threads.
+        handle = ctypes.CDLL(str(path))
+    except OSError as error:
+        return _missing(wanted, f"{path}: {error}")
+    for name in (wanted,) if wanted else INSTRUCTION_SETS:
+        if handle.quire_select(name.encode()):
+            return KernelStatus(name, f"{path.name}, {name}", handle)
+    return _missing(wanted, f"this processor has no {wanted or INSTRUCTION_SETS[-1]}")
+
+
+def _missing(wanted: str, reason: str) -> KernelStatus:
+    if wanted:
+        raise ValueError(f"{KERNELS_VARIABLE} is {wanted}, but {reason}")
+    return KernelStatus(None, reason)
+
+
+def library() -> ctypes.CDLL | None:
+    """The library, or None where ops are to use plain torch."""
+    return status().handle
+
+
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    """Where a tensor's data is, for a structure's field."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def library_for(*tensors: torch.Tensor) -> ctypes.CDLL | None:
+    """The library, if it computes with these tensors: all float32 or all bfloat16, and on the CPU."""
+    dtype = tensors[0].dtype
+    if dtype not in (torch.float32, torch.bfloat16):
+        return None
+    for tensor in tensors:
+        if tensor.dtype != dtype or tensor.device.type != "cpu":
+            return None
+    return library()
+
+
+def with_dense_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix itself, unless the elements of a row have gaps between them."""
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()

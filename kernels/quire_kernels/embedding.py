@@ -1,0 +1,52 @@
+"""Embedding: rows of a table by token id, also of a table that is packed because it is the head's weight as well."""
+
+import ctypes
+
+import torch
+import torch.nn.functional as F
+
+from quire_kernels.cpu import library, pointer
+from quire_kernels.linear import LinearWeight
+
+__all__ = ["embedding"]
+
+
+class _EmbeddingCall(ctypes.Structure):
+    """`EmbeddingCall` of kernels/csrc/calls.h."""
+
+    _fields_ = (
+        ("token_ids", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("is_float", ctypes.c_int32),
+    )
+
+
+def embedding(token_ids_T: torch.Tensor, weight: torch.Tensor | LinearWeight) -> torch.Tensor:
+    """The tokens' rows of a table.
+
+    Args:
+        token_ids_T: int64, each at least 0 and below the table's rows: of a packed table no one checks that.
+        weight: [V, E], or the packed weight of a tied head; an int8 weight's rows come out as `int8 · scale`.
+
+    Returns:
+        [T, E], of the table's dtype, or of the dtype of the packed weight's activations.
+    """
+    if isinstance(weight, torch.Tensor):
+        return F.embedding(token_ids_T, weight)  # a copy per row: nothing to gain, and torch has the shorter way to it
+    if weight.call is None:
+        rows = F.embedding(token_ids_T, weight.data)
+        return rows if weight.scales is None else (rows * weight.scales[token_ids_T, None]).to(weight.dtype)
+    token_ids_T = token_ids_T.contiguous()
+    out = torch.empty(len(token_ids_T), weight.in_features, dtype=weight.dtype)
+    call = _EmbeddingCall(
+        token_ids_T.data_ptr(), weight.data.data_ptr(), pointer(weight.scales), out.data_ptr(), len(token_ids_T),
+        weight.in_features, weight.dtype == torch.float32,
+    )  # fmt: skip
+    handle = library()
+    assert handle is not None
+    handle.quire_embedding(ctypes.byref(call))
+    return out

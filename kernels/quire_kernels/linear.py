@@ -1,0 +1,218 @@
+"""Linear layers over weights that are packed once, when a model is loaded: `pack_linear`, then `linear`.
+
+Three kinds of weights: bfloat16 and float32 as the checkpoint has them, and W8A8 (`quantize=True`): int8 weights with
+one scale per output feature, and activations that are quantised per token as they come (SmoothQuant's notation, Xiao et
+al. 2022, https://arxiv.org/abs/2211.10438, section 2). The layout of a packed weight is drawn in
+`kernels/csrc/linear.inc`.
+
+Every result is one chain of sums over the input features in their order, whatever the batch: a token's result does not
+depend on the tokens beside it, to the last bit. (Plain torch does not promise that.)
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from quire_kernels.activation import silu_and_mul
+from quire_kernels.cpu import library, library_for, pointer, with_dense_rows
+
+__all__ = ["LinearWeight", "linear", "pack_linear", "quantize_per_token"]
+
+PANEL = 32
+_GROUPS = {torch.bfloat16: 2, torch.float32: 1, torch.int8: 4}
+_KINDS = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}
+
+
+class _LinearCall(ctypes.Structure):
+    """`LinearCall` of kernels/csrc/calls.h."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("x_scales", ctypes.c_void_p),
+        ("weight_scales", ctypes.c_void_p),
+        ("weight_offsets", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("out_stride", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("in_features", ctypes.c_int64),
+        ("out_features", ctypes.c_int64),
+        ("kind", ctypes.c_int32),
+        ("out_is_float", ctypes.c_int32),
+        ("silu_and_mul", ctypes.c_int32),
+    )
+
+
+class _QuantizeCall(ctypes.Structure):
+    """`QuantizeCall` of kernels/csrc/calls.h."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("is_float", ctypes.c_int32),
+    )
+
+
+@dataclass(slots=True)
+class LinearWeight:
+    """A weight in the form that `linear` reads. Made by `pack_linear`."""
+
+    out_features: int
+    in_features: int
+    gated: bool
+    """The output features are a gate and what it gates; `linear` returns `silu(gate) * up`, half as many."""
+    dtype: torch.dtype
+    """Of activations."""
+    data: torch.Tensor
+    """Packed, or as in the checkpoint where there is no C++ kernel: [N, K]."""
+    bias: torch.Tensor | None
+    scales: torch.Tensor | None
+    """int8 only: float32, one per output feature."""
+    offsets: torch.Tensor | None
+    """int8 only, packed only: int32, 128 times the sum of each output feature's weights."""
+    call: _LinearCall | None
+    """Filled but for what changes from call to call; None for the plain torch form."""
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.scales is not None
+
+
+def pack_linear(
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
+    *,
+    scales_N: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    quantize: bool = False,
+    gated: bool = False,
+) -> LinearWeight:
+    """Bring a weight into the form that `linear` reads fastest.
+
+    Args:
+        weight_NK: as in the checkpoint; may be freed afterwards, unless the C++ kernels are missing.
+        bias_N: added to the result.
+        scales_N: of a weight that is int8 already: float32, one per output feature.
+        dtype: of activations, if it is not the weight's.
+        quantize: to int8, symmetrically, with one scale per output feature.
+        gated: the first half of N is the gate of the second half, and `linear` is to apply it.
+    """
+    dtype = dtype or weight_NK.dtype
+    scales = scales_N
+    if quantize and scales is None:
+        scales = weight_NK.float().abs().amax(1).clamp_(min=1e-10) / 127
+        weight_NK = (weight_NK.float() / scales[:, None]).round_().to(torch.int8)
+    out_features, in_features = weight_NK.shape
+    group = _GROUPS.get(weight_NK.dtype)
+    if library() is None or weight_NK.device.type != "cpu" or dtype not in _KINDS or not group or in_features % group:
+        return LinearWeight(out_features, in_features, gated, dtype, weight_NK, bias_N, scales, None, None)
+
+    rows = _panel_rows(out_features, gated)
+    # A row of zeros stands for every padded feature.
+    source = torch.cat((weight_NK, weight_NK.new_zeros(1, in_features)))
+    packed = source.new_empty(len(rows) // PANEL, in_features // group, PANEL, group)
+    for panel, panel_rows in zip(packed, rows.view(-1, PANEL), strict=True):
+        panel.copy_(source[panel_rows].view(PANEL, -1, group).transpose(0, 1))
+    bias, packed_scales = _padded(bias_N, rows), _padded(scales, rows)
+    offsets = None
+    if scales is not None:
+        offsets = packed.sum((1, 3), dtype=torch.int32).flatten() * 128
+    call = _LinearCall(
+        weight=packed.data_ptr(),
+        bias=pointer(bias),
+        weight_scales=pointer(packed_scales),
+        weight_offsets=pointer(offsets),
+        in_features=in_features,
+        out_features=out_features,
+        kind=_KINDS[weight_NK.dtype],
+        silu_and_mul=gated,
+    )
+    return LinearWeight(out_features, in_features, gated, dtype, packed, bias, packed_scales, offsets, call)
+
+
+def _panel_rows(out_features: int, gated: bool) -> torch.Tensor:
+    """Which row of the weight each row of the panels is; `out_features` stands for padding."""
+    if not gated:
+        rows = torch.arange(-(-out_features // PANEL) * PANEL)
+        return rows.clamp_(max=out_features)
+    half, half_panel = out_features // 2, PANEL // 2
+    gate = torch.arange(-(-half // half_panel) * half_panel).view(-1, half_panel)
+    inside = gate < half
+    both = torch.stack((gate.where(inside, out_features), (gate + half).where(inside, out_features)), dim=1)
+    return both.flatten()
+
+
+def _padded(values_N: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
+    if values_N is None:
+        return None
+    return torch.cat((values_N.float(), torch.zeros(1)))[rows].contiguous()
+
+
+def linear(x_TK: torch.Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`x · Wᵀ + bias`, and for a gated weight `silu(gate) * up` of it.
+
+    Args:
+        x_TK: activations, in the weight's dtype; rows may be strided.
+        weight: from `pack_linear`.
+        out_dtype: the result's, if it is not that of `x_TK`; float32 keeps the sums as they were accumulated.
+
+    Returns:
+        [T, N], or [T, N / 2] for a gated weight.
+    """
+    out_dtype = out_dtype or x_TK.dtype
+    call = weight.call
+    if call is None:
+        return _linear_torch(x_TK, weight).to(out_dtype)
+    if x_TK.stride(1) != 1:
+        x_TK = x_TK.contiguous()
+    rows = x_TK.shape[0]
+    columns = weight.out_features // 2 if weight.gated else weight.out_features
+    out = torch.empty(rows, columns, dtype=out_dtype)
+    if weight.is_quantized:
+        x_TK, x_scales = quantize_per_token(x_TK)
+        call.x_scales = x_scales.data_ptr()
+    call.x, call.x_stride, call.rows = x_TK.data_ptr(), x_TK.stride(0), rows
+    call.out, call.out_stride, call.out_is_float = out.data_ptr(), columns, out_dtype == torch.float32
+    handle = library()
+    assert handle is not None
+    handle.quire_linear(ctypes.byref(call))
+    return out
+
+
+def _linear_torch(x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+    if weight.scales is None:
+        out = F.linear(x_TK, weight.data, weight.bias)
+    else:
+        x, x_scales = quantize_per_token(x_TK)
+        sums = torch._int_mm((x.to(torch.int16) - 128).to(torch.int8), weight.data.t())
+        out = sums.float() * x_scales[:, None] * weight.scales
+        out = out if weight.bias is None else out + weight.bias
+    return silu_and_mul(out) if weight.gated else out
+
+
+def quantize_per_token(x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric int8 with one scale per row, as unsigned numbers: the int8 dot product multiplies u8 by s8.
+
+    Returns:
+        [T, K] uint8, `round(x / scale) + 128`, and [T] float32, the scales.
+    """
+    handle = library_for(x_TK)
+    if handle is None:
+        x = x_TK.float()
+        scales = x.abs().amax(1).clamp_(min=1e-10) / 127
+        return ((x / scales[:, None]).round_() + 128).to(torch.uint8), scales
+    x_TK = with_dense_rows(x_TK)
+    rows, size = x_TK.shape
+    out, scales = torch.empty(rows, size, dtype=torch.uint8), torch.empty(rows)
+    is_float = x_TK.dtype == torch.float32
+    call = _QuantizeCall(x_TK.data_ptr(), x_TK.stride(0), out.data_ptr(), scales.data_ptr(), rows, size, is_float)
+    handle.quire_quantize_per_token(ctypes.byref(call))
+    return out, scales

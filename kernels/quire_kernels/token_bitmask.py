@@ -1,0 +1,50 @@
+"""Masking what a grammar does not allow, by one bit per token."""
+
+import ctypes
+
+import numpy as np
+import torch
+
+from quire_kernels.cpu import library_for
+
+__all__ = ["apply_token_bitmask"]
+
+
+class _BitmaskCall(ctypes.Structure):
+    """`BitmaskCall` of kernels/csrc/calls.h."""
+
+    _fields_ = (
+        ("logits", ctypes.c_void_p),
+        ("logits_stride", ctypes.c_int64),
+        ("row_ids", ctypes.c_void_p),
+        ("bitmask", ctypes.c_void_p),
+        ("words", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("vocab_size", ctypes.c_int64),
+    )
+
+
+def apply_token_bitmask(logits_SV: torch.Tensor, row_ids_R: torch.Tensor, bitmask_RW: torch.Tensor) -> None:
+    """Mask in place, in the given rows, the tokens whose bit is not set.
+
+    Args:
+        logits_SV: the logits.
+        row_ids_R: int64, R of their S rows; the others are not touched.
+        bitmask_RW: int32, bit i % 32 of word i // 32 belongs to token i.
+    """
+    handle = library_for(logits_SV) if logits_SV.dtype == torch.float32 and logits_SV.stride(1) == 1 else None
+    if handle is None:
+        forbidden_RV = _unset_bits(bitmask_RW, logits_SV.shape[1]).to(logits_SV.device)
+        logits_SV[row_ids_R] = logits_SV[row_ids_R].masked_fill(forbidden_RV, float("-inf"))
+        return
+    row_ids_R, bitmask_RW = row_ids_R.contiguous(), bitmask_RW.contiguous()
+    call = _BitmaskCall(
+        logits_SV.data_ptr(), logits_SV.stride(0), row_ids_R.data_ptr(), bitmask_RW.data_ptr(), bitmask_RW.shape[1],
+        len(row_ids_R), logits_SV.shape[1],
+    )  # fmt: skip
+    handle.quire_apply_bitmask(ctypes.byref(call))
+
+
+def _unset_bits(bitmask_RW: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    bits = np.unpackbits((~bitmask_RW.numpy()).view(np.uint8), axis=1, count=vocab_size, bitorder="little")
+    return torch.from_numpy(bits).view(torch.bool)

@@ -1,0 +1,105 @@
+"""W8A8: what it costs in quality, and what it saves in memory."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quire_engine import LLM, SamplingParams
+from quire_engine.errors import CheckpointError
+from safetensors.torch import load_file, save_file
+
+ROOT = Path(__file__).parents[4]
+TINYPY = ROOT / "model_repository" / "tinypy" / "1" / "model"
+WINDOW = 1000
+NUM_WINDOWS = 24
+MAX_PERPLEXITY_RATIO = 1.02
+
+
+def score(**settings: str) -> tuple[float, list[int]]:
+    """Perplexity and the most likely tokens on source text that the model was not trained on: this project's own."""
+    text = "".join(path.read_text() for path in sorted((ROOT / "engine").rglob("*.py")))
+    llm = LLM(TINYPY, max_num_seqs=8, **settings)
+    token_ids = llm._inputs.tokenizer.encode(text)
+    assert len(token_ids) > WINDOW * NUM_WINDOWS
+    prompts = [token_ids[i * WINDOW : (i + 1) * WINDOW] for i in range(NUM_WINDOWS)]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+    losses, best = [], []
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        assert output.prompt_logprobs is not None
+        for token_id, entry in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):
+            assert entry is not None
+            losses.append(-entry[token_id].logprob)
+            best.append(next(i for i, one in entry.items() if one.rank == 1))
+    return math.exp(sum(losses) / len(losses)), best
+
+
+@pytest.mark.slow
+def test_perplexity_stays_within_two_percent(capsys: pytest.CaptureFixture[str]) -> None:
+    perplexity, best = score(dtype="bfloat16")
+    quantized, quantized_best = score(dtype="bfloat16", quantization="int8")
+    agreement = sum(a == b for a, b in zip(best, quantized_best, strict=True)) / len(best)
+    with capsys.disabled():
+        print(
+            f"\nperplexity on {len(best)} tokens: bfloat16 {perplexity:.3f}, int8 {quantized:.3f} "
+            f"({quantized / perplexity:.4f}); the most likely token agrees in {agreement:.1%}"
+        )
+    assert quantized != perplexity, "int8 was not used"
+    assert quantized / perplexity < MAX_PERPLEXITY_RATIO
+    assert agreement > 0.9
+
+
+def compressed_tensors(folder: Path) -> dict[str, Any]:
+    """Write the demo model as others quantise it: int8 weights and scales in the files. Returns its configuration."""
+    shutil.copytree(TINYPY, folder, dirs_exist_ok=True)
+    tensors = load_file(TINYPY / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        weight = tensors[name].float()
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        tensors[name] = (weight / scale).round().to(torch.int8)
+        tensors[f"{name}_scale"] = scale
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((TINYPY / "config.json").read_text())
+    common = {"num_bits": 8, "type": "int", "symmetric": True}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**common, "strategy": "channel", "dynamic": False},
+                "input_activations": {**common, "strategy": "token", "dynamic": True},
+            }
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return config
+
+
+def test_a_quantised_checkpoint_is_the_same_as_one_quantised_when_loaded(tmp_path: Path) -> None:
+    compressed_tensors(tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    prompts = ["def main():\n", "class Server:\n    def __init__(self", "import os\n\n"]
+    texts = [
+        [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        for llm in (LLM(folder, quantization="int8") for folder in (TINYPY, tmp_path))
+    ]
+    assert texts[0] == texts[1]
+    # Without the setting only the head, which the file has in bfloat16, is another.
+    assert LLM(tmp_path).generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_other_kinds_of_quantisation_are_refused_by_name(tmp_path: Path) -> None:
+    config = compressed_tensors(tmp_path)
+    config["quantization_config"]["format"] = "pack-quantized"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="compressed-tensors, format pack-quantized; of quantised"):
+        LLM(tmp_path)
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"weight_scale has no place|is I8; quantization_config"):
+        LLM(tmp_path)

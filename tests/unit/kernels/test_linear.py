@@ -1,0 +1,69 @@
+"""`linear` over packed weights, on every instruction set that the machine has (see conftest.py), against plain torch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from quire_kernels.activation import silu_and_mul
+from quire_kernels.linear import linear, pack_linear, quantize_per_token
+
+SHAPES = [(1, 32, 8), (3, 33, 16), (12, 96, 64), (13, 100, 68), (64, 1000, 128), (200, 40, 2816)]
+
+
+def operands(rows: int, out_features: int, in_features: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(rows * out_features + in_features)
+    x = torch.randn(rows, in_features, generator=generator).to(dtype)
+    weight = torch.randn(out_features, in_features, generator=generator).to(dtype) * in_features**-0.5
+    return x, weight, torch.randn(out_features, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "out_features", "in_features"), SHAPES)
+def test_equals_torch(rows: int, out_features: int, in_features: int, dtype: torch.dtype, cpu_kernels: str) -> None:
+    x, weight, bias = operands(rows, out_features, in_features, dtype)
+    expected = F.linear(x.double(), weight.double(), bias.double())
+    out = linear(x, pack_linear(weight, bias))
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    # Rounded once, at the end.
+    exact = linear(x, pack_linear(weight), torch.float32)
+    tolerance = 1e-2 if cpu_kernels == "torch" else 1e-4  # plain torch rounds in between
+    torch.testing.assert_close(exact.double(), F.linear(x.double(), weight.double()), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("half", [1, 16, 17, 40])
+def test_gated_is_silu_and_mul_of_the_halves(half: int, cpu_kernels: str) -> None:
+    x, weight, _ = operands(5, 2 * half, 64, torch.float32)
+    out = linear(x, pack_linear(weight, gated=True))
+    torch.testing.assert_close(out, silu_and_mul(F.linear(x, weight)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "out_features", "in_features"), SHAPES)
+def test_int8_is_exact_in_its_integers(rows: int, out_features: int, in_features: int, cpu_kernels: str) -> None:
+    x, weight, bias = operands(rows, out_features, in_features, torch.bfloat16)
+    scales = weight.float().abs().amax(1) / 127
+    quantized = (weight.float() / scales[:, None]).round()
+    x_unsigned, x_scales = quantize_per_token(x)
+    sums = (x_unsigned.double() - 128) @ quantized.double().t()
+    expected = sums * x_scales[:, None].double() * scales.double() + bias.double()
+    out = linear(x, pack_linear(weight, bias, quantize=True), torch.float32)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    # And near the unquantised result.
+    error = (out - F.linear(x.float(), weight.float(), bias.float())).norm() / out.norm()
+    assert error < 0.02
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+def test_a_row_does_not_depend_on_its_batch(quantize: bool, cpu_kernels: str) -> None:
+    if cpu_kernels == "torch":
+        pytest.skip("plain torch promises no such thing")
+    x, weight, bias = operands(64, 1000, 512, torch.bfloat16)
+    packed = pack_linear(weight, bias, quantize=quantize)
+    together = linear(x, packed, torch.float32)
+    alone = torch.cat([linear(row[None], packed, torch.float32) for row in x])
+    assert torch.equal(together, alone)
+
+
+def test_rows_may_be_strided(cpu_kernels: str) -> None:
+    x, weight, _ = operands(7, 48, 96, torch.bfloat16)
+    wide = torch.cat((x, x), dim=1)
+    assert torch.equal(linear(wide[:, :96], pack_linear(weight)), linear(x, pack_linear(weight)))

@@ -1,0 +1,119 @@
+"""The kernels that work row by row, on every instruction set that the machine has (see conftest.py)."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from quire_kernels import add_rms_norm, embedding, rms_norm, silu_and_mul
+from quire_kernels.linear import pack_linear, quantize_per_token
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+SHAPES = pytest.mark.parametrize("shape", [(1, 8), (5, 33), (3, 1024), (70, 2816)], ids=str)
+EPS = 1e-5
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def strided(matrix: torch.Tensor) -> torch.Tensor:
+    """The same rows, with something between them."""
+    view = torch.cat((matrix, torch.full_like(matrix, 1e9)), dim=1)[:, : matrix.shape[1]]
+    assert not view.is_contiguous() or len(view) == 1
+    return view
+
+
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    return {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+
+
+@DTYPES
+@SHAPES
+def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype, cpu_kernels: str) -> None:
+    hidden, weight = randn(*shape, dtype=dtype), randn(shape[1], dtype=dtype)
+    exact = hidden.double()
+    expected = weight.double() * exact / (exact.square().mean(1, keepdim=True) + EPS).sqrt()
+    out = rms_norm(strided(hidden), weight, EPS)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), expected, **tolerance(dtype))
+
+
+@DTYPES
+@SHAPES
+def test_add_rms_norm_norms_the_sum_as_it_is_stored(
+    shape: tuple[int, int], dtype: torch.dtype, cpu_kernels: str
+) -> None:
+    hidden, weight = randn(*shape, dtype=dtype), randn(shape[1], dtype=dtype)
+    residual = strided(randn(*shape, dtype=dtype) * 3)
+    total = hidden + residual
+    out = add_rms_norm(strided(hidden), residual, weight, EPS)
+    assert torch.equal(residual, total)
+    assert torch.equal(out, rms_norm(total, weight, EPS))
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-20, 1e18], ids=str)
+def test_rms_norm_of_extreme_rows(value: float, cpu_kernels: str) -> None:
+    hidden, weight = torch.full((2, 40), value), torch.ones(40)
+    expected = torch.full((2, 40), value / (value**2 + EPS) ** 0.5)
+    torch.testing.assert_close(rms_norm(hidden, weight, EPS), expected)
+
+
+@DTYPES
+@SHAPES
+def test_silu_and_mul(shape: tuple[int, int], dtype: torch.dtype, cpu_kernels: str) -> None:
+    gate, up = randn(*shape, dtype=dtype) * 4, randn(*shape, dtype=dtype).flip(1)
+    gate[0, :4] = torch.tensor([0.0, -200.0, 200.0, -0.5])  # the exponential's ends
+    expected = F.silu(gate.double()) * up.double()
+    out = silu_and_mul(strided(torch.cat((gate, up), dim=1)))
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), expected, **tolerance(dtype))
+
+
+@DTYPES
+@SHAPES
+def test_quantize_per_token(shape: tuple[int, int], dtype: torch.dtype, cpu_kernels: str) -> None:
+    x = randn(*shape, dtype=dtype)
+    x[0] = 0  # no scale to divide by
+    x[-1, :7] = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -127.0])  # ties
+    scales = x.float().abs().amax(1).clamp(min=1e-10) / 127
+    out, got_scales = quantize_per_token(strided(x))
+    assert torch.equal(got_scales, scales)
+    assert out.dtype == torch.uint8
+    assert torch.equal(out.float(), (x.float() / scales[:, None]).round() + 128)
+    if len(x) > 1:
+        assert out[-1, :7].tolist() == [255, 128, 130, 130, 128, 126, 1]
+
+
+@DTYPES
+@pytest.mark.parametrize("quantize", [False, True], ids=["as-is", "int8"])
+@pytest.mark.parametrize("size", [4, 8, 36, 1024])
+def test_embedding_of_a_packed_table(size: int, quantize: bool, dtype: torch.dtype, cpu_kernels: str) -> None:
+    table = randn(100, size, dtype=dtype)
+    token_ids = torch.cat((torch.arange(100), torch.tensor([31, 32, 99, 0] * 8)))
+    out = embedding(token_ids, pack_linear(table, quantize=quantize))
+    assert out.dtype == dtype
+    expected = table
+    if quantize:
+        scales = table.float().abs().amax(1, keepdim=True) / 127
+        expected = ((table.float() / scales).round() * scales).to(dtype)
+    assert torch.equal(out, expected[token_ids])
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [8, 33, 1024])
+def test_embedding_of_a_plain_table(size: int, dtype: torch.dtype, cpu_kernels: str) -> None:
+    table = strided(randn(50, size, dtype=dtype))
+    token_ids = torch.tensor([49, 0, 7, 7] * 20)
+    assert torch.equal(embedding(token_ids, table), table[token_ids])
+    assert embedding(token_ids[:0], table).shape == (0, size)
+
+
+@DTYPES
+def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, cpu_kernels: str) -> None:
+    if cpu_kernels == "torch":
+        pytest.skip("plain torch promises no such thing")
+    x, weight = randn(64, 1000, dtype=dtype), randn(1000, dtype=dtype)
+    for together, alone in (
+        (rms_norm(x, weight, EPS), [rms_norm(row[None], weight, EPS) for row in x]),
+        (silu_and_mul(x), [silu_and_mul(row[None]) for row in x]),
+    ):
+        assert torch.equal(together, torch.cat(alone))
