@@ -375,7 +375,8 @@ def test_an_engine_that_cannot_be_started_again(scene: Scene) -> None:
         kill_engine(scene, "alone")
         scene.wait_until_fires("QuireEngineDown", cause_at=began_at, model="alone", instance=scene.server.metrics)
         assert not scene.firing("QuireEngineDown", model="pair")
-        assert "there is no folder" in scene.server.log()
+        wait_until(lambda: "there is no folder" in scene.server.log(), "starting it again fails")
+        assert scene.firing("QuireEngineDown", model="alone")
     finally:
         elsewhere.rename(scene.checkpoint)
     scene.wait_until_over("QuireEngineDown")
