@@ -22,6 +22,82 @@ struct LinearCall {
   int32_t silu_and_mul;           // panels hold 16 features of the gate, then 16 of the other half; out has half as many
 };
 
+// The inner order of both caches is drawn in attention.inc.
+struct RopeCall {
+  const void* query;              // [tokens, heads, head_size], bfloat16 or float32, as are all others of void*
+  int64_t query_token_stride;     // elements
+  int64_t query_head_stride;
+  const void* key;                // [tokens, kv_heads, head_size]
+  int64_t key_token_stride;
+  int64_t key_head_stride;
+  const void* value;              // [tokens, kv_heads, head_size]
+  int64_t value_token_stride;
+  int64_t value_head_stride;
+  const int64_t* positions;       // [tokens]
+  const float* cos_sin;           // [max_position, head_size]
+  const int64_t* slot_mapping;    // [tokens]
+  void* rotated_query;            // [tokens, heads, head_size], without gaps
+  void* key_cache;
+  void* value_cache;
+  int64_t tokens;
+  int64_t heads;
+  int64_t kv_heads;
+  int64_t head_size;
+  int64_t block_size;
+  int32_t is_float;
+};
+
+// A part of a step's attention: some query rows of one sequence against one KV head. Rows are numbered over the query
+// tokens and, within a token, over the query heads that share the KV head.
+struct AttentionItem {
+  int32_t sequence;
+  int32_t kv_head;
+  int32_t first_row;
+  int32_t rows;
+  int32_t segment;  // the only one to compute, or -1 for all; of a merge, how many there are
+  int32_t partial;  // where the partial results of the item's rows go, or those of a merge begin
+};
+
+// Followed by the items, longest first; then by an int32 for each bundle, the end of its items; then by the merges.
+struct AttentionPlan {
+  int64_t items;
+  int64_t bundles;   // what one thread takes at a time
+  int64_t merges;    // items whose segments were computed by several threads
+  int64_t partials;  // rows of partial results
+};
+
+struct PlanCall {
+  const int64_t* query_start_loc;  // [sequences + 1]
+  const int64_t* seq_lens;         // [sequences]
+  void* plan;                      // AttentionPlan and what follows it
+  int64_t capacity;                // bytes at `plan`
+  int64_t sequences;
+  int64_t heads;
+  int64_t kv_heads;
+  int64_t head_size;
+  int64_t block_size;
+};
+
+struct AttentionCall {
+  const void* query;               // [tokens, heads, head_size], bfloat16 or float32, as are all others of void*
+  int64_t query_token_stride;      // elements
+  int64_t query_head_stride;
+  const void* key_cache;
+  const void* value_cache;
+  void* out;                       // [tokens, heads, head_size], without gaps
+  const int64_t* block_table;      // [sequences, …]
+  int64_t block_table_stride;
+  const int64_t* query_start_loc;  // [sequences + 1]
+  const int64_t* seq_lens;         // [sequences]
+  const void* plan;                // AttentionPlan and what follows it
+  float* partials;                 // [plan.partials, head_size + 2]
+  int64_t heads;
+  int64_t kv_heads;
+  int64_t head_size;
+  int64_t block_size;
+  float scale;
+  int32_t is_float;
+};
 // x, weight and out are bfloat16 or float32, all alike; rows may be strided, elements of a row not.
 struct NormCall {
   const void* hidden;    // [rows, size]

@@ -7,21 +7,27 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <vector>
 
+#include "attention_plan.h"
 #include "calls.h"
 
 #define QUIRE_INLINE inline __attribute__((always_inline))
+#define QUIRE_LAMBDA_INLINE __attribute__((always_inline))
 #define QUIRE_API __attribute__((visibility("default")))
 
 namespace {
 
 struct Kernels {
   void (*linear)(const LinearCall&);
+  void (*rope)(const RopeCall&);
+  void (*attention)(const AttentionCall&);
+  AttentionTile attention_tile;
   void (*rms_norm)(const NormCall&);
   void (*silu_and_mul)(const ActivationCall&);
   void (*quantize_per_token)(const QuantizeCall&);
@@ -85,6 +91,10 @@ QUIRE_API int quire_select(const char* name) {
 }
 
 QUIRE_API void quire_linear(const LinearCall* call) { kernels.linear(*call); }
+QUIRE_API void quire_rope(const RopeCall* call) { kernels.rope(*call); }
+// Returns the bytes of the plan, which is written only where there is room for it.
+QUIRE_API int64_t quire_plan_attention(const PlanCall* call) { return plan_attention(*call, kernels.attention_tile); }
+QUIRE_API void quire_attention(const AttentionCall* call) { kernels.attention(*call); }
 QUIRE_API void quire_rms_norm(const NormCall* call) { kernels.rms_norm(*call); }
 QUIRE_API void quire_silu_and_mul(const ActivationCall* call) { kernels.silu_and_mul(*call); }
 QUIRE_API void quire_quantize_per_token(const QuantizeCall* call) { kernels.quantize_per_token(*call); }

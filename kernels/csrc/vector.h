@@ -51,6 +51,9 @@ template <int N> QUIRE_INLINE Ints shift_right(Ints x) { return _mm512_srli_epi3
 QUIRE_INLINE __mmask16 first_lanes(int count) { return static_cast<__mmask16>((1u << count) - 1u); }
 QUIRE_INLINE Floats load_first(const float* p, int count) { return _mm512_maskz_loadu_ps(first_lanes(count), p); }
 QUIRE_INLINE void store_first(float* p, Floats x, int count) { _mm512_mask_storeu_ps(p, first_lanes(count), x); }
+QUIRE_INLINE Ints load_ints_first(const void* p, int count) { return _mm512_maskz_loadu_epi32(first_lanes(count), p); }
+// `count` lanes of x, the others from `rest`.
+QUIRE_INLINE Floats keep_first(Floats x, int count, Floats rest) { return _mm512_mask_mov_ps(rest, first_lanes(count), x); }
 
 QUIRE_INLINE Floats load_bf16(const uint16_t* p) {
   return floats(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
@@ -181,6 +184,12 @@ QUIRE_INLINE Ints first_lanes(int count) {
 }
 QUIRE_INLINE Floats load_first(const float* p, int count) { return _mm256_maskload_ps(p, first_lanes(count)); }
 QUIRE_INLINE void store_first(float* p, Floats x, int count) { _mm256_maskstore_ps(p, first_lanes(count), x); }
+QUIRE_INLINE Ints load_ints_first(const void* p, int count) {
+  return _mm256_maskload_epi32(static_cast<const int*>(p), first_lanes(count));
+}
+QUIRE_INLINE Floats keep_first(Floats x, int count, Floats rest) {
+  return _mm256_blendv_ps(rest, x, floats(first_lanes(count)));
+}
 
 QUIRE_INLINE Floats load_bf16(const uint16_t* p) {
   return floats(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
@@ -267,6 +276,7 @@ QUIRE_INLINE __m128 high_half(Floats x) { return _mm256_extractf128_ps(x, 1); }
 
 #endif
 
+QUIRE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 // The same by the type of what is in memory.
 QUIRE_INLINE Floats load(const uint16_t* p) { return load_bf16(p); }
 QUIRE_INLINE Floats load_first(const uint16_t* p, int count) { return load_bf16_first(p, count); }

@@ -9,7 +9,7 @@ This package knows tensors and nothing else: no request, no model, no scheduler.
 """
 
 from quire_kernels.activation import silu_and_mul
-from quire_kernels.attention import paged_attention
+from quire_kernels.attention import AttentionPlan, paged_attention, plan_attention
 from quire_kernels.embedding import embedding
 from quire_kernels.layernorm import add_rms_norm, rms_norm
 from quire_kernels.linear import LinearWeight, linear, pack_linear
@@ -18,6 +18,7 @@ from quire_kernels.sampling import argmax, gumbel_noise, sample
 from quire_kernels.token_bitmask import apply_token_bitmask
 
 __all__ = [
+    "AttentionPlan",
     "LinearWeight",
     "add_rms_norm",
     "apply_token_bitmask",
@@ -27,6 +28,7 @@ __all__ = [
     "linear",
     "pack_linear",
     "paged_attention",
+    "plan_attention",
     "rms_norm",
     "rope_and_cache",
     "sample",

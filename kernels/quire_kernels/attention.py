@@ -11,10 +11,112 @@ One call serves prefill chunks, decodes and anything between: sequence s owns th
     row r of the step sees keys 0 … seq_lens[s] - query_len + r
 """
 
+import ctypes
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
-__all__ = ["paged_attention"]
+from quire_kernels.cpu import library, pointer
+from quire_kernels.kv_cache import is_tiled, natural_key_order, natural_value_order
+
+__all__ = ["AttentionPlan", "paged_attention", "plan_attention"]
+
+
+class _PlanCall(ctypes.Structure):
+    """`PlanCall` of kernels/csrc/calls.h."""
+
+    _fields_ = (
+        ("query_start_loc", ctypes.c_void_p),
+        ("seq_lens", ctypes.c_void_p),
+        ("plan", ctypes.c_void_p),
+        ("capacity", ctypes.c_int64),
+        ("sequences", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("head_size", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+    )
+
+
+class _AttentionCall(ctypes.Structure):
+    """`AttentionCall` of kernels/csrc/calls.h."""
+
+    _fields_ = (
+        ("query", ctypes.c_void_p),
+        ("query_token_stride", ctypes.c_int64),
+        ("query_head_stride", ctypes.c_int64),
+        ("key_cache", ctypes.c_void_p),
+        ("value_cache", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("block_table", ctypes.c_void_p),
+        ("block_table_stride", ctypes.c_int64),
+        ("query_start_loc", ctypes.c_void_p),
+        ("seq_lens", ctypes.c_void_p),
+        ("plan", ctypes.c_void_p),
+        ("partials", ctypes.c_void_p),
+        ("heads", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("head_size", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("is_float", ctypes.c_int32),
+    )
+
+
+PLAN_HEADER_LEN = 4
+"""int64 numbers of a plan before its items; the last one is the number of rows of partial results."""
+PLAN_CAPACITY = 1 << 14
+"""Bytes of a plan that are tried first: enough for some 600 items."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """How the work of one step's `paged_attention` is divided among threads. Made by `plan_attention`."""
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    data: torch.Tensor
+    """`AttentionPlan` of kernels/csrc/calls.h."""
+    partials: torch.Tensor
+    """Where threads that share a sequence leave their parts: float32."""
+
+
+def plan_attention(
+    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_heads: int, key_cache_NKBD: torch.Tensor
+) -> AttentionPlan | None:
+    """Divide the work of a step among threads: once, for all layers.
+
+    Args:
+        query_start_loc: as of `paged_attention`, like `seq_lens`.
+        seq_lens: [S] int64.
+        num_heads: query heads.
+        key_cache_NKBD: of any layer.
+
+    Returns:
+        What `paged_attention` is to be given; None where it has no use for it.
+    """
+    handle = library()
+    if handle is None or not is_tiled(key_cache_NKBD):
+        return None
+    query_start_loc, seq_lens = query_start_loc.contiguous(), seq_lens.contiguous()
+    _, num_kv_heads, block_size, head_size = key_cache_NKBD.shape
+    call = _PlanCall(
+        query_start_loc=query_start_loc.data_ptr(),
+        seq_lens=seq_lens.data_ptr(),
+        sequences=len(seq_lens),
+        heads=num_heads,
+        kv_heads=num_kv_heads,
+        head_size=head_size,
+        block_size=block_size,
+    )
+    num_bytes = PLAN_CAPACITY
+    while num_bytes > call.capacity:
+        data = torch.empty(-(-num_bytes // 8), dtype=torch.int64)
+        call.plan, call.capacity = data.data_ptr(), num_bytes
+        num_bytes = handle.quire_plan_attention(ctypes.byref(call))
+    num_partials = int(data[PLAN_HEADER_LEN - 1])
+    return AttentionPlan(query_start_loc, seq_lens, data, torch.empty(num_partials * (head_size + 2)))
 
 
 def paged_attention(
@@ -25,6 +127,7 @@ def paged_attention(
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     scale: float,
+    plan: AttentionPlan | None = None,
 ) -> torch.Tensor:
     """Causal attention of each query row to its own sequence's keys and values.
 
@@ -35,11 +138,16 @@ def paged_attention(
         block_table_SM: int64 block ids; entries past a sequence's blocks are ignored but must be valid ids.
         query_start_loc: [S + 1] int64, cumulative query lengths.
         seq_lens: [S] int64, context plus query tokens.
-        scale: factor of the scores, usually D ** -0.5.
+        scale: factor of the scores, usually D ** -0.5; above 0.
+        plan: from `plan_attention` for the same `query_start_loc` and `seq_lens`; made here if it is None.
 
     Returns:
         [T, H, D], in the queries' dtype.
     """
+    if is_tiled(key_cache_NKBD) and query_THD.dtype == key_cache_NKBD.dtype == value_cache_NKBD.dtype:
+        plan = plan or plan_attention(query_start_loc, seq_lens, query_THD.shape[1], key_cache_NKBD)
+        assert plan is not None
+        return _attend_cpu(query_THD, key_cache_NKBD, value_cache_NKBD, block_table_SM, plan, scale)
     out_THD = torch.empty_like(query_THD)
     query_lens = query_start_loc.diff()
     decodes = (query_lens == 1).nonzero().squeeze(1)
@@ -54,6 +162,47 @@ def paged_attention(
         out_THD[rows_s] = _attend_many(
             query_THD[rows_s], key_cache_NKBD, value_cache_NKBD, block_table_SM[s], lens[s], scale
         )
+    return out_THD
+
+
+def _attend_cpu(
+    query_THD: torch.Tensor,
+    key_cache_NKBD: torch.Tensor,
+    value_cache_NKBD: torch.Tensor,
+    block_table_SM: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+) -> torch.Tensor:
+    """Each row's result is one chain of operations in the order of its keys: it does not depend on the batch, on how a
+    prompt was cut into chunks, nor on the number of threads, to the last bit."""
+    query_THD = query_THD if query_THD.stride(-1) == 1 else query_THD.contiguous()
+    block_table_SM = block_table_SM if block_table_SM.stride(-1) == 1 else block_table_SM.contiguous()
+    num_tokens, num_heads, head_size = query_THD.shape
+    _, num_kv_heads, block_size, _ = key_cache_NKBD.shape
+    out_THD = query_THD.new_empty(num_tokens, num_heads, head_size)
+    call = _AttentionCall(
+        query=query_THD.data_ptr(),
+        query_token_stride=query_THD.stride(0),
+        query_head_stride=query_THD.stride(1),
+        key_cache=key_cache_NKBD.data_ptr(),
+        value_cache=value_cache_NKBD.data_ptr(),
+        out=out_THD.data_ptr(),
+        block_table=block_table_SM.data_ptr(),
+        block_table_stride=block_table_SM.stride(0),
+        query_start_loc=plan.query_start_loc.data_ptr(),
+        seq_lens=plan.seq_lens.data_ptr(),
+        plan=plan.data.data_ptr(),
+        partials=pointer(plan.partials),
+        heads=num_heads,
+        kv_heads=num_kv_heads,
+        head_size=head_size,
+        block_size=block_size,
+        scale=scale,
+        is_float=query_THD.dtype == torch.float32,
+    )
+    handle = library()
+    assert handle is not None
+    handle.quire_attention(ctypes.byref(call))
     return out_THD
 
 
@@ -72,8 +221,8 @@ def _attend_single(
     table = block_table_SM[:, : -(-max_len // block_size)]
     # [S, M, K, B, D] -> [S, K, M * B, D]: the tokens of a sequence in order.
     key, value = (
-        cache[table].transpose(1, 2).reshape(num_seqs, num_kv_heads, -1, head_size).to(query_SHD.dtype)
-        for cache in (key_cache_NKBD, value_cache_NKBD)
+        cache.view(*table.shape, *cache.shape[1:]).transpose(1, 2).reshape(num_seqs, num_kv_heads, -1, head_size)
+        for cache in _blocks(key_cache_NKBD, value_cache_NKBD, table.flatten(), query_SHD.dtype)
     )
     query = query_SHD.reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_size)
     scores = (query @ key.transpose(-1, -2)).float().mul_(scale)
@@ -99,8 +248,8 @@ def _attend_many(
     table = block_table_M[: -(-seq_len // block_size)]
     # [M, K, B, D] -> [1, K, seq_len, D]
     key, value = (
-        cache[table].transpose(0, 1).reshape(1, num_kv_heads, -1, head_size)[:, :, :seq_len].to(query_QHD.dtype)
-        for cache in (key_cache_NKBD, value_cache_NKBD)
+        cache.transpose(0, 1).reshape(1, num_kv_heads, -1, head_size)[:, :, :seq_len]
+        for cache in _blocks(key_cache_NKBD, value_cache_NKBD, table, query_QHD.dtype)
     )
     last_key = torch.arange(query_len, device=key.device) + (seq_len - query_len)
     visible = torch.arange(seq_len, device=key.device) <= last_key[:, None]
@@ -108,3 +257,11 @@ def _attend_many(
         query_QHD.transpose(0, 1).unsqueeze(0), key, value, attn_mask=visible, scale=scale, enable_gqa=True
     )
     return out_HQD[0].transpose(0, 1)
+
+
+def _blocks(
+    key_cache_NKBD: torch.Tensor, value_cache_NKBD: torch.Tensor, block_ids: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of the blocks' keys and values, each [n, K, B, D]."""
+    keys, values = natural_key_order(key_cache_NKBD[block_ids]), natural_value_order(value_cache_NKBD[block_ids])
+    return keys.to(dtype), values.to(dtype)

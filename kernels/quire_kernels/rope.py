@@ -3,9 +3,42 @@
 The half-split layout of Hugging Face checkpoints: dimension i is rotated together with dimension i + D/2.
 """
 
+import ctypes
+
 import torch
 
+from quire_kernels.cpu import library
+from quire_kernels.kv_cache import is_tiled, write_kv_cache
+
 __all__ = ["rope_and_cache"]
+
+
+class _RopeCall(ctypes.Structure):
+    """`RopeCall` of kernels/csrc/calls.h."""
+
+    _fields_ = (
+        ("query", ctypes.c_void_p),
+        ("query_token_stride", ctypes.c_int64),
+        ("query_head_stride", ctypes.c_int64),
+        ("key", ctypes.c_void_p),
+        ("key_token_stride", ctypes.c_int64),
+        ("key_head_stride", ctypes.c_int64),
+        ("value", ctypes.c_void_p),
+        ("value_token_stride", ctypes.c_int64),
+        ("value_head_stride", ctypes.c_int64),
+        ("positions", ctypes.c_void_p),
+        ("cos_sin", ctypes.c_void_p),
+        ("slot_mapping", ctypes.c_void_p),
+        ("rotated_query", ctypes.c_void_p),
+        ("key_cache", ctypes.c_void_p),
+        ("value_cache", ctypes.c_void_p),
+        ("tokens", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("head_size", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("is_float", ctypes.c_int32),
+    )
 
 
 def rope_and_cache(
@@ -27,18 +60,64 @@ def rope_and_cache(
         positions_T: int64, each token's position in its sequence.
         cos_sin: [max_position, D] float32; a row is cos of the D/2 angles, then sin.
         slot_mapping_T: int64; slot = block id * B + offset within the block. No two tokens share a slot.
-        key_cache_NKBD: written in place.
+        key_cache_NKBD: written in place, in the order of `kv_cache.py`.
         value_cache_NKBD: written in place.
 
     Returns:
         The rotated queries, [T, H, D].
     """
+    dtype = key_cache_NKBD.dtype
+    if is_tiled(key_cache_NKBD) and query_THD.dtype == key_TKD.dtype == value_TKD.dtype == dtype:
+        tensors = (query_THD, key_TKD, value_TKD, positions_T, cos_sin, slot_mapping_T)
+        return _rope_and_cache_cpu(*tensors, key_cache_NKBD, value_cache_NKBD)
     cos, sin = cos_sin[positions_T].to(query_THD.dtype).unsqueeze(1).chunk(2, dim=-1)
-    block_size = key_cache_NKBD.shape[2]
-    blocks, offsets = slot_mapping_T // block_size, slot_mapping_T % block_size
-    key_cache_NKBD[blocks, :, offsets] = _rotate(key_TKD, cos, sin).to(key_cache_NKBD.dtype)
-    value_cache_NKBD[blocks, :, offsets] = value_TKD.to(value_cache_NKBD.dtype)
+    write_kv_cache(_rotate(key_TKD, cos, sin), value_TKD, slot_mapping_T, key_cache_NKBD, value_cache_NKBD)
     return _rotate(query_THD, cos, sin)
+
+
+def _rope_and_cache_cpu(
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    positions_T: torch.Tensor,
+    cos_sin: torch.Tensor,
+    slot_mapping_T: torch.Tensor,
+    key_cache_NKBD: torch.Tensor,
+    value_cache_NKBD: torch.Tensor,
+) -> torch.Tensor:
+    query_THD, key_TKD, value_TKD = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (query_THD, key_TKD, value_TKD)
+    )
+    positions_T, slot_mapping_T = positions_T.contiguous(), slot_mapping_T.contiguous()
+    num_tokens, num_heads, head_size = query_THD.shape
+    rotated_THD = query_THD.new_empty(num_tokens, num_heads, head_size)
+    call = _RopeCall(
+        query=query_THD.data_ptr(),
+        query_token_stride=query_THD.stride(0),
+        query_head_stride=query_THD.stride(1),
+        key=key_TKD.data_ptr(),
+        key_token_stride=key_TKD.stride(0),
+        key_head_stride=key_TKD.stride(1),
+        value=value_TKD.data_ptr(),
+        value_token_stride=value_TKD.stride(0),
+        value_head_stride=value_TKD.stride(1),
+        positions=positions_T.data_ptr(),
+        cos_sin=cos_sin.data_ptr(),
+        slot_mapping=slot_mapping_T.data_ptr(),
+        rotated_query=rotated_THD.data_ptr(),
+        key_cache=key_cache_NKBD.data_ptr(),
+        value_cache=value_cache_NKBD.data_ptr(),
+        tokens=num_tokens,
+        heads=num_heads,
+        kv_heads=key_TKD.shape[1],
+        head_size=head_size,
+        block_size=key_cache_NKBD.shape[2],
+        is_float=query_THD.dtype == torch.float32,
+    )
+    handle = library()
+    assert handle is not None
+    handle.quire_rope(ctypes.byref(call))
+    return rotated_THD
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

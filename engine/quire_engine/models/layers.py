@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from quire_kernels import AttentionPlan
 from torch import nn
 
 from quire_engine.models.checkpoint import RopeConfig
@@ -25,6 +26,8 @@ class AttentionMetadata:
     """[S + 1], cumulative number of scheduled tokens."""
     seq_lens: torch.Tensor
     """[S], context and scheduled tokens together."""
+    plan: AttentionPlan | None = None
+    """How the layers' attention is divided among threads; each layer makes its own if there is none."""
 
 
 class Weight(nn.Module):

@@ -9,8 +9,10 @@ Each `add_rms_norm` adds the output of the line before to the residual stream, a
 projections are cut into slices, and the layers divided among stages (`models/parallel.py`).
 """
 
+import dataclasses
+
 import torch
-from quire_kernels import add_rms_norm, paged_attention, rms_norm, rope_and_cache
+from quire_kernels import add_rms_norm, paged_attention, plan_attention, rms_norm, rope_and_cache
 from torch import nn
 
 from quire_engine.distributed import ParallelState
@@ -70,6 +72,7 @@ class LlamaAttention(nn.Module):
             metadata.query_start_loc,
             metadata.seq_lens,
             self.head_size**-0.5,
+            metadata.plan,
         )
         out_TE: torch.Tensor = self.o_proj(out_THD.flatten(1))
         return out_TE
@@ -144,6 +147,7 @@ class LlamaForCausalLM(nn.Module):
             residual = torch.zeros_like(hidden)
         else:
             hidden, residual = receive_activations(self.parallel, len(token_ids_T), self.hidden_size, self.dtype)
+        metadata = self._with_plan(metadata, kv_caches[0][0])
         for layer, (key_cache, value_cache) in zip(self.layers.values(), kv_caches, strict=True):
             assert isinstance(layer, LlamaDecoderLayer)
             hidden = add_rms_norm(hidden, residual, layer.input_layernorm.weight, self.eps)
@@ -154,6 +158,14 @@ class LlamaForCausalLM(nn.Module):
             send_activations(self.parallel, hidden, residual)
             return None
         return rms_norm(hidden + residual, self.norm.weight, self.eps)
+
+    def _with_plan(self, metadata: AttentionMetadata, key_cache_NKBD: torch.Tensor) -> AttentionMetadata:
+        """All layers have as many heads, so one plan of the attention does for all of them."""
+        layer = next(iter(self.layers.values()))
+        assert isinstance(layer, LlamaDecoderLayer)
+        num_heads = layer.self_attn.num_heads
+        plan = plan_attention(metadata.query_start_loc, metadata.seq_lens, num_heads, key_cache_NKBD)
+        return dataclasses.replace(metadata, plan=plan)
 
     def compute_logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
         """[S, E] -> [S, V], for the positions that are sampled only.

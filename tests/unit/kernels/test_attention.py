@@ -1,8 +1,9 @@
-"""Paged attention against dense attention, on odd shapes."""
+"""Paged attention against dense attention, on odd shapes and every instruction set (see conftest.py)."""
 
 import pytest
 import torch
 from quire_kernels import paged_attention
+from quire_kernels.kv_cache import write_kv_cache
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
@@ -25,7 +26,7 @@ def dense_attention(query_QHD: torch.Tensor, key_LKD: torch.Tensor, value_LKD: t
 @pytest.mark.parametrize("block_size", [1, 16, 24])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size"), [(4, 4, 16), (6, 2, 20), (8, 1, 64)])
 def test_equals_dense_attention(
-    num_heads: int, num_kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype
+    num_heads: int, num_kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype, cpu_kernels: str
 ) -> None:
     torch.manual_seed(0)
     #        query rows of this step, of a sequence of this length: decodes, whole prompts, chunks, one-token prompts
@@ -42,9 +43,9 @@ def test_equals_dense_attention(
         key, value = torch.randn(2, length, num_kv_heads, head_size).to(dtype)
         used = ids[s * max_blocks : s * max_blocks + -(-length // block_size)]
         table[s, : len(used)] = used
-        for position in range(length):
-            block, offset = used[position // block_size], position % block_size
-            key_cache[block, :, offset], value_cache[block, :, offset] = key[position], value[position]
+        positions = torch.arange(length)
+        slots = used[positions // block_size] * block_size + positions % block_size
+        write_kv_cache(key, value, slots, key_cache, value_cache)
         queries.append(query)
         expected.append(dense_attention(query, key, value))
     lengths = torch.tensor([rows for rows, _ in shapes])
@@ -62,23 +63,25 @@ def test_equals_dense_attention(
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_what_others_left_in_a_block_never_leaks(rows: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_what_others_left_in_a_block_never_leaks(rows: int, dtype: torch.dtype, cpu_kernels: str) -> None:
     """Padding entries of the block table and the tail of the last block may hold NaN; weights of 0 do not undo that."""
     torch.manual_seed(0)
     block_size, length = 8, 11
-    key, value = torch.randn(2, length, 2, 16)
-    query = torch.randn(rows, 4, 16)
-    long_query = torch.randn(1, 4, 16)  # a neighbour with more blocks, so that the table is padded
+    key, value = torch.randn(2, length, 2, 16).to(dtype)
+    query = torch.randn(rows, 4, 16).to(dtype)
+    long_query = torch.randn(1, 4, 16).to(dtype)  # a neighbour with more blocks, so that the table is padded
     table = torch.tensor([[1, 2, 0, 0, 0], [3, 4, 5, 6, 7]])
-    key_cache = torch.full((8, 2, block_size, 16), float("nan"))
-    value_cache = torch.full((8, 2, block_size, 16), float("inf"))
+    key_cache = torch.full((8, 2, block_size, 16), float("nan"), dtype=dtype)
+    value_cache = torch.full((8, 2, block_size, 16), float("inf"), dtype=dtype)
     key_cache[3:], value_cache[3:] = 1.0, 1.0
-    for position in range(length):
-        block, offset = table[0, position // block_size], position % block_size
-        key_cache[block, :, offset], value_cache[block, :, offset] = key[position], value[position]
+    positions = torch.arange(length)
+    slots = table[0, positions // block_size] * block_size + positions % block_size
+    write_kv_cache(key, value, slots, key_cache, value_cache)
     out = paged_attention(
         torch.cat((query, long_query)), key_cache, value_cache, table,
         torch.tensor([0, rows, rows + 1]), torch.tensor([length, 40]), 0.25,
     )  # fmt: skip
-    torch.testing.assert_close(out[:rows].double(), dense_attention(query, key, value), atol=2e-6, rtol=2e-6)
-    torch.testing.assert_close(out[rows:], torch.ones(1, 4, 16))
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(out[:rows].double(), dense_attention(query, key, value), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(out[rows:], torch.ones(1, 4, 16, dtype=dtype), atol=tolerance, rtol=tolerance)

@@ -1,0 +1,65 @@
+"""The inner order of the paged KV cache: tensors of [N, K, B, D], of which nobody but the ops here knows the order of B
+and D.
+
+Where the C++ kernels are used, the keys and values of one block and KV head are tiles of pairs (bfloat16) or single
+numbers (float32), drawn in `kernels/csrc/attention.inc`; elsewhere they lie as the shape says.
+"""
+
+import torch
+
+from quire_kernels.cpu import library
+
+__all__ = ["GROUPS", "MAX_HEAD_SIZE", "is_tiled", "natural_key_order", "natural_value_order", "write_kv_cache"]
+
+GROUPS = {torch.bfloat16: 2, torch.float32: 1}
+"""Elements that fill 32 bits."""
+HEAD_SIZE_STEP = 16
+MAX_HEAD_SIZE = 1024
+
+
+def is_tiled(cache_NKBD: torch.Tensor) -> bool:
+    """Whether the C++ kernels use a cache of this type and shape. It holds for all caches of a process."""
+    block_size, head_size = cache_NKBD.shape[2:]
+    group = GROUPS.get(cache_NKBD.dtype)
+    if group is None or cache_NKBD.device.type != "cpu" or library() is None:
+        return False
+    return block_size % group == 0 and head_size % HEAD_SIZE_STEP == 0 and head_size <= MAX_HEAD_SIZE
+
+
+def natural_key_order(cache_NKBD: torch.Tensor) -> torch.Tensor:
+    """Some blocks of a key cache, [n, K, B, D], as their shape says: a copy where they are tiled."""
+    if not is_tiled(cache_NKBD):
+        return cache_NKBD
+    n, num_kv_heads, block_size, head_size = cache_NKBD.shape
+    tiles = cache_NKBD.reshape(n, num_kv_heads, -1, block_size, GROUPS[cache_NKBD.dtype])
+    return tiles.transpose(2, 3).reshape(n, num_kv_heads, block_size, head_size)
+
+
+def natural_value_order(cache_NKBD: torch.Tensor) -> torch.Tensor:
+    """Some blocks of a value cache, [n, K, B, D], as their shape says: a copy where they are tiled."""
+    if not is_tiled(cache_NKBD):
+        return cache_NKBD
+    n, num_kv_heads, block_size, head_size = cache_NKBD.shape
+    tiles = cache_NKBD.reshape(n, num_kv_heads, -1, head_size, GROUPS[cache_NKBD.dtype])
+    return tiles.transpose(3, 4).reshape(n, num_kv_heads, block_size, head_size)
+
+
+def write_kv_cache(
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    slot_mapping_T: torch.Tensor,
+    key_cache_NKBD: torch.Tensor,
+    value_cache_NKBD: torch.Tensor,
+) -> None:
+    """Write keys and values to their slots, in whichever order the caches have; in plain torch."""
+    n, num_kv_heads, block_size, head_size = key_cache_NKBD.shape
+    blocks, offsets = slot_mapping_T // block_size, slot_mapping_T % block_size
+    if is_tiled(key_cache_NKBD):
+        group = GROUPS[key_cache_NKBD.dtype]
+        keys = key_cache_NKBD.view(n, num_kv_heads, head_size // group, block_size, group)
+        values = value_cache_NKBD.view(n, num_kv_heads, block_size // group, head_size, group)
+        keys[blocks, :, :, offsets] = key_TKD.to(keys.dtype).reshape(-1, num_kv_heads, head_size // group, group)
+        values[blocks, :, offsets // group, :, offsets % group] = value_TKD.to(values.dtype)
+    else:
+        key_cache_NKBD[blocks, :, offsets] = key_TKD.to(key_cache_NKBD.dtype)
+        value_cache_NKBD[blocks, :, offsets] = value_TKD.to(value_cache_NKBD.dtype)
