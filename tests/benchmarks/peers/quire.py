@@ -1,0 +1,49 @@
+"""Our own engine, offline through `LLM`. Variants: bf16, int8. The command line is in runner.py."""
+
+import json
+from importlib.metadata import PackageNotFoundError, version
+
+import runner
+
+from quire_engine import LLM, SamplingParams
+
+
+class Quire:
+    """`LLM`, which is the engine core and its worker in this process."""
+
+    def __init__(self, arguments: runner.Arguments) -> None:
+        settings = {
+            "dtype": "bfloat16",
+            "max_model_len": 2048,
+            "max_num_seqs": 64,
+            "kv_cache_memory_bytes": 4 * 2**30,  # as every engine here
+            "enable_prefix_caching": arguments.prefix_caching,
+        }
+        if arguments.variant == "int8":
+            settings["quantization"] = "int8"
+        self.llm = LLM(arguments.model, **settings | json.loads(arguments.settings))
+        try:
+            self.version = version("quire")
+        except PackageNotFoundError:  # from the source folder
+            self.version = "source"
+
+    def generate(self, prompts: list[list[int]], output_lengths: list[int]) -> list[int]:
+        """All at once."""
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in output_lengths],
+            use_tqdm=False,
+        )
+        return [len(output.outputs[0].token_ids) for output in outputs]
+
+    def reset(self, workload: str) -> None:
+        """Empty the prefix cache."""
+        self.llm.reset_prefix_cache()
+
+    def close(self) -> None:
+        """End the workers."""
+        self.llm.shutdown()
+
+
+if __name__ == "__main__":
+    runner.main(Quire)
