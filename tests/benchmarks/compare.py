@@ -2,11 +2,11 @@
 
     python tests/benchmarks/compare.py [--models s60 m400] [--engines quire vllm …] [--rounds 3] [--out FOLDER]
 
-Same checkpoint, workload, number of threads and size of the KV cache for all, prefix caching off, each with the settings
-that are best for it; what it runs is in workload.py, and how in peers/. Every engine runs once per round, in the
-opposite order in every other round; the table has medians over the rounds, and for each peer the median of the ratios
-within a round (smallest and largest in brackets). A peer that is not installed is passed over with a line that says how
-to install it (peers/setup.sh).
+Same checkpoint, workload, number of threads and size of the KV cache for all, prefix caching off, each with the
+settings that are best for it; what it runs is in workload.py, and how in peers/. Every engine runs once per round, in
+the opposite order in every other round; the table has medians over the rounds, and for each peer the median of the
+ratios within a round (smallest and largest in brackets). A peer that is not installed is passed over with a line that
+says how to install it (peers/setup.sh).
 
 Writes results.json, table.md and plot.png to the folder, and the table to standard output. With all peers a round of
 s60 and m400 takes about ten minutes on two cores: leave the machine alone meanwhile.
@@ -46,15 +46,17 @@ def installed(engines: Sequence[Engine], peers: Path) -> list[Engine]:
 
 def prepared(engines: Sequence[Engine], jobs: Sequence[Job], logs: Path) -> list[Engine]:
     """Those for which all checkpoints could be converted."""
-    ready = []
-    for engine in engines:
+
+    def is_prepared(engine: Engine) -> bool:
         try:
             for job in jobs:
                 prepare(engine, job, logs / f"prepare-{engine.name}-{job.model.name}.log")
-            ready.append(engine)
         except RunError as error:
             say(str(error))
-    return ready
+            return False
+        return True
+
+    return [engine for engine in engines if is_prepared(engine)]
 
 
 def run_rounds(engines: Sequence[Engine], jobs: Sequence[Job], num_rounds: int, logs: Path) -> list[Run]:
@@ -120,6 +122,7 @@ def main() -> None:
     logs.mkdir(parents=True, exist_ok=True)
     # Every engine sees as many cores as it is given threads.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
+    settings = {name: json.loads(value) for name, _, value in (item.partition("=") for item in arguments.set)}
     jobs = [
         Job(
             model=make_checkpoint(name, arguments.cache / "checkpoints"),
@@ -129,6 +132,7 @@ def main() -> None:
             threads=arguments.threads,
             requests=arguments.requests,
             prefix_caching=arguments.prefix_caching,
+            settings=settings,
         )
         for name in arguments.models
     ]

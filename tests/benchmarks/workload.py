@@ -2,7 +2,7 @@
 
     python tests/benchmarks/workload.py        describes the workloads
 
-`mixed` has prompts of 32 to 255 tokens and outputs of 16 to 127; `one_stream` is its first prompt alone, 128 tokens out;
+`mixed` has prompts of 32 to 255 tokens and outputs of 16 to 127; `one_stream` is its first prompt alone, 128 out;
 `shared_prefix` has 512 tokens that all prompts begin with, 16 to 63 of their own, and 16 out. Greedy, and no token ends
 a request before its time. The warm-up's prompts begin like none that is measured. Random ids: what the engines compute
 does not depend on sense, and a draft or a cache cannot guess them.

@@ -74,14 +74,15 @@ class Job:
     repeats: int = 1
     prefix_caching: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
-    """More settings of the engine; of ours those of `model.json`."""
+    """More settings of ours, as in `model.json`; the others have their own."""
 
     def command(self, engine: Engine) -> list[str]:
         """The command line of a run."""
         python = self.peers / engine.peer / "bin" / "python" if engine.peer else Path(sys.executable)
         command = [str(python), str(SCRIPTS / engine.script), str(self.model), "--variant", engine.variant]
         command += ["--workloads", *self.workloads, "--threads", str(self.threads)]
-        command += ["--converted", str(self.cache / "converted"), "--settings", json.dumps(self.settings)]
+        settings = self.settings if engine.peer is None else {}
+        command += ["--converted", str(self.cache / "converted"), "--settings", json.dumps(settings)]
         command += ["--requests", str(self.requests), "--repeats", str(self.repeats)]
         return command + ["--prefix-caching"] * self.prefix_caching
 
@@ -117,7 +118,7 @@ class RunError(Exception):
 
 
 def cache_folder() -> Path:
-    """Where checkpoints and the engines' environments are kept: `QUIRE_BENCH_CACHE`, or a folder in the user's cache."""
+    """Where checkpoints and environments are kept: `QUIRE_BENCH_CACHE`, or a folder in the user's cache."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("QUIRE_BENCH_CACHE") or base / "quire-bench")
 

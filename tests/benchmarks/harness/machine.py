@@ -12,10 +12,10 @@ FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"
 
 def describe_machine(cpuinfo: Path = Path("/proc/cpuinfo"), meminfo: Path = Path("/proc/meminfo")) -> dict[str, str]:
     """Processor with the instruction sets that matter, usable cores, memory, system, and the time of day."""
-    fields = dict(
-        (name.strip(), value.strip())
+    fields = {
+        name.strip(): value.strip()
         for name, _, value in (line.partition(":") for line in cpuinfo.read_text().splitlines())
-    )
+    }
     flags = set(fields.get("flags", "").split())
     kilobytes = next(int(line.split()[1]) for line in meminfo.read_text().splitlines() if line.startswith("MemTotal"))
     return {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from .results import WORKLOAD_TITLES, Row
+from .results import Row
 
 __all__ = ["draw_rates"]
 
@@ -44,13 +44,13 @@ def draw_rates(tables: Mapping[str, Sequence[Row]], title: str, subtitle: str, o
 def _draw_panel(draw: ImageDraw.ImageDraw, left: int, top: int, rows: Sequence[Row], workload: str, model: str) -> None:
     longest = max((row.rates[workload].median for row in rows if workload in row.rates), default=1.0)
     start, room = left + LABEL_WIDTH, PANEL_WIDTH - LABEL_WIDTH - VALUE_WIDTH - MARGIN
-    _text(draw, left, top + 14, f"{model} · {WORKLOAD_TITLES[workload]}", 13, INK)
+    _text(draw, left, top + 14, f"{model} · {workload}", 13, INK)
     for i, row in enumerate(rows):
         y = top + TITLE + i * (BAR + GAP)
         middle = y + BAR / 2
         _text(draw, start - 8, middle, row.label, 11, INK if row.is_ours else GREY, anchor="rm")
         if workload not in row.rates:
-            _text(draw, start + 6, middle, "–", 11, GREY)
+            _text(draw, start + 6, middle, "-", 11, GREY)
             continue
         rate = row.rates[workload]
         end = start + room * rate.median / longest

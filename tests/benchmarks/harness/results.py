@@ -10,9 +10,7 @@ from dataclasses import dataclass
 
 from .engines import Engine, Run
 
-__all__ = ["Row", "Spread", "make_rows", "markdown_table", "our_ratio", "rates_by_round", "spread"]
-
-WORKLOAD_TITLES = {"mixed": "64 requests", "one_stream": "one stream", "shared_prefix": "shared prefix"}
+__all__ = ["Row", "Spread", "make_rows", "markdown_table", "our_ratio", "rates_by_round", "spread", "workload_title"]
 
 
 @dataclass(frozen=True)
@@ -33,11 +31,17 @@ class Row:
     precision: str
     is_ours: bool
     rates: dict[str, Spread]
-    """Output tokens per second, by workload."""
+    """Output tokens per second, by the workload's title."""
     ratios: dict[str, Spread]
-    """Ours of the same precision ÷ this one's, by workload; empty without ours, and for ours itself."""
+    """Ours of the same precision ÷ this one's, by the workload's title; empty without ours, and for ours itself."""
     ready_seconds: float
     peak_memory_bytes: float
+
+
+def workload_title(workload: str, num_requests: int) -> str:
+    """For people."""
+    titles = {"mixed": f"{num_requests} requests", "one_stream": "one stream"}
+    return titles.get(workload, f"{workload.replace('_', ' ')}, {num_requests} requests")
 
 
 def spread(values: Iterable[float]) -> Spread:
@@ -72,20 +76,23 @@ def make_rows(engines: Iterable[Engine], runs: Sequence[Run], model: str) -> lis
         own = [run for run in of_model if run.engine == engine.name]
         if not own:
             continue
-        workloads = dict.fromkeys(run.workload for run in own)
+        titles = {run.workload: workload_title(run.workload, run.requests) for run in own}
         ratios = {}
         if engine.peer is not None and engine.precision in ours:
-            for workload in workloads:
+            for workload, title in titles.items():
                 ratio = our_ratio(of_model, ours[engine.precision], engine.name, workload)
                 if ratio is not None:
-                    ratios[workload] = ratio
+                    ratios[title] = ratio
         rows.append(
             Row(
                 label=engine.label,
                 version=own[0].version,
                 precision=engine.precision,
                 is_ours=engine.peer is None,
-                rates={name: spread(rates_by_round(own, engine.name, name).values()) for name in workloads},
+                rates={
+                    title: spread(rates_by_round(own, engine.name, workload).values())
+                    for workload, title in titles.items()
+                },
                 ratios=ratios,
                 ready_seconds=statistics.median(run.ready_seconds for run in own),
                 peak_memory_bytes=statistics.median(run.peak_memory_bytes for run in own),
@@ -96,23 +103,22 @@ def make_rows(engines: Iterable[Engine], runs: Sequence[Run], model: str) -> lis
 
 def markdown_table(rows: Sequence[Row]) -> str:
     """The rows as Markdown; ratios above 1 say that ours is faster."""
-    workloads = list(dict.fromkeys(name for row in rows for name in row.rates))
-    titles = [WORKLOAD_TITLES[name] for name in workloads]
+    titles = list(dict.fromkeys(title for row in rows for title in row.rates))
     head = ["engine", "version", *(cell for title in titles for cell in (f"{title}, tok/s", "ours ÷ it"))]
-    lines = [head + ["ready in", "peak memory"], ["---"] * 2 + ["---:"] * (2 * len(titles) + 2)]
+    lines = [[*head, "ready in", "peak memory"], ["---"] * 2 + ["---:"] * (2 * len(titles) + 2)]
     for row in rows:
         cells = [f"**{row.label}**" if row.is_ours else row.label, row.version]
-        for name in workloads:
-            cells += [_rate(row.rates.get(name)), _ratio(row.ratios.get(name), row.is_ours)]
+        for title in titles:
+            cells += [_rate(row.rates.get(title)), _ratio(row.ratios.get(title), row.is_ours)]
         lines.append([*cells, f"{row.ready_seconds:.1f} s", f"{row.peak_memory_bytes / 2**20:,.0f} MiB"])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
 
 def _rate(rate: Spread | None) -> str:
-    return "–" if rate is None else f"{rate.median:,.0f}"
+    return "-" if rate is None else f"{rate.median:,.0f}"
 
 
 def _ratio(ratio: Spread | None, is_ours: bool) -> str:
     if ratio is None:
-        return "1" if is_ours else "–"
-    return f"{ratio.median:.2f} ({ratio.low:.2f}–{ratio.high:.2f})"
+        return "1" if is_ours else "-"
+    return f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
