@@ -41,7 +41,7 @@ def installed(engines: Sequence[Engine], peers: Path) -> list[Engine]:
     for reason in reasons.values():
         if reason:
             say(reason)
-    return [engine for engine in engines if not reasons.get(engine.peer)]
+    return [engine for engine in engines if engine.peer is None or not reasons[engine.peer]]
 
 
 def prepared(engines: Sequence[Engine], jobs: Sequence[Job], logs: Path) -> list[Engine]:

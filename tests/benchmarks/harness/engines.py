@@ -20,6 +20,7 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "peers"
 RUN_SECONDS = 1200.0
 """A run that takes longer has failed."""
 EXIT_SECONDS = 20.0
+REASON_LENGTH = 200
 DROPPED_VARIABLES = ("OMP_NUM_THREADS", "LD_PRELOAD", "VIRTUAL_ENV", "PYTHONHOME", "VLLM_CPU_OMP_THREADS_BIND")
 """Each engine decides itself what these are; what the caller has set would hold for some of them only."""
 
@@ -132,7 +133,7 @@ def find_peer(peers: Path, name: str) -> str | None:
 
 
 def prepare(engine: Engine, job: Job, log: Path) -> None:
-    """Convert the checkpoint for an engine, once.
+    """Convert the checkpoint for an engine that needs it, once, and find out whether it takes the settings.
 
     Raises:
         RunError: it could not be done.
@@ -143,7 +144,7 @@ def prepare(engine: Engine, job: Job, log: Path) -> None:
             stdout=stream, stderr=stream,
         )  # fmt: skip
     if done.returncode != 0:
-        raise RunError(_explain(engine, f"converting {job.model.name} failed ({done.returncode})", log))
+        raise RunError(_explain(engine, f"cannot run {job.model.name}", log))
 
 
 def run(engine: Engine, job: Job, log: Path) -> list[Run]:
@@ -165,6 +166,7 @@ def run(engine: Engine, job: Job, log: Path) -> list[Run]:
     ready: dict[str, Any] = {}
     ready_seconds = 0.0
     runs = []
+    patience = 0.0
     try:
         for event in _events(process, start + RUN_SECONDS):
             kind = event.pop("event")
@@ -176,10 +178,11 @@ def run(engine: Engine, job: Job, log: Path) -> list[Run]:
                 )
             else:
                 peak = peak_memory_bytes(process.pid)
+                patience = EXIT_SECONDS
                 return [replace(one, peak_memory_bytes=peak) for one in runs]
         raise RunError(_explain(engine, "ended too early, or took too long", log))
     finally:
-        _end(process)
+        _end(process, patience)
 
 
 def _events(process: subprocess.Popen[bytes], deadline: float) -> Iterator[dict[str, Any]]:
@@ -188,7 +191,11 @@ def _events(process: subprocess.Popen[bytes], deadline: float) -> Iterator[dict[
     pending = b""
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
-        while selector.select(max(deadline - time.perf_counter(), 0.0)):
+        while time.perf_counter() < deadline:
+            if not selector.select(timeout=1.0):
+                if process.poll() is not None:  # but what it has started holds the pipe open
+                    return
+                continue
             chunk = os.read(process.stdout.fileno(), 65536)
             if not chunk:
                 return
@@ -196,14 +203,14 @@ def _events(process: subprocess.Popen[bytes], deadline: float) -> Iterator[dict[
             yield from map(json.loads, lines)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Let it end by itself, then end it and whatever it has started."""
+def _end(process: subprocess.Popen[bytes], patience: float) -> None:
+    """Let it end by itself for so many seconds, then end it and whatever it has started."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.close()
     process.stdout.close()
     try:
-        process.wait(timeout=EXIT_SECONDS)
+        process.wait(timeout=patience)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
@@ -232,4 +239,5 @@ def _vllm_libraries(folder: Path) -> list[str]:
 
 def _explain(engine: Engine, what: str, log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return f"{engine.name}: {what}: {lines[-1] if lines else 'no output'} (all of it in {log})"
+    last = lines[-1] if lines else "no output"
+    return f"{engine.name}: {what}: {last[:REASON_LENGTH]} (all of it in {log})"

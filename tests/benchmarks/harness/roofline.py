@@ -12,7 +12,7 @@ __all__ = ["Ceilings", "ModelShape", "decode_roofline_seconds", "measure_ceiling
 
 READ_BYTES = 2**29
 """Far more than any cache."""
-TRIALS = 7
+TRIALS, CALLS = 7, 20
 MATRIX = (256, 2816, 1024)
 """Rows, outputs and inputs of the multiplication that shows the peak: m400's largest, at a prefill's batch."""
 
@@ -58,17 +58,20 @@ def measure_ceilings() -> Ceilings:
     rows, outputs, inputs = MATRIX
     memory = torch.ones(READ_BYTES // 4)
     x, weight = torch.randn(rows, inputs).bfloat16(), torch.randn(outputs, inputs).bfloat16()
-    packed = weight
-    multiply = torch.nn.functional.linear
-    if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.to_mkldnn(), rows)
+    packed = None
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
 
-        def multiply(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-            return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+    def multiply() -> None:
+        for _ in range(CALLS):
+            if packed is None:
+                torch.nn.functional.linear(x, weight)
+            else:
+                torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
     with torch.inference_mode():
         read_seconds = _best_seconds(memory.sum)
-        multiply_seconds = _best_seconds(lambda: [multiply(x, packed) for _ in range(20)]) / 20
+        multiply_seconds = _best_seconds(multiply) / CALLS
     return Ceilings(READ_BYTES / read_seconds, 2 * rows * outputs * inputs / multiply_seconds)
 
 

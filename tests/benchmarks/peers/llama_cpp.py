@@ -115,13 +115,14 @@ class LlamaCpp:
         if self.process is not None:
             self.process.terminate()
             self.process.wait(timeout=30)
+        Path(self.socket).unlink(missing_ok=True)  # it leaves it behind, and would not start there again
 
     def _start(self) -> None:
         threads = str(self.arguments.threads)
         command = [program("llama-server"), "--model", str(model_file(self.arguments, self.arguments.variant))]
         command += ["--host", self.socket, "--parallel", str(self.slots)]
         command += ["--ctx-size", str(self.slots * TOKENS_PER_SLOT), "--batch-size", "2048"]
-        command += ["--threads", threads, "--threads-batch", threads, "--no-webui"]
+        command += ["--threads", threads, "--threads-batch", threads, "--no-ui", "--log-verbosity", "2"]
         for name, value in json.loads(self.arguments.settings).items():
             command += [f"--{name}", str(value)]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
