@@ -60,8 +60,9 @@ def make_checkpoint(name: str, folder: Path) -> Path:
 
 def _write_weights(name: str, folder: Path) -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, logging
 
+    logging.disable_progress_bar()
     hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads = SHAPES[name]
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
