@@ -2,11 +2,11 @@
 
     python tests/benchmarks/compare.py [--models s60 m400] [--engines quire vllm …] [--rounds 3] [--out FOLDER]
 
-Same checkpoint, workload, number of threads and size of the KV cache for all, prefix caching off, each with the
-settings that are best for it; what it runs is in workload.py, and how in peers/. Every engine runs once per round, in
-the opposite order in every other round; the table has medians over the rounds, and for each peer the median of the
-ratios within a round (smallest and largest in brackets). A peer that is not installed is passed over with a line that
-says how to install it (peers/setup.sh).
+Same checkpoint, workload, number of threads and cores for all, prefix caching off, each with the settings that are best
+for it; what it runs is in workload.py, and how in peers/. Every engine runs once per round, in the opposite order in
+every other round; the table has medians over the rounds, and for each peer the median of the ratios within a round
+(smallest and largest in brackets). A peer that is not installed is passed over with a line that says how to install it
+(peers/setup.sh).
 
 Writes results.json, table.md and plot.png to the folder, and the table to standard output. With all peers a round of
 s60 and m400 takes about ten minutes on two cores: leave the machine alone meanwhile.
