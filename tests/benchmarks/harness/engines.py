@@ -1,5 +1,6 @@
 """The engines that are compared, and one run of one of them in a fresh process."""
 
+import contextlib
 import json
 import os
 import selectors
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .processes import peak_memory_bytes
+from .processes import peak_memory_bytes, process_tree
 
 __all__ = ["ENGINES", "Engine", "Job", "Run", "RunError", "cache_folder", "find_peer", "prepare", "run"]
 
@@ -20,6 +21,7 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "peers"
 RUN_SECONDS = 1200.0
 """A run that takes longer has failed."""
 EXIT_SECONDS = 20.0
+SHARED_MEMORY = Path("/dev/shm")
 REASON_LENGTH = 200
 DROPPED_VARIABLES = ("OMP_NUM_THREADS", "LD_PRELOAD", "VIRTUAL_ENV", "PYTHONHOME", "VLLM_CPU_OMP_THREADS_BIND")
 """Each engine decides itself what these are; what the caller has set would hold for some of them only."""
@@ -207,6 +209,7 @@ def _end(process: subprocess.Popen[bytes], patience: float) -> None:
     """Let it end by itself for so many seconds, then end it and whatever it has started."""
     assert process.stdin is not None
     assert process.stdout is not None
+    pids = process_tree(process.pid)
     process.stdin.close()
     process.stdout.close()
     try:
@@ -214,10 +217,11 @@ def _end(process: subprocess.Popen[bytes], patience: float) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    for pid in pids:  # Intel's OpenMP leaves these behind in processes that are killed, as vLLM kills its own
+        for file in SHARED_MEMORY.glob(f"__KMP_REGISTERED_LIB_{pid}_*"):
+            file.unlink(missing_ok=True)
 
 
 def _environment(engine: Engine, job: Job) -> dict[str, str]:

@@ -90,6 +90,20 @@ def test_run_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_p
         engines.run(ENGINE, job, tmp_path / "log")
 
 
+def test_what_a_killed_peer_leaves_in_shared_memory_is_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, job: Job
+) -> None:
+    left = tmp_path / "shm"
+    left.mkdir()
+    (left / "__KMP_REGISTERED_LIB_1_0").touch()  # another's
+    monkeypatch.setattr(engines, "SHARED_MEMORY", left)
+    fake_engine(
+        monkeypatch, tmp_path, f"import os; open(f'{left}/__KMP_REGISTERED_LIB_{{os.getpid()}}_0', 'w').close()"
+    )
+    engines.run(ENGINE, job, tmp_path / "log")
+    assert [file.name for file in left.iterdir()] == ["__KMP_REGISTERED_LIB_1_0"]
+
+
 def test_missing_peer_is_told_with_the_way_to_install_it(tmp_path: Path) -> None:
     reason = engines.find_peer(tmp_path, "vllm")
     assert reason is not None
