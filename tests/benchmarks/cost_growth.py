@@ -90,7 +90,7 @@ def _fill(cache: torch.Tensor) -> None:
         cache.fill_(1)
 
 
-def model_shape(checkpoint: CheckpointConfig, model: Path) -> ModelShape:
+def model_shape(checkpoint: CheckpointConfig, model: Path, int8: bool) -> ModelShape:
     """From the checkpoint's configuration."""
     hidden = checkpoint.hidden_size
     heads = (2 * checkpoint.num_heads + 2 * checkpoint.num_kv_heads) * checkpoint.head_size
@@ -101,6 +101,7 @@ def model_shape(checkpoint: CheckpointConfig, model: Path) -> ModelShape:
         num_heads=checkpoint.num_heads,
         head_size=checkpoint.head_size,
         kv_bytes_per_token=kv_bytes_per_token(model),
+        weight_dtype_bytes=1 if int8 else 2,
     )
 
 
@@ -156,14 +157,14 @@ def main() -> None:
         }
         needed = max(arguments.batches) * max_model_len
         steps = Steps(settings, min(kv_bytes // kv_bytes_per_token(model), needed))
-    ceilings = measure_ceilings()
+    int8 = settings.get("quantization") == "int8"
+    ceilings = measure_ceilings(int8)
     machine = describe_machine()
     print(f"{arguments.model}, {machine['processor']}, {torch.get_num_threads()} threads, {machine['date']}")
-    print(
-        f"ceilings: {ceilings.bytes_per_second / 1e9:.1f} GB/s, {ceilings.flops_per_second / 1e9:.0f} GFLOP/s in bf16"
-    )
+    bandwidth, peak = ceilings.bytes_per_second / 1e9, ceilings.flops_per_second / 1e9
+    print(f"ceilings: {bandwidth:.1f} GB/s read, {peak:.0f} GFLOP/s in {'int8' if int8 else 'bf16'}")
     print("milliseconds per step (roofline's share of it)")
-    print_table(steps, model_shape(steps.checkpoint, model), ceilings, kv_bytes, arguments)
+    print_table(steps, model_shape(steps.checkpoint, model, int8), ceilings, kv_bytes, arguments)
 
 
 if __name__ == "__main__":

@@ -51,12 +51,28 @@ def decode_roofline_seconds(shape: ModelShape, ceilings: Ceilings, batch: int, c
     return linears + attention
 
 
-def measure_ceilings() -> Ceilings:
-    """The best of several trials of torch's fastest: a sum over much memory, a bf16 product of prepacked weights."""
+def measure_ceilings(int8: bool = False) -> Ceilings:
+    """The best of several trials of torch's fastest: a sum over much memory, a product with a large matrix.
+
+    Args:
+        int8: the product is of int8 numbers, instead of bf16 ones with prepacked weights.
+    """
     import torch
 
     rows, outputs, inputs = MATRIX
     memory = torch.ones(READ_BYTES // 4)
+    with torch.inference_mode():
+        read_seconds = _best_seconds(memory.sum)
+        multiply = _int8_product() if int8 else _bfloat16_product()
+        multiply_seconds = _best_seconds(multiply) / CALLS
+    return Ceilings(READ_BYTES / read_seconds, 2 * rows * outputs * inputs / multiply_seconds)
+
+
+def _bfloat16_product() -> Callable[[], None]:
+    """`CALLS` of it."""
+    import torch
+
+    rows, outputs, inputs = MATRIX
     x, weight = torch.randn(rows, inputs).bfloat16(), torch.randn(outputs, inputs).bfloat16()
     packed = None
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -69,10 +85,22 @@ def measure_ceilings() -> Ceilings:
             else:
                 torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
-    with torch.inference_mode():
-        read_seconds = _best_seconds(memory.sum)
-        multiply_seconds = _best_seconds(multiply) / CALLS
-    return Ceilings(READ_BYTES / read_seconds, 2 * rows * outputs * inputs / multiply_seconds)
+    return multiply
+
+
+def _int8_product() -> Callable[[], None]:
+    """`CALLS` of it."""
+    import torch
+
+    rows, outputs, inputs = MATRIX
+    x = torch.randint(-128, 127, (rows, inputs), dtype=torch.int8)
+    weight = torch.randint(-128, 127, (outputs, inputs), dtype=torch.int8).t()
+
+    def multiply() -> None:
+        for _ in range(CALLS):
+            torch._int_mm(x, weight)
+
+    return multiply
 
 
 def _best_seconds(function: Callable[[], object]) -> float:
