@@ -24,7 +24,7 @@ from checkpoints import SHAPES, make_checkpoint
 from harness.engines import ENGINES, Engine, Job, Run, RunError, cache_folder, find_peer, prepare, run
 from harness.machine import describe_machine
 from harness.plot import draw_rates
-from harness.results import Row, make_rows, markdown_table
+from harness.results import Row, make_rows, markdown_table, summary
 from workload import WORKLOADS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,8 +75,7 @@ def run_rounds(engines: Sequence[Engine], jobs: Sequence[Job], num_rounds: int, 
                     broken.add((engine.name, job.model.name))
                     continue
                 runs += [dataclasses.replace(one, round=number) for one in done]
-                rates = ", ".join(f"{one.workload} {one.rate:.0f} tok/s" for one in done)
-                say(f"round {number + 1}/{num_rounds}  {job.model.name}  {engine.label}: {rates}")
+                say(f"round {number + 1}/{num_rounds}  {job.model.name}  {engine.label}: {summary(done)}")
     return runs
 
 

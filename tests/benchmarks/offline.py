@@ -22,6 +22,7 @@ from checkpoints import SHAPES, make_checkpoint
 from harness.checkpoint_size import kv_bytes_per_token, weight_bytes
 from harness.engines import ENGINES, Engine, Job, Run, RunError, cache_folder, prepare, run
 from harness.machine import describe_machine
+from harness.results import summary
 from workload import make_workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,8 +52,7 @@ def measure(engine: Engine, kinds: dict[str, Job], num_rounds: int, logs: Path) 
             log = logs / f"{engine.name}-{job.model.name}-{kind.replace(' ', '-')}-{number}.log"
             done = [dataclasses.replace(one, round=number) for one in run(engine, job, log)]
             runs[kind] += done
-            rates = ", ".join(f"{one.workload} {one.rate:.0f} tok/s" for one in done)
-            print(f"round {number + 1}/{num_rounds}  {engine.label}, {job.model.name}, {kind}: {rates}",
+            print(f"round {number + 1}/{num_rounds}  {engine.label}, {job.model.name}, {kind}: {summary(done)}",
                   file=sys.stderr, flush=True)  # fmt: skip
     return runs
 

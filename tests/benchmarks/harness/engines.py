@@ -74,7 +74,6 @@ class Job:
     peers: Path
     threads: int
     requests: int = 64
-    repeats: int = 1
     prefix_caching: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     """More settings of ours, as in `model.json`; the others have their own."""
@@ -86,7 +85,7 @@ class Job:
         command += ["--workloads", *self.workloads, "--threads", str(self.threads)]
         settings = self.settings if engine.peer is None else {}
         command += ["--converted", str(self.cache / "converted"), "--settings", json.dumps(settings)]
-        command += ["--requests", str(self.requests), "--repeats", str(self.repeats)]
+        command += ["--requests", str(self.requests)]
         return command + ["--prefix-caching"] * self.prefix_caching
 
 

@@ -10,7 +10,17 @@ from dataclasses import dataclass
 
 from .engines import Engine, Run
 
-__all__ = ["Row", "Spread", "make_rows", "markdown_table", "our_ratio", "rates_by_round", "spread", "workload_title"]
+__all__ = [
+    "Row",
+    "Spread",
+    "make_rows",
+    "markdown_table",
+    "our_ratio",
+    "rates_by_round",
+    "spread",
+    "summary",
+    "workload_title",
+]
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,14 @@ def rates_by_round(runs: Iterable[Run], engine: str, workload: str) -> dict[int,
         if (run.engine, run.workload) == (engine, workload):
             rounds.setdefault(run.round, []).append(run.rate)
     return {number: statistics.median(rates) for number, rates in rounds.items()}
+
+
+def summary(runs: Iterable[Run]) -> str:
+    """Of the runs of one process, as part of a line."""
+    rates: dict[str, list[float]] = {}
+    for run in runs:
+        rates.setdefault(workload_title(run.workload, run.requests), []).append(run.rate)
+    return ", ".join(f"{title} {statistics.median(values):,.0f} tok/s" for title, values in rates.items())
 
 
 def our_ratio(runs: Sequence[Run], ours: str, theirs: str, workload: str) -> Spread | None:

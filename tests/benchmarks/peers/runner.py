@@ -1,13 +1,13 @@
 """The common part of the scripts that run one engine once, in a process and an environment of its own.
 
     python peers/NAME.py MODEL --variant VARIANT [--workloads one_stream mixed] [--threads 2] [--converted FOLDER]
-                         [--requests 64] [--repeats 1] [--prefix-caching] [--prepare]
+                         [--requests 64] [--prefix-caching] [--prepare]
 
 Prints one line of JSON per event, and nothing else, on standard output (what the engine itself prints goes to standard
 error)::
 
     {"event": "ready", "version": …, "load_seconds": …, …}                   loaded, and warmed up by nothing yet
-    {"event": "run", "workload": …, "seconds": …, "output_tokens": …, …}     for each workload and repeat
+    {"event": "run", "workload": …, "seconds": …, "output_tokens": …, …}     of each workload; one_stream several times
     {"event": "end"}                                        and then waits for the end of its standard input, so that
                                                             whoever reads this can look at its memory
 
@@ -34,6 +34,10 @@ del sys.path[0]  # no engine shall take a benchmark of ours for a package of tha
 __all__ = ["Arguments", "Engine", "main"]
 
 
+ONE_STREAM_REPEATS = 3
+"""It is short, and disturbed the more easily. Not with prefix caching, which would find the prompt in its cache."""
+
+
 class Arguments(argparse.Namespace):
     """The command line."""
 
@@ -44,7 +48,6 @@ class Arguments(argparse.Namespace):
     converted: Path
     """Folder for what is made from checkpoints."""
     requests: int
-    repeats: int
     prefix_caching: bool
     prepare: bool
     settings: str
@@ -96,7 +99,8 @@ def _measure(engine: Engine, name: str, arguments: Arguments, events: TextIO) ->
     workload = make_workload(name, arguments.requests)
     engine.reset(name)
     _generate(engine, workload.warm_up, [WARM_UP_TOKENS] * len(workload.warm_up))
-    for _ in range(arguments.repeats):
+    repeats = ONE_STREAM_REPEATS if name == "one_stream" and not arguments.prefix_caching else 1
+    for _ in range(repeats):
         engine.reset(name)
         seconds = _generate(engine, workload.prompts, workload.output_lengths)
         _tell(
@@ -138,7 +142,6 @@ def _parse() -> Arguments:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--converted", type=Path, default=Path("converted"))
     parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--prefix-caching", action="store_true")
     parser.add_argument("--prepare", action="store_true")
     parser.add_argument("--settings", default="{}")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from benchmarks.harness.engines import Engine, Run
-from benchmarks.harness.results import make_rows, markdown_table, our_ratio, rates_by_round, spread
+from benchmarks.harness.results import make_rows, markdown_table, our_ratio, rates_by_round, spread, summary
 
 OURS = Engine(name="ours", label="Ours", script="", variant="", precision="bf16")
 OURS_INT8 = Engine(name="ours-int8", label="Ours, int8", script="", variant="", precision="int8")
@@ -65,6 +65,11 @@ def test_engines_without_runs_of_the_model_have_no_row() -> None:
 def test_without_ours_there_are_no_ratios() -> None:
     (row,) = make_rows([PEER], runs("peer", [50.0]), "m400")
     assert row.ratios == {}
+
+
+def test_summary_has_a_median_per_workload() -> None:
+    of_one = [*runs("ours", [1000.0, 3000.0, 1200.0]), *runs("ours", [50.0], workload="one_stream", requests=1)]
+    assert summary(of_one) == "64 requests 1,200 tok/s, one stream 50 tok/s"
 
 
 def test_table() -> None:
