@@ -25,7 +25,7 @@ check: $(VENV)/.dev-installed  ## Check format, lint and types
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
 
-bench: $(VENV)/.dev-installed  ## Run every benchmark of tests/benchmarks; each prints its figures
+bench: $(VENV)/.dev-installed  ## Run every benchmark of tests/benchmarks, ours next to each installed peer too
 	@for benchmark in tests/benchmarks/*.py; do echo "== $$benchmark"; $(BIN)/python $$benchmark || exit 1; done
 
 clean:  ## Remove .venv and everything else that was built

@@ -1,0 +1,121 @@
+"""Makes the checkpoints that speed is measured with: Llamas of realistic shape with seeded random weights.
+
+    python tests/benchmarks/checkpoints.py [--cache FOLDER] [s60 m400 l1b]
+
+Each is a Hugging Face folder: bf16 safetensors, a byte-level BPE tokenizer trained on Python's standard library, a chat
+template. Their text is noise: they are for speed, and for token-exactness in float32, never for quality. A checkpoint
+that is there already is left alone. l1b takes 2 GB of disk, and 5 GB of memory while it is made.
+"""
+
+import argparse
+import shutil
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+from harness.engines import cache_folder
+
+__all__ = ["SHAPES", "make_checkpoint"]
+
+VOCAB_SIZE = 32_000
+MAX_POSITIONS = 4096
+NUM_FILES = 200
+"""Of the standard library, for the tokenizer."""
+SHAPES = {  # hidden size, intermediate size, layers, query heads, key/value heads
+    "s60": (512, 1408, 8, 8, 4),
+    "m400": (1024, 2816, 24, 16, 8),
+    "l1b": (2048, 5632, 22, 32, 4),
+}
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+
+
+def make_checkpoint(name: str, folder: Path) -> Path:
+    """The folder of a checkpoint, which is made there if it is not.
+
+    Args:
+        name: one of `SHAPES`.
+        folder: of all checkpoints.
+    """
+    done = folder / name
+    if (done / "config.json").exists():
+        return done
+    start = time.perf_counter()
+    print(f"making {name} in {done} …", end=" ", flush=True, file=sys.stderr)
+    partial = folder / f"{name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    _write_weights(name, partial)
+    others = [folder / other for other in SHAPES if (folder / other / "tokenizer.json").exists()]
+    if others:  # all have the same, and training it takes as long as the rest
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            if (others[0] / file).exists():
+                shutil.copy(others[0] / file, partial / file)
+    else:
+        _write_tokenizer(partial)
+    partial.rename(done)
+    size = sum(file.stat().st_size for file in done.iterdir())
+    print(f"{size / 2**20:.0f} MiB in {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    return done
+
+
+def _write_weights(name: str, folder: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, logging
+
+    logging.disable_progress_bar()
+    hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads = SHAPES[name]
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        max_position_embeddings=MAX_POSITIONS,
+        bos_token_id=0,
+        eos_token_id=1,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    model.save_pretrained(folder)
+
+
+def _write_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    files = sorted(str(file) for file in Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:NUM_FILES]
+    tokenizer.train(files, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+
+
+def main() -> None:
+    """Make those that are named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SHAPES)}; unset: s60 m400")
+    parser.add_argument("--cache", type=Path, default=cache_folder())
+    arguments = parser.parse_args()
+    for name in arguments.names or ["s60", "m400"]:
+        if name not in SHAPES:
+            parser.error(f"there is no checkpoint {name!r}; there are {', '.join(SHAPES)}")
+        print(make_checkpoint(name, arguments.cache / "checkpoints"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Our engine and each peer that is installed, in one run: they take turns, each time in a fresh process.
+
+    python tests/benchmarks/compare.py [--models s60 m400] [--engines quire vllm …] [--rounds 3] [--out FOLDER]
+
+Same checkpoint, workload, number of threads and cores for all, prefix caching off, each with the settings that are best
+for it; what it runs is in workload.py, and how in peers/. Every engine runs once per round, in the opposite order in
+every other round; the table has medians over the rounds, and for each peer the median of the ratios within a round
+(smallest and largest in brackets). A peer that is not installed is passed over with a line that says how to install it
+(peers/setup.sh).
+
+Writes results.json, table.md and plot.png to the folder, and the table to standard output. With all peers a round of
+s60 and m400 takes about ten minutes on two cores: leave the machine alone meanwhile.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from checkpoints import SHAPES, make_checkpoint
+from harness.engines import ENGINES, Engine, Job, Run, RunError, cache_folder, find_peer, prepare, run
+from harness.machine import describe_machine
+from harness.plot import draw_rates
+from harness.results import Row, make_rows, markdown_table, summary
+from workload import WORKLOADS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def say(line: str) -> None:
+    """Progress, as it comes."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def installed(engines: Sequence[Engine], peers: Path) -> list[Engine]:
+    """Those that can run; says of each peer that cannot why."""
+    reasons = {engine.peer: find_peer(peers, engine.peer) for engine in engines if engine.peer}
+    for reason in reasons.values():
+        if reason:
+            say(reason)
+    return [engine for engine in engines if engine.peer is None or not reasons[engine.peer]]
+
+
+def prepared(engines: Sequence[Engine], jobs: Sequence[Job], logs: Path) -> list[Engine]:
+    """Those for which all checkpoints could be converted."""
+
+    def is_prepared(engine: Engine) -> bool:
+        try:
+            for job in jobs:
+                prepare(engine, job, logs / f"prepare-{engine.name}-{job.model.name}.log")
+        except RunError as error:
+            say(str(error))
+            return False
+        return True
+
+    return [engine for engine in engines if is_prepared(engine)]
+
+
+def run_rounds(engines: Sequence[Engine], jobs: Sequence[Job], num_rounds: int, logs: Path) -> list[Run]:
+    """All runs. An engine that fails is left out from then on: its other runs would be compared with nothing."""
+    runs: list[Run] = []
+    broken: set[tuple[str, str]] = set()
+    for number in range(num_rounds):
+        for job in jobs:
+            for engine in engines if number % 2 == 0 else reversed(engines):
+                if (engine.name, job.model.name) in broken:
+                    continue
+                try:
+                    done = run(engine, job, logs / f"{engine.name}-{job.model.name}-{number}.log")
+                except RunError as error:
+                    say(str(error))
+                    broken.add((engine.name, job.model.name))
+                    continue
+                runs += [dataclasses.replace(one, round=number) for one in done]
+                say(f"round {number + 1}/{num_rounds}  {job.model.name}  {engine.label}: {summary(done)}")
+    return runs
+
+
+def write_report(
+    out: Path, machine: dict[str, str], tables: dict[str, list[Row]], runs: Sequence[Run], note: str
+) -> str:
+    """The three files; returns the Markdown."""
+    head = f"{machine['processor']}, {note}, {machine['date']}"
+    parts = [f"### {model}\n\n{markdown_table(rows)}" for model, rows in tables.items()]
+    text = f"{head} ({machine['instructions']}; {machine['memory']}; {machine['system']})\n\n" + "\n".join(parts)
+    (out / "table.md").write_text(text)
+    record = {"machine": machine, "note": note, "runs": [dataclasses.asdict(one) for one in runs]}
+    (out / "results.json").write_text(json.dumps(record, indent=1) + "\n")
+    if any(tables.values()):
+        draw_rates(tables, "Output tokens per second", head, out / "plot.png")
+    return text
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [engine.name for engine in ENGINES]
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["s60", "m400"])
+    parser.add_argument("--engines", nargs="+", choices=names, default=names, metavar="ENGINE", help=", ".join(names))
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=["one_stream", "mixed"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=64, help="of the workloads with many; fewer for a quick look")
+    parser.add_argument("--threads", type=int, default=min(2, len(os.sched_getaffinity(0))))
+    parser.add_argument("--prefix-caching", action="store_true", help="on, for all (shared_prefix)")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=JSON", help="a further setting of ours")
+    parser.add_argument("--cache", type=Path, default=cache_folder(), help="of checkpoints ($QUIRE_BENCH_CACHE)")
+    parser.add_argument(
+        "--peers", type=Path, default=os.environ.get("QUIRE_BENCH_PEERS"), help="environments ($QUIRE_BENCH_PEERS)"
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "benchmarks")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Entry point."""
+    arguments = parse()
+    logs = arguments.out / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    # Every engine sees as many cores as it is given threads.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
+    settings = {name: json.loads(value) for name, _, value in (item.partition("=") for item in arguments.set)}
+    jobs = [
+        Job(
+            model=make_checkpoint(name, arguments.cache / "checkpoints"),
+            workloads=arguments.workloads,
+            cache=arguments.cache,
+            peers=arguments.peers or arguments.cache / "peers",
+            threads=arguments.threads,
+            requests=arguments.requests,
+            prefix_caching=arguments.prefix_caching,
+            settings=settings,
+        )
+        for name in arguments.models
+    ]
+    engines = [engine for engine in ENGINES if engine.name in arguments.engines]
+    engines = prepared(installed(engines, jobs[0].peers), jobs, logs)
+    runs = run_rounds(engines, jobs, arguments.rounds, logs)
+    tables = {job.model.name: make_rows(engines, runs, job.model.name) for job in jobs}
+    note = f"{arguments.threads} threads, {arguments.requests} requests, medians of {arguments.rounds} rounds"
+    print(write_report(arguments.out, describe_machine(), tables, runs, note))
+    say(f"written to {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

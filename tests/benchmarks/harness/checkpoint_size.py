@@ -1,0 +1,30 @@
+"""How many bytes the weights and the KV cache of a checkpoint are, from its files alone."""
+
+import json
+import math
+from pathlib import Path
+
+__all__ = ["KV_DTYPE_BYTES", "kv_bytes_per_token", "weight_bytes"]
+
+KV_DTYPE_BYTES = 2
+"""bf16."""
+
+
+def kv_bytes_per_token(model: Path) -> int:
+    """Of the KV cache in bf16, over all layers."""
+    config = json.loads((model / "config.json").read_text())
+    head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_size * KV_DTYPE_BYTES)
+
+
+def weight_bytes(model: Path, quantized: bool = False) -> int:
+    """Of all weights in bf16, or with those of the layers' linears in int8."""
+    total = 0
+    for file in model.glob("*.safetensors"):
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                is_int8 = quantized and name.endswith("_proj.weight")
+                total += math.prod(entry["shape"]) * (1 if is_int8 else 2)
+    return total

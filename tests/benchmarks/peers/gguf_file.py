@@ -1,0 +1,114 @@
+"""Writes a Llama checkpoint of checkpoints.py as a GGUF file in bf16. Needs gguf and numpy only.
+
+llama.cpp's own converter looks every tokenizer up in a list of known ones, which one that was trained here is not in.
+"""
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["convert"]
+
+LAYER_TENSORS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+OTHER_TENSORS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+NORMAL, CONTROL = 1, 3
+"""Types of tokens."""
+
+Bfloat16Bits = npt.NDArray[np.uint16]
+
+
+def convert(folder: Path, out: Path) -> None:
+    """Write one file from a checkpoint's folder."""
+    config = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(str(out), "llama")
+    _write_shape(writer, config)
+    _write_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text())["model"])
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    for name, bits in _read_bfloat16(folder / "model.safetensors").items():
+        parts = name.removesuffix(".weight").split(".")
+        if name.startswith("model.layers."):
+            new_name = f"blk.{parts[2]}.{LAYER_TENSORS['.'.join(parts[3:])]}.weight"
+        else:
+            new_name = f"{OTHER_TENSORS['.'.join(parts)]}.weight"
+        if parts[-1] in heads:
+            bits = _interleave(bits, heads[parts[-1]])
+        if bits.ndim == 1:  # norms have to be float32
+            writer.add_tensor(new_name, (bits.astype(np.uint32) << 16).view(np.float32))
+        else:
+            raw = np.ascontiguousarray(bits).view(np.uint8)
+            writer.add_tensor(new_name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _write_shape(writer: gguf.GGUFWriter, config: dict) -> None:
+    head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_dimension_count(head_size)
+    writer.add_key_length(head_size)
+    writer.add_value_length(head_size)
+    writer.add_rope_freq_base((config.get("rope_parameters") or config)["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+
+
+def _write_tokenizer(writer: gguf.GGUFWriter, model: dict) -> None:
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([CONTROL if i < 2 else NORMAL for i in range(len(tokens))])
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_add_bos_token(False)
+
+
+def _interleave(bits: Bfloat16Bits, num_heads: int) -> Bfloat16Bits:
+    """The rows of each head in the order of llama.cpp's rotary embedding, in which pairs are neighbours.
+
+    ::
+
+        Hugging Face   x0 x1 … | y0 y1 …        llama.cpp   x0 y0 x1 y1 …
+    """
+    rows, columns = bits.shape
+    return bits.reshape(num_heads, 2, rows // num_heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def _read_bfloat16(path: Path) -> dict[str, Bfloat16Bits]:
+    """The tensors of a safetensors file, as the bits of their numbers: numpy knows no bfloat16.
+
+    The file is 8 bytes (length of the header), the header (JSON: where each tensor is in the rest), the rest.
+    """
+    data = np.memmap(path, dtype=np.uint8, mode="r")
+    header_end = 8 + int(data[:8].view(np.uint64)[0])
+    header = json.loads(data[8:header_end].tobytes())
+    tensors = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            assert entry["dtype"] == "BF16", name
+            begin, end = entry["data_offsets"]
+            raw = data[header_end + begin : header_end + end]
+            tensors[name] = np.frombuffer(raw.tobytes(), dtype=np.uint16).reshape(entry["shape"])
+    return tensors

@@ -1,0 +1,60 @@
+"""Our own engine, offline through `LLM`. Variants: bf16, int8. The command line is in runner.py."""
+
+import json
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import runner
+from quire_engine import LLM, SamplingParams
+from quire_engine.config import EngineConfig
+
+
+def settings(arguments: runner.Arguments) -> dict[str, Any]:
+    """As in `model.json`."""
+    plain = {
+        "dtype": "bfloat16",
+        "max_model_len": 2048,
+        "max_num_seqs": 64,
+        "kv_cache_memory_bytes": 4 * 2**30,  # as every engine here
+        "enable_prefix_caching": arguments.prefix_caching,
+    }
+    quantized = {"quantization": "int8"} if arguments.variant == "int8" else {}
+    further: dict[str, Any] = json.loads(arguments.settings)
+    return plain | quantized | further
+
+
+def check_settings(arguments: runner.Arguments) -> None:
+    """There is nothing to convert; but what the engine does not know is found out before anything is measured."""
+    EngineConfig.from_settings({"model": str(arguments.model), **settings(arguments)})
+
+
+class Quire:
+    """`LLM`, which is the engine core and its worker in this process."""
+
+    def __init__(self, arguments: runner.Arguments) -> None:
+        self.llm = LLM(arguments.model, **settings(arguments))
+        try:
+            self.version = version("quire")
+        except PackageNotFoundError:  # from the source folder
+            self.version = "source"
+
+    def generate(self, prompts: list[list[int]], output_lengths: list[int]) -> list[int]:
+        """All at once."""
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in output_lengths],
+            use_tqdm=False,
+        )
+        return [len(output.outputs[0].token_ids) for output in outputs]
+
+    def reset(self, workload: str) -> None:
+        """Empty the prefix cache."""
+        self.llm.reset_prefix_cache()
+
+    def close(self) -> None:
+        """End the workers."""
+        self.llm.shutdown()
+
+
+if __name__ == "__main__":
+    runner.main(Quire, check_settings)

