@@ -1,6 +1,9 @@
 """Worker: loads the model, sizes and owns the KV cache, executes steps."""
 
+import contextlib
 import logging
+import math
+import mmap
 from pathlib import Path
 
 import torch
@@ -120,7 +123,7 @@ class Worker:
             self.checkpoint.head_size,
         )
         self.runner.kv_caches = [
-            (torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype)) for _ in range(self.num_layers)
+            (_untouched_zeros(shape, self.dtype), _untouched_zeros(shape, self.dtype)) for _ in range(self.num_layers)
         ]
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
@@ -176,3 +179,14 @@ class Worker:
         for request in requests:
             self.runner.batch.remove(request.request_id)
         self.runner.kv_caches = []
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros from the system, none of them written: `torch.zeros` writes them all, which makes every page real.
+
+    In huge pages where the system has them, as a step reads all over the cache.
+    """
+    memory = mmap.mmap(-1, max(math.prod(shape) * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)

@@ -1,6 +1,6 @@
 """What the attention and RoPE kernels reach of what the machine can do: GB/s and GFLOP/s beside measured ceilings.
 
-    python tests/benchmarks/kernels.py [--threads 1] [--seconds 0.5] [--dtype bfloat16] [--only decode]
+    python tests/benchmarks/kernel_ops.py [--threads 1] [--seconds 0.5] [--dtype bfloat16] [--only decode]
 
 The ceilings are measured first, in the same process: a sum over a large tensor for reading, copying a large tensor for
 reading and writing, and torch's own large matrix product for arithmetic. Every figure is the best of as many calls as
