@@ -1,4 +1,4 @@
-"""`linear` over packed weights, on every instruction set that the machine has (see conftest.py), against plain torch."""
+"""`linear` over packed weights, on every instruction set of the machine (see conftest.py), against plain torch."""
 
 import pytest
 import torch
