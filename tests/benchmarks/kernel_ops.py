@@ -102,7 +102,7 @@ def attention_work(heads: Heads, query_len: int, seq_len: int, num_seqs: int, dt
 def bench_attention(best: Timer, machine: Machine, dtype: torch.dtype, name: str) -> None:
     """Decodes (one query row each) or prefill chunks."""
     shapes = {
-        "decode": [(1, 256, 16), (1, 4096, 8), (1, 32768, 1)],
+        "decode": [(1, 256, 16), (1, 4096, 16), (1, 32768, 1)],
         "prefill": [(64, 64, 8), (512, 512, 1), (512, 4096, 1)],
     }
     print(f"\n{name}: query_len x seq_len x sequences")
