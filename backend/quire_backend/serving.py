@@ -178,8 +178,11 @@ class Serving:
         )  # fmt: skip
         if code not in (ErrorCode.INVALID_ARG, ErrorCode.NOT_FOUND):  # or else the fault is the caller's
             rejected.slo_class, rejected.slo_verdict, rejected.slo_cause = stream.slo_class, "miss", "rejected"
-        self._on_rejected(rejected)
         self._responses.fail(stream, code, message)
+        try:
+            self._on_rejected(rejected)
+        except Exception:
+            logger.exception("a refused request was not recorded")
 
     def _introspect(self, request: TritonRequest, stream: ResponseStream) -> bool:
         """Answer an operator; False when it is a client's request. Engines that are away can be asked about as well."""

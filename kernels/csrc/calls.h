@@ -1,6 +1,8 @@
-// What the kernels are called with: plain structures, which quire_kernels/cpu.py fills. Keep both in step.
+// What the kernels are called with: plain structures, which the ops of quire_kernels fill. Keep both in step.
 #pragma once
 #include <cstdint>
+
+constexpr int VERSION = 1;  // of this interface, as in quire_kernels/cpu.py: raise both when a field changes its meaning
 
 enum LinearKind : int32_t { LINEAR_BF16 = 0, LINEAR_FLOAT32 = 1, LINEAR_INT8 = 2 };
 

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "attention_plan.h"
@@ -69,9 +70,31 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 
+std::string size(const char* name, size_t bytes) { return std::string(" ") + name + "=" + std::to_string(bytes); }
+
+std::string layout() {
+  return std::to_string(VERSION) + size("ActivationCall", sizeof(ActivationCall)) +
+         size("AttentionCall", sizeof(AttentionCall)) +
+         size("BitmaskCall", sizeof(BitmaskCall)) +
+         size("EmbeddingCall", sizeof(EmbeddingCall)) +
+         size("LinearCall", sizeof(LinearCall)) +
+         size("NoiseCall", sizeof(NoiseCall)) +
+         size("NormCall", sizeof(NormCall)) +
+         size("PlanCall", sizeof(PlanCall)) +
+         size("QuantizeCall", sizeof(QuantizeCall)) +
+         size("RopeCall", sizeof(RopeCall)) +
+         size("SampleCall", sizeof(SampleCall));
+}
+
 }  // namespace
 
 extern "C" {
+
+// What the caller has to agree with before it calls anything else: the version, and the sizes of all structures.
+QUIRE_API const char* quire_layout() {
+  static const std::string text = layout();
+  return text.c_str();
+}
 
 // Takes the kernels of an instruction set. Returns 0 when the processor lacks it, or when there is none of that name.
 QUIRE_API int quire_select(const char* name) {

@@ -5,12 +5,12 @@ import ctypes
 import torch
 import torch.nn.functional as F
 
-from quire_kernels.cpu import library_for, with_dense_rows
+from quire_kernels.cpu import Call, library_for, with_dense_rows
 
 __all__ = ["silu_and_mul"]
 
 
-class _ActivationCall(ctypes.Structure):
+class _ActivationCall(Call):
     """`ActivationCall` of kernels/csrc/calls.h."""
 
     _fields_ = (

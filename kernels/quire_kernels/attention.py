@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from quire_kernels.cpu import library, pointer
+from quire_kernels.cpu import Call, library, pointer
 from quire_kernels.kv_cache import is_tiled, natural_key_order, natural_value_order
 
 __all__ = ["AttentionPlan", "paged_attention", "plan_attention"]
 
 
-class _PlanCall(ctypes.Structure):
+class _PlanCall(Call):
     """`PlanCall` of kernels/csrc/calls.h."""
 
     _fields_ = (
@@ -39,7 +39,7 @@ class _PlanCall(ctypes.Structure):
     )
 
 
-class _AttentionCall(ctypes.Structure):
+class _AttentionCall(Call):
     """`AttentionCall` of kernels/csrc/calls.h."""
 
     _fields_ = (
@@ -116,7 +116,8 @@ def plan_attention(
         call.plan, call.capacity = data.data_ptr(), num_bytes
         num_bytes = handle.quire_plan_attention(ctypes.byref(call))
     num_partials = int(data[PLAN_HEADER_LEN - 1])
-    return AttentionPlan(query_start_loc, seq_lens, data, torch.empty(num_partials * (head_size + 2)))
+    partials = torch.empty(num_partials * (head_size + 2), dtype=torch.float32)
+    return AttentionPlan(query_start_loc, seq_lens, data, partials)
 
 
 def paged_attention(

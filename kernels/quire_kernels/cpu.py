@@ -22,6 +22,7 @@ import torch
 __all__ = [
     "INSTRUCTION_SETS",
     "KERNELS_VARIABLE",
+    "Call",
     "KernelStatus",
     "library",
     "library_for",
@@ -34,8 +35,17 @@ KERNELS_VARIABLE = "QUIRE_CPU_KERNELS"
 INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2")
 """Best first."""
 LIBRARY_NAME = "_cpu"
-MEND = "install a C++ compiler (g++), then quire again (pip install)"
+MEND = "install g++, then quire again (CXX=g++ pip install …)"
 """Of a library that is not there."""
+
+
+VERSION = 1
+"""Of the interface, as in kernels/csrc/calls.h."""
+
+
+class Call(ctypes.Structure):
+    """What a kernel is called with: each subclass mirrors the structure of its name (but for a leading underscore) in
+    kernels/csrc/calls.h, field by field."""
 
 
 class KernelStatus:
@@ -69,10 +79,27 @@ def status() -> KernelStatus:
         handle = ctypes.CDLL(str(path))
     except OSError as error:
         return _missing(wanted, f"{path}: {error}")
+    if _layout_of(handle) != _layout():
+        return _missing(wanted, f"{path} was built from another version of the source")
     for name in (wanted,) if wanted else INSTRUCTION_SETS:
         if handle.quire_select(name.encode()):
             return KernelStatus(name, f"{path.name}, {name}", handle)
     return _missing(wanted, f"this processor has no {wanted or INSTRUCTION_SETS[-1]}")
+
+
+def _layout_of(handle: ctypes.CDLL) -> str:
+    try:
+        handle.quire_layout.restype = ctypes.c_char_p
+        layout: str = handle.quire_layout().decode()
+    except AttributeError:
+        return ""
+    return layout
+
+
+def _layout() -> str:
+    """Version of the interface and size of each structure: a library that says otherwise would read wild memory."""
+    sizes = (f"{call.__name__.lstrip('_')}={ctypes.sizeof(call)}" for call in Call.__subclasses__())
+    return " ".join([str(VERSION), *sorted(sizes)])
 
 
 def _missing(wanted: str, reason: str) -> KernelStatus:

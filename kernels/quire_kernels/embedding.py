@@ -5,13 +5,13 @@ import ctypes
 import torch
 import torch.nn.functional as F
 
-from quire_kernels.cpu import library, pointer
+from quire_kernels.cpu import Call, library, pointer
 from quire_kernels.linear import LinearWeight
 
 __all__ = ["embedding"]
 
 
-class _EmbeddingCall(ctypes.Structure):
+class _EmbeddingCall(Call):
     """`EmbeddingCall` of kernels/csrc/calls.h."""
 
     _fields_ = (

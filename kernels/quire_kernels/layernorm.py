@@ -4,12 +4,12 @@ import ctypes
 
 import torch
 
-from quire_kernels.cpu import library_for, with_dense_rows
+from quire_kernels.cpu import Call, library_for, with_dense_rows
 
 __all__ = ["add_rms_norm", "rms_norm"]
 
 
-class _NormCall(ctypes.Structure):
+class _NormCall(Call):
     """`NormCall` of kernels/csrc/calls.h."""
 
     _fields_ = (

@@ -16,16 +16,18 @@ import torch
 import torch.nn.functional as F
 
 from quire_kernels.activation import silu_and_mul
-from quire_kernels.cpu import library, library_for, pointer, with_dense_rows
+from quire_kernels.cpu import Call, library, library_for, pointer, with_dense_rows
 
 __all__ = ["LinearWeight", "linear", "pack_linear", "quantize_per_token"]
 
 PANEL = 32
+BAND = 32 * PANEL
+"""Rows that are packed at a time, so that temporaries are small beside the weight."""
 _GROUPS = {torch.bfloat16: 2, torch.float32: 1, torch.int8: 4}
 _KINDS = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}
 
 
-class _LinearCall(ctypes.Structure):
+class _LinearCall(Call):
     """`LinearCall` of kernels/csrc/calls.h."""
 
     _fields_ = (
@@ -47,7 +49,7 @@ class _LinearCall(ctypes.Structure):
     )
 
 
-class _QuantizeCall(ctypes.Structure):
+class _QuantizeCall(Call):
     """`QuantizeCall` of kernels/csrc/calls.h."""
 
     _fields_ = (
@@ -108,19 +110,18 @@ def pack_linear(
     dtype = dtype or weight_NK.dtype
     scales = scales_N
     if quantize and scales is None:
-        scales = weight_NK.float().abs().amax(1).clamp_(min=1e-10) / 127
-        weight_NK = (weight_NK.float() / scales[:, None]).round_().to(torch.int8)
+        weight_NK, scales = _quantize_weight(weight_NK)
     out_features, in_features = weight_NK.shape
     group = _GROUPS.get(weight_NK.dtype)
     if library() is None or weight_NK.device.type != "cpu" or dtype not in _KINDS or not group or in_features % group:
         return LinearWeight(out_features, in_features, gated, dtype, weight_NK, bias_N, scales, None, None)
 
     rows = _panel_rows(out_features, gated)
-    # A row of zeros stands for every padded feature.
-    source = torch.cat((weight_NK, weight_NK.new_zeros(1, in_features)))
-    packed = source.new_empty(len(rows) // PANEL, in_features // group, PANEL, group)
-    for panel, panel_rows in zip(packed, rows.view(-1, PANEL), strict=True):
-        panel.copy_(source[panel_rows].view(PANEL, -1, group).transpose(0, 1))
+    packed = weight_NK.new_empty(len(rows) // PANEL, in_features // group, PANEL, group)
+    for band, band_rows in zip(torch.split(packed, BAND // PANEL), torch.split(rows, BAND), strict=True):
+        source = weight_NK[band_rows.clamp(max=out_features - 1)]
+        source[band_rows == out_features] = 0
+        band.copy_(source.view(-1, PANEL, in_features // group, group).transpose(1, 2))
     bias, packed_scales = _padded(bias_N, rows), _padded(scales, rows)
     offsets = None
     if scales is not None:
@@ -138,6 +139,16 @@ def pack_linear(
     return LinearWeight(out_features, in_features, gated, dtype, packed, bias, packed_scales, offsets, call)
 
 
+def _quantize_weight(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    quantized = torch.empty_like(weight_NK, dtype=torch.int8)
+    scales = torch.empty(len(weight_NK), dtype=torch.float32, device=weight_NK.device)
+    for source, target, scale in zip(*(torch.split(one, BAND) for one in (weight_NK, quantized, scales)), strict=True):
+        values = source.float()
+        scale.copy_(values.abs().amax(1).clamp_(min=1e-10).div_(127))
+        target.copy_((values / scale[:, None]).round_())
+    return quantized, scales
+
+
 def _panel_rows(out_features: int, gated: bool) -> torch.Tensor:
     """Which row of the weight each row of the panels is; `out_features` stands for padding."""
     if not gated:
@@ -153,7 +164,7 @@ def _panel_rows(out_features: int, gated: bool) -> torch.Tensor:
 def _padded(values_N: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
     if values_N is None:
         return None
-    return torch.cat((values_N.float(), torch.zeros(1)))[rows].contiguous()
+    return torch.cat((values_N.float(), torch.zeros(1, dtype=torch.float32)))[rows].contiguous()
 
 
 def linear(x_TK: torch.Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -161,8 +172,11 @@ def linear(x_TK: torch.Tensor, weight: LinearWeight, out_dtype: torch.dtype | No
 
     Args:
         x_TK: activations, in the weight's dtype; rows may be strided.
-        weight: from `pack_linear`.
+        weight: from `pack_linear`. One thread at a time may compute with it: its `call` is filled in place.
         out_dtype: the result's, if it is not that of `x_TK`; float32 keeps the sums as they were accumulated.
+
+    Raises:
+        TypeError: the activations have another dtype than the weight was packed for.
 
     Returns:
         [T, N], or [T, N / 2] for a gated weight.
@@ -171,6 +185,8 @@ def linear(x_TK: torch.Tensor, weight: LinearWeight, out_dtype: torch.dtype | No
     call = weight.call
     if call is None:
         return _linear_torch(x_TK, weight).to(out_dtype)
+    if x_TK.dtype != weight.dtype:
+        raise TypeError(f"activations are {x_TK.dtype}; the weight was packed for {weight.dtype}")
     if x_TK.stride(1) != 1:
         x_TK = x_TK.contiguous()
     rows = x_TK.shape[0]
@@ -211,7 +227,7 @@ def quantize_per_token(x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return ((x / scales[:, None]).round_() + 128).to(torch.uint8), scales
     x_TK = with_dense_rows(x_TK)
     rows, size = x_TK.shape
-    out, scales = torch.empty(rows, size, dtype=torch.uint8), torch.empty(rows)
+    out, scales = torch.empty(rows, size, dtype=torch.uint8), torch.empty(rows, dtype=torch.float32)
     is_float = x_TK.dtype == torch.float32
     call = _QuantizeCall(x_TK.data_ptr(), x_TK.stride(0), out.data_ptr(), scales.data_ptr(), rows, size, is_float)
     handle.quire_quantize_per_token(ctypes.byref(call))

@@ -7,13 +7,13 @@ import ctypes
 
 import torch
 
-from quire_kernels.cpu import library
+from quire_kernels.cpu import Call, library
 from quire_kernels.kv_cache import is_tiled, write_kv_cache
 
 __all__ = ["rope_and_cache"]
 
 
-class _RopeCall(ctypes.Structure):
+class _RopeCall(Call):
     """`RopeCall` of kernels/csrc/calls.h."""
 
     _fields_ = (

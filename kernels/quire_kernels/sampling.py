@@ -26,7 +26,7 @@ import ctypes
 
 import torch
 
-from quire_kernels.cpu import library, library_for, pointer, with_dense_rows
+from quire_kernels.cpu import Call, library, library_for, pointer, with_dense_rows
 
 __all__ = ["argmax", "gumbel_noise", "sample"]
 
@@ -37,7 +37,7 @@ _ROUNDS = 10
 _CHUNK = 8192  # counters at a time, so that temporaries stay in the L2 cache: 32 × 32000 in 0.09 s rather than 1.1 s
 
 
-class _SampleCall(ctypes.Structure):
+class _SampleCall(Call):
     """`SampleCall` of kernels/csrc/calls.h."""
 
     _fields_ = (
@@ -56,7 +56,7 @@ class _SampleCall(ctypes.Structure):
     )
 
 
-class _NoiseCall(ctypes.Structure):
+class _NoiseCall(Call):
     """`NoiseCall` of kernels/csrc/calls.h."""
 
     _fields_ = (
@@ -207,7 +207,7 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
     if handle is None or seeds.device.type != "cpu":
         return _gumbel_noise_torch(seeds, positions, vocab_size)
     seeds, positions = seeds.contiguous(), positions.contiguous()
-    noise_SV = torch.empty(len(seeds), vocab_size)
+    noise_SV = torch.empty(len(seeds), vocab_size, dtype=torch.float32)
     call = _NoiseCall(seeds.data_ptr(), positions.data_ptr(), noise_SV.data_ptr(), len(seeds), vocab_size)
     handle.quire_gumbel_noise(ctypes.byref(call))
     return noise_SV

@@ -5,12 +5,12 @@ import ctypes
 import numpy as np
 import torch
 
-from quire_kernels.cpu import library_for
+from quire_kernels.cpu import Call, library_for
 
 __all__ = ["apply_token_bitmask"]
 
 
-class _BitmaskCall(ctypes.Structure):
+class _BitmaskCall(Call):
     """`BitmaskCall` of kernels/csrc/calls.h."""
 
     _fields_ = (
@@ -38,6 +38,8 @@ def apply_token_bitmask(logits_SV: torch.Tensor, row_ids_R: torch.Tensor, bitmas
         logits_SV[row_ids_R] = logits_SV[row_ids_R].masked_fill(forbidden_RV, float("-inf"))
         return
     row_ids_R, bitmask_RW = row_ids_R.contiguous(), bitmask_RW.contiguous()
+    assert row_ids_R.dtype == torch.int64
+    assert bitmask_RW.shape[1] * 32 >= logits_SV.shape[1], "words for all tokens"
     call = _BitmaskCall(
         logits_SV.data_ptr(), logits_SV.stride(0), row_ids_R.data_ptr(), bitmask_RW.data_ptr(), bitmask_RW.shape[1],
         len(row_ids_R), logits_SV.shape[1],

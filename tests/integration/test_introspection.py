@@ -30,7 +30,8 @@ def open_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         (repository / name / "config.pbtxt").write_text('backend: "quire"\n')
         values = {"model": str(CHECKPOINT), "dtype": "float32", "kv_cache_memory_bytes": 64 << 20, **settings}
         (folder / "model.json").write_text(json.dumps(values))
-    with serve("--model-repository", str(repository), env={"QUIRE_INTROSPECTION_TOKEN": TOKEN}) as running:
+    environment = {"QUIRE_INTROSPECTION_TOKEN": TOKEN}
+    with serve("--model-repository", str(repository), env=environment, step_seconds=0.005) as running:
         yield running
 
 

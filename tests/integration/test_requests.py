@@ -76,7 +76,7 @@ def bounded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]
     (version.parent / "config.pbtxt").write_text('backend: "quire"\n')
     settings = {"model": str(CHECKPOINT), "max_num_seqs": 1, "max_queued_requests": 1, "scheduling_policy": "priority"}
     (version / "model.json").write_text(json.dumps(settings))
-    with serve("--model-repository", str(Path(version).parents[1])) as running:
+    with serve("--model-repository", str(Path(version).parents[1]), step_seconds=0.01) as running:
         yield running
 
 

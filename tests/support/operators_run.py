@@ -38,6 +38,8 @@ NUM_SEQS = 16
 NUM_STREAMS = 24
 NUM_IN_BURST = 60
 SCRAPE_SECONDS = 1
+STEP_SECONDS = 0.03
+"""As a model takes that is worth watching: the run is long enough for Prometheus to see it."""
 SLO: dict[str, dict[str, float]] = {
     "default": {"ttft_ms": 1500, "tpot_ms": 60, "e2e_ms": 6000}, "batch": {"e2e_ms": 120_000},
 }  # fmt: skip
@@ -113,7 +115,7 @@ def operators_run(folder: Path) -> Iterator[OperatorsRun]:
     (version.parent / "config.pbtxt").write_text('backend: "quire"\n')
     (version / "model.json").write_text(json.dumps(SETTINGS))
     with ExitStack() as stack:
-        server = stack.enter_context(serve("--model-repository", str(folder / "models")))
+        server = stack.enter_context(serve("--model-repository", str(folder / "models"), step_seconds=STEP_SECONDS))
         scraping = stack.enter_context(prometheus(server.metrics, scrape_interval=f"{SCRAPE_SECONDS}s"))
         stack.callback(frame.close_monitors)
         stack.callback(stop_all)

@@ -1,5 +1,6 @@
 """A real tritonserver for tests, started by `quire serve` as a user would, and proof that nothing is left of it."""
 
+import json
 import os
 import re
 import select
@@ -71,18 +72,26 @@ class Server:
 
 
 @contextmanager
-def serve(*args: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
+def serve(*args: str, env: Mapping[str, str] | None = None, step_seconds: float = 0.0) -> Iterator[Server]:
     """A server that is ready, on free ports; afterwards it is stopped, and nothing of it may be left.
 
     Args:
         args: further arguments of `quire serve`.
         env: further environment variables.
+        step_seconds: how much longer every step takes than the demo model needs, as a larger model's would: for tests
+            that do something while requests run.
     """
-    server = start(*args, env=env)
-    try:
-        yield server
-    finally:
-        code = server.stop()
+    with tempfile.TemporaryDirectory(prefix="quire-slow-") as folder:
+        environment = dict(env or {})
+        if step_seconds:
+            fault = Path(folder, "fault.json")
+            fault.write_text(json.dumps({"action": "slow", "rank": 0, "seconds": step_seconds}), encoding="utf-8")
+            environment["QUIRE_FAULT_INJECTION"] = str(fault)
+        server = start(*args, env=environment)
+        try:
+            yield server
+        finally:
+            code = server.stop()
     assert code == 0, f"quire serve ended with {code}; its log:\n{server.log()}"
     server.assert_nothing_left()
 

@@ -232,7 +232,7 @@ class RowParallel(_Packable):
         if self.weight_scale is not None:
             targets[f"{self.name}.weight_scale"] = _rows(self.weight_scale.data, out_features, slice(0, out_features))
         if self.has_bias:
-            bias = weight.new_empty(0) if self.bias is None else self.bias.data
+            bias = torch.empty(0, dtype=self._dtype) if self.bias is None else self.bias.data
             targets[f"{self.name}.bias"] = LoadTarget(bias, (out_features,), (slice(0, len(bias)),))
         return targets
 

@@ -16,4 +16,4 @@ def apply_grammar_bitmask(logits_SV: torch.Tensor, rows: list[int], bitmask_RW: 
         rows: R of their S rows; the others are not touched.
         bitmask_RW: bit i % 32 of word i // 32 belongs to token i.
     """
-    apply_token_bitmask(logits_SV, torch.tensor(rows), torch.from_numpy(bitmask_RW))
+    apply_token_bitmask(logits_SV, torch.tensor(rows, dtype=torch.int64), torch.from_numpy(bitmask_RW))

@@ -165,7 +165,7 @@ class ModelRunner:
             return None
         row_of_slot = {slot: row for row, slot in enumerate(slots.tolist())}
         rows = [row_of_slot[self.batch.slots[request_id]] for request_id in bitmask.request_ids]
-        return rows, np.frombuffer(bitmask.bitmask, dtype=np.int32).reshape(len(rows), -1)
+        return rows, np.frombuffer(bytearray(bitmask.bitmask), dtype=np.int32).reshape(len(rows), -1)
 
     def _sampling_metadata(self, slots: Int64Array, grammar: GrammarRows | None) -> SamplingMetadata:
         """The columns of the rows that are sampled."""

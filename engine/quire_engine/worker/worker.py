@@ -7,6 +7,7 @@ import mmap
 from pathlib import Path
 
 import torch
+from quire_kernels.cpu import status as kernel_status
 
 from quire_engine.config import EngineConfig
 from quire_engine.distributed import ParallelState
@@ -60,7 +61,13 @@ class Worker:
         model = self._load_model()
         parameters = num_parameters(model)
         num_threads = configure_threads(parameters, config.parallel.world_size)
-        logger.info("%s: %.1f M parameters, %s, threads: %d", config.model.model, parameters / 1e6, name, num_threads)
+        logger.info(
+            "%s: %.1f M parameters, %s, threads: %d, kernels: %s",
+            config.model.model, parameters / 1e6, config.model.quantization or name, num_threads,
+            kernel_status().instruction_set or "plain torch",
+        )  # fmt: skip
+        if kernel_status().instruction_set is None:
+            logger.warning("models are computed in plain torch, which is slow: %s", kernel_status().reason)
         batch = InputBatch(config.scheduler.max_num_seqs, max_model_len, config.cache.block_size, checkpoint.vocab_size)
         self.runner = ModelRunner(model, batch, config.cache.block_size, parallel)
 

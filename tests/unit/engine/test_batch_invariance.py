@@ -1,4 +1,4 @@
-"""With the C++ kernels a request's tokens are its own in bfloat16 and int8, too, to the last bit of their probabilities.
+"""With the C++ kernels a request's tokens are its own in bfloat16 and int8, too, to the last bit of probabilities.
 
 Plain torch promises that only up to the rounding of logits, as its matrix multiplications differ with the batch.
 """

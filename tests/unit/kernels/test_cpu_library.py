@@ -1,0 +1,72 @@
+"""The library of C++ kernels: when it is used, and when it must not be."""
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tomllib
+import torch
+from quire_kernels import cpu
+from quire_kernels.linear import pack_linear, quantize_per_token
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    cpu.status.cache_clear()
+    yield
+    cpu.status.cache_clear()
+
+
+def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    if cpu.library() is None:
+        pytest.skip(cpu.status().reason)
+    monkeypatch.setattr(cpu, "VERSION", cpu.VERSION + 1)
+    cpu.status.cache_clear()
+    assert cpu.library() is None
+    assert "another version" in cpu.status().reason
+
+
+def test_a_library_with_other_structures_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    if cpu.library() is None:
+        pytest.skip(cpu.status().reason)
+    (linear_call,) = (call for call in cpu.Call.__subclasses__() if call.__name__ == "_LinearCall")
+    monkeypatch.setattr(ctypes, "sizeof", lambda call: 8 if call is linear_call else 16)
+    cpu.status.cache_clear()
+    assert cpu.library() is None
+
+
+def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cpu.KERNELS_VARIABLE, "mmx")
+    with pytest.raises(ValueError, match=r"QUIRE_CPU_KERNELS is 'mmx'; known are avx512_bf16, .* and torch"):
+        cpu.library()
+
+
+def test_the_build_follows_every_file_of_the_source() -> None:
+    (extension,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+    files = sorted(f"kernels/csrc/{path.name}" for path in (ROOT / "kernels" / "csrc").iterdir())
+    assert sorted(extension["depends"] + extension["sources"]) == files
+
+
+def test_what_the_kernels_write_is_float32_whatever_the_default_is() -> None:
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        weight = pack_linear(torch.ones(32, 64), torch.ones(32), quantize=True)
+        assert quantize_per_token(x)[1].dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert weight.scales is not None
+    assert weight.bias is not None
+    assert weight.scales.dtype == torch.float32
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_number_stays_none_in_int8(value: float, cpu_kernels: str) -> None:
+    x = torch.randn(2, 64)
+    x[0, 63] = value
+    _, scales = quantize_per_token(x)
+    assert not scales[0].isfinite()
+    assert scales[1].isfinite()
