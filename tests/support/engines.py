@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from quire_engine import LLM, AsyncLLM, EngineConfig, RequestOutput, RequestOutputKind, SamplingParams
 from quire_engine.outputs import CompletionOutput
 from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats
+from quire_engine.worker.fault_injection import FAULT_INJECTION_VARIABLE
 from support.processes import is_gone
 
 __all__ = ["Recorder", "Stream", "assert_same", "engine", "kill", "offline", "params", "run", "until"]
@@ -52,15 +55,30 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def engine(folder: Path, recorder: Any = None, **settings: Any) -> Iterator[tuple[AsyncLLM, Any]]:
-    """An engine in a process of its own and its recorder; afterwards the process is gone."""
+def engine(
+    folder: Path, recorder: Any = None, step_seconds: float = 0.0, **settings: Any
+) -> Iterator[tuple[AsyncLLM, Any]]:
+    """An engine in a process of its own and its recorder; afterwards the process is gone.
+
+    Args:
+        folder: the checkpoint.
+        recorder: instead of a new one.
+        step_seconds: how much longer every step takes than so small a model needs: for tests that do something while
+            requests run.
+        settings: of the engine.
+    """
     recorder = recorder or Recorder()
     config = EngineConfig.from_settings({"model": str(folder), "dtype": "float32", **settings})
-    llm = AsyncLLM(config, [recorder])
-    try:
-        yield llm, recorder
-    finally:
-        llm.shutdown()
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="quire-slow-") as name:
+        if step_seconds:
+            fault = Path(name, "fault.json")
+            fault.write_text(json.dumps({"action": "slow", "rank": 0, "seconds": step_seconds}), encoding="utf-8")
+            patch.setenv(FAULT_INJECTION_VARIABLE, str(fault))
+        llm = AsyncLLM(config, [recorder])
+        try:
+            yield llm, recorder
+        finally:
+            llm.shutdown()
     assert is_gone(llm.engine_pid)
 
 

@@ -163,6 +163,9 @@ class ThreadExecutor:
         assert all(other == ModelRunnerOutput({}) for other in outputs)
         return msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=ModelRunnerOutput)
 
+    def busy_seconds(self) -> list[float]:
+        return []
+
     def sleep(self, level: int) -> None:
         self._call("sleep", level)
 

@@ -68,7 +68,7 @@ def test_every_stream_goes_on_where_it_was(folder: Path, number: int, capfd: pyt
         assert llm.engine_pid != dead_pid
         assert state(dead_pid) == ""
 
-    with engine(folder) as (llm, recorder):
+    with engine(folder, step_seconds=0.005) as (llm, recorder):
         run(llm, main)
         assert recorder.num_restarts == 1
         assert 1 <= recorder.num_replayed <= len(PROMPTS)
@@ -90,7 +90,7 @@ def test_killed_twice_within_seconds(folder: Path) -> None:
         outputs = await asyncio.gather(*(stream.task for stream in streams))
         assert [output.outputs for output in outputs] == expected
 
-    with engine(folder) as (llm, recorder):
+    with engine(folder, step_seconds=0.005) as (llm, recorder):
         run(llm, main)
         assert recorder.num_restarts == 2
 
@@ -111,7 +111,7 @@ def test_all_that_depends_on_the_output_so_far_goes_on(folder: Path) -> None:
         kill(llm)
         return await asyncio.gather(*(stream.task for stream in streams))
 
-    with engine(folder) as (llm, _):
+    with engine(folder, step_seconds=0.005) as (llm, _):
         outputs = run(llm, main)
     for output, one in zip(outputs, expected, strict=True):
         assert_same(output.outputs, one)
@@ -139,7 +139,7 @@ def test_grammars_and_stop_strings_go_on(checkpoint: Callable[[str], Path]) -> N
         kill(llm)
         return await asyncio.gather(*(stream.task for stream in streams))
 
-    with engine(tinypy) as (llm, _):
+    with engine(tinypy, step_seconds=0.005) as (llm, _):
         outputs = run(llm, main)
     assert [output.outputs for output in outputs] == expected
 
@@ -155,7 +155,7 @@ def test_aborts_while_there_is_no_engine(folder: Path) -> None:
         assert (await stays.task).outputs == expected
 
     (expected,) = offline(folder, PROMPTS[:1], params())
-    with engine(folder) as (llm, recorder):
+    with engine(folder, step_seconds=0.005) as (llm, recorder):
         run(llm, main)
         assert recorder.num_replayed in (1, 2)
 
@@ -173,7 +173,7 @@ def test_without_replay_live_requests_fail_and_later_ones_do_not(folder: Path) -
         await until(lambda: llm.is_healthy)
         assert (await Stream(llm, PROMPTS[0], params()).task).finished
 
-    with engine(folder, replay_on_crash=False) as (llm, recorder):
+    with engine(folder, step_seconds=0.005, replay_on_crash=False) as (llm, recorder):
         run(llm, main)
         assert (recorder.num_restarts, recorder.num_replayed) == (1, 0)
 
