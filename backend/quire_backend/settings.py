@@ -1,7 +1,9 @@
 """`1/model.json` → EngineConfig, with one clear line for whatever is wrong with it."""
 
 import json
+import logging
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 from quire_engine.config import EngineConfig
@@ -11,6 +13,10 @@ __all__ = ["load_engine_config", "one_line"]
 SETTINGS_FILE = "model.json"
 TOKEN_VARIABLE = "QUIRE_INTROSPECTION_TOKEN"
 """Environment variable that stands for the setting `introspection_token`, so that no secret has to be in a file."""
+OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
+"""OpenTelemetry's own variable; it stands for the setting `otlp_endpoint`."""
+
+logger = logging.getLogger(__name__)
 
 
 def load_engine_config(version_dir: Path) -> EngineConfig:
@@ -35,10 +41,23 @@ def load_engine_config(version_dir: Path) -> EngineConfig:
     token = os.environ.get(TOKEN_VARIABLE)
     if token:
         settings.setdefault("introspection_token", token)
+    endpoint = os.environ.get(OTLP_VARIABLE)
+    if endpoint and "otlp_endpoint" not in settings:
+        if _has_otel():
+            settings["otlp_endpoint"] = endpoint
+        else:  # it may be meant for other programs: no reason not to serve
+            logger.warning("%s is set, but the extra otel is not installed: nothing is exported", OTLP_VARIABLE)
     try:
         return EngineConfig.from_settings(settings, base_dir=version_dir)
     except ValueError as error:
         raise ValueError(f"{path}: {one_line(error)}") from None
+
+
+def _has_otel() -> bool:
+    try:
+        return find_spec("opentelemetry.exporter.otlp.proto.grpc") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def one_line(error: BaseException) -> str:

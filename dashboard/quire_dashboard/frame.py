@@ -39,6 +39,8 @@ SECONDS_AXIS = ".4~g"
 """With a number of digits: without one, an axis of long times has 6e+2 on it."""
 _FAR = 4.0
 """A target so many times higher than all that is drawn would leave a flat line at the bottom."""
+_TOO_FAR = 6.0
+"""From where on a target that was drawn goes again."""
 _CSS = """
 <style>
 /* A fragment that is being refreshed keeps its looks; the running man of every refresh would be the only flicker. */
@@ -179,7 +181,7 @@ def chart(
         found, error = [], str(failure)
     drawn = _drawn_of((tuple(lines), picked.model, picked.range_s), found)
     rules = rules or {}
-    near = {name: value for name, value in rules.items() if top is not None or value <= _FAR * drawn.highest}
+    near = rules if top is not None else _near(rules, drawn)
     now = " · ".join(filter(None, [_now(drawn, say) if say else "", *(name for name in rules if name not in near)]))
     st.markdown(f"**{title}**" + (f" &nbsp; :gray[{now}]" if now else ""))
     if error:
@@ -205,6 +207,21 @@ class _Drawn:
     """What each line says now."""
     highest: float
     """The largest of all values, at least 0."""
+    near: set[str]
+    """Rules that were drawn with it the last time."""
+
+
+def _near(rules: Mapping[str, float], drawn: _Drawn) -> Mapping[str, float]:
+    """Those that leave room for the lines. What is drawn stays for longer than it takes to be drawn: of a load that
+    swings about one limit, every refresh would bring another specification, and so a new chart."""
+    near = {
+        name: value
+        for name, value in rules.items()
+        if value <= drawn.highest * (_TOO_FAR if name in drawn.near else _FAR)
+    }
+    drawn.near.difference_update(rules)
+    drawn.near.update(near)
+    return near
 
 
 def _drawn_of(what: tuple[tuple[Line, ...], str, float], source: list[list[Point]]) -> _Drawn:
@@ -227,6 +244,7 @@ def _drawn_of(what: tuple[tuple[Line, ...], str, float], source: list[list[Point
         # A line that has ended some time ago says nothing of now.
         current={name: point.value for name, point in newest.items() if point.time > end - 30},
         highest=max((point.value for point in points), default=0.0),
+        near=set() if last is None else last.near,
     )
     return drawn
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from urllib.parse import quote
 
 from quire_cli import process
 from quire_cli.console import Console
@@ -95,6 +96,7 @@ class Dashboard:
         self._console = console
         self._introspection_token = os.environ.get(INTROSPECTION_TOKEN) or secrets.token_urlsafe(24)
         self._token = os.environ.get(DASHBOARD_TOKEN, "")
+        self._is_given = bool(self._token)
         if not is_loopback(endpoint.host) and not self._token:
             self._token = secrets.token_urlsafe(24)
         self._options = DashboardOptions(
@@ -130,7 +132,8 @@ class Dashboard:
         )
         threading.Thread(target=self._watch, args=(os.pidfd_open(self._popen.pid),), daemon=True).start()
         if self._token and not is_loopback(self._endpoint.host):
-            self._console.line(f"quire: the dashboard asks for a token: http://{self._endpoint}/?token={self._token}")
+            for line in self._how_to_enter():
+                self._console.line(line)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -161,6 +164,14 @@ class Dashboard:
             self._listens = True
             self._yield_to_server()
         return f" dashboard={self._endpoint}"
+
+    def _how_to_enter(self) -> list[str]:
+        """A link for a person; a log is kept and read by others, so no token that is anybody's own comes into it."""
+        url = f"http://{self._endpoint}/"
+        if self._console.is_terminal:
+            return [f"quire: the dashboard asks for a token: {url}?token={quote(self._token, safe='')}"]
+        whose = f"is that of {DASHBOARD_TOKEN}" if self._is_given else f"of this run is {self._token}"
+        return [f"quire: the dashboard asks for a token: {url}", f"quire: the dashboard's token {whose}"]
 
     def _yield_to_server(self) -> None:
         """Whoever looks at the engine must not take its time. Not from the beginning: the start is waited for."""

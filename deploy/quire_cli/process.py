@@ -17,6 +17,9 @@ __all__ = [
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LOW_PRIORITY = 10
+_MOST_ROUNDS = 5
+_BETWEEN_AUTOGROUPS_S = 0.15
+"""The kernel takes one nice value of a session per 100 ms from all of its users together."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -165,7 +168,30 @@ def yield_to_others(pid: int) -> None:
     Where the kernel groups processes by session (autogroup), each group gets an equal share, and a nice value counts
     only among the processes of one group; the group has a nice value of its own.
     """
+    _lower_session(pid)
+    # A thread has the nice value of the one that started it: once a listing has none to lower, no other can come.
+    for _ in range(_MOST_ROUNDS):
+        if not _lower_threads(pid):
+            return
+
+
+def _lower_session(pid: int) -> None:
+    group = Path(f"/proc/{pid}/autogroup")
     with contextlib.suppress(OSError):  # it has ended, or there are no such groups
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            os.setpriority(os.PRIO_PROCESS, int(thread), _LOW_PRIORITY)
-        Path(f"/proc/{pid}/autogroup").write_text(str(_LOW_PRIORITY))
+        try:
+            group.write_text(str(_LOW_PRIORITY))
+        except BlockingIOError:  # EAGAIN: somebody has just set another one
+            time.sleep(_BETWEEN_AUTOGROUPS_S)
+            group.write_text(str(_LOW_PRIORITY))
+
+
+def _lower_threads(pid: int) -> int:
+    """Lower those that are not low yet, as far as they live; how many that were."""
+    num_found = 0
+    with contextlib.suppress(OSError):  # it has ended
+        for thread in map(int, os.listdir(f"/proc/{pid}/task")):
+            with contextlib.suppress(OSError):  # this one has
+                if os.getpriority(os.PRIO_PROCESS, thread) < _LOW_PRIORITY:
+                    num_found += 1
+                    os.setpriority(os.PRIO_PROCESS, thread, _LOW_PRIORITY)
+    return num_found

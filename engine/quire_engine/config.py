@@ -186,7 +186,8 @@ class FrontendConfig:
     metric_aliases: str = "vllm"
     """Other names that the metrics also have: `vllm`, or `none`."""
     otlp_endpoint: str | None = None
-    """Where metrics and traces go by OTLP over gRPC, as `http://host:4317`; unset: nowhere. Needs the extra `otel`."""
+    """Where metrics and traces go by OTLP over gRPC, as `http://host:4317`; unset: nowhere. Needs the extra `otel`. In
+    the server, a `model.json` that does not name it takes that of OTEL_EXPORTER_OTLP_ENDPOINT."""
     otlp_trace_sample_ratio: float = 1.0
     """Share of the requests that have a trace, 0 to 1, where the caller has not decided that itself."""
     metrics: bool = True

@@ -5,7 +5,11 @@ import time
 from collections.abc import Callable
 
 import pytest
-from quire_dashboard.frame import monitor
+from quire_dashboard import frame
+from quire_dashboard.frame import Line, monitor
+from quire_dashboard.history import Point
+from quire_dashboard.queries import Gauge
+from quire_dashboard.views import requests
 from streamlit.testing.v1 import AppTest
 from support.fake_triton import FakeTriton
 
@@ -115,6 +119,20 @@ def test_a_server_that_never_was_there(fake: FakeTriton, page: str) -> None:
     assert "The server does not answer." in text or "No model of Quire is loaded." in text
 
 
+def test_a_limit_that_lines_swing_about_does_not_come_and_go() -> None:
+    what = ((Line(query=Gauge(name="anything"), name="p99"),), "swinging", 300.0)
+
+    def drawn(highest: float) -> list[str]:
+        found = frame._drawn_of(what, [[Point(1.0, "", highest)]])
+        return list(frame._near({"target": 1.0, "lower": 0.1}, found))
+
+    assert drawn(0.24) == ["lower"]
+    assert drawn(0.26) == ["target", "lower"]
+    assert drawn(0.24) == ["target", "lower"]
+    assert drawn(0.16) == ["lower"]
+    assert drawn(0.24) == ["lower"]
+
+
 # -- the other pages ---------------------------------------------------------------------------------------------------
 
 
@@ -135,7 +153,7 @@ def test_kv_cache_shows_blocks_and_their_owners(fake: FakeTriton) -> None:
     assert list(app.dataframe[0].value["request"]) == ["report (aaaa11)", "chat (cccc33)"]
 
 
-def test_requests_are_listed_and_one_is_cancelled(fake: FakeTriton) -> None:
+def test_requests_are_listed_and_one_is_cancelled(fake: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
     app = open_page("requests")
     table = app.dataframe[0].value
     assert list(table["request"]) == ["report (aaaa11)", "chat (cccc33)"]
@@ -148,6 +166,10 @@ def test_requests_are_listed_and_one_is_cancelled(fake: FakeTriton) -> None:
     assert fake.state.cancelled == ["cccc3333dddd4444"]
     assert "Request chat (cccc33) was cancelled." in text
     assert "**1 requests**" in text
+    monkeypatch.setattr(requests, "_TOLD_S", 0.0)
+    assert "was cancelled" not in text_of(app.run())
+    monkeypatch.undo()
+    assert "was cancelled" not in text_of(app.run())
 
 
 def test_requests_cannot_be_seen_without_the_token(fake: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,6 +219,21 @@ def test_playground_says_why_a_request_is_refused(fake: FakeTriton) -> None:
     app.text_input(key="playground_slo").set_value("unknown")
     next(button for button in app.button if button.label == "Generate").click()
     assert "slo_class is 'unknown'" in text_of(app.run())
+
+
+@pytest.mark.parametrize("seed", ["x", "-1", str(2**63), "9" * 5000])
+def test_playground_refuses_a_seed_that_no_request_can_carry(fake: FakeTriton, seed: str) -> None:
+    app = open_page("playground")
+    app.text_input(key="seed").set_value(seed)
+    assert f"it must be a whole number from 0 to {2**63 - 1}" in text_of(app.run())
+
+
+def test_playground_sends_the_largest_seed(fake: FakeTriton) -> None:
+    app = open_page("playground")
+    app.text_input(key="seed").set_value(str(2**63 - 1))
+    next(button for button in app.button if button.label == "Generate").click()
+    text_of(app.run())
+    assert fake.state.prompts[0][1]["seed"] == 2**63 - 1
 
 
 def test_load_runs_and_is_watched(fake: FakeTriton) -> None:

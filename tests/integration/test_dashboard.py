@@ -1,5 +1,6 @@
 """The dashboard beside a real server: it is in the ready line, sees the server, and ends with it."""
 
+import contextlib
 import os
 import signal
 import urllib.error
@@ -33,7 +34,8 @@ def test_the_ready_line_names_a_dashboard_that_answers(server: Server) -> None:
     assert server.dashboard.startswith("127.0.0.1:")
     assert answers(server.dashboard)
     # The engine comes first: the dashboard has what it leaves.
-    assert set(_nice_values(_dashboard(server))) == {10}
+    dashboard = _dashboard(server)
+    wait_until(lambda: set(_nice_values(dashboard)) == {10}, "the dashboard is nice")
     assert set(_nice_values(_tritonserver(server))) == {0}
     assert server.stop() == 0
     assert not answers(server.dashboard)
@@ -93,4 +95,8 @@ def _nice_values(pid: int) -> list[int]:
     """Of the process' threads, and of its session where the kernel has groups of them."""
     group = Path(f"/proc/{pid}/autogroup")
     of_group = [int(group.read_text().split()[-1])] if group.exists() else []
-    return [os.getpriority(os.PRIO_PROCESS, int(tid)) for tid in os.listdir(f"/proc/{pid}/task")] + of_group
+    of_threads = []
+    for tid in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended since
+            of_threads.append(os.getpriority(os.PRIO_PROCESS, int(tid)))
+    return of_threads + of_group

@@ -6,6 +6,8 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,18 +49,21 @@ class Streams:
         return found
 
     def stop(self) -> None:
-        """End all of them."""
+        """End all of them, and raise what went wrong in any of them until then."""
+        failures = [task.exception() for task in self._tasks if task.done() and not task.cancelled()]
         for task in self._tasks:
             task.cancel()
         asyncio.run_coroutine_threadsafe(self._settle(), self._loop).result(30)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(30)
         self._loop.close()
+        for failure in filter(None, failures):
+            raise failure
 
     async def _ask_on(self, model: str, slo_class: str) -> None:
         for number in range(1_000_000):
             answer = await self._ask(model, f"{slo_class}-{number}", 48, {"slo_class": slo_class})
-            assert answer.text
+            assert answer.text, answer.message
 
     async def _ask(self, model: str, label: str, max_tokens: int, parameters: dict[str, Any]) -> Answer:
         async with grpc_aio.InferenceServerClient(self._server.grpc) as client:
@@ -73,7 +78,25 @@ class Streams:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def fault_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the workers look for what shall go wrong."""
+    return tmp_path_factory.mktemp("fault") / "fault.json"
+
+
+@contextmanager
+def slow_steps(fault_file: Path, seconds: float) -> Iterator[None]:
+    """Every step of every model takes so much longer."""
+    written = fault_file.with_suffix(".new")
+    written.write_text(json.dumps({"action": "slow", "rank": 0, "seconds": seconds}))
+    written.rename(fault_file)  # whole from its first moment: a worker may be reading
+    try:
+        yield
+    finally:
+        fault_file.unlink()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, fault_file: Path) -> Iterator[Server]:
     """Two models, one of them on two ranks, and the dashboard."""
     repository = tmp_path_factory.mktemp("models")
     for name, more in {"one": {}, "two": {"tensor_parallel_size": 2}}.items():
@@ -82,7 +105,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         (repository / name / "config.pbtxt").write_text('backend: "quire"\n')
         (folder / "model.json").write_text(json.dumps({**SETTINGS, **more}))
     arguments = ("--model-repository", str(repository), "--dashboard", "--dashboard-port", "0", "--drain-timeout", "55")
-    with serve(*arguments) as running:
+    with serve(*arguments, env={"QUIRE_FAULT_INJECTION": str(fault_file)}) as running:
         assert running.dashboard, running.log()
         yield running
 
@@ -164,15 +187,18 @@ def test_the_playground_and_the_load_page_reach_the_model(open_page: Callable[..
     expect(metric(page, "Errors")).to_have_text("0")
 
 
-def test_the_cancel_button_ends_a_clients_stream(open_page: Callable[..., Page], streams: Streams) -> None:
-    answer = streams.ask("one", "doomed", max_tokens=900)
-    page = open_page("requests")
-    chosen = page.get_by_test_id("stMain").get_by_test_id("stSelectbox")
-    chosen.click()
-    page.get_by_role("option", name="doomed").click()
-    page.get_by_role("button", name="Cancel doomed").click()
-    expect(page.get_by_text("was cancelled.")).to_be_visible()
-    assert answer.result(30).message == "the request was cancelled"
+def test_the_cancel_button_ends_a_clients_stream(
+    open_page: Callable[..., Page], streams: Streams, fault_file: Path
+) -> None:
+    with slow_steps(fault_file, seconds=0.1):  # 90 s of life, however fast the engine is
+        answer = streams.ask("one", "doomed", max_tokens=900)
+        page = open_page("requests")
+        chosen = page.get_by_test_id("stMain").get_by_test_id("stSelectbox")
+        chosen.click()
+        page.get_by_role("option", name="doomed").click()
+        page.get_by_role("button", name="Cancel doomed").click()
+        expect(page.get_by_text("was cancelled.")).to_be_visible()
+        assert answer.result(30).message == "the request was cancelled"
 
 
 def test_the_slo_class_changes_the_numbers(open_page: Callable[..., Page]) -> None:

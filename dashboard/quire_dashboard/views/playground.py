@@ -12,6 +12,10 @@ from quire_dashboard.triton_client import Chunk, TritonError
 
 __all__ = ["show"]
 
+_MOST_SEED = 2**63 - 1
+"""A request parameter of Triton's is an int64."""
+_SEED_DIGITS = len(str(_MOST_SEED))
+
 
 def show() -> None:
     """The page."""
@@ -30,8 +34,8 @@ def show() -> None:
     if slo_class:
         parameters["slo_class"] = slo_class
     if seed:
-        if not seed.isdecimal():
-            st.error(f"The seed is {seed!r}; it must be a whole number.")
+        if not seed.isdecimal() or len(seed) > _SEED_DIGITS or int(seed) > _MOST_SEED:
+            st.error(f"The seed is {seed[:40]!r}; it must be a whole number from 0 to {_MOST_SEED}.")
             return
         parameters["seed"] = int(seed)
     completion, chat = st.tabs(["Completion", "Chat"])

@@ -1,5 +1,6 @@
 """Every request that has not ended: where it is, how it got there, and a button that ends it."""
 
+import time
 from typing import Any
 
 import streamlit as st
@@ -22,6 +23,8 @@ from quire_dashboard.triton_client import TritonError
 __all__ = ["show"]
 
 _MOST_BARS = 40
+_TOLD_S = 10.0
+"""How long the page says what came of a cancellation."""
 
 
 def show() -> None:
@@ -109,13 +112,17 @@ def _cancel(model: str, request_id: str, name: str) -> None:
     try:
         done = monitor().triton.cancel(model, request_id)
         text = f"Request {name} was cancelled." if done else f"Request {name} had already ended."
-        st.session_state["cancelled"] = (True, text)
+        st.session_state["cancelled"] = (time.monotonic(), True, text)
     except TritonError as error:
-        st.session_state["cancelled"] = (False, f"Request {name} was not cancelled: {error}")
+        st.session_state["cancelled"] = (time.monotonic(), False, f"Request {name} was not cancelled: {error}")
     monitor().forget_snapshot(model)
 
 
 def _tell_what_was_cancelled() -> None:
-    if "cancelled" in st.session_state:
-        done, text = st.session_state["cancelled"]
-        (st.success if done else st.error)(text)
+    if "cancelled" not in st.session_state:
+        return
+    since, done, text = st.session_state["cancelled"]
+    if time.monotonic() - since > _TOLD_S:
+        del st.session_state["cancelled"]
+        return
+    (st.success if done else st.error)(text)

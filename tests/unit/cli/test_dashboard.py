@@ -1,10 +1,14 @@
 """The dashboard beside a server: what the ready line says of it."""
 
 import socket
+import sys
 from contextlib import closing
+from typing import Any
 
+import pytest
+from quire_cli import dashboard
 from quire_cli.console import Console
-from quire_cli.dashboard import Dashboard
+from quire_cli.dashboard import Dashboard, DashboardOptions
 from quire_cli.ports import Endpoint
 
 SERVER = {"grpc": Endpoint("127.0.0.1", 8001), "metrics": Endpoint("127.0.0.1", 8002)}
@@ -22,3 +26,24 @@ def test_one_that_does_not_start_in_time_holds_nobody_up() -> None:
         taken.bind(("127.0.0.1", 0))  # and nobody listens
         endpoint = Endpoint("127.0.0.1", taken.getsockname()[1])
         assert Dashboard(endpoint, SERVER, Console()).ready_word() == ""
+
+
+@pytest.mark.parametrize("given", ["", "open sesame"])
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_token_of_the_operators_own_never_comes_into_a_log(
+    given: str, is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("QUIRE_DASHBOARD_TOKEN", given)
+    monkeypatch.setattr(dashboard.secrets, "token_urlsafe", lambda size: "made-here")
+    monkeypatch.setattr(DashboardOptions, "command", lambda self, port: [sys.executable, "-c", ""])
+    console = Console()
+    console.is_terminal = is_terminal
+    with Dashboard(Endpoint("0.0.0.0", 9), SERVER, console):
+        said = capsys.readouterr().err
+    assert "http://0.0.0.0:9/" in said
+    if is_terminal:
+        assert f"/?token={'open%20sesame' if given else 'made-here'}\n" in said
+    else:
+        assert "?token=" not in said
+        assert "sesame" not in said
+        assert ("is that of QUIRE_DASHBOARD_TOKEN" if given else "made-here") in said

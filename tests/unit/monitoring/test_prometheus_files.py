@@ -2,11 +2,15 @@
 
 import json
 import re
+import urllib.parse
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 import yaml
+from quire_cli.dashboard import is_loopback
+from quire_cli.main import app
 from quire_monitoring import grafana
 from quire_monitoring.definitions import MetricKind, make_metrics
 from support.promql import run_tool, selectors
@@ -179,7 +183,7 @@ def test_compose_starts_everything_on_the_loopback_with_files_that_exist() -> No
     folder = ROOT / "deploy" / "compose"
     content = yaml.safe_load((folder / "docker-compose.yml").read_text(encoding="utf-8"))
     services = content["services"]
-    assert set(services) == {"tritonserver", "prometheus", "grafana", "otel-collector", "dashboard"}
+    assert set(services) == {"tritonserver", "prometheus", "alertmanager", "grafana", "otel-collector", "dashboard"}
     for name, service in services.items():
         assert ":" in service["image"], f"{name}: an image without a version"
         for port in service.get("ports", []):
@@ -191,8 +195,36 @@ def test_compose_starts_everything_on_the_loopback_with_files_that_exist() -> No
             assert other in services
     for file in (*(ROOT / "monitoring").rglob("*.yml"), folder / "targets.yml"):
         assert yaml.safe_load(file.read_text(encoding="utf-8")), file
-    targets = yaml.safe_load((folder / "targets.yml").read_text(encoding="utf-8"))
-    assert [target.split(":")[0] for one in targets for target in one["targets"]] == ["tritonserver"]
+    for file_name, service in (("targets.yml", "tritonserver"), ("alertmanagers.yml", "alertmanager")):
+        targets = yaml.safe_load((folder / file_name).read_text(encoding="utf-8"))
+        assert [target.split(":")[0] for one in targets for target in one["targets"]] == [service]
+        # It takes the place of one that the configuration names.
+        assert file_name in (PROMETHEUS / "prometheus.yml").read_text(encoding="utf-8")
+        assert f"./{file_name}:/etc/prometheus/{file_name}:ro" in services["prometheus"]["volumes"]
+    collector = urllib.parse.urlsplit(services["tritonserver"]["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"])
+    assert collector.hostname in services
+    receivers = yaml.safe_load((ROOT / "monitoring/otel/collector.yml").read_text(encoding="utf-8"))["receivers"]
+    assert receivers["otlp"]["protocols"]["grpc"]["endpoint"] == f"0.0.0.0:{collector.port}"
     provisioned = yaml.safe_load((ROOT / "monitoring/grafana/provisioning/dashboards/quire.yml").read_text())
     mounts = [volume.split(":")[1] for volume in services["grafana"]["volumes"]]
     assert provisioned["providers"][0]["options"]["path"] in mounts
+
+
+def test_the_dashboard_of_compose_reaches_the_others_and_is_reached() -> None:
+    content = yaml.safe_load((ROOT / "deploy" / "compose" / "docker-compose.yml").read_text(encoding="utf-8"))
+    services = content["services"]
+    program, command, *arguments = services["dashboard"]["command"]
+    assert (program, command) == ("quire", "dashboard")
+    group: Any = typer.main.get_command(app)
+    options = group.commands[command].make_context(command, arguments).params
+    for name in ("url", "metrics", "prometheus"):
+        found = urllib.parse.urlsplit(options[name] if "://" in options[name] else f"//{options[name]}")
+        assert found.hostname in services, f"--{name} is {options[name]}, which is in no other container"
+    # A port is published from the container's own address, never from its loopback.
+    assert not is_loopback(options["host"])
+    assert options["host"] == "0.0.0.0"
+    assert [port.rpartition(":")[2] for port in services["dashboard"]["ports"]] == [str(options["port"])]
+    environment = services["dashboard"]["environment"]
+    assert options["token"] == "", "it would stand in ps"
+    assert environment["QUIRE_DASHBOARD_TOKEN"].startswith("${QUIRE_DASHBOARD_TOKEN:?"), "without one it does not start"
+    assert not [name for name in environment if name.startswith("STREAMLIT_")], "the dashboard's own flags win"
