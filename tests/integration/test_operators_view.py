@@ -63,7 +63,7 @@ def assert_agrees(metric: str, value: float, expected: float) -> None:
 
 def test_the_load_was_too_much_for_the_cache(seen: OperatorsRun) -> None:
     over = f"[{math.ceil(seen.end - seen.start)}s]"
-    assert seen.prometheus.value(f"max_over_time(quire_kv_cache_usage_ratio{over})", seen.end) > 0.95
+    assert seen.prometheus.value(f"max_over_time(quire_kv_cache_usage_ratio{over})", seen.end) > 0.9
     assert (
         0.75 * NUM_SEQS <= seen.prometheus.value(f"max_over_time(quire_requests_running{over})", seen.end) <= NUM_SEQS
     )
