@@ -172,6 +172,14 @@ def test_a_slow_rank_is_told_from_the_one_that_waits_for_it(
         fast, slow = (now - then for now, then in zip(workers.busy_seconds(), before, strict=True))
         assert slow >= 5 * 0.2  # of the last step the other rank may be the first to tell
         assert fast < seconds - 5 * 0.2 + 0.1, "its waits do not count"
+        aside = tmp_path / "aside"
+        aside.write_text('{"action": "slow", "seconds": 0.2}')
+        aside.replace(fault)
+        before = workers.busy_seconds()
+        for i in range(6):
+            workers.submit(step(f"b{i}"))
+            workers.collect()
+        assert all(now - then >= 5 * 0.2 for now, then in zip(workers.busy_seconds(), before, strict=True))
     assert workers.busy_seconds() == []
 
 
