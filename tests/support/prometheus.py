@@ -14,6 +14,7 @@ rate alone is not: it is divided by the whole window.)
 import json
 import os
 import re
+import signal
 import subprocess
 import tempfile
 import urllib.error
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from quire_cli.process import die_with_parent
 from support.promql import UNPACKED, find_tool
 from support.serving import ROOT, wait_until
 
@@ -195,12 +197,13 @@ def alertmanager(webhook: str, *, factor: float) -> Iterator[str | None]:
 
 @contextmanager
 def _running(command: list[str], folder: Path) -> Iterator[str]:
-    """Start one of the two in its folder; yields where it listens. Ended afterwards."""
-    log = folder / "log"
+    """Start one of the two in its folder; yields where it listens. Ended afterwards, or when this process is killed."""
+    log, parent = folder / "log", os.getpid()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, "TZ": "UTC"}
-        )
+            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            env={**os.environ, "TZ": "UTC"}, preexec_fn=lambda: die_with_parent(parent, signal.SIGKILL),
+        )  # fmt: skip
     try:
         wait_until(lambda: _LISTENING.search(log.read_text()) or process.poll() is not None, f"{command} listens")
         found = _LISTENING.search(log.read_text())
