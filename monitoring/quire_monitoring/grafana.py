@@ -139,7 +139,8 @@ LATENCY = Dashboard(
             _latency("Between tokens", "quire_inter_token_latency_seconds", "From one token of a request to its next."),
         )),
         Row(panels=(
-            _latency("Queue", "quire_request_queue_time_seconds", "Until the request's first step, or until it had waited for too long."),
+            _latency("Queue", "quire_request_queue_time_seconds",
+                     "Until the request's first step, or until it had waited for too long."),
             _latency("Prefill", "quire_request_prefill_time_seconds", "From the first step to the first token."),
             _latency("Decode", "quire_request_decode_time_seconds", "From the first token to the last."),
             _latency("End to end", "quire_e2e_request_latency_seconds", "From arrival to the end."),

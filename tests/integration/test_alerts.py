@@ -15,7 +15,6 @@ import re
 import signal
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 import pytest
 import yaml
 from support.clients import ask, http
+from support.faults import put_fault
 from support.prometheus import FILES, Prometheus, alertmanager, prometheus
 from support.serving import ROOT, Server, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
@@ -324,6 +324,17 @@ def test_every_alert_has_a_cause_here() -> None:
     assert not [name for name in RULES if f'fires("{name}"' not in text]
 
 
+@pytest.mark.parametrize("per_second", [0.0, 50.0])
+def test_a_load_that_fails_is_no_load(scene: Scene, per_second: float) -> None:
+    class Failing(Load):
+        async def _ask(self, client: grpc_aio.InferenceServerClient) -> None:
+            self.num_ended += 1
+            raise RuntimeError("of the load")
+
+    with pytest.raises(RuntimeError, match="of the load"), Failing(scene, "alone", per_second=per_second) as load:
+        wait_until(lambda: load.num_ended, "a request was made")
+
+
 def test_none_fires_of_an_ordinary_load(scene: Scene) -> None:
     assert not scene.fired_in_quiet
 
@@ -348,9 +359,7 @@ def test_more_requests_than_the_engine_and_its_cache_can_take(scene: Scene) -> N
 
 def test_a_rank_that_is_slow(scene: Scene) -> None:
     with Load(scene, "pair"):
-        aside = scene.fault_file.with_suffix(".new")  # ranks read at every step: never half of it
-        aside.write_text(json.dumps({"action": "slow", "rank": 1, "seconds": 0.1}))
-        aside.replace(scene.fault_file)
+        put_fault(scene.fault_file, action="slow", rank=1, seconds=0.1)
         try:
             scene.wait_until_fires("QuireRankSlow", cause_at=time.monotonic(), model="pair", rank="1")
             assert not scene.firing("QuireRankSlow", rank="0"), "the one that waits for it is not to blame"
@@ -419,38 +428,3 @@ def test_somebody_is_told(scene: Scene) -> None:
         rule = RULES[alert["labels"]["alertname"]]
         assert path == f"/{rule['labels']['severity']}"
         assert alert["annotations"]["runbook"] == rule["annotations"]["runbook"]
-
-
-def test_what_is_down_silences_what_is_of_it() -> None:
-    """By the real Alertmanager with the example: an engine its own model's alerts, a server those of all models."""
-    engine = {"instance": "a:8002", "model": "m", "version": "1", "engine": "0"}
-    of_others = [{**engine, "model": "n"}, {**engine, "version": "2"}, {**engine, "instance": "b:8002"}]
-    down = {"alertname": "QuireEngineDown", "severity": "page", **engine}
-    silenced = {"alertname": "QuireQueueGrowing", "severity": "page", "reason": "capacity", **engine}
-    heard = [{**silenced, **labels} for labels in of_others]
-    objectives = {"alertname": "QuireSLOBurnFast", "severity": "page", "model": "m", "version": "1", "slo": "default"}
-    with alertmanager("127.0.0.1:9", factor=1.0) as address:
-        if address is None:
-            pytest.skip("Debian's Alertmanager is only unpacked, and its template cannot be put where it looks for it")
-        url = f"http://{address}/api/v2/alerts"
-        alerts = [down, silenced, *heard, objectives]
-        assert inhibited(url, alerts) == [silenced]
-        server = {"alertname": "QuireServerDown", "severity": "page", "instance": "a:8002", "job": "quire"}
-        assert inhibited(url, [*alerts, server]) == [down, silenced, *heard[:2]]
-
-
-def inhibited(url: str, alerts: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Have Alertmanager take these; which of them another one silences, in their order."""
-    body = json.dumps([{"labels": labels} for labels in alerts]).encode()
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    urllib.request.urlopen(request, timeout=30).close()
-    seen: list[dict[str, Any]] = []
-
-    def all_are_there() -> bool:
-        with urllib.request.urlopen(url, timeout=30) as response:
-            seen[:] = json.load(response)
-        return len(seen) == len(alerts)
-
-    wait_until(all_are_there, "Alertmanager has them all")
-    found = [alert["labels"] for alert in seen if alert["status"]["inhibitedBy"]]
-    return [labels for labels in alerts if labels in found]

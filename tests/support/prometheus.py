@@ -14,7 +14,6 @@ rate alone is not: it is divided by the whole window.)
 import json
 import os
 import re
-import signal
 import subprocess
 import tempfile
 import urllib.error
@@ -27,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from quire_cli.process import die_with_parent
 from support.promql import UNPACKED, find_tool
 from support.serving import ROOT, wait_until
 
@@ -198,11 +196,11 @@ def alertmanager(webhook: str, *, factor: float) -> Iterator[str | None]:
 @contextmanager
 def _running(command: list[str], folder: Path) -> Iterator[str]:
     """Start one of the two in its folder; yields where it listens. Ended afterwards, or when this process is killed."""
-    log, parent = folder / "log", os.getpid()
+    log = folder / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-            env={**os.environ, "TZ": "UTC"}, preexec_fn=lambda: die_with_parent(parent, signal.SIGKILL),
+            ["setpriv", "--pdeathsig", "KILL", *command],  # no preexec_fn: it would fork a process with gRPC's threads
+            cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, "TZ": "UTC"},
         )  # fmt: skip
     try:
         wait_until(lambda: _LISTENING.search(log.read_text()) or process.poll() is not None, f"{command} listens")
