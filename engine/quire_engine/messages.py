@@ -110,7 +110,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     error: str | None = None
     """Why it failed, with `FinishReason.ERROR`."""
     queue_seconds: float | None = None
-    """Time in the waiting queue, with the first token."""
+    """Time in the waiting queue, with the first token, or with the refusal after a wait for too long."""
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     prompt_logprobs: list[PromptLogprobs] | None = None

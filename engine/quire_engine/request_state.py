@@ -77,6 +77,8 @@ class RequestState:
                 arrival_time = self.request.arrival_time
                 own.preemptions.append((self.last_token_time - arrival_time, now - arrival_time))
         if not num_new_tokens:
+            if self.first_token_time is None:
+                own.queue_seconds = output.queue_seconds
             return
         if self.first_token_time is None:
             self.first_token_time = now

@@ -76,7 +76,8 @@ class FinishedRequestStats(msgspec.Struct):
     num_preemptions: int = 0
     e2e_seconds: float = 0.0
     queue_seconds: float | None = None
-    """From the engine core's admission to the request's first step, by the core's clock; None when it never ran."""
+    """From the engine core's admission to the request's first step, by the core's clock. Of one that was refused
+    because it waited for too long, until then; None of any other that never ran."""
     prefill_seconds: float = 0.0
     """The rest of the time to first token: what was not spent in the queue."""
     decode_seconds: float = 0.0

@@ -113,7 +113,8 @@ class Accumulator:
         if outcome in _OUTCOMES:
             self._counters[_OUTCOMES[outcome]] += 1
         observations = self._observations
-        if outcome != "rejected":  # being sent away is quick, and would make a full queue look like a fast server
+        # Being sent away at once would make a full queue look like a fast server; being sent away after a wait is none.
+        if outcome != "rejected" or request.queue_seconds is not None:
             observations[_E2E].append(request.e2e_seconds)
         if request.queue_seconds is not None:
             observations[_QUEUE].append(request.queue_seconds)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.clients import Answer, ask, ask_all, metric, run, with_client
+from support.faults import put_fault
 from support.processes import command_line, is_gone, parent
 from support.serving import ROOT, Server, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
@@ -180,7 +181,7 @@ def test_a_poison_request_ends_alone(
 ) -> None:
     sampled = {token_id for answer in undisturbed["pair"] for token_id in answer.token_ids}
     poison = next(token_id for token_id in range(100, 4000) if token_id not in sampled)
-    fault_file.write_text(json.dumps({"action": "kill", "token_id": poison}))
+    put_fault(fault_file, action="kill", token_id=poison)
     params = {"allowed_token_ids": [poison], "max_tokens": 5}
     culprit = {"model": "pair", "text_input": "x", "sampling_parameters": params}
     try:

@@ -4,7 +4,7 @@ The files are changed as little as can be: whom they look at and whom they tell,
 they are: `scale_durations` divides every duration and leaves all else as it is. What that does to a rule:
 
 * a level, a ratio, a sign, a quotient of rates (all alerts but one): its threshold means the same at any scale;
-* a count per window (`increase(…[10m]) > 2`): the same count has to happen in the shorter window;
+* a count per window (`increase(…[10m]) > 2.5`): the same count has to happen in the shorter window;
 * what the server itself takes does not shrink. So `for:` can become shorter than a restart of an engine.
 
 Ratios and quantiles need no scaling: over a window that is longer than the history, they are those of the history. (A
@@ -195,12 +195,13 @@ def alertmanager(webhook: str, *, factor: float) -> Iterator[str | None]:
 
 @contextmanager
 def _running(command: list[str], folder: Path) -> Iterator[str]:
-    """Start one of the two in its folder; yields where it listens. Ended afterwards."""
+    """Start one of the two in its folder; yields where it listens. Ended afterwards, or when this process is killed."""
     log = folder / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, "TZ": "UTC"}
-        )
+            ["setpriv", "--pdeathsig", "KILL", *command],  # no preexec_fn: it would fork a process with gRPC's threads
+            cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, "TZ": "UTC"},
+        )  # fmt: skip
     try:
         wait_until(lambda: _LISTENING.search(log.read_text()) or process.poll() is not None, f"{command} listens")
         found = _LISTENING.search(log.read_text())

@@ -104,11 +104,13 @@ class RequestLimits:
         """What to tell about a request whose time has run out."""
         elapsed = f"{1000 * (self._clock() - request.queued_at):.0f} ms"
         if code is ErrorCode.UNAVAILABLE:
-            return self._unavailable(
+            output = self._unavailable(
                 request,
                 f"waited {elapsed} without a turn (max_queue_delay_ms is {self._config.max_queue_delay_ms:g})",
                 num_queued,
             )
+            output.queue_seconds = self._clock() - request.queued_at
+            return output
         where = "while it waited" if request.scheduled_at is None else f"after {request.num_output_tokens} tokens"
         return EngineCoreOutput(
             request.request_id,

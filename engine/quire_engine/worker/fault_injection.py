@@ -8,6 +8,7 @@ Nothing of it exists unless the environment names a file, and nothing happens un
     {"action": "kill", "num_output_tokens": 5, "once": true}    when a request's fifth token is sampled, one time
     {"action": "slow", "rank": 1, "seconds": 0.02}     every step of this rank takes so much longer
 
+A fault without a rank is every rank's. Put the file there in one piece (write it aside, and rename it).
 The fault strikes after the step is computed and before anybody is told of it.
 """
 
@@ -56,9 +57,10 @@ class FaultInjection:
             fault = msgspec.json.decode(self._file.read_bytes(), type=_Fault)
         except FileNotFoundError:
             return
+        if fault.rank not in (None, self._rank):
+            return
         if fault.action == "slow":
-            if fault.rank == self._rank:
-                time.sleep(fault.seconds)
+            time.sleep(fault.seconds)
             return
         if not any(
             fault.token_id in token_ids or fault.num_output_tokens == batch.num_output_tokens(request_id)

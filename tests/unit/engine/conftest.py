@@ -5,11 +5,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from quire_engine.input_processor import load_tokenizer
 from quire_engine.worker.fault_injection import FAULT_INJECTION_VARIABLE
+from support.faults import put_fault
 from support.oracle import CHECKPOINTS, Expected, generate_greedily, make_checkpoint, make_prompts
 from transformers import LlamaForCausalLM
 
@@ -55,7 +55,7 @@ def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
     monkeypatch.setenv(FAULT_INJECTION_VARIABLE, str(file))
 
     def write(**fields: Any) -> Path:
-        file.write_bytes(msgspec.json.encode(fields))
+        put_fault(file, **fields)
         return file
 
     return write

@@ -172,6 +172,24 @@ def test_cancelled_and_impossible_requests_are_not_judged_and_refused_ones_are(f
         run(llm, main)
 
 
+def test_a_request_that_waited_for_too_long_says_how_long(folder: Path) -> None:
+    async def main() -> None:
+        running = asyncio.ensure_future(last(llm, params(400)))
+        await until(lambda: recorder.num_running == 1)
+        with pytest.raises(EngineUnavailableError, match="max_queue_delay_ms is 50"):
+            await last(llm, params())
+        (refused,) = recorder.finished
+        assert refused.queue_seconds is not None
+        assert 0.05 <= refused.queue_seconds <= refused.e2e_seconds
+        assert refused.time_to_first_token_seconds is None
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+    with engine(folder, max_num_seqs=1, max_queue_delay_ms=50) as (llm, recorder):
+        run(llm, main)
+
+
 def test_a_request_that_could_never_be_served_is_not_judged(folder: Path) -> None:
     async def main() -> None:
         with pytest.raises(RequestError, match="structured_outputs"):

@@ -17,7 +17,8 @@ from support.promql import run_tool, selectors
 from support.serving import ROOT
 
 PROMETHEUS = ROOT / "monitoring" / "prometheus"
-COMMON_LABELS = {"model", "version", "engine"}
+COMMON_LABELS = {"instance", "model", "version", "engine"}
+"""The first is Prometheus' own."""
 OTHERS: dict[str, set[str]] = {"up": {"job", "instance"}}
 """What Prometheus itself makes."""
 

@@ -183,15 +183,17 @@ def test_finished_requests_are_counted_and_timed(server: Any, stat_logger: Any) 
     assert server.observed["quire_request_queue_time_seconds"] == [0.5]  # the other one never left the queue
 
 
-def test_a_request_that_was_rejected_has_no_latency(server: Any, stat_logger: Any) -> None:
-    """A full queue sends away in no time; that must not look like a server that answers fast."""
+def test_a_request_that_was_rejected_at_once_has_no_latency(server: Any, stat_logger: Any) -> None:
+    """A full queue sends away in no time; that must not look like a server that answers fast. Waiting is not that."""
     done = FinishedRequestStats("length", num_output_tokens=5, e2e_seconds=2.0)
     late = FinishedRequestStats("error", e2e_seconds=3.0, error_code="deadline")
     refused = FinishedRequestStats("error", e2e_seconds=0.001, error_code="unavailable")
-    stat_logger.record(None, IterationStats(finished_requests=[done, refused, late]))
-    server.wait_for(("quire_requests_total", "rejected"), 1)
+    waited = FinishedRequestStats("error", e2e_seconds=4.0, queue_seconds=3.5, error_code="unavailable")
+    stat_logger.record(None, IterationStats(finished_requests=[done, refused, late, waited]))
+    server.wait_for(("quire_requests_total", "rejected"), 2)
     stat_logger.stop()
-    assert server.observed["quire_e2e_request_latency_seconds"] == [2.0, 3.0]
+    assert server.observed["quire_e2e_request_latency_seconds"] == [2.0, 3.0, 4.0]
+    assert server.observed["quire_request_queue_time_seconds"] == [3.5]
 
 
 def test_many_steps_take_few_round_trips(server: Any, stat_logger: Any) -> None:

@@ -18,6 +18,7 @@ from quire_engine.executor.multiproc import MultiProcExecutor
 from quire_engine.memory import resident_memory_bytes
 from quire_engine.messages import NewRequestData, SchedulerOutput
 from quire_engine.worker.fault_injection import FAULT_INJECTION_VARIABLE
+from support.faults import put_fault
 from support.processes import cpu_seconds, ended, eventually, is_gone, open_descriptors, start_python, state
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -163,7 +164,7 @@ def test_a_slow_rank_is_told_from_the_one_that_waits_for_it(
     monkeypatch.setenv(FAULT_INJECTION_VARIABLE, str(fault))
     with executor(checkpoint("tied-gqa"), tensor_parallel_size=2) as workers:
         assert workers.busy_seconds() == [0.0, 0.0]
-        fault.write_text('{"action": "slow", "rank": 1, "seconds": 0.2}')
+        put_fault(fault, action="slow", rank=1, seconds=0.2)
         before, began_at = workers.busy_seconds(), time.perf_counter()
         for i in range(6):
             workers.submit(step(f"a{i}"))
@@ -172,6 +173,12 @@ def test_a_slow_rank_is_told_from_the_one_that_waits_for_it(
         fast, slow = (now - then for now, then in zip(workers.busy_seconds(), before, strict=True))
         assert slow >= 5 * 0.2  # of the last step the other rank may be the first to tell
         assert fast < seconds - 5 * 0.2 + 0.1, "its waits do not count"
+        put_fault(fault, action="slow", seconds=0.2)
+        before = workers.busy_seconds()
+        for i in range(6):
+            workers.submit(step(f"b{i}"))
+            workers.collect()
+        assert all(now - then >= 5 * 0.2 for now, then in zip(workers.busy_seconds(), before, strict=True))
     assert workers.busy_seconds() == []
 
 
