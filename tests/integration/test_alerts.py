@@ -48,6 +48,9 @@ QUIET_SECONDS = 600 / FACTOR
 CRASH_LOOP_SECONDS = 600 / (FACTOR / 10)
 """Three restarts have to fit in, on a slow machine as well."""
 FIRES_SECONDS = 60.0
+REQUEST_SECONDS = 30.0
+"""The deadline of a request. None is cancelled by its client: tritonserver 2.51 may wait for ever, when it stops, for a
+request that was cancelled just as its answer was written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +155,7 @@ class Webhook:
 
 
 class Load:
-    """Requests to one model in the background, for as long as the context lasts: what is live then is cancelled.
+    """Requests to one model in the background, for as long as the context lasts, and then until the last has ended.
 
     Args:
         num_streams: requests at a time, each followed by the next.
@@ -169,6 +172,7 @@ class Load:
         self.num_ended = 0
         self.errors: list[str] = []
         self._failures: list[Exception] = []
+        self._is_over = False
         self._has_ended = False
 
     def __enter__(self) -> "Load":
@@ -178,7 +182,7 @@ class Load:
     def __exit__(self, *exception: object) -> None:
         if not self._future.cancel():  # it has failed: nothing else ends it
             self._future.result()
-        wait_until(lambda: self._has_ended, "the load has ended")
+        wait_until(lambda: self._has_ended, "the load has ended", 2 * REQUEST_SECONDS)
         for failure in self._failures:
             raise failure
 
@@ -188,25 +192,26 @@ class Load:
             try:
                 if not self._per_second:
                     live = {asyncio.ensure_future(self._one_by_one(client)) for _ in range(self._num_streams)}
-                    await asyncio.gather(*live)
+                    ended, _ = await asyncio.wait(live, return_when=asyncio.FIRST_EXCEPTION)
+                    for task in ended:
+                        task.result()
                 while True:
                     live.add(asyncio.ensure_future(self._ask(client)))
                     await asyncio.sleep(1 / self._per_second)
             finally:
-                for task in live:
-                    task.cancel()
-                ended = await asyncio.gather(*live, return_exceptions=True)
-                self._failures = [one for one in ended if isinstance(one, Exception)]
+                self._is_over = True
+                results = await asyncio.gather(*live, return_exceptions=True)
+                self._failures = [one for one in results if isinstance(one, Exception)]
                 self._has_ended = True
 
     async def _one_by_one(self, client: grpc_aio.InferenceServerClient) -> None:
-        while True:
+        while not self._is_over:
             await self._ask(client)
 
     async def _ask(self, client: grpc_aio.InferenceServerClient) -> None:
         answer = await ask(
             client, model=self._model, text_input="def f(x):\n    ", outputs=["text_output"],
-            parameters=self._parameters,
+            parameters=self._parameters, timeout=int(REQUEST_SECONDS * 1e6),
         )  # fmt: skip
         self.num_ended += 1
         if answer.error is not None:
@@ -341,6 +346,7 @@ def test_none_fires_of_an_ordinary_load(scene: Scene) -> None:
 
 def test_more_requests_than_the_engine_and_its_cache_can_take(scene: Scene) -> None:
     """Four alerts of one cause: answers are long, and asked for faster than they can be given."""
+    put_fault(scene.fault_file, action="slow", rank=0, seconds=0.02)  # as of a model that is worth a queue
     began_at = time.monotonic()
     with Load(scene, "alone", per_second=25, max_tokens=200):
         saturated = scene.wait_until_fires("QuireKVCacheSaturated", cause_at=began_at, model="alone")
@@ -353,6 +359,7 @@ def test_more_requests_than_the_engine_and_its_cache_can_take(scene: Scene) -> N
         assert growing["labels"]["instance"] == scene.server.metrics
         assert not any(scene.firing(name, slo="other") for name in RULES)
         assert not any(scene.firing(name, model="pair") for name in RULES)
+    scene.fault_file.unlink()
     for name in ("QuireQueueGrowing", "QuireKVCacheSaturated", "QuireSLOBurnFast"):
         scene.wait_until_over(name)
 

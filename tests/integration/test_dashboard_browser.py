@@ -14,6 +14,7 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 from support.browser import chromium, is_dark, pages_of, sidebar_link
 from support.clients import Answer, ask
+from support.faults import put_fault
 from support.serving import ROOT, Server, serve
 from tritonclient.grpc import aio as grpc_aio
 
@@ -86,9 +87,7 @@ def fault_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def slow_steps(fault_file: Path, seconds: float) -> Iterator[None]:
     """Every step of every model takes so much longer."""
-    written = fault_file.with_suffix(".new")
-    written.write_text(json.dumps({"action": "slow", "rank": 0, "seconds": seconds}))
-    written.rename(fault_file)  # whole from its first moment: a worker may be reading
+    put_fault(fault_file, action="slow", rank=0, seconds=seconds)
     try:
         yield
     finally:

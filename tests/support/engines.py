@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import tempfile
@@ -16,6 +15,7 @@ from quire_engine import LLM, AsyncLLM, EngineConfig, RequestOutput, RequestOutp
 from quire_engine.outputs import CompletionOutput
 from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats
 from quire_engine.worker.fault_injection import FAULT_INJECTION_VARIABLE
+from support.faults import put_fault
 from support.processes import is_gone
 
 __all__ = ["Recorder", "Stream", "assert_same", "engine", "kill", "offline", "params", "run", "until"]
@@ -72,7 +72,7 @@ def engine(
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="quire-slow-") as name:
         if step_seconds:
             fault = Path(name, "fault.json")
-            fault.write_text(json.dumps({"action": "slow", "rank": 0, "seconds": step_seconds}), encoding="utf-8")
+            put_fault(fault, action="slow", rank=0, seconds=step_seconds)
             patch.setenv(FAULT_INJECTION_VARIABLE, str(fault))
         llm = AsyncLLM(config, [recorder])
         try:

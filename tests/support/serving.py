@@ -1,6 +1,5 @@
 """A real tritonserver for tests, started by `quire serve` as a user would, and proof that nothing is left of it."""
 
-import json
 import os
 import re
 import select
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire_cli.run_directory import RunId
+from support.faults import put_fault
 
 __all__ = ["ANY_PORTS", "ROOT", "Server", "run_cli", "serve", "start", "wait_until"]
 
@@ -85,7 +85,7 @@ def serve(*args: str, env: Mapping[str, str] | None = None, step_seconds: float 
         environment = dict(env or {})
         if step_seconds:
             fault = Path(folder, "fault.json")
-            fault.write_text(json.dumps({"action": "slow", "rank": 0, "seconds": step_seconds}), encoding="utf-8")
+            put_fault(fault, action="slow", rank=0, seconds=step_seconds)
             environment["QUIRE_FAULT_INJECTION"] = str(fault)
         server = start(*args, env=environment)
         try:
