@@ -69,11 +69,11 @@ def engine(
     """
     recorder = recorder or Recorder()
     config = EngineConfig.from_settings({"model": str(folder), "dtype": "float32", **settings})
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="quire-slow-") as name:
+    with contextlib.ExitStack() as stack:
         if step_seconds:
-            fault = Path(name, "fault.json")
+            fault = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-slow-")), "fault.json")
             put_fault(fault, action="slow", rank=0, seconds=step_seconds)
-            patch.setenv(FAULT_INJECTION_VARIABLE, str(fault))
+            stack.enter_context(pytest.MonkeyPatch.context()).setenv(FAULT_INJECTION_VARIABLE, str(fault))
         llm = AsyncLLM(config, [recorder])
         try:
             yield llm, recorder
