@@ -1,7 +1,7 @@
 // One instruction set's vectors, behind one set of names.
 //
 // This file is included once per instruction set, inside a namespace and a region compiled for it (see
-// instruction_sets.h), and defines there:
+// quire_kernels.cpp), and defines there:
 //
 //     WIDTH                     float32 lanes of a vector
 //     Floats, Ints              a vector of float32; the same bits as integers
@@ -102,7 +102,6 @@ QUIRE_INLINE Ints dot_u8s8(Ints sum, Ints u8, Ints s8) {
   return _mm512_add_epi32(sum, _mm512_add_epi32(even, odd));
 #endif
 }
-QUIRE_INLINE void store_s8(int8_t* p, Ints x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(x)); }
 QUIRE_INLINE void store_u8(uint8_t* p, Ints x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtusepi32_epi8(x)); }
 
 QUIRE_INLINE uint32_t lanes_equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
@@ -229,12 +228,6 @@ QUIRE_INLINE Ints dot_u8s8(Ints sum, Ints u8, Ints s8) {
   Ints odd = _mm256_madd_epi16(_mm256_srli_epi16(u8, 8), _mm256_srai_epi16(s8, 8));
   return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
 }
-QUIRE_INLINE void store_s8(int8_t* p, Ints x) {
-  Ints words = _mm256_packs_epi32(x, x);
-  Ints bytes = _mm256_packs_epi16(words, words);
-  int32_t halves[2] = {_mm256_extract_epi32(bytes, 0), _mm256_extract_epi32(bytes, 4)};
-  std::memcpy(p, halves, sizeof(halves));
-}
 QUIRE_INLINE void store_u8(uint8_t* p, Ints x) {
   Ints words = _mm256_packus_epi32(x, x);
   Ints bytes = _mm256_packus_epi16(words, words);
@@ -344,3 +337,5 @@ QUIRE_INLINE Floats logarithm(Floats x) {
   y = multiply_add(square, broadcast(-0.5f), y);
   return multiply_add(n, broadcast(0.693359375f), add(f, y));
 }
+
+QUIRE_INLINE Floats silu(Floats x) { return div(x, add(broadcast(1.0f), exponential(sub(zero(), x)))); }

@@ -10,10 +10,8 @@ others use as well, throughput says little; the CPU seconds of each process, per
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -28,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from support.clients import ask  # noqa: E402
+from support.processes import children, cpu_seconds_by_name  # noqa: E402
 from support.serving import Server, serve  # noqa: E402
 from support.viewer import Viewer  # noqa: E402
 from tritonclient.grpc import aio as grpc_aio  # noqa: E402
@@ -35,15 +34,14 @@ from tritonclient.grpc import aio as grpc_aio  # noqa: E402
 BAR = 0.02
 PAGES = ("", "kv-cache", "requests", "engine", "playground", "load")
 PROCESSES = {
-    b"quire_engine.core.process": "engine",
-    b"python_backend_stub": "stub",
-    b"bin/tritonserver": "tritonserver",
-    b"streamlit": "dashboard",
+    "quire_engine.core.process": "engine",
+    "python_backend_stub": "stub",
+    "bin/tritonserver": "tritonserver",
+    "streamlit": "dashboard",
 }
 SERVER = ("engine", "stub", "tritonserver")
 SETTLE_S = 3.0
 """What opening a page costs is not what watching it does."""
-TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 SLO = {"default": {"ttft_ms": 2000, "tpot_ms": 100, "e2e_ms": 20000}, "batch": {"e2e_ms": 60000}}
 
 
@@ -100,16 +98,8 @@ class Window:
 
 
 def cpu_seconds(server: Server) -> Counter[str]:
-    """CPU time so far, by process; the client is this one."""
-    seconds = Counter({"client": time.process_time()})
-    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    for pid in {*server.run_id.processes(), *map(int, children)}:  # the dashboard is a child and no part of the run
-        with contextlib.suppress(OSError):  # gone meanwhile
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            names = [name for part, name in PROCESSES.items() if part in command]
-            seconds[names[0] if names else "other"] += (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
-    return seconds
+    """CPU time so far, by process; the dashboard is a child of `quire serve`, and no part of the run."""
+    return cpu_seconds_by_name({*server.run_id.processes(), *children(server.process.pid)}, PROCESSES)
 
 
 async def measure(load: Load, seconds: float) -> Window:

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from quire_engine import LLM, SamplingParams  # noqa: E402
 from support.clients import ask  # noqa: E402
-from support.processes import command_line, cpu_seconds  # noqa: E402
+from support.processes import cpu_seconds_by_name  # noqa: E402
 from support.serving import Server, serve  # noqa: E402
 from tritonclient.grpc import aio as grpc_aio  # noqa: E402
 
@@ -52,16 +52,6 @@ def run_offline(llm: LLM, prompts: list[str], num_tokens: int) -> float:
     return sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
 
 
-def cpu_of_each(server: Server) -> Counter[str]:
-    """CPU time so far of the client (this process), the engine core, the Python stub and tritonserver."""
-    seconds = Counter({"client": time.process_time()})
-    for pid in server.run_id.processes():
-        command = command_line(pid)
-        names = [name for part, name in PROCESSES.items() if part in command]
-        seconds[names[0] if names else "other"] += cpu_seconds(pid)
-    return seconds
-
-
 async def run_served(server: Server, prompts: list[str], num_tokens: int, stream: bool) -> tuple[float, float]:
     """(tokens/s, responses/s) of the same batch, one gRPC stream per prompt."""
     params = {"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True}
@@ -86,9 +76,9 @@ def measure(server: Server, llm: LLM, args: argparse.Namespace) -> None:
         # New prompts for every run, so that no run profits from the prefixes of an earlier one.
         prompts = [f"# {i}.{j}\ndef function_{j}(a, b):\n" for j in range(args.streams)]
         offline_rate = run_offline(llm, prompts, args.tokens)
-        before = cpu_of_each(server)
+        before = cpu_seconds_by_name(server.run_id.processes(), PROCESSES)
         streamed_rate, response_rate = asyncio.run(run_served(server, prompts, args.tokens, stream=True))
-        used = cpu_of_each(server) - before
+        used = cpu_seconds_by_name(server.run_id.processes(), PROCESSES) - before
         whole_rate, _ = asyncio.run(run_served(server, prompts, args.tokens, stream=False))
         if i == 0:
             continue  # warm-up

@@ -6,7 +6,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 
@@ -68,6 +69,21 @@ def cpu_seconds(*pids: int) -> float:
     """CPU time that processes have used so far; nothing for one that is gone."""
     stats = [fields for pid in pids if (fields := _stat(pid))]
     return sum(int(fields[11]) + int(fields[12]) for fields in stats) / os.sysconf("SC_CLK_TCK")
+
+
+def cpu_seconds_by_name(pids: Iterable[int], names: Mapping[str, str]) -> Counter[str]:
+    """CPU time so far of this process, as `client`, and of others by what their command lines have in them.
+
+    Args:
+        pids: of the others.
+        names: part of a command line → under which name it counts; what has none of them is `other`.
+    """
+    seconds = Counter({"client": time.process_time()})
+    for pid in pids:
+        command = command_line(pid)
+        name = next((name for part, name in names.items() if part in command), "other")
+        seconds[name] += cpu_seconds(pid)
+    return seconds
 
 
 def _stat(pid: int) -> list[str]:
