@@ -43,8 +43,8 @@ def start_module(
         pass_fds=tuple(pass_fds),
         start_new_session=start_new_session,
         env={
-            # OpenMP threads wait for each other by spinning, by default for so long that a neighbour on the same
-            # cores (tritonserver, the clients) slows every op down; this is some tens of microseconds.
+            # torch's threads (OpenMP) wait for each other by spinning, by default for so long that a neighbour on the
+            # same cores (tritonserver, the clients) slows every op down; this is some tens of microseconds.
             "GOMP_SPINCOUNT": "20000",
             **os.environ,
             "PYTHONSAFEPATH": "1",  # never import from the working directory, which may be a downloaded folder

@@ -10,15 +10,13 @@
 // Segments are counted from the sequence's first key and each is summed on its own, so a row's result is the same to the
 // last bit whoever computes what.
 #pragma once
-
-#include <omp.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
 #include "calls.h"
+#include "threads.h"
 
 struct AttentionTile {
   int64_t width;  // lanes of a vector
@@ -87,7 +85,7 @@ inline std::vector<AttentionItem> split_long_items(const PlanCall& call, const K
   std::vector<AttentionItem> merges;
   int64_t total = 0;
   for (const PlannedItem& planned : items) total += planned.cost;
-  const int64_t threads = omp_get_max_threads(), longest = total / (4 * threads) + 1;
+  const int64_t threads = pool().threads(), longest = total / (4 * threads) + 1;
   if (threads == 1) return merges;
   std::vector<PlannedItem> result;
   for (const PlannedItem& planned : items) {
@@ -119,7 +117,7 @@ inline std::vector<int32_t> bundle_items(std::vector<PlannedItem>& items) {
                    [](const PlannedItem& a, const PlannedItem& b) { return a.cost > b.cost; });
   int64_t total = 0, bundled = 0;
   for (const PlannedItem& planned : items) total += planned.cost;
-  const int64_t enough = total / (16 * omp_get_max_threads());
+  const int64_t enough = total / (16 * pool().threads());
   std::vector<int32_t> ends;
   for (size_t i = 0; i < items.size(); i++) {
     bundled += items[i].cost;

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-constexpr int VERSION = 1;  // of this interface, as in quire_kernels/cpu.py: raise both when a field changes its meaning
+constexpr int VERSION = 2;  // of this interface, as in quire_kernels/cpu.py: raise both when a field changes its meaning
 
 enum LinearKind : int32_t { LINEAR_BF16 = 0, LINEAR_FLOAT32 = 1, LINEAR_INT8 = 2 };
 

@@ -4,7 +4,6 @@
 // kernels.inc in a region for each, and `quire_select` takes one of them when the library is loaded.
 
 #include <immintrin.h>
-#include <omp.h>
 
 #include <algorithm>
 #include <cfloat>
@@ -17,6 +16,7 @@
 
 #include "attention_plan.h"
 #include "calls.h"
+#include "threads.h"
 
 #define QUIRE_INLINE inline __attribute__((always_inline))
 #define QUIRE_LAMBDA_INLINE __attribute__((always_inline))
@@ -112,6 +112,10 @@ QUIRE_API int quire_select(const char* name) {
   }
   return 1;
 }
+
+// How many threads share a kernel's work, the caller's own among them.
+QUIRE_API void quire_set_threads(int64_t threads) { pool().set_threads(threads); }
+QUIRE_API int64_t quire_threads() { return pool().threads(); }
 
 QUIRE_API void quire_linear(const LinearCall* call) { kernels.linear(*call); }
 QUIRE_API void quire_rope(const RopeCall* call) { kernels.rope(*call); }

@@ -24,9 +24,11 @@ __all__ = [
     "KERNELS_VARIABLE",
     "Call",
     "KernelStatus",
+    "get_num_threads",
     "library",
     "library_for",
     "pointer",
+    "set_num_threads",
     "status",
     "with_dense_rows",
 ]
@@ -39,7 +41,7 @@ MEND = "install g++, then quire again (CXX=g++ pip install …)"
 """Of a library that is not there."""
 
 
-VERSION = 1
+VERSION = 2
 """Of the interface, as in kernels/csrc/calls.h."""
 
 
@@ -75,7 +77,6 @@ def status() -> KernelStatus:
     if path is None:
         return _missing(wanted, "the C++ kernels were not built when quire was installed")
     try:
-        # torch is loaded by now, and with it its OpenMP runtime, which the library finds by name: one pool of threads.
         handle = ctypes.CDLL(str(path))
     except OSError as error:
         return _missing(wanted, f"{path}: {error}")
@@ -83,6 +84,7 @@ def status() -> KernelStatus:
         return _missing(wanted, f"{path} was built from another version of the source")
     for name in (wanted,) if wanted else INSTRUCTION_SETS:
         if handle.quire_select(name.encode()):
+            handle.quire_set_threads(torch.get_num_threads())
             return KernelStatus(name, f"{path.name}, {name}", handle)
     return _missing(wanted, f"this processor has no {wanted or INSTRUCTION_SETS[-1]}")
 
@@ -91,6 +93,8 @@ def _layout_of(handle: ctypes.CDLL) -> str:
     try:
         handle.quire_layout.restype = ctypes.c_char_p
         layout: str = handle.quire_layout().decode()
+        handle.quire_threads.restype = ctypes.c_int64
+        handle.quire_set_threads.argtypes = [ctypes.c_int64]
     except AttributeError:
         return ""
     return layout
@@ -111,6 +115,24 @@ def _missing(wanted: str, reason: str) -> KernelStatus:
 def library() -> ctypes.CDLL | None:
     """The library, or None where ops are to use plain torch."""
     return status().handle
+
+
+def set_num_threads(num_threads: int) -> None:
+    """How many threads compute, the caller's own among them; until this is called, as many as torch has.
+
+    The library has a pool of its own. Where it computes, torch gets one thread: what little is left to it is not worth
+    a second pool, whose threads would take the cores from the first one's by waiting for each other.
+    """
+    handle = library()
+    if handle is not None:
+        handle.quire_set_threads(num_threads)
+    torch.set_num_threads(num_threads if handle is None else 1)
+
+
+def get_num_threads() -> int:
+    """How many threads compute."""
+    handle = library()
+    return torch.get_num_threads() if handle is None else int(handle.quire_threads())
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:

@@ -27,6 +27,7 @@ from quire_engine.messages import CachedRequestData, NewRequestData, SchedulerOu
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.worker import Worker
+from quire_kernels import cpu
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192)
@@ -155,12 +156,12 @@ def main() -> None:
             "max_num_seqs": max(arguments.batches),
             **{name: json.loads(value) for name, _, value in (item.partition("=") for item in arguments.set)},
         }
+        int8 = settings.get("quantization") == "int8"
+        ceilings = measure_ceilings(int8)  # by torch, with all of its threads: before the engine takes them
         needed = max(arguments.batches) * max_model_len
         steps = Steps(settings, min(kv_bytes // kv_bytes_per_token(model), needed))
-    int8 = settings.get("quantization") == "int8"
-    ceilings = measure_ceilings(int8)
     machine = describe_machine()
-    print(f"{arguments.model}, {machine['processor']}, {torch.get_num_threads()} threads, {machine['date']}")
+    print(f"{arguments.model}, {machine['processor']}, {cpu.get_num_threads()} threads, {machine['date']}")
     bandwidth, peak = ceilings.bytes_per_second / 1e9, ceilings.flops_per_second / 1e9
     print(f"ceilings: {bandwidth:.1f} GB/s read, {peak:.0f} GFLOP/s in {'int8' if int8 else 'bf16'}")
     print("milliseconds per step (roofline's share of it)")

@@ -176,6 +176,7 @@ def main() -> None:
     dtype: torch.dtype = getattr(torch, args.dtype)
     best = Timer(args.seconds, args.threads)
     machine = measure_machine(best, dtype)
+    cpu.set_num_threads(args.threads)
     print(f"kernels: {cpu.status().instruction_set or cpu.status().reason}; threads: {args.threads}; {args.dtype}")
     print(
         f"machine: reads {machine.read_gb_per_s:.1f} GB/s, copies {machine.copy_gb_per_s:.1f} GB/s, "

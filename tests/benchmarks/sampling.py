@@ -36,7 +36,7 @@ NUM_SEEN = 500
 def best_of(run: Callable[[], object], seconds: float) -> float:
     """The least seconds of a call, of as many as fit into the time; at least three."""
     run()
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    clock = time.thread_time if cpu.get_num_threads() == 1 else time.perf_counter
     best, number, end = float("inf"), 0, time.perf_counter() + seconds
     while number < 3 or time.perf_counter() < end:
         start = clock()
@@ -152,10 +152,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--vocab-sizes", type=int, nargs="+", default=[32000, 128256])
     parser.add_argument("--seconds", type=float, default=0.3)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=cpu.get_num_threads())
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    print(f"kernels: {cpu.status().reason}; {torch.get_num_threads()} threads")
+    cpu.set_num_threads(arguments.threads)
+    print(f"kernels: {cpu.status().reason}; {cpu.get_num_threads()} threads")
     with torch.inference_mode():
         for vocab_size in arguments.vocab_sizes:
             for rows in arguments.rows:

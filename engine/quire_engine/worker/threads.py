@@ -1,8 +1,8 @@
-"""How many threads compute, and how they wait for each other."""
+"""How many threads compute."""
 
 import os
 
-import torch
+from quire_kernels import cpu
 
 __all__ = ["configure_threads"]
 
@@ -12,7 +12,7 @@ and 7.0 ms with one on two idle cores, but 22.7 and 6.4 ms when something else r
 
 
 def configure_threads(num_parameters: int, num_ranks: int = 1) -> int:
-    """Set torch's thread count by the size of the model and the cores this process may use.
+    """Set the number of threads by the size of the model and the cores this process may use.
 
     `OMP_NUM_THREADS` in the environment has the last word.
 
@@ -23,7 +23,10 @@ def configure_threads(num_parameters: int, num_ranks: int = 1) -> int:
     Returns:
         The number of threads.
     """
-    if not os.environ.get("OMP_NUM_THREADS"):
+    if os.environ.get("OMP_NUM_THREADS"):
+        num_threads = cpu.get_num_threads()
+    else:
         num_cores = len(os.sched_getaffinity(0)) // num_ranks
-        torch.set_num_threads(max(1, min(num_cores, num_parameters // PARAMETERS_PER_THREAD)))
-    return torch.get_num_threads()
+        num_threads = max(1, min(num_cores, num_parameters // PARAMETERS_PER_THREAD))
+    cpu.set_num_threads(num_threads)
+    return num_threads

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from quire_kernels import paged_attention, plan_attention
+from quire_kernels import cpu, paged_attention, plan_attention
 from quire_kernels.kv_cache import write_kv_cache
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -114,10 +114,10 @@ def test_the_same_in_any_batch_with_any_number_of_threads(threads: int, dtype: t
     lengths = [1500, 3, 700, 90, 33, 2000]
     chunks = [(0, 1499, 1500), (1, 0, 3), (2, 650, 700), (3, 0, 90), (4, 32, 33), (5, 1990, 2000)]
     sequences = make_sequences(lengths, 4, 1, 64, 16, dtype)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    before = cpu.get_num_threads()
+    cpu.set_num_threads(1)
     alone = [sequences.attend([chunk])[0] for chunk in chunks]
-    torch.set_num_threads(threads)
+    cpu.set_num_threads(threads)
     try:
         plan = plan_attention(torch.tensor([0, 1]), torch.tensor([1500]), 4, sequences.key_cache)
         assert plan is not None
@@ -125,7 +125,7 @@ def test_the_same_in_any_batch_with_any_number_of_threads(threads: int, dtype: t
         some = sequences.attend(chunks[:1])
         together = sequences.attend(chunks)
     finally:
-        torch.set_num_threads(before)
+        cpu.set_num_threads(before)
     assert torch.equal(some[0], alone[0])
     for chunk, expected, out in zip(chunks, alone, together, strict=True):
         assert torch.equal(out, expected), chunk

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from quire_kernels import apply_token_bitmask, argmax, gumbel_noise, sample
+from quire_kernels import apply_token_bitmask, argmax, cpu, gumbel_noise, sample
 from quire_kernels.sampling import _gumbel_noise_torch, _sample_torch
 
 INFINITY = float("inf")
@@ -134,12 +134,12 @@ def test_a_row_does_not_depend_on_its_batch_or_the_threads(threads: int, cpu_ker
     arguments["temperature"] = torch.rand(rows, generator=generator).mul_(2).where(torch.arange(rows) % 5 > 0, 0)
     arguments["top_k"] = torch.randint(1, 300, (rows,), generator=generator).where(torch.arange(rows) % 2 > 0, 10**6)
     arguments["top_p"] = torch.rand(rows, generator=generator).where(torch.arange(rows) % 3 > 0, 1.0)
-    before = torch.get_num_threads()
+    before = cpu.get_num_threads()
     try:
-        torch.set_num_threads(threads)
+        cpu.set_num_threads(threads)
         together = sample(logits, **arguments).tolist()
     finally:
-        torch.set_num_threads(before)
+        cpu.set_num_threads(before)
     picked = [slice(row, row + 1) for row in range(rows)]
     alone = [int(sample(logits[row], **{name: c[row] for name, c in arguments.items()})) for row in picked]
     assert together == alone

@@ -3,8 +3,8 @@
 import os
 
 import pytest
-import torch
 from quire_engine.worker.threads import PARAMETERS_PER_THREAD, configure_threads
+from quire_kernels import cpu
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,6 @@ def test_ranks_divide_the_cores(
     chosen: list[int] = []
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr(cpu, "set_num_threads", chosen.append)
     configure_threads(num_parameters, num_ranks)
     assert chosen == [expected]

@@ -1,0 +1,86 @@
+"""The kernels' pool of threads: one call's ranges are computed once each, whoever else computes at the time."""
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from quire_kernels import cpu, linear, pack_linear
+from quire_kernels.linear import LinearWeight
+
+HELPERS = 7
+"""More than there are cores, so that some do not come in time for their share."""
+
+
+@pytest.fixture(autouse=True)
+def _pool() -> Iterator[None]:
+    if cpu.library() is None:
+        pytest.skip(cpu.status().reason)
+    before = cpu.get_num_threads()
+    cpu.set_num_threads(HELPERS + 1)
+    yield
+    cpu.set_num_threads(before)
+
+
+def make_weight(seed: int) -> tuple[torch.Tensor, LinearWeight]:
+    """A matrix whose product is far beyond one thread's worth, in whole numbers: its sums are exact in any order."""
+    matrix = torch.randint(-8, 9, (1000, 256), generator=torch.Generator().manual_seed(seed)).float()
+    return matrix, pack_linear(matrix.clone())
+
+
+def kernel_threads() -> int:
+    names = (path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
+    return sum(name.strip() == "quire-kernels" for name in names)
+
+
+def test_every_range_is_computed_whoever_comes() -> None:
+    matrix, weight = make_weight(0)
+    for rows in (3, 17, 64, 200):
+        x = torch.randint(-8, 9, (rows, 256)).float()
+        expected = x @ matrix.T
+        for _ in range(200):
+            assert torch.equal(linear(x, weight), expected)
+    assert kernel_threads() == HELPERS
+
+
+def test_calls_at_the_same_time_do_not_disturb_each_other() -> None:
+    start = threading.Barrier(4)
+
+    def compute(seed: int) -> bool:
+        matrix, weight = make_weight(seed)
+        x = torch.randint(-8, 9, (40, 256)).float()
+        expected = x @ matrix.T
+        start.wait()
+        return all(torch.equal(linear(x, weight), expected) for _ in range(300))
+
+    with ThreadPoolExecutor(4) as callers:
+        assert all(callers.map(compute, range(4)))
+
+
+def test_helpers_sleep_when_there_is_nothing_to_do() -> None:
+    matrix, weight = make_weight(0)
+    linear(torch.ones(64, 256), weight)
+    sleeping = {"S"}
+    tasks = [path for path in Path("/proc/self/task").glob("*") if (path / "comm").read_text() == "quire-kernels\n"]
+    assert len(tasks) == HELPERS
+    while True:  # ends by the test's own time limit, where one never sleeps
+        states = {(path / "stat").read_text().rpartition(")")[2].split()[0] for path in tasks}
+        if states == sleeping:
+            break
+        os.sched_yield()
+    assert torch.equal(linear(torch.ones(64, 256), weight), (torch.ones(64, 256) @ matrix.T)), "and wake again"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_has_helpers_of_its_own() -> None:
+    matrix, weight = make_weight(0)
+    x = torch.ones(64, 256)
+    expected = x @ matrix.T
+    linear(x, weight)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if kernel_threads() == 0 and torch.equal(linear(x, weight), expected) and kernel_threads() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
