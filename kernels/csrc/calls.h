@@ -26,22 +26,22 @@ struct LinearCall {
 
 // The inner order of both caches is drawn in attention.inc.
 struct RopeCall {
-  const void* query;              // [tokens, heads, head_size], bfloat16 or float32, as are all others of void*
+  const void* query;              // [rows, heads, head_size], bfloat16 or float32, as are all others of void*
   int64_t query_token_stride;     // elements
   int64_t query_head_stride;
-  const void* key;                // [tokens, kv_heads, head_size]
+  const void* key;                // [rows, kv_heads, head_size]
   int64_t key_token_stride;
   int64_t key_head_stride;
-  const void* value;              // [tokens, kv_heads, head_size]
+  const void* value;              // [rows, kv_heads, head_size]
   int64_t value_token_stride;
   int64_t value_head_stride;
-  const int64_t* positions;       // [tokens]
+  const int64_t* positions;       // [rows]
   const float* cos_sin;           // [max_position, head_size]
-  const int64_t* slot_mapping;    // [tokens]
-  void* rotated_query;            // [tokens, heads, head_size], without gaps
+  const int64_t* slot_mapping;    // [rows]
+  void* rotated_query;            // [rows, heads, head_size], without gaps
   void* key_cache;
   void* value_cache;
-  int64_t tokens;
+  int64_t rows;                   // tokens
   int64_t heads;
   int64_t kv_heads;
   int64_t head_size;
@@ -80,6 +80,16 @@ struct PlanCall {
   int64_t block_size;
 };
 
+// What all layers of a step have in common.
+struct AttentionStep {
+  const int64_t* block_table;      // [sequences, …]
+  int64_t block_table_stride;
+  const int64_t* query_start_loc;  // [sequences + 1]
+  const int64_t* seq_lens;         // [sequences]
+  const void* plan;                // AttentionPlan and what follows it
+  float* partials;                 // [plan.partials, head_size + 2]
+};
+
 struct AttentionCall {
   const void* query;               // [tokens, heads, head_size], bfloat16 or float32, as are all others of void*
   int64_t query_token_stride;      // elements
@@ -87,12 +97,7 @@ struct AttentionCall {
   const void* key_cache;
   const void* value_cache;
   void* out;                       // [tokens, heads, head_size], without gaps
-  const int64_t* block_table;      // [sequences, …]
-  int64_t block_table_stride;
-  const int64_t* query_start_loc;  // [sequences + 1]
-  const int64_t* seq_lens;         // [sequences]
-  const void* plan;                // AttentionPlan and what follows it
-  float* partials;                 // [plan.partials, head_size + 2]
+  const AttentionStep* step;
   int64_t heads;
   int64_t kv_heads;
   int64_t head_size;
@@ -174,4 +179,10 @@ struct BitmaskCall {
   int64_t words;
   int64_t rows;
   int64_t vocab_size;
+};
+
+// A kernel and what it is called with, as it was noted down (quire_kernels/recording.py).
+struct RecordedCall {
+  void (*kernel)(const void* call);
+  const void* call;
 };

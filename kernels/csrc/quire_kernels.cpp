@@ -75,6 +75,7 @@ std::string size(const char* name, size_t bytes) { return std::string(" ") + nam
 std::string layout() {
   return std::to_string(VERSION) + size("ActivationCall", sizeof(ActivationCall)) +
          size("AttentionCall", sizeof(AttentionCall)) +
+         size("AttentionStep", sizeof(AttentionStep)) +
          size("BitmaskCall", sizeof(BitmaskCall)) +
          size("EmbeddingCall", sizeof(EmbeddingCall)) +
          size("LinearCall", sizeof(LinearCall)) +
@@ -82,6 +83,7 @@ std::string layout() {
          size("NormCall", sizeof(NormCall)) +
          size("PlanCall", sizeof(PlanCall)) +
          size("QuantizeCall", sizeof(QuantizeCall)) +
+         size("RecordedCall", sizeof(RecordedCall)) +
          size("RopeCall", sizeof(RopeCall)) +
          size("SampleCall", sizeof(SampleCall));
 }
@@ -116,6 +118,11 @@ QUIRE_API int quire_select(const char* name) {
 // How many threads share a kernel's work, the caller's own among them.
 QUIRE_API void quire_set_threads(int64_t threads) { pool().set_threads(threads); }
 QUIRE_API int64_t quire_threads() { return pool().threads(); }
+
+// Several kernels, one after the other.
+QUIRE_API void quire_run(const RecordedCall* calls, int64_t count) {
+  for (int64_t i = 0; i < count; i++) calls[i].kernel(calls[i].call);
+}
 
 QUIRE_API void quire_linear(const LinearCall* call) { kernels.linear(*call); }
 QUIRE_API void quire_rope(const RopeCall* call) { kernels.rope(*call); }

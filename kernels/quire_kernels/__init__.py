@@ -13,6 +13,7 @@ from quire_kernels.attention import AttentionPlan, paged_attention, plan_attenti
 from quire_kernels.embedding import embedding
 from quire_kernels.layernorm import add_rms_norm, rms_norm
 from quire_kernels.linear import LinearWeight, linear, pack_linear
+from quire_kernels.recording import NotRecordableError, Recording, record
 from quire_kernels.rope import rope_and_cache
 from quire_kernels.sampling import argmax, gumbel_noise, sample
 from quire_kernels.token_bitmask import apply_token_bitmask
@@ -20,6 +21,8 @@ from quire_kernels.token_bitmask import apply_token_bitmask
 __all__ = [
     "AttentionPlan",
     "LinearWeight",
+    "NotRecordableError",
+    "Recording",
     "add_rms_norm",
     "apply_token_bitmask",
     "argmax",
@@ -29,6 +32,7 @@ __all__ = [
     "pack_linear",
     "paged_attention",
     "plan_attention",
+    "record",
     "rms_norm",
     "rope_and_cache",
     "sample",

@@ -5,7 +5,7 @@ import ctypes
 import torch
 import torch.nn.functional as F
 
-from quire_kernels.cpu import Call, library_for, with_dense_rows
+from quire_kernels.cpu import Call, launch, library_for, with_dense_rows
 
 __all__ = ["silu_and_mul"]
 
@@ -41,5 +41,5 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty(rows, size, dtype=gate_up.dtype)
     is_float = gate_up.dtype == torch.float32
     call = _ActivationCall(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, size, is_float)
-    handle.quire_silu_and_mul(ctypes.byref(call))
+    launch(handle.quire_silu_and_mul, call, out)
     return out

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from quire_kernels.cpu import Call, library, pointer
+from quire_kernels.cpu import Call, launch, library, with_dense_rows
 from quire_kernels.kv_cache import is_tiled, natural_key_order, natural_value_order
 
 __all__ = ["AttentionPlan", "paged_attention", "plan_attention"]
@@ -39,6 +39,19 @@ class _PlanCall(Call):
     )
 
 
+class _AttentionStep(Call):
+    """`AttentionStep` of kernels/csrc/calls.h."""
+
+    _fields_ = (
+        ("block_table", ctypes.c_void_p),
+        ("block_table_stride", ctypes.c_int64),
+        ("query_start_loc", ctypes.c_void_p),
+        ("seq_lens", ctypes.c_void_p),
+        ("plan", ctypes.c_void_p),
+        ("partials", ctypes.c_void_p),
+    )
+
+
 class _AttentionCall(Call):
     """`AttentionCall` of kernels/csrc/calls.h."""
 
@@ -49,12 +62,7 @@ class _AttentionCall(Call):
         ("key_cache", ctypes.c_void_p),
         ("value_cache", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
-        ("block_table", ctypes.c_void_p),
-        ("block_table_stride", ctypes.c_int64),
-        ("query_start_loc", ctypes.c_void_p),
-        ("seq_lens", ctypes.c_void_p),
-        ("plan", ctypes.c_void_p),
-        ("partials", ctypes.c_void_p),
+        ("step", ctypes.c_void_p),
         ("heads", ctypes.c_int64),
         ("kv_heads", ctypes.c_int64),
         ("head_size", ctypes.c_int64),
@@ -74,21 +82,30 @@ PLAN_CAPACITY = 1 << 14
 class AttentionPlan:
     """How the work of one step's `paged_attention` is divided among threads. Made by `plan_attention`."""
 
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    data: torch.Tensor
-    """`AttentionPlan` of kernels/csrc/calls.h."""
+    step: Call
+    """What is the same for all layers of the step."""
     partials: torch.Tensor
     """Where threads that share a sequence leave their parts: float32."""
+    tensors: tuple[torch.Tensor, ...]
+    """That `step` points to."""
+
+    def copy_(self, other: "AttentionPlan") -> None:
+        """Become another plan, which is to be kept for as long, under the address that recorded calls know."""
+        ctypes.memmove(ctypes.byref(self.step), ctypes.byref(other.step), ctypes.sizeof(self.step))
 
 
 def plan_attention(
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_heads: int, key_cache_NKBD: torch.Tensor
+    block_table_SM: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_heads: int,
+    key_cache_NKBD: torch.Tensor,
 ) -> AttentionPlan | None:
     """Divide the work of a step among threads: once, for all layers.
 
     Args:
-        query_start_loc: as of `paged_attention`, like `seq_lens`.
+        block_table_SM: as of `paged_attention`, like the two that follow.
+        query_start_loc: [S + 1] int64.
         seq_lens: [S] int64.
         num_heads: query heads.
         key_cache_NKBD: of any layer.
@@ -100,6 +117,7 @@ def plan_attention(
     if handle is None or not is_tiled(key_cache_NKBD):
         return None
     query_start_loc, seq_lens = query_start_loc.contiguous(), seq_lens.contiguous()
+    block_table_SM = with_dense_rows(block_table_SM)
     _, num_kv_heads, block_size, head_size = key_cache_NKBD.shape
     call = _PlanCall(
         query_start_loc=query_start_loc.data_ptr(),
@@ -117,7 +135,15 @@ def plan_attention(
         num_bytes = handle.quire_plan_attention(ctypes.byref(call))
     num_partials = int(data[PLAN_HEADER_LEN - 1])
     partials = torch.empty(num_partials * (head_size + 2), dtype=torch.float32)
-    return AttentionPlan(query_start_loc, seq_lens, data, partials)
+    step = _AttentionStep(
+        block_table=block_table_SM.data_ptr(),
+        block_table_stride=block_table_SM.stride(0),
+        query_start_loc=query_start_loc.data_ptr(),
+        seq_lens=seq_lens.data_ptr(),
+        plan=data.data_ptr(),
+        partials=partials.data_ptr(),
+    )
+    return AttentionPlan(step, partials, (block_table_SM, query_start_loc, seq_lens, data, partials))
 
 
 def paged_attention(
@@ -140,15 +166,15 @@ def paged_attention(
         query_start_loc: [S + 1] int64, cumulative query lengths.
         seq_lens: [S] int64, context plus query tokens.
         scale: factor of the scores, usually D ** -0.5; above 0.
-        plan: from `plan_attention` for the same `query_start_loc` and `seq_lens`; made here if it is None.
+        plan: from `plan_attention` for the same `block_table_SM` and what follows it; made here if it is None.
 
     Returns:
         [T, H, D], in the queries' dtype.
     """
     if is_tiled(key_cache_NKBD) and query_THD.dtype == key_cache_NKBD.dtype == value_cache_NKBD.dtype:
-        plan = plan or plan_attention(query_start_loc, seq_lens, query_THD.shape[1], key_cache_NKBD)
+        plan = plan or plan_attention(block_table_SM, query_start_loc, seq_lens, query_THD.shape[1], key_cache_NKBD)
         assert plan is not None
-        return _attend_cpu(query_THD, key_cache_NKBD, value_cache_NKBD, block_table_SM, plan, scale)
+        return _attend_cpu(query_THD, key_cache_NKBD, value_cache_NKBD, plan, scale)
     out_THD = torch.empty_like(query_THD)
     query_lens = query_start_loc.diff()
     decodes = (query_lens == 1).nonzero().squeeze(1)
@@ -170,14 +196,12 @@ def _attend_cpu(
     query_THD: torch.Tensor,
     key_cache_NKBD: torch.Tensor,
     value_cache_NKBD: torch.Tensor,
-    block_table_SM: torch.Tensor,
     plan: AttentionPlan,
     scale: float,
 ) -> torch.Tensor:
     """Each row's result is one chain of operations in the order of its keys: it does not depend on the batch, on how a
     prompt was cut into chunks, nor on the number of threads, to the last bit."""
     query_THD = query_THD if query_THD.stride(-1) == 1 else query_THD.contiguous()
-    block_table_SM = block_table_SM if block_table_SM.stride(-1) == 1 else block_table_SM.contiguous()
     num_tokens, num_heads, head_size = query_THD.shape
     _, num_kv_heads, block_size, _ = key_cache_NKBD.shape
     out_THD = query_THD.new_empty(num_tokens, num_heads, head_size)
@@ -188,12 +212,7 @@ def _attend_cpu(
         key_cache=key_cache_NKBD.data_ptr(),
         value_cache=value_cache_NKBD.data_ptr(),
         out=out_THD.data_ptr(),
-        block_table=block_table_SM.data_ptr(),
-        block_table_stride=block_table_SM.stride(0),
-        query_start_loc=plan.query_start_loc.data_ptr(),
-        seq_lens=plan.seq_lens.data_ptr(),
-        plan=plan.data.data_ptr(),
-        partials=pointer(plan.partials),
+        step=ctypes.addressof(plan.step),
         heads=num_heads,
         kv_heads=num_kv_heads,
         head_size=head_size,
@@ -203,7 +222,7 @@ def _attend_cpu(
     )
     handle = library()
     assert handle is not None
-    handle.quire_attention(ctypes.byref(call))
+    launch(handle.quire_attention, call, out_THD)
     return out_THD
 
 

@@ -11,11 +11,15 @@ instruction set; the best one that the processor has is taken, or the one that `
 Without the library every op falls back to plain torch, which is right and slow.
 """
 
+import contextlib
 import ctypes
 import functools
 import importlib.machinery
 import os
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -23,11 +27,15 @@ __all__ = [
     "INSTRUCTION_SETS",
     "KERNELS_VARIABLE",
     "Call",
+    "Kernel",
     "KernelStatus",
+    "Recorder",
     "get_num_threads",
+    "launch",
     "library",
     "library_for",
     "pointer",
+    "recording_to",
     "set_num_threads",
     "status",
     "with_dense_rows",
@@ -45,9 +53,27 @@ VERSION = 2
 """Of the interface, as in kernels/csrc/calls.h."""
 
 
+Kernel: TypeAlias = Callable[..., None]
+"""A function of the library, that takes a pointer to its call."""
+
+
 class Call(ctypes.Structure):
     """What a kernel is called with: each subclass mirrors the structure of its name (but for a leading underscore) in
     kernels/csrc/calls.h, field by field."""
+
+
+class Recorder(Protocol):
+    """Notes kernels down instead of running them (`recording.py`)."""
+
+    def add(self, kernel: Kernel, call: Call, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Take over the call as it is now."""
+
+
+class _Thread(threading.local):
+    recorder: Recorder | None = None
+
+
+_thread = _Thread()
 
 
 class KernelStatus:
@@ -133,6 +159,32 @@ def get_num_threads() -> int:
     """How many threads compute."""
     handle = library()
     return torch.get_num_threads() if handle is None else int(handle.quire_threads())
+
+
+def launch(kernel: Kernel, call: Call, *tensors: torch.Tensor) -> None:
+    """Run a kernel.
+
+    Args:
+        kernel: of the library.
+        call: all that it reads; may be filled anew afterwards.
+        tensors: that the call points to and nobody but this op has made: a recording has to keep them.
+    """
+    recorder = _thread.recorder
+    if recorder is None:
+        kernel(ctypes.byref(call))
+    else:
+        recorder.add(kernel, call, tensors)
+
+
+@contextlib.contextmanager
+def recording_to(recorder: Recorder) -> Iterator[None]:
+    """What this thread launches goes to `recorder`, and is not run."""
+    assert _thread.recorder is None, "recordings do not nest"
+    _thread.recorder = recorder
+    try:
+        yield
+    finally:
+        _thread.recorder = None
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:

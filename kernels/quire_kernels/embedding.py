@@ -5,7 +5,7 @@ import ctypes
 import torch
 import torch.nn.functional as F
 
-from quire_kernels.cpu import Call, library, pointer
+from quire_kernels.cpu import Call, launch, library, pointer
 from quire_kernels.linear import LinearWeight
 
 __all__ = ["embedding"]
@@ -48,5 +48,5 @@ def embedding(token_ids_T: torch.Tensor, weight: torch.Tensor | LinearWeight) ->
     )  # fmt: skip
     handle = library()
     assert handle is not None
-    handle.quire_embedding(ctypes.byref(call))
+    launch(handle.quire_embedding, call, out)
     return out

@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from quire_kernels.cpu import Call, library_for, with_dense_rows
+from quire_kernels.cpu import Call, launch, library_for, with_dense_rows
 
 __all__ = ["add_rms_norm", "rms_norm"]
 
@@ -42,7 +42,7 @@ def rms_norm(hidden_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> tor
         hidden_TE.data_ptr(), hidden_TE.stride(0), None, 0, weight_E.data_ptr(), out.data_ptr(), rows, size, eps,
         hidden_TE.dtype == torch.float32,
     )  # fmt: skip
-    handle.quire_rms_norm(ctypes.byref(call))
+    launch(handle.quire_rms_norm, call, out)
     return out
 
 
@@ -65,7 +65,7 @@ def add_rms_norm(
         hidden_TE.data_ptr(), hidden_TE.stride(0), residual_TE.data_ptr(), residual_TE.stride(0), weight_E.data_ptr(),
         out.data_ptr(), rows, size, eps, hidden_TE.dtype == torch.float32,
     )  # fmt: skip
-    handle.quire_rms_norm(ctypes.byref(call))
+    launch(handle.quire_rms_norm, call, out)
     return out
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from quire_kernels.activation import silu_and_mul
-from quire_kernels.cpu import Call, library, library_for, pointer, with_dense_rows
+from quire_kernels.cpu import Call, launch, library, library_for, pointer, with_dense_rows
 
 __all__ = ["LinearWeight", "linear", "pack_linear", "quantize_per_token"]
 
@@ -199,7 +199,7 @@ def linear(x_TK: torch.Tensor, weight: LinearWeight, out_dtype: torch.dtype | No
     call.out, call.out_stride, call.out_is_float = out.data_ptr(), columns, out_dtype == torch.float32
     handle = library()
     assert handle is not None
-    handle.quire_linear(ctypes.byref(call))
+    launch(handle.quire_linear, call, out)
     return out
 
 
@@ -230,5 +230,5 @@ def quantize_per_token(x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     out, scales = torch.empty(rows, size, dtype=torch.uint8), torch.empty(rows, dtype=torch.float32)
     is_float = x_TK.dtype == torch.float32
     call = _QuantizeCall(x_TK.data_ptr(), x_TK.stride(0), out.data_ptr(), scales.data_ptr(), rows, size, is_float)
-    handle.quire_quantize_per_token(ctypes.byref(call))
+    launch(handle.quire_quantize_per_token, call, out, scales)
     return out, scales

@@ -7,7 +7,7 @@ import ctypes
 
 import torch
 
-from quire_kernels.cpu import Call, library
+from quire_kernels.cpu import Call, launch, library
 from quire_kernels.kv_cache import is_tiled, write_kv_cache
 
 __all__ = ["rope_and_cache"]
@@ -32,7 +32,7 @@ class _RopeCall(Call):
         ("rotated_query", ctypes.c_void_p),
         ("key_cache", ctypes.c_void_p),
         ("value_cache", ctypes.c_void_p),
-        ("tokens", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
         ("heads", ctypes.c_int64),
         ("kv_heads", ctypes.c_int64),
         ("head_size", ctypes.c_int64),
@@ -107,7 +107,7 @@ def _rope_and_cache_cpu(
         rotated_query=rotated_THD.data_ptr(),
         key_cache=key_cache_NKBD.data_ptr(),
         value_cache=value_cache_NKBD.data_ptr(),
-        tokens=num_tokens,
+        rows=num_tokens,
         heads=num_heads,
         kv_heads=key_TKD.shape[1],
         head_size=head_size,
@@ -116,7 +116,7 @@ def _rope_and_cache_cpu(
     )
     handle = library()
     assert handle is not None
-    handle.quire_rope(ctypes.byref(call))
+    launch(handle.quire_rope, call, rotated_THD)
     return rotated_THD
 
 

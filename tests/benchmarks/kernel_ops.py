@@ -85,7 +85,7 @@ def attention_seconds(
     table = torch.randperm(shape[0]).view(num_seqs, blocks_each)
     query_start_loc, seq_lens = torch.arange(num_seqs + 1) * query_len, torch.full((num_seqs,), seq_len)
     query = torch.randn(num_seqs * query_len, heads.H, heads.D).to(dtype)
-    plan = plan_attention(query_start_loc, seq_lens, heads.H, key_cache)
+    plan = plan_attention(table, query_start_loc, seq_lens, heads.H, key_cache)
     return best(
         lambda: paged_attention(
             query, key_cache, value_cache, table, query_start_loc, seq_lens, heads.D**-0.5, plan

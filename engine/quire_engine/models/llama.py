@@ -9,10 +9,8 @@ Each `add_rms_norm` adds the output of the line before to the residual stream, a
 projections are cut into slices, and the layers divided among stages (`models/parallel.py`).
 """
 
-import dataclasses
-
 import torch
-from quire_kernels import add_rms_norm, paged_attention, plan_attention, rms_norm, rope_and_cache
+from quire_kernels import add_rms_norm, paged_attention, rms_norm, rope_and_cache
 from torch import nn
 
 from quire_engine.distributed import ParallelState
@@ -143,29 +141,60 @@ class LlamaForCausalLM(nn.Module):
             [T, E] hidden states after the last norm; None on stages before the last.
         """
         if self.parallel.is_first_stage:
-            hidden = self.embed_tokens.embed(token_ids_T)
-            residual = torch.zeros_like(hidden)
+            hidden, residual = self.embed(token_ids_T), None
         else:
             hidden, residual = receive_activations(self.parallel, len(token_ids_T), self.hidden_size, self.dtype)
-        metadata = self._with_plan(metadata, kv_caches[0][0])
-        for layer, (key_cache, value_cache) in zip(self.layers.values(), kv_caches, strict=True):
-            assert isinstance(layer, LlamaDecoderLayer)
-            hidden = add_rms_norm(hidden, residual, layer.input_layernorm.weight, self.eps)
-            hidden = layer.self_attn(hidden, self.cos_sin, key_cache, value_cache, metadata)
-            hidden = add_rms_norm(hidden, residual, layer.post_attention_layernorm.weight, self.eps)
-            hidden = layer.mlp(hidden)
+        hidden, residual = self.run_layers(hidden, residual, kv_caches, metadata)
         if not self.parallel.is_last_stage:
             send_activations(self.parallel, hidden, residual)
             return None
-        return rms_norm(hidden + residual, self.norm.weight, self.eps)
+        return self.final_norm(hidden, residual)
 
-    def _with_plan(self, metadata: AttentionMetadata, key_cache_NKBD: torch.Tensor) -> AttentionMetadata:
-        """All layers have as many heads, so one plan of the attention does for all of them."""
+    def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, E]; on the first stage only."""
+        return self.embed_tokens.embed(token_ids_T)
+
+    def run_layers(
+        self,
+        hidden_TE: torch.Tensor,
+        residual_TE: torch.Tensor | None,
+        kv_caches: list[tuple[torch.Tensor, torch.Tensor]],
+        metadata: AttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layers of this stage: ops of `quire_kernels` and nothing else, so that they can be recorded.
+
+        Args:
+            hidden_TE: becomes the residual stream, in place, where there is none.
+            residual_TE: written in place.
+            kv_caches: as of `forward`.
+            metadata: as of `forward`.
+
+        Returns:
+            What the last layer adds to the residual stream, and the stream without it.
+        """
+        for layer, (key_cache, value_cache) in zip(self.layers.values(), kv_caches, strict=True):
+            assert isinstance(layer, LlamaDecoderLayer)
+            norm = layer.input_layernorm.weight
+            if residual_TE is None:
+                residual_TE, hidden_TE = hidden_TE, rms_norm(hidden_TE, norm, self.eps)
+            else:
+                hidden_TE = add_rms_norm(hidden_TE, residual_TE, norm, self.eps)
+            hidden_TE = layer.self_attn(hidden_TE, self.cos_sin, key_cache, value_cache, metadata)
+            hidden_TE = add_rms_norm(hidden_TE, residual_TE, layer.post_attention_layernorm.weight, self.eps)
+            hidden_TE = layer.mlp(hidden_TE)
+        assert residual_TE is not None, "a stage has at least one layer"
+        return hidden_TE, residual_TE
+
+    def final_norm(self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor:
+        """What `run_layers` has returned -> [T, E]; on the last stage only."""
+        return add_rms_norm(hidden_TE, residual_TE, self.norm.weight, self.eps)
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of this rank, in each layer."""
         layer = next(iter(self.layers.values()))
         assert isinstance(layer, LlamaDecoderLayer)
-        num_heads = layer.self_attn.num_heads
-        plan = plan_attention(metadata.query_start_loc, metadata.seq_lens, num_heads, key_cache_NKBD)
-        return dataclasses.replace(metadata, plan=plan)
+        return layer.self_attn.num_heads
 
     def compute_logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
         """[S, E] -> [S, V], for the positions that are sampled only.

@@ -3,6 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 import torch
+from quire_kernels import plan_attention
 
 from quire_engine.distributed import ParallelState
 from quire_engine.messages import CachedRequestData, GrammarBitmask, ModelRunnerOutput, PromptLogprobs, SchedulerOutput
@@ -11,6 +12,7 @@ from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.sampling import Sampler, SamplingMetadata
 from quire_engine.sampling.prompt_logprobs import compute_prompt_logprobs
 from quire_engine.worker.input_batch import NO_LOGPROBS, InputBatch
+from quire_engine.worker.recorded_forward import RecordedForward
 
 __all__ = ["ModelRunner"]
 
@@ -32,7 +34,18 @@ class ModelRunner:
         self.batch = batch
         self.block_size = block_size
         self.sampler = Sampler()
-        self.kv_caches: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._kv_caches: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._recorded: RecordedForward | None = None
+
+    @property
+    def kv_caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Per layer of this rank's stage, keys and values."""
+        return self._kv_caches
+
+    @kv_caches.setter
+    def kv_caches(self, kv_caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._kv_caches = kv_caches
+        self._recorded = None  # it points to the caches and the weights that were there before
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
@@ -53,7 +66,7 @@ class ModelRunner:
         slots = np.fromiter((self.batch.slots[request_id] for request_id in scheduled), dtype=np.int64)
         num_scheduled = np.fromiter(scheduled.values(), dtype=np.int64)
         token_ids, metadata = self._prepare_inputs(slots, num_scheduled)
-        hidden_TE = self.model(token_ids, self.kv_caches, metadata)
+        hidden_TE = self._forward(token_ids, metadata)
         if hidden_TE is None:
             return ModelRunnerOutput({})
 
@@ -82,6 +95,13 @@ class ModelRunner:
             },
             prompt_logprobs,
         )
+
+    def _forward(self, token_ids_T: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor | None:
+        if self.parallel.tensor_parallel_size * self.parallel.pipeline_parallel_size > 1:
+            return self.model.forward(token_ids_T, self.kv_caches, metadata)
+        if self._recorded is None:
+            self._recorded = RecordedForward(self.model, self.kv_caches)
+        return self._recorded(token_ids_T, metadata)
 
     def _prompt_logprobs(
         self, request_ids: list[str], slots: Int64Array, num_scheduled: Int64Array, hidden_TE: torch.Tensor
@@ -150,12 +170,16 @@ class ModelRunner:
         block_ids = batch.block_table[slot_of_token, positions // block_size]
         seq_lens = num_computed + num_scheduled
         num_blocks = -(-int(seq_lens.max()) // block_size)
+        block_table = torch.from_numpy(batch.block_table[slots, :num_blocks])
+        starts, lens = torch.from_numpy(query_start_loc), torch.from_numpy(seq_lens)
         metadata = AttentionMetadata(
             positions=torch.from_numpy(positions),
             slot_mapping=torch.from_numpy(block_ids * block_size + positions % block_size),
-            block_table=torch.from_numpy(batch.block_table[slots, :num_blocks]),
-            query_start_loc=torch.from_numpy(query_start_loc),
-            seq_lens=torch.from_numpy(seq_lens),
+            block_table=block_table,
+            query_start_loc=starts,
+            seq_lens=lens,
+            # All layers have as many heads, so one plan of the attention does for all of them.
+            plan=plan_attention(block_table, starts, lens, self.model.num_heads, self.kv_caches[0][0]),
         )
         return torch.from_numpy(batch.token_ids[slot_of_token, positions]), metadata
 

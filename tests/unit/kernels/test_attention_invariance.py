@@ -119,7 +119,9 @@ def test_the_same_in_any_batch_with_any_number_of_threads(threads: int, dtype: t
     alone = [sequences.attend([chunk])[0] for chunk in chunks]
     cpu.set_num_threads(threads)
     try:
-        plan = plan_attention(torch.tensor([0, 1]), torch.tensor([1500]), 4, sequences.key_cache)
+        plan = plan_attention(
+            torch.zeros(1, 100, dtype=torch.int64), torch.tensor([0, 1]), torch.tensor([1500]), 4, sequences.key_cache
+        )
         assert plan is not None
         assert (len(plan.partials) > 0) == (threads > 1), "long sequences are to be split among threads"
         some = sequences.attend(chunks[:1])

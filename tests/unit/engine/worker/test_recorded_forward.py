@@ -1,0 +1,82 @@
+"""Small steps are computed by a recording, with the same result to the last bit."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from quire_engine import LLM, SamplingParams
+from quire_engine.outputs import CompletionOutput
+from quire_engine.worker import recorded_forward
+from quire_engine.worker.recorded_forward import RecordedForward
+from quire_kernels import NotRecordableError, Recording, cpu
+from support.oracle import make_prompts
+
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each step that a recording computed."""
+    if cpu.library() is None:
+        pytest.skip(cpu.status().reason)
+    rows: list[int] = []
+    run = Recording.run
+    monkeypatch.setattr(Recording, "run", lambda self, n: (rows.append(n), run(self, n)))
+    return rows
+
+
+def generate(llm: LLM) -> list[CompletionOutput]:
+    prompts = make_prompts(6, 515, max_length=30)
+    return [one.outputs[0] for one in llm.generate(prompts, PARAMS, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("name", ["tied-gqa", "untied-mha"])
+@pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"quantization": "int8"}])
+def test_the_same_to_the_last_bit(
+    name: str,
+    settings: dict[str, str],
+    checkpoint: Callable[[str], Path],
+    runs: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorded = generate(LLM(checkpoint(name), **settings))
+    assert set(runs) >= {6}
+    assert max(runs) <= recorded_forward.RECORDED_TOKENS
+    runs.clear()
+    monkeypatch.setattr(recorded_forward, "RECORDED_TOKENS", 0)
+    op_by_op = generate(LLM(checkpoint(name), **settings))
+    assert not runs
+    assert [(one.token_ids, one.logprobs) for one in recorded] == [(one.token_ids, one.logprobs) for one in op_by_op]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_made_anew_after_sleep(level: int, checkpoint: Callable[[str], Path], runs: list[int]) -> None:
+    llm = LLM(checkpoint("tied-gqa"), dtype="float32")
+    before = generate(llm)
+    llm.sleep(level)
+    llm.wake_up()
+    runs.clear()
+    assert [one.token_ids for one in generate(llm)] == [one.token_ids for one in before]
+    assert runs
+
+
+def test_a_model_that_cannot_be_recorded_is_computed_op_by_op(
+    checkpoint: Callable[[str], Path],
+    runs: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    expected = generate(LLM(checkpoint("tied-gqa"), dtype="float32"))
+    runs.clear()
+
+    def record(rows: int) -> None:
+        raise NotRecordableError("aten.add.Tensor cannot be recorded")
+
+    monkeypatch.setattr(recorded_forward, "record", record)
+    with caplog.at_level(logging.WARNING, RecordedForward.__module__):
+        assert [one.token_ids for one in generate(LLM(checkpoint("tied-gqa"), dtype="float32"))] == [
+            one.token_ids for one in expected
+        ]
+    assert "aten.add.Tensor cannot be recorded" in caplog.text
+    assert not runs

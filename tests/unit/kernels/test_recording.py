@@ -1,0 +1,76 @@
+"""Recorded kernels do what the ops did, for up to as many rows, and nothing is left out silently."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from quire_kernels import NotRecordableError, add_rms_norm, cpu, linear, pack_linear, record
+from quire_kernels.linear import LinearWeight
+
+ROWS, SIZE = 8, 64
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    if cpu.library() is None:
+        pytest.skip(cpu.status().reason)
+    with torch.inference_mode():
+        yield
+
+
+class Block:
+    """Some ops in a row, over a residual stream."""
+
+    def __init__(self, dtype: torch.dtype, quantize: bool) -> None:
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(2 * SIZE, SIZE, True), (SIZE, SIZE, False)]
+        self.weights: list[LinearWeight] = [
+            pack_linear(torch.randn(n, k, generator=generator).to(dtype), quantize=quantize, gated=gated)
+            for n, k, gated in shapes
+        ]
+        self.norm = torch.rand(SIZE, generator=generator).to(dtype)
+
+    def __call__(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            hidden = linear(add_rms_norm(hidden, residual, self.norm, 1e-5), weight)
+        return hidden
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantize"), [(torch.bfloat16, False), (torch.float32, False), (torch.bfloat16, True)]
+)
+def test_a_recording_computes_what_the_ops_do(dtype: torch.dtype, quantize: bool) -> None:
+    block = Block(dtype, quantize)
+    hidden, residual = torch.empty(ROWS, SIZE, dtype=dtype), torch.empty(ROWS, SIZE, dtype=dtype)
+    with record(ROWS) as recording:
+        out = block(hidden, residual)
+    for rows in (1, ROWS, 3, 3, 1):
+        given, expected_residual = torch.randn(rows, SIZE).to(dtype), torch.randn(rows, SIZE).to(dtype)
+        hidden[:rows], residual[:rows] = given, expected_residual
+        expected = block(given, expected_residual)
+        recording.run(rows)
+        assert torch.equal(out[:rows], expected)
+        assert torch.equal(residual[:rows], expected_residual)
+
+
+def test_nothing_runs_while_it_is_recorded() -> None:
+    block = Block(torch.float32, quantize=False)
+    hidden, residual = torch.zeros(ROWS, SIZE), torch.ones(ROWS, SIZE)
+    with record(ROWS):
+        block(hidden, residual)
+    assert torch.equal(residual, torch.ones(ROWS, SIZE))
+
+
+def test_what_torch_computes_is_not_left_out_silently() -> None:
+    x = torch.ones(ROWS, SIZE)
+    with pytest.raises(NotRecordableError, match=r"aten\.add.* cannot be recorded"), record(ROWS):
+        x + x
+    with pytest.raises(NotRecordableError, match="cannot be recorded"), record(ROWS):
+        add_rms_norm(x.T, torch.ones(SIZE, ROWS), torch.ones(ROWS), 1e-5)  # a copy without gaps
+    assert torch.equal(x + x, torch.full((ROWS, SIZE), 2.0)), "a recording that failed is over"
+
+
+def test_all_calls_have_the_rows_of_the_recording() -> None:
+    weight, x = pack_linear(torch.ones(32, SIZE)), torch.ones(3, SIZE)
+    with pytest.raises(NotRecordableError, match=f"_LinearCall of 3 rows in a recording of {ROWS}"), record(ROWS):
+        linear(x, weight)
