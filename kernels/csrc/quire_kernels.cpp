@@ -70,27 +70,30 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 
-std::string size(const char* name, size_t bytes) { return std::string(" ") + name + "=" + std::to_string(bytes); }
+std::string item(const char* name, size_t value) { return std::string(" ") + name + "=" + std::to_string(value); }
 
 std::string layout() {
-  return std::to_string(VERSION) + size("ActivationCall", sizeof(ActivationCall)) +
-         size("AttentionCall", sizeof(AttentionCall)) +
-         size("BitmaskCall", sizeof(BitmaskCall)) +
-         size("EmbeddingCall", sizeof(EmbeddingCall)) +
-         size("LinearCall", sizeof(LinearCall)) +
-         size("NoiseCall", sizeof(NoiseCall)) +
-         size("NormCall", sizeof(NormCall)) +
-         size("PlanCall", sizeof(PlanCall)) +
-         size("QuantizeCall", sizeof(QuantizeCall)) +
-         size("RopeCall", sizeof(RopeCall)) +
-         size("SampleCall", sizeof(SampleCall));
+  return std::to_string(VERSION) + item("PANEL", PANEL) + item("HEAD_SIZE_STEP", HEAD_SIZE_STEP) +
+         item("MAX_HEAD_SIZE", MAX_HEAD_SIZE) +
+         item("ActivationCall", sizeof(ActivationCall)) +
+         item("AttentionCall", sizeof(AttentionCall)) +
+         item("AttentionPlan", sizeof(AttentionPlan)) +
+         item("BitmaskCall", sizeof(BitmaskCall)) +
+         item("EmbeddingCall", sizeof(EmbeddingCall)) +
+         item("LinearCall", sizeof(LinearCall)) +
+         item("NoiseCall", sizeof(NoiseCall)) +
+         item("NormCall", sizeof(NormCall)) +
+         item("PlanCall", sizeof(PlanCall)) +
+         item("QuantizeCall", sizeof(QuantizeCall)) +
+         item("RopeCall", sizeof(RopeCall)) +
+         item("SampleCall", sizeof(SampleCall));
 }
 
 }  // namespace
 
 extern "C" {
 
-// What the caller has to agree with before it calls anything else: the version, and the sizes of all structures.
+// What the caller has to agree with before it calls anything else: version, constants, and sizes of all structures.
 QUIRE_API const char* quire_layout() {
   static const std::string text = layout();
   return text.c_str();

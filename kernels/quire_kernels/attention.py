@@ -39,6 +39,17 @@ class _PlanCall(Call):
     )
 
 
+class _AttentionPlan(Call):
+    """`AttentionPlan` of kernels/csrc/calls.h."""
+
+    _fields_ = (
+        ("items", ctypes.c_int64),
+        ("bundles", ctypes.c_int64),
+        ("merges", ctypes.c_int64),
+        ("partials", ctypes.c_int64),
+    )
+
+
 class _AttentionCall(Call):
     """`AttentionCall` of kernels/csrc/calls.h."""
 
@@ -64,8 +75,6 @@ class _AttentionCall(Call):
     )
 
 
-PLAN_HEADER_LEN = 4
-"""int64 numbers of a plan before its items; the last one is the number of rows of partial results."""
 PLAN_CAPACITY = 1 << 14
 """Bytes of a plan that are tried first: enough for some 600 items."""
 
@@ -77,7 +86,7 @@ class AttentionPlan:
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     data: torch.Tensor
-    """`AttentionPlan` of kernels/csrc/calls.h."""
+    """`AttentionPlan` of kernels/csrc/calls.h, and what follows it."""
     partials: torch.Tensor
     """Where threads that share a sequence leave their parts: float32."""
 
@@ -115,8 +124,7 @@ def plan_attention(
         data = torch.empty(-(-num_bytes // 8), dtype=torch.int64)
         call.plan, call.capacity = data.data_ptr(), num_bytes
         num_bytes = handle.quire_plan_attention(ctypes.byref(call))
-    num_partials = int(data[PLAN_HEADER_LEN - 1])
-    partials = torch.empty(num_partials * (head_size + 2), dtype=torch.float32)
+    partials = torch.empty(_AttentionPlan.from_address(data.data_ptr()).partials, dtype=torch.float32)
     return AttentionPlan(query_start_loc, seq_lens, data, partials)
 
 

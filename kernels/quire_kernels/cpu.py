@@ -20,8 +20,13 @@ from pathlib import Path
 import torch
 
 __all__ = [
+    "FLOATS",
+    "GROUPS",
+    "HEAD_SIZE_STEP",
     "INSTRUCTION_SETS",
     "KERNELS_VARIABLE",
+    "MAX_HEAD_SIZE",
+    "PANEL",
     "Call",
     "KernelStatus",
     "library",
@@ -38,14 +43,21 @@ LIBRARY_NAME = "_cpu"
 MEND = "install g++, then quire again (CXX=g++ pip install …)"
 """Of a library that is not there."""
 
+FLOATS = (torch.float32, torch.bfloat16)
+"""What the kernels compute with."""
+GROUPS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
+"""`LinearKind` of kernels/csrc/calls.h: how many elements fill 32 bits, the least that a dot product takes at once."""
 
-VERSION = 1
-"""Of the interface, as in kernels/csrc/calls.h."""
+# The constants of kernels/csrc/calls.h, where they are explained.
+VERSION = 2
+PANEL = 32
+HEAD_SIZE_STEP = 16
+MAX_HEAD_SIZE = 1024
 
 
 class Call(ctypes.Structure):
-    """What a kernel is called with: each subclass mirrors the structure of its name (but for a leading underscore) in
-    kernels/csrc/calls.h, field by field."""
+    """What a kernel is called with, or leaves behind: each subclass mirrors the structure of its name (but for a
+    leading underscore) in kernels/csrc/calls.h, field by field."""
 
 
 class KernelStatus:
@@ -97,9 +109,11 @@ def _layout_of(handle: ctypes.CDLL) -> str:
 
 
 def _layout() -> str:
-    """Version of the interface and size of each structure: a library that says otherwise would read wild memory."""
+    """Version and constants of the interface and size of each structure: a library that says otherwise would read wild
+    memory."""
+    constants = f"PANEL={PANEL}", f"HEAD_SIZE_STEP={HEAD_SIZE_STEP}", f"MAX_HEAD_SIZE={MAX_HEAD_SIZE}"
     sizes = (f"{call.__name__.lstrip('_')}={ctypes.sizeof(call)}" for call in Call.__subclasses__())
-    return " ".join([str(VERSION), *sorted(sizes)])
+    return " ".join([str(VERSION), *constants, *sorted(sizes)])
 
 
 def _missing(wanted: str, reason: str) -> KernelStatus:
@@ -121,7 +135,7 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
 def library_for(*tensors: torch.Tensor) -> ctypes.CDLL | None:
     """The library, if it computes with these tensors: all float32 or all bfloat16, and on the CPU."""
     dtype = tensors[0].dtype
-    if dtype not in (torch.float32, torch.bfloat16):
+    if dtype not in FLOATS:
         return None
     for tensor in tensors:
         if tensor.dtype != dtype or tensor.device.type != "cpu":

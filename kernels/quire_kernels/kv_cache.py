@@ -7,23 +7,18 @@ numbers (float32), drawn in `kernels/csrc/attention.inc`; elsewhere they lie as 
 
 import torch
 
-from quire_kernels.cpu import library
+from quire_kernels.cpu import FLOATS, GROUPS, HEAD_SIZE_STEP, MAX_HEAD_SIZE, library
 
-__all__ = ["GROUPS", "MAX_HEAD_SIZE", "is_tiled", "natural_key_order", "natural_value_order", "write_kv_cache"]
-
-GROUPS = {torch.bfloat16: 2, torch.float32: 1}
-"""Elements that fill 32 bits."""
-HEAD_SIZE_STEP = 16
-MAX_HEAD_SIZE = 1024
+__all__ = ["is_tiled", "natural_key_order", "natural_value_order", "write_kv_cache"]
 
 
 def is_tiled(cache_NKBD: torch.Tensor) -> bool:
     """Whether the C++ kernels use a cache of this type and shape. It holds for all caches of a process."""
     block_size, head_size = cache_NKBD.shape[2:]
-    group = GROUPS.get(cache_NKBD.dtype)
-    if group is None or cache_NKBD.device.type != "cpu" or library() is None:
+    dtype = cache_NKBD.dtype
+    if dtype not in FLOATS or cache_NKBD.device.type != "cpu" or library() is None:
         return False
-    return block_size % group == 0 and head_size % HEAD_SIZE_STEP == 0 and head_size <= MAX_HEAD_SIZE
+    return block_size % GROUPS[dtype] == 0 and head_size % HEAD_SIZE_STEP == 0 and head_size <= MAX_HEAD_SIZE
 
 
 def natural_key_order(cache_NKBD: torch.Tensor) -> torch.Tensor:

@@ -16,15 +16,12 @@ import torch
 import torch.nn.functional as F
 
 from quire_kernels.activation import silu_and_mul
-from quire_kernels.cpu import Call, library, library_for, pointer, with_dense_rows
+from quire_kernels.cpu import FLOATS, GROUPS, PANEL, Call, library, library_for, pointer, with_dense_rows
 
 __all__ = ["LinearWeight", "linear", "pack_linear", "quantize_per_token"]
 
-PANEL = 32
 BAND = 32 * PANEL
 """Rows that are packed at a time, so that temporaries are small beside the weight."""
-_GROUPS = {torch.bfloat16: 2, torch.float32: 1, torch.int8: 4}
-_KINDS = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}
 
 
 class _LinearCall(Call):
@@ -112,8 +109,8 @@ def pack_linear(
     if quantize and scales is None:
         weight_NK, scales = _quantize_weight(weight_NK)
     out_features, in_features = weight_NK.shape
-    group = _GROUPS.get(weight_NK.dtype)
-    if library() is None or weight_NK.device.type != "cpu" or dtype not in _KINDS or not group or in_features % group:
+    group = GROUPS.get(weight_NK.dtype)
+    if library() is None or weight_NK.device.type != "cpu" or dtype not in FLOATS or not group or in_features % group:
         return LinearWeight(out_features, in_features, gated, dtype, weight_NK, bias_N, scales, None, None)
 
     rows = _panel_rows(out_features, gated)
@@ -133,7 +130,7 @@ def pack_linear(
         weight_offsets=pointer(offsets),
         in_features=in_features,
         out_features=out_features,
-        kind=_KINDS[weight_NK.dtype],
+        kind=group,
         silu_and_mul=gated,
     )
     return LinearWeight(out_features, in_features, gated, dtype, packed, bias, packed_scales, offsets, call)
