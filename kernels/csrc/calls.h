@@ -163,14 +163,6 @@ struct SampleCall {
   int32_t is_float;
 };
 
-struct NoiseCall {
-  const int64_t* seeds;
-  const int64_t* positions;
-  float* out;  // [rows, vocab_size], without gaps
-  int64_t rows;
-  int64_t vocab_size;
-};
-
 struct BitmaskCall {
   float* logits;           // [any, vocab_size]
   int64_t logits_stride;

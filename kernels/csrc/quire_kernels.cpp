@@ -34,7 +34,6 @@ struct Kernels {
   void (*quantize_per_token)(const QuantizeCall&);
   void (*embedding)(const EmbeddingCall&);
   void (*sample)(const SampleCall&);
-  void (*gumbel_noise)(const NoiseCall&);
   void (*apply_bitmask)(const BitmaskCall&);
 };
 
@@ -81,7 +80,6 @@ std::string layout() {
          item("BitmaskCall", sizeof(BitmaskCall)) +
          item("EmbeddingCall", sizeof(EmbeddingCall)) +
          item("LinearCall", sizeof(LinearCall)) +
-         item("NoiseCall", sizeof(NoiseCall)) +
          item("NormCall", sizeof(NormCall)) +
          item("PlanCall", sizeof(PlanCall)) +
          item("QuantizeCall", sizeof(QuantizeCall)) +
@@ -126,6 +124,5 @@ QUIRE_API void quire_silu_and_mul(const ActivationCall* call) { kernels.silu_and
 QUIRE_API void quire_quantize_per_token(const QuantizeCall* call) { kernels.quantize_per_token(*call); }
 QUIRE_API void quire_embedding(const EmbeddingCall* call) { kernels.embedding(*call); }
 QUIRE_API void quire_sample(const SampleCall* call) { kernels.sample(*call); }
-QUIRE_API void quire_gumbel_noise(const NoiseCall* call) { kernels.gumbel_noise(*call); }
 QUIRE_API void quire_apply_bitmask(const BitmaskCall* call) { kernels.apply_bitmask(*call); }
 }

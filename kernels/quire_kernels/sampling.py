@@ -28,7 +28,7 @@ import torch
 
 from quire_kernels.cpu import Call, library, library_for, pointer, with_dense_rows
 
-__all__ = ["argmax", "gumbel_noise", "sample"]
+__all__ = ["argmax", "sample"]
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -53,18 +53,6 @@ class _SampleCall(Call):
         ("rows", ctypes.c_int64),
         ("vocab_size", ctypes.c_int64),
         ("is_float", ctypes.c_int32),
-    )
-
-
-class _NoiseCall(Call):
-    """`NoiseCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("seeds", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("vocab_size", ctypes.c_int64),
     )
 
 
@@ -192,28 +180,8 @@ def _apply_top_k_top_p(logits_SV: torch.Tensor, top_k: torch.Tensor, top_p: torc
     return logits_SV.masked_fill(logits_SV < torch.maximum(threshold, nucleus), float("-inf"))
 
 
-def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Gumbel noise for every token id of each row.
-
-    Args:
-        seeds: [S] int64, the 64 bits of each row's seed.
-        positions: [S] int64 below 2**32, the position in the sequence that the row's token will take.
-        vocab_size: V.
-
-    Returns:
-        [S, V] float32, finite.
-    """
-    handle = library()
-    if handle is None or seeds.device.type != "cpu":
-        return _gumbel_noise_torch(seeds, positions, vocab_size)
-    seeds, positions = seeds.contiguous(), positions.contiguous()
-    noise_SV = torch.empty(len(seeds), vocab_size, dtype=torch.float32)
-    call = _NoiseCall(seeds.data_ptr(), positions.data_ptr(), noise_SV.data_ptr(), len(seeds), vocab_size)
-    handle.quire_gumbel_noise(ctypes.byref(call))
-    return noise_SV
-
-
 def _gumbel_noise_torch(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """[S, V] float32, finite: Gumbel noise for every token id of each row."""
     num_counters = -(-vocab_size // 4)
     rows = max(1, _CHUNK // num_counters)
     uniform_SV = torch.empty(len(seeds), vocab_size, dtype=torch.float32, device=seeds.device)
