@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from quire_kernels.cpu import Call, library, pointer
-from quire_kernels.kv_cache import is_tiled, natural_key_order, natural_value_order
+from quire_kernels.cpu import Call, check_tensor, library, pointer, with_dense_heads, with_dense_rows
+from quire_kernels.kv_cache import check_caches, is_tiled, natural_key_order, natural_value_order
 
 __all__ = ["AttentionPlan", "paged_attention", "plan_attention"]
 
@@ -89,6 +89,9 @@ class AttentionPlan:
     """`AttentionPlan` of kernels/csrc/calls.h, and what follows it."""
     partials: torch.Tensor
     """Where threads that share a sequence leave their parts: float32."""
+    num_tokens: int
+    shape: tuple[int, int, int, int]
+    """Query heads, key/value heads, tokens per block, head size: what the plan holds for."""
 
 
 def plan_attention(
@@ -104,16 +107,25 @@ def plan_attention(
 
     Returns:
         What `paged_attention` is to be given; None where it has no use for it.
+
+    Raises:
+        TypeError: a tensor is not int64.
+        ValueError: the tensors' lengths do not go together, or the number of heads with that of the key cache.
     """
     handle = library()
     if handle is None or not is_tiled(key_cache_NKBD):
         return None
     query_start_loc, seq_lens = query_start_loc.contiguous(), seq_lens.contiguous()
     _, num_kv_heads, block_size, head_size = key_cache_NKBD.shape
+    num_seqs = seq_lens.numel()
+    check_tensor("seq_lens", seq_lens, torch.int64, num_seqs)
+    check_tensor("query_start_loc", query_start_loc, torch.int64, num_seqs + 1)
+    if num_heads % num_kv_heads:
+        raise ValueError(f"there are {num_heads} query heads; they must be a multiple of the {num_kv_heads} key heads")
     call = _PlanCall(
         query_start_loc=query_start_loc.data_ptr(),
         seq_lens=seq_lens.data_ptr(),
-        sequences=len(seq_lens),
+        sequences=num_seqs,
         heads=num_heads,
         kv_heads=num_kv_heads,
         head_size=head_size,
@@ -125,7 +137,8 @@ def plan_attention(
         call.plan, call.capacity = data.data_ptr(), num_bytes
         num_bytes = handle.quire_plan_attention(ctypes.byref(call))
     partials = torch.empty(_AttentionPlan.from_address(data.data_ptr()).partials, dtype=torch.float32)
-    return AttentionPlan(query_start_loc, seq_lens, data, partials)
+    shape = (num_heads, num_kv_heads, block_size, head_size)
+    return AttentionPlan(query_start_loc, seq_lens, data, partials, int(query_start_loc[-1]), shape)
 
 
 def paged_attention(
@@ -152,6 +165,10 @@ def paged_attention(
 
     Returns:
         [T, H, D], in the queries' dtype.
+
+    Raises:
+        TypeError: a tensor's dtype is another one, or not all are on one device.
+        ValueError: a tensor's shape does not go with the others, or with those that the plan was made for.
     """
     if is_tiled(key_cache_NKBD) and query_THD.dtype == key_cache_NKBD.dtype == value_cache_NKBD.dtype:
         plan = plan or plan_attention(query_start_loc, seq_lens, query_THD.shape[1], key_cache_NKBD)
@@ -184,15 +201,29 @@ def _attend_cpu(
 ) -> torch.Tensor:
     """Each row's result is one chain of operations in the order of its keys: it does not depend on the batch, on how a
     prompt was cut into chunks, nor on the number of threads, to the last bit."""
-    query_THD = query_THD if query_THD.stride(-1) == 1 else query_THD.contiguous()
-    block_table_SM = block_table_SM if block_table_SM.stride(-1) == 1 else block_table_SM.contiguous()
+    query_THD, token_stride, head_stride = with_dense_heads(query_THD)
+    block_table_SM = with_dense_rows(block_table_SM)
     num_tokens, num_heads, head_size = query_THD.shape
-    _, num_kv_heads, block_size, _ = key_cache_NKBD.shape
+    _, num_kv_heads, block_size, cache_head_size = key_cache_NKBD.shape
+    check_caches(key_cache_NKBD, value_cache_NKBD)
+    shape = (num_heads, num_kv_heads, block_size, cache_head_size)
+    if plan.shape != shape or head_size != cache_head_size or plan.num_tokens != num_tokens:
+        raise ValueError(
+            f"queries are {list(query_THD.shape)}, keys {list(key_cache_NKBD.shape)}; the plan is for "
+            f"{plan.num_tokens} tokens, and for heads, key heads, block size and head size of {list(plan.shape)}"
+        )
+    if block_table_SM.dtype is not torch.int64 or not (block_table_SM.is_cpu and query_THD.is_cpu):
+        raise TypeError(
+            f"block_table_SM is {block_table_SM.dtype}; it must be torch.int64, and on the CPU like queries"
+        )
+    num_seqs = plan.seq_lens.numel()
+    if block_table_SM.shape[0] < num_seqs:
+        raise ValueError(f"block_table_SM has {block_table_SM.shape[0]} rows; there are {num_seqs} sequences")
     out_THD = query_THD.new_empty(num_tokens, num_heads, head_size)
     call = _AttentionCall(
         query=query_THD.data_ptr(),
-        query_token_stride=query_THD.stride(0),
-        query_head_stride=query_THD.stride(1),
+        query_token_stride=token_stride,
+        query_head_stride=head_stride,
         key_cache=key_cache_NKBD.data_ptr(),
         value_cache=value_cache_NKBD.data_ptr(),
         out=out_THD.data_ptr(),

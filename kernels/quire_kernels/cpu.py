@@ -29,10 +29,12 @@ __all__ = [
     "PANEL",
     "Call",
     "KernelStatus",
+    "check_tensor",
     "library",
     "library_for",
     "pointer",
     "status",
+    "with_dense_heads",
     "with_dense_rows",
 ]
 
@@ -132,17 +134,48 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> None:
+    """Refuse an argument of which a kernel would read or write something else than is there.
+
+    Raises:
+        TypeError: it is of another dtype, or not on the CPU.
+        ValueError: it is of another shape, or there are gaps between its elements.
+    """
+    if tensor.dtype is not dtype or not tensor.is_cpu:
+        raise TypeError(f"{name} is {tensor.dtype} on {tensor.device}; it must be {dtype} on the CPU")
+    if tensor.shape != shape or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} has shape {list(tensor.shape)} and strides {list(tensor.stride())}; it must be {list(shape)}, "
+            "without gaps"
+        )
+
+
 def library_for(*tensors: torch.Tensor) -> ctypes.CDLL | None:
     """The library, if it computes with these tensors: all float32 or all bfloat16, and on the CPU."""
     dtype = tensors[0].dtype
     if dtype not in FLOATS:
         return None
     for tensor in tensors:
-        if tensor.dtype != dtype or tensor.device.type != "cpu":
+        if tensor.dtype != dtype or not tensor.is_cpu:
             return None
     return library()
 
 
 def with_dense_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix itself, unless the elements of a row have gaps between them."""
+    """The matrix itself, unless the elements of a row have gaps between them.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if matrix.dim() != 2:
+        raise ValueError(f"a tensor of shape {list(matrix.shape)} is given; it must have two dimensions")
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def with_dense_heads(x_THD: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """The tensor itself, unless the elements of a head have gaps between them; and its strides of tokens and heads."""
+    token_stride, head_stride, stride = x_THD.stride()
+    if stride != 1:
+        x_THD = x_THD.contiguous()
+        token_stride, head_stride, _ = x_THD.stride()
+    return x_THD, token_stride, head_stride
