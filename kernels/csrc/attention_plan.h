@@ -39,6 +39,9 @@ struct KeyOrder {
 constexpr int64_t CHUNK = 256;
 constexpr int64_t SEGMENT = 2 * CHUNK;
 
+// A row of partial results: its sums, its maximum and the sum of its weights.
+inline int64_t partial_floats(int64_t head_size) { return head_size + 2; }
+
 inline int64_t segments_of(const KeyOrder& order, int64_t keys) {
   return order.vector_of(keys - 1) / (SEGMENT / order.width) + 1;
 }
@@ -136,6 +139,7 @@ inline int64_t plan_attention(const PlanCall& call, const AttentionTile& tile) {
   plan.items = static_cast<int64_t>(items.size());
   plan.bundles = static_cast<int64_t>(ends.size());
   plan.merges = static_cast<int64_t>(merges.size());
+  plan.partials *= partial_floats(call.head_size);  // counted in rows so far
   const size_t item_bytes = sizeof(AttentionItem);
   const size_t bytes = sizeof(plan) + (items.size() + merges.size()) * item_bytes + ends.size() * sizeof(int32_t);
   if (static_cast<int64_t>(bytes) > call.capacity) return static_cast<int64_t>(bytes);

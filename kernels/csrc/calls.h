@@ -2,9 +2,14 @@
 #pragma once
 #include <cstdint>
 
-constexpr int VERSION = 2;  // of this interface, as in quire_kernels/cpu.py: raise both when a field changes its meaning
+// As in quire_kernels/cpu.py, which uses no library that has others.
+constexpr int VERSION = 2;  // of this interface: to be raised when a field changes its meaning
+constexpr int PANEL = 32;   // output features of a packed weight that lie together
+constexpr int64_t HEAD_SIZE_STEP = 16;
+constexpr int64_t MAX_HEAD_SIZE = 1024;
 
-enum LinearKind : int32_t { LINEAR_BF16 = 0, LINEAR_FLOAT32 = 1, LINEAR_INT8 = 2 };
+// How many numbers of a weight fill 32 bits, which says what they are.
+enum LinearKind : int32_t { LINEAR_FLOAT32 = 1, LINEAR_BF16 = 2, LINEAR_INT8 = 4 };
 
 struct LinearCall {
   const void* x;                  // [rows, in_features], bfloat16, float32 or uint8; readable up to a whole group
@@ -65,7 +70,7 @@ struct AttentionPlan {
   int64_t items;
   int64_t bundles;   // what one thread takes at a time
   int64_t merges;    // items whose segments were computed by several threads
-  int64_t partials;  // rows of partial results
+  int64_t partials;  // float32 numbers of partial results
 };
 
 struct PlanCall {
@@ -87,7 +92,7 @@ struct AttentionStep {
   const int64_t* query_start_loc;  // [sequences + 1]
   const int64_t* seq_lens;         // [sequences]
   const void* plan;                // AttentionPlan and what follows it
-  float* partials;                 // [plan.partials, head_size + 2]
+  float* partials;                 // [plan.partials]
 };
 
 struct AttentionCall {
@@ -161,14 +166,6 @@ struct SampleCall {
   int64_t rows;
   int64_t vocab_size;
   int32_t is_float;
-};
-
-struct NoiseCall {
-  const int64_t* seeds;
-  const int64_t* positions;
-  float* out;  // [rows, vocab_size], without gaps
-  int64_t rows;
-  int64_t vocab_size;
 };
 
 struct BitmaskCall {

@@ -34,7 +34,6 @@ struct Kernels {
   void (*quantize_per_token)(const QuantizeCall&);
   void (*embedding)(const EmbeddingCall&);
   void (*sample)(const SampleCall&);
-  void (*gumbel_noise)(const NoiseCall&);
   void (*apply_bitmask)(const BitmaskCall&);
 };
 
@@ -70,29 +69,31 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 
-std::string size(const char* name, size_t bytes) { return std::string(" ") + name + "=" + std::to_string(bytes); }
+std::string item(const char* name, size_t value) { return std::string(" ") + name + "=" + std::to_string(value); }
 
 std::string layout() {
-  return std::to_string(VERSION) + size("ActivationCall", sizeof(ActivationCall)) +
-         size("AttentionCall", sizeof(AttentionCall)) +
-         size("AttentionStep", sizeof(AttentionStep)) +
-         size("BitmaskCall", sizeof(BitmaskCall)) +
-         size("EmbeddingCall", sizeof(EmbeddingCall)) +
-         size("LinearCall", sizeof(LinearCall)) +
-         size("NoiseCall", sizeof(NoiseCall)) +
-         size("NormCall", sizeof(NormCall)) +
-         size("PlanCall", sizeof(PlanCall)) +
-         size("QuantizeCall", sizeof(QuantizeCall)) +
-         size("RecordedCall", sizeof(RecordedCall)) +
-         size("RopeCall", sizeof(RopeCall)) +
-         size("SampleCall", sizeof(SampleCall));
+  return std::to_string(VERSION) + item("PANEL", PANEL) + item("HEAD_SIZE_STEP", HEAD_SIZE_STEP) +
+         item("MAX_HEAD_SIZE", MAX_HEAD_SIZE) +
+         item("ActivationCall", sizeof(ActivationCall)) +
+         item("AttentionCall", sizeof(AttentionCall)) +
+         item("AttentionPlan", sizeof(AttentionPlan)) +
+         item("AttentionStep", sizeof(AttentionStep)) +
+         item("BitmaskCall", sizeof(BitmaskCall)) +
+         item("EmbeddingCall", sizeof(EmbeddingCall)) +
+         item("LinearCall", sizeof(LinearCall)) +
+         item("NormCall", sizeof(NormCall)) +
+         item("PlanCall", sizeof(PlanCall)) +
+         item("QuantizeCall", sizeof(QuantizeCall)) +
+         item("RecordedCall", sizeof(RecordedCall)) +
+         item("RopeCall", sizeof(RopeCall)) +
+         item("SampleCall", sizeof(SampleCall));
 }
 
 }  // namespace
 
 extern "C" {
 
-// What the caller has to agree with before it calls anything else: the version, and the sizes of all structures.
+// What the caller has to agree with before it calls anything else: version, constants, and sizes of all structures.
 QUIRE_API const char* quire_layout() {
   static const std::string text = layout();
   return text.c_str();
@@ -134,6 +135,5 @@ QUIRE_API void quire_silu_and_mul(const ActivationCall* call) { kernels.silu_and
 QUIRE_API void quire_quantize_per_token(const QuantizeCall* call) { kernels.quantize_per_token(*call); }
 QUIRE_API void quire_embedding(const EmbeddingCall* call) { kernels.embedding(*call); }
 QUIRE_API void quire_sample(const SampleCall* call) { kernels.sample(*call); }
-QUIRE_API void quire_gumbel_noise(const NoiseCall* call) { kernels.gumbel_noise(*call); }
 QUIRE_API void quire_apply_bitmask(const BitmaskCall* call) { kernels.apply_bitmask(*call); }
 }

@@ -275,6 +275,15 @@ QUIRE_INLINE Floats load(const uint16_t* p) { return load_bf16(p); }
 QUIRE_INLINE Floats load_first(const uint16_t* p, int count) { return load_bf16_first(p, count); }
 QUIRE_INLINE void store(uint16_t* p, Floats x) { store_bf16(p, x); }
 QUIRE_INLINE void store_first(uint16_t* p, Floats x, int count) { store_bf16_first(p, x, count); }
+// The same of a row that has `count` elements left, be they more than WIDTH or less.
+template <typename Element>
+QUIRE_INLINE Floats load_up_to(const Element* p, int64_t count) {
+  return count >= WIDTH ? load(p) : load_first(p, static_cast<int>(count));
+}
+template <typename Element>
+QUIRE_INLINE void store_up_to(Element* p, Floats x, int64_t count) {
+  count >= WIDTH ? store(p, x) : store_first(p, x, static_cast<int>(count));
+}
 
 // Adds up lanes that lie in 0 … 1 without any rounding: each is first rounded to a multiple of 2^-33, which is what a
 // float64 between 2^19 and 2^20 can hold, so up to 2^20 of them have one sum, in whatever order they come.

@@ -15,7 +15,7 @@ from quire_kernels.layernorm import add_rms_norm, rms_norm
 from quire_kernels.linear import LinearWeight, linear, pack_linear
 from quire_kernels.recording import NotRecordableError, Recording, record
 from quire_kernels.rope import rope_and_cache
-from quire_kernels.sampling import argmax, gumbel_noise, sample
+from quire_kernels.sampling import argmax, sample
 from quire_kernels.token_bitmask import apply_token_bitmask
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "apply_token_bitmask",
     "argmax",
     "embedding",
-    "gumbel_noise",
     "linear",
     "pack_linear",
     "paged_attention",

@@ -31,13 +31,19 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
     Returns:
         [T, I].
+
+    Raises:
+        ValueError: the halves are not alike.
     """
     handle = library_for(gate_up)
     if handle is None:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
     gate_up = with_dense_rows(gate_up)
-    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    rows, width = gate_up.shape
+    if width % 2:
+        raise ValueError(f"gate_up has {width} columns; they must be two halves")
+    size = width // 2
     out = torch.empty(rows, size, dtype=gate_up.dtype)
     is_float = gate_up.dtype == torch.float32
     call = _ActivationCall(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, size, is_float)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from quire_kernels.cpu import Call, launch, library, with_dense_rows
-from quire_kernels.kv_cache import is_tiled, natural_key_order, natural_value_order
+from quire_kernels.cpu import Call, check_tensor, launch, library, with_dense_heads, with_dense_rows
+from quire_kernels.kv_cache import check_caches, is_tiled, natural_key_order, natural_value_order
 
 __all__ = ["AttentionPlan", "paged_attention", "plan_attention"]
 
@@ -36,6 +36,17 @@ class _PlanCall(Call):
         ("kv_heads", ctypes.c_int64),
         ("head_size", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
+    )
+
+
+class _AttentionPlan(Call):
+    """`AttentionPlan` of kernels/csrc/calls.h."""
+
+    _fields_ = (
+        ("items", ctypes.c_int64),
+        ("bundles", ctypes.c_int64),
+        ("merges", ctypes.c_int64),
+        ("partials", ctypes.c_int64),
     )
 
 
@@ -72,8 +83,6 @@ class _AttentionCall(Call):
     )
 
 
-PLAN_HEADER_LEN = 4
-"""int64 numbers of a plan before its items; the last one is the number of rows of partial results."""
 PLAN_CAPACITY = 1 << 14
 """Bytes of a plan that are tried first: enough for some 600 items."""
 
@@ -88,6 +97,9 @@ class AttentionPlan:
     """Where threads that share a sequence leave their parts: float32."""
     tensors: tuple[torch.Tensor, ...]
     """That `step` points to."""
+    num_tokens: int
+    shape: tuple[int, int, int, int]
+    """Query heads, key/value heads, tokens per block, head size: what the plan holds for."""
 
     def copy_(self, other: "AttentionPlan") -> None:
         """Become another plan, which is to be kept for as long, under the address that recorded calls know."""
@@ -112,6 +124,10 @@ def plan_attention(
 
     Returns:
         What `paged_attention` is to be given; None where it has no use for it.
+
+    Raises:
+        TypeError: a tensor is not int64.
+        ValueError: the tensors' lengths do not go together, or the number of heads with that of the key cache.
     """
     handle = library()
     if handle is None or not is_tiled(key_cache_NKBD):
@@ -119,10 +135,19 @@ def plan_attention(
     query_start_loc, seq_lens = query_start_loc.contiguous(), seq_lens.contiguous()
     block_table_SM = with_dense_rows(block_table_SM)
     _, num_kv_heads, block_size, head_size = key_cache_NKBD.shape
+    num_seqs = seq_lens.numel()
+    check_tensor("seq_lens", seq_lens, torch.int64, num_seqs)
+    check_tensor("query_start_loc", query_start_loc, torch.int64, num_seqs + 1)
+    if block_table_SM.dtype is not torch.int64 or not block_table_SM.is_cpu:
+        raise TypeError(f"block_table_SM is {block_table_SM.dtype}; it must be torch.int64, and on the CPU")
+    if block_table_SM.shape[0] < num_seqs:
+        raise ValueError(f"block_table_SM has {block_table_SM.shape[0]} rows; there are {num_seqs} sequences")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"there are {num_heads} query heads; they must be a multiple of the {num_kv_heads} key heads")
     call = _PlanCall(
         query_start_loc=query_start_loc.data_ptr(),
         seq_lens=seq_lens.data_ptr(),
-        sequences=len(seq_lens),
+        sequences=num_seqs,
         heads=num_heads,
         kv_heads=num_kv_heads,
         head_size=head_size,
@@ -133,8 +158,7 @@ def plan_attention(
         data = torch.empty(-(-num_bytes // 8), dtype=torch.int64)
         call.plan, call.capacity = data.data_ptr(), num_bytes
         num_bytes = handle.quire_plan_attention(ctypes.byref(call))
-    num_partials = int(data[PLAN_HEADER_LEN - 1])
-    partials = torch.empty(num_partials * (head_size + 2), dtype=torch.float32)
+    partials = torch.empty(_AttentionPlan.from_address(data.data_ptr()).partials, dtype=torch.float32)
     step = _AttentionStep(
         block_table=block_table_SM.data_ptr(),
         block_table_stride=block_table_SM.stride(0),
@@ -143,7 +167,9 @@ def plan_attention(
         plan=data.data_ptr(),
         partials=partials.data_ptr(),
     )
-    return AttentionPlan(step, partials, (block_table_SM, query_start_loc, seq_lens, data, partials))
+    tensors = (block_table_SM, query_start_loc, seq_lens, data, partials)
+    shape = (num_heads, num_kv_heads, block_size, head_size)
+    return AttentionPlan(step, partials, tensors, int(query_start_loc[-1]), shape)
 
 
 def paged_attention(
@@ -170,6 +196,10 @@ def paged_attention(
 
     Returns:
         [T, H, D], in the queries' dtype.
+
+    Raises:
+        TypeError: a tensor's dtype is another one, or not all are on one device.
+        ValueError: a tensor's shape does not go with the others, or with those that the plan was made for.
     """
     if is_tiled(key_cache_NKBD) and query_THD.dtype == key_cache_NKBD.dtype == value_cache_NKBD.dtype:
         plan = plan or plan_attention(block_table_SM, query_start_loc, seq_lens, query_THD.shape[1], key_cache_NKBD)
@@ -201,14 +231,21 @@ def _attend_cpu(
 ) -> torch.Tensor:
     """Each row's result is one chain of operations in the order of its keys: it does not depend on the batch, on how a
     prompt was cut into chunks, nor on the number of threads, to the last bit."""
-    query_THD = query_THD if query_THD.stride(-1) == 1 else query_THD.contiguous()
+    query_THD, token_stride, head_stride = with_dense_heads(query_THD)
     num_tokens, num_heads, head_size = query_THD.shape
-    _, num_kv_heads, block_size, _ = key_cache_NKBD.shape
+    _, num_kv_heads, block_size, cache_head_size = key_cache_NKBD.shape
+    check_caches(key_cache_NKBD, value_cache_NKBD)
+    shape = (num_heads, num_kv_heads, block_size, cache_head_size)
+    if plan.shape != shape or head_size != cache_head_size or plan.num_tokens != num_tokens:
+        raise ValueError(
+            f"queries are {list(query_THD.shape)}, keys {list(key_cache_NKBD.shape)}; the plan is for "
+            f"{plan.num_tokens} tokens, and for heads, key heads, block size and head size of {list(plan.shape)}"
+        )
     out_THD = query_THD.new_empty(num_tokens, num_heads, head_size)
     call = _AttentionCall(
         query=query_THD.data_ptr(),
-        query_token_stride=query_THD.stride(0),
-        query_head_stride=query_THD.stride(1),
+        query_token_stride=token_stride,
+        query_head_stride=head_stride,
         key_cache=key_cache_NKBD.data_ptr(),
         value_cache=value_cache_NKBD.data_ptr(),
         out=out_THD.data_ptr(),

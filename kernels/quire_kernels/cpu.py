@@ -24,12 +24,18 @@ from typing import Protocol, TypeAlias
 import torch
 
 __all__ = [
+    "FLOATS",
+    "GROUPS",
+    "HEAD_SIZE_STEP",
     "INSTRUCTION_SETS",
     "KERNELS_VARIABLE",
+    "MAX_HEAD_SIZE",
+    "PANEL",
     "Call",
     "Kernel",
     "KernelStatus",
     "Recorder",
+    "check_tensor",
     "get_num_threads",
     "launch",
     "library",
@@ -38,6 +44,7 @@ __all__ = [
     "recording_to",
     "set_num_threads",
     "status",
+    "with_dense_heads",
     "with_dense_rows",
 ]
 
@@ -48,9 +55,16 @@ LIBRARY_NAME = "_cpu"
 MEND = "install g++, then quire again (CXX=g++ pip install …)"
 """Of a library that is not there."""
 
+FLOATS = (torch.float32, torch.bfloat16)
+"""What the kernels compute with."""
+GROUPS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
+"""`LinearKind` of kernels/csrc/calls.h: how many elements fill 32 bits, the least that a dot product takes at once."""
 
+# The constants of kernels/csrc/calls.h, where they are explained.
 VERSION = 2
-"""Of the interface, as in kernels/csrc/calls.h."""
+PANEL = 32
+HEAD_SIZE_STEP = 16
+MAX_HEAD_SIZE = 1024
 
 
 Kernel: TypeAlias = Callable[..., None]
@@ -58,8 +72,8 @@ Kernel: TypeAlias = Callable[..., None]
 
 
 class Call(ctypes.Structure):
-    """What a kernel is called with: each subclass mirrors the structure of its name (but for a leading underscore) in
-    kernels/csrc/calls.h, field by field."""
+    """What a kernel is called with, or leaves behind: each subclass mirrors the structure of its name (but for a
+    leading underscore) in kernels/csrc/calls.h, field by field."""
 
 
 class Recorder(Protocol):
@@ -127,9 +141,11 @@ def _layout_of(handle: ctypes.CDLL) -> str:
 
 
 def _layout() -> str:
-    """Version of the interface and size of each structure: a library that says otherwise would read wild memory."""
+    """Version and constants of the interface and size of each structure: a library that says otherwise would read wild
+    memory."""
+    constants = f"PANEL={PANEL}", f"HEAD_SIZE_STEP={HEAD_SIZE_STEP}", f"MAX_HEAD_SIZE={MAX_HEAD_SIZE}"
     sizes = (f"{call.__name__.lstrip('_')}={ctypes.sizeof(call)}" for call in Call.__subclasses__())
-    return " ".join([str(VERSION), *sorted(sizes)])
+    return " ".join([str(VERSION), *constants, *sorted(sizes)])
 
 
 def _missing(wanted: str, reason: str) -> KernelStatus:
@@ -192,17 +208,48 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> None:
+    """Refuse an argument of which a kernel would read or write something else than is there.
+
+    Raises:
+        TypeError: it is of another dtype, or not on the CPU.
+        ValueError: it is of another shape, or there are gaps between its elements.
+    """
+    if tensor.dtype is not dtype or not tensor.is_cpu:
+        raise TypeError(f"{name} is {tensor.dtype} on {tensor.device}; it must be {dtype} on the CPU")
+    if tensor.shape != shape or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} has shape {list(tensor.shape)} and strides {list(tensor.stride())}; it must be {list(shape)}, "
+            "without gaps"
+        )
+
+
 def library_for(*tensors: torch.Tensor) -> ctypes.CDLL | None:
     """The library, if it computes with these tensors: all float32 or all bfloat16, and on the CPU."""
     dtype = tensors[0].dtype
-    if dtype not in (torch.float32, torch.bfloat16):
+    if dtype not in FLOATS:
         return None
     for tensor in tensors:
-        if tensor.dtype != dtype or tensor.device.type != "cpu":
+        if tensor.dtype != dtype or not tensor.is_cpu:
             return None
     return library()
 
 
 def with_dense_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix itself, unless the elements of a row have gaps between them."""
+    """The matrix itself, unless the elements of a row have gaps between them.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if matrix.dim() != 2:
+        raise ValueError(f"a tensor of shape {list(matrix.shape)} is given; it must have two dimensions")
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def with_dense_heads(x_THD: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """The tensor itself, unless the elements of a head have gaps between them; and its strides of tokens and heads."""
+    token_stride, head_stride, stride = x_THD.stride()
+    if stride != 1:
+        x_THD = x_THD.contiguous()
+        token_stride, head_stride, _ = x_THD.stride()
+    return x_THD, token_stride, head_stride

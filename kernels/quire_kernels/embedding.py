@@ -5,7 +5,7 @@ import ctypes
 import torch
 import torch.nn.functional as F
 
-from quire_kernels.cpu import Call, launch, library, pointer
+from quire_kernels.cpu import Call, check_tensor, launch, library, pointer
 from quire_kernels.linear import LinearWeight
 
 __all__ = ["embedding"]
@@ -38,12 +38,13 @@ def embedding(token_ids_T: torch.Tensor, weight: torch.Tensor | LinearWeight) ->
     if isinstance(weight, torch.Tensor):
         return F.embedding(token_ids_T, weight)  # a copy per row: nothing to gain, and torch has the shorter way to it
     if weight.call is None:
-        rows = F.embedding(token_ids_T, weight.data)
-        return rows if weight.scales is None else (rows * weight.scales[token_ids_T, None]).to(weight.dtype)
-    token_ids_T = token_ids_T.contiguous()
-    out = torch.empty(len(token_ids_T), weight.in_features, dtype=weight.dtype)
+        out = F.embedding(token_ids_T, weight.data)
+        return out if weight.scales is None else (out * weight.scales[token_ids_T, None]).to(weight.dtype)
+    token_ids_T, rows = token_ids_T.contiguous(), token_ids_T.numel()
+    check_tensor("token_ids_T", token_ids_T, torch.int64, rows)
+    out = torch.empty(rows, weight.in_features, dtype=weight.dtype)
     call = _EmbeddingCall(
-        token_ids_T.data_ptr(), weight.data.data_ptr(), pointer(weight.scales), out.data_ptr(), len(token_ids_T),
+        token_ids_T.data_ptr(), weight.data.data_ptr(), pointer(weight.scales), out.data_ptr(), rows,
         weight.in_features, weight.dtype == torch.float32,
     )  # fmt: skip
     handle = library()

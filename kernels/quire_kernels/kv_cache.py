@@ -7,23 +7,30 @@ numbers (float32), drawn in `kernels/csrc/attention.inc`; elsewhere they lie as 
 
 import torch
 
-from quire_kernels.cpu import library
+from quire_kernels.cpu import FLOATS, GROUPS, HEAD_SIZE_STEP, MAX_HEAD_SIZE, check_tensor, library
 
-__all__ = ["GROUPS", "MAX_HEAD_SIZE", "is_tiled", "natural_key_order", "natural_value_order", "write_kv_cache"]
-
-GROUPS = {torch.bfloat16: 2, torch.float32: 1}
-"""Elements that fill 32 bits."""
-HEAD_SIZE_STEP = 16
-MAX_HEAD_SIZE = 1024
+__all__ = ["check_caches", "is_tiled", "natural_key_order", "natural_value_order", "write_kv_cache"]
 
 
 def is_tiled(cache_NKBD: torch.Tensor) -> bool:
     """Whether the C++ kernels use a cache of this type and shape. It holds for all caches of a process."""
     block_size, head_size = cache_NKBD.shape[2:]
-    group = GROUPS.get(cache_NKBD.dtype)
-    if group is None or cache_NKBD.device.type != "cpu" or library() is None:
+    dtype = cache_NKBD.dtype
+    if dtype not in FLOATS or not cache_NKBD.is_cpu or library() is None:
         return False
-    return block_size % group == 0 and head_size % HEAD_SIZE_STEP == 0 and head_size <= MAX_HEAD_SIZE
+    return block_size % GROUPS[dtype] == 0 and head_size % HEAD_SIZE_STEP == 0 and head_size <= MAX_HEAD_SIZE
+
+
+def check_caches(key_cache_NKBD: torch.Tensor, value_cache_NKBD: torch.Tensor) -> None:
+    """Refuse a tiled key cache and a value cache that do not go together.
+
+    Raises:
+        TypeError: they are of different dtypes, or not both on the CPU.
+        ValueError: they are of different shapes, or have gaps.
+    """
+    if not key_cache_NKBD.is_contiguous():
+        raise ValueError(f"key_cache_NKBD has strides {list(key_cache_NKBD.stride())}; it must be without gaps")
+    check_tensor("value_cache_NKBD", value_cache_NKBD, key_cache_NKBD.dtype, *key_cache_NKBD.shape)
 
 
 def natural_key_order(cache_NKBD: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from quire_kernels.cpu import Call, launch, library_for, with_dense_rows
+from quire_kernels.cpu import Call, check_tensor, launch, library_for, with_dense_rows
 
 __all__ = ["add_rms_norm", "rms_norm"]
 
@@ -37,6 +37,7 @@ def rms_norm(hidden_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> tor
         return _rms_norm_torch(hidden_TE, weight_E, eps)
     hidden_TE = with_dense_rows(hidden_TE)
     rows, size = hidden_TE.shape
+    check_tensor("weight_E", weight_E, hidden_TE.dtype, size)
     out = torch.empty(rows, size, dtype=hidden_TE.dtype)
     call = _NormCall(
         hidden_TE.data_ptr(), hidden_TE.stride(0), None, 0, weight_E.data_ptr(), out.data_ptr(), rows, size, eps,
@@ -60,6 +61,11 @@ def add_rms_norm(
         return rms_norm(residual_TE, weight_E, eps)
     hidden_TE = with_dense_rows(hidden_TE)
     rows, size = hidden_TE.shape
+    if residual_TE.shape != hidden_TE.shape:
+        raise ValueError(
+            f"residual_TE has shape {list(residual_TE.shape)}; it must be that of hidden_TE, [{rows}, {size}]"
+        )
+    check_tensor("weight_E", weight_E, hidden_TE.dtype, size)
     out = torch.empty(rows, size, dtype=hidden_TE.dtype)
     call = _NormCall(
         hidden_TE.data_ptr(), hidden_TE.stride(0), residual_TE.data_ptr(), residual_TE.stride(0), weight_E.data_ptr(),

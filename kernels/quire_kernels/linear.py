@@ -16,15 +16,12 @@ import torch
 import torch.nn.functional as F
 
 from quire_kernels.activation import silu_and_mul
-from quire_kernels.cpu import Call, launch, library, library_for, pointer, with_dense_rows
+from quire_kernels.cpu import FLOATS, GROUPS, PANEL, Call, launch, library, library_for, pointer, with_dense_rows
 
 __all__ = ["LinearWeight", "linear", "pack_linear", "quantize_per_token"]
 
-PANEL = 32
 BAND = 32 * PANEL
 """Rows that are packed at a time, so that temporaries are small beside the weight."""
-_GROUPS = {torch.bfloat16: 2, torch.float32: 1, torch.int8: 4}
-_KINDS = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}
 
 
 class _LinearCall(Call):
@@ -106,14 +103,29 @@ def pack_linear(
         dtype: of activations, if it is not the weight's.
         quantize: to int8, symmetrically, with one scale per output feature.
         gated: the first half of N is the gate of the second half, and `linear` is to apply it.
+
+    Raises:
+        TypeError: the weight is int8 without scales, or has scales without being int8, or is of another dtype than
+            activations.
+        ValueError: bias or scales are not as many as the output features, or these are no two halves of a gated weight.
     """
     dtype = dtype or weight_NK.dtype
     scales = scales_N
     if quantize and scales is None:
         weight_NK, scales = _quantize_weight(weight_NK)
     out_features, in_features = weight_NK.shape
-    group = _GROUPS.get(weight_NK.dtype)
-    if library() is None or weight_NK.device.type != "cpu" or dtype not in _KINDS or not group or in_features % group:
+    for name, values in (("bias_N", bias_N), ("scales_N", scales)):
+        if values is not None and values.shape != (out_features,):
+            raise ValueError(f"{name} has shape {list(values.shape)}; it must be [{out_features}]")
+    if gated and out_features % 2:
+        raise ValueError(f"a gated weight has {out_features} output features; they must be two halves")
+    is_int8 = weight_NK.dtype == torch.int8
+    if is_int8 != (scales is not None):
+        raise TypeError(f"weight_NK is {weight_NK.dtype}, {'with' if scales is not None else 'without'} scales_N")
+    if not is_int8 and weight_NK.dtype != dtype:
+        raise TypeError(f"weight_NK is {weight_NK.dtype}; without scales it must be {dtype}, as activations are")
+    group = GROUPS.get(weight_NK.dtype)
+    if library() is None or weight_NK.device.type != "cpu" or dtype not in FLOATS or not group or in_features % group:
         return LinearWeight(out_features, in_features, gated, dtype, weight_NK, bias_N, scales, None, None)
 
     rows = _panel_rows(out_features, gated)
@@ -133,7 +145,7 @@ def pack_linear(
         weight_offsets=pointer(offsets),
         in_features=in_features,
         out_features=out_features,
-        kind=_KINDS[weight_NK.dtype],
+        kind=group,
         silu_and_mul=gated,
     )
     return LinearWeight(out_features, in_features, gated, dtype, packed, bias, packed_scales, offsets, call)
@@ -176,7 +188,9 @@ def linear(x_TK: torch.Tensor, weight: LinearWeight, out_dtype: torch.dtype | No
         out_dtype: the result's, if it is not that of `x_TK`; float32 keeps the sums as they were accumulated.
 
     Raises:
-        TypeError: the activations have another dtype than the weight was packed for.
+        TypeError: the activations have another dtype than the weight was packed for, or are elsewhere; or the result
+            is to be of a dtype that the kernels do not write.
+        ValueError: the activations have another size than the weight was packed for.
 
     Returns:
         [T, N], or [T, N / 2] for a gated weight.
@@ -185,11 +199,14 @@ def linear(x_TK: torch.Tensor, weight: LinearWeight, out_dtype: torch.dtype | No
     call = weight.call
     if call is None:
         return _linear_torch(x_TK, weight).to(out_dtype)
-    if x_TK.dtype != weight.dtype:
-        raise TypeError(f"activations are {x_TK.dtype}; the weight was packed for {weight.dtype}")
-    if x_TK.stride(1) != 1:
-        x_TK = x_TK.contiguous()
-    rows = x_TK.shape[0]
+    if x_TK.dtype is not weight.dtype or not x_TK.is_cpu:
+        raise TypeError(f"activations are {x_TK.dtype} on {x_TK.device}; the weight was packed for {weight.dtype}")
+    if out_dtype not in FLOATS:
+        raise TypeError(f"out_dtype is {out_dtype}; it must be one of {', '.join(map(str, FLOATS))}")
+    x_TK = with_dense_rows(x_TK)
+    rows, in_features = x_TK.shape
+    if in_features != weight.in_features:
+        raise ValueError(f"activations have {in_features} columns; the weight was packed for {weight.in_features}")
     columns = weight.out_features // 2 if weight.gated else weight.out_features
     out = torch.empty(rows, columns, dtype=out_dtype)
     if weight.is_quantized:

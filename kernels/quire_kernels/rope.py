@@ -7,8 +7,8 @@ import ctypes
 
 import torch
 
-from quire_kernels.cpu import Call, launch, library
-from quire_kernels.kv_cache import is_tiled, write_kv_cache
+from quire_kernels.cpu import Call, check_tensor, launch, library, with_dense_heads
+from quire_kernels.kv_cache import check_caches, is_tiled, write_kv_cache
 
 __all__ = ["rope_and_cache"]
 
@@ -65,6 +65,10 @@ def rope_and_cache(
 
     Returns:
         The rotated queries, [T, H, D].
+
+    Raises:
+        TypeError: a tensor's dtype is another one, or not all are on one device.
+        ValueError: a tensor's shape does not go with those of the queries and the key cache.
     """
     dtype = key_cache_NKBD.dtype
     if is_tiled(key_cache_NKBD) and query_THD.dtype == key_TKD.dtype == value_TKD.dtype == dtype:
@@ -85,22 +89,33 @@ def _rope_and_cache_cpu(
     key_cache_NKBD: torch.Tensor,
     value_cache_NKBD: torch.Tensor,
 ) -> torch.Tensor:
-    query_THD, key_TKD, value_TKD = (
-        x if x.stride(-1) == 1 else x.contiguous() for x in (query_THD, key_TKD, value_TKD)
-    )
+    query_THD, query_token_stride, query_head_stride = with_dense_heads(query_THD)
+    key_TKD, key_token_stride, key_head_stride = with_dense_heads(key_TKD)
+    value_TKD, value_token_stride, value_head_stride = with_dense_heads(value_TKD)
     positions_T, slot_mapping_T = positions_T.contiguous(), slot_mapping_T.contiguous()
     num_tokens, num_heads, head_size = query_THD.shape
+    _, num_kv_heads, block_size, cache_head_size = key_cache_NKBD.shape
+    check_caches(key_cache_NKBD, value_cache_NKBD)
+    check_tensor("positions_T", positions_T, torch.int64, num_tokens)
+    check_tensor("slot_mapping_T", slot_mapping_T, torch.int64, num_tokens)
+    check_tensor("cos_sin", cos_sin, torch.float32, cos_sin.shape[0], cache_head_size)
+    wanted = (num_tokens, num_kv_heads, cache_head_size)
+    if head_size != cache_head_size or key_TKD.shape != wanted or value_TKD.shape != wanted:
+        shapes = ", ".join(str(list(x.shape)) for x in (query_THD, key_TKD, value_TKD))
+        raise ValueError(f"queries, keys and values are {shapes}; keys and values must be {list(wanted)}")
+    if not (query_THD.is_cpu and key_TKD.is_cpu and value_TKD.is_cpu):
+        raise TypeError("queries, keys and values must be on the CPU, like the caches")
     rotated_THD = query_THD.new_empty(num_tokens, num_heads, head_size)
     call = _RopeCall(
         query=query_THD.data_ptr(),
-        query_token_stride=query_THD.stride(0),
-        query_head_stride=query_THD.stride(1),
+        query_token_stride=query_token_stride,
+        query_head_stride=query_head_stride,
         key=key_TKD.data_ptr(),
-        key_token_stride=key_TKD.stride(0),
-        key_head_stride=key_TKD.stride(1),
+        key_token_stride=key_token_stride,
+        key_head_stride=key_head_stride,
         value=value_TKD.data_ptr(),
-        value_token_stride=value_TKD.stride(0),
-        value_head_stride=value_TKD.stride(1),
+        value_token_stride=value_token_stride,
+        value_head_stride=value_head_stride,
         positions=positions_T.data_ptr(),
         cos_sin=cos_sin.data_ptr(),
         slot_mapping=slot_mapping_T.data_ptr(),
@@ -109,9 +124,9 @@ def _rope_and_cache_cpu(
         value_cache=value_cache_NKBD.data_ptr(),
         rows=num_tokens,
         heads=num_heads,
-        kv_heads=key_TKD.shape[1],
+        kv_heads=num_kv_heads,
         head_size=head_size,
-        block_size=key_cache_NKBD.shape[2],
+        block_size=block_size,
         is_float=query_THD.dtype == torch.float32,
     )
     handle = library()

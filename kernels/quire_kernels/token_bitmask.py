@@ -5,7 +5,7 @@ import ctypes
 import numpy as np
 import torch
 
-from quire_kernels.cpu import Call, library_for
+from quire_kernels.cpu import Call, check_tensor, library_for
 
 __all__ = ["apply_token_bitmask"]
 
@@ -31,6 +31,10 @@ def apply_token_bitmask(logits_SV: torch.Tensor, row_ids_R: torch.Tensor, bitmas
         logits_SV: the logits.
         row_ids_R: int64, R of their S rows; the others are not touched.
         bitmask_RW: int32, bit i % 32 of word i // 32 belongs to token i.
+
+    Raises:
+        TypeError: row ids or bitmask are of another dtype.
+        ValueError: the bitmask has not as many rows as there are ids, or too few words for the vocabulary.
     """
     handle = library_for(logits_SV) if logits_SV.dtype == torch.float32 and logits_SV.stride(1) == 1 else None
     if handle is None:
@@ -38,11 +42,13 @@ def apply_token_bitmask(logits_SV: torch.Tensor, row_ids_R: torch.Tensor, bitmas
         logits_SV[row_ids_R] = logits_SV[row_ids_R].masked_fill(forbidden_RV, float("-inf"))
         return
     row_ids_R, bitmask_RW = row_ids_R.contiguous(), bitmask_RW.contiguous()
-    assert row_ids_R.dtype == torch.int64
-    assert bitmask_RW.shape[1] * 32 >= logits_SV.shape[1], "words for all tokens"
+    rows, vocab_size = row_ids_R.numel(), logits_SV.shape[1]
+    words = -(-vocab_size // 32)
+    check_tensor("row_ids_R", row_ids_R, torch.int64, rows)
+    check_tensor("bitmask_RW", bitmask_RW, torch.int32, rows, max(words, bitmask_RW.shape[-1]))
     call = _BitmaskCall(
         logits_SV.data_ptr(), logits_SV.stride(0), row_ids_R.data_ptr(), bitmask_RW.data_ptr(), bitmask_RW.shape[1],
-        len(row_ids_R), logits_SV.shape[1],
+        rows, vocab_size,
     )  # fmt: skip
     handle.quire_apply_bitmask(ctypes.byref(call))
 

@@ -53,7 +53,8 @@ class RecordedForward:
 
     def _record(self) -> None:
         """Record the layers over one request's tokens; any plan will do, as each run brings its own."""
-        table, start_loc, seq_lens = torch.zeros(1, 1).long(), torch.tensor([0, 1]), torch.tensor([1])
+        table, seq_lens = torch.zeros(1, RECORDED_TOKENS, dtype=torch.int64), torch.tensor([RECORDED_TOKENS])
+        start_loc = torch.tensor([0, RECORDED_TOKENS])
         self._plan = plan_attention(table, start_loc, seq_lens, self._model.num_heads, self._kv_caches[0][0])
         if self._plan is None:
             return

@@ -85,6 +85,25 @@ def test_64_requests_are_token_exact(
     assert (stats.num_blocks_used, stats.num_failed_steps) == (0, 0)
 
 
+def test_int8_with_biases_on_two_ranks_is_as_near_to_float32_as_on_one(
+    checkpoint: Callable[[str], Path], workload: Callable[[str], Workload]
+) -> None:
+    """Not the same: each rank has a scale of its own for the part of a row that it has, of weights and activations."""
+    prompts = workload("biased-mqa")[0][:24]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    results = []
+    for tensor, quantization in ((1, None), (1, "int8"), (2, "int8")):
+        with make_llm(checkpoint("biased-mqa"), tensor, 1, quantization=quantization) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        results.append(torch.tensor([one for output in outputs for one in scores(output.prompt_logprobs)]))
+    float32, one_rank, two_ranks = results
+    error = (one_rank - float32).abs().mean()
+    assert 0.01 < error < 0.1, "int8 was not used, or this test shows nothing"
+    # A bias that is added on both ranks, or on none, makes it 5 times as much.
+    assert (two_ranks - float32).abs().mean() < 1.5 * error
+    assert (two_ranks - one_rank).abs().mean() < 1.5 * error
+
+
 def test_token_exact_when_blocks_are_scarce(
     checkpoint: Callable[[str], Path], workload: Callable[[str], Workload]
 ) -> None:

@@ -20,10 +20,19 @@ def _fresh() -> Iterator[None]:
     cpu.status.cache_clear()
 
 
-def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_was_built_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were it refused, all other tests of it would be skipped."""
+    monkeypatch.delenv(cpu.KERNELS_VARIABLE, raising=False)
+    if not [*Path(cpu.__file__).parent.glob(f"{cpu.LIBRARY_NAME}.*.so")]:
+        pytest.skip(cpu.status().reason)
+    assert cpu.library() is not None, cpu.status().reason
+
+
+@pytest.mark.parametrize("constant", ["VERSION", "PANEL", "HEAD_SIZE_STEP", "MAX_HEAD_SIZE"])
+def test_a_library_of_another_version_is_not_used(constant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if cpu.library() is None:
         pytest.skip(cpu.status().reason)
-    monkeypatch.setattr(cpu, "VERSION", cpu.VERSION + 1)
+    monkeypatch.setattr(cpu, constant, getattr(cpu, constant) + 1)
     cpu.status.cache_clear()
     assert cpu.library() is None
     assert "another version" in cpu.status().reason

@@ -1,10 +1,9 @@
-"""The counter-based noise: the published function, and nothing but its arguments."""
+"""The counter-based noise in plain torch: the published function, and nothing but its arguments."""
 
 import math
 
 import torch
-from quire_kernels import gumbel_noise
-from quire_kernels.sampling import _philox
+from quire_kernels.sampling import _gumbel_noise_torch, _philox
 
 
 def words(seed: int, position: int) -> list[int]:
@@ -34,15 +33,15 @@ def test_philox_equals_plain_integers() -> None:
 
 def test_noise_does_not_depend_on_the_batch() -> None:
     seeds, positions = torch.arange(40) * 977 - 5, torch.arange(40) % 7
-    together = gumbel_noise(seeds, positions, 30011)
+    together = _gumbel_noise_torch(seeds, positions, 30011)
     for row in (0, 17, 39):
-        alone = gumbel_noise(seeds[row : row + 1], positions[row : row + 1], 30011)
+        alone = _gumbel_noise_torch(seeds[row : row + 1], positions[row : row + 1], 30011)
         assert torch.equal(alone[0], together[row])
-    assert torch.equal(gumbel_noise(seeds[:1], positions[:1], 77)[0], together[0, :77])
+    assert torch.equal(_gumbel_noise_torch(seeds[:1], positions[:1], 77)[0], together[0, :77])
 
 
 def test_noise_is_gumbel() -> None:
-    noise = gumbel_noise(torch.tensor([12345]), torch.tensor([9]), 1_000_000)[0].double()
+    noise = _gumbel_noise_torch(torch.tensor([12345]), torch.tensor([9]), 1_000_000)[0].double()
     assert torch.isfinite(noise).all()
     assert abs(float(noise.mean()) - 0.5772156649) < 0.005
     assert abs(float(noise.var()) - math.pi**2 / 6) < 0.01

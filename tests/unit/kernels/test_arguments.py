@@ -1,0 +1,163 @@
+"""Arguments that the C++ kernels cannot compute with are refused by name, before anything is read or written."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from quire_kernels import (
+    add_rms_norm,
+    apply_token_bitmask,
+    cpu,
+    embedding,
+    linear,
+    pack_linear,
+    paged_attention,
+    plan_attention,
+    rms_norm,
+    rope_and_cache,
+    sample,
+    silu_and_mul,
+)
+
+T, H, K, D, B, S, V = 3, 4, 2, 16, 16, 2, 70
+INT64, FLOAT32, BFLOAT16 = torch.int64, torch.float32, torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _has_library() -> None:
+    if cpu.library() is None:
+        pytest.skip(cpu.status().reason)
+
+
+def gapped(*shape: int, dtype: torch.dtype = FLOAT32) -> torch.Tensor:
+    """With something between the elements of a row, and between the rows."""
+    return torch.zeros(*shape[:-1], 2 * shape[-1], dtype=dtype)[..., ::2]
+
+
+def meta(*shape: int, dtype: torch.dtype = FLOAT32) -> torch.Tensor:
+    """On a device that is not the CPU; there is no data at all."""
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=INT64)
+
+
+GOOD: dict[Callable[..., Any], Callable[[], dict[str, Any]]] = {
+    rms_norm: lambda: {"hidden_TE": torch.zeros(T, 8), "weight_E": torch.zeros(8), "eps": 1e-5},
+    add_rms_norm: lambda: {
+        "hidden_TE": torch.zeros(T, 8), "residual_TE": torch.zeros(T, 8), "weight_E": torch.zeros(8), "eps": 1e-5,
+    },
+    silu_and_mul: lambda: {"gate_up": torch.zeros(T, 8)},
+    linear: lambda: {"x_TK": torch.zeros(T, 8), "weight": pack_linear(torch.zeros(5, 8)), "out_dtype": FLOAT32},
+    pack_linear: lambda: {"weight_NK": torch.zeros(5, 8)},
+    embedding: lambda: {"token_ids_T": ints(T), "weight": pack_linear(torch.zeros(5, 8))},
+    rope_and_cache: lambda: {
+        "query_THD": torch.zeros(T, H, D), "key_TKD": torch.zeros(T, K, D), "value_TKD": torch.zeros(T, K, D),
+        "positions_T": ints(T), "cos_sin": torch.zeros(9, D), "slot_mapping_T": torch.arange(T),
+        "key_cache_NKBD": torch.zeros(4, K, B, D), "value_cache_NKBD": torch.zeros(4, K, B, D),
+    },
+    plan_attention: lambda: {
+        "query_start_loc": torch.tensor([0, 1, T]), "seq_lens": torch.tensor([5, 2]), "num_heads": H,
+        "key_cache_NKBD": torch.zeros(4, K, B, D),
+    },
+    paged_attention: lambda: {
+        "query_THD": torch.zeros(T, H, D), "key_cache_NKBD": torch.zeros(4, K, B, D),
+        "value_cache_NKBD": torch.zeros(4, K, B, D), "block_table_SM": ints(S, 1),
+        "query_start_loc": torch.tensor([0, 1, T]), "seq_lens": torch.tensor([5, 2]), "scale": 0.25,
+    },
+    sample: lambda: {
+        "logits_SV": torch.zeros(S, V), "temperature": torch.ones(S), "min_p": torch.zeros(S),
+        "top_k": ints(S) + V, "top_p": torch.ones(S), "seeds": ints(S), "positions": ints(S),
+    },
+    apply_token_bitmask: lambda: {
+        "logits_SV": torch.zeros(S, V), "row_ids_R": ints(1), "bitmask_RW": torch.zeros(1, 3, dtype=torch.int32),
+    },
+}  # fmt: skip
+"""Arguments that are right, of every op."""
+
+BAD: list[tuple[Callable[..., Any], str, Any]] = [
+    (rms_norm, "hidden_TE", torch.zeros(T, 2, 8)),
+    *((op, "weight_E", weight) for op in (rms_norm, add_rms_norm) for weight in (torch.zeros(7), gapped(8))),
+    (add_rms_norm, "residual_TE", torch.zeros(T - 1, 8)),
+    (silu_and_mul, "gate_up", torch.zeros(T, 7)),
+    (linear, "x_TK", torch.zeros(T, 7)),
+    (linear, "x_TK", torch.zeros(T, 8, dtype=BFLOAT16)),
+    (linear, "x_TK", torch.zeros(8)),
+    (linear, "x_TK", meta(T, 8)),
+    (linear, "out_dtype", torch.int8),
+    (linear, "out_dtype", torch.float16),
+    (pack_linear, "bias_N", torch.zeros(4)),
+    (pack_linear, "bias_N", torch.zeros(6)),
+    (pack_linear, "scales_N", torch.zeros(5)),
+    (pack_linear, "weight_NK", torch.zeros(5, 8, dtype=torch.int8)),
+    (pack_linear, "dtype", BFLOAT16),
+    (pack_linear, "gated", True),
+    (embedding, "token_ids_T", torch.zeros(T, dtype=torch.int32)),
+    (embedding, "token_ids_T", ints(T, 2)),
+    (embedding, "token_ids_T", meta(T, dtype=INT64)),
+    (rope_and_cache, "query_THD", torch.zeros(T, H, 2 * D)),
+    (rope_and_cache, "query_THD", torch.zeros(T, H * D)),
+    (rope_and_cache, "query_THD", meta(T, H, D)),
+    *((rope_and_cache, name, torch.zeros(T - 1, K, D)) for name in ("key_TKD", "value_TKD")),
+    *((rope_and_cache, name, torch.zeros(T, K + 1, D)) for name in ("key_TKD", "value_TKD")),
+    *((rope_and_cache, name, meta(T, K, D)) for name in ("key_TKD", "value_TKD")),
+    *((rope_and_cache, name, ints(T - 1)) for name in ("positions_T", "slot_mapping_T")),
+    *((rope_and_cache, name, torch.zeros(T, dtype=torch.int32)) for name in ("positions_T", "slot_mapping_T")),
+    (rope_and_cache, "cos_sin", torch.zeros(9, D - 2)),
+    (rope_and_cache, "cos_sin", torch.zeros(9, D, dtype=BFLOAT16)),
+    (rope_and_cache, "cos_sin", gapped(9, D)),
+    *((op, "key_cache_NKBD", gapped(4, K, B, D)) for op in (rope_and_cache, paged_attention)),
+    *((op, "value_cache_NKBD", gapped(4, K, B, D)) for op in (rope_and_cache, paged_attention)),
+    *((op, "value_cache_NKBD", torch.zeros(3, K, B, D)) for op in (rope_and_cache, paged_attention)),
+    (rope_and_cache, "value_cache_NKBD", torch.zeros(4, K, B, D, dtype=BFLOAT16)),
+    (plan_attention, "query_start_loc", torch.tensor([0, T])),
+    (plan_attention, "query_start_loc", torch.tensor([0, 1, T], dtype=torch.int32)),
+    (plan_attention, "seq_lens", torch.tensor([5, 2], dtype=torch.int32)),
+    (plan_attention, "num_heads", 3),
+    (paged_attention, "query_THD", torch.zeros(T - 1, H, D)),
+    (paged_attention, "query_THD", torch.zeros(T, H, 2 * D)),
+    (paged_attention, "query_THD", meta(T, H, D)),
+    (paged_attention, "block_table_SM", ints(S - 1, 1)),
+    (paged_attention, "block_table_SM", ints(S)),
+    (paged_attention, "block_table_SM", torch.zeros(S, 1, dtype=torch.int32)),
+    (sample, "logits_SV", torch.zeros(V)),
+    *((sample, name, torch.zeros(S, dtype=torch.float64)) for name in ("temperature", "min_p", "top_p")),
+    *((sample, name, torch.zeros(S, dtype=torch.int32)) for name in ("top_k", "seeds", "positions")),
+    *((sample, name, torch.ones(S - 1)) for name in ("temperature", "min_p", "top_p")),
+    *((sample, name, ints(S - 1)) for name in ("top_k", "seeds", "positions")),
+    (apply_token_bitmask, "row_ids_R", torch.zeros(1, dtype=torch.int32)),
+    (apply_token_bitmask, "row_ids_R", ints(2)),
+    (apply_token_bitmask, "bitmask_RW", ints(1, 3)),
+    (apply_token_bitmask, "bitmask_RW", torch.zeros(1, 2, dtype=torch.int32)),
+]
+"""The op, one of its arguments, and what must not stand there."""
+MESSAGES = "must be|packed for|two dimensions|two halves|scales_N|multiple of|plan is for|sequences|not enough values"
+
+
+@pytest.mark.parametrize("op", GOOD, ids=lambda op: op.__name__)
+def test_right_arguments_are_taken(op: Callable[..., Any]) -> None:
+    op(**GOOD[op]())
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "value"), BAD, ids=[f"{op.__name__}-{name}-{i}" for i, (op, name, _) in enumerate(BAD)]
+)
+def test_wrong_arguments_are_refused(op: Callable[..., Any], name: str, value: Any) -> None:
+    arguments = GOOD[op]()
+    written = [one for one in arguments.values() if isinstance(one, torch.Tensor)]
+    before = [one.clone() for one in written]
+    with pytest.raises((TypeError, ValueError), match=MESSAGES):
+        op(**{**arguments, name: value})
+    assert all(torch.equal(one, old) for one, old in zip(written, before, strict=True))
+
+
+def test_a_plan_for_other_shapes_is_refused() -> None:
+    arguments = GOOD[paged_attention]()
+    plan = plan_attention(torch.tensor([0, 1, T]), torch.tensor([5, 2]), H, torch.zeros(4, K, 2 * B, D))
+    with pytest.raises(ValueError, match="the plan is for 3 tokens"):
+        paged_attention(**arguments, plan=plan)
+    plan = plan_attention(torch.tensor([0, 1, T - 1]), torch.tensor([5, 2]), H, arguments["key_cache_NKBD"])
+    with pytest.raises(ValueError, match="the plan is for 2 tokens"):
+        paged_attention(**arguments, plan=plan)
