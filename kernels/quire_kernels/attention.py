@@ -235,6 +235,8 @@ def _attend_cpu(
     num_tokens, num_heads, head_size = query_THD.shape
     _, num_kv_heads, block_size, cache_head_size = key_cache_NKBD.shape
     check_caches(key_cache_NKBD, value_cache_NKBD)
+    if not query_THD.is_cpu:
+        raise TypeError(f"query_THD is on {query_THD.device}; it must be on the CPU, as keys and values are")
     shape = (num_heads, num_kv_heads, block_size, cache_head_size)
     if plan.shape != shape or head_size != cache_head_size or plan.num_tokens != num_tokens:
         raise ValueError(

@@ -59,7 +59,8 @@ GOOD: dict[Callable[..., Any], Callable[[], dict[str, Any]]] = {
         "key_cache_NKBD": torch.zeros(4, K, B, D), "value_cache_NKBD": torch.zeros(4, K, B, D),
     },
     plan_attention: lambda: {
-        "query_start_loc": torch.tensor([0, 1, T]), "seq_lens": torch.tensor([5, 2]), "num_heads": H,
+        "block_table_SM": ints(S, 1), "query_start_loc": torch.tensor([0, 1, T]), "seq_lens": torch.tensor([5, 2]),
+        "num_heads": H,
         "key_cache_NKBD": torch.zeros(4, K, B, D),
     },
     paged_attention: lambda: {
@@ -119,9 +120,9 @@ BAD: list[tuple[Callable[..., Any], str, Any]] = [
     (paged_attention, "query_THD", torch.zeros(T - 1, H, D)),
     (paged_attention, "query_THD", torch.zeros(T, H, 2 * D)),
     (paged_attention, "query_THD", meta(T, H, D)),
-    (paged_attention, "block_table_SM", ints(S - 1, 1)),
-    (paged_attention, "block_table_SM", ints(S)),
-    (paged_attention, "block_table_SM", torch.zeros(S, 1, dtype=torch.int32)),
+    *((op, "block_table_SM", ints(S - 1, 1)) for op in (plan_attention, paged_attention)),
+    *((op, "block_table_SM", ints(S)) for op in (plan_attention, paged_attention)),
+    *((op, "block_table_SM", torch.zeros(S, 1, dtype=torch.int32)) for op in (plan_attention, paged_attention)),
     (sample, "logits_SV", torch.zeros(V)),
     *((sample, name, torch.zeros(S, dtype=torch.float64)) for name in ("temperature", "min_p", "top_p")),
     *((sample, name, torch.zeros(S, dtype=torch.int32)) for name in ("top_k", "seeds", "positions")),
@@ -155,9 +156,9 @@ def test_wrong_arguments_are_refused(op: Callable[..., Any], name: str, value: A
 
 def test_a_plan_for_other_shapes_is_refused() -> None:
     arguments = GOOD[paged_attention]()
-    plan = plan_attention(torch.tensor([0, 1, T]), torch.tensor([5, 2]), H, torch.zeros(4, K, 2 * B, D))
+    plan = plan_attention(ints(S, 1), torch.tensor([0, 1, T]), torch.tensor([5, 2]), H, torch.zeros(4, K, 2 * B, D))
     with pytest.raises(ValueError, match="the plan is for 3 tokens"):
         paged_attention(**arguments, plan=plan)
-    plan = plan_attention(torch.tensor([0, 1, T - 1]), torch.tensor([5, 2]), H, arguments["key_cache_NKBD"])
+    plan = plan_attention(ints(S, 1), torch.tensor([0, 1, T - 1]), torch.tensor([5, 2]), H, arguments["key_cache_NKBD"])
     with pytest.raises(ValueError, match="the plan is for 2 tokens"):
         paged_attention(**arguments, plan=plan)
