@@ -9,7 +9,9 @@ Each `add_rms_norm` adds the output of the line before to the residual stream, a
 projections are cut into slices, and the layers divided among stages (`models/parallel.py`).
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 from quire_kernels import add_rms_norm, paged_attention, plan_attention, rms_norm, rope_and_cache
@@ -158,6 +160,20 @@ class LlamaForCausalLM(nn.Module):
             send_activations(self.parallel, hidden, residual)
             return None
         return rms_norm(hidden + residual, self.norm.weight, self.eps)
+
+    @contextlib.contextmanager
+    def first_layer_only(self) -> Iterator[None]:
+        """While it lasts, a step computes one layer, and needs the KV cache of one.
+
+        That is for measuring memory: all layers are alike, and each gives back what it took before the next one begins.
+        """
+        layers = self.layers
+        number, layer = next(iter(layers.items()))
+        self.layers = nn.ModuleDict({number: layer})
+        try:
+            yield
+        finally:
+            self.layers = layers
 
     def _with_plan(self, metadata: AttentionMetadata, key_cache_NKBD: torch.Tensor) -> AttentionMetadata:
         """All layers have as many heads, so one plan of the attention does for all of them."""

@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.memory import resident_memory_bytes
+from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
+from quire_engine.models import CheckpointConfig
+from quire_engine.worker.model_runner import ModelRunner
 
 TINYPY = Path(__file__).resolve().parents[4] / "model_repository" / "tinypy" / "1" / "model"
 
@@ -23,3 +26,20 @@ def test_a_cache_that_nobody_has_used_is_no_memory() -> None:
     assert resident_memory_bytes() - before < size / 2
     llm.generate("def f(", SamplingParams(max_tokens=2), use_tqdm=False)
     assert resident_memory_bytes() - before < size / 2
+
+
+def test_memory_of_a_step_is_measured_on_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_layers = []
+    execute_model = ModelRunner.execute_model
+
+    def execute(runner: ModelRunner, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        num_layers.append((len(runner.model.layers), len(runner.kv_caches)))
+        return execute_model(runner, scheduler_output)
+
+    monkeypatch.setattr(ModelRunner, "execute_model", execute)
+    llm = LLM(TINYPY, max_num_seqs=4)
+    assert num_layers == [(1, 1)]
+    llm.generate("def f(", SamplingParams(max_tokens=1), use_tqdm=False)
+    layers = CheckpointConfig.from_folder(TINYPY).num_layers
+    assert layers > 1
+    assert num_layers[1:] == [(layers, layers)]
