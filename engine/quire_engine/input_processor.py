@@ -71,11 +71,15 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise CheckpointError(f"tokenizer: {folder} holds no {' or '.join(TOKENIZER_FILES)}")
     try:
+        tokenizer: PreTrainedTokenizerBase
         if _is_plain(folder):
-            from transformers import PreTrainedTokenizerFast as Tokenizer
+            from transformers import PreTrainedTokenizerFast
+
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         else:
-            from transformers import AutoTokenizer as Tokenizer
-        tokenizer: PreTrainedTokenizerBase = Tokenizer.from_pretrained(folder, local_files_only=True)
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the library raises whatever its parsers raise
         raise CheckpointError(f"tokenizer: {folder} does not load: {error}") from error
     tokenizer.model_max_length = 10**30  # the length is checked here, by name; the library would only log a warning

@@ -3,11 +3,18 @@
 import contextlib
 import ctypes
 import gc
+import mmap
 import resource
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["available_memory_bytes", "peak_memory_growth", "resident_memory_bytes", "return_freed_memory"]
+__all__ = [
+    "available_memory_bytes",
+    "peak_memory_growth",
+    "release_pages",
+    "resident_memory_bytes",
+    "return_freed_memory",
+]
 
 
 def available_memory_bytes() -> int:
@@ -37,6 +44,17 @@ def peak_memory_growth(function: Callable[[], None]) -> int:
 def resident_memory_bytes(pid: int | str = "self") -> int:
     """Memory that a process holds at the moment."""
     return _status_bytes(Path(f"/proc/{pid}/status"), "VmRSS")
+
+
+def release_pages(address: int, size: int) -> None:
+    """Let go of a range of memory that maps a file, whose pages count as this process's while they are mapped.
+
+    Its contents are gone afterwards, unless they are in the file still.
+    """
+    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE - begin
+    if length > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 
 def return_freed_memory() -> None:

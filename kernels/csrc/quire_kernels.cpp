@@ -36,6 +36,7 @@ struct Kernels {
   void (*sample)(const SampleCall&);
   void (*gumbel_noise)(const NoiseCall&);
   void (*apply_bitmask)(const BitmaskCall&);
+  void (*pack_linear)(const PackCall&);
 };
 
 #pragma GCC push_options
@@ -80,6 +81,7 @@ std::string layout() {
          size("LinearCall", sizeof(LinearCall)) +
          size("NoiseCall", sizeof(NoiseCall)) +
          size("NormCall", sizeof(NormCall)) +
+         size("PackCall", sizeof(PackCall)) +
          size("PlanCall", sizeof(PlanCall)) +
          size("QuantizeCall", sizeof(QuantizeCall)) +
          size("RopeCall", sizeof(RopeCall)) +
@@ -114,6 +116,7 @@ QUIRE_API int quire_select(const char* name) {
 }
 
 QUIRE_API void quire_linear(const LinearCall* call) { kernels.linear(*call); }
+QUIRE_API void quire_pack_linear(const PackCall* call) { kernels.pack_linear(*call); }
 QUIRE_API void quire_rope(const RopeCall* call) { kernels.rope(*call); }
 // Returns the bytes of the plan, which is written only where there is room for it.
 QUIRE_API int64_t quire_plan_attention(const PlanCall* call) { return plan_attention(*call, kernels.attention_tile); }
