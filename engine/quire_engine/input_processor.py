@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire_engine.errors import CheckpointError, RequestError
+from quire_engine.memory import trim_heap
 from quire_engine.messages import EngineCoreReady, EngineCoreRequest
 from quire_engine.models.checkpoint import TOKENIZER_FILES
 from quire_engine.request import validate_request
@@ -82,6 +83,7 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the library raises whatever its parsers raise
         raise CheckpointError(f"tokenizer: {folder} does not load: {error}") from error
+    trim_heap()  # reading the file takes as much memory again as what comes of it
     tokenizer.model_max_length = 10**30  # the length is checked here, by name; the library would only log a warning
     return tokenizer
 

@@ -14,6 +14,7 @@ __all__ = [
     "release_pages",
     "resident_memory_bytes",
     "return_freed_memory",
+    "trim_heap",
 ]
 
 
@@ -58,12 +59,17 @@ def release_pages(address: int, size: int) -> None:
 
 
 def return_freed_memory() -> None:
-    """Give what has been freed back to the system, which the allocator else keeps for later."""
+    """Give what is free, or only garbage, back to the system."""
     was_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.collect()
     if was_frozen:
         gc.freeze()
+    trim_heap()
+
+
+def trim_heap() -> None:
+    """Give what has been freed back to the system, which the allocator else keeps for later. Takes milliseconds."""
     with contextlib.suppress(OSError, AttributeError):  # not glibc: its allocator decides
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
-from quire_engine.memory import release_pages
+from quire_engine.memory import release_pages, trim_heap
 from quire_engine.models.checkpoint import CheckpointConfig, check_safetensors, weight_files
 from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.models.parallel import Packable, load_targets
@@ -51,6 +51,7 @@ def load_model(
         _load_file(path, loading, elsewhere)
     if loading.targets:
         raise CheckpointError(f"{folder}: its safetensors files hold no {', '.join(sorted(loading.targets)[:3])}")
+    trim_heap()
     return model.eval()
 
 

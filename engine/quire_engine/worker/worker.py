@@ -12,7 +12,7 @@ from quire_kernels.cpu import status as kernel_status
 from quire_engine.config import EngineConfig
 from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache.sizing import block_bytes, num_blocks_for
-from quire_engine.memory import available_memory_bytes, peak_memory_growth, return_freed_memory
+from quire_engine.memory import available_memory_bytes, peak_memory_growth, return_freed_memory, trim_heap
 from quire_engine.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.llama import LlamaForCausalLM
@@ -96,6 +96,7 @@ class Worker:
             dtype_bytes=self.dtype.itemsize,
         )
         activation_bytes = peak_memory_growth(self._profile_run)
+        trim_heap()  # of what the largest step took; the steps to come may be small
         available_bytes = self.config.cache.kv_cache_memory_bytes
         if available_bytes is None:
             share = CPU_MEMORY_SHARE * self.config.cache.gpu_memory_utilization / self.config.parallel.world_size
