@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire_engine.errors import CheckpointError, RequestError
-from quire_engine.memory import trim_heap
+from quire_engine.memory import paused_gc, trim_heap
 from quire_engine.messages import EngineCoreReady, EngineCoreRequest
 from quire_engine.models.checkpoint import TOKENIZER_FILES
 from quire_engine.request import validate_request
@@ -74,12 +74,12 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     try:
         tokenizer: PreTrainedTokenizerBase
         if _is_plain(folder):
-            from transformers import PreTrainedTokenizerFast
-
+            with paused_gc():
+                from transformers import PreTrainedTokenizerFast
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         else:
-            from transformers import AutoTokenizer
-
+            with paused_gc():
+                from transformers import AutoTokenizer
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the library raises whatever its parsers raise
         raise CheckpointError(f"tokenizer: {folder} does not load: {error}") from error

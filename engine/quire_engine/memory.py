@@ -5,11 +5,12 @@ import ctypes
 import gc
 import mmap
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 __all__ = [
     "available_memory_bytes",
+    "paused_gc",
     "peak_memory_growth",
     "release_pages",
     "resident_memory_bytes",
@@ -29,6 +30,18 @@ def available_memory_bytes() -> int:
         used -= int(statistics["inactive_file"])  # page cache, such as a checkpoint's, that is given up when needed
         available = min(available, limit - used)
     return max(available, 0)
+
+
+@contextlib.contextmanager
+def paused_gc() -> Iterator[None]:
+    """For large imports, which make no garbage: the collector would walk all that they bring, time and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def peak_memory_growth(function: Callable[[], None]) -> int:
