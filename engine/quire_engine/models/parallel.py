@@ -33,6 +33,7 @@ from torch import nn
 
 from quire_engine.distributed import ParallelState
 from quire_engine.models.layers import Weight
+from quire_engine.models.mapped import mapped_zeros
 
 __all__ = [
     "ColumnParallel",
@@ -108,7 +109,7 @@ class Packable(nn.Module):
         super().__init__()
         self._packed: LinearWeight | None = None
         self._dtype = torch.get_default_dtype()
-        weight = torch.empty(out_features, in_features, dtype=torch.int8 if int8 else None)
+        weight = mapped_zeros((out_features, in_features), torch.int8 if int8 else self._dtype)  # freed by `pack`
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.weight_scale = None
         if int8:

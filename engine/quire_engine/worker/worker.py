@@ -1,9 +1,6 @@
 """Worker: loads the model, sizes and owns the KV cache, executes steps."""
 
-import contextlib
 import logging
-import math
-import mmap
 from pathlib import Path
 
 import torch
@@ -17,6 +14,7 @@ from quire_engine.messages import ModelRunnerOutput, NewRequestData, SchedulerOu
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.models.loader import load_model
+from quire_engine.models.mapped import mapped_zeros
 from quire_engine.models.parallel import num_parameters, shard, stage_layers
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.worker.fault_injection import FaultInjection
@@ -154,11 +152,12 @@ class Worker:
         return load_model(folder, self.checkpoint, self.dtype, self.max_model_len, self.parallel, quantize)
 
     def _allocate_caches(self, num_blocks: int, num_layers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values, by layer."""
+        """Keys and values, by layer; in huge pages, as a step reads all over them."""
         shape = (num_blocks, self.num_kv_heads, self.config.cache.block_size, self.checkpoint.head_size)
         return [
-            (_untouched_zeros(shape, self.dtype), _untouched_zeros(shape, self.dtype)) for _ in range(num_layers)
-        ]  # fmt: skip
+            (mapped_zeros(shape, self.dtype, huge_pages=True), mapped_zeros(shape, self.dtype, huge_pages=True))
+            for _ in range(num_layers)
+        ]
 
     def _profile_run(self) -> None:
         """The largest step there can be, on a cache of its own: shows its memory, and warms every op up.
@@ -190,14 +189,3 @@ class Worker:
         for request in requests:
             self.runner.batch.remove(request.request_id)
         self.runner.kv_caches = []
-
-
-def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros from the system, none of them written: `torch.zeros` writes them all, which makes every page real.
-
-    In huge pages where the system has them, as a step reads all over the cache.
-    """
-    memory = mmap.mmap(-1, max(math.prod(shape) * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)

@@ -10,6 +10,7 @@ from quire_engine.memory import release_pages, resident_memory_bytes
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
 from quire_engine.models import CheckpointConfig
 from quire_engine.models.loader import load_model
+from quire_engine.models.mapped import mapped_zeros
 from quire_engine.models.parallel import Packable
 from quire_engine.worker.model_runner import ModelRunner
 
@@ -87,3 +88,20 @@ def test_loading_lets_go_of_the_file_as_it_goes(monkeypatch: pytest.MonkeyPatch)
     load_model(TINYPY, CheckpointConfig.from_folder(TINYPY), torch.bfloat16, 64)
     assert len(mapped) > 10
     assert 0 < max(mapped) < (TINYPY / "model.safetensors").stat().st_size / mmap.PAGESIZE / 2
+
+
+@pytest.mark.parametrize("huge_pages", [False, True])
+def test_mapped_memory_is_taken_when_written_and_given_back_when_freed(huge_pages: bool) -> None:
+    size = 64 << 20
+    before = resident_memory_bytes()
+    tensor = mapped_zeros((size // 4, 2), torch.bfloat16, huge_pages=huge_pages)
+    assert resident_memory_bytes() - before < size / 4
+    tensor.fill_(1)
+    assert resident_memory_bytes() - before > size * 3 / 4
+    assert tensor.sum(dtype=torch.float32) == size / 2
+    del tensor
+    assert resident_memory_bytes() - before < size / 4
+
+
+def test_mapped_memory_may_be_none() -> None:
+    assert mapped_zeros((3, 0), torch.float32).shape == (3, 0)
