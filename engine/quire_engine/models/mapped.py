@@ -1,4 +1,4 @@
-"""Tensors in mappings of their own, not on the heap: untouched they take no memory, and freed they leave none behind."""
+"""Tensors in mappings of their own, not on the heap: unwritten they take no memory, freed they leave none behind."""
 
 import contextlib
 import math

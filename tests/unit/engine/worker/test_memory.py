@@ -1,12 +1,13 @@
 """How much of the memory the KV cache gets, and what is said when that is nothing."""
 
+import gc
 import mmap
 from pathlib import Path
 
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
-from quire_engine.memory import release_pages, resident_memory_bytes
+from quire_engine.memory import paused_gc, release_pages, resident_memory_bytes
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
 from quire_engine.models import CheckpointConfig
 from quire_engine.models.loader import load_model
@@ -105,3 +106,16 @@ def test_mapped_memory_is_taken_when_written_and_given_back_when_freed(huge_page
 
 def test_mapped_memory_may_be_none() -> None:
     assert mapped_zeros((3, 0), torch.float32).shape == (3, 0)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_as_before_once_it_has_rested(enabled: bool) -> None:
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(KeyError), paused_gc():
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
