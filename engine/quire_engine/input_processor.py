@@ -1,5 +1,6 @@
 """InputProcessor: whatever a caller gives as a prompt → validated token ids. Thread-safe."""
 
+import json
 import math
 import operator
 import secrets
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire_engine.errors import CheckpointError, RequestError
+from quire_engine.memory import paused_gc, trim_heap
 from quire_engine.messages import EngineCoreReady, EngineCoreRequest
 from quire_engine.models.checkpoint import TOKENIZER_FILES
 from quire_engine.request import validate_request
@@ -27,6 +29,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
 
 
+PLAIN_TOKENIZER_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+"""transformers' names, since and before version 5, of a tokenizer that is nothing but its tokenizer.json."""
 MAX_DEADLINE_MS = 365 * 86_400_000.0
 """A deadline further off than a year is none."""
 
@@ -67,14 +71,37 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise CheckpointError(f"tokenizer: {folder} holds no {' or '.join(TOKENIZER_FILES)}")
-    from transformers import AutoTokenizer  # takes a second, in which the engine process already loads the weights
-
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase
+        if _is_plain(folder):
+            with paused_gc():
+                from transformers import PreTrainedTokenizerFast
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        else:
+            with paused_gc():
+                from transformers import AutoTokenizer
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the library raises whatever its parsers raise
         raise CheckpointError(f"tokenizer: {folder} does not load: {error}") from error
+    trim_heap()  # reading the file takes as much memory again as what comes of it
     tokenizer.model_max_length = 10**30  # the length is checked here, by name; the library would only log a warning
     return tokenizer
+
+
+def _is_plain(folder: Path) -> bool:
+    """Whether a Llama's tokenizer says that all of it is in tokenizer.json.
+
+    That is the class that `AutoTokenizer` would find for it, after it has imported torch and the models, which a
+    frontend has no use for: 2 s and 100 MB.
+    """
+    try:
+        model_type = json.loads((folder / "config.json").read_text())["model_type"]
+        tokenizer_class = json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return (
+        (folder / "tokenizer.json").is_file() and model_type == "llama" and tokenizer_class in PLAIN_TOKENIZER_CLASSES
+    )
 
 
 class InputProcessor:

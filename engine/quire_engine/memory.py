@@ -3,11 +3,20 @@
 import contextlib
 import ctypes
 import gc
+import mmap
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-__all__ = ["available_memory_bytes", "peak_memory_growth", "resident_memory_bytes", "return_freed_memory"]
+__all__ = [
+    "available_memory_bytes",
+    "paused_gc",
+    "peak_memory_growth",
+    "release_pages",
+    "resident_memory_bytes",
+    "return_freed_memory",
+    "trim_heap",
+]
 
 
 def available_memory_bytes() -> int:
@@ -21,6 +30,18 @@ def available_memory_bytes() -> int:
         used -= int(statistics["inactive_file"])  # page cache, such as a checkpoint's, that is given up when needed
         available = min(available, limit - used)
     return max(available, 0)
+
+
+@contextlib.contextmanager
+def paused_gc() -> Iterator[None]:
+    """For large imports, which make no garbage: the collector would walk all that they bring, time and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def peak_memory_growth(function: Callable[[], None]) -> int:
@@ -39,13 +60,29 @@ def resident_memory_bytes(pid: int | str = "self") -> int:
     return _status_bytes(Path(f"/proc/{pid}/status"), "VmRSS")
 
 
+def release_pages(address: int, size: int) -> None:
+    """Let go of a range of memory that maps a file, whose pages count as this process's while they are mapped.
+
+    Its contents are gone afterwards, unless they are in the file still.
+    """
+    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE - begin
+    if length > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+
+
 def return_freed_memory() -> None:
-    """Give what has been freed back to the system, which the allocator else keeps for later."""
+    """Give what is free, or only garbage, back to the system."""
     was_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.collect()
     if was_frozen:
         gc.freeze()
+    trim_heap()
+
+
+def trim_heap() -> None:
+    """Give what has been freed back to the system, which the allocator else keeps for later. Takes milliseconds."""
     with contextlib.suppress(OSError, AttributeError):  # not glibc: its allocator decides
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -29,6 +29,20 @@ struct LinearCall {
   int32_t silu_and_mul;           // panels hold 16 features of the gate, then 16 of the other half; out has half as many
 };
 
+struct PackCall {
+  const void* source;     // [out_features, in_features], bfloat16, float32 or int8
+  int64_t source_stride;  // elements between rows
+  const int64_t* rows;    // [panels * 32], which row of the source goes there; out_features: none, but zeros
+  void* packed;           // see linear.inc
+  float* scales;          // [panels * 32], written if quantize
+  int32_t* offsets;       // [panels * 32], written if what is packed is int8
+  int64_t panels;
+  int64_t in_features;    // whole groups
+  int64_t out_features;
+  int32_t kind;           // LinearKind of the source
+  int32_t quantize;       // to int8
+};
+
 // The inner order of both caches is drawn in attention.inc.
 struct RopeCall {
   const void* query;              // [rows, heads, head_size], bfloat16 or float32, as are all others of void*

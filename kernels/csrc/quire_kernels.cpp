@@ -35,6 +35,7 @@ struct Kernels {
   void (*embedding)(const EmbeddingCall&);
   void (*sample)(const SampleCall&);
   void (*apply_bitmask)(const BitmaskCall&);
+  void (*pack_linear)(const PackCall&);
 };
 
 #pragma GCC push_options
@@ -82,6 +83,7 @@ std::string layout() {
          item("EmbeddingCall", sizeof(EmbeddingCall)) +
          item("LinearCall", sizeof(LinearCall)) +
          item("NormCall", sizeof(NormCall)) +
+         item("PackCall", sizeof(PackCall)) +
          item("PlanCall", sizeof(PlanCall)) +
          item("QuantizeCall", sizeof(QuantizeCall)) +
          item("RecordedCall", sizeof(RecordedCall)) +
@@ -126,6 +128,7 @@ QUIRE_API void quire_run(const RecordedCall* calls, int64_t count) {
 }
 
 QUIRE_API void quire_linear(const LinearCall* call) { kernels.linear(*call); }
+QUIRE_API void quire_pack_linear(const PackCall* call) { kernels.pack_linear(*call); }
 QUIRE_API void quire_rope(const RopeCall* call) { kernels.rope(*call); }
 // Returns the bytes of the plan, which is written only where there is room for it.
 QUIRE_API int64_t quire_plan_attention(const PlanCall* call) { return plan_attention(*call, kernels.attention_tile); }

@@ -21,7 +21,7 @@ from quire_kernels.cpu import FLOATS, GROUPS, PANEL, Call, launch, library, libr
 __all__ = ["LinearWeight", "linear", "pack_linear", "quantize_per_token"]
 
 BAND = 32 * PANEL
-"""Rows that are packed at a time, so that temporaries are small beside the weight."""
+"""Rows that plain torch quantises at a time, so that temporaries are small beside the weight."""
 
 
 class _LinearCall(Call):
@@ -43,6 +43,24 @@ class _LinearCall(Call):
         ("kind", ctypes.c_int32),
         ("out_is_float", ctypes.c_int32),
         ("silu_and_mul", ctypes.c_int32),
+    )
+
+
+class _PackCall(Call):
+    """`PackCall` of kernels/csrc/calls.h."""
+
+    _fields_ = (
+        ("source", ctypes.c_void_p),
+        ("source_stride", ctypes.c_int64),
+        ("rows", ctypes.c_void_p),
+        ("packed", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("panels", ctypes.c_int64),
+        ("in_features", ctypes.c_int64),
+        ("out_features", ctypes.c_int64),
+        ("kind", ctypes.c_int32),
+        ("quantize", ctypes.c_int32),
     )
 
 
@@ -110,45 +128,48 @@ def pack_linear(
         ValueError: bias or scales are not as many as the output features, or these are no two halves of a gated weight.
     """
     dtype = dtype or weight_NK.dtype
-    scales = scales_N
-    if quantize and scales is None:
-        weight_NK, scales = _quantize_weight(weight_NK)
+    quantize = quantize and scales_N is None
+    packed_dtype = torch.int8 if quantize else weight_NK.dtype
     out_features, in_features = weight_NK.shape
-    for name, values in (("bias_N", bias_N), ("scales_N", scales)):
+    for name, values in (("bias_N", bias_N), ("scales_N", scales_N)):
         if values is not None and values.shape != (out_features,):
             raise ValueError(f"{name} has shape {list(values.shape)}; it must be [{out_features}]")
     if gated and out_features % 2:
         raise ValueError(f"a gated weight has {out_features} output features; they must be two halves")
     is_int8 = weight_NK.dtype == torch.int8
-    if is_int8 != (scales is not None):
-        raise TypeError(f"weight_NK is {weight_NK.dtype}, {'with' if scales is not None else 'without'} scales_N")
+    if is_int8 != (scales_N is not None):
+        raise TypeError(f"weight_NK is {weight_NK.dtype}, {'with' if scales_N is not None else 'without'} scales_N")
     if not is_int8 and weight_NK.dtype != dtype:
         raise TypeError(f"weight_NK is {weight_NK.dtype}; without scales it must be {dtype}, as activations are")
-    group = GROUPS.get(weight_NK.dtype)
-    if library() is None or weight_NK.device.type != "cpu" or dtype not in FLOATS or not group or in_features % group:
-        return LinearWeight(out_features, in_features, gated, dtype, weight_NK, bias_N, scales, None, None)
+    group = GROUPS.get(packed_dtype)
+    handle = library()
+    if handle is None or weight_NK.device.type != "cpu" or dtype not in FLOATS or not group or in_features % group:
+        if quantize:
+            weight_NK, scales_N = _quantize_weight(weight_NK)
+        return LinearWeight(out_features, in_features, gated, dtype, weight_NK, bias_N, scales_N, None, None)
 
     rows = _panel_rows(out_features, gated)
-    packed = weight_NK.new_empty(len(rows) // PANEL, in_features // group, PANEL, group)
-    for band, band_rows in zip(torch.split(packed, BAND // PANEL), torch.split(rows, BAND), strict=True):
-        source = weight_NK[band_rows.clamp(max=out_features - 1)]
-        source[band_rows == out_features] = 0
-        band.copy_(source.view(-1, PANEL, in_features // group, group).transpose(1, 2))
-    bias, packed_scales = _padded(bias_N, rows), _padded(scales, rows)
-    offsets = None
-    if scales is not None:
-        offsets = packed.sum((1, 3), dtype=torch.int32).flatten() * 128
+    packed = torch.empty(len(rows) // PANEL, in_features // group, PANEL, group, dtype=packed_dtype)
+    scales = torch.empty(len(rows), dtype=torch.float32) if quantize else _padded(scales_N, rows)
+    offsets = None if scales is None else torch.empty(len(rows), dtype=torch.int32)
+    weight_NK = with_dense_rows(weight_NK)
+    pack_call = _PackCall(
+        weight_NK.data_ptr(), weight_NK.stride(0), rows.data_ptr(), packed.data_ptr(), pointer(scales),
+        pointer(offsets), len(packed), in_features, out_features, GROUPS[weight_NK.dtype], quantize,
+    )  # fmt: skip
+    handle.quire_pack_linear(ctypes.byref(pack_call))
+    bias = _padded(bias_N, rows)
     call = _LinearCall(
         weight=packed.data_ptr(),
         bias=pointer(bias),
-        weight_scales=pointer(packed_scales),
+        weight_scales=pointer(scales),
         weight_offsets=pointer(offsets),
         in_features=in_features,
         out_features=out_features,
         kind=group,
         silu_and_mul=gated,
     )
-    return LinearWeight(out_features, in_features, gated, dtype, packed, bias, packed_scales, offsets, call)
+    return LinearWeight(out_features, in_features, gated, dtype, packed, bias, scales, offsets, call)
 
 
 def _quantize_weight(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,6 +27,7 @@ from quire_engine.config import EngineConfig
 from quire_engine.core.heartbeat import Heartbeat
 from quire_engine.core.watch import EngineWatch, kill_group
 from quire_engine.errors import EngineDeadError, EngineError
+from quire_engine.memory import paused_gc
 from quire_engine.messages import (
     EngineCoreOutputs,
     EngineCoreReady,
@@ -54,7 +55,8 @@ class InprocClient:
     """Calls an EngineCore directly. For offline use: nothing runs unless `get_output` is called."""
 
     def __init__(self, config: EngineConfig) -> None:
-        from quire_engine.core.engine_core import EngineCore  # brings torch, which a serving frontend does without
+        with paused_gc():
+            from quire_engine.core.engine_core import EngineCore  # brings torch, which a serving frontend does without
 
         self._core = EngineCore(config)
         self.ready = self._core.ready

@@ -23,9 +23,9 @@ import traceback
 import msgspec
 import zmq
 
-from quire_engine.core.engine_core import EngineCore
 from quire_engine.core.heartbeat import Heartbeat
 from quire_engine.errors import EngineDeadError, EngineError, EngineUnavailableError
+from quire_engine.memory import paused_gc
 from quire_engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -63,6 +63,8 @@ class EngineCoreProcess:
         self._utility_outputs: list[UtilityOutput] = []
         self._freed: list[str] = []
         self._stopping = False
+        with paused_gc():
+            from quire_engine.core.engine_core import EngineCore
         try:
             self._core = EngineCore(arguments.config, arguments.num_blocks)
         except Exception as error:

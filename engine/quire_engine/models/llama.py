@@ -9,6 +9,9 @@ Each `add_rms_norm` adds the output of the line before to the residual stream, a
 projections are cut into slices, and the layers divided among stages (`models/parallel.py`).
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from quire_kernels import add_rms_norm, paged_attention, rms_norm, rope_and_cache
 from torch import nn
@@ -188,6 +191,20 @@ class LlamaForCausalLM(nn.Module):
     def final_norm(self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor:
         """What `run_layers` has returned -> [T, E]; on the last stage only."""
         return add_rms_norm(hidden_TE, residual_TE, self.norm.weight, self.eps)
+
+    @contextlib.contextmanager
+    def first_layer_only(self) -> Iterator[None]:
+        """While it lasts, a step computes one layer, and needs the KV cache of one.
+
+        That is for measuring memory: all layers are alike, and each gives back what it took before the next one begins.
+        """
+        layers = self.layers
+        number, layer = next(iter(layers.items()))
+        self.layers = nn.ModuleDict({number: layer})
+        try:
+            yield
+        finally:
+            self.layers = layers
 
     @property
     def num_heads(self) -> int:

@@ -1,9 +1,11 @@
 """Weights: from safetensors files, memory-mapped, into a model's parameters, converted on the way.
 
-Each rank reads its own slice of each tensor and nothing else; tensors of other stages are not touched.
+Each rank reads its own slice of each tensor and nothing else; tensors of other stages are not touched. What has been
+read is let go of, and a matrix is packed as soon as it is whole: loading takes hardly more memory than the model.
 """
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -11,9 +13,10 @@ from safetensors import SafetensorError, safe_open
 
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
+from quire_engine.memory import release_pages, trim_heap
 from quire_engine.models.checkpoint import CheckpointConfig, check_safetensors, weight_files
 from quire_engine.models.llama import LlamaForCausalLM
-from quire_engine.models.parallel import LoadTarget, load_targets, pack_weights
+from quire_engine.models.parallel import Packable, load_targets
 from quire_engine.models.registry import MODELS
 
 __all__ = ["load_model"]
@@ -38,39 +41,58 @@ def load_model(
         model = MODELS[config.architecture](config, max_model_len, parallel)
     finally:
         torch.set_default_dtype(previous)
-    targets = load_targets(model)
     elsewhere: Collection[str] = ()
     if parallel.pipeline_parallel_size > 1:
         with torch.device("meta"):
             elsewhere = load_targets(MODELS[config.architecture](config, max_model_len)).keys()
-    missing = set(targets)
+    loading = _Loading(model, quantize)
     for path in weight_files(folder):
         check_safetensors(path)
-        missing -= _load_file(path, targets, elsewhere)
-    if missing:
-        raise CheckpointError(f"{folder}: its safetensors files hold no {', '.join(sorted(missing)[:3])}")
-    del targets  # they hold the parameters, which are freed as they are packed
-    pack_weights(model, quantize)
+        _load_file(path, loading, elsewhere)
+    if loading.targets:
+        raise CheckpointError(f"{folder}: its safetensors files hold no {', '.join(sorted(loading.targets)[:3])}")
+    trim_heap()
     return model.eval()
 
 
-def _load_file(path: Path, targets: Mapping[str, LoadTarget], elsewhere: Collection[str]) -> set[str]:
-    """Copy what the file holds; returns the names that were filled.
+class _Loading:
+    """What a model still waits for."""
+
+    def __init__(self, model: LlamaForCausalLM, quantize: bool) -> None:
+        self.targets = load_targets(model)
+        """By name; of tensors that have not come yet."""
+        self.names = frozenset(self.targets)
+        self._quantize = quantize
+        self._num_missing: Counter[Packable | None] = Counter(target.module for target in self.targets.values())
+
+    def fill(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a tensor, and pack what is whole with it. The target, which holds the parameter, is forgotten first."""
+        target = self.targets.pop(name)
+        target.parameter.copy_(tensor)
+        module = target.module
+        del target
+        self._num_missing[module] -= 1
+        if module is not None and not self._num_missing[module]:
+            module.pack(self._quantize)
+
+
+def _load_file(path: Path, loading: _Loading, elsewhere: Collection[str]) -> None:
+    """Copy what the file holds.
 
     Args:
         path: a safetensors file.
-        targets: where this rank's slices go.
+        loading: where this rank's slices go.
         elsewhere: names that other stages want.
     """
-    filled = set()
     try:
         with safe_open(path, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - it is no mapping
                 name = key.removeprefix("model.")
-                target = targets.get(name)
+                target = loading.targets.get(name)
                 if target is None:
                     # The copy of a tied head, and the frequency tables of old checkpoints, are derived here.
-                    if name in elsewhere or name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq"):
+                    known = name in loading.names or name in elsewhere
+                    if known or name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq"):
                         continue
                     raise CheckpointError(f"{path}: tensor {key} has no place in this architecture")
                 tensor = tensors.get_slice(key)
@@ -84,8 +106,15 @@ def _load_file(path: Path, targets: Mapping[str, LoadTarget], elsewhere: Collect
                         f"{path}: tensor {key} is {tensor.get_dtype()}; quantization_config in config.json asks for "
                         f"{'I8' if target.parameter.dtype == torch.int8 else 'a floating-point type'}"
                     )
-                target.parameter.copy_(tensor[target.index])
-                filled.add(name)
+                piece, target = tensor[target.index], None
+                loading.fill(name, piece)
+                if piece.numel():
+                    _release(piece)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    return filled
+
+
+def _release(tensor: torch.Tensor) -> None:
+    """Let go of the file's pages that a tensor is a view of."""
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    release_pages(tensor.data_ptr(), elements * tensor.itemsize)

@@ -19,10 +19,11 @@ sum over the ranks::
 The vocabulary is cut too. `VocabParallel.embed` sums up rows that only one rank has, `VocabParallel.logits` puts the
 columns together on the first rank. With one rank each of them is the plain operation.
 
-When the checkpoint is loaded, `pack_weights` brings every matrix into the form that `quire_kernels.linear` reads, and
-frees the parameter that it was loaded into.
+As soon as a matrix is loaded, `pack` brings it into the form that `quire_kernels.linear` reads, and frees the parameter
+that it was loaded into: no two forms of the model are ever whole.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -32,16 +33,17 @@ from torch import nn
 
 from quire_engine.distributed import ParallelState
 from quire_engine.models.layers import Weight
+from quire_engine.models.mapped import mapped_zeros
 
 __all__ = [
     "ColumnParallel",
     "LoadTarget",
+    "Packable",
     "QKVParallel",
     "RowParallel",
     "VocabParallel",
     "load_targets",
     "num_parameters",
-    "pack_weights",
     "receive_activations",
     "send_activations",
     "shard",
@@ -86,6 +88,8 @@ class LoadTarget:
     """Of the whole tensor."""
     index: tuple[slice, ...]
     """The rank's slice of it, one entry per dimension; an empty one if another rank has it all."""
+    module: "Packable | None" = None
+    """What is to be packed when all its targets are filled."""
 
 
 def _rows(parameter: torch.Tensor, size: int, rows: slice) -> LoadTarget:
@@ -94,7 +98,7 @@ def _rows(parameter: torch.Tensor, size: int, rows: slice) -> LoadTarget:
     return LoadTarget(parameter, (size, *whole), (rows, *(slice(0, n) for n in whole)))
 
 
-class _Packable(nn.Module):
+class Packable(nn.Module):
     """A module whose `weight`, and `bias` if it has one, become a `LinearWeight` once they are loaded."""
 
     weight: nn.Parameter | None
@@ -105,7 +109,7 @@ class _Packable(nn.Module):
         super().__init__()
         self._packed: LinearWeight | None = None
         self._dtype = torch.get_default_dtype()
-        weight = torch.empty(out_features, in_features, dtype=torch.int8 if int8 else None)
+        weight = mapped_zeros((out_features, in_features), torch.int8 if int8 else self._dtype)  # freed by `pack`
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.weight_scale = None
         if int8:
@@ -116,7 +120,7 @@ class _Packable(nn.Module):
     @property
     def packed(self) -> LinearWeight:
         """The weight that is computed with."""
-        assert self._packed is not None, "pack_weights was not called"
+        assert self._packed is not None, "pack was not called"
         return self._packed
 
     def pack(self, quantize: bool) -> None:
@@ -130,7 +134,7 @@ class _Packable(nn.Module):
         self.weight = self.weight_scale = self.bias = None
 
 
-class ColumnParallel(_Packable):
+class ColumnParallel(Packable):
     """One or several projections of the same input, stacked by output feature into one matrix multiplication.
 
     Each rank has a slice of the output features of each of them.
@@ -196,7 +200,7 @@ class QKVParallel(ColumnParallel):
         self.num_heads, self.num_kv_heads = self.sizes[0] // head_size, self.sizes[1] // head_size
 
 
-class RowParallel(_Packable):
+class RowParallel(Packable):
     """A projection of which each rank has a slice of the input features; the ranks' outputs are summed.
 
     Args:
@@ -237,7 +241,7 @@ class RowParallel(_Packable):
         return targets
 
 
-class VocabParallel(_Packable):
+class VocabParallel(Packable):
     """A vector per token of the vocabulary, of which each rank has a slice: an embedding, a head, or both.
 
     Args:
@@ -292,29 +296,22 @@ def load_targets(model: nn.Module) -> dict[str, LoadTarget]:
         if isinstance(module, Weight):
             targets[f"{path}.weight"] = _rows(module.weight.data, len(module.weight), slice(0, len(module.weight)))
         elif isinstance(module, VocabParallel):
-            targets |= {f"{path}.{name}": target for name, target in module.load_targets().items()}
+            targets |= _targets_of(module, path)
         elif isinstance(module, ColumnParallel | RowParallel):
-            parent = path.rpartition(".")[0]
-            prefix = f"{parent}." if parent else ""
-            targets |= {f"{prefix}{name}": target for name, target in module.load_targets().items()}
+            targets |= _targets_of(module, path.rpartition(".")[0])
     return targets
 
 
-def pack_weights(model: nn.Module, quantize: bool) -> None:
-    """Bring all matrices into the form that is computed with, one after the other, so that no two copies are whole.
-
-    Args:
-        model: loaded.
-        quantize: to int8 (W8A8).
-    """
-    for module in model.modules():
-        if isinstance(module, _Packable):
-            module.pack(quantize)
+def _targets_of(module: VocabParallel | ColumnParallel | RowParallel, path: str) -> dict[str, LoadTarget]:
+    prefix = f"{path}." if path else ""
+    return {
+        f"{prefix}{name}": dataclasses.replace(target, module=module) for name, target in module.load_targets().items()
+    }
 
 
 def num_parameters(model: nn.Module) -> int:
     """How many parameters a rank has, packed or not."""
-    packed = [module.packed for module in model.modules() if isinstance(module, _Packable) and module.weight is None]
+    packed = [module.packed for module in model.modules() if isinstance(module, Packable) and module.weight is None]
     return sum(p.numel() for p in model.parameters()) + sum(p.out_features * p.in_features for p in packed)
 
 

@@ -1,9 +1,6 @@
 """Worker: loads the model, sizes and owns the KV cache, executes steps."""
 
-import contextlib
 import logging
-import math
-import mmap
 from pathlib import Path
 
 import torch
@@ -12,11 +9,12 @@ from quire_kernels.cpu import status as kernel_status
 from quire_engine.config import EngineConfig
 from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache.sizing import block_bytes, num_blocks_for
-from quire_engine.memory import available_memory_bytes, peak_memory_growth, return_freed_memory
+from quire_engine.memory import available_memory_bytes, peak_memory_growth, return_freed_memory, trim_heap
 from quire_engine.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.models.loader import load_model
+from quire_engine.models.mapped import mapped_zeros
 from quire_engine.models.parallel import num_parameters, shard, stage_layers
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.worker.fault_injection import FaultInjection
@@ -96,6 +94,7 @@ class Worker:
             dtype_bytes=self.dtype.itemsize,
         )
         activation_bytes = peak_memory_growth(self._profile_run)
+        trim_heap()  # of what the largest step took; the steps to come may be small
         available_bytes = self.config.cache.kv_cache_memory_bytes
         if available_bytes is None:
             share = CPU_MEMORY_SHARE * self.config.cache.gpu_memory_utilization / self.config.parallel.world_size
@@ -123,15 +122,7 @@ class Worker:
     def initialize_cache(self, num_blocks: int) -> None:
         """Allocate the cache tensors. The pages are zero, and become real memory only when first written."""
         self._num_blocks = num_blocks
-        shape = (
-            num_blocks,
-            self.num_kv_heads,
-            self.config.cache.block_size,
-            self.checkpoint.head_size,
-        )
-        self.runner.kv_caches = [
-            (_untouched_zeros(shape, self.dtype), _untouched_zeros(shape, self.dtype)) for _ in range(self.num_layers)
-        ]
+        self.runner.kv_caches = self._allocate_caches(num_blocks, self.num_layers)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step."""
@@ -160,13 +151,24 @@ class Worker:
         quantize = self.config.model.quantization == "int8"
         return load_model(folder, self.checkpoint, self.dtype, self.max_model_len, self.parallel, quantize)
 
+    def _allocate_caches(self, num_blocks: int, num_layers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values, by layer; in huge pages, as a step reads all over them."""
+        shape = (num_blocks, self.num_kv_heads, self.config.cache.block_size, self.checkpoint.head_size)
+        return [
+            (mapped_zeros(shape, self.dtype, huge_pages=True), mapped_zeros(shape, self.dtype, huge_pages=True))
+            for _ in range(num_layers)
+        ]
+
     def _profile_run(self) -> None:
-        """The largest step there can be, on a cache of its own: shows its memory, and warms every op up."""
+        """The largest step there can be, on a cache of its own: shows its memory, and warms every op up.
+
+        Through one layer, which shows as much as all of them, and takes a fraction of the time.
+        """
         scheduler, block_size = self.config.scheduler, self.config.cache.block_size
         num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         num_tokens = min(scheduler.max_num_batched_tokens // num_seqs, self.max_model_len)
         blocks_each = -(-num_tokens // block_size)
-        self.initialize_cache(num_seqs * blocks_each)
+        self.runner.kv_caches = self._allocate_caches(num_seqs * blocks_each, num_layers=1)
         params = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
         requests = [
             NewRequestData(
@@ -180,20 +182,10 @@ class Worker:
             )
             for i in range(num_seqs)
         ]
-        self.execute_model(
-            SchedulerOutput({request.request_id: num_tokens for request in requests}, new_requests=requests)
-        )
+        with self.runner.model.first_layer_only():
+            self.execute_model(
+                SchedulerOutput({request.request_id: num_tokens for request in requests}, new_requests=requests)
+            )
         for request in requests:
             self.runner.batch.remove(request.request_id)
         self.runner.kv_caches = []
-
-
-def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros from the system, none of them written: `torch.zeros` writes them all, which makes every page real.
-
-    In huge pages where the system has them, as a step reads all over the cache.
-    """
-    memory = mmap.mmap(-1, max(math.prod(shape) * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)

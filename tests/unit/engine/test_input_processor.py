@@ -1,5 +1,9 @@
 """InputProcessor: truncation and bad words, which need the tokenizer and the model's limits."""
 
+import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +12,7 @@ from quire_engine import SamplingParams
 from quire_engine.errors import RequestError
 from quire_engine.input_processor import InputProcessor, load_tokenizer
 from quire_engine.messages import EngineCoreReady
+from transformers import AutoTokenizer
 
 TINYPY = Path(__file__).parents[3] / "model_repository" / "tinypy" / "1" / "model"
 READY = EngineCoreReady(vocab_size=4096, max_model_len=64, num_blocks=100, block_size=16, eos_token_ids=[1])
@@ -119,3 +124,34 @@ def test_a_bad_word_beyond_the_models_vocabulary_is_refused() -> None:
 def test_without_bad_words_the_params_are_the_callers_own(inputs: InputProcessor) -> None:
     params = SamplingParams(temperature=0)
     assert inputs.process("x", params).params is params
+
+
+# -- the tokenizer -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokenizer_class", ["TokenizersBackend", "PreTrainedTokenizerFast", "LlamaTokenizer", None])
+def test_tokenizer_is_the_one_that_transformers_finds(tokenizer_class: str | None, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "chat_template.jinja"):
+        shutil.copy(TINYPY / name, tmp_path)
+    config = json.loads((TINYPY / "tokenizer_config.json").read_text())
+    config["tokenizer_class"] = tokenizer_class
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, expected = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    assert type(ours) is type(expected)
+    assert ours.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
+    assert repr(ours.init_kwargs) == repr(expected.init_kwargs)
+    assert ours.special_tokens_map == expected.special_tokens_map
+    assert ours.chat_template == expected.chat_template is not None
+
+
+def test_tokenizer_and_chat_template_do_without_torch() -> None:
+    script = (
+        "import sys; from pathlib import Path; from quire_engine.input_processor import load_tokenizer\n"
+        "tokenizer = load_tokenizer(Path(sys.argv[1]))\n"
+        "tokenizer.decode(tokenizer.encode('import os'))\n"
+        "tokenizer.apply_chat_template([{'role': 'user', 'content': 'Hello'}], tokenize=False)\n"
+        "print(sorted({'torch', 'xgrammar', 'transformers.modeling_utils'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", script, str(TINYPY)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr

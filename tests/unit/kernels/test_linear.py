@@ -67,3 +67,35 @@ def test_rows_may_be_strided(cpu_kernels: str) -> None:
     x, weight, _ = operands(7, 48, 96, torch.bfloat16)
     wide = torch.cat((x, x), dim=1)
     assert torch.equal(linear(wide[:, :96], pack_linear(weight)), linear(x, pack_linear(weight)))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("kind", ["bfloat16", "float32", "int8", "quantized bfloat16", "quantized float32"])
+@pytest.mark.parametrize(("out_features", "in_features"), [(8, 4), (64, 100), (70, 72), (514, 2816)])
+def test_every_weight_is_where_the_panels_have_it(
+    out_features: int, in_features: int, kind: str, gated: bool, cpu_kernels: str
+) -> None:
+    if cpu_kernels == "torch":
+        pytest.skip("plain torch packs nothing")
+    quantize, name = kind.startswith("quantized"), kind.split()[-1]
+    weight = torch.randn(out_features, in_features + 8)[:, :in_features] * 50  # rows with gaps between them
+    weight = weight.to(getattr(torch, name))
+    scales = torch.rand(out_features) if name == "int8" else None
+    packed = pack_linear(weight, scales_N=scales, dtype=torch.float32, quantize=quantize, gated=gated)
+    if quantize:
+        scales = weight.float().abs().amax(1) / 127
+        weight = (weight.float() / scales[:, None]).round().to(torch.int8)
+
+    half, places = out_features // 2, [*range(out_features)]
+    if gated:  # 16 features of the gate, then 16 of what it gates
+        places = [row % half // 16 * 32 + row % half % 16 + row // half * 16 for row in range(out_features)]
+    expected = torch.zeros(packed.data.shape[0] * 32, in_features, dtype=weight.dtype)
+    expected[places] = weight
+    unpacked = packed.data.transpose(1, 2).reshape(-1, in_features)
+    assert packed.data.shape[-1] == 4 // weight.itemsize
+    assert torch.equal(unpacked, expected)
+    if scales is not None:
+        assert packed.scales is not None
+        assert packed.offsets is not None
+        assert torch.equal(packed.scales[places], scales)
+        assert torch.equal(packed.offsets, expected.int().sum(1).int() * 128)

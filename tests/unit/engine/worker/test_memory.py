@@ -1,10 +1,19 @@
 """How much of the memory the KV cache gets, and what is said when that is nothing."""
 
+import gc
+import mmap
 from pathlib import Path
 
 import pytest
+import torch
 from quire_engine import LLM, SamplingParams
-from quire_engine.memory import resident_memory_bytes
+from quire_engine.memory import paused_gc, release_pages, resident_memory_bytes
+from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
+from quire_engine.models import CheckpointConfig
+from quire_engine.models.loader import load_model
+from quire_engine.models.mapped import mapped_zeros
+from quire_engine.models.parallel import Packable
+from quire_engine.worker.model_runner import ModelRunner
 
 TINYPY = Path(__file__).resolve().parents[4] / "model_repository" / "tinypy" / "1" / "model"
 
@@ -23,3 +32,89 @@ def test_a_cache_that_nobody_has_used_is_no_memory() -> None:
     assert resident_memory_bytes() - before < size / 2
     llm.generate("def f(", SamplingParams(max_tokens=2), use_tqdm=False)
     assert resident_memory_bytes() - before < size / 2
+
+
+def test_memory_of_a_step_is_measured_on_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_layers = []
+    execute_model = ModelRunner.execute_model
+
+    def execute(runner: ModelRunner, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        num_layers.append((len(runner.model.layers), len(runner.kv_caches)))
+        return execute_model(runner, scheduler_output)
+
+    monkeypatch.setattr(ModelRunner, "execute_model", execute)
+    llm = LLM(TINYPY, max_num_seqs=4)
+    assert num_layers == [(1, 1)]
+    llm.generate("def f(", SamplingParams(max_tokens=1), use_tqdm=False)
+    layers = CheckpointConfig.from_folder(TINYPY).num_layers
+    assert layers > 1
+    assert num_layers[1:] == [(layers, layers)]
+
+
+def test_pages_that_are_let_go_are_read_from_the_file_again(tmp_path: Path) -> None:
+    size = 64 * mmap.PAGESIZE
+    content = bytes(range(256)) * (size // 256)
+    (tmp_path / "file").write_bytes(content)
+    with (tmp_path / "file").open("rb") as file:
+        mapping = torch.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    first = mapping.data_ptr()
+    assert bytes(mapping.numpy()) == content
+    before = resident_pages(f"{first:x}-")
+    release_pages(first + 1, size - 2)  # not the two pages that it has parts of
+    assert before >= 64
+    assert resident_pages(f"{first:x}-") == before - 62
+    assert bytes(mapping.numpy()) == content
+
+
+def resident_pages(beginning: str) -> int:
+    """Of the mappings whose line in /proc/self/smaps begins, or ends, so."""
+    pages, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line.split(maxsplit=1)[0].count("-") == 1:
+            counts = line.startswith(beginning) or line.endswith(beginning)
+        elif counts and line.startswith("Rss:"):
+            pages += int(line.split()[1]) * 1024 // mmap.PAGESIZE
+    return pages
+
+
+def test_loading_lets_go_of_the_file_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped = []
+    pack = Packable.pack
+
+    def watched(module: Packable, quantize: bool) -> None:
+        mapped.append(resident_pages(str(TINYPY / "model.safetensors")))
+        pack(module, quantize)
+
+    monkeypatch.setattr(Packable, "pack", watched)
+    load_model(TINYPY, CheckpointConfig.from_folder(TINYPY), torch.bfloat16, 64)
+    assert len(mapped) > 10
+    assert 0 < max(mapped) < (TINYPY / "model.safetensors").stat().st_size / mmap.PAGESIZE / 2
+
+
+@pytest.mark.parametrize("huge_pages", [False, True])
+def test_mapped_memory_is_taken_when_written_and_given_back_when_freed(huge_pages: bool) -> None:
+    size = 64 << 20
+    before = resident_memory_bytes()
+    tensor = mapped_zeros((size // 4, 2), torch.bfloat16, huge_pages=huge_pages)
+    assert resident_memory_bytes() - before < size / 4
+    tensor.fill_(1)
+    assert resident_memory_bytes() - before > size * 3 / 4
+    assert tensor.sum(dtype=torch.float32) == size / 2
+    del tensor
+    assert resident_memory_bytes() - before < size / 4
+
+
+def test_mapped_memory_may_be_none() -> None:
+    assert mapped_zeros((3, 0), torch.float32).shape == (3, 0)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_as_before_once_it_has_rested(enabled: bool) -> None:
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with paused_gc():
+            assert not gc.isenabled()
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
