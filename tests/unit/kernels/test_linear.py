@@ -81,7 +81,8 @@ def test_every_weight_is_where_the_panels_have_it(
     weight = torch.randn(out_features, in_features + 8)[:, :in_features] * 50  # rows with gaps between them
     weight = weight.to(getattr(torch, name))
     scales = torch.rand(out_features) if name == "int8" else None
-    packed = pack_linear(weight, scales_N=scales, dtype=torch.float32, quantize=quantize, gated=gated)
+    dtype = None if name != "int8" else torch.float32
+    packed = pack_linear(weight, scales_N=scales, dtype=dtype, quantize=quantize, gated=gated)
     if quantize:
         scales = weight.float().abs().amax(1) / 127
         weight = (weight.float() / scales[:, None]).round().to(torch.int8)
