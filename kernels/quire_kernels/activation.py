@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from quire_kernels.cpu import Call, library_for, with_dense_rows
+from quire_kernels.dispatch import uses_triton
 
 __all__ = ["silu_and_mul"]
 
@@ -32,6 +33,10 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     Returns:
         [T, I].
     """
+    if uses_triton(gate_up):
+        from quire_kernels.gpu import activation as gpu
+
+        return gpu.silu_and_mul(with_dense_rows(gate_up))
     handle = library_for(gate_up)
     if handle is None:
         gate, up = gate_up.chunk(2, dim=-1)

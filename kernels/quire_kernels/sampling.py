@@ -27,6 +27,7 @@ import ctypes
 import torch
 
 from quire_kernels.cpu import Call, library, library_for, pointer, with_dense_rows
+from quire_kernels.dispatch import uses_triton
 
 __all__ = ["argmax", "gumbel_noise", "sample"]
 
@@ -74,6 +75,10 @@ def argmax(logits_SV: torch.Tensor) -> torch.Tensor:
     Returns:
         [S] int64.
     """
+    if uses_triton(logits_SV):
+        from quire_kernels.gpu import sampling as gpu
+
+        return gpu.argmax(with_dense_rows(logits_SV))
     if library_for(logits_SV) is None:
         return logits_SV.argmax(-1)
     return _sample(logits_SV)
@@ -108,6 +113,10 @@ def sample(
         [S] int64.
     """
     columns = (temperature, min_p, top_k, top_p, seeds, positions)
+    if uses_triton(logits_SV):
+        from quire_kernels.gpu import sampling as gpu
+
+        return gpu.sample(with_dense_rows(logits_SV), *(column.contiguous() for column in columns))
     if library_for(logits_SV) is None:
         return _sample_torch(logits_SV, *columns)
     return _sample(logits_SV, *(column.contiguous() for column in columns))
@@ -203,8 +212,12 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
     Returns:
         [S, V] float32, finite.
     """
+    if uses_triton(seeds):
+        from quire_kernels.gpu import sampling as gpu
+
+        return gpu.gumbel_noise(seeds.contiguous(), positions.contiguous(), vocab_size)
     handle = library()
-    if handle is None or seeds.device.type != "cpu":
+    if handle is None:
         return _gumbel_noise_torch(seeds, positions, vocab_size)
     seeds, positions = seeds.contiguous(), positions.contiguous()
     noise_SV = torch.empty(len(seeds), vocab_size, dtype=torch.float32)
