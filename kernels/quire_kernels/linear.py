@@ -1,12 +1,12 @@
 """Linear layers over weights that are packed once, when a model is loaded: `pack_linear`, then `linear`.
 
-Three kinds of weights: bfloat16 and float32 as the checkpoint has them, and W8A8 (`quantize=True`): int8 weights with
-one scale per output feature, and activations that are quantised per token as they come (SmoothQuant's notation, Xiao et
-al. 2022, https://arxiv.org/abs/2211.10438, section 2). The layout of a packed weight is drawn in
-`kernels/csrc/linear.inc`.
+Weights are bfloat16 and float32 as the checkpoint has them, or W8A8 (`quantize=True`): int8 or fp8 weights with one
+scale per output feature, and activations that are quantised per token as they come (SmoothQuant's notation, Xiao et al.
+2022, https://arxiv.org/abs/2211.10438, section 2). The layout of a packed weight is drawn in `kernels/csrc/linear.inc`.
 
 Every result is one chain of sums over the input features in their order, whatever the batch: a token's result does not
-depend on the tokens beside it, to the last bit. (Plain torch does not promise that.)
+depend on the tokens beside it, to the last bit. (Plain torch does not promise that, nor cuBLAS for weights that are not
+quantised.)
 """
 
 import ctypes
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from quire_kernels.activation import silu_and_mul
 from quire_kernels.cpu import Call, library, library_for, pointer, with_dense_rows
+from quire_kernels.dispatch import uses_triton
 
 __all__ = ["LinearWeight", "linear", "pack_linear", "quantize_per_token"]
 
@@ -24,6 +25,8 @@ PANEL = 32
 BAND = 32 * PANEL
 """Rows that are packed at a time, so that temporaries are small beside the weight."""
 _GROUPS = {torch.bfloat16: 2, torch.float32: 1, torch.int8: 4}
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""Number of each type that weights are quantised to."""
 _KINDS = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}
 
 
@@ -77,7 +80,7 @@ class LinearWeight:
     """Packed, or as in the checkpoint where there is no C++ kernel: [N, K]."""
     bias: torch.Tensor | None
     scales: torch.Tensor | None
-    """int8 only: float32, one per output feature."""
+    """Quantised only: float32, one per output feature."""
     offsets: torch.Tensor | None
     """int8 only, packed only: int32, 128 times the sum of each output feature's weights."""
     call: _LinearCall | None
@@ -95,6 +98,7 @@ def pack_linear(
     scales_N: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
     quantize: bool = False,
+    quantized_dtype: torch.dtype = torch.int8,
     gated: bool = False,
 ) -> LinearWeight:
     """Bring a weight into the form that `linear` reads fastest.
@@ -102,15 +106,17 @@ def pack_linear(
     Args:
         weight_NK: as in the checkpoint; may be freed afterwards, unless the C++ kernels are missing.
         bias_N: added to the result.
-        scales_N: of a weight that is int8 already: float32, one per output feature.
+        scales_N: of a weight that is int8 or fp8 already: float32, one per output feature.
         dtype: of activations, if it is not the weight's.
-        quantize: to int8, symmetrically, with one scale per output feature.
+        quantize: symmetrically, with one scale per output feature.
+        quantized_dtype: to int8 or float8_e4m3fn (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433). There is
+            no C++ kernel for fp8.
         gated: the first half of N is the gate of the second half, and `linear` is to apply it.
     """
     dtype = dtype or weight_NK.dtype
     scales = scales_N
     if quantize and scales is None:
-        weight_NK, scales = _quantize_weight(weight_NK)
+        weight_NK, scales = _quantize_rows(weight_NK, quantized_dtype)
     out_features, in_features = weight_NK.shape
     group = _GROUPS.get(weight_NK.dtype)
     if library() is None or weight_NK.device.type != "cpu" or dtype not in _KINDS or not group or in_features % group:
@@ -139,13 +145,15 @@ def pack_linear(
     return LinearWeight(out_features, in_features, gated, dtype, packed, bias, packed_scales, offsets, call)
 
 
-def _quantize_weight(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    quantized = torch.empty_like(weight_NK, dtype=torch.int8)
+def _quantize_rows(weight_NK: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    quantized = torch.empty_like(weight_NK, dtype=dtype)
+    largest = LARGEST[dtype]
     scales = torch.empty(len(weight_NK), dtype=torch.float32, device=weight_NK.device)
     for source, target, scale in zip(*(torch.split(one, BAND) for one in (weight_NK, quantized, scales)), strict=True):
         values = source.float()
-        scale.copy_(values.abs().amax(1).clamp_(min=1e-10).div_(127))
-        target.copy_((values / scale[:, None]).round_())
+        scale.copy_(values.abs().amax(1).clamp_(min=1e-10).div_(largest))
+        values = values / scale[:, None]
+        target.copy_(values.round_() if dtype == torch.int8 else values)
     return quantized, scales
 
 
@@ -183,6 +191,11 @@ def linear(x_TK: torch.Tensor, weight: LinearWeight, out_dtype: torch.dtype | No
     """
     out_dtype = out_dtype or x_TK.dtype
     call = weight.call
+    if weight.scales is not None and uses_triton(x_TK):
+        from quire_kernels.gpu import linear as gpu
+
+        x_TK = with_dense_rows(x_TK)
+        return gpu.linear(x_TK, weight.data, weight.scales, weight.bias, weight.gated, out_dtype)
     if call is None:
         return _linear_torch(x_TK, weight).to(out_dtype)
     if x_TK.dtype != weight.dtype:
@@ -207,8 +220,12 @@ def _linear_torch(x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     if weight.scales is None:
         out = F.linear(x_TK, weight.data, weight.bias)
     else:
-        x, x_scales = quantize_per_token(x_TK)
-        sums = torch._int_mm((x.to(torch.int16) - 128).to(torch.int8), weight.data.t())
+        if weight.data.dtype == torch.int8:
+            x, x_scales = quantize_per_token(x_TK)
+            sums = torch._int_mm((x.to(torch.int16) - 128).to(torch.int8), weight.data.t())
+        else:
+            x, x_scales = _quantize_rows(x_TK, weight.data.dtype)
+            sums = F.linear(x.float(), weight.data.float())
         out = sums.float() * x_scales[:, None] * weight.scales
         out = out if weight.bias is None else out + weight.bias
     return silu_and_mul(out) if weight.gated else out

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-__all__ = ["INTERPRETED", "cast", "dot"]
+__all__ = ["INTERPRETED", "cast", "dot", "round_even"]
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
@@ -29,9 +29,15 @@ def cast(x, dtype: tl.constexpr):
     if INTERPRETED and dtype == tl.bfloat16:
         x = _rounded(x, 16)
     if INTERPRETED and dtype == tl.float8e4nv:
-        # Below 2**-6 numbers are 2**-9 apart, as are those of float32 from 2**14 to 2**15.
-        x = tl.where(tl.abs(x) < 2.0**-6, (x + 1.5 * 2.0**14) - 1.5 * 2.0**14, _rounded(x, 20))
+        # Below 2**-6, numbers are 2**-9 apart.
+        x = tl.where(tl.abs(x) < 2.0**-6, round_even(x * 2.0**9) * 2.0**-9, _rounded(x, 20))
     return x.to(dtype)
+
+
+@triton.jit
+def round_even(x):
+    """The nearest whole number, of two the even, of a float32 below 2**22."""
+    return (x + 1.5 * 2.0**23) - 1.5 * 2.0**23  # from 2**23 on, numbers of float32 are 1 apart
 
 
 @triton.jit
