@@ -19,7 +19,7 @@ def _embedding_kernel(
     """Program (token, part of its row)."""
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(token_ids + token)
-    values = tl.load(weight + row * weight_stride + i, mask=i < SIZE, other=0)
+    values = tl.load(weight + row * weight_stride + i, mask=i < SIZE, other=0.0)
     if HAS_SCALES:
         values = cast(values.to(tl.float32) * tl.load(scales + row), out.dtype.element_ty)
     tl.store(out + token * SIZE + i, values, mask=i < SIZE)
