@@ -51,18 +51,22 @@ class Call(ctypes.Structure):
 
 
 class KernelStatus:
-    """What became of the library: `instruction_set` when it is used (or `triton`), else None, and then `reason` says
-    why."""
+    """What became of the library: `instruction_set` when it is used, else None, and then `reason` says why.
 
-    def __init__(self, instruction_set: str | None, reason: str, handle: ctypes.CDLL | None = None) -> None:
+    With `interprets_triton`, CPU tensors are computed with by the kernels of GPUs instead (`dispatch.py`).
+    """
+
+    def __init__(
+        self,
+        instruction_set: str | None,
+        reason: str,
+        handle: ctypes.CDLL | None = None,
+        interprets_triton: bool = False,
+    ) -> None:
         self.instruction_set = instruction_set
         self.reason = reason
         self.handle = handle
-
-    @property
-    def interprets_triton(self) -> bool:
-        """Whether CPU tensors are computed with by the kernels of GPUs, see `dispatch.py`."""
-        return self.instruction_set == INTERPRETER
+        self.interprets_triton = interprets_triton
 
 
 @functools.cache
@@ -76,10 +80,8 @@ def status() -> KernelStatus:
     if wanted not in ("", "torch", INTERPRETER, *INSTRUCTION_SETS):
         known = ", ".join((*INSTRUCTION_SETS, INTERPRETER))
         raise ValueError(f"{KERNELS_VARIABLE} is {wanted!r}; known are {known} and torch")
-    if wanted == "torch":
-        return KernelStatus(None, f"{KERNELS_VARIABLE}=torch")
-    if wanted == INTERPRETER:
-        return KernelStatus(INTERPRETER, "the kernels of GPUs, in Triton's interpreter")
+    if wanted in ("torch", INTERPRETER):
+        return KernelStatus(None, f"{KERNELS_VARIABLE}={wanted}", interprets_triton=wanted == INTERPRETER)
     folder = Path(__file__).parent
     paths = [folder / f"{LIBRARY_NAME}{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
     path = next((path for path in paths if path.is_file()), None)

@@ -8,11 +8,11 @@ from quire_kernels import apply_token_bitmask, argmax, gumbel_noise, sample
 from quire_kernels.sampling import _gumbel_noise_torch, _philox, _sample_torch
 
 INFINITY = float("inf")
-VOCAB_SIZES = [1, 515, 4096, 9001]
+VOCAB_SIZES = [1, 515, 5000]
 MASKS = {
     "none": {},
     "top-k": {"top_k": 50},
-    "large top-k": {"top_k": 3000},
+    "large top-k": {"top_k": 2000},
     "top-p": {"top_p": 0.9},
     "small top-p": {"top_p": 0.01},
     "large top-p": {"top_p": 0.9999},
@@ -61,7 +61,7 @@ def test_argmax_is_that_of_torch(vocab_size: int, device: torch.device, dtype: t
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 def test_tokens_are_those_of_torch(vocab_size: int, mask: dict[str, float], device: torch.device) -> None:
-    for rows, scale, dtype in ((4, 0.1, torch.float32), (5, 4.0, torch.float32), (4, 2.0, torch.bfloat16)):
+    for rows, scale, dtype in ((3, 0.1, torch.float32), (4, 4.0, torch.float32), (3, 2.0, torch.bfloat16)):
         logits = logits_of(rows, vocab_size, scale, dtype)
         temperature = torch.linspace(0, 1.6, rows)
         arguments = columns(rows, temperature=temperature, seeds=torch.arange(rows) * 977 - 9, **mask)
@@ -71,7 +71,7 @@ def test_tokens_are_those_of_torch(vocab_size: int, mask: dict[str, float], devi
 @pytest.mark.parametrize("mask", [MASKS["top-k"], MASKS["top-p"], MASKS["all"]], ids=["top-k", "top-p", "all"])
 def test_only_kept_tokens_are_drawn(mask: dict[str, float], device: torch.device) -> None:
     """With next to no difference between the tokens of a mask, and the others all but as likely."""
-    draws, vocab_size = 40, 700
+    draws, vocab_size = 16, 400
     row = -torch.arange(vocab_size)[torch.randperm(vocab_size, generator=torch.Generator().manual_seed(0))] * 1e-6
     logits = row.expand(draws, vocab_size)
     arguments = columns(draws, seeds=torch.arange(draws), **mask)
@@ -79,7 +79,7 @@ def test_only_kept_tokens_are_drawn(mask: dict[str, float], device: torch.device
     kept = int(mask.get("top_k", vocab_size))
     ranks = row.argsort(descending=True).argsort()[tokens]
     assert ranks.max() < kept * mask.get("top_p", 1.0) + 1
-    assert ranks.max() > kept * mask.get("top_p", 1.0) * 0.8
+    assert ranks.max() > kept * mask.get("top_p", 1.0) * 0.7
     assert tokens == _sample_torch(logits, **arguments).tolist()
 
 
@@ -113,7 +113,7 @@ def test_top_k_and_top_p_keep_ties(device: torch.device) -> None:
 
 
 def test_a_row_does_not_depend_on_its_batch(device: torch.device) -> None:
-    rows, vocab_size = 12, 5003
+    rows, vocab_size = 8, 4099
     logits = logits_of(rows, vocab_size, 2.0)
     arguments = columns(rows, seeds=torch.arange(rows), positions=torch.arange(rows) + 2**31)
     arguments["temperature"] = torch.linspace(0.1, 2, rows).where(torch.arange(rows) % 5 > 0, 0)
