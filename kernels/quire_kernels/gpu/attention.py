@@ -20,7 +20,8 @@ tile is head r % G of token r // G, with G = H / K. A sequence goes one of two w
     diag   masked, row by row
 
 A split holds `MIN_SPLIT` keys or more; how many there are depends on the sequence alone, and each is one chain of
-operations. So a row's result is the same in any batch, and with any number of programs: these take splits in turns.
+operations. So a row's result is the same in any batch, and with any number of programs: these take splits in turns. It
+is the same, too, however a prompt is cut into chunks of more than DECODE_ROWS rows; but the two ways round otherwise.
 
 Both launches cover all sequences, and the programs of those that go the other way end at once: nothing is sorted, and
 the host needs to know no more than the two maxima of `GpuAttentionPlan`.
@@ -362,9 +363,11 @@ def paged_attention(
         parts = (plan.partials, plan.partial_lse)
         part_sizes = (plan.decode_rows, plan.partials.shape[3])
         in_turns = min(plan.max_splits, max(1, math.ceil(ENOUGH_PROGRAMS / (num_seqs * num_kv_heads))))
+        # Block ids and the keys and values that they lead to are stages of their own: of 5, two are of keys and values.
         _decode_kernel[(num_seqs, num_kv_heads, in_turns)](
-            *tensors, *parts, *part_sizes, *numbers, **both, **splits, BLOCK_M=decode_block, num_warps=4, num_stages=3
-        )
+            *tensors, *parts, *part_sizes, *numbers, **both, **splits, BLOCK_M=decode_block, num_warps=4,
+            num_stages=5 if query_THD.element_size() == 2 else 3,
+        )  # fmt: skip
         if plan.max_splits > 1:
             _combine_kernel[(num_seqs, num_kv_heads, plan.decode_rows)](
                 *parts, query_start_loc, seq_lens, out_THD, *part_sizes, out_THD.stride()[:2], window or 0,

@@ -181,6 +181,19 @@ def test_the_same_in_any_batch(dtype: torch.dtype, device: torch.device) -> None
         assert torch.equal(batch.attend(order), expected), order
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+def test_the_same_however_a_prompt_is_cut(dtype: torch.dtype, device: torch.device) -> None:
+    """Into chunks that are too long to be decodes."""
+    batch = make_batch([(150, 150)], 4, 2, 64, 16, dtype, device)
+    whole = batch.attend()
+    for start, end in ((0, 9), (9, 70), (70, 150), (20, 150), (33, 43)):
+        out = paged_attention(
+            batch.query[start:end], *batch.caches, batch.table, torch.tensor([0, end - start], device=device),
+            torch.tensor([end], device=device), 64**-0.5,
+        )  # fmt: skip
+        assert torch.equal(out, whole[start:end]), (start, end)
+
+
 def test_queries_may_be_strided_and_the_plan_made_from_the_hosts_lengths(device: torch.device) -> None:
     batch = make_batch([(1, 20), (9, 30)], 4, 2, 64, 16, FP32, device)
     whole = batch.attend()
