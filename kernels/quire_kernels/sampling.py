@@ -19,7 +19,8 @@ the Triton language's `tl.philox` computes:
     counter  = (vocab_id // 4, position, 0, 0)   ┘ ─► 4 words; vocab_id takes word vocab_id % 4
 
 The noise is -log(-log(u)) of the upper 23 bits of that word. C++ on any instruction set computes it bit by bit alike;
-torch's logarithm may differ in the last bit, which a draw shows only where two tokens are that near to each other.
+torch's logarithm, or a GPU's, may differ in the last bit, which a draw shows only where two tokens are that near to
+each other.
 """
 
 import ctypes

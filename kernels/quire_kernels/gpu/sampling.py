@@ -23,7 +23,7 @@ import triton.language as tl
 __all__ = ["argmax", "gumbel_noise", "sample"]
 
 CHUNK = 4096
-"""Tokens of a program, at most: enough programs for all multiprocessors even with one row of 128k."""
+"""Tokens of a program, at most: a row of 128k is 32 programs."""
 PIVOTS = 8
 """Of one pass of a search."""
 TILE = 2048
@@ -47,6 +47,7 @@ def _rank(values, tokens):
 
 @triton.jit
 def _value(rank):
+    """The value of a rank, and NaN for one of NaN."""
     bits = (rank >> 32).to(tl.int32)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
