@@ -9,6 +9,7 @@ A server that starts removes what dead runs have left, whoever's they are, so no
 """
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,11 @@ import pytest
 # This process computes in OpenMP threads too. As those of an engine's process they must not wait by spinning for long:
 # with two processes on two cores, a thread that spins keeps the one that it waits for from running.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+
+# Without a GPU, kernels in the Triton language are tested in Triton's interpreter. triton looks for this when it is
+# imported, and transformers imports it.
+if not list(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ALONE = ("tests/integration/", "tests/unit/cli/", "tests/dashboard/test_browser.py")
 """The tests that never run beside each other."""

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from quire_kernels.cpu import Call, launch, library_for, with_dense_rows
+from quire_kernels.dispatch import uses_triton
 
 __all__ = ["silu_and_mul"]
 
@@ -35,6 +36,10 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: the halves are not alike.
     """
+    if uses_triton(gate_up):
+        from quire_kernels.gpu import activation as gpu
+
+        return gpu.silu_and_mul(with_dense_rows(gate_up))
     handle = library_for(gate_up)
     if handle is None:
         gate, up = gate_up.chunk(2, dim=-1)

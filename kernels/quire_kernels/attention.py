@@ -13,14 +13,16 @@ One call serves prefill chunks, decodes and anything between: sequence s owns th
 
 import ctypes
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 
 from quire_kernels.cpu import Call, check_tensor, launch, library, with_dense_heads, with_dense_rows
+from quire_kernels.dispatch import uses_triton
 from quire_kernels.kv_cache import check_caches, is_tiled, natural_key_order, natural_value_order
 
-__all__ = ["AttentionPlan", "paged_attention", "plan_attention"]
+__all__ = ["AttentionPlan", "CpuAttentionPlan", "GpuAttentionPlan", "paged_attention", "plan_attention"]
 
 
 class _PlanCall(Call):
@@ -88,8 +90,8 @@ PLAN_CAPACITY = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """How the work of one step's `paged_attention` is divided among threads. Made by `plan_attention`."""
+class CpuAttentionPlan:
+    """How the work of one step's `paged_attention` is divided among threads."""
 
     step: Call
     """What is the same for all layers of the step."""
@@ -101,9 +103,29 @@ class AttentionPlan:
     shape: tuple[int, int, int, int]
     """Query heads, key/value heads, tokens per block, head size: what the plan holds for."""
 
-    def copy_(self, other: "AttentionPlan") -> None:
+    def copy_(self, other: "CpuAttentionPlan") -> None:
         """Become another plan, which is to be kept for as long, under the address that recorded calls know."""
         ctypes.memmove(ctypes.byref(self.step), ctypes.byref(other.step), ctypes.sizeof(self.step))
+
+
+@dataclass(frozen=True, slots=True)
+class GpuAttentionPlan:
+    """What the host needs to know of one step's sequences to launch the kernels of `gpu/attention.py`."""
+
+    has_prefills: bool
+    """Some sequence has more query rows than one tile of a decode."""
+    decode_rows: int
+    """Of the other sequences with any row: most query rows for each KV head; 0 if there is no such sequence."""
+    max_splits: int
+    """Of those: into how many splits the keys of the longest are divided."""
+    partials: torch.Tensor
+    """Where the splits' results are left: [S, K, decode_rows, max_splits, D] float32, empty if there is one split."""
+    partial_lse: torch.Tensor
+    """[S, K, decode_rows, max_splits] float32, the base-2 logarithms of their sums of exponentials."""
+
+
+AttentionPlan: TypeAlias = CpuAttentionPlan | GpuAttentionPlan
+"""Made by `plan_attention`."""
 
 
 def plan_attention(
@@ -113,11 +135,12 @@ def plan_attention(
     num_heads: int,
     key_cache_NKBD: torch.Tensor,
 ) -> AttentionPlan | None:
-    """Divide the work of a step among threads: once, for all layers.
+    """Divide the work of a step: once, for all layers.
 
     Args:
         block_table_SM: as of `paged_attention`, like the two that follow.
-        query_start_loc: [S + 1] int64.
+        query_start_loc: [S + 1] int64. For a cache on a GPU give it and `seq_lens` as the host has them, if it has
+            them: with those of the GPU, this waits for it.
         seq_lens: [S] int64.
         num_heads: query heads.
         key_cache_NKBD: of any layer.
@@ -129,6 +152,10 @@ def plan_attention(
         TypeError: a tensor is not int64.
         ValueError: the tensors' lengths do not go together, or the number of heads with that of the key cache.
     """
+    if uses_triton(key_cache_NKBD):
+        from quire_kernels.gpu import attention as gpu
+
+        return gpu.plan_attention(query_start_loc, seq_lens, num_heads, key_cache_NKBD)
     handle = library()
     if handle is None or not is_tiled(key_cache_NKBD):
         return None
@@ -169,7 +196,7 @@ def plan_attention(
     )
     tensors = (block_table_SM, query_start_loc, seq_lens, data, partials)
     shape = (num_heads, num_kv_heads, block_size, head_size)
-    return AttentionPlan(step, partials, tensors, int(query_start_loc[-1]), shape)
+    return CpuAttentionPlan(step, partials, tensors, int(query_start_loc[-1]), shape)
 
 
 def paged_attention(
@@ -181,6 +208,11 @@ def paged_attention(
     seq_lens: torch.Tensor,
     scale: float,
     plan: AttentionPlan | None = None,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> torch.Tensor:
     """Causal attention of each query row to its own sequence's keys and values.
 
@@ -193,6 +225,12 @@ def paged_attention(
         seq_lens: [S] int64, context plus query tokens.
         scale: factor of the scores, usually D ** -0.5; above 0.
         plan: from `plan_attention` for the same `block_table_SM` and what follows it; made here if it is None.
+        window: each row sees that many keys at most, the last of those that it would see otherwise (Beltagy et al.
+            2020, https://arxiv.org/abs/2004.05150, section 3.1); None for all.
+        soft_cap: scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2, https://arxiv.org/abs/2408.00118,
+            section 2); None for as they are.
+        key_scale: what the cache's keys are multiplied by, as of `rope_and_cache`.
+        value_scale: likewise the values.
 
     Returns:
         [T, H, D], in the queries' dtype.
@@ -201,23 +239,52 @@ def paged_attention(
         TypeError: a tensor's dtype is another one, or not all are on one device.
         ValueError: a tensor's shape does not go with the others, or with those that the plan was made for.
     """
-    if is_tiled(key_cache_NKBD) and query_THD.dtype == key_cache_NKBD.dtype == value_cache_NKBD.dtype:
+    caches = (key_cache_NKBD, value_cache_NKBD)
+    if uses_triton(query_THD):
+        from quire_kernels.gpu import attention as gpu
+
         plan = plan or plan_attention(block_table_SM, query_start_loc, seq_lens, query_THD.shape[1], key_cache_NKBD)
-        assert plan is not None
-        return _attend_cpu(query_THD, key_cache_NKBD, value_cache_NKBD, plan, scale)
+        assert isinstance(plan, GpuAttentionPlan)
+        return gpu.paged_attention(
+            query_THD, *caches, block_table_SM, query_start_loc, seq_lens, scale, plan, window, soft_cap, key_scale,
+            value_scale,
+        )  # fmt: skip
+    is_plain = window is None and soft_cap is None and key_scale == value_scale == 1.0
+    if is_tiled(key_cache_NKBD) and is_plain and query_THD.dtype == key_cache_NKBD.dtype == value_cache_NKBD.dtype:
+        plan = plan or plan_attention(block_table_SM, query_start_loc, seq_lens, query_THD.shape[1], key_cache_NKBD)
+        assert isinstance(plan, CpuAttentionPlan)
+        return _attend_cpu(query_THD, *caches, plan, scale)
+    tensors = (query_THD, *caches, block_table_SM, query_start_loc, seq_lens)
+    return _attend_torch(*tensors, scale * key_scale, window, soft_cap) * value_scale
+
+
+def _attend_torch(
+    query_THD: torch.Tensor,
+    key_cache_NKBD: torch.Tensor,
+    value_cache_NKBD: torch.Tensor,
+    block_table_SM: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> torch.Tensor:
     out_THD = torch.empty_like(query_THD)
     query_lens = query_start_loc.diff()
-    decodes = (query_lens == 1).nonzero().squeeze(1)
+    single = (
+        (query_lens == 1) if window is None and soft_cap is None else torch.zeros_like(query_lens, dtype=torch.bool)
+    )
+    decodes = single.nonzero().squeeze(1)
     if len(decodes):
         rows = query_start_loc[decodes]
         out_THD[rows] = _attend_single(
             query_THD[rows], key_cache_NKBD, value_cache_NKBD, block_table_SM[decodes], seq_lens[decodes], scale
         )
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
-    for s in (query_lens > 1).nonzero().squeeze(1).tolist():
+    for s in ((query_lens > 0) & ~single).nonzero().squeeze(1).tolist():
         rows_s = slice(starts[s], starts[s + 1])
         out_THD[rows_s] = _attend_many(
-            query_THD[rows_s], key_cache_NKBD, value_cache_NKBD, block_table_SM[s], lens[s], scale
+            query_THD[rows_s], key_cache_NKBD, value_cache_NKBD, block_table_SM[s], lens[s], scale, window, soft_cap
         )
     return out_THD
 
@@ -226,7 +293,7 @@ def _attend_cpu(
     query_THD: torch.Tensor,
     key_cache_NKBD: torch.Tensor,
     value_cache_NKBD: torch.Tensor,
-    plan: AttentionPlan,
+    plan: CpuAttentionPlan,
     scale: float,
 ) -> torch.Tensor:
     """Each row's result is one chain of operations in the order of its keys: it does not depend on the batch, on how a
@@ -300,6 +367,8 @@ def _attend_many(
     block_table_M: torch.Tensor,
     seq_len: int,
     scale: float,
+    window: int | None,
+    soft_cap: float | None,
 ) -> torch.Tensor:
     """Several query rows (Q) of one sequence."""
     query_len, _, head_size = query_QHD.shape
@@ -310,11 +379,22 @@ def _attend_many(
         cache.transpose(0, 1).reshape(1, num_kv_heads, -1, head_size)[:, :, :seq_len]
         for cache in _blocks(key_cache_NKBD, value_cache_NKBD, table, query_QHD.dtype)
     )
-    last_key = torch.arange(query_len, device=key.device) + (seq_len - query_len)
-    visible = torch.arange(seq_len, device=key.device) <= last_key[:, None]
-    out_HQD = F.scaled_dot_product_attention(
-        query_QHD.transpose(0, 1).unsqueeze(0), key, value, attn_mask=visible, scale=scale, enable_gqa=True
-    )
+    keys = torch.arange(seq_len, device=key.device)
+    last_key = keys[seq_len - query_len :, None]
+    visible = keys <= last_key
+    if window is not None:
+        visible &= keys > last_key - window
+        seen = visible.any(0)[:, None]
+        key, value = key.where(seen, 0.0), value.where(seen, 0.0)  # before the window there may be anything
+    query = query_QHD.transpose(0, 1).unsqueeze(0)
+    if soft_cap is None:
+        out_HQD = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale, enable_gqa=True)
+    else:
+        group = query.shape[1] // num_kv_heads
+        key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+        scores = (query @ key.transpose(-1, -2)).float() * (scale / soft_cap)
+        weights = (scores.tanh() * soft_cap).masked_fill(~visible, float("-inf")).softmax(-1)
+        out_HQD = weights.to(value.dtype) @ value
     return out_HQD[0].transpose(0, 1)
 
 

@@ -7,6 +7,7 @@ instruction set; the best one that the processor has is taken, or the one that `
     avx512         AVX-512 F, BW, VL and DQ (Skylake-X and later)
     avx2           AVX2 and FMA
     torch          no library: every op in plain torch
+    triton         no library: the kernels of GPUs in Triton's interpreter, with TRITON_INTERPRET=1 only; for tests
 
 Without the library every op falls back to plain torch, which is right and slow.
 """
@@ -51,6 +52,7 @@ __all__ = [
 KERNELS_VARIABLE = "QUIRE_CPU_KERNELS"
 INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2")
 """Best first."""
+INTERPRETER = "triton"
 LIBRARY_NAME = "_cpu"
 MEND = "install g++, then quire again (CXX=g++ pip install …)"
 """Of a library that is not there."""
@@ -91,12 +93,22 @@ _thread = _Thread()
 
 
 class KernelStatus:
-    """What became of the library: `instruction_set` when it is used, else None, and then `reason` says why."""
+    """What became of the library: `instruction_set` when it is used, else None, and then `reason` says why.
 
-    def __init__(self, instruction_set: str | None, reason: str, handle: ctypes.CDLL | None = None) -> None:
+    With `interprets_triton`, CPU tensors are computed with by the kernels of GPUs instead (`dispatch.py`).
+    """
+
+    def __init__(
+        self,
+        instruction_set: str | None,
+        reason: str,
+        handle: ctypes.CDLL | None = None,
+        interprets_triton: bool = False,
+    ) -> None:
         self.instruction_set = instruction_set
         self.reason = reason
         self.handle = handle
+        self.interprets_triton = interprets_triton
 
 
 @functools.cache
@@ -107,10 +119,11 @@ def status() -> KernelStatus:
         ValueError: `QUIRE_CPU_KERNELS` names nothing that there is here.
     """
     wanted = os.environ.get(KERNELS_VARIABLE, "")
-    if wanted not in ("", "torch", *INSTRUCTION_SETS):
-        raise ValueError(f"{KERNELS_VARIABLE} is {wanted!r}; known are {', '.join(INSTRUCTION_SETS)} and torch")
-    if wanted == "torch":
-        return KernelStatus(None, f"{KERNELS_VARIABLE}=torch")
+    if wanted not in ("", "torch", INTERPRETER, *INSTRUCTION_SETS):
+        known = ", ".join((*INSTRUCTION_SETS, INTERPRETER))
+        raise ValueError(f"{KERNELS_VARIABLE} is {wanted!r}; known are {known} and torch")
+    if wanted in ("torch", INTERPRETER):
+        return KernelStatus(None, f"{KERNELS_VARIABLE}={wanted}", interprets_triton=wanted == INTERPRETER)
     folder = Path(__file__).parent
     paths = [folder / f"{LIBRARY_NAME}{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
     path = next((path for path in paths if path.is_file()), None)

@@ -5,7 +5,8 @@ import ctypes
 import torch
 import torch.nn.functional as F
 
-from quire_kernels.cpu import Call, check_tensor, launch, library, pointer
+from quire_kernels.cpu import Call, check_tensor, launch, library, pointer, with_dense_rows
+from quire_kernels.dispatch import uses_triton
 from quire_kernels.linear import LinearWeight
 
 __all__ = ["embedding"]
@@ -35,6 +36,12 @@ def embedding(token_ids_T: torch.Tensor, weight: torch.Tensor | LinearWeight) ->
     Returns:
         [T, E], of the table's dtype, or of the dtype of the packed weight's activations.
     """
+    if uses_triton(token_ids_T):
+        from quire_kernels.gpu import embedding as gpu
+
+        if isinstance(weight, torch.Tensor):
+            return gpu.embedding(token_ids_T, with_dense_rows(weight), None, weight.dtype)
+        return gpu.embedding(token_ids_T, weight.data, weight.scales, weight.dtype)
     if isinstance(weight, torch.Tensor):
         return F.embedding(token_ids_T, weight)  # a copy per row: nothing to gain, and torch has the shorter way to it
     if weight.call is None:

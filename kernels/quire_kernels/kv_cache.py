@@ -2,14 +2,59 @@
 and D.
 
 Where the C++ kernels are used, the keys and values of one block and KV head are tiles of pairs (bfloat16) or single
-numbers (float32), drawn in `kernels/csrc/attention.inc`; elsewhere they lie as the shape says.
+numbers (float32), drawn in `kernels/csrc/attention.inc`; elsewhere they lie as the strides say. On a GPU these are of
+[N, B, K, D] in memory, so that a token's heads lie side by side, as they are written.
 """
 
 import torch
 
 from quire_kernels.cpu import FLOATS, GROUPS, HEAD_SIZE_STEP, MAX_HEAD_SIZE, check_tensor, library
+from quire_kernels.dispatch import uses_triton
 
-__all__ = ["check_caches", "is_tiled", "natural_key_order", "natural_value_order", "write_kv_cache"]
+__all__ = [
+    "check_caches",
+    "copy_blocks",
+    "is_tiled",
+    "natural_key_order",
+    "natural_value_order",
+    "new_kv_cache",
+    "write_kv_cache",
+]
+
+
+def new_kv_cache(
+    num_blocks: int,
+    num_kv_heads: int,
+    block_size: int,
+    head_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """A cache of keys, or of values, full of zeros.
+
+    Returns:
+        [N, K, B, D], in the order in memory that suits the device.
+    """
+    if torch.device(device).type == "cpu":
+        return torch.zeros(num_blocks, num_kv_heads, block_size, head_size, dtype=dtype)
+    cache_NBKD = torch.zeros(num_blocks, block_size, num_kv_heads, head_size, dtype=dtype, device=device)
+    return cache_NBKD.transpose(1, 2)
+
+
+def copy_blocks(cache_NKBD: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
+    """Copy whole blocks within a cache.
+
+    Args:
+        cache_NKBD: of keys or values, in any order.
+        source_ids: [n] int64.
+        target_ids: [n] int64, no two alike, and none among the sources.
+    """
+    if uses_triton(cache_NKBD):
+        from quire_kernels.gpu import kv_cache as gpu
+
+        gpu.copy_blocks(cache_NKBD, source_ids, target_ids)
+    else:
+        cache_NKBD[target_ids] = cache_NKBD[source_ids]
 
 
 def is_tiled(cache_NKBD: torch.Tensor) -> bool:
@@ -68,5 +113,13 @@ def write_kv_cache(
         keys[blocks, :, :, offsets] = key_TKD.to(keys.dtype).reshape(-1, num_kv_heads, head_size // group, group)
         values[blocks, :, offsets // group, :, offsets % group] = value_TKD.to(values.dtype)
     else:
-        key_cache_NKBD[blocks, :, offsets] = key_TKD.to(key_cache_NKBD.dtype)
-        value_cache_NKBD[blocks, :, offsets] = value_TKD.to(value_cache_NKBD.dtype)
+        key_cache_NKBD[blocks, :, offsets] = _in_range(key_TKD, key_cache_NKBD.dtype)
+        value_cache_NKBD[blocks, :, offsets] = _in_range(value_TKD, value_cache_NKBD.dtype)
+
+
+def _in_range(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In `dtype`; what is too large for 8 bits becomes the largest number of theirs, and not NaN."""
+    if dtype.itemsize == 1:
+        limits = torch.finfo(dtype)
+        x = x.float().clamp(limits.min, limits.max)
+    return x.to(dtype)

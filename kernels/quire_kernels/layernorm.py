@@ -5,6 +5,7 @@ import ctypes
 import torch
 
 from quire_kernels.cpu import Call, check_tensor, launch, library_for, with_dense_rows
+from quire_kernels.dispatch import uses_triton
 
 __all__ = ["add_rms_norm", "rms_norm"]
 
@@ -32,6 +33,10 @@ def rms_norm(hidden_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> tor
     Returns:
         [T, E], a new tensor of `hidden_TE`'s dtype.
     """
+    if uses_triton(hidden_TE):
+        from quire_kernels.gpu import layernorm as gpu
+
+        return gpu.rms_norm(with_dense_rows(hidden_TE), weight_E, eps)
     handle = library_for(hidden_TE, weight_E)
     if handle is None:
         return _rms_norm_torch(hidden_TE, weight_E, eps)
@@ -55,6 +60,10 @@ def add_rms_norm(
     Returns:
         [T, E]. `residual_TE` holds the sum afterwards.
     """
+    if uses_triton(hidden_TE) and residual_TE.stride(1) == 1:
+        from quire_kernels.gpu import layernorm as gpu
+
+        return gpu.add_rms_norm(with_dense_rows(hidden_TE), residual_TE, weight_E, eps)
     handle = library_for(hidden_TE, residual_TE, weight_E)
     if handle is None or residual_TE.stride(1) != 1:
         residual_TE.add_(hidden_TE)

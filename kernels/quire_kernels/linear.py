@@ -1,12 +1,12 @@
 """Linear layers over weights that are packed once, when a model is loaded: `pack_linear`, then `linear`.
 
-Three kinds of weights: bfloat16 and float32 as the checkpoint has them, and W8A8 (`quantize=True`): int8 weights with
-one scale per output feature, and activations that are quantised per token as they come (SmoothQuant's notation, Xiao et
-al. 2022, https://arxiv.org/abs/2211.10438, section 2). The layout of a packed weight is drawn in
-`kernels/csrc/linear.inc`.
+Weights are bfloat16 and float32 as the checkpoint has them, or W8A8 (`quantize=True`): int8 or fp8 weights with one
+scale per output feature, and activations that are quantised per token as they come (SmoothQuant's notation, Xiao et al.
+2022, https://arxiv.org/abs/2211.10438, section 2). The layout of a packed weight is drawn in `kernels/csrc/linear.inc`.
 
 Every result is one chain of sums over the input features in their order, whatever the batch: a token's result does not
-depend on the tokens beside it, to the last bit. (Plain torch does not promise that.)
+depend on the tokens beside it, to the last bit. (Plain torch does not promise that, nor cuBLAS for weights that are not
+quantised.)
 """
 
 import ctypes
@@ -17,11 +17,14 @@ import torch.nn.functional as F
 
 from quire_kernels.activation import silu_and_mul
 from quire_kernels.cpu import FLOATS, GROUPS, PANEL, Call, launch, library, library_for, pointer, with_dense_rows
+from quire_kernels.dispatch import uses_triton
 
 __all__ = ["LinearWeight", "linear", "pack_linear", "quantize_per_token"]
 
 BAND = 32 * PANEL
 """Rows that plain torch quantises at a time, so that temporaries are small beside the weight."""
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""Number of each type that weights are quantised to."""
 
 
 class _LinearCall(Call):
@@ -92,7 +95,7 @@ class LinearWeight:
     """Packed, or as in the checkpoint where there is no C++ kernel: [N, K]."""
     bias: torch.Tensor | None
     scales: torch.Tensor | None
-    """int8 only: float32, one per output feature."""
+    """Quantised only: float32, one per output feature."""
     offsets: torch.Tensor | None
     """int8 only, packed only: int32, 128 times the sum of each output feature's weights."""
     call: _LinearCall | None
@@ -110,6 +113,7 @@ def pack_linear(
     scales_N: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
     quantize: bool = False,
+    quantized_dtype: torch.dtype = torch.int8,
     gated: bool = False,
 ) -> LinearWeight:
     """Bring a weight into the form that `linear` reads fastest.
@@ -117,35 +121,40 @@ def pack_linear(
     Args:
         weight_NK: as in the checkpoint; may be freed afterwards, unless the C++ kernels are missing.
         bias_N: added to the result.
-        scales_N: of a weight that is int8 already: float32, one per output feature.
+        scales_N: of a weight that is int8 or fp8 already: float32, one per output feature.
         dtype: of activations, if it is not the weight's.
-        quantize: to int8, symmetrically, with one scale per output feature.
+        quantize: symmetrically, with one scale per output feature.
+        quantized_dtype: to int8 or float8_e4m3fn (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433). There is
+            no C++ kernel for fp8.
         gated: the first half of N is the gate of the second half, and `linear` is to apply it.
 
     Raises:
-        TypeError: the weight is int8 without scales, or has scales without being int8, or is of another dtype than
-            activations.
+        TypeError: the weight is int8 or fp8 without scales, or has scales without being so, or is of another dtype
+            than activations; or `quantized_dtype` is neither.
         ValueError: bias or scales are not as many as the output features, or these are no two halves of a gated weight.
     """
     dtype = dtype or weight_NK.dtype
+    if quantized_dtype not in LARGEST:
+        known = ", ".join(map(str, LARGEST))
+        raise TypeError(f"quantized_dtype is {quantized_dtype}; it must be one of {known}")
     quantize = quantize and scales_N is None
-    packed_dtype = torch.int8 if quantize else weight_NK.dtype
+    packed_dtype = quantized_dtype if quantize else weight_NK.dtype
     out_features, in_features = weight_NK.shape
     for name, values in (("bias_N", bias_N), ("scales_N", scales_N)):
         if values is not None and values.shape != (out_features,):
             raise ValueError(f"{name} has shape {list(values.shape)}; it must be [{out_features}]")
     if gated and out_features % 2:
         raise ValueError(f"a gated weight has {out_features} output features; they must be two halves")
-    is_int8 = weight_NK.dtype == torch.int8
-    if is_int8 != (scales_N is not None):
+    is_quantized = weight_NK.dtype in LARGEST
+    if is_quantized != (scales_N is not None):
         raise TypeError(f"weight_NK is {weight_NK.dtype}, {'with' if scales_N is not None else 'without'} scales_N")
-    if not is_int8 and weight_NK.dtype != dtype:
+    if not is_quantized and weight_NK.dtype != dtype:
         raise TypeError(f"weight_NK is {weight_NK.dtype}; without scales it must be {dtype}, as activations are")
     group = GROUPS.get(packed_dtype)
     handle = library()
     if handle is None or weight_NK.device.type != "cpu" or dtype not in FLOATS or not group or in_features % group:
         if quantize:
-            weight_NK, scales_N = _quantize_weight(weight_NK)
+            weight_NK, scales_N = _quantize_rows(weight_NK, quantized_dtype)
         return LinearWeight(out_features, in_features, gated, dtype, weight_NK, bias_N, scales_N, None, None)
 
     rows = _panel_rows(out_features, gated)
@@ -172,13 +181,15 @@ def pack_linear(
     return LinearWeight(out_features, in_features, gated, dtype, packed, bias, scales, offsets, call)
 
 
-def _quantize_weight(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    quantized = torch.empty_like(weight_NK, dtype=torch.int8)
+def _quantize_rows(weight_NK: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    quantized = torch.empty_like(weight_NK, dtype=dtype)
+    largest = LARGEST[dtype]
     scales = torch.empty(len(weight_NK), dtype=torch.float32, device=weight_NK.device)
     for source, target, scale in zip(*(torch.split(one, BAND) for one in (weight_NK, quantized, scales)), strict=True):
         values = source.float()
-        scale.copy_(values.abs().amax(1).clamp_(min=1e-10).div_(127))
-        target.copy_((values / scale[:, None]).round_())
+        scale.copy_(values.abs().amax(1).clamp_(min=1e-10).div_(largest))
+        values = values / scale[:, None]
+        target.copy_(values.round_() if dtype == torch.int8 else values)
     return quantized, scales
 
 
@@ -218,6 +229,11 @@ def linear(x_TK: torch.Tensor, weight: LinearWeight, out_dtype: torch.dtype | No
     """
     out_dtype = out_dtype or x_TK.dtype
     call = weight.call
+    if weight.scales is not None and uses_triton(x_TK):
+        from quire_kernels.gpu import linear as gpu
+
+        x_TK = with_dense_rows(x_TK)
+        return gpu.linear(x_TK, weight.data, weight.scales, weight.bias, weight.gated, out_dtype)
     if call is None:
         return _linear_torch(x_TK, weight).to(out_dtype)
     if x_TK.dtype is not weight.dtype or not x_TK.is_cpu:
@@ -245,8 +261,12 @@ def _linear_torch(x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     if weight.scales is None:
         out = F.linear(x_TK, weight.data, weight.bias)
     else:
-        x, x_scales = quantize_per_token(x_TK)
-        sums = torch._int_mm((x.to(torch.int16) - 128).to(torch.int8), weight.data.t())
+        if weight.data.dtype == torch.int8:
+            x, x_scales = quantize_per_token(x_TK)
+            sums = torch._int_mm((x.to(torch.int16) - 128).to(torch.int8), weight.data.t())
+        else:
+            x, x_scales = _quantize_rows(x_TK, weight.data.dtype)
+            sums = F.linear(x.float(), weight.data.float())
         out = sums.float() * x_scales[:, None] * weight.scales
         out = out if weight.bias is None else out + weight.bias
     return silu_and_mul(out) if weight.gated else out

@@ -8,7 +8,9 @@ import ctypes
 import torch
 
 from quire_kernels.cpu import Call, check_tensor, launch, library, with_dense_heads
+from quire_kernels.dispatch import uses_triton
 from quire_kernels.kv_cache import check_caches, is_tiled, write_kv_cache
+from quire_kernels.layernorm import rms_norm
 
 __all__ = ["rope_and_cache"]
 
@@ -50,6 +52,11 @@ def rope_and_cache(
     slot_mapping_T: torch.Tensor,
     key_cache_NKBD: torch.Tensor,
     value_cache_NKBD: torch.Tensor,
+    *,
+    norm_weights: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 1e-6,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> torch.Tensor:
     """Rotate queries and keys, and write keys and values to their slots of the paged cache.
 
@@ -62,6 +69,11 @@ def rope_and_cache(
         slot_mapping_T: int64; slot = block id * B + offset within the block. No two tokens share a slot.
         key_cache_NKBD: written in place, in the order of `kv_cache.py`.
         value_cache_NKBD: written in place.
+        norm_weights: [D] each, with which the heads of queries, and of keys, are RMS-normed before (Henry et al. 2020,
+            https://arxiv.org/abs/2010.04245, with RMSNorm as in Qwen 3); None for no such norm.
+        eps: of that norm.
+        key_scale: the cache gets the keys divided by it, for its numbers may be fp8, up to 448.
+        value_scale: likewise the values.
 
     Returns:
         The rotated queries, [T, H, D].
@@ -70,12 +82,26 @@ def rope_and_cache(
         TypeError: a tensor's dtype is another one, or not all are on one device.
         ValueError: a tensor's shape does not go with those of the queries and the key cache.
     """
+    if uses_triton(query_THD):
+        from quire_kernels.gpu import rope as gpu
+
+        return gpu.rope_and_cache(
+            query_THD, key_TKD, value_TKD, positions_T, cos_sin, slot_mapping_T, key_cache_NKBD, value_cache_NKBD,
+            norm_weights, eps, key_scale, value_scale,
+        )  # fmt: skip
+    if norm_weights is not None:
+        query_THD, key_TKD = (
+            rms_norm(x.flatten(0, 1), weight, eps).view(x.shape)
+            for x, weight in zip((query_THD, key_TKD), norm_weights, strict=True)
+        )
     dtype = key_cache_NKBD.dtype
-    if is_tiled(key_cache_NKBD) and query_THD.dtype == key_TKD.dtype == value_TKD.dtype == dtype:
+    is_scaled = key_scale != 1.0 or value_scale != 1.0
+    if is_tiled(key_cache_NKBD) and not is_scaled and query_THD.dtype == key_TKD.dtype == value_TKD.dtype == dtype:
         tensors = (query_THD, key_TKD, value_TKD, positions_T, cos_sin, slot_mapping_T)
         return _rope_and_cache_cpu(*tensors, key_cache_NKBD, value_cache_NKBD)
     cos, sin = cos_sin[positions_T].to(query_THD.dtype).unsqueeze(1).chunk(2, dim=-1)
-    write_kv_cache(_rotate(key_TKD, cos, sin), value_TKD, slot_mapping_T, key_cache_NKBD, value_cache_NKBD)
+    key_TKD, value_TKD = _rotate(key_TKD, cos, sin) / key_scale, value_TKD / value_scale
+    write_kv_cache(key_TKD, value_TKD, slot_mapping_T, key_cache_NKBD, value_cache_NKBD)
     return _rotate(query_THD, cos, sin)
 
 

@@ -19,7 +19,8 @@ the Triton language's `tl.philox` computes:
     counter  = (vocab_id // 4, position, 0, 0)   ┘ ─► 4 words; vocab_id takes word vocab_id % 4
 
 The noise is -log(-log(u)) of the upper 23 bits of that word. C++ on any instruction set computes it bit by bit alike;
-torch's logarithm may differ in the last bit, which a draw shows only where two tokens are that near to each other.
+torch's logarithm, or a GPU's, may differ in the last bit, which a draw shows only where two tokens are that near to
+each other.
 """
 
 import ctypes
@@ -27,6 +28,7 @@ import ctypes
 import torch
 
 from quire_kernels.cpu import Call, check_tensor, library, library_for, pointer, with_dense_rows
+from quire_kernels.dispatch import uses_triton
 
 __all__ = ["argmax", "sample"]
 
@@ -71,6 +73,10 @@ def argmax(logits_SV: torch.Tensor) -> torch.Tensor:
     Returns:
         [S] int64.
     """
+    if uses_triton(logits_SV):
+        from quire_kernels.gpu import sampling as gpu
+
+        return gpu.argmax(with_dense_rows(logits_SV))
     if library_for(logits_SV) is None:
         return logits_SV.argmax(-1)
     return _sample(logits_SV)
@@ -109,6 +115,10 @@ def sample(
         ValueError: a column has not as many rows as the logits.
     """
     columns = (temperature, min_p, top_k, top_p, seeds, positions)
+    if uses_triton(logits_SV):
+        from quire_kernels.gpu import sampling as gpu
+
+        return gpu.sample(with_dense_rows(logits_SV), *(column.contiguous() for column in columns))
     if library_for(logits_SV) is None:
         return _sample_torch(logits_SV, *columns)
     dense = [column.contiguous() for column in columns]

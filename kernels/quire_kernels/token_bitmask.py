@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from quire_kernels.cpu import Call, check_tensor, library_for
+from quire_kernels.dispatch import uses_triton
 
 __all__ = ["apply_token_bitmask"]
 
@@ -29,16 +30,21 @@ def apply_token_bitmask(logits_SV: torch.Tensor, row_ids_R: torch.Tensor, bitmas
 
     Args:
         logits_SV: the logits.
-        row_ids_R: int64, R of their S rows; the others are not touched.
-        bitmask_RW: int32, bit i % 32 of word i // 32 belongs to token i.
+        row_ids_R: int64, R of their S rows; the others are not touched. Of logits on a GPU, on either side.
+        bitmask_RW: int32, bit i % 32 of word i // 32 belongs to token i. Of logits on a GPU, on either side.
 
     Raises:
         TypeError: row ids or bitmask are of another dtype.
         ValueError: the bitmask has not as many rows as there are ids, or too few words for the vocabulary.
     """
+    if uses_triton(logits_SV) and logits_SV.stride(1) == 1:
+        from quire_kernels.gpu import token_bitmask as gpu
+
+        gpu.apply_token_bitmask(logits_SV, row_ids_R, bitmask_RW.contiguous())
+        return
     handle = library_for(logits_SV) if logits_SV.dtype == torch.float32 and logits_SV.stride(1) == 1 else None
     if handle is None:
-        forbidden_RV = _unset_bits(bitmask_RW, logits_SV.shape[1]).to(logits_SV.device)
+        forbidden_RV = _unset_bits(bitmask_RW.cpu(), logits_SV.shape[1]).to(logits_SV.device)
         logits_SV[row_ids_R] = logits_SV[row_ids_R].masked_fill(forbidden_RV, float("-inf"))
         return
     row_ids_R, bitmask_RW = row_ids_R.contiguous(), bitmask_RW.contiguous()

@@ -3,7 +3,8 @@
 import logging
 
 import torch
-from quire_kernels import AttentionPlan, NotRecordableError, Recording, plan_attention, record
+from quire_kernels import NotRecordableError, Recording, plan_attention, record
+from quire_kernels.attention import CpuAttentionPlan
 from quire_kernels.cpu import library
 
 from quire_engine.models.layers import AttentionMetadata
@@ -32,7 +33,7 @@ class RecordedForward:
         self._hidden = torch.empty(RECORDED_TOKENS, model.hidden_size, dtype=dtype)
         self._positions = torch.zeros(RECORDED_TOKENS, dtype=torch.int64)
         self._slot_mapping = torch.zeros(RECORDED_TOKENS, dtype=torch.int64)
-        self._plan: AttentionPlan | None = None
+        self._plan: CpuAttentionPlan | None = None
         self._out = self._hidden
         self._recording: Recording | None = None
         if library() is not None:
@@ -42,12 +43,13 @@ class RecordedForward:
         """[T, E] hidden states after the last norm: overwritten by the next call."""
         hidden_TE = self._model.embed(token_ids_T)
         num_tokens = len(token_ids_T)
-        if self._recording is None or self._plan is None or metadata.plan is None or num_tokens > RECORDED_TOKENS:
+        plan, is_small = metadata.plan, num_tokens <= RECORDED_TOKENS
+        if self._recording is None or self._plan is None or not isinstance(plan, CpuAttentionPlan) or not is_small:
             return self._model.final_norm(*self._model.run_layers(hidden_TE, None, self._kv_caches, metadata))
         self._hidden[:num_tokens] = hidden_TE
         self._positions[:num_tokens] = metadata.positions
         self._slot_mapping[:num_tokens] = metadata.slot_mapping
-        self._plan.copy_(metadata.plan)
+        self._plan.copy_(plan)
         self._recording.run(num_tokens)
         return self._out[:num_tokens]
 
@@ -55,16 +57,17 @@ class RecordedForward:
         """Record the layers over one request's tokens; any plan will do, as each run brings its own."""
         table, seq_lens = torch.zeros(1, RECORDED_TOKENS, dtype=torch.int64), torch.tensor([RECORDED_TOKENS])
         start_loc = torch.tensor([0, RECORDED_TOKENS])
-        self._plan = plan_attention(table, start_loc, seq_lens, self._model.num_heads, self._kv_caches[0][0])
-        if self._plan is None:
+        plan = plan_attention(table, start_loc, seq_lens, self._model.num_heads, self._kv_caches[0][0])
+        if not isinstance(plan, CpuAttentionPlan):  # none but the C++ kernels can be recorded
             return
+        self._plan = plan
         metadata = AttentionMetadata(
             positions=self._positions,
             slot_mapping=self._slot_mapping,
             block_table=table,
             query_start_loc=start_loc,
             seq_lens=seq_lens,
-            plan=self._plan,
+            plan=plan,
         )
         try:
             with record(RECORDED_TOKENS) as recording:

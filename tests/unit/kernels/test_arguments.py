@@ -93,6 +93,8 @@ BAD: list[tuple[Callable[..., Any], str, Any]] = [
     (pack_linear, "bias_N", torch.zeros(6)),
     (pack_linear, "scales_N", torch.zeros(5)),
     (pack_linear, "weight_NK", torch.zeros(5, 8, dtype=torch.int8)),
+    (pack_linear, "weight_NK", torch.zeros(5, 8, dtype=torch.float8_e4m3fn)),
+    (pack_linear, "quantized_dtype", BFLOAT16),
     (pack_linear, "dtype", BFLOAT16),
     (pack_linear, "gated", True),
     (embedding, "token_ids_T", torch.zeros(T, dtype=torch.int32)),

@@ -8,17 +8,26 @@ from quire_kernels.kv_cache import write_kv_cache
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 
-def dense_attention(query_QHD: torch.Tensor, key_LKD: torch.Tensor, value_LKD: torch.Tensor) -> torch.Tensor:
+def dense_attention(
+    query_QHD: torch.Tensor,
+    key_LKD: torch.Tensor,
+    value_LKD: torch.Tensor,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
     """Row by row and head by head, straight from the definition, in float64."""
     query, key, value = query_QHD.double(), key_LKD.double(), value_LKD.double()
     (num_rows, num_heads, head_size), (length, num_kv_heads, _) = query.shape, key.shape
     out = torch.empty_like(query)
     for row in range(num_rows):
-        visible = length - num_rows + row + 1
+        end = length - num_rows + row + 1
+        visible = slice(max(0, end - (window or end)), end)
         for head in range(num_heads):
             kv_head = head // (num_heads // num_kv_heads)
-            scores = key[:visible, kv_head] @ query[row, head] * head_size**-0.5
-            out[row, head] = scores.softmax(0) @ value[:visible, kv_head]
+            scores = key[visible, kv_head] @ query[row, head] * head_size**-0.5
+            if soft_cap is not None:
+                scores = soft_cap * (scores / soft_cap).tanh()
+            out[row, head] = scores.softmax(0) @ value[visible, kv_head]
     return out
 
 
@@ -85,3 +94,28 @@ def test_what_others_left_in_a_block_never_leaks(rows: int, dtype: torch.dtype, 
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(out[:rows].double(), dense_attention(query, key, value), atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(out[rows:], torch.ones(1, 4, 16, dtype=dtype), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 1, 9])
+def test_window_soft_cap_and_scales(window: int | None, soft_cap: float | None, cpu_kernels: str) -> None:
+    torch.manual_seed(0)
+    shapes, block_size = [(1, 30), (1, 1), (6, 25), (9, 9)], 8
+    caches = torch.full((2, 17, 2, block_size, 16), float("nan"))
+    queries, expected, table = [], [], torch.arange(16).view(4, 4)
+    for s, (rows, length) in enumerate(shapes):
+        query, positions = torch.randn(rows, 4, 16) * 2, torch.arange(length)
+        key, value = torch.randn(2, length, 2, 16)
+        slots = table[s, positions // block_size] * block_size + positions % block_size
+        write_kv_cache(key / 0.5, value / 3.0, slots, caches[0], caches[1])
+        if window is not None:  # blocks that no row can see any more may be another sequence's
+            table[s, : max(0, length - rows - window + 1) // block_size] = 16
+        queries.append(query)
+        expected.append(dense_attention(query, key, value, window, soft_cap))
+    lens = torch.tensor([rows for rows, _ in shapes])
+    out = paged_attention(
+        torch.cat(queries), caches[0], caches[1], table, torch.cat((lens.new_zeros(1), lens.cumsum(0))),
+        torch.tensor([length for _, length in shapes]), 0.25, window=window, soft_cap=soft_cap, key_scale=0.5,
+        value_scale=3.0,
+    )  # fmt: skip
+    torch.testing.assert_close(out.double(), torch.cat(expected), atol=1e-5, rtol=1e-5)

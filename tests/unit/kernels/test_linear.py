@@ -100,3 +100,19 @@ def test_every_weight_is_where_the_panels_have_it(
         assert packed.offsets is not None
         assert torch.equal(packed.scales[places], scales)
         assert torch.equal(packed.offsets, expected.int().sum(1).int() * 128)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_fp8_is_plain_torch(gated: bool, cpu_kernels: str) -> None:
+    x, weight, bias = operands(5, 40, 64, torch.float32)
+    before = weight.clone()
+    packed = pack_linear(weight, bias, quantize=True, quantized_dtype=torch.float8_e4m3fn, gated=gated)
+    assert torch.equal(weight, before), "the weight is the caller's"
+    rounded = [
+        (y / (scales := y.abs().amax(1, keepdim=True) / 448)).to(torch.float8_e4m3fn).double() * scales.double()
+        for y in (x, weight)
+    ]
+    expected = F.linear(rounded[0], rounded[1], bias.double())
+    if gated:
+        expected = F.silu(expected[:, :20]) * expected[:, 20:]
+    torch.testing.assert_close(linear(x, packed).double(), expected, rtol=1e-5, atol=1e-5)

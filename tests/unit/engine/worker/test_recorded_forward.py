@@ -5,11 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.outputs import CompletionOutput
 from quire_engine.worker import recorded_forward
 from quire_engine.worker.recorded_forward import RecordedForward
 from quire_kernels import NotRecordableError, Recording, cpu
+from quire_kernels.attention import GpuAttentionPlan
 from support.oracle import make_prompts
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
@@ -79,4 +81,16 @@ def test_a_model_that_cannot_be_recorded_is_computed_op_by_op(
             one.token_ids for one in expected
         ]
     assert "aten.add.Tensor cannot be recorded" in caplog.text
+    assert not runs
+
+
+def test_no_recording_for_a_gpus_plan(
+    checkpoint: Callable[[str], Path], runs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = generate(LLM(checkpoint("tied-gqa"), dtype="float32"))
+    runs.clear()
+    plan = GpuAttentionPlan(True, 0, 1, torch.empty(0), torch.empty(0))
+    monkeypatch.setattr(recorded_forward, "plan_attention", lambda *_: plan)
+    outputs = generate(LLM(checkpoint("tied-gqa"), dtype="float32"))
+    assert [one.token_ids for one in outputs] == [one.token_ids for one in expected]
     assert not runs

@@ -1,0 +1,146 @@
+"""Linear layers over 8-bit weights in the Triton language: W8A8, int8 or fp8 (e4m3), activations quantised per token.
+
+::
+
+    quantize     x [T, K] ─► x8 [T, K], one scale per token
+    multiply     program (tile of T, tile of N):  Σ x8 · w8 over K, in int32 or float32
+                 then · token's scale · feature's scale + bias, and for a gated weight SiLU(gate) · up
+                 of two sums, so that neither half is ever written
+
+Weights that are not quantised are no kernel of ours: `torch.nn.functional.linear` is cuBLAS there.
+
+Sums of int8 are exact, so their tiles may follow the number of tokens. Those of fp8 are rounded as they come: there
+all tiles are as long, and as high as one or two of the instructions that multiply 64 rows, so that a token's result is
+the same in any batch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from quire_kernels.gpu.activation import silu
+from quire_kernels.gpu.interpreter import cast, round_even
+from quire_kernels.linear import LARGEST
+
+__all__ = ["linear", "quantize_per_token"]
+
+
+SUPERTILE = 8
+"""Tiles of tokens that follow each other, for all of which a tile of the weight stays in the L2 cache."""
+
+
+@triton.jit
+def _quantize_kernel(x, out, scales, row_stride, largest, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row)."""
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    values = tl.load(x + row * row_stride + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(values), 0), 1e-10), largest)
+    values = tl.div_rn(values, scale)
+    values = round_even(values).to(tl.int8) if out.dtype.element_ty == tl.int8 else cast(values, out.dtype.element_ty)
+    tl.store(out + row * SIZE + i, values, mask=i < SIZE)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+def _scaled(sums_MN, x_scales_M, weight_scales, bias, features_N, inside_N, HAS_BIAS: tl.constexpr):
+    scales_N = tl.load(weight_scales + features_N, mask=inside_N, other=0.0)
+    y_MN = sums_MN.to(tl.float32) * x_scales_M[:, None] * scales_N[None, :]
+    if HAS_BIAS:
+        y_MN += tl.load(bias + features_N, mask=inside_N, other=0.0).to(tl.float32)[None, :]
+    return y_MN
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear_kernel(
+    x, weight, bias, x_scales, weight_scales, out, rows, columns,
+    IN_FEATURES: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUPERTILE: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of the result), in the order::
+
+    0 2 4 │ 12 …     tiles of tokens downwards, of columns to the right; SUPERTILE = 2
+    1 3 5 │
+    ──────┘
+    6 8 10
+    """
+    tiles_M, tiles_N = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
+    first_M = tl.program_id(0) // (SUPERTILE * tiles_N) * SUPERTILE
+    height, i = tl.minimum(tiles_M - first_M, SUPERTILE), tl.program_id(0) % (SUPERTILE * tiles_N)
+    rows_M = (first_M + i % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns_N = i // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_rows_M, in_columns_N, k_K = rows_M < rows, columns_N < columns, tl.arange(0, BLOCK_K)
+    x_MK = x + rows_M.to(tl.int64)[:, None] * IN_FEATURES + k_K[None, :]
+    weight_KN = weight + columns_N.to(tl.int64)[None, :] * IN_FEATURES + k_K[:, None]
+    up_offset = columns.to(tl.int64) * IN_FEATURES
+
+    dtype: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
+    sums_MN, up_MN = tl.zeros([BLOCK_M, BLOCK_N], dtype), tl.zeros([BLOCK_M, BLOCK_N], dtype)
+    for start in range(0, IN_FEATURES, BLOCK_K):
+        inside_K = start + k_K < IN_FEATURES if IN_FEATURES % BLOCK_K else tl.full([BLOCK_K], True, tl.int1)
+        mask = in_columns_N[None, :] & inside_K[:, None]
+        tile_MK = tl.load(x_MK + start, mask=in_rows_M[:, None] & inside_K[None, :], other=0.0)
+        # fp8 products are added up with few bits within the tensor cores: there, never more than a tile of them.
+        tile_KN = tl.load(weight_KN + start, mask=mask, other=0.0)
+        sums_MN = tl.dot(tile_MK, tile_KN, sums_MN, max_num_imprecise_acc=BLOCK_K, out_dtype=dtype)
+        if GATED:
+            tile_KN = tl.load(weight_KN + up_offset + start, mask=mask, other=0.0)
+            up_MN = tl.dot(tile_MK, tile_KN, up_MN, max_num_imprecise_acc=BLOCK_K, out_dtype=dtype)
+
+    scales_M = tl.load(x_scales + rows_M, mask=in_rows_M, other=0.0)
+    y_MN = _scaled(sums_MN, scales_M, weight_scales, bias, columns_N, in_columns_N, HAS_BIAS)
+    if GATED:
+        y_MN = silu(y_MN) * _scaled(
+            up_MN, scales_M, weight_scales, bias, columns + columns_N, in_columns_N, HAS_BIAS
+        )  # fmt: skip
+    out_MN = out + rows_M.to(tl.int64)[:, None] * columns + columns_N[None, :]
+    tl.store(out_MN, cast(y_MN, out.dtype.element_ty), mask=in_rows_M[:, None] & in_columns_N[None, :])
+
+
+def quantize_per_token(x_TK: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric, with one scale per row.
+
+    Returns:
+        [T, K] of `dtype`, int8 or float8_e4m3fn, and [T] float32, the scales.
+    """
+    rows, size = x_TK.shape
+    out, scales = x_TK.new_empty(rows, size, dtype=dtype), x_TK.new_empty(rows, dtype=torch.float32)
+    block = triton.next_power_of_2(size)
+    if rows:
+        _quantize_kernel[(rows,)](
+            x_TK, out, scales, x_TK.stride(0), LARGEST[dtype], size, block, num_warps=min(16, max(1, block // 512))
+        )
+    return out, scales
+
+
+def _tiles(rows: int, gated: bool, dtype: torch.dtype) -> dict[str, int]:
+    """Few tokens: the weight is read once, by as many programs as can be. Many: large tiles, for the tensor cores."""
+    if rows > 64:
+        return {"BLOCK_M": 128, "BLOCK_N": 64 if gated else 128, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3}
+    if dtype != torch.int8:
+        return {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}
+    height = max(16, triton.next_power_of_2(rows))
+    return {"BLOCK_M": height, "BLOCK_N": 32, "BLOCK_K": 128 if gated else 256, "num_warps": 4, "num_stages": 4}
+
+
+def linear(
+    x_TK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    scales_N: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    gated: bool,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """As of `quire_kernels.linear`, for a quantised weight."""
+    rows, in_features = x_TK.shape
+    assert weight_NK.is_contiguous()
+    columns = len(weight_NK) // 2 if gated else len(weight_NK)
+    out = x_TK.new_empty(rows, columns, dtype=out_dtype)
+    if rows:
+        x8_TK, x_scales_T = quantize_per_token(x_TK, weight_NK.dtype)
+        tiles = _tiles(rows, gated, weight_NK.dtype)
+        num_tiles = triton.cdiv(rows, tiles["BLOCK_M"]) * triton.cdiv(columns, tiles["BLOCK_N"])
+        _linear_kernel[(num_tiles,)](
+            x8_TK, weight_NK, bias_N, x_scales_T, scales_N, out, rows, columns,
+            IN_FEATURES=in_features, HAS_BIAS=bias_N is not None, GATED=gated, SUPERTILE=SUPERTILE, **tiles,
+        )  # fmt: skip
+    return out

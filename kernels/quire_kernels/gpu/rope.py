@@ -1,0 +1,133 @@
+"""Rotary position embedding in the Triton language, fused with the norms before it and the KV-cache write after it.
+
+Queries, keys and values are read once, from the merged projection's output, and written once, each to its place::
+
+    program (token, i)   i <  ceil(H / 8)   8 query heads:      [norm] ─ rotate ─► out
+                         i >= ceil(H / 8)   8 KV heads, key:    [norm] ─ rotate ─► key cache
+                                                        value:                 ─► value cache
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from quire_kernels.gpu.interpreter import cast
+from quire_kernels.gpu.layernorm import normed
+
+__all__ = ["rope_and_cache"]
+
+HEADS = 8
+"""Of a program: with 64 pairs in each, 8 pairs for each of 64 threads."""
+LARGEST_FP8 = 448.0
+"""Of e4m3 (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433, table 1)."""
+
+
+@triton.jit
+def _rotate(x_HP, weight, angles_P, real_HP, eps, HEAD_SIZE: tl.constexpr, HAS_NORM: tl.constexpr):
+    """The rotated halves of some heads; pointers to the first halves, and to the cosines."""
+    first_HP, second_HP = (
+        tl.load(x_HP, mask=real_HP, other=0.0),
+        tl.load(x_HP + HEAD_SIZE // 2, mask=real_HP, other=0.0),
+    )
+    dtype: tl.constexpr = first_HP.dtype
+    first_HP, second_HP = first_HP.to(tl.float32), second_HP.to(tl.float32)
+    pairs_P = tl.arange(0, x_HP.shape[1])
+    in_half_P = pairs_P < HEAD_SIZE // 2
+    if HAS_NORM:
+        mean_square_H1 = tl.sum(first_HP * first_HP + second_HP * second_HP, 1, keep_dims=True) / HEAD_SIZE
+        weight_P = tl.load(weight + pairs_P, mask=in_half_P, other=0.0)
+        first_HP = normed(first_HP, weight_P[None, :], mean_square_H1, eps, dtype).to(tl.float32)
+        weight_P = tl.load(weight + HEAD_SIZE // 2 + pairs_P, mask=in_half_P, other=0.0)
+        second_HP = normed(second_HP, weight_P[None, :], mean_square_H1, eps, dtype).to(tl.float32)
+    cos_HP = tl.load(angles_P, mask=in_half_P, other=0.0)[None, :]
+    sin_HP = tl.load(angles_P + HEAD_SIZE // 2, mask=in_half_P, other=0.0)[None, :]
+    rotated_HP = first_HP * cos_HP - second_HP * sin_HP
+    return cast(rotated_HP, dtype), cast(second_HP * cos_HP + first_HP * sin_HP, dtype)
+
+
+@triton.jit
+def _store(cache, x, mask, inverse_scale, IS_FP8: tl.constexpr, LARGEST_FP8: tl.constexpr):
+    """Write to the cache; what is too large for fp8 becomes its largest number."""
+    if IS_FP8:
+        x = tl.clamp(x.to(tl.float32) * inverse_scale, -LARGEST_FP8, LARGEST_FP8)
+    tl.store(cache, cast(x.to(tl.float32), cache.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rope_kernel(
+    query, key, value, query_weight, key_weight, positions, cos_sin, slot_mapping, out, key_cache, value_cache,
+    query_strides, key_strides, value_strides, key_cache_strides, value_cache_strides,
+    eps, inverse_key_scale, inverse_value_scale,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HAS_NORM: tl.constexpr, IS_FP8: tl.constexpr,
+    HEADS: tl.constexpr, LARGEST_FP8: tl.constexpr,
+):  # fmt: skip
+    """Program (token, group of heads)."""
+    QUERY_PARTS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    pairs_P = tl.arange(0, PAIRS)
+    angles_P = cos_sin + tl.load(positions + token) * HEAD_SIZE + pairs_P
+    if part < QUERY_PARTS:
+        heads_H1 = (part * HEADS + tl.arange(0, HEADS))[:, None]
+        real_HP = (heads_H1 < NUM_HEADS) & (pairs_P < HEAD_SIZE // 2)[None, :]
+        query_HP = query + token * query_strides[0] + heads_H1 * query_strides[1] + pairs_P[None, :]
+        first_HP, second_HP = _rotate(query_HP, query_weight, angles_P, real_HP, eps, HEAD_SIZE, HAS_NORM)
+        out_HP = out + (token * NUM_HEADS + heads_H1) * HEAD_SIZE + pairs_P[None, :]
+        tl.store(out_HP, first_HP, mask=real_HP)
+        tl.store(out_HP + HEAD_SIZE // 2, second_HP, mask=real_HP)
+        return
+    heads_H1 = ((part - QUERY_PARTS) * HEADS + tl.arange(0, HEADS))[:, None]
+    slot = tl.load(slot_mapping + token)
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+
+    real_HP = (heads_H1 < NUM_KV_HEADS) & (pairs_P < HEAD_SIZE // 2)[None, :]
+    key_HP = key + token * key_strides[0] + heads_H1 * key_strides[1] + pairs_P[None, :]
+    first_HP, second_HP = _rotate(key_HP, key_weight, angles_P, real_HP, eps, HEAD_SIZE, HAS_NORM)
+    key_cache += block * key_cache_strides[0] + offset * key_cache_strides[2]
+    cache_HP = key_cache + heads_H1 * key_cache_strides[1] + pairs_P[None, :]
+    _store(cache_HP, first_HP, real_HP, inverse_key_scale, IS_FP8, LARGEST_FP8)
+    _store(cache_HP + HEAD_SIZE // 2, second_HP, real_HP, inverse_key_scale, IS_FP8, LARGEST_FP8)
+
+    dims_D = tl.arange(0, 2 * PAIRS)
+    real_HD = (heads_H1 < NUM_KV_HEADS) & (dims_D < HEAD_SIZE)[None, :]
+    value_HD = value + token * value_strides[0] + heads_H1 * value_strides[1] + dims_D[None, :]
+    value_cache += block * value_cache_strides[0] + offset * value_cache_strides[2]
+    cache_HD = value_cache + heads_H1 * value_cache_strides[1] + dims_D[None, :]
+    value_HD = tl.load(value_HD, mask=real_HD, other=0.0)
+    _store(cache_HD, value_HD, real_HD, inverse_value_scale, IS_FP8, LARGEST_FP8)
+
+
+def rope_and_cache(
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    positions_T: torch.Tensor,
+    cos_sin: torch.Tensor,
+    slot_mapping_T: torch.Tensor,
+    key_cache_NKBD: torch.Tensor,
+    value_cache_NKBD: torch.Tensor,
+    norm_weights: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    key_scale: float,
+    value_scale: float,
+) -> torch.Tensor:
+    """As of `quire_kernels.rope_and_cache`."""
+    query_THD, key_TKD, value_TKD = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (query_THD, key_TKD, value_TKD)
+    )
+    num_tokens, num_heads, head_size = query_THD.shape
+    num_kv_heads = key_TKD.shape[1]
+    out_THD = query_THD.new_empty(num_tokens, num_heads, head_size)
+    if num_tokens:
+        parts = triton.cdiv(num_heads, HEADS) + triton.cdiv(num_kv_heads, HEADS)
+        _rope_kernel[(num_tokens, parts)](
+            query_THD, key_TKD, value_TKD, *(norm_weights or (None, None)), positions_T, cos_sin, slot_mapping_T,
+            out_THD, key_cache_NKBD, value_cache_NKBD,
+            query_THD.stride()[:2], key_TKD.stride()[:2], value_TKD.stride()[:2],
+            key_cache_NKBD.stride()[:3], value_cache_NKBD.stride()[:3], eps, 1 / key_scale, 1 / value_scale,
+            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size,
+            PAIRS=triton.next_power_of_2(head_size // 2), BLOCK_SIZE=key_cache_NKBD.shape[2],
+            HAS_NORM=norm_weights is not None, IS_FP8=key_cache_NKBD.element_size() == 1,
+            HEADS=HEADS, LARGEST_FP8=LARGEST_FP8, num_warps=2,
+        )  # fmt: skip
+    return out_THD

@@ -1,0 +1,208 @@
+"""Paged attention against dense attention, over ragged batches on odd shapes."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from quire_kernels import paged_attention, plan_attention
+from quire_kernels.kv_cache import new_kv_cache
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@dataclass
+class Batch:
+    """Sequences of (query rows, length), their cache, and what each row's attention is by definition."""
+
+    query: torch.Tensor
+    key: list[torch.Tensor]
+    value: list[torch.Tensor]
+    caches: tuple[torch.Tensor, torch.Tensor]
+    table: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+
+    def attend(self, sequences: list[int] | None = None, **options: float | None) -> torch.Tensor:
+        """Of these sequences, in this order, or of all."""
+        order = list(range(len(self.key))) if sequences is None else sequences
+        starts = self.query_start_loc.tolist()
+        query = torch.cat([self.query[starts[s] : starts[s + 1]] for s in order])
+        lens = self.query_start_loc.diff()[order].cumsum(0)
+        out = paged_attention(
+            query, *self.caches, self.table[order], torch.cat((lens.new_zeros(1), lens)), self.seq_lens[order],
+            query.shape[-1] ** -0.5, **options,
+        )  # fmt: skip
+        assert out.dtype == query.dtype
+        return out
+
+    def dense(self, window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
+        """In float64."""
+        out, starts = [], self.query_start_loc.tolist()
+        for s, (key, value) in enumerate(zip(self.key, self.value, strict=True)):
+            query = self.query[starts[s] : starts[s + 1]].double().transpose(0, 1)
+            group = query.shape[0] // key.shape[1]
+            key, value = (x.double().repeat_interleave(group, 1).transpose(0, 1) for x in (key, value))
+            scores = query @ key.transpose(1, 2) * query.shape[-1] ** -0.5
+            if soft_cap is not None:
+                scores = soft_cap * (scores / soft_cap).tanh()
+            keys = torch.arange(key.shape[1], device=key.device)
+            rows = keys[key.shape[1] - query.shape[1] :, None]
+            hidden = (keys > rows) | (keys <= rows - (window or len(keys)))
+            out.append((scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value).transpose(0, 1))
+        return torch.cat(out)
+
+
+def make_batch(
+    shapes: list[tuple[int, int]], num_heads: int, num_kv_heads: int, head_size: int, block_size: int,
+    dtype: torch.dtype, device: torch.device, cache_dtype: torch.dtype | None = None,
+) -> Batch:  # fmt: skip
+    """Whatever no sequence has written to is NaN, and so are the blocks that pad the block table."""
+    generator = torch.Generator().manual_seed(head_size + num_heads)
+
+    def random(length: int, heads: int) -> torch.Tensor:
+        return torch.randn(length, heads, head_size, generator=generator).to(device, dtype)
+
+    blocks_each = -(-max(length for _, length in shapes) // block_size)
+    num_blocks = blocks_each * len(shapes) + 1
+    ids = torch.randperm(num_blocks, generator=generator).to(device)
+    table = ids[-1].repeat(len(shapes), blocks_each)
+    caches = [new_kv_cache(num_blocks, num_kv_heads, block_size, head_size, dtype, device) for _ in range(2)]
+    for cache in caches:
+        cache.fill_(float("nan"))
+    keys, values = ([random(length, num_kv_heads) for _, length in shapes] for _ in range(2))
+    for s, (_, length) in enumerate(shapes):
+        used = -(-length // block_size)
+        table[s, :used] = ids[s * blocks_each : s * blocks_each + used]
+        positions = torch.arange(length, device=device)
+        for cache, x in zip(caches, (keys[s], values[s]), strict=True):
+            cache[table[s, positions // block_size], :, positions % block_size] = x
+    rows = torch.tensor([rows for rows, _ in shapes], device=device)
+    return Batch(
+        random(int(rows.sum()), num_heads),
+        keys,
+        values,
+        (caches[0].to(cache_dtype or dtype), caches[1].to(cache_dtype or dtype)),
+        table,
+        torch.cat((rows.new_zeros(1), rows.cumsum(0))),
+        torch.tensor([length for _, length in shapes], device=device),
+    )
+
+
+def assert_near(out: torch.Tensor, expected: torch.Tensor, factor: float = 1.0) -> None:
+    step = TOLERANCE[out.dtype] * factor
+    if out.is_cuda and out.dtype == torch.float32:
+        step *= 4  # products of TF32 parts
+    torch.testing.assert_close(out.double(), expected, atol=step, rtol=step)
+
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+#         H  K  D  block size
+MODELS = [
+    (2, 2, 64, 16, FP32), (4, 2, 80, 32, BF16), (6, 2, 96, 128, FP16), (8, 1, 128, 16, BF16),
+    (5, 1, 256, 32, FP32), (3, 1, 64, 128, BF16), (7, 1, 80, 16, FP16), (4, 1, 128, 24, FP32), (17, 1, 64, 16, BF16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size", "block_size", "dtype"), MODELS, ids=str)
+def test_equals_dense_attention(
+    num_heads: int, num_kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    #         decodes, whole prompts, chunks, sequences without a row, one-token prompts, several tiles of rows and keys
+    shapes = [
+        (1, 1),
+        (1, 37),
+        (5, 5),
+        (7, 40),
+        (0, 3),
+        (1, 64),
+        (16, 48),
+        (1, 130),
+        (140 // (num_heads // num_kv_heads), 150),
+    ]
+    batch = make_batch(shapes, num_heads, num_kv_heads, head_size, block_size, dtype, device)
+    assert_near(batch.attend(), batch.dense())
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+def test_long_decodes_are_split(dtype: torch.dtype, device: torch.device) -> None:
+    """Of a length of one split, one more, some, and so many that a split is longer than it would be at least."""
+    shapes = [(1, 512), (1, 513), (3, 1400), (2, 1025), (1, 1), (16, 1100)]
+    batch = make_batch(shapes, 2, 1, 64, 16, dtype, device)
+    plan = plan_attention(batch.table, batch.query_start_loc, batch.seq_lens, 2, batch.caches[0])
+    assert plan.max_splits == 3
+    assert_near(batch.attend(), batch.dense())
+
+
+def test_splits_have_a_bound(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire_kernels.gpu import attention
+
+    monkeypatch.setattr(attention, "MIN_SPLIT", 16)
+    monkeypatch.setattr(attention, "MAX_SPLITS", 4)
+    batch = make_batch([(1, 1000), (2, 300), (1, 20), (1, 257)], 4, 2, 64, 32, FP32, device)
+    whole = batch.attend()
+    assert_near(whole, batch.dense())
+    monkeypatch.setattr(attention, "ENOUGH_PROGRAMS", 1)  # each program takes all splits of a sequence in turn
+    assert torch.equal(batch.attend(), whole)
+
+
+@pytest.mark.parametrize("window", [1, 5, 64, 100])
+def test_sliding_window(window: int, device: torch.device) -> None:
+    """Blocks that no row can see any more may belong to others: theirs is NaN here."""
+    batch = make_batch([(1, 20), (1, 700), (70, 150), (3, 130), (9, 9)], 4, 2, 64, 16, FP32, device)
+    expected = batch.dense(window=window)
+    for s, key in enumerate(batch.key):
+        first_row = len(key) - int(batch.query_start_loc.diff()[s])
+        unseen = max(0, first_row - window + 1) // 16
+        for cache in batch.caches:
+            cache[batch.table[s, :unseen]] = float("nan")
+    assert_near(batch.attend(window=window), expected)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_soft_cap(window: int | None, device: torch.device) -> None:
+    batch = make_batch([(1, 20), (1, 600), (60, 130)], 2, 1, 64, 16, FP32, device)
+    batch.query *= 8
+    assert_near(batch.attend(window=window, soft_cap=3.0), batch.dense(window, 3.0), factor=3)
+
+
+def test_an_fp8_cache(device: torch.device) -> None:
+    batch = make_batch([(1, 20), (1, 600), (40, 90)], 4, 2, 64, 16, BF16, device, torch.float8_e4m3fn)
+    batch.key = [key.to(torch.float8_e4m3fn).to(BF16) * 0.5 for key in batch.key]
+    batch.value = [value.to(torch.float8_e4m3fn).to(BF16) * 4 for value in batch.value]
+    assert_near(batch.attend(key_scale=0.5, value_scale=4.0), batch.dense(), factor=2)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+def test_the_same_in_any_batch(dtype: torch.dtype, device: torch.device) -> None:
+    batch = make_batch([(1, 1), (1, 800), (60, 130), (4, 40), (1, 513), (30, 30)], 4, 2, 64, 16, dtype, device)
+    together = batch.attend().split(batch.query_start_loc.diff().tolist())
+    for order in ([0], [1], [2], [3], [4], [5], [5, 1, 3], [4, 0, 2]):
+        expected = torch.cat([together[s] for s in order])
+        assert torch.equal(batch.attend(order), expected), order
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+def test_the_same_however_a_prompt_is_cut(dtype: torch.dtype, device: torch.device) -> None:
+    """Into chunks that are too long to be decodes."""
+    batch = make_batch([(150, 150)], 4, 2, 64, 16, dtype, device)
+    whole = batch.attend()
+    for start, end in ((0, 9), (9, 70), (70, 150), (20, 150), (33, 43)):
+        out = paged_attention(
+            batch.query[start:end], *batch.caches, batch.table, torch.tensor([0, end - start], device=device),
+            torch.tensor([end], device=device), 64**-0.5,
+        )  # fmt: skip
+        assert torch.equal(out, whole[start:end]), (start, end)
+
+
+def test_queries_may_be_strided_and_the_plan_made_from_the_hosts_lengths(device: torch.device) -> None:
+    batch = make_batch([(1, 20), (9, 30)], 4, 2, 64, 16, FP32, device)
+    whole = batch.attend()
+    wide = torch.cat((batch.query, batch.query), dim=1)
+    plan = plan_attention(batch.table, batch.query_start_loc.cpu(), batch.seq_lens.cpu(), 4, batch.caches[0])
+    arguments = (*batch.caches, batch.table, batch.query_start_loc, batch.seq_lens, 64**-0.5, plan)
+    assert torch.equal(paged_attention(wide[:, 4:], *arguments), whole)
+
+
+def test_no_sequence_has_a_row(device: torch.device) -> None:
+    batch = make_batch([(0, 3), (0, 20)], 4, 2, 64, 16, FP32, device)
+    assert batch.attend().shape == (0, 4, 64)

@@ -1,0 +1,84 @@
+"""Rotary embedding with the cache write, and copies of the cache's blocks, against plain torch."""
+
+import pytest
+import torch
+from quire_kernels import rope_and_cache
+from quire_kernels.kv_cache import copy_blocks, new_kv_cache
+
+#                                   H  K  D  block size
+SHAPES = [(4, 2, 64, 16), (9, 3, 80, 32), (3, 3, 96, 16), (20, 10, 128, 128), (8, 1, 256, 32), (2, 1, 6, 1)]
+
+
+def rotated(x: torch.Tensor, weight: torch.Tensor | None, angles: torch.Tensor) -> torch.Tensor:
+    """Each pair of dimensions i, i + D / 2 as a complex number, turned by its angle; in float64."""
+    x = x.double()
+    if weight is not None:
+        x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    first, second = x.chunk(2, -1)
+    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+@pytest.mark.parametrize("with_norm", [False, True], ids=["plain", "qk-norm"])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size", "block_size"), SHAPES)
+def test_rope_and_cache(
+    num_heads: int, num_kv_heads: int, head_size: int, block_size: int, with_norm: bool,
+    device: torch.device, dtype: torch.dtype, tolerance: dict[str, float],
+) -> None:  # fmt: skip
+    torch.manual_seed(0)
+    num_tokens, num_blocks = 5, 8
+    merged = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_size).to(device, dtype)
+    sizes = [heads * head_size for heads in (num_heads, num_kv_heads, num_kv_heads)]
+    query, key, value = (part.unflatten(-1, (-1, head_size)) for part in merged.split(sizes, -1))  # strided
+    positions = torch.randint(0, 100, (num_tokens,), device=device)
+    frequencies = 10000.0 ** -(torch.arange(0, head_size, 2, dtype=torch.float64, device=device) / head_size)
+    angles = torch.outer(torch.arange(100, device=device), frequencies)
+    slots = torch.randperm(num_blocks * block_size)[:num_tokens].to(device)
+    key_cache, value_cache = (
+        new_kv_cache(num_blocks, num_kv_heads, block_size, head_size, dtype, device) for _ in range(2)
+    )
+    weights = tuple(torch.randn(2, head_size).to(device, dtype)) if with_norm else None
+
+    out = rope_and_cache(
+        query, key, value, positions, torch.cat((angles.cos(), angles.sin()), -1).float(), slots, key_cache,
+        value_cache, norm_weights=(weights[0], weights[1]) if weights else None,
+    )  # fmt: skip
+
+    query_weight, key_weight = weights or (None, None)
+    if with_norm:  # rounded twice more
+        tolerance = {name: 3 * step for name, step in tolerance.items()}
+    torch.testing.assert_close(out.double(), rotated(query, query_weight, angles[positions]), **tolerance)
+    blocks, offsets = slots // block_size, slots % block_size
+    expected = rotated(key, key_weight, angles[positions])
+    torch.testing.assert_close(key_cache[blocks, :, offsets].double(), expected, **tolerance)
+    assert torch.equal(value_cache[blocks, :, offsets], value)
+    assert int((value_cache != 0).any(-1).sum()) == num_tokens * num_kv_heads, "something else was written to"
+
+
+def test_an_fp8_cache(device: torch.device) -> None:
+    """Keys and values are divided by their scales, rounded to the nearest, and cut off at 448."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 6, 2, 64).to(device, torch.bfloat16)
+    key[0], value[1, 1, 3], value[2, 0, 0] = 3000.0, 1e4, -1e4
+    slots, cos_sin = torch.arange(6, device=device), torch.ones(1, 64, device=device)
+    cos_sin[:, 32:] = 0  # an angle of 0
+    caches = [new_kv_cache(1, 2, 16, 64, torch.float8_e4m3fn, device) for _ in range(2)]
+    rope_and_cache(
+        query, key, value, torch.zeros_like(slots), cos_sin, slots, caches[0], caches[1], key_scale=0.5, value_scale=4.0
+    )
+    for cache, x, scale in zip(caches, (key, value), (0.5, 4.0), strict=True):
+        expected = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        assert torch.equal(cache.float()[0, :, :6].transpose(0, 1), expected.float())
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_copy_blocks(kind: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(0)
+    cache = new_kv_cache(9, 3, 16, 80, kind, device)
+    cache.copy_(torch.randn(cache.shape))
+    expected = cache.float()
+    expected[[1, 8, 3]] = expected[[0, 2, 2]]
+    copy_blocks(cache, torch.tensor([0, 2, 2], device=device), torch.tensor([1, 8, 3], device=device))
+    assert torch.equal(cache.float(), expected)
+    copy_blocks(cache, *torch.zeros(2, 0, dtype=torch.int64, device=device))
+    assert torch.equal(cache.float(), expected)

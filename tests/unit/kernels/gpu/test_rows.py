@@ -1,0 +1,95 @@
+"""The kernels that work row by row, against plain torch in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from quire_kernels import add_rms_norm, embedding, rms_norm, silu_and_mul
+from quire_kernels.linear import pack_linear
+
+SHAPES = pytest.mark.parametrize("shape", [(1, 8), (5, 33), (3, 1024), (9, 2816), (0, 64)], ids=str)
+EPS = 1e-5
+
+
+def randn(device: torch.device, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(device, dtype)
+
+
+def strided(matrix: torch.Tensor) -> torch.Tensor:
+    """The same rows, with something between them."""
+    return torch.cat((matrix, torch.full_like(matrix, 1e4)), dim=1)[:, : matrix.shape[1]]
+
+
+def exact_rms_norm(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    x = hidden.double()
+    return weight.double() * x / (x.square().mean(1, keepdim=True) + EPS).sqrt()
+
+
+@SHAPES
+def test_rms_norm(
+    shape: tuple[int, int], device: torch.device, dtype: torch.dtype, tolerance: dict[str, float]
+) -> None:
+    hidden, weight = randn(device, dtype, *shape), randn(device, dtype, shape[1])
+    out = rms_norm(strided(hidden), weight, EPS)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), exact_rms_norm(hidden, weight), **tolerance)
+
+
+@SHAPES
+def test_add_rms_norm_norms_the_sum_as_it_is_stored(
+    shape: tuple[int, int], device: torch.device, dtype: torch.dtype
+) -> None:
+    hidden, weight = randn(device, dtype, *shape), randn(device, dtype, shape[1])
+    residual = strided(randn(device, dtype, *shape) * 3)
+    total = hidden + residual
+    out = add_rms_norm(strided(hidden), residual, weight, EPS)
+    assert torch.equal(residual, total)
+    assert torch.equal(out, rms_norm(total, weight, EPS))
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-20, 1e18], ids=str)
+def test_rms_norm_of_extreme_rows(value: float, device: torch.device) -> None:
+    hidden, weight = torch.full((2, 40), value, device=device), torch.ones(40, device=device)
+    expected = torch.full_like(hidden, value / (value**2 + EPS) ** 0.5)
+    torch.testing.assert_close(rms_norm(hidden, weight, EPS), expected)
+
+
+@SHAPES
+def test_silu_and_mul(
+    shape: tuple[int, int], device: torch.device, dtype: torch.dtype, tolerance: dict[str, float]
+) -> None:
+    gate, up = randn(device, dtype, *shape) * 4, randn(device, dtype, *shape).flip(1)
+    gate[:1, :4] = torch.tensor([0.0, -200.0, 200.0, -0.5])  # the exponential's ends
+    out = silu_and_mul(strided(torch.cat((gate, up), dim=1)))
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), F.silu(gate.double()) * up.double(), **tolerance)
+
+
+@pytest.mark.parametrize("size", [8, 33, 1500])
+def test_embedding(size: int, device: torch.device, dtype: torch.dtype) -> None:
+    table = strided(randn(device, dtype, 50, size))
+    token_ids = torch.tensor([49, 0, 7, 7] * 3, device=device)
+    assert torch.equal(embedding(token_ids, table), table[token_ids])
+    assert embedding(token_ids[:0], table).shape == (0, size)
+
+
+@pytest.mark.parametrize("quantize", [False, True], ids=["as-is", "int8"])
+def test_embedding_of_a_packed_table(quantize: bool, device: torch.device, dtype: torch.dtype) -> None:
+    table = randn(device, dtype, 100, 96)
+    token_ids = torch.tensor([31, 32, 99, 0], device=device)
+    out = embedding(token_ids, pack_linear(table, quantize=quantize))
+    assert out.dtype == dtype
+    expected = table
+    if quantize:
+        scales = table.float().abs().amax(1, keepdim=True) / 127
+        expected = ((table.float() / scales).round() * scales).to(dtype)
+    assert torch.equal(out, expected[token_ids])
+
+
+def test_a_row_does_not_depend_on_its_batch(device: torch.device, dtype: torch.dtype) -> None:
+    x, weight = randn(device, dtype, 7, 1000), randn(device, dtype, 1000)
+    for together, alone in (
+        (rms_norm(x, weight, EPS), [rms_norm(row[None], weight, EPS) for row in x]),
+        (silu_and_mul(x), [silu_and_mul(row[None]) for row in x]),
+    ):
+        assert torch.equal(together, torch.cat(alone))

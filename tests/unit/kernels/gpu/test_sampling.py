@@ -1,0 +1,156 @@
+"""`sample`, `argmax`, the noise and the bitmask, against plain torch."""
+
+from typing import Any
+
+import pytest
+import torch
+from quire_kernels import apply_token_bitmask, argmax, sample
+from quire_kernels.sampling import _gumbel_noise_torch, _philox, _sample_torch
+
+INFINITY = float("inf")
+VOCAB_SIZES = [1, 515, 5000]
+MASKS = {
+    "none": {},
+    "top-k": {"top_k": 50},
+    "large top-k": {"top_k": 2000},
+    "top-p": {"top_p": 0.9},
+    "small top-p": {"top_p": 0.01},
+    "large top-p": {"top_p": 0.9999},
+    "min-p": {"min_p": 0.05},
+    "all": {"top_k": 100, "top_p": 0.8, "min_p": 0.001},
+}
+DEFAULTS = {"temperature": 1.0, "min_p": 0.0, "top_k": 10**6, "top_p": 1.0, "seeds": 5, "positions": 3}
+INTEGERS = ("top_k", "seeds", "positions")
+
+
+def columns(rows: int, **values: Any) -> dict[str, torch.Tensor]:
+    """The arguments of `sample` beside the logits; a scalar holds for all rows."""
+    return {
+        name: torch.as_tensor(values.get(name, default), dtype=torch.int64 if name in INTEGERS else None).expand(rows)
+        for name, default in DEFAULTS.items()
+    }
+
+
+def logits_of(rows: int, vocab_size: int, scale: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows + vocab_size)
+    return (torch.randn(rows, vocab_size, generator=generator) * scale).to(dtype)
+
+
+def sample_on(device: torch.device, logits: torch.Tensor, arguments: dict[str, torch.Tensor]) -> list[int]:
+    token_ids: list[int] = sample(logits.to(device), **{k: v.to(device) for k, v in arguments.items()}).tolist()
+    return token_ids
+
+
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_argmax_is_that_of_torch(vocab_size: int, device: torch.device, dtype: torch.dtype) -> None:
+    logits = logits_of(11, vocab_size, 1.0, dtype)
+    logits[1] = 0
+    logits[2] = -INFINITY
+    logits[3] = INFINITY
+    logits[4, vocab_size // 2] = INFINITY
+    logits[5], logits[5, -1] = -INFINITY, -1e4
+    logits[6, vocab_size // 2 :] = float("nan")
+    logits[7, -1] = -float("nan")
+    logits[8] = logits[8].clamp(max=0.5)  # ties
+    logits[9, 0], logits[9, 1:] = -0.0, 0.0
+    wide = torch.cat((logits, torch.full_like(logits, 1e4)), dim=1)[:, :vocab_size]
+    assert argmax(wide.to(device)).tolist() == logits.argmax(-1).tolist()
+    assert argmax(logits[:0].to(device)).tolist() == []
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_tokens_are_those_of_torch(vocab_size: int, mask: dict[str, float], device: torch.device) -> None:
+    for rows, scale, dtype in ((3, 0.1, torch.float32), (4, 4.0, torch.float32), (3, 2.0, torch.bfloat16)):
+        logits = logits_of(rows, vocab_size, scale, dtype)
+        temperature = torch.linspace(0, 1.6, rows)
+        arguments = columns(rows, temperature=temperature, seeds=torch.arange(rows) * 977 - 9, **mask)
+        assert sample_on(device, logits, arguments) == _sample_torch(logits, **arguments).tolist()
+
+
+@pytest.mark.parametrize("mask", [MASKS["top-k"], MASKS["top-p"], MASKS["all"]], ids=["top-k", "top-p", "all"])
+def test_only_kept_tokens_are_drawn(mask: dict[str, float], device: torch.device) -> None:
+    """With next to no difference between the tokens of a mask, and the others all but as likely."""
+    draws, vocab_size = 16, 400
+    row = -torch.arange(vocab_size)[torch.randperm(vocab_size, generator=torch.Generator().manual_seed(0))] * 1e-6
+    logits = row.expand(draws, vocab_size)
+    arguments = columns(draws, seeds=torch.arange(draws), **mask)
+    tokens = sample_on(device, logits, arguments)
+    kept = int(mask.get("top_k", vocab_size))
+    ranks = row.argsort(descending=True).argsort()[tokens]
+    assert ranks.max() < kept * mask.get("top_p", 1.0) + 1
+    assert ranks.max() > kept * mask.get("top_p", 1.0) * 0.7
+    assert tokens == _sample_torch(logits, **arguments).tolist()
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_extreme_rows(mask: dict[str, float], device: torch.device) -> None:
+    vocab_size = 1000
+    logits = logits_of(9, vocab_size, 1.0)
+    logits[0] = -INFINITY  # all masked
+    logits[1], logits[1, 700] = -INFINITY, -5.0  # one left
+    logits[2] = 3.25  # all equal
+    logits[3, 123] = INFINITY
+    logits[4, 500:] = -INFINITY
+    logits[5] = logits[5].round()  # ties
+    logits[6] *= 1e30
+    logits[7, 9] = 1e30
+    logits[8, 5] = float("nan")
+    for temperature in (1.0, 1e-30, 1e30):
+        arguments = columns(9, temperature=temperature, **mask)
+        tokens = sample_on(device, logits, arguments)
+        assert 0 <= tokens.pop() < vocab_size
+        assert tokens == _sample_torch(logits, **arguments).tolist()[:-1]
+
+
+def test_top_k_and_top_p_keep_ties(device: torch.device) -> None:
+    draws = 40
+    logits = torch.tensor([3.0, 2.0, 2.0, 2.0, 1.0]).expand(draws, 5)
+    for mask in ({"top_k": 2}, {"top_p": 0.6}):
+        tokens = sample_on(device, logits, columns(draws, seeds=torch.arange(draws), **mask))
+        assert set(tokens) == {0, 1, 2, 3}
+
+
+def test_a_row_does_not_depend_on_its_batch(device: torch.device) -> None:
+    rows, vocab_size = 8, 4099
+    logits = logits_of(rows, vocab_size, 2.0)
+    arguments = columns(rows, seeds=torch.arange(rows), positions=torch.arange(rows) + 2**31)
+    arguments["temperature"] = torch.linspace(0.1, 2, rows).where(torch.arange(rows) % 5 > 0, 0)
+    arguments["top_k"] = (torch.arange(rows) * 20 + 1).where(torch.arange(rows) % 2 > 0, 10**6)
+    arguments["top_p"] = torch.linspace(0.05, 0.99, rows).where(torch.arange(rows) % 3 > 0, 1.0)
+    together = sample_on(device, logits, arguments)
+    alone = [
+        sample_on(device, logits[row : row + 1], {name: column[row : row + 1] for name, column in arguments.items()})
+        for row in range(rows)
+    ]
+    assert [[token] for token in together] == alone
+
+
+@pytest.mark.parametrize("vocab_size", [1, 63, 10_001])
+def test_noise_is_that_of_torch_but_for_the_last_bits(vocab_size: int, device: torch.device) -> None:
+    from quire_kernels.gpu.sampling import gumbel_noise
+
+    seeds, positions = torch.tensor([0, -1, 2**40 + 3]), torch.tensor([0, 2**32 - 1, 77])
+    noise = gumbel_noise(seeds.to(device), positions.to(device), vocab_size).cpu()
+    torch.testing.assert_close(noise, _gumbel_noise_torch(seeds, positions, vocab_size), rtol=5e-7, atol=5e-7)
+    # Of the same random bits to the last: the noise of neighbouring numbers of 23 bits differs by more than its error
+    # where it is large.
+    bits = _philox(seeds, positions, -(-vocab_size // 4))[:, :vocab_size] >> 9
+    uniform = noise.double().neg().exp().neg().exp()
+    large = uniform > 0.5
+    assert torch.equal((uniform * 2**23 - 0.5).round().long()[large], bits[large])
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 33, 4096, 5000])
+def test_token_bitmask(vocab_size: int, device: torch.device, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    words = torch.randint(-(2**31), 2**31, (2, -(-vocab_size // 32)), generator=generator).to(torch.int32)
+    logits = logits_of(4, vocab_size, 1.0, dtype)
+    tokens = torch.arange(vocab_size)
+    allowed = (words[:, tokens // 32] >> (tokens % 32)) & 1 == 1
+    expected = logits.clone()
+    expected[[3, 1]] = logits[[3, 1]].where(allowed, -INFINITY)
+    out = logits.to(device)
+    apply_token_bitmask(out, torch.tensor([3, 1]), words)
+    assert torch.equal(out.cpu(), expected)
