@@ -21,13 +21,19 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <system_error>
 #include <thread>
 
 class ThreadPool {
  public:
   int64_t threads() const { return threads_.load(std::memory_order_relaxed); }
 
-  void set_threads(int64_t threads) { threads_.store(std::max<int64_t>(threads, 1), std::memory_order_relaxed); }
+  // Helpers that there are too many of sleep until there are more again, and are not woken by calls.
+  void set_threads(int64_t threads) {
+    threads_.store(std::max<int64_t>(threads, 1));
+    resized_.fetch_add(1);
+    futex(resized_, FUTEX_WAKE_PRIVATE, INT32_MAX);
+  }
 
   // Calls body(first, end) for ranges that make up [0, items), none longer than `longest`. Ranges are long at first and
   // shorter towards the end, so that all threads end at about the same time and yet each reads memory in long runs.
@@ -46,7 +52,7 @@ class ThreadPool {
     next_.store(0, std::memory_order_relaxed);
     is_open_.store(true);
     opened_.fetch_add(1);
-    if (sleeping_.load() > 0) futex(FUTEX_WAKE_PRIVATE, INT32_MAX);
+    if (sleeping_.load() > 0) futex(opened_, FUTEX_WAKE_PRIVATE, INT32_MAX);
     take_ranges(call);
     is_open_.store(false);
     wait_for_those_inside();
@@ -78,7 +84,9 @@ class ThreadPool {
     return time.tv_sec * 1'000'000'000 + time.tv_nsec;
   }
 
-  void futex(int operation, uint32_t value) { syscall(SYS_futex, &opened_, operation, value, nullptr, nullptr, 0); }
+  static void futex(std::atomic<uint32_t>& word, int operation, uint32_t value) {
+    syscall(SYS_futex, &word, operation, value, nullptr, nullptr, 0);
+  }
 
   void take_ranges(const Call& call) {
     int64_t first = next_.load(std::memory_order_relaxed);
@@ -101,23 +109,35 @@ class ThreadPool {
     }
   }
 
+  // As many as the system allows: with fewer of them every call is computed, too.
   void start_helpers(int64_t wanted) {
-    sigset_t all, before;
     if (helpers_ >= wanted) return;
-    sigfillset(&all);  // signals are for the program's own threads
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    for (; helpers_ < wanted; helpers_++) std::thread([this, number = helpers_] { help(number); }).detach();
+    sigset_t others, before;  // signals are for the program's own threads, but for those that a thread raises itself
+    sigfillset(&others);
+    for (int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&others, own);
+    pthread_sigmask(SIG_SETMASK, &others, &before);
+    try {
+      for (; helpers_ < wanted; helpers_++) std::thread([this, number = helpers_] { help(number); }).detach();
+    } catch (const std::system_error&) {
+      threads_.store(helpers_ + 1);
+    }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
   void help(int64_t number) {
     pthread_setname_np(pthread_self(), "quire-kernels");
     for (uint32_t seen = 0;;) {
+      wait_until_wanted(number);
       seen = wait_for_another(seen);
       inside_.fetch_add(1);
       if (is_open_.load() && number + 1 < call_.threads) take_ranges(call_);
       inside_.fetch_sub(1);
     }
+  }
+
+  void wait_until_wanted(int64_t number) {
+    for (uint32_t resized = resized_.load(); number + 1 >= threads_.load(); resized = resized_.load())
+      futex(resized_, FUTEX_WAIT_PRIVATE, resized);
   }
 
   // Until a call is opened that is not the one seen last.
@@ -132,12 +152,13 @@ class ThreadPool {
         }
       } while (now() < deadline);
       sleeping_.fetch_add(1);
-      futex(FUTEX_WAIT_PRIVATE, seen);  // returns at once if a call has been opened since
+      futex(opened_, FUTEX_WAIT_PRIVATE, seen);  // returns at once if a call has been opened since
       sleeping_.fetch_sub(1);
     }
   }
 
   std::atomic<int64_t> threads_{1};
+  std::atomic<uint32_t> resized_{0};
   std::atomic<bool> is_taken_{false};
   int64_t helpers_ = 0;  // this and call_ belong to who has taken the pool
   Call call_{};

@@ -172,16 +172,18 @@ def library() -> ctypes.CDLL | None:
     return status().handle
 
 
-def set_num_threads(num_threads: int) -> None:
+def set_num_threads(num_threads: int, *, torch_computes: bool = False) -> None:
     """How many threads compute, the caller's own among them; until this is called, as many as torch has.
 
-    The library has a pool of its own. Where it computes, torch gets one thread: what little is left to it is not worth
-    a second pool, whose threads would take the cores from the first one's by waiting for each other.
+    Args:
+        num_threads: of the library, which has a pool of its own.
+        torch_computes: torch gets as many, as it always does without the library. Where it has little to do they are
+            not worth it: two pools take the cores from each other by waiting for their own threads.
     """
     handle = library()
     if handle is not None:
         handle.quire_set_threads(num_threads)
-    torch.set_num_threads(num_threads if handle is None else 1)
+    torch.set_num_threads(num_threads if handle is None or torch_computes else 1)
 
 
 def get_num_threads() -> int:

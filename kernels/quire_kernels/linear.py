@@ -166,7 +166,7 @@ def pack_linear(
         weight_NK.data_ptr(), weight_NK.stride(0), rows.data_ptr(), packed.data_ptr(), pointer(scales),
         pointer(offsets), len(packed), in_features, out_features, GROUPS[weight_NK.dtype], quantize,
     )  # fmt: skip
-    handle.quire_pack_linear(ctypes.byref(pack_call))
+    launch(handle.quire_pack_linear, pack_call)  # which cannot be recorded: its field of that name is no number of rows
     bias = _padded(bias_N, rows)
     call = _LinearCall(
         weight=packed.data_ptr(),

@@ -77,10 +77,16 @@ class Recording:
         self._tensors += tensors
         self._array = None
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensors that it keeps."""
+        return sum(tensor.nbytes for tensor in self._tensors)
+
     def run(self, rows: int) -> None:
         """Run all calls for the first `rows` rows, at most `max_rows`."""
         assert 0 < rows <= self.max_rows
         if rows != self._rows:
+            self._rows = 0  # neither the old nor the new number, should this be interrupted
             for call in self._calls_with_rows:
                 call.rows = rows
             self._rows = rows

@@ -27,7 +27,7 @@ import ctypes
 
 import torch
 
-from quire_kernels.cpu import Call, check_tensor, library, library_for, pointer, with_dense_rows
+from quire_kernels.cpu import Call, check_tensor, launch, library, library_for, pointer, with_dense_rows
 from quire_kernels.dispatch import uses_triton
 
 __all__ = ["argmax", "sample"]
@@ -137,7 +137,7 @@ def _sample(logits_SV: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:
     )  # fmt: skip
     handle = library()
     assert handle is not None
-    handle.quire_sample(ctypes.byref(call))
+    launch(handle.quire_sample, call, token_ids)
     return token_ids
 
 

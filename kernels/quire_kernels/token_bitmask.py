@@ -5,7 +5,7 @@ import ctypes
 import numpy as np
 import torch
 
-from quire_kernels.cpu import Call, check_tensor, library_for
+from quire_kernels.cpu import Call, check_tensor, launch, library_for
 from quire_kernels.dispatch import uses_triton
 
 __all__ = ["apply_token_bitmask"]
@@ -56,7 +56,7 @@ def apply_token_bitmask(logits_SV: torch.Tensor, row_ids_R: torch.Tensor, bitmas
         logits_SV.data_ptr(), logits_SV.stride(0), row_ids_R.data_ptr(), bitmask_RW.data_ptr(), bitmask_RW.shape[1],
         rows, vocab_size,
     )  # fmt: skip
-    handle.quire_apply_bitmask(ctypes.byref(call))
+    launch(handle.quire_apply_bitmask, call)
 
 
 def _unset_bits(bitmask_RW: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ def mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype, *, huge_pages: bool
         huge_pages: where the system has them; for what is read all over at once.
     """
     size = math.prod(shape) * dtype.itemsize
-    if not size:
+    if not size or torch.get_default_device().type != "cpu":
         return torch.empty(shape, dtype=dtype)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if huge_pages:

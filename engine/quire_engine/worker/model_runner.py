@@ -47,6 +47,11 @@ class ModelRunner:
         self._kv_caches = kv_caches
         self._recorded = None  # it points to the caches and the weights that were there before
 
+    @property
+    def recorded_bytes(self) -> int:
+        """What the recording of small steps takes, once they use all of it."""
+        return 0 if self._recorded is None else self._recorded.num_bytes
+
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step:

@@ -53,6 +53,11 @@ class RecordedForward:
         self._recording.run(num_tokens)
         return self._out[:num_tokens]
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the results that the recorded ops write."""
+        return 0 if self._recording is None else self._recording.num_bytes
+
     def _record(self) -> None:
         """Record the layers over one request's tokens; any plan will do, as each run brings its own."""
         table, seq_lens = torch.zeros(1, RECORDED_TOKENS, dtype=torch.int64), torch.tensor([RECORDED_TOKENS])

@@ -11,7 +11,7 @@ PARAMETERS_PER_THREAD = 16_000_000
 and 7.0 ms with one on two idle cores, but 22.7 and 6.4 ms when something else runs, as every op waits for both."""
 
 
-def configure_threads(num_parameters: int, num_ranks: int = 1) -> int:
+def configure_threads(num_parameters: int, num_ranks: int = 1, torch_computes: bool = False) -> int:
     """Set the number of threads by the size of the model and the cores this process may use.
 
     `OMP_NUM_THREADS` in the environment has the last word.
@@ -19,6 +19,7 @@ def configure_threads(num_parameters: int, num_ranks: int = 1) -> int:
     Args:
         num_parameters: of this rank.
         num_ranks: processes that compute at the same time, and have to divide the cores among them.
+        torch_computes: the model has a type or shape that is left to plain torch.
 
     Returns:
         The number of threads.
@@ -28,5 +29,5 @@ def configure_threads(num_parameters: int, num_ranks: int = 1) -> int:
     else:
         num_cores = len(os.sched_getaffinity(0)) // num_ranks
         num_threads = max(1, min(num_cores, num_parameters // PARAMETERS_PER_THREAD))
-    cpu.set_num_threads(num_threads)
+    cpu.set_num_threads(num_threads, torch_computes=torch_computes)
     return num_threads

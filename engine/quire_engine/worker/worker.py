@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from quire_kernels.cpu import status as kernel_status
+from quire_kernels.kv_cache import is_tiled
 
 from quire_engine.config import EngineConfig
 from quire_engine.distributed import ParallelState
@@ -54,11 +55,13 @@ class Worker:
         self.dtype: torch.dtype = getattr(torch, name)
         torch.manual_seed(config.model.seed)
         self._num_blocks = 0
+        self._recorded_bytes = 0
         self._weights_discarded = False
         self._fault_injection = FaultInjection.from_environment(parallel.rank)
         model = self._load_model()
         parameters = num_parameters(model)
-        num_threads = configure_threads(parameters, config.parallel.world_size)
+        cache = torch.empty(0, self.num_kv_heads, config.cache.block_size, checkpoint.head_size, dtype=self.dtype)
+        num_threads = configure_threads(parameters, config.parallel.world_size, torch_computes=not is_tiled(cache))
         logger.info(
             "%s: %.1f M parameters, %s, threads: %d, kernels: %s",
             config.model.model, parameters / 1e6, config.model.quantization or name, num_threads,
@@ -93,7 +96,7 @@ class Worker:
             block_size=self.config.cache.block_size,
             dtype_bytes=self.dtype.itemsize,
         )
-        activation_bytes = peak_memory_growth(self._profile_run)
+        activation_bytes = peak_memory_growth(self._profile_run) + self._recorded_bytes
         trim_heap()  # of what the largest step took; the steps to come may be small
         available_bytes = self.config.cache.kv_cache_memory_bytes
         if available_bytes is None:
@@ -186,6 +189,7 @@ class Worker:
             self.execute_model(
                 SchedulerOutput({request.request_id: num_tokens for request in requests}, new_requests=requests)
             )
+        self._recorded_bytes = self.num_layers * self.runner.recorded_bytes
         for request in requests:
             self.runner.batch.remove(request.request_id)
         self.runner.kv_caches = []

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from quire_kernels import NotRecordableError, add_rms_norm, cpu, linear, pack_linear, record
+from quire_kernels import NotRecordableError, add_rms_norm, argmax, cpu, linear, pack_linear, record
 from quire_kernels.linear import LinearWeight
 
 ROWS, SIZE = 8, 64
@@ -74,3 +74,47 @@ def test_all_calls_have_the_rows_of_the_recording() -> None:
     weight, x = pack_linear(torch.ones(32, SIZE)), torch.ones(3, SIZE)
     with pytest.raises(NotRecordableError, match=f"_LinearCall of 3 rows in a recording of {ROWS}"), record(ROWS):
         linear(x, weight)
+
+
+def test_rows_are_never_mixed() -> None:
+    block = Block(torch.float32, quantize=False)
+    hidden, residual = torch.ones(ROWS, SIZE), torch.zeros(ROWS, SIZE)
+    with record(ROWS) as recording:
+        out = block(hidden, residual)
+    recording.run(ROWS)
+    expected = out.clone()
+
+    class Interrupted:
+        @property
+        def rows(self) -> int:
+            return 0
+
+        @rows.setter
+        def rows(self, rows: int) -> None:
+            raise KeyboardInterrupt
+
+    calls = recording._calls_with_rows
+    calls.insert(2, Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        recording.run(1)
+    del calls[2]
+    hidden[:], residual[:] = 1.0, 0.0
+    recording.run(ROWS)
+    assert torch.equal(out, expected)
+
+
+def test_sampling_is_recorded_too() -> None:
+    weight = pack_linear(torch.eye(SIZE))
+    x = torch.zeros(ROWS, SIZE)
+    with record(ROWS) as recording:
+        token_ids = argmax(linear(x, weight))
+    for first in (3, 40):
+        x[:] = torch.eye(SIZE)[first : first + ROWS]
+        recording.run(ROWS)
+        assert token_ids.tolist() == list(range(first, first + ROWS))
+
+
+def test_packing_cannot_be_recorded() -> None:
+    matrix = torch.ones(32, SIZE)
+    with pytest.raises(NotRecordableError), record(ROWS):
+        pack_linear(matrix)

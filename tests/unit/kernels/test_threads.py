@@ -10,6 +10,7 @@ import pytest
 import torch
 from quire_kernels import cpu, linear, pack_linear
 from quire_kernels.linear import LinearWeight
+from support.processes import ended, start_python
 
 HELPERS = 7
 """More than there are cores, so that some do not come in time for their share."""
@@ -43,7 +44,7 @@ def test_every_range_is_computed_whoever_comes() -> None:
         expected = x @ matrix.T
         for _ in range(200):
             assert torch.equal(linear(x, weight), expected)
-    assert kernel_threads() == HELPERS
+    assert kernel_threads() >= HELPERS
 
 
 def test_calls_at_the_same_time_do_not_disturb_each_other() -> None:
@@ -60,18 +61,66 @@ def test_calls_at_the_same_time_do_not_disturb_each_other() -> None:
         assert all(callers.map(compute, range(4)))
 
 
+def wait_for_sleep() -> list[Path]:
+    """The folders of all helpers, when none of them runs."""
+    tasks = [path for path in Path("/proc/self/task").glob("*") if (path / "comm").read_text() == "quire-kernels\n"]
+    while {(path / "stat").read_text().rpartition(")")[2].split()[0] for path in tasks} != {"S"}:
+        os.sched_yield()  # ends by the test's own time limit, where one never sleeps
+    return tasks
+
+
+def times_woken(tasks: list[Path]) -> list[int]:
+    status = [dict(line.split(":", 1) for line in (path / "status").read_text().splitlines()) for path in tasks]
+    return [int(fields["voluntary_ctxt_switches"]) for fields in status]
+
+
 def test_helpers_sleep_when_there_is_nothing_to_do() -> None:
     matrix, weight = make_weight(0)
     linear(torch.ones(64, 256), weight)
-    sleeping = {"S"}
-    tasks = [path for path in Path("/proc/self/task").glob("*") if (path / "comm").read_text() == "quire-kernels\n"]
-    assert len(tasks) == HELPERS
-    while True:  # ends by the test's own time limit, where one never sleeps
-        states = {(path / "stat").read_text().rpartition(")")[2].split()[0] for path in tasks}
-        if states == sleeping:
-            break
-        os.sched_yield()
+    assert len(wait_for_sleep()) >= HELPERS
     assert torch.equal(linear(torch.ones(64, 256), weight), (torch.ones(64, 256) @ matrix.T)), "and wake again"
+
+
+def test_helpers_that_are_too_many_sleep_through_calls() -> None:
+    matrix, weight = make_weight(0)
+    linear(torch.ones(64, 256), weight)
+    cpu.set_num_threads(2)
+    linear(torch.ones(64, 256), weight)  # a helper that waited for a call finds itself unwanted after one more
+    tasks = wait_for_sleep()
+    before = times_woken(tasks)
+    for _ in range(50):
+        linear(torch.ones(64, 256), weight)
+        wait_for_sleep()
+    woken = [now - then for now, then in zip(times_woken(tasks), before, strict=True)]
+    assert sum(count > 5 for count in woken) <= 1, woken
+    cpu.set_num_threads(HELPERS + 1)
+    for _ in range(20):
+        assert torch.equal(linear(torch.ones(64, 256), weight), torch.ones(64, 256) @ matrix.T)
+    wait_for_sleep()
+    assert sum(now > then for now, then in zip(times_woken(tasks), before, strict=True)) >= HELPERS, "wanted again"
+
+
+NO_THREADS = """
+    import resource, sys
+    import torch
+    from quire_kernels import cpu, linear, pack_linear
+
+    weight, x = pack_linear(torch.ones(4096, 256)), torch.ones(64, 256)
+    cpu.set_num_threads(64)
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    limit = used + (24 << 20)  # a thread's stack takes 8 MiB of addresses
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    assert torch.equal(linear(x, weight), torch.full((64, 4096), 256.0))
+    assert 1 <= cpu.get_num_threads() < 8, cpu.get_num_threads()
+    assert torch.equal(linear(x, weight), torch.full((64, 4096), 256.0))
+    print("computed")
+"""
+
+
+def test_computes_with_the_threads_that_it_gets() -> None:
+    process = start_python(NO_THREADS)
+    with ended([process]):
+        assert process.communicate()[0].split()[-1:] == [b"computed"]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

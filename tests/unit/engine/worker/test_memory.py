@@ -51,6 +51,11 @@ def test_memory_of_a_step_is_measured_on_one_layer(monkeypatch: pytest.MonkeyPat
     assert num_layers[1:] == [(layers, layers)]
 
 
+def test_a_model_without_memory_has_no_mappings() -> None:
+    with torch.device("meta"):
+        assert mapped_zeros((4, 4), torch.float32).is_meta
+
+
 def test_pages_that_are_let_go_are_read_from_the_file_again(tmp_path: Path) -> None:
     size = 64 * mmap.PAGESIZE
     content = bytes(range(256)) * (size // 256)

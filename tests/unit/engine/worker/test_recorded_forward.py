@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
+from quire_engine.models import CheckpointConfig
 from quire_engine.outputs import CompletionOutput
-from quire_engine.worker import recorded_forward
+from quire_engine.worker import recorded_forward, worker
 from quire_engine.worker.recorded_forward import RecordedForward
 from quire_kernels import NotRecordableError, Recording, cpu
 from quire_kernels.attention import GpuAttentionPlan
@@ -94,3 +95,26 @@ def test_no_recording_for_a_gpus_plan(
     outputs = generate(LLM(checkpoint("tied-gqa"), dtype="float32"))
     assert [one.token_ids for one in outputs] == [one.token_ids for one in expected]
     assert not runs
+
+
+def test_its_memory_is_counted(
+    checkpoint: Callable[[str], Path],
+    runs: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    counted = []
+    record = recorded_forward.RecordedForward._record
+
+    def note(forward: RecordedForward) -> None:
+        record(forward)
+        counted.append(forward.num_bytes)
+
+    monkeypatch.setattr(RecordedForward, "_record", note)
+    monkeypatch.setattr(worker, "peak_memory_growth", lambda function: (function(), 0)[1])
+    with caplog.at_level(logging.INFO, worker.__name__):
+        generate(LLM(checkpoint("untied-mha"), dtype="float32"))
+    of_one_layer, of_all = counted
+    num_layers = CheckpointConfig.from_folder(checkpoint("untied-mha")).num_layers
+    assert of_one_layer < of_all <= num_layers * of_one_layer
+    assert f"activations at their peak: {num_layers * of_one_layer / 2**20:.1f} MiB" in caplog.text

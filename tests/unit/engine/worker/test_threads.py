@@ -1,8 +1,12 @@
 """Threads: as many as the model is worth, of the cores that a rank may count as its own."""
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
+from quire_engine import LLM
 from quire_engine.worker.threads import PARAMETERS_PER_THREAD, configure_threads
 from quire_kernels import cpu
 
@@ -24,6 +28,26 @@ def test_ranks_divide_the_cores(
     chosen: list[int] = []
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(num_cores)))
-    monkeypatch.setattr(cpu, "set_num_threads", chosen.append)
+    monkeypatch.setattr(cpu, "set_num_threads", lambda number, *, torch_computes: chosen.append(number))
     configure_threads(num_parameters, num_ranks)
     assert chosen == [expected]
+
+
+@pytest.mark.parametrize(("settings", "torch_threads"), [({"dtype": "bfloat16"}, 1), ({"dtype": "float16"}, 3)])
+def test_torch_has_threads_where_it_computes(
+    settings: dict[str, str],
+    torch_threads: int,
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if cpu.library() is None:
+        pytest.skip(cpu.status().reason)
+    before = cpu.get_num_threads(), torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    try:
+        cpu.set_num_threads(3)
+        LLM(checkpoint("tied-gqa"), **settings)
+        assert (cpu.get_num_threads(), torch.get_num_threads()) == (3, torch_threads)
+    finally:
+        cpu.set_num_threads(before[0])
+        torch.set_num_threads(before[1])
