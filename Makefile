@@ -15,7 +15,15 @@ serve: $(VENV)/.server-installed  ## Serve the demo model: gRPC on port 8001, HT
 	@$(BIN)/quire serve $(ARGS)
 
 test: $(VENV)/.dev-installed $(VENV)/.prometheus-installed $(VENV)/chromium  ## Run all tests, those with a real server and a real browser too
+ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
+else
+	@# In two processes what starts neither a server nor a browser, then the others, which want the cores for themselves.
+	@status=0; \
+	$(BIN)/python -m pytest -n 2 --alone=not || status=1; \
+	$(BIN)/python -m pytest --alone=only || status=1; \
+	exit $$status
+endif
 
 screenshots: $(VENV)/.dev-installed $(VENV)/chromium  ## Take the dashboard's pictures in docs/ again
 	@$(BIN)/python tests/dashboard/screenshots.py docs

@@ -32,6 +32,10 @@ def group_of(nodeid: str) -> str:
     return "alone" if nodeid.startswith(ALONE) else nodeid.partition("::")[0]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--alone", choices=["only", "not"], help="only the tests that never run beside others, or all but")
+
+
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody asks
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A scheduler of groups. Those of `--dist loadgroup` come to nothing with pytest 9.2 and pytest-xdist 3.8: they are
@@ -52,6 +56,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     differing = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if differing:
         raise pytest.UsageError(f"give these parameters ids: an address is another one in each process: {differing}")
+    if wanted := config.getoption("--alone"):
+        others = [item for item in items if (group_of(item.nodeid) == "alone") != (wanted == "only")]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
     if hasattr(config, "workerinput"):
         slow = {group_of(item.nodeid) for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: (group_of(item.nodeid) != "alone", group_of(item.nodeid) not in slow))
