@@ -107,6 +107,10 @@ def _address(kernel: Kernel) -> int:
 class _NothingComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets ops of torch make tensors and views of them, and nothing else."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or torch imports its compiler with the first op: seconds, and 100 MB
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.is_view or func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.new_empty):
             return func(*args, **(kwargs or {}))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from quire_kernels import NotRecordableError, add_rms_norm, argmax, cpu, linear, pack_linear, record
 from quire_kernels.linear import LinearWeight
+from support.processes import ended, start_python
 
 ROWS, SIZE = 8, 64
 
@@ -118,3 +119,22 @@ def test_packing_cannot_be_recorded() -> None:
     matrix = torch.ones(32, SIZE)
     with pytest.raises(NotRecordableError), record(ROWS):
         pack_linear(matrix)
+
+
+LIGHT = """
+    import sys
+    import torch
+    from quire_kernels import pack_linear, linear, record
+
+    weight, x = pack_linear(torch.ones(32, 64)), torch.ones(8, 64)
+    with torch.inference_mode(), record(8) as recording:
+        linear(x, weight)
+    recording.run(3)
+    print([name for name in ("torch._dynamo", "sympy", "triton") if name in sys.modules])
+"""
+
+
+def test_recording_does_not_bring_torchs_compiler() -> None:
+    process = start_python(LIGHT)
+    with ended([process]):
+        assert process.communicate()[0].split(b"\n")[-2] == b"[]"
