@@ -72,15 +72,11 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise CheckpointError(f"tokenizer: {folder} holds no {' or '.join(TOKENIZER_FILES)}")
     try:
-        tokenizer: PreTrainedTokenizerBase
-        if _is_plain(folder):
-            with paused_gc():
-                from transformers import PreTrainedTokenizerFast
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-        else:
-            with paused_gc():
-                from transformers import AutoTokenizer
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        with paused_gc():
+            import transformers
+
+            loader: Any = transformers.PreTrainedTokenizerFast if _is_plain(folder) else transformers.AutoTokenizer
+        tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the library raises whatever its parsers raise
         raise CheckpointError(f"tokenizer: {folder} does not load: {error}") from error
     trim_heap()  # reading the file takes as much memory again as what comes of it

@@ -5,7 +5,6 @@ import logging
 import torch
 from quire_kernels import NotRecordableError, Recording, plan_attention, record
 from quire_kernels.attention import CpuAttentionPlan
-from quire_kernels.cpu import library
 
 from quire_engine.models.layers import AttentionMetadata
 from quire_engine.models.llama import LlamaForCausalLM
@@ -36,17 +35,17 @@ class RecordedForward:
         self._plan: CpuAttentionPlan | None = None
         self._out = self._hidden
         self._recording: Recording | None = None
-        if library() is not None:
-            self._record()
+        self._record()
 
     def __call__(self, token_ids_T: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         """[T, E] hidden states after the last norm: overwritten by the next call."""
-        hidden_TE = self._model.embed(token_ids_T)
         num_tokens = len(token_ids_T)
         plan, is_small = metadata.plan, num_tokens <= RECORDED_TOKENS
         if self._recording is None or self._plan is None or not isinstance(plan, CpuAttentionPlan) or not is_small:
-            return self._model.final_norm(*self._model.run_layers(hidden_TE, None, self._kv_caches, metadata))
-        self._hidden[:num_tokens] = hidden_TE
+            hidden_TE = self._model.forward(token_ids_T, self._kv_caches, metadata)
+            assert hidden_TE is not None, "of several stages"
+            return hidden_TE
+        self._hidden[:num_tokens] = self._model.embed(token_ids_T)
         self._positions[:num_tokens] = metadata.positions
         self._slot_mapping[:num_tokens] = metadata.slot_mapping
         self._plan.copy_(plan)
