@@ -1,39 +1,13 @@
 """`sample` and `argmax` on every instruction set (see conftest.py): against plain torch and the textbook."""
 
-from typing import Any
-
 import pytest
 import torch
 from quire_kernels import apply_token_bitmask, argmax, cpu, sample
 from quire_kernels.sampling import _gumbel_noise_torch, _sample_torch
+from support.sampling import MASKS, columns, logits_of
 
 INFINITY = float("inf")
 VOCAB_SIZES = [1, 7, 64, 515, 4096, 32003]
-MASKS = {
-    "none": {},
-    "top-k": {"top_k": 50},
-    "large top-k": {"top_k": 3000},
-    "top-p": {"top_p": 0.9},
-    "small top-p": {"top_p": 0.01},
-    "large top-p": {"top_p": 0.9999},
-    "min-p": {"min_p": 0.05},
-    "all": {"top_k": 100, "top_p": 0.8, "min_p": 0.001},
-}
-
-
-def columns(rows: int, **values: Any) -> dict[str, torch.Tensor]:
-    """The arguments of `sample` beside the logits; a scalar holds for all rows."""
-    defaults = {"temperature": 1.0, "min_p": 0.0, "top_k": 10**6, "top_p": 1.0, "seeds": 5, "positions": 3}
-    dtypes = {"top_k": torch.int64, "seeds": torch.int64, "positions": torch.int64}
-    return {
-        name: torch.as_tensor(values.get(name, default), dtype=dtypes.get(name, torch.float32)).expand(rows)
-        for name, default in defaults.items()
-    }
-
-
-def logits_of(rows: int, vocab_size: int, scale: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(rows + vocab_size)
-    return (torch.randn(rows, vocab_size, generator=generator) * scale).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -1,39 +1,15 @@
 """`sample`, `argmax`, the noise and the bitmask, against plain torch."""
 
-from typing import Any
-
 import pytest
 import torch
 from quire_kernels import apply_token_bitmask, argmax, sample
 from quire_kernels.sampling import _gumbel_noise_torch, _philox, _sample_torch
+from support import sampling as support
+from support.sampling import columns, logits_of
 
 INFINITY = float("inf")
 VOCAB_SIZES = [1, 515, 5000]
-MASKS = {
-    "none": {},
-    "top-k": {"top_k": 50},
-    "large top-k": {"top_k": 2000},
-    "top-p": {"top_p": 0.9},
-    "small top-p": {"top_p": 0.01},
-    "large top-p": {"top_p": 0.9999},
-    "min-p": {"min_p": 0.05},
-    "all": {"top_k": 100, "top_p": 0.8, "min_p": 0.001},
-}
-DEFAULTS = {"temperature": 1.0, "min_p": 0.0, "top_k": 10**6, "top_p": 1.0, "seeds": 5, "positions": 3}
-INTEGERS = ("top_k", "seeds", "positions")
-
-
-def columns(rows: int, **values: Any) -> dict[str, torch.Tensor]:
-    """The arguments of `sample` beside the logits; a scalar holds for all rows."""
-    return {
-        name: torch.as_tensor(values.get(name, default), dtype=torch.int64 if name in INTEGERS else None).expand(rows)
-        for name, default in DEFAULTS.items()
-    }
-
-
-def logits_of(rows: int, vocab_size: int, scale: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(rows + vocab_size)
-    return (torch.randn(rows, vocab_size, generator=generator) * scale).to(dtype)
+MASKS = {**support.MASKS, "large top-k": {"top_k": 2000}}
 
 
 def sample_on(device: torch.device, logits: torch.Tensor, arguments: dict[str, torch.Tensor]) -> list[int]:
