@@ -107,6 +107,9 @@ class SchedulerConfig:
     """Requests that may wait for their first turn; what exceeds it after a step is refused at once. Unset: no limit."""
     max_queue_delay_ms: float | None = None
     """How long a request may wait for its first turn before it is refused. Unset: no limit."""
+    async_scheduling: bool | None = None
+    """Whether a step is scheduled while the one before it computes. Unset: on a GPU it is; on the CPU it is not, where
+    the scheduler would take its time from the model."""
 
     def __post_init__(self) -> None:
         _check_int("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
@@ -124,6 +127,8 @@ class SchedulerConfig:
         if self.max_queue_delay_ms is not None:
             _check(_is_number(self.max_queue_delay_ms) and 0 < self.max_queue_delay_ms < float("inf"),
                    "max_queue_delay_ms", self.max_queue_delay_ms, "a number of milliseconds above 0")  # fmt: skip
+        if self.async_scheduling is not None:
+            _check_bool("async_scheduling", self.async_scheduling)
 
     def for_max_model_len(self, max_model_len: int) -> "SchedulerConfig":
         """The same, with a threshold of 4% of the context where several partial prefills need one and none is set."""
@@ -223,6 +228,24 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     frontend: FrontendConfig = field(default_factory=FrontendConfig)
+
+    def __post_init__(self) -> None:
+        if self.scheduler.async_scheduling and self.parallel.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"async_scheduling is True with pipeline_parallel_size={self.parallel.pipeline_parallel_size}, whose "
+                "stages are kept busy by several batches already; leave one of the two unset"
+            )
+
+    def async_scheduling(self, uses_gpu: bool) -> bool:
+        """Whether steps are scheduled ahead, by workers that compute on a GPU or on the CPU.
+
+        Args:
+            uses_gpu: what decides where `scheduler.async_scheduling` is unset and the model is one stage.
+        """
+        if self.parallel.pipeline_parallel_size > 1:
+            return False
+        wanted = self.scheduler.async_scheduling
+        return uses_gpu if wanted is None else wanted
 
     def settings(self) -> dict[str, Any]:
         """All settings but secrets, flat as in `model.json`."""

@@ -65,6 +65,7 @@ class MultiProcExecutor:
         try:
             self._wait_for_all(READY)
             self._raise_errors(self._answers.pop(READY))
+            self._async_scheduling = config.async_scheduling(self._uses_gpu())
         except BaseException:
             self._end()
             raise
@@ -72,7 +73,12 @@ class MultiProcExecutor:
     @property
     def max_concurrent_batches(self) -> int:
         """See `Executor`."""
-        return self._config.parallel.pipeline_parallel_size
+        return 2 if self._async_scheduling else self._config.parallel.pipeline_parallel_size
+
+    @property
+    def async_scheduling(self) -> bool:
+        """See `Executor`."""
+        return self._async_scheduling
 
     @property
     def worker_pids(self) -> list[int]:
@@ -93,6 +99,9 @@ class MultiProcExecutor:
     def determine_num_blocks(self) -> int:
         """See `Executor`. The least of all ranks: a block is a block on each of them."""
         return min(self.collective_rpc("determine_num_blocks"))
+
+    def _uses_gpu(self) -> bool:
+        return False
 
     def initialize_cache(self, num_blocks: int) -> None:
         """See `Executor`."""

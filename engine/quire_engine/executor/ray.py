@@ -73,6 +73,7 @@ class RayExecutor:
             self._connect()
             self._place()
             self._start(max_model_len)
+            self._async_scheduling = config.async_scheduling(self._uses_gpu())
         except BaseException:
             self.shutdown()
             raise
@@ -80,7 +81,12 @@ class RayExecutor:
     @property
     def max_concurrent_batches(self) -> int:
         """See `Executor`."""
-        return self._config.parallel.pipeline_parallel_size
+        return 2 if self._async_scheduling else self._config.parallel.pipeline_parallel_size
+
+    @property
+    def async_scheduling(self) -> bool:
+        """See `Executor`."""
+        return self._async_scheduling
 
     @property
     def worker_pids(self) -> list[int]:
@@ -99,6 +105,9 @@ class RayExecutor:
         """See `Executor`. The least of all ranks: a block is a block on each of them."""
         num_blocks: int = min(self._call_all("determine_num_blocks"))
         return num_blocks
+
+    def _uses_gpu(self) -> bool:
+        return False
 
     def initialize_cache(self, num_blocks: int) -> None:
         """See `Executor`."""

@@ -1,6 +1,7 @@
 """UniProcExecutor: one worker, in the engine core's own process."""
 
 import time
+from collections import deque
 
 from quire_engine.config import EngineConfig
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
@@ -11,17 +12,27 @@ __all__ = ["UniProcExecutor"]
 
 
 class UniProcExecutor:
-    """Calls the worker directly."""
+    """Calls the worker directly.
+
+    With async scheduling a step begins when it is submitted, and else when it is collected. An error is raised by
+    `collect` either way: it belongs to that step.
+    """
 
     def __init__(self, config: EngineConfig, checkpoint: CheckpointConfig, max_model_len: int) -> None:
         self._worker = Worker(config, checkpoint, max_model_len)
-        self._submitted: SchedulerOutput | None = None
+        self._async_scheduling = config.async_scheduling(uses_gpu=False)
+        self._submitted: deque[SchedulerOutput | ModelRunnerOutput | Exception] = deque()
         self._busy_seconds = 0.0
 
     @property
     def max_concurrent_batches(self) -> int:
         """See `Executor`."""
-        return 1
+        return 2 if self._async_scheduling else 1
+
+    @property
+    def async_scheduling(self) -> bool:
+        """See `Executor`."""
+        return self._async_scheduling
 
     @property
     def worker_pids(self) -> list[int]:
@@ -45,17 +56,26 @@ class UniProcExecutor:
         self._worker.initialize_cache(num_blocks)
 
     def submit(self, scheduler_output: SchedulerOutput) -> None:
-        """See `Executor`. It runs when it is collected: an error belongs there."""
-        self._submitted = scheduler_output
+        """See `Executor`."""
+        self._submitted.append(self._begin(scheduler_output) if self._async_scheduling else scheduler_output)
 
     def collect(self) -> ModelRunnerOutput:
         """See `Executor`."""
-        scheduler_output, self._submitted = self._submitted, None
-        assert scheduler_output is not None
+        step = self._submitted.popleft()
+        if isinstance(step, SchedulerOutput):
+            step = self._begin(step)
+        if isinstance(step, Exception):
+            raise step
+        return step
+
+    def _begin(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | Exception:
         began_at = time.perf_counter()
-        output = self._worker.execute_model(scheduler_output)
-        self._busy_seconds += time.perf_counter() - began_at
-        return output
+        try:
+            return self._worker.execute_model(scheduler_output)
+        except Exception as error:
+            return error
+        finally:
+            self._busy_seconds += time.perf_counter() - began_at
 
     def rank_step_seconds(self) -> list[float | None]:
         """See `Executor`. Not known here."""
