@@ -38,6 +38,9 @@ class ModelConfig:
     output feature, activations as they come, with one scale per token."""
     max_model_len: int | None = None
     """Longest prompt plus output, in tokens; unset: what the checkpoint was trained for."""
+    enforce_eager: bool = False
+    """On a GPU, launch every kernel of every step by itself. Else steps in which all requests decode are captured as
+    CUDA graphs when the engine starts. A pipeline's stages (`pipeline_parallel_size`) have none."""
     seed: int = 0
     """Seeds what is random at start-up. Requests without a seed of their own get a random one each."""
 
@@ -49,6 +52,7 @@ class ModelConfig:
                f"unset or one of {', '.join(QUANTIZATIONS)}")  # fmt: skip
         if self.max_model_len is not None:
             _check_int("max_model_len", self.max_model_len, 1)
+        _check_bool("enforce_eager", self.enforce_eager)
         _check_int("seed", self.seed, 0)
 
     @property
@@ -68,6 +72,9 @@ class CacheConfig:
     gpu_memory_utilization: float = 0.9
     """On a GPU, the share of its memory that weights, activations and KV cache may take. On the CPU the memory is
     everybody's, so this share applies to half of what is free."""
+    cuda_graph_memory_bytes: int = 1 << 30
+    """On a GPU, what CUDA graphs may take, out of the share above. Steps of more requests than fit are computed without
+    a graph."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of equal prompt beginnings."""
     prefix_caching_hash_algo: str = "sha256"
@@ -79,6 +86,7 @@ class CacheConfig:
             _check_int("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         _check(_is_number(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1,
                "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")  # fmt: skip
+        _check_int("cuda_graph_memory_bytes", self.cuda_graph_memory_bytes, 0)
         _check_bool("enable_prefix_caching", self.enable_prefix_caching)
         _check(self.prefix_caching_hash_algo == "sha256", "prefix_caching_hash_algo", self.prefix_caching_hash_algo,
                "'sha256'")  # fmt: skip
