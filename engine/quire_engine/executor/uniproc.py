@@ -6,6 +6,7 @@ from quire_engine.config import EngineConfig
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.worker import Worker
+from quire_engine.worker.device import on_device, prepare_device
 
 __all__ = ["UniProcExecutor"]
 
@@ -14,7 +15,9 @@ class UniProcExecutor:
     """Calls the worker directly."""
 
     def __init__(self, config: EngineConfig, checkpoint: CheckpointConfig, max_model_len: int) -> None:
-        self._worker = Worker(config, checkpoint, max_model_len)
+        self._device = prepare_device(config, checkpoint, rank=0)
+        with on_device(self._device):
+            self._worker = Worker(config, checkpoint, max_model_len, device=self._device)
         self._submitted: SchedulerOutput | None = None
         self._busy_seconds = 0.0
 
@@ -38,11 +41,13 @@ class UniProcExecutor:
 
     def determine_num_blocks(self) -> int:
         """See `Executor`."""
-        return self._worker.determine_num_blocks()
+        with on_device(self._device):
+            return self._worker.determine_num_blocks()
 
     def initialize_cache(self, num_blocks: int) -> None:
         """See `Executor`."""
-        self._worker.initialize_cache(num_blocks)
+        with on_device(self._device):
+            self._worker.initialize_cache(num_blocks)
 
     def submit(self, scheduler_output: SchedulerOutput) -> None:
         """See `Executor`. It runs when it is collected: an error belongs there."""
@@ -53,7 +58,8 @@ class UniProcExecutor:
         scheduler_output, self._submitted = self._submitted, None
         assert scheduler_output is not None
         began_at = time.perf_counter()
-        output = self._worker.execute_model(scheduler_output)
+        with on_device(self._device):
+            output = self._worker.execute_model(scheduler_output)
         self._busy_seconds += time.perf_counter() - began_at
         return output
 
@@ -67,11 +73,13 @@ class UniProcExecutor:
 
     def sleep(self, level: int) -> None:
         """See `Executor`."""
-        self._worker.sleep(level)
+        with on_device(self._device):
+            self._worker.sleep(level)
 
     def wake_up(self) -> None:
         """See `Executor`."""
-        self._worker.wake_up()
+        with on_device(self._device):
+            self._worker.wake_up()
 
     def shutdown(self) -> None:
         """See `Executor`."""

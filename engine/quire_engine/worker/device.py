@@ -9,12 +9,16 @@
     cpu       –                    the CPU
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from quire_engine.config import EngineConfig
+from quire_engine.errors import EngineDeadError
 from quire_engine.models.checkpoint import CheckpointConfig
 
-__all__ = ["is_device_lost", "prepare_device", "rank_device"]
+__all__ = ["on_device", "prepare_device", "rank_device"]
 
 BFLOAT16_COMPUTE_CAPABILITY = (8, 0)
 """Ampere; GPUs before it have no bfloat16."""
@@ -61,11 +65,25 @@ def prepare_device(config: EngineConfig, checkpoint: CheckpointConfig, rank: int
     return device
 
 
-def is_device_lost(error: BaseException) -> bool:
-    """Whether it is an error of CUDA, after which every call of this process fails, whoever it is for.
+@contextlib.contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """What is called within computes on this device, in whatever thread.
 
-    Memory that ran out is an ordinary error: what was asked for was too much, and the device is as it was.
+    Raises:
+        EngineDeadError: an error of CUDA after which this process is of no use, whoever it was for.
     """
+    try:
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            yield
+    except Exception as error:
+        if _is_device_lost(error):
+            cause = next(iter(str(error).splitlines()), "")
+            raise EngineDeadError(f"the GPU cannot be used any more: {type(error).__name__}: {cause}") from error
+        raise
+
+
+def _is_device_lost(error: Exception) -> bool:
+    """Memory that ran out is an ordinary error: what was asked for was too much, and the device is as it was."""
     if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
         return False
     if isinstance(error, torch.AcceleratorError | torch.cuda.CudaError | torch.distributed.DistBackendError):

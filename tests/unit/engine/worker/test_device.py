@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from quire_engine.config import EngineConfig
+from quire_engine.errors import EngineDeadError
 from quire_engine.models.checkpoint import CheckpointConfig
-from quire_engine.worker.device import is_device_lost, prepare_device, rank_device
+from quire_engine.worker.device import on_device, prepare_device, rank_device
 from quire_kernels import cpu
 
 
@@ -76,7 +77,7 @@ def test_a_device_that_is_not_there_is_named_with_its_mend(
     number: int, is_built: bool, settings: dict[str, Any], rank: int, message: str, gpus: Callable[..., None]
 ) -> None:
     gpus(number, is_built=is_built)
-    with pytest.raises(ValueError, match="GPU|CUDA") as error:
+    with pytest.raises(ValueError, match=r"GPU|CUDA") as error:
         rank_device(config(**settings), rank)
     assert str(error.value).startswith(message)
 
@@ -91,8 +92,8 @@ def test_torch_without_cuda_computes_on_the_cpu_alone() -> None:
 @pytest.mark.parametrize(
     ("capability", "dtype", "refused"),
     [
-        ((7, 5), "bfloat16", "dtype is 'bfloat16', but GPU 0 (Imaginary) has compute capability 7.5, and bfloat16 needs "
-         "8.0; set dtype to 'float16'"),
+        ((7, 5), "bfloat16", "dtype is 'bfloat16', but GPU 0 (Imaginary) has compute capability 7.5, and bfloat16 "
+         "needs 8.0; set dtype to 'float16'"),
         ((7, 5), "auto", "dtype is 'auto' (the checkpoint has bfloat16), but GPU 0"),
         ((7, 5), "float16", None),
         ((7, 5), "float32", None),
@@ -119,7 +120,7 @@ def test_a_gpu_without_bfloat16_refuses_it(
 @pytest.mark.parametrize(
     ("error", "lost"),
     [
-        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), True),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nSearch for it."), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"), True),
         (RuntimeError("Triton Error [CUDA]: unspecified launch failure"), True),
         (torch.distributed.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:94"), True),
@@ -129,5 +130,11 @@ def test_a_gpu_without_bfloat16_refuses_it(
         (KeyError("CUDA error"), False),
     ],
 )
-def test_errors_after_which_a_device_is_of_no_use(error: Exception, lost: bool) -> None:
-    assert is_device_lost(error) is lost
+def test_an_error_after_which_a_device_is_of_no_use_is_the_engines_end(error: Exception, lost: bool) -> None:
+    with pytest.raises(EngineDeadError if lost else type(error)) as caught, on_device(torch.device("cpu")):
+        raise error
+    if lost:
+        assert str(caught.value).startswith(f"the GPU cannot be used any more: {type(error).__name__}: ")
+        assert "\n" not in str(caught.value)
+    else:
+        assert caught.value is error
