@@ -4,6 +4,7 @@ Each rank reads its own slice of each tensor and nothing else; tensors of other 
 read is let go of, and a matrix is packed as soon as it is whole: loading takes hardly more memory than the model.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
@@ -18,6 +19,7 @@ from quire_engine.models.checkpoint import CheckpointConfig, check_safetensors, 
 from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.models.parallel import Packable, load_targets
 from quire_engine.models.registry import MODELS
+from quire_engine.transfer import CPU
 
 __all__ = ["load_model"]
 
@@ -29,8 +31,10 @@ def load_model(
     max_model_len: int,
     parallel: ParallelState = ParallelState(),
     quantize: bool = False,
+    device: torch.device = CPU,
 ) -> LlamaForCausalLM:
-    """Build a rank's part of the model, fill every parameter, and pack the matrices; to int8 if they are quantised.
+    """Build a rank's part of the model on a device, fill every parameter, and pack the matrices; to int8 if they are
+    quantised.
 
     Raises:
         CheckpointError: a file is truncated, or a tensor is missing, superfluous or of the wrong shape.
@@ -38,7 +42,8 @@ def load_model(
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        model = MODELS[config.architecture](config, max_model_len, parallel)
+        with contextlib.nullcontext() if device.type == "cpu" else device:
+            model = MODELS[config.architecture](config, max_model_len, parallel)
     finally:
         torch.set_default_dtype(previous)
     elsewhere: Collection[str] = ()
