@@ -19,6 +19,7 @@ QUANTIZATIONS = ("int8",)
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_NUM_SEQS = 4096
 SECRETS = ("introspection_token",)
+DEVICES = ("auto", "cpu", "cuda")
 EXECUTOR_BACKENDS = ("uni", "mp", "ray")
 METRIC_ALIASES = ("vllm", "none")
 
@@ -147,8 +148,12 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """How many processes share the model."""
+    """How many processes share the model, and where they compute."""
 
+    device: str = "auto"
+    """What all ranks compute on: `cpu`, `cuda` (a GPU each), or `auto`: a GPU where torch finds one, else the CPU."""
+    gpu_device_ids: list[int] | None = None
+    """Which GPU each rank computes on, by rank, as CUDA counts those that it may see. Unset: 0, 1, …"""
     tensor_parallel_size: int = 1
     """Ranks that each layer is cut into."""
     pipeline_parallel_size: int = 1
@@ -160,6 +165,7 @@ class ParallelConfig:
     `ray` as Ray actors, also on several machines. Unset: `uni` for one rank, `mp` for several."""
 
     def __post_init__(self) -> None:
+        _check(self.device in DEVICES, "device", self.device, f"one of {', '.join(DEVICES)}")
         _check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
         _check_int("pipeline_parallel_size", self.pipeline_parallel_size, 1)
         _check(self.data_parallel_size == 1, "data_parallel_size", self.data_parallel_size,
@@ -169,6 +175,19 @@ class ParallelConfig:
                f"one of {', '.join(EXECUTOR_BACKENDS)}")  # fmt: skip
         _check(backend != "uni" or self.world_size == 1, "distributed_executor_backend", backend,
                f"'mp' or 'ray' for {self.world_size} ranks")  # fmt: skip
+        if self.gpu_device_ids is not None:
+            self._check_gpu_device_ids(self.gpu_device_ids)
+
+    def _check_gpu_device_ids(self, ids: list[int]) -> None:
+        def check(ok: bool, allowed: str) -> None:
+            _check(ok, "gpu_device_ids", ids, allowed)
+
+        check(isinstance(ids, list) and all(_is_index(item) for item in ids), "a list of integers of at least 0")
+        check(self.device != "cpu", "unset with device='cpu', or device 'cuda'")
+        check(self.distributed_executor_backend != "ray", "unset with distributed_executor_backend='ray': Ray chooses "
+              "the GPUs")  # fmt: skip
+        check(len(set(ids)) == len(ids), "without repetition: a rank has its GPU to itself")
+        check(len(ids) == self.world_size, f"of {self.world_size}, one for each rank")
 
     @property
     def world_size(self) -> int:
@@ -314,6 +333,10 @@ def _check(ok: bool, name: str, value: object, allowed: str) -> None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _check_token(value: object) -> None:

@@ -73,7 +73,7 @@ class RayExecutor:
             self._connect()
             self._place()
             self._start(max_model_len)
-            self._async_scheduling = config.async_scheduling(self._uses_gpu())
+            self._async_scheduling = config.async_scheduling(uses_gpu=any(self._call_all("uses_gpu")))
         except BaseException:
             self.shutdown()
             raise
@@ -105,9 +105,6 @@ class RayExecutor:
         """See `Executor`. The least of all ranks: a block is a block on each of them."""
         num_blocks: int = min(self._call_all("determine_num_blocks"))
         return num_blocks
-
-    def _uses_gpu(self) -> bool:
-        return False
 
     def initialize_cache(self, num_blocks: int) -> None:
         """See `Executor`."""
@@ -288,6 +285,10 @@ class RayWorker:
             )
         checkpoint = CheckpointConfig.from_folder(Path(self._config.model.model))
         self._worker = Worker(self._config, checkpoint, max_model_len, state)
+
+    def uses_gpu(self) -> bool:
+        """Whether the worker computes on one."""
+        return bool(self._worker.device.type == "cuda")
 
     def determine_num_blocks(self) -> int:
         """See `Worker`."""

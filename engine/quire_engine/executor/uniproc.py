@@ -2,13 +2,25 @@
 
 import time
 from collections import deque
+from dataclasses import dataclass
 
 from quire_engine.config import EngineConfig
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.worker import Worker
+from quire_engine.worker.device import on_device, prepare_device
+from quire_engine.worker.submitted_step import SubmittedStep
 
 __all__ = ["UniProcExecutor"]
+
+
+@dataclass(slots=True)
+class _BegunStep:
+    """A step that the worker has taken."""
+
+    began_at: float
+    step: SubmittedStep | Exception
+    """Or why it could not even begin."""
 
 
 class UniProcExecutor:
@@ -19,9 +31,12 @@ class UniProcExecutor:
     """
 
     def __init__(self, config: EngineConfig, checkpoint: CheckpointConfig, max_model_len: int) -> None:
-        self._worker = Worker(config, checkpoint, max_model_len)
-        self._async_scheduling = config.async_scheduling(uses_gpu=False)
-        self._submitted: deque[SchedulerOutput | ModelRunnerOutput | Exception] = deque()
+        self._device = prepare_device(config, checkpoint, rank=0)
+        with on_device(self._device):
+            self._worker = Worker(config, checkpoint, max_model_len, device=self._device)
+        self._async_scheduling = config.async_scheduling(uses_gpu=self._device.type == "cuda")
+        self._submitted: deque[SchedulerOutput | _BegunStep] = deque()
+        self._step_ended_at = 0.0
         self._busy_seconds = 0.0
 
     @property
@@ -49,11 +64,13 @@ class UniProcExecutor:
 
     def determine_num_blocks(self) -> int:
         """See `Executor`."""
-        return self._worker.determine_num_blocks()
+        with on_device(self._device):
+            return self._worker.determine_num_blocks()
 
     def initialize_cache(self, num_blocks: int) -> None:
         """See `Executor`."""
-        self._worker.initialize_cache(num_blocks)
+        with on_device(self._device):
+            self._worker.initialize_cache(num_blocks)
 
     def submit(self, scheduler_output: SchedulerOutput) -> None:
         """See `Executor`."""
@@ -61,21 +78,25 @@ class UniProcExecutor:
 
     def collect(self) -> ModelRunnerOutput:
         """See `Executor`."""
-        step = self._submitted.popleft()
-        if isinstance(step, SchedulerOutput):
-            step = self._begin(step)
-        if isinstance(step, Exception):
-            raise step
-        return step
+        submitted = self._submitted.popleft()
+        begun = self._begin(submitted) if isinstance(submitted, SchedulerOutput) else submitted
+        try:
+            if isinstance(begun.step, Exception):
+                raise begun.step
+            with on_device(self._device):
+                return begun.step.result()
+        finally:
+            # A step that began before the last one ended has had the worker to itself only from then on.
+            began_at, self._step_ended_at = max(begun.began_at, self._step_ended_at), time.perf_counter()
+            self._busy_seconds += self._step_ended_at - began_at
 
-    def _begin(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | Exception:
+    def _begin(self, scheduler_output: SchedulerOutput) -> _BegunStep:
         began_at = time.perf_counter()
         try:
-            return self._worker.execute_model(scheduler_output)
+            with on_device(self._device):
+                return _BegunStep(began_at, self._worker.submit_model(scheduler_output))
         except Exception as error:
-            return error
-        finally:
-            self._busy_seconds += time.perf_counter() - began_at
+            return _BegunStep(began_at, error)
 
     def rank_step_seconds(self) -> list[float | None]:
         """See `Executor`. Not known here."""
@@ -87,11 +108,13 @@ class UniProcExecutor:
 
     def sleep(self, level: int) -> None:
         """See `Executor`."""
-        self._worker.sleep(level)
+        with on_device(self._device):
+            self._worker.sleep(level)
 
     def wake_up(self) -> None:
         """See `Executor`."""
-        self._worker.wake_up()
+        with on_device(self._device):
+            self._worker.wake_up()
 
     def shutdown(self) -> None:
         """See `Executor`."""

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from quire_engine.config import EngineConfig, ModelConfig, SchedulerConfig, setting_names
 
@@ -69,6 +70,15 @@ def test_unset_settings_keep_their_defaults() -> None:
         ("pipeline_parallel_size", 0, "an integer of at least 1"),
         ("data_parallel_size", "1", "1 ("),
         ("distributed_executor_backend", "processes", "one of uni, mp, ray"),
+        ("device", "gpu", "one of auto, cpu, cuda"),
+        ("device", None, "one of auto, cpu, cuda"),
+        ("gpu_device_ids", 0, "a list of integers of at least 0"),
+        ("gpu_device_ids", [-1], "a list of integers of at least 0"),
+        ("gpu_device_ids", [True], "a list of integers of at least 0"),
+        ("gpu_device_ids", ["0"], "a list of integers of at least 0"),
+        ("gpu_device_ids", [], "of 1, one for each rank"),
+        ("gpu_device_ids", [0, 1], "of 1, one for each rank"),
+        ("gpu_device_ids", [1, 1], "without repetition"),
         ("replay_on_crash", 1, "true or false"),
         ("step_timeout_s", 0, "a number of seconds above 0"),
         ("stream_interval", 0, "an integer of at least 1"),
@@ -82,6 +92,29 @@ def test_bad_value_names_field_value_and_what_is_allowed(name: str, value: Any, 
     message = str(error.value)
     assert message.startswith(f"{name} is {value!r}; it must be ")
     assert allowed in message
+
+
+@pytest.mark.parametrize(
+    ("others", "allowed"),
+    [
+        ({"device": "cpu"}, "unset with device='cpu'"),
+        ({"distributed_executor_backend": "ray"}, "unset with distributed_executor_backend='ray'"),
+        ({"tensor_parallel_size": 2}, "of 2, one for each rank"),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "of 4, one for each rank"),
+    ],
+)
+def test_gpus_that_do_not_go_with_the_ranks_are_refused(others: dict[str, Any], allowed: str) -> None:
+    with pytest.raises(ValueError, match=r"^gpu_device_ids is \[3\]; it must be ") as error:
+        EngineConfig.from_settings({"model": "/m", "gpu_device_ids": [3], **others})
+    assert allowed in str(error.value)
+
+
+def test_devices_reach_other_processes() -> None:
+    settings = {"model": "/m", "device": "cuda", "gpu_device_ids": [3, 1], "tensor_parallel_size": 2}
+    config = EngineConfig.from_settings(settings)
+    assert (config.parallel.device, config.parallel.gpu_device_ids) == ("cuda", [3, 1])
+    assert config.settings().items() >= settings.items()
+    assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config
 
 
 @pytest.mark.parametrize(
