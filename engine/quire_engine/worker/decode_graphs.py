@@ -143,17 +143,17 @@ class DecodeGraphs:
             budget_bytes: the most that the graphs may take. Where they take more, the larger half is left out.
         """
         before = used_bytes()
+        num_wanted = len(sizes)
         while sizes and not self._capture_all(sizes, lambda: used_bytes() - before <= budget_bytes):
-            left = sizes[: len(sizes) // 2]
-            logger.warning(
-                "CUDA graphs of up to %d requests take more than cuda_graph_memory_bytes=%d; steps of more than %d "
-                "requests are computed without", sizes[-1], budget_bytes, left[-1] if left else 0,
-            )  # fmt: skip
-            sizes = left
+            sizes = sizes[: len(sizes) // 2]
         self._sizes = sizes
-        if sizes:
-            megabytes = (used_bytes() - before) / 2**20
-            logger.info("CUDA graphs: %d, of up to %d requests, %.1f MiB", len(sizes), sizes[-1], megabytes)
+        megabytes = (used_bytes() - before) / 2**20
+        logger.info("CUDA graphs: %d, of up to %d requests, %.1f MiB", len(sizes), self.max_size, megabytes)
+        if len(sizes) < num_wanted:
+            logger.warning(
+                "cuda_graph_memory_bytes=%d has no room for more CUDA graphs; steps of more than %d requests are computed "
+                "without, which takes longer", budget_bytes, self.max_size,
+            )  # fmt: skip
 
     def _capture_all(self, sizes: list[int], fits: Callable[[], bool]) -> bool:
         """Returns whether there was room for all of them; else none is left."""
