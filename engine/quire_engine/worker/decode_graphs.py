@@ -151,8 +151,8 @@ class DecodeGraphs:
         logger.info("CUDA graphs: %d, of up to %d requests, %.1f MiB", len(sizes), self.max_size, megabytes)
         if len(sizes) < num_wanted:
             logger.warning(
-                "cuda_graph_memory_bytes=%d has no room for more CUDA graphs; steps of more than %d requests are computed "
-                "without, which takes longer", budget_bytes, self.max_size,
+                "cuda_graph_memory_bytes=%d has no room for more CUDA graphs: steps of more than %d requests are "
+                "computed without, which takes longer", budget_bytes, self.max_size,
             )  # fmt: skip
 
     def _capture_all(self, sizes: list[int], fits: Callable[[], bool]) -> bool:
