@@ -75,6 +75,7 @@ class MultiProcExecutor:
             error = self._first_error(READY)
             if error is not None:
                 raise error
+            self._async_scheduling = config.async_scheduling(uses_gpu=all(self.collective_rpc("uses_gpu")))
         except BaseException:
             self._end()
             raise
@@ -82,7 +83,12 @@ class MultiProcExecutor:
     @property
     def max_concurrent_batches(self) -> int:
         """See `Executor`."""
-        return self._config.parallel.pipeline_parallel_size
+        return 2 if self._async_scheduling else self._config.parallel.pipeline_parallel_size
+
+    @property
+    def async_scheduling(self) -> bool:
+        """See `Executor`."""
+        return self._async_scheduling
 
     @property
     def worker_pids(self) -> list[int]:

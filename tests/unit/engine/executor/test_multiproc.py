@@ -144,13 +144,14 @@ def test_large_calls_and_large_answers_do_not_wait_for_each_other(
     """Together they are more than fits into the queues, in both directions."""
     in_workers("""
         class Step:
-            def __init__(self, worker, scheduler_output):
-                self.request_ids = scheduler_output.dropped_request_ids
+            def __init__(self, request_ids):
+                self.request_ids = request_ids
 
             def result(self):
                 return ModelRunnerOutput({request_id: [1] for request_id in self.request_ids})
 
-        Worker.submit_model = lambda self, scheduler_output: Step(self, scheduler_output)
+        Worker._profile_run = lambda self: None
+        Worker.submit_model = lambda self, scheduler_output: Step(scheduler_output.dropped_request_ids)
     """)
     size = 6 * 2**20
     with executor(checkpoint("tied-gqa"), pipeline_parallel_size=2) as workers:
