@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from quire_engine.config import EngineConfig
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
@@ -15,9 +15,13 @@ from quire_engine.worker.submitted_step import SubmittedStep
 __all__ = ["UniProcExecutor"]
 
 
-class _BegunStep(NamedTuple):
-    step: SubmittedStep
+@dataclass(slots=True)
+class _BegunStep:
+    """A step that the worker has taken."""
+
     began_at: float
+    step: SubmittedStep | Exception
+    """Or why it could not even begin."""
 
 
 class UniProcExecutor:
@@ -32,7 +36,7 @@ class UniProcExecutor:
         with on_device(self._device):
             self._worker = Worker(config, checkpoint, max_model_len, device=self._device)
         self._async_scheduling = config.async_scheduling(uses_gpu=self._device.type == "cuda")
-        self._submitted: deque[SchedulerOutput | _BegunStep | Exception] = deque()
+        self._submitted: deque[SchedulerOutput | _BegunStep] = deque()
         self._step_clock = StepClock()
         self._busy_seconds = 0.0
 
@@ -75,25 +79,23 @@ class UniProcExecutor:
 
     def collect(self) -> ModelRunnerOutput:
         """See `Executor`."""
-        step = self._submitted.popleft()
-        if isinstance(step, SchedulerOutput):
-            step = self._begin(step)
-        if isinstance(step, Exception):
-            raise step
+        submitted = self._submitted.popleft()
+        begun = self._begin(submitted) if isinstance(submitted, SchedulerOutput) else submitted
         try:
+            if isinstance(begun.step, Exception):
+                raise begun.step
             with on_device(self._device):
-                return step.step.result()
+                return begun.step.result()
         finally:
-            self._busy_seconds += self._step_clock.end(step.began_at)
+            self._busy_seconds += self._step_clock.end(begun.began_at)
 
-    def _begin(self, scheduler_output: SchedulerOutput) -> "_BegunStep | Exception":
+    def _begin(self, scheduler_output: SchedulerOutput) -> _BegunStep:
         began_at = time.perf_counter()
         try:
             with on_device(self._device):
-                return _BegunStep(self._worker.submit_model(scheduler_output), began_at)
+                return _BegunStep(began_at, self._worker.submit_model(scheduler_output))
         except Exception as error:
-            self._busy_seconds += self._step_clock.end(began_at)
-            return error
+            return _BegunStep(began_at, error)
 
     def rank_step_seconds(self) -> list[float | None]:
         """See `Executor`. Not known here."""
