@@ -1,7 +1,7 @@
-"""MeetingPlace: where ranks that are processes of one machine find each other, to form groups of torch.distributed.
+"""MeetingPlace: where ranks that are processes of one machine find each other to form groups of torch.distributed.
 
-A file in memory that has no name, of which every rank inherits the descriptor: nobody else can come, and nothing is left
-behind however they end.
+A file in memory that has no name, of which every rank inherits the descriptor: nobody else can come, and nothing is
+left behind however they end.
 """
 
 import os

@@ -75,7 +75,7 @@ class MultiProcExecutor:
             error = self._first_error(READY)
             if error is not None:
                 raise error
-            self._async_scheduling = config.async_scheduling(uses_gpu=any(self.collective_rpc("uses_gpu")))
+            self._async_scheduling = config.async_scheduling(uses_gpu=all(self.collective_rpc("uses_gpu")))
         except BaseException:
             self._end()
             raise

@@ -8,6 +8,7 @@ from quire_engine.config import EngineConfig
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.worker import Worker
+from quire_engine.worker.busy_time import StepClock
 from quire_engine.worker.device import on_device, prepare_device
 from quire_engine.worker.submitted_step import SubmittedStep
 
@@ -36,7 +37,7 @@ class UniProcExecutor:
             self._worker = Worker(config, checkpoint, max_model_len, device=self._device)
         self._async_scheduling = config.async_scheduling(uses_gpu=self._device.type == "cuda")
         self._submitted: deque[SchedulerOutput | _BegunStep] = deque()
-        self._step_ended_at = 0.0
+        self._step_clock = StepClock()
         self._busy_seconds = 0.0
 
     @property
@@ -86,9 +87,7 @@ class UniProcExecutor:
             with on_device(self._device):
                 return begun.step.result()
         finally:
-            # A step that began before the last one ended has had the worker to itself only from then on.
-            began_at, self._step_ended_at = max(begun.began_at, self._step_ended_at), time.perf_counter()
-            self._busy_seconds += self._step_ended_at - began_at
+            self._busy_seconds += self._step_clock.end(begun.began_at)
 
     def _begin(self, scheduler_output: SchedulerOutput) -> _BegunStep:
         began_at = time.perf_counter()

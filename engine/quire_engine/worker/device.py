@@ -18,7 +18,7 @@ from quire_engine.config import EngineConfig
 from quire_engine.errors import EngineDeadError
 from quire_engine.models.checkpoint import CheckpointConfig
 
-__all__ = ["on_device", "prepare_device", "rank_device"]
+__all__ = ["has_cuda", "on_device", "prepare_device", "rank_device"]
 
 BFLOAT16_COMPUTE_CAPABILITY = (8, 0)
 """Ampere; GPUs before it have no bfloat16."""
@@ -91,9 +91,14 @@ def _is_device_lost(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and str(error).startswith(LOST_DEVICE_MESSAGES)
 
 
+def has_cuda() -> bool:
+    """Whether this torch could compute on GPUs at all."""
+    return bool(torch.backends.cuda.is_built())  # type: ignore[no-untyped-call]
+
+
 def _why_no_gpu() -> str:
     """Cause and mend."""
-    if not torch.backends.cuda.is_built():
+    if not has_cuda():
         return f"torch {torch.__version__} has no CUDA; install a CUDA build of torch"
     return "torch finds no GPU; see what `quire doctor` says of them and whether CUDA_VISIBLE_DEVICES hides them"
 

@@ -43,7 +43,7 @@ from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.executor.message_queue import MessageReader, MessageWriter
 from quire_engine.messages import WorkerCall, WorkerResponse
 from quire_engine.models.checkpoint import CheckpointConfig
-from quire_engine.worker.busy_time import BusyTime
+from quire_engine.worker.busy_time import BusyTime, StepClock
 from quire_engine.worker.device import on_device, prepare_device
 from quire_engine.worker.protocol import WorkerArguments
 from quire_engine.worker.responder import Responder
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
 NUM_TIMED_STEPS = 128
 MAX_BEGUN_STEPS = 4
-"""Steps that may wait for their end on a rank: more than are ever in flight, so that only a rank that is behind waits."""
+"""Steps that may wait for their end on a rank: more than are ever in flight, so that only one that is behind waits."""
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class WorkerProcess:
         self._groups: list[SharedMemoryCommunicator] = []
         self._step_nanoseconds: deque[int] = deque(maxlen=NUM_TIMED_STEPS)
         """Of the last steps, without waits for other ranks: all ranks' steps end together, but one is the slow one."""
-        self._step_ended_at = 0.0
+        self._step_clock = StepClock()
         try:
             checkpoint = CheckpointConfig.from_folder(Path(config.model.model))
             self._device = prepare_device(config, checkpoint, arguments.rank)
@@ -162,7 +162,7 @@ class WorkerProcess:
             step = self._worker.submit_model(call.scheduler_output)
             end = None
             if self._device.type == "cuda" and not self._state.is_output_rank:
-                end = torch.cuda.Event(blocking=True)
+                end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                 end.record()
             return _BegunStep(call, step, began_at, self._waited_seconds - waited_before, end)
         methods: dict[str, Callable[..., int | None]] = {
@@ -190,16 +190,11 @@ class WorkerProcess:
         except Exception as error:
             self._send(self._failure(answer.call, error))
             return
-        self._count_time(answer)
-        if self._state.is_output_rank:
-            self._send(WorkerResponse(answer.call.call_id, output=output))
-
-    def _count_time(self, step: _BegunStep) -> None:
-        """A step that was begun before the last one ended has this rank to itself only from then on."""
-        began_at, self._step_ended_at = max(step.began_at, self._step_ended_at), time.perf_counter()
-        own_nanoseconds = max(int(1e9 * (self._step_ended_at - began_at - step.waited_seconds)), 0)
+        own_nanoseconds = max(int(1e9 * (self._step_clock.end(answer.began_at) - answer.waited_seconds)), 0)
         self._step_nanoseconds.append(own_nanoseconds)
         self._busy_time.add(self._state.rank, own_nanoseconds)
+        if self._state.is_output_rank:
+            self._send(WorkerResponse(answer.call.call_id, output=output))
 
     @property
     def _waited_seconds(self) -> float:

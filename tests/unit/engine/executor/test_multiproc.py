@@ -144,13 +144,18 @@ def test_large_calls_and_large_answers_do_not_wait_for_each_other(
     """Together they are more than fits into the queues, in both directions."""
     in_workers("""
         class Step:
-            def __init__(self, worker, scheduler_output):
-                self.request_ids = scheduler_output.dropped_request_ids
+            def __init__(self, request_ids):
+                self.request_ids = request_ids
 
             def result(self):
                 return ModelRunnerOutput({request_id: [1] for request_id in self.request_ids})
 
-        Worker.submit_model = lambda self, scheduler_output: Step(self, scheduler_output)
+        def submit_step(self, scheduler_output):
+            if scheduler_output.num_scheduled_tokens:
+                return submit_model(self, scheduler_output)
+            return Step(scheduler_output.dropped_request_ids)
+
+        submit_model, Worker.submit_model = Worker.submit_model, submit_step
     """)
     size = 6 * 2**20
     with executor(checkpoint("tied-gqa"), pipeline_parallel_size=2) as workers:
@@ -165,8 +170,9 @@ def test_the_rank_with_the_least_memory_decides_and_all_share_it(
     checkpoint: Callable[[str], Path], in_workers: Callable[[str], None]
 ) -> None:
     in_workers("""
-        worker.available_memory_bytes = lambda: 2**30
-        worker.peak_memory_growth = lambda function: 0
+        from quire_engine.worker import cache_memory
+        cache_memory.available_memory_bytes = lambda: 2**30
+        cache_memory.peak_memory_growth = lambda function: function() or 0
         worker.num_blocks_for = lambda available_bytes, **others: available_bytes
         determine_num_blocks = Worker.determine_num_blocks
         Worker.determine_num_blocks = lambda self: determine_num_blocks(self) + 1 - self.parallel.rank

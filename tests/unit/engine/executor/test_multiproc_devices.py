@@ -1,4 +1,4 @@
-"""What GPUs change, as far as it can be had without one: groups of torch.distributed, and errors that end the engine."""
+"""What GPUs change, as far as it can be had without one: other groups, and errors that are the engine's end."""
 
 import time
 from collections.abc import Callable
@@ -68,7 +68,7 @@ def test_an_error_of_one_of_several_ranks_is_the_end(
         workers.submit(step("a"))
         assert list(workers.collect().sampled_token_ids) == ["a"]
         workers.submit(step("poison"))
-        with pytest.raises(EngineDeadError, match="rank 1: RuntimeError: poisoned"):
+        with pytest.raises(EngineDeadError, match=r"^rank 1: RuntimeError: poisoned$"):
             workers.collect()
         with pytest.raises(EngineDeadError):
             workers.submit(step("b"))
@@ -89,7 +89,7 @@ def test_error_of_a_method_is_its_own_and_the_end(
         Worker.sleep = sleeps
     """)
     with executor(checkpoint("tied-gqa"), tensor_parallel_size=2) as workers:
-        with pytest.raises(ValueError, match="^not 1$"):
+        with pytest.raises(ValueError, match=r"^not 1$"):
             workers.sleep(1)
         with pytest.raises(EngineDeadError, match="not 1"):
             workers.check_health()
@@ -100,18 +100,18 @@ def test_rank_that_cannot_start_does_not_wait_for_the_others(
     checkpoint: Callable[[str], Path], in_workers: Callable[[str], None]
 ) -> None:
     in_workers("""
-        from quire_engine.worker import process
-        prepare_device = process.prepare_device
+        from quire_engine.worker import device
+        prepare_device = device.prepare_device
 
         def fails(config, checkpoint, rank):
             if rank == 1:
                 raise ValueError("no GPU for rank 1")
             return prepare_device(config, checkpoint, rank)
 
-        process.prepare_device = fails
+        device.prepare_device = fails
     """)
     began_at = time.monotonic()
-    with pytest.raises(ValueError, match="^no GPU for rank 1$"):
+    with pytest.raises(ValueError, match=r"^no GPU for rank 1$"):
         MultiProcExecutor(EngineConfig.from_settings(settings(checkpoint("tied-gqa"), tensor_parallel_size=2)), 256)
     assert time.monotonic() - began_at < 60, "waited until the ranks gave up meeting"
 
@@ -134,7 +134,7 @@ def test_lost_gpu_is_the_end_and_memory_that_ran_out_is_not(
         lost = step("b")
         lost.dropped_request_ids = ["AcceleratorError"]
         workers.submit(lost)
-        with pytest.raises(EngineDeadError, match="the GPU cannot be used any more: AcceleratorError: .* as told$"):
+        with pytest.raises(EngineDeadError, match=r"the GPU cannot be used any more: AcceleratorError: .* as told$"):
             workers.collect()
         with pytest.raises(EngineDeadError):
             workers.check_health()
