@@ -213,9 +213,9 @@ class Worker:
         """
         scheduler, block_size = self.config.scheduler, self.config.cache.block_size
         num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        # The longest prompt leaves room for one token.
+        # The last token that the context has room for is never computed.
         num_tokens = min(scheduler.max_num_batched_tokens // num_seqs, max(self.max_model_len - 1, 1))
-        blocks_each = -(-(num_tokens + 1) // block_size)
+        blocks_each = -(-min(num_tokens + 1, self.max_model_len) // block_size)
         self.runner.kv_caches = self._allocate_caches(num_seqs * blocks_each, num_layers=1)
         params = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
         requests = [
