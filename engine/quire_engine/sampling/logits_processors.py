@@ -7,7 +7,7 @@ import torch
 
 from quire_engine.transfer import upload
 
-__all__ = ["apply_min_tokens"]
+__all__ = ["apply_min_tokens", "mask_tokens"]
 
 
 def apply_min_tokens(logits_SV: torch.Tensor, forbidden: list[tuple[int, list[int]]]) -> None:
@@ -16,4 +16,9 @@ def apply_min_tokens(logits_SV: torch.Tensor, forbidden: list[tuple[int, list[in
         return
     rows = np.repeat([row for row, _ in forbidden], [len(token_ids) for _, token_ids in forbidden])
     columns = np.fromiter(chain.from_iterable(token_ids for _, token_ids in forbidden), dtype=np.int64)
-    logits_SV[tuple(upload(logits_SV.device, rows, columns))] = float("-inf")
+    mask_tokens(logits_SV, *upload(logits_SV.device, rows, columns))
+
+
+def mask_tokens(logits_SV: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+    """Mask in place some tokens, given by pairs of row and token id: [n] int64 each, where the logits are."""
+    logits_SV.index_put_((rows, token_ids), logits_SV.new_full((), float("-inf")))

@@ -83,12 +83,12 @@ class GpuCacheMemory:
         profile_run()
         torch.cuda.synchronize(self._device)
         peak = torch.cuda.max_memory_allocated(self._device)
-        torch.cuda.empty_cache()
         # What torch does not know of: libraries' workspaces, and kernels.
         outside = self._free_at_start - self.free_bytes() - torch.cuda.memory_reserved(self._device)
         available = self._planned_bytes - peak - max(outside, 0) - graph_bytes
         return CacheMemory(self._planned_bytes, peak - weights, available)
 
     def free_bytes(self) -> int:
-        """Of the GPU, at the moment."""
+        """Of the GPU, at the moment; what torch keeps for later counts as free."""
+        torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]

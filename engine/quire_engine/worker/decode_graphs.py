@@ -57,7 +57,6 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
 
 def run_as_captured(function: Function) -> Function:
     """A `Capture` where there is nothing to capture with: each replay runs the function, on the same memory."""
-    function()
     return function
 
 
@@ -141,32 +140,32 @@ class DecodeGraphs:
         Args:
             sizes: in rising order.
             used_bytes: how much memory is taken at the moment.
-            budget_bytes: the most that the graphs may take. Sizes are left out until the rest fits.
+            budget_bytes: the most that the graphs may take. Where they take more, the larger half is left out.
         """
         before = used_bytes()
-        while sizes and not self._capture_all(sizes, used_bytes, before + budget_bytes):
-            logger.warning(
-                "CUDA graphs of up to %d requests take more than cuda_graph_memory_bytes = %d; larger steps than %d "
-                "requests are computed op by op", sizes[-1], budget_bytes, sizes[-2] if len(sizes) > 1 else 0,
-            )  # fmt: skip
-            sizes = sizes[:-1]
-        if self._graphs:
-            megabytes = (used_bytes() - before) / 2**20
-            logger.info("CUDA graphs: %d, of up to %d requests, %.1f MiB", len(sizes), self.max_size, megabytes)
-
-    def _capture_all(self, sizes: list[int], used_bytes: Callable[[], int], limit_bytes: int) -> bool:
-        self._graphs.clear()
-        self._sizes = []
-        self._allocate(sizes[-1])
-        with tqdm(
-            reversed(sizes), desc="Capturing CUDA graphs", total=len(sizes), disable=not sys.stderr.isatty()
-        ) as bar:
-            for size in bar:
-                self._graphs[size] = self._capture_one(size)
-                if used_bytes() > limit_bytes and len(sizes) > len(self._graphs) == 1:
-                    return False
+        num_wanted = len(sizes)
+        while sizes and not self._capture_all(sizes, lambda: used_bytes() - before <= budget_bytes):
+            sizes = sizes[: len(sizes) // 2]
         self._sizes = sizes
-        return used_bytes() <= limit_bytes or len(sizes) == 1
+        megabytes = (used_bytes() - before) / 2**20
+        logger.info("CUDA graphs: %d, of up to %d requests, %.1f MiB", len(sizes), self.max_size, megabytes)
+        if len(sizes) < num_wanted:
+            logger.warning(
+                "cuda_graph_memory_bytes=%d has no room for more CUDA graphs: steps of more than %d requests are "
+                "computed without, which takes longer", budget_bytes, self.max_size,
+            )  # fmt: skip
+
+    def _capture_all(self, sizes: list[int], fits: Callable[[], bool]) -> bool:
+        """Returns whether there was room for all of them; else none is left."""
+        self._graphs.clear()
+        self._allocate(sizes[-1])
+        is_hidden = not sys.stderr.isatty()
+        for size in tqdm(sizes[::-1], desc="Capturing CUDA graphs", unit="graph", leave=False, disable=is_hidden):
+            self._graphs[size] = self._capture_one(size)
+            if not fits():
+                self._graphs.clear()
+                return False
+        return True
 
     def _allocate(self, max_size: int) -> None:
         """What the graphs read, and what they write: for the largest, and the others take a part of it."""
@@ -220,7 +219,8 @@ class DecodeGraphs:
             self._sampled[:size] = token_ids
             self._last_token_ids[column["slots"]] = token_ids
 
-        self._inputs.copy_(torch.from_numpy(self._lay_out(np.empty(0, dtype=np.int64), size, len(self._inputs))))
+        (padding,) = upload(self._inputs.device, self._lay_out(np.empty(0, dtype=np.int64), size))
+        self._inputs[: len(padding)].copy_(padding)
         return _Graph(self._capture(forward), self._capture(sample_tokens) if self._samples else None)
 
     def _columns(self, size: int) -> dict[str, torch.Tensor]:
@@ -232,12 +232,10 @@ class DecodeGraphs:
             columns[name] = self._inputs[i * stride : (i + 1) * stride].view(torch.float32)[:size]
         return columns
 
-    def _lay_out(self, slots: Int64Array, size: int, num_words: int = 0) -> Int64Array:
+    def _lay_out(self, slots: Int64Array, size: int) -> Int64Array:
         """The columns on the host, those of padding included."""
         batch, n, stride = self._batch, len(slots), _round_up(size, COLUMN_STEP)
-        num_columns = len(INTEGERS) + len(FLOATS)
-        words = np.zeros(max(num_words, num_columns * stride), dtype=np.int64)
-        columns = words[: num_columns * stride].reshape(num_columns, stride)
+        columns = np.zeros((len(INTEGERS) + len(FLOATS), stride), dtype=np.int64)
         integers = dict(zip(INTEGERS, columns, strict=False))
         positions = batch.num_tokens[slots] - 1
         integers["token_ids"][:n] = batch.token_ids[slots, positions]
@@ -252,7 +250,7 @@ class DecodeGraphs:
         integers["seeds"][:n] = batch.seed[slots].view(np.int64)
         for name, column in zip(FLOATS, columns[len(INTEGERS) :].view(np.float32), strict=True):
             column[:n] = getattr(batch, name)[slots]
-        return words
+        return columns.reshape(-1)
 
     def forward(self, slots: Int64Array) -> torch.Tensor:
         """Compute the last token of each of these requests; at most `max_size`.

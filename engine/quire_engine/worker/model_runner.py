@@ -241,9 +241,10 @@ class ModelRunner:
             batch.block_table[slots, :width], query_start_loc, seq_lens,
         )  # fmt: skip
         token_ids_T, positions_T, slot_mapping, block_table, starts, lens = upload(self.device, *arrays)
-        on_device = positions >= batch.num_known_tokens[slot_of_token]
-        if on_device.any():
-            slots_T, on_device_T = upload(self.device, slot_of_token, on_device)
+        if self._runs_ahead:
+            slots_T, on_device_T = upload(
+                self.device, slot_of_token, positions >= batch.num_known_tokens[slot_of_token]
+            )
             token_ids_T = torch.where(on_device_T, self.last_token_ids[slots_T], token_ids_T)
         # All layers have as many heads, so one plan of the attention does for all of them. On a GPU it is made of what
         # the host knows: of what is there it would wait for.

@@ -70,7 +70,9 @@ class Worker:
         cache = torch.empty(
             0, self.num_kv_heads, config.cache.block_size, checkpoint.head_size, dtype=self.dtype, device=device
         )
-        self._uses_triton = uses_triton(cache)
+        # Stages hand each other what they compute in between, which is for the host to do.
+        is_stage = parallel.pipeline_parallel_size > 1
+        self._captures_graphs = uses_triton(cache) and not config.model.enforce_eager and not is_stage
         logger.info(
             "%s: %.1f M parameters, %s, on %s, %s",
             config.model.model, parameters / 1e6, config.model.quantization or name, device,
@@ -112,7 +114,8 @@ class Worker:
             dtype_bytes=self.dtype.itemsize,
         )
         if self._gpu_memory is not None:
-            memory = self._gpu_memory.measure(self._profile_run, self._graph_bytes)
+            graph_bytes = self.config.cache.cuda_graph_memory_bytes if self._captures_graphs else 0
+            memory = self._gpu_memory.measure(self._profile_run, graph_bytes)
         else:
             memory = CpuCacheMemory(self.config).measure(self._profile_run, lambda: self._recorded_bytes)
         available_bytes = self.config.cache.kv_cache_memory_bytes
@@ -142,11 +145,9 @@ class Worker:
     def initialize_cache(self, num_blocks: int) -> None:
         """Allocate the cache, and capture CUDA graphs. On the CPU pages become real memory when first written."""
         self._num_blocks = num_blocks
-        captures = self._uses_triton and not self.config.model.enforce_eager
-        captures = captures and self.parallel.pipeline_parallel_size == 1
         # One block more for the rows of padding that a graph has, which no request ever gets.
-        self.runner.kv_caches = self._allocate_caches(num_blocks + captures, self.num_layers)
-        if captures:
+        self.runner.kv_caches = self._allocate_caches(num_blocks + self._captures_graphs, self.num_layers)
+        if self._captures_graphs:
             self._capture_graphs()
 
     def _capture_graphs(self) -> None:
@@ -157,13 +158,9 @@ class Worker:
             samples=self.parallel.tensor_parallel_size == 1,
         )  # fmt: skip
         sizes = capture_sizes(self.config.scheduler.max_num_seqs)
-        graphs.capture(sizes, (lambda: 0) if memory is None else lambda: -memory.free_bytes(), self._graph_bytes)
+        used_bytes = (lambda: 0) if memory is None else lambda: -memory.free_bytes()
+        graphs.capture(sizes, used_bytes, self.config.cache.cuda_graph_memory_bytes)
         runner.graphs = graphs
-
-    @property
-    def _graph_bytes(self) -> int:
-        """What CUDA graphs may take."""
-        return 0 if self.config.model.enforce_eager else self.config.cache.cuda_graph_memory_bytes
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step, and wait for it."""
@@ -183,6 +180,8 @@ class Worker:
             del self.runner.model
             self._weights_discarded = True
         return_freed_memory()
+        if self._gpu_memory is not None:
+            torch.cuda.empty_cache()
 
     def wake_up(self) -> None:
         """Load the weights again if they are gone, and allocate an empty KV cache of the same size."""
@@ -214,8 +213,9 @@ class Worker:
         """
         scheduler, block_size = self.config.scheduler, self.config.cache.block_size
         num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        num_tokens = min(scheduler.max_num_batched_tokens // num_seqs, self.max_model_len)
-        blocks_each = -(-(num_tokens + 1) // block_size)
+        # The last token that the context has room for is never computed.
+        num_tokens = min(scheduler.max_num_batched_tokens // num_seqs, max(self.max_model_len - 1, 1))
+        blocks_each = -(-min(num_tokens + 1, self.max_model_len) // block_size)
         self.runner.kv_caches = self._allocate_caches(num_seqs * blocks_each, num_layers=1)
         params = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
         requests = [

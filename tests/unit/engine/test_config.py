@@ -66,6 +66,8 @@ def test_unset_settings_keep_their_defaults() -> None:
         ("max_num_batched_tokens", 0, "an integer of at least 1"),
         ("long_prefill_token_threshold", -1, "an integer of at least 0"),
         ("scheduling_policy", "lottery", "'fcfs'"),
+        ("async_scheduling", 1, "true or false"),
+        ("async_scheduling", "auto", "true or false"),
         ("tensor_parallel_size", 0, "an integer of at least 1"),
         ("pipeline_parallel_size", 0, "an integer of at least 1"),
         ("data_parallel_size", "1", "1 ("),
@@ -133,6 +135,25 @@ def test_values_at_the_edge_are_allowed(name: str, value: Any) -> None:
     config = EngineConfig.from_settings({"model": "/m", name: value})
     groups = (config.model, config.cache, config.scheduler, config.frontend)
     assert [getattr(group, name) for group in groups if hasattr(group, name)] == [value]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_stages", "on_cpu", "on_gpu"),
+    [(None, 1, False, True), (True, 1, True, True), (False, 1, False, False), (None, 2, False, False)],
+)
+def test_async_scheduling_is_on_where_it_is_wanted_or_of_use(
+    wanted: bool | None, num_stages: int, on_cpu: bool, on_gpu: bool
+) -> None:
+    config = EngineConfig.from_settings(
+        {"model": "/m", "async_scheduling": wanted, "pipeline_parallel_size": num_stages}
+    )
+    assert [config.async_scheduling(uses_gpu) for uses_gpu in (False, True)] == [on_cpu, on_gpu]
+
+
+def test_async_scheduling_of_a_pipeline_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"async_scheduling is True with pipeline_parallel_size=2, .* unset$"):
+        EngineConfig.from_settings({"model": "/m", "async_scheduling": True, "pipeline_parallel_size": 2})
+    EngineConfig.from_settings({"model": "/m", "async_scheduling": False, "pipeline_parallel_size": 2})
 
 
 @pytest.mark.parametrize(
