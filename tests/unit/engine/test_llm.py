@@ -37,6 +37,12 @@ def test_one_set_of_parameters_per_prompt(llm: LLM) -> None:
         llm.generate(["a", "b", "c"], params[:2], use_tqdm=False)
 
 
+def test_float16_on_the_cpu_says_the_same(llm: LLM, checkpoint: Callable[[str], Path]) -> None:
+    half = LLM(checkpoint("tinypy"), dtype="float16", device="cpu", max_model_len=256)
+    texts = [engine.generate("def add(a, b):", GREEDY, use_tqdm=False)[0].outputs[0].text for engine in (llm, half)]
+    assert texts[0] == texts[1] != ""
+
+
 def test_stream_concatenates_to_the_whole(llm: LLM) -> None:
     whole = llm.generate("class A:\n", GREEDY, use_tqdm=False)[0].outputs[0]
     deltas = list(llm.stream("class A:\n", GREEDY))
