@@ -152,7 +152,8 @@ class Worker:
     def _load_model(self) -> LlamaForCausalLM:
         folder = Path(self.config.model.model)
         quantize = self.config.model.quantization == "int8"
-        return load_model(folder, self.checkpoint, self.dtype, self.max_model_len, self.parallel, quantize)
+        load_format = self.config.model.load_format
+        return load_model(folder, self.checkpoint, self.dtype, self.max_model_len, self.parallel, quantize, load_format)
 
     def _allocate_caches(self, num_blocks: int, num_layers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values, by layer; in huge pages, as a step reads all over them."""
