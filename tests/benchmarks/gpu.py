@@ -8,13 +8,13 @@ by failing; what a section has measured when its time is up counts. The roofline
     roofline     copy bandwidth (bytes read and bytes written), read bandwidth, rate of a bf16 product
     decode       paged attention, one token per sequence: bytes of keys and values by time, next to the copy
     prefill      paged attention over whole prompts, next to torch's scaled_dot_product_attention
-    ops          RoPE and cache write, norms, SiLU · mul, sampling, linears: next to the least that they have to move
     steps        decode steps of dummies of 1B and 8B, by the time that reading weights and KV cache takes
     throughput   offline, next to transformers' continuous batching
     switches     what CUDA graphs and scheduling one step ahead gain
+    ops          RoPE and cache write, norms, SiLU · mul, sampling, linears: next to the least that they have to move
 
-Exit codes: 0 all was measured, whether a bar was met or not, or there is no GPU; 1 a section failed. `--smoke` runs
-everything on tiny shapes, also without a GPU; its figures mean nothing.
+Exit codes: 0 all was measured, whether a bar was met or not, or there is no GPU; 1 a section failed or was stopped.
+`--smoke` runs everything on tiny shapes, also without a GPU; its figures mean nothing.
 """
 
 import argparse
@@ -38,7 +38,8 @@ from gpu_sections.bench import Bench, Roofline
 from gpu_sections.figures import Figure, as_markdown, figure_from
 from harness.machine import describe_machine
 
-TOTAL_SECONDS = 570
+TOTAL_SECONDS = 550
+"""What a section has left, the next ones may take; the last have what remains."""
 MARK = "@gpu "
 """Begins the lines of a section's process that are not for people."""
 
@@ -58,10 +59,10 @@ SECTIONS = {
         title="Paged attention: decode, of the copy bandwidth", seconds=75, measure=kernels.measure_decode
     ),
     "prefill": Section(title="Paged attention: prefill", seconds=60, measure=kernels.measure_prefill),
-    "ops": Section(title="Other kernels, of their floor", seconds=90, measure=kernels.measure_ops),
     "steps": Section(title="Decode steps", seconds=150, measure=engine.measure_steps),
     "throughput": Section(title="Offline throughput", seconds=150, measure=engine.measure_throughput),
     "switches": Section(title="CUDA graphs, scheduling ahead", seconds=120, measure=engine.measure_switches),
+    "ops": Section(title="Other kernels, of their floor", seconds=90, measure=kernels.measure_ops),
 }
 
 
