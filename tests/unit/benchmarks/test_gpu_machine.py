@@ -11,7 +11,7 @@ from support.measured_load import Measured
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu_machine"
 
 
-@pytest.fixture(params=["pack", "server"])
+@pytest.fixture
 def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(FOLDER))
     return importlib.import_module(request.param)
