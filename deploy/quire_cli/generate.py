@@ -37,7 +37,7 @@ def generate(model: Path, prompt: str | None, sampling: Mapping[str, Any], setti
     except ValueError as error:
         raise UsageError(str(error)) from error
     try:
-        check_checkpoint(model, Path(config.model.tokenizer_path))
+        check_checkpoint(model, Path(config.model.tokenizer_path), config.model.load_format)
         text = read_prompt() if prompt is None else _decoded(os.fsencode(prompt), "--prompt")
         if not text:
             raise UsageError("the prompt is empty; give --prompt TEXT, or write it to stdin")

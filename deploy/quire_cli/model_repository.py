@@ -91,7 +91,7 @@ def write_model(
     except ValueError as error:
         raise UsageError(str(error)) from None
     try:
-        check_checkpoint(Path(config.model.model), Path(config.model.tokenizer_path))
+        check_checkpoint(Path(config.model.model), Path(config.model.tokenizer_path), config.model.load_format)
     except CheckpointError as error:
         raise CommandError(str(error)) from None
     if (folder / "config.pbtxt").exists() and not force:

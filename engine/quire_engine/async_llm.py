@@ -61,7 +61,8 @@ class AsyncLLM:
         self._aborted_at: dict[str, float] = {}
         """Requests that the engine core was told to end, until it says that they are gone."""
         tokenizer_path = Path(config.model.tokenizer_path)
-        check_checkpoint(Path(config.model.model), tokenizer_path)  # takes milliseconds, and a process start seconds
+        # Takes milliseconds, and the start of a process seconds.
+        check_checkpoint(Path(config.model.model), tokenizer_path, config.model.load_format)
         self._client = SupervisedClient(config, self._on_restart)
         try:
             tokenizer = load_tokenizer(tokenizer_path)  # while the engine core loads the weights

@@ -15,6 +15,7 @@ from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, parse_classe
 __all__ = ["CacheConfig", "EngineConfig", "FrontendConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
 QUANTIZATIONS = ("int8",)
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_NUM_SEQS = 4096
@@ -34,6 +35,9 @@ class ModelConfig:
     """Path of the tokenizer's folder; unset: the model's."""
     dtype: str = "auto"
     """Of weights, activations and KV cache; `auto` takes the checkpoint's."""
+    load_format: str = "auto"
+    """Where the weights come from: `auto` the checkpoint's safetensors files; `dummy` random ones, for measuring, and
+    the folder needs no more than its `config.json` and a tokenizer."""
     quantization: str | None = None
     """`int8` computes every linear layer in int8 (W8A8): weights are quantised when they are loaded, with one scale per
     output feature, activations as they come, with one scale per token."""
@@ -49,6 +53,7 @@ class ModelConfig:
         _check(isinstance(self.model, str) and self.model != "", "model", self.model, "the path of a folder")
         _check(self.tokenizer is None or isinstance(self.tokenizer, str), "tokenizer", self.tokenizer, "a path")
         _check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        _check(self.load_format in LOAD_FORMATS, "load_format", self.load_format, f"one of {', '.join(LOAD_FORMATS)}")
         _check(self.quantization in (None, *QUANTIZATIONS), "quantization", self.quantization,
                f"unset or one of {', '.join(QUANTIZATIONS)}")  # fmt: skip
         if self.max_model_len is not None:

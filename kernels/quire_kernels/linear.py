@@ -183,7 +183,8 @@ def pack_linear(
 
 def _quantize_rows(weight_NK: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     quantized = torch.empty_like(weight_NK, dtype=dtype)
-    largest = LARGEST[dtype]
+    # A tensor: by a number, torch divides otherwise on a GPU than on the CPU, namely multiplies with its inverse.
+    largest = torch.full((), LARGEST[dtype], dtype=torch.float32, device=weight_NK.device)
     scales = torch.empty(len(weight_NK), dtype=torch.float32, device=weight_NK.device)
     for source, target, scale in zip(*(torch.split(one, BAND) for one in (weight_NK, quantized, scales)), strict=True):
         values = source.float()

@@ -141,12 +141,13 @@ class CheckpointConfig:
             raise CheckpointError(f"{path}: the head size is {self.head_size}; it must be even")
 
 
-def check_checkpoint(folder: Path, tokenizer_folder: Path | None = None) -> CheckpointConfig:
+def check_checkpoint(folder: Path, tokenizer_folder: Path | None = None, load_format: str = "auto") -> CheckpointConfig:
     """Check everything that can be known without loading: configuration, tokenizer, weight files, tensors' shapes.
 
     Args:
         folder: the checkpoint.
         tokenizer_folder: where the tokenizer is, when it is elsewhere.
+        load_format: with `dummy` there need be no weight files.
 
     Returns:
         The configuration.
@@ -161,6 +162,8 @@ def check_checkpoint(folder: Path, tokenizer_folder: Path | None = None) -> Chec
             f"{tokenizer_folder}: there is no tokenizer ({' or '.join(TOKENIZER_FILES)}); copy its files there, or "
             "name another folder with the setting tokenizer"
         )
+    if load_format == "dummy":
+        return config
     shapes: dict[str, tuple[int, ...]] = {}
     for path in weight_files(folder):
         shapes |= check_safetensors(path)

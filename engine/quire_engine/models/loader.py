@@ -1,10 +1,11 @@
-"""Weights: from safetensors files, memory-mapped, into a model's parameters, converted on the way.
+"""Weights: from safetensors files, memory-mapped, into a model's parameters, converted on the way; or random ones.
 
 Each rank reads its own slice of each tensor and nothing else; tensors of other stages are not touched. What has been
 read is let go of, and a matrix is packed as soon as it is whole: loading takes hardly more memory than the model.
 """
 
 import contextlib
+import zlib
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
@@ -23,6 +24,9 @@ from quire_engine.transfer import CPU
 
 __all__ = ["load_model"]
 
+DUMMY_STD = 0.02
+"""Standard deviation of random weights: what models are initialised with before they are trained."""
+
 
 def load_model(
     folder: Path,
@@ -32,9 +36,12 @@ def load_model(
     parallel: ParallelState = ParallelState(),
     quantize: bool = False,
     device: torch.device = CPU,
+    load_format: str = "auto",
 ) -> LlamaForCausalLM:
     """Build a rank's part of the model on a device, fill every parameter, and pack the matrices; to int8 if they are
     quantised.
+
+    With the load format `dummy` no file is read, and the weights are random numbers, the same each time.
 
     Raises:
         CheckpointError: a file is truncated, or a tensor is missing, superfluous or of the wrong shape.
@@ -51,6 +58,10 @@ def load_model(
         with torch.device("meta"):
             elsewhere = load_targets(MODELS[config.architecture](config, max_model_len)).keys()
     loading = _Loading(model, quantize)
+    if load_format == "dummy":
+        for name in sorted(loading.names):
+            loading.fill(name, None)
+        return model.eval()
     for path in weight_files(folder):
         check_safetensors(path)
         _load_file(path, loading, elsewhere)
@@ -70,10 +81,14 @@ class _Loading:
         self._quantize = quantize
         self._num_missing: Counter[Packable | None] = Counter(target.module for target in self.targets.values())
 
-    def fill(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a tensor, and pack what is whole with it. The target, which holds the parameter, is forgotten first."""
+    def fill(self, name: str, tensor: torch.Tensor | None) -> None:
+        """Take a tensor, or random numbers for None, and pack what is whole with it. The target, which holds the
+        parameter, is forgotten first."""
         target = self.targets.pop(name)
-        target.parameter.copy_(tensor)
+        if tensor is None:
+            _randomize(target.parameter, name)
+        else:
+            target.parameter.copy_(tensor)
         module = target.module
         del target
         self._num_missing[module] -= 1
@@ -117,6 +132,15 @@ def _load_file(path: Path, loading: _Loading, elsewhere: Collection[str]) -> Non
                     _release(piece)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: {error}") from None
+
+
+def _randomize(parameter: torch.Tensor, name: str) -> None:
+    """Of the name alone: what several ranks hold of a tensor is alike on all of them, and so are all loads."""
+    generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
+    if parameter.dtype == torch.int8:
+        parameter.random_(-127, 128, generator=generator)
+    else:
+        parameter.normal_(std=DUMMY_STD, generator=generator)
 
 
 def _release(tensor: torch.Tensor) -> None:

@@ -193,7 +193,10 @@ class Worker:
     def _load_model(self) -> LlamaForCausalLM:
         folder = Path(self.config.model.model)
         quantize = self.config.model.quantization == "int8"
-        return load_model(folder, self.checkpoint, self.dtype, self.max_model_len, self.parallel, quantize, self.device)
+        return load_model(
+            folder, self.checkpoint, self.dtype, self.max_model_len, self.parallel, quantize, self.device,
+            self.config.model.load_format,
+        )  # fmt: skip
 
     def _allocate_caches(self, num_blocks: int, num_layers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values, by layer; on the CPU in huge pages, as a step reads all over them."""

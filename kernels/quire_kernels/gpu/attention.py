@@ -89,6 +89,10 @@ def _attend_tiles(
 
     Takes and returns its state: each row's maximum, sum, and weighted sum of values. Scores are logarithms to the base
     2, as `exp2` is one instruction; `scale` makes them so, unless there is a soft cap to apply in between.
+
+    Whether tiles are masked or not, a key's weight is the same to the last bit: else a row's result would depend on
+    which rows share its tile. So the scale is multiplied and the maximum subtracted in one operation that is asked for,
+    and not left to the compiler, which joins the two only where no mask comes in between.
     """
     dims_D: tl.constexpr = query_MD.shape[1]
     dims = tl.arange(0, dims_D)
@@ -103,11 +107,14 @@ def _attend_tiles(
         key_offsets_N = blocks_N * key_strides[0] + keys_N % BLOCK_SIZE * key_strides[1]
         mask = inside_N[None, :] & in_head_D[:, None]
         key_DN = tl.load(key_head + key_offsets_N[None, :] + dims[:, None], mask=mask, other=0.0)
-        scores_MN = dot(query_MD, key_DN.to(query_MD.dtype), tl.zeros([query_MD.shape[0], BLOCK_N], tl.float32)) * scale
-        if HAS_SOFT_CAP:  # soft_cap * tanh(scores / soft_cap)
-            decay_MN = tl.exp(tl.abs(scores_MN) * (-2.0 / soft_cap))
-            tanh_MN = (1.0 - decay_MN) / (1.0 + decay_MN)
-            scores_MN = tl.where(scores_MN < 0, -soft_cap, soft_cap) * tanh_MN * LOG2_E
+        product_MN = dot(query_MD, key_DN.to(query_MD.dtype), tl.zeros([query_MD.shape[0], BLOCK_N], tl.float32))
+        if HAS_SOFT_CAP:  # soft_cap * tanh(product * scale / soft_cap)
+            decay_MN = tl.exp(tl.abs(product_MN * scale) * (-2.0 / soft_cap))
+            product_MN = tl.where(product_MN < 0, -soft_cap, soft_cap) * ((1.0 - decay_MN) / (1.0 + decay_MN))
+            factor = LOG2_E
+        else:
+            factor = scale
+        scores_MN = product_MN * factor
         if MASKED:
             visible_MN = (keys_N[None, :] <= positions_M[:, None]) & inside_N[None, :]
             if HAS_WINDOW:
@@ -116,7 +123,9 @@ def _attend_tiles(
         new_max_M = tl.maximum(max_M, tl.max(scores_MN, 1))
         # A row that has seen nothing yet has no maximum to subtract.
         base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M) if MASKED else new_max_M
-        weights_MN = tl.exp2(scores_MN - base_M[:, None])
+        weights_MN = tl.exp2(tl.fma(product_MN, factor, -base_M[:, None]))
+        if MASKED:
+            weights_MN = tl.where(visible_MN, weights_MN, 0.0)
         shrink_M = tl.exp2(max_M - base_M)
         value_offsets_N = blocks_N * value_strides[0] + keys_N % BLOCK_SIZE * value_strides[1]
         mask = inside_N[:, None] & in_head_D[None, :]

@@ -44,6 +44,8 @@ def test_unset_settings_keep_their_defaults() -> None:
         ("model", 5, "the path of a folder"),
         ("dtype", "int3", "one of auto, float32, bfloat16, float16"),
         ("dtype", None, "one of auto"),
+        ("load_format", "gguf", "one of auto, dummy"),
+        ("load_format", None, "one of auto, dummy"),
         ("max_model_len", 0, "an integer of at least 1"),
         ("max_model_len", 1.5, "an integer of at least 1"),
         ("max_model_len", True, "an integer of at least 1"),

@@ -96,6 +96,9 @@ def assert_near(out: torch.Tensor, expected: torch.Tensor, factor: float = 1.0) 
 
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+DTYPES = pytest.mark.parametrize(
+    "dtype", [FP32, BF16, *[FP16] * torch.cuda.is_available()], ids=lambda dtype: str(dtype).removeprefix("torch.")
+)
 #         H  K  D  block size
 MODELS = [
     (2, 2, 64, 16, FP32), (4, 2, 80, 32, BF16), (6, 2, 96, 128, FP16), (8, 1, 128, 16, BF16),
@@ -123,7 +126,18 @@ def test_equals_dense_attention(
     assert_near(batch.attend(), batch.dense())
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("head_size", "block_size"), [(64, 16), (128, 16), (128, 64)])
+def test_heads_of_large_models(head_size: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """32 on 8; on a GPU of as many tokens as they are given there."""
+    shapes = [(1, 70), (20, 20), (7, 33)]
+    if device.type == "cuda":
+        shapes = [(1, 4096), (700, 700), (1, 1), (300, 2000), (1, 8000), (5, 777)]
+    batch = make_batch(shapes, 32, 8, head_size, block_size, dtype, device)
+    assert_near(batch.attend(), batch.dense())
+
+
+@DTYPES
 def test_long_decodes_are_split(dtype: torch.dtype, device: torch.device) -> None:
     """Of a length of one split, one more, some, and so many that a split is longer than it would be at least."""
     shapes = [(1, 512), (1, 513), (3, 1400), (2, 1025), (1, 1), (16, 1100)]
@@ -172,7 +186,7 @@ def test_an_fp8_cache(device: torch.device) -> None:
     assert_near(batch.attend(key_scale=0.5, value_scale=4.0), batch.dense(), factor=2)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+@DTYPES
 def test_the_same_in_any_batch(dtype: torch.dtype, device: torch.device) -> None:
     batch = make_batch([(1, 1), (1, 800), (60, 130), (4, 40), (1, 513), (30, 30)], 4, 2, 64, 16, dtype, device)
     together = batch.attend().split(batch.query_start_loc.diff().tolist())
@@ -181,7 +195,7 @@ def test_the_same_in_any_batch(dtype: torch.dtype, device: torch.device) -> None
         assert torch.equal(batch.attend(order), expected), order
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+@DTYPES
 def test_the_same_however_a_prompt_is_cut(dtype: torch.dtype, device: torch.device) -> None:
     """Into chunks that are too long to be decodes."""
     batch = make_batch([(150, 150)], 4, 2, 64, 16, dtype, device)
