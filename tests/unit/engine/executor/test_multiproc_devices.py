@@ -158,7 +158,6 @@ def test_lost_gpu_in_the_engines_own_process(
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(Worker, "execute_model", fails)
             patch.setattr(Worker, "submit_model", fails)
             uniproc.submit(step("a"))
             with pytest.raises(expected):
