@@ -82,7 +82,11 @@ class TritonPythonModel:
             raise triton_api.load_error(failure)
 
     def _start(self, args: dict[str, str]) -> None:
-        config = load_engine_config(Path(args["model_repository"]) / args["model_version"])
+        config = load_engine_config(
+            Path(args["model_repository"]) / args["model_version"],
+            args["model_instance_kind"],
+            int(args["model_instance_device_id"]),
+        )
         labels = {"model": args["model_name"], "version": args["model_version"], "engine": "0"}
         self._metrics = TritonStatLogger(
             triton_api.metric_family if config.frontend.metrics else _no_family,

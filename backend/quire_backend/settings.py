@@ -3,8 +3,10 @@
 import json
 import logging
 import os
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from quire_engine.config import EngineConfig
 
@@ -19,11 +21,18 @@ OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 logger = logging.getLogger(__name__)
 
 
-def load_engine_config(version_dir: Path) -> EngineConfig:
+def load_engine_config(version_dir: Path, instance_kind: str = "MODEL", instance_device_id: int = 0) -> EngineConfig:
     """Read the settings in a model's version folder.
 
+    Args:
+        version_dir: the folder.
+        instance_kind: of the model's instance group, as the server says it: `CPU`, `GPU` or `MODEL`. The first two say
+            where the model is computed; with the last, the settings alone do.
+        instance_device_id: the GPU of an instance of kind `GPU`.
+
     Raises:
-        ValueError: the file is missing, not a JSON object, or holds an unknown name or a bad value.
+        ValueError: the file is missing, not a JSON object, or holds an unknown name or a bad value, or one that does
+            not go with the instance's kind.
     """
     path = version_dir / SETTINGS_FILE
     try:
@@ -48,9 +57,41 @@ def load_engine_config(version_dir: Path) -> EngineConfig:
         else:  # it may be meant for other programs: no reason not to serve
             logger.warning("%s is set, but the extra otel is not installed: nothing is exported", OTLP_VARIABLE)
     try:
+        settings |= _device_settings(settings, instance_kind, instance_device_id)
         return EngineConfig.from_settings(settings, base_dir=version_dir)
     except ValueError as error:
         raise ValueError(f"{path}: {one_line(error)}") from None
+
+
+def _device_settings(settings: Mapping[str, Any], kind: str, device_id: int) -> dict[str, Any]:
+    """What the kind of the instance says of devices.
+
+    Raises:
+        ValueError: `model.json` says otherwise.
+    """
+    if kind == "GPU":
+        kind_means = f"KIND_GPU, which is one GPU ({device_id})"
+        asked = {"device": "cuda", "gpu_device_ids": [device_id]}
+        allowed: dict[str, tuple[Any, ...]] = {
+            "device": ("auto", "cuda"),
+            "gpu_device_ids": (None, [device_id]),
+            "tensor_parallel_size": (1,),
+            "pipeline_parallel_size": (1,),
+            "distributed_executor_backend": (None, "uni", "mp"),
+        }
+    elif kind == "CPU":
+        kind_means = "KIND_CPU (as it is without an instance_group, where the server finds no GPU)"
+        asked = {"device": "cpu"}
+        allowed = {"device": ("auto", "cpu"), "gpu_device_ids": (None,)}
+    else:
+        return {}
+    for name, values in allowed.items():
+        if name in settings and settings[name] not in values:
+            raise ValueError(
+                f"{name} is {settings[name]!r}, but config.pbtxt has an instance of {kind_means}; let it have "
+                "instance_group [ { count: 1 kind: KIND_MODEL } ], which leaves the devices to this file"
+            )
+    return asked
 
 
 def _has_otel() -> bool:

@@ -2,9 +2,10 @@
 
 import os
 import platform
+import re
 import shutil
-import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -25,6 +26,7 @@ _MIB = 2**20
 _SHM_ENOUGH = 64 * _MIB
 _SHM_LEAST = 8 * _MIB
 _MEMORY_ENOUGH = 2 * _GIB
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _PORTS = {"grpc-port": 8001, "http-port": 8000, "metrics-port": 8002}
 
 
@@ -140,16 +142,48 @@ def _memory() -> Check:
 
 
 def _gpu() -> Check:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return Check("gpu", "OK", "none (no nvidia-smi); models run on the CPU")
-    query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    """What torch says, as it computes there, and not nvidia-smi, which need not be installed."""
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.split("\n")
-    except (OSError, subprocess.SubprocessError) as error:
-        cause = str(error).splitlines()[0]
-        return Check("gpu", "WARN", f"nvidia-smi failed: {cause}", "mend the driver, or models run on the CPU")
-    return Check("gpu", "OK", ", ".join(line for line in answer if line) or "none; models run on the CPU")
+        import torch
+    except ImportError as error:
+        return Check("gpu", "FAIL", f"torch cannot be imported: {error}", "pip install 'quire[server]'")
+    driver = _driver_version()
+    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        without = f"torch {torch.__version__} has no CUDA"
+        if driver is None:
+            return Check("gpu", "OK", f"none ({without}, and there is no NVIDIA driver); models run on the CPU")
+        mend = "install a CUDA build of torch to use the GPUs"
+        return Check("gpu", "WARN", f"NVIDIA driver {driver}, but {without}: models run on the CPU", mend)
+    with warnings.catch_warnings(record=True) as caught:  # in which torch says why it finds none
+        warnings.simplefilter("always")
+        is_available = torch.cuda.is_available()
+    if not is_available:
+        if driver is None:
+            return Check("gpu", "OK", "none (there is no NVIDIA driver); models run on the CPU")
+        cause = " ".join(str(caught[0].message).split()) if caught else "torch finds no GPU"
+        detail = f"NVIDIA driver {driver}, but {cause.rstrip('.')}: models run on the CPU"
+        return Check("gpu", "WARN", detail, "mend the driver, or see whether CUDA_VISIBLE_DEVICES hides the GPUs")
+    try:
+        gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    except RuntimeError as error:  # one that is there, and does not answer
+        return Check("gpu", "WARN", f"torch cannot use the GPUs: {str(error).splitlines()[0]}", "mend the driver")
+    names = ", ".join(
+        f"{gpu.name} ({gpu.total_memory / _GIB:.0f} GiB, compute capability {gpu.major}.{gpu.minor})" for gpu in gpus
+    )
+    detail = f"{names}; driver {driver or 'unknown'}, CUDA {torch.version.cuda} of torch {torch.__version__}"
+    if any(gpu.major < 8 for gpu in gpus):
+        return Check("gpu", "WARN", detail, "bfloat16 needs compute capability 8.0: use dtype float16 on those below")
+    return Check("gpu", "OK", detail)
+
+
+def _driver_version() -> str | None:
+    """Of the NVIDIA driver that is loaded; None where there is none."""
+    try:
+        lines = DRIVER_FILE.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    words = lines[0].split() if lines else []
+    return next((word for word in words if re.fullmatch(r"\d+(\.\d+)+", word)), "of unknown version")
 
 
 def _tritonserver() -> Check:

@@ -20,6 +20,7 @@ QUANTIZATIONS = ("int8",)
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_NUM_SEQS = 4096
 SECRETS = ("introspection_token",)
+DEVICES = ("auto", "cpu", "cuda")
 EXECUTOR_BACKENDS = ("uni", "mp", "ray")
 METRIC_ALIASES = ("vllm", "none")
 
@@ -42,6 +43,9 @@ class ModelConfig:
     output feature, activations as they come, with one scale per token."""
     max_model_len: int | None = None
     """Longest prompt plus output, in tokens; unset: what the checkpoint was trained for."""
+    enforce_eager: bool = False
+    """On a GPU, launch every kernel of every step by itself. Else steps in which all requests decode are captured as
+    CUDA graphs when the engine starts. A pipeline's stages (`pipeline_parallel_size`) have none."""
     seed: int = 0
     """Seeds what is random at start-up. Requests without a seed of their own get a random one each."""
 
@@ -54,6 +58,7 @@ class ModelConfig:
                f"unset or one of {', '.join(QUANTIZATIONS)}")  # fmt: skip
         if self.max_model_len is not None:
             _check_int("max_model_len", self.max_model_len, 1)
+        _check_bool("enforce_eager", self.enforce_eager)
         _check_int("seed", self.seed, 0)
 
     @property
@@ -73,6 +78,9 @@ class CacheConfig:
     gpu_memory_utilization: float = 0.9
     """On a GPU, the share of its memory that weights, activations and KV cache may take. On the CPU the memory is
     everybody's, so this share applies to half of what is free."""
+    cuda_graph_memory_bytes: int = 1 << 30
+    """On a GPU, what CUDA graphs may take, out of the share above. Steps of more requests than fit are computed without
+    a graph."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of equal prompt beginnings."""
     prefix_caching_hash_algo: str = "sha256"
@@ -84,6 +92,7 @@ class CacheConfig:
             _check_int("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         _check(_is_number(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1,
                "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")  # fmt: skip
+        _check_int("cuda_graph_memory_bytes", self.cuda_graph_memory_bytes, 0)
         _check_bool("enable_prefix_caching", self.enable_prefix_caching)
         _check(self.prefix_caching_hash_algo == "sha256", "prefix_caching_hash_algo", self.prefix_caching_hash_algo,
                "'sha256'")  # fmt: skip
@@ -112,6 +121,9 @@ class SchedulerConfig:
     """Requests that may wait for their first turn; what exceeds it after a step is refused at once. Unset: no limit."""
     max_queue_delay_ms: float | None = None
     """How long a request may wait for its first turn before it is refused. Unset: no limit."""
+    async_scheduling: bool | None = None
+    """Whether a step is scheduled while the one before it computes. Unset: on a GPU it is; on the CPU it is not, where
+    the scheduler would take its time from the model."""
 
     def __post_init__(self) -> None:
         _check_int("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
@@ -129,6 +141,8 @@ class SchedulerConfig:
         if self.max_queue_delay_ms is not None:
             _check(_is_number(self.max_queue_delay_ms) and 0 < self.max_queue_delay_ms < float("inf"),
                    "max_queue_delay_ms", self.max_queue_delay_ms, "a number of milliseconds above 0")  # fmt: skip
+        if self.async_scheduling is not None:
+            _check_bool("async_scheduling", self.async_scheduling)
 
     def for_max_model_len(self, max_model_len: int) -> "SchedulerConfig":
         """The same, with a threshold of 4% of the context where several partial prefills need one and none is set."""
@@ -139,8 +153,12 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """How many processes share the model."""
+    """How many processes share the model, and where they compute."""
 
+    device: str = "auto"
+    """What all ranks compute on: `cpu`, `cuda` (a GPU each), or `auto`: a GPU where torch finds one, else the CPU."""
+    gpu_device_ids: list[int] | None = None
+    """Which GPU each rank computes on, by rank, as CUDA counts those that it may see. Unset: 0, 1, …"""
     tensor_parallel_size: int = 1
     """Ranks that each layer is cut into."""
     pipeline_parallel_size: int = 1
@@ -152,6 +170,7 @@ class ParallelConfig:
     `ray` as Ray actors, also on several machines. Unset: `uni` for one rank, `mp` for several."""
 
     def __post_init__(self) -> None:
+        _check(self.device in DEVICES, "device", self.device, f"one of {', '.join(DEVICES)}")
         _check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
         _check_int("pipeline_parallel_size", self.pipeline_parallel_size, 1)
         _check(self.data_parallel_size == 1, "data_parallel_size", self.data_parallel_size,
@@ -161,6 +180,19 @@ class ParallelConfig:
                f"one of {', '.join(EXECUTOR_BACKENDS)}")  # fmt: skip
         _check(backend != "uni" or self.world_size == 1, "distributed_executor_backend", backend,
                f"'mp' or 'ray' for {self.world_size} ranks")  # fmt: skip
+        if self.gpu_device_ids is not None:
+            self._check_gpu_device_ids(self.gpu_device_ids)
+
+    def _check_gpu_device_ids(self, ids: list[int]) -> None:
+        def check(ok: bool, allowed: str) -> None:
+            _check(ok, "gpu_device_ids", ids, allowed)
+
+        check(isinstance(ids, list) and all(_is_index(item) for item in ids), "a list of integers of at least 0")
+        check(self.device != "cpu", "unset with device='cpu', or device 'cuda'")
+        check(self.distributed_executor_backend != "ray", "unset with distributed_executor_backend='ray': Ray chooses "
+              "the GPUs")  # fmt: skip
+        check(len(set(ids)) == len(ids), "without repetition: a rank has its GPU to itself")
+        check(len(ids) == self.world_size, f"of {self.world_size}, one for each rank")
 
     @property
     def world_size(self) -> int:
@@ -229,6 +261,24 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     frontend: FrontendConfig = field(default_factory=FrontendConfig)
 
+    def __post_init__(self) -> None:
+        if self.scheduler.async_scheduling and self.parallel.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"async_scheduling is True with pipeline_parallel_size={self.parallel.pipeline_parallel_size}, whose "
+                "stages are kept busy by several batches already; leave one of the two unset"
+            )
+
+    def async_scheduling(self, uses_gpu: bool) -> bool:
+        """Whether steps are scheduled ahead, by workers that compute on a GPU or on the CPU.
+
+        Args:
+            uses_gpu: what decides where `scheduler.async_scheduling` is unset and the model is one stage.
+        """
+        if self.parallel.pipeline_parallel_size > 1:
+            return False
+        wanted = self.scheduler.async_scheduling
+        return uses_gpu if wanted is None else wanted
+
     def settings(self) -> dict[str, Any]:
         """All settings but secrets, flat as in `model.json`."""
         groups = [getattr(self, name) for name in _GROUPS]
@@ -288,6 +338,10 @@ def _check(ok: bool, name: str, value: object, allowed: str) -> None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _check_token(value: object) -> None:

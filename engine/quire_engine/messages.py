@@ -205,8 +205,10 @@ class CachedRequestData(msgspec.Struct, array_like=True):
     request_ids: list[str] = []
     new_block_ids: list[list[int]] = []
     num_computed_tokens: list[int] = []
+    """Before this step; with async scheduling, tokens that are known to nobody but the ranks are counted too."""
     new_token_ids: list[list[int]] = []
-    """With several ranks, what was sampled since each request's last step: most ranks do not sample. Else empty."""
+    """With several ranks, what was sampled since each request's last step: most ranks do not sample. Empty with one
+    rank, and with async scheduling, where the ranks tell each other."""
 
 
 class GrammarBitmask(msgspec.Struct, array_like=True):

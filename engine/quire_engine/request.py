@@ -61,6 +61,14 @@ class Request:
 
     `all_token_ids` is the prompt followed by the output; `num_computed_tokens` says how many of them have their keys
     and values in the KV cache. The scheduler's whole task is to let the second number catch up with the first.
+
+    With async scheduling it may pass it: the workers know the tokens that are in flight, though nobody else does yet.
+
+    ::
+
+        all_token_ids                    │ prompt │ output so far │  num_output_placeholders
+                                         │ 5 8 77 │ 301 4 12      │ ? ?
+        num_computed_tokens              └────────────────────────────▲  the last of these is still to compute
     """
 
     __slots__ = (
@@ -75,9 +83,11 @@ class Request:
         "lora_id",
         "max_tokens",
         "mm_hashes",
+        "needs_token_values",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_known_tokens",
+        "num_output_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
         "prompt_logprobs",
@@ -110,6 +120,10 @@ class Request:
         self.stop_token_ids = frozenset(sampling_params.stop_token_ids)
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
+        self.num_output_placeholders = 0
+        """Tokens in flight that a step may follow on from before they are known; only with async scheduling."""
+        self.needs_token_values = _needs_token_values(sampling_params)
+        """Whether the engine has to know each token before the next is sampled: it never has a placeholder."""
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache when the request was first scheduled."""
         self.num_preemptions = 0
@@ -166,6 +180,12 @@ class Request:
         """Whether every prompt token has to be computed: its log-probabilities are still to be given out."""
         return self.prompt_logprobs is not None
 
+    def add_output_placeholder(self) -> None:
+        """Let the next step follow on from the token that is about to be sampled, if one can and there is to be one."""
+        num_output_tokens = len(self.all_token_ids) - self.num_prompt_tokens + self.num_output_placeholders + 1
+        if num_output_tokens < self.max_tokens and not self.needs_token_values:
+            self.num_output_placeholders += 1
+
     def note_event(self, kind: EventKind, time: float, num_tokens: int) -> None:
         """Add to its timeline, of which the latest events are kept. Decodes are none: there would be one per step."""
         if len(self.events) >= MAX_OWN_EVENTS:
@@ -207,6 +227,18 @@ class Request:
             f"Request({self.request_id}, {self.status.name}, prompt={self.num_prompt_tokens}, "
             f"output={self.num_output_tokens}, computed={self.num_computed_tokens})"
         )
+
+
+def _needs_token_values(params: SamplingParams) -> bool:
+    """Whether what may be sampled depends on which tokens were, in ways that the engine or the worker's host works out.
+
+    These are grammars, penalties, and bad words of more than one token.
+    """
+    return (
+        params.structured_outputs is not None
+        or params.has_penalties
+        or any(len(token_ids) > 1 for token_ids in params.bad_words_token_ids)
+    )
 
 
 def max_output_tokens(num_prompt_tokens: int, params: SamplingParams, max_model_len: int) -> int:

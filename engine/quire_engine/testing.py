@@ -9,6 +9,7 @@ Like `scheduler/` and `kv_cache/`, this module never imports torch.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -34,6 +35,9 @@ __all__ = [
 VOCAB_SIZE = 64
 """Of the stand-in model: small, so that an end-of-sequence id is sampled now and then."""
 
+_RUBBISH = -1
+"""In slots and tokens of a step that failed."""
+
 _request_numbers = count()
 
 
@@ -43,7 +47,8 @@ def make_scheduler(
     block_size: int = 4,
     enable_prefix_caching: bool = True,
     clock: Callable[[], float] = time.monotonic,
-    max_concurrent_batches: int = 1,
+    pipeline_parallel_size: int = 1,
+    async_scheduling: bool = False,
     sends_new_token_ids: bool = False,
     **settings: Any,
 ) -> Scheduler:
@@ -52,7 +57,8 @@ def make_scheduler(
         SchedulerConfig(**settings),
         KVCacheManager(num_blocks, block_size, enable_prefix_caching),
         clock,
-        max_concurrent_batches=max_concurrent_batches,
+        pipeline_parallel_size=pipeline_parallel_size,
+        async_scheduling=async_scheduling,
         sends_new_token_ids=sends_new_token_ids,
     )
 
@@ -149,11 +155,14 @@ class FakeModelRunner:
     agrees with the worker's own count; there is a block for every token; no slot is written twice in a step; and after
     the writes of the whole step, each request finds its own tokens behind its block table.
 
+    Like a worker that takes steps ahead, it computes a step when that is submitted: what it samples is there for the
+    next step at once, and for everybody else when it is collected. A step behind one that has failed fails as well.
+
     Args:
         num_blocks: blocks of the KV cache.
         block_size: tokens per block.
         fails: called with `(request id, number of output tokens so far)` for each request about to be sampled; when it
-            is true for one, the step overwrites all slots that it computed with rubbish and raises `RuntimeError`.
+            is true for one, the step overwrites all slots that it computed with rubbish and fails.
     """
 
     def __init__(
@@ -164,6 +173,8 @@ class FakeModelRunner:
         self.num_steps = 0
         self._slots = [0] * (num_blocks * block_size)
         self._requests: dict[str, _WorkerRequest] = {}
+        self._results: deque[ModelRunnerOutput | RuntimeError] = deque()
+        """Of the steps that are submitted and not collected."""
 
     @classmethod
     def for_scheduler(
@@ -178,41 +189,61 @@ class FakeModelRunner:
         return set(self._requests)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Submit one step and collect it."""
+        self.submit(scheduler_output)
+        return self.collect()
+
+    def submit(self, scheduler_output: SchedulerOutput) -> None:
         """Compute one step.
 
         Raises:
-            RuntimeError: `fails` said so.
             AssertionError: the message contradicts an earlier one, or the KV cache holds something else.
         """
         self.num_steps += 1
+        follows_failure = any(isinstance(result, RuntimeError) for result in self._results)
         self._update_states(scheduler_output)
+        sampling = [
+            request_id
+            for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
+            if (request := self._requests[request_id]).num_computed_tokens + num_tokens == len(request.token_ids)
+        ]
+        failure = "a step before failed" if follows_failure else self._compute(scheduler_output, sampling)
+        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+            self._requests[request_id].num_computed_tokens += num_tokens
+        output = ModelRunnerOutput(sampled_token_ids={})
+        for request_id in sampling:
+            request = self._requests[request_id]
+            token_id = _RUBBISH if failure else _sample(request.states[-1])
+            request.token_ids.append(token_id)
+            output.sampled_token_ids[request_id] = [token_id]
+        self._results.append(RuntimeError(failure) if failure else output)
+
+    def collect(self) -> ModelRunnerOutput:
+        """What came of the oldest step that is not collected yet.
+
+        Raises:
+            RuntimeError: `fails` said so of this step or of one before.
+        """
+        result = self._results.popleft()
+        if isinstance(result, RuntimeError):
+            raise result
+        return result
+
+    def _compute(self, scheduler_output: SchedulerOutput, sampling: Sequence[str]) -> str | None:
+        """Write and read the slots of a step; returns why it failed, or None."""
         written: list[int] = []
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             written += self._write(request_id, self._requests[request_id], num_tokens)
         assert len(set(written)) == len(written), "two requests write the same slot in one step"
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             self._read_back(request_id, self._requests[request_id], num_tokens)
-
-        sampling = [
-            request_id
-            for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
-            if (request := self._requests[request_id]).num_computed_tokens + num_tokens == len(request.token_ids)
-        ]
         for request_id in sampling:
             request = self._requests[request_id]
             if self.fails(request_id, len(request.token_ids) - request.num_prompt_tokens):
                 for slot in written:
-                    self._slots[slot] = -1
-                raise RuntimeError(f"{request_id} made the step fail")
-        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
-            self._requests[request_id].num_computed_tokens += num_tokens
-        output = ModelRunnerOutput(sampled_token_ids={})
-        for request_id in sampling:
-            request = self._requests[request_id]
-            token_id = _sample(request.states[-1])
-            request.token_ids.append(token_id)
-            output.sampled_token_ids[request_id] = [token_id]
-        return output
+                    self._slots[slot] = _RUBBISH
+                return f"{request_id} made the step fail"
+        return None
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> None:
         for request_id in scheduler_output.dropped_request_ids:

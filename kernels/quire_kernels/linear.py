@@ -236,6 +236,8 @@ def linear(x_TK: torch.Tensor, weight: LinearWeight, out_dtype: torch.dtype | No
         x_TK = with_dense_rows(x_TK)
         return gpu.linear(x_TK, weight.data, weight.scales, weight.bias, weight.gated, out_dtype)
     if call is None:
+        if x_TK.is_cuda and out_dtype != x_TK.dtype and weight.bias is None and not weight.gated:
+            return torch.mm(x_TK, weight.data.t(), out_dtype=out_dtype)  # not rounded to the activations' in between
         return _linear_torch(x_TK, weight).to(out_dtype)
     if x_TK.dtype is not weight.dtype or not x_TK.is_cpu:
         raise TypeError(f"activations are {x_TK.dtype} on {x_TK.device}; the weight was packed for {weight.dtype}")

@@ -128,6 +128,7 @@ class ThreadExecutor:
         parallel = config.parallel
         states = thread_ranks(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         self.max_concurrent_batches = parallel.pipeline_parallel_size
+        self.async_scheduling = False
         self.max_in_flight = 0
         self.worker_pids: list[int] = []
         self.death_descriptors: list[int] = []

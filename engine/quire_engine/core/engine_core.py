@@ -1,7 +1,10 @@
 """EngineCore: the inner loop. One step is schedule, execute, update.
 
 An executor that takes several batches at once gets them: a step schedules and submits until it is full, and then takes
-in the oldest result. Results come in the order of submission.
+in the oldest result. Results come in the order of submission. With async scheduling there are two::
+
+    engine core   schedule 1, 2 ──► update 1 ──► schedule 3 ──► update 2 ──► schedule 4 ──► …
+    worker          compute 1 │ compute 2              │ compute 3             │ compute 4
 """
 
 import logging
@@ -67,8 +70,10 @@ class EngineCore:
         self.scheduler = Scheduler(
             config.scheduler.for_max_model_len(max_model_len),
             kv_cache,
-            max_concurrent_batches=self.executor.max_concurrent_batches,
-            sends_new_token_ids=config.parallel.world_size > 1,
+            pipeline_parallel_size=config.parallel.pipeline_parallel_size,
+            async_scheduling=self.executor.async_scheduling,
+            # With async scheduling the ranks tell each other: the scheduler does not know in time.
+            sends_new_token_ids=config.parallel.world_size > 1 and not self.executor.async_scheduling,
         )
         self._in_flight: deque[SchedulerOutput] = deque()
         """Steps that were submitted and not collected, oldest first."""

@@ -37,7 +37,10 @@ class TorchDistributedCommunicator:
         return self._group.size()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Communicator`. Each part is summed up on one rank and handed to the others, hence the same bits."""
+        """See `Communicator`. Each part is summed up on one rank and handed to the others, hence the same bits.
+
+        In place, and with NCCL on the current stream without waiting for it: so it can be part of a CUDA graph.
+        """
         tensor = tensor.contiguous()
         dist.all_reduce(tensor, group=self._group)
         return tensor
@@ -84,16 +87,17 @@ def initialize_parallel_state(
         init_method: where the ranks meet: `file://PATH` on one machine, with a path at which there is no file;
             `tcp://HOST:PORT` on several.
         device: where this rank computes; unset: the CPU.
-        interface: the network interface that gloo listens on: loopback, unless there are several machines. None: it
-            chooses by itself.
+        interface: the network interface that gloo and NCCL listen on: loopback, unless there are several machines.
+            None: they choose by themselves.
         timeout_seconds: how long a rank waits for the others, in each operation.
 
     Raises:
         RuntimeError: the others did not come in time.
     """
     device = device or torch.device("cpu")
-    if device.type == "cpu" and interface is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME" if device.type == "cpu" else "NCCL_SOCKET_IFNAME"] = interface
+    os.environ["NCCL_RAS_ENABLE"] = "0"  # a port for operators' questions
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "nccl",
         init_method=init_method,

@@ -16,7 +16,12 @@ class Executor(Protocol):
 
     @property
     def max_concurrent_batches(self) -> int:
-        """Steps that may be submitted before the first is collected: one per stage of the pipeline."""
+        """Steps that may be submitted before the first is collected: one per stage, or two with async scheduling."""
+        ...
+
+    @property
+    def async_scheduling(self) -> bool:
+        """Whether a step may be submitted that follows on from tokens of one that is not collected yet."""
         ...
 
     @property

@@ -8,6 +8,9 @@
 
 Of a step only the output rank tells the result; any rank may tell an error. Other calls are answered by every rank.
 While it waits for an answer, the executor looks after the processes: one that ends or is stopped ends the wait at once.
+
+An error of a rank ends the step alone, and all ranks go on; but not that of a GPU, which ends its process for good, nor
+with several ranks on GPUs: those that wait for it on their GPU cannot be called off. Such an error is the engine's end.
 """
 
 import collections
@@ -30,8 +33,13 @@ READY = 0
 """The call that a worker answers without having been called: it is ready."""
 SHUTDOWN_SECONDS = 3.0
 """How long the workers may take to end by themselves before they are killed."""
-ERRORS: dict[str, type[Exception]] = {"CheckpointError": CheckpointError, "ValueError": ValueError, "OSError": OSError}
-"""Errors at start-up that keep their class; all others become an EngineError."""
+ERRORS: dict[str, type[Exception]] = {
+    "CheckpointError": CheckpointError,
+    "EngineDeadError": EngineDeadError,
+    "ValueError": ValueError,
+    "OSError": OSError,
+}
+"""Errors of a rank that keep their class; all others become an EngineError."""
 
 
 class MultiProcExecutor:
@@ -64,7 +72,10 @@ class MultiProcExecutor:
         self._waiter = Waiter([reader.filled for reader in self._responses], watch)
         try:
             self._wait_for_all(READY)
-            self._raise_errors(self._answers.pop(READY))
+            error = self._first_error(READY)
+            if error is not None:
+                raise error
+            self._async_scheduling = config.async_scheduling(uses_gpu=all(self.collective_rpc("uses_gpu")))
         except BaseException:
             self._end()
             raise
@@ -72,7 +83,12 @@ class MultiProcExecutor:
     @property
     def max_concurrent_batches(self) -> int:
         """See `Executor`."""
-        return self._config.parallel.pipeline_parallel_size
+        return 2 if self._async_scheduling else self._config.parallel.pipeline_parallel_size
+
+    @property
+    def async_scheduling(self) -> bool:
+        """See `Executor`."""
+        return self._async_scheduling
 
     @property
     def worker_pids(self) -> list[int]:
@@ -124,10 +140,7 @@ class MultiProcExecutor:
         self._wait_until(lambda: self._has_output(call_id))
         for earlier in [earlier for earlier in self._answers if earlier < call_id]:
             del self._answers[earlier]  # of a rank that failed after it had done its part
-        if self._has_error(call_id) and call_id > self._recovered_at and len(self._responses) > 1:
-            self._recover()
-        answers = self._answers.pop(call_id)
-        self._raise_errors(answers)
+        answers = self._settle(call_id, is_step=True)
         output = answers[self._output_rank].output
         assert output is not None
         return output
@@ -141,10 +154,7 @@ class MultiProcExecutor:
         """
         call_id = self._call(method, arguments)
         self._wait_for_all(call_id)
-        if self._has_error(call_id) and len(self._responses) > 1:
-            self._recover()
-        answers = self._answers.pop(call_id)
-        self._raise_errors(answers)
+        answers = self._settle(call_id)
         return [answers[rank].result for rank in range(len(self._responses))]
 
     def shutdown(self) -> None:
@@ -176,11 +186,11 @@ class MultiProcExecutor:
         return call_id
 
     def _wait_for_all(self, call_id: int) -> None:
-        """Until all ranks have answered; when starting, until one has failed."""
+        """Until all ranks have answered; where those that wait for one that failed stay there, until one has."""
         self._wait_until(
             lambda: (
                 len(self._answers.get(call_id, ())) == len(self._responses)
-                or (call_id == READY and self._has_error(call_id))
+                or (self._has_error(call_id) and (call_id == READY or not self._workers.can_reset_groups))
             )
         )
 
@@ -215,15 +225,35 @@ class MultiProcExecutor:
             self._is_taking = False
         return any_came
 
-    def _raise_errors(self, answers: dict[int, WorkerResponse]) -> None:
-        """Raise the first cause among the errors, if there are any."""
+    def _settle(self, call_id: int, is_step: bool = False) -> dict[int, WorkerResponse]:
+        """The answers to a call, when no rank has failed; or else what remains is put in order before the error.
+
+        Raises:
+            EngineDeadError: nothing remains. The error of a method, of which its caller waits to hear, is raised all
+                the same, and whatever comes next finds the end.
+            Exception: the first cause among the errors.
+        """
+        error, has_others = self._first_error(call_id), len(self._responses) > 1
+        if error is None:
+            return self._answers.pop(call_id)
+        if isinstance(error, EngineDeadError) or (has_others and not self._workers.can_reset_groups):
+            self._dead = EngineDeadError(str(error))
+            raise self._dead if is_step else error
+        if has_others and call_id > self._recovered_at:
+            self._recover()
+        del self._answers[call_id]
+        raise error
+
+    def _first_error(self, call_id: int) -> Exception | None:
+        """The first cause among the errors of a call, if there are any."""
+        answers = self._answers.get(call_id, {})
         failed = [(rank, answer) for rank, answer in sorted(answers.items()) if answer.error is not None]
-        if failed:
-            rank, answer = next((item for item in failed if not item[1].is_aborted), failed[0])
-            kind = ERRORS.get(answer.error_type)
-            if kind is not None:
-                raise kind(answer.error)
-            raise EngineError(answer.error if len(self._responses) == 1 else f"rank {rank}: {answer.error}")
+        if not failed:
+            return None
+        rank, answer = next((item for item in failed if not item[1].is_aborted), failed[0])
+        kind = ERRORS.get(answer.error_type, EngineError)
+        is_one_of_several = issubclass(kind, EngineError) and kind is not CheckpointError and len(self._responses) > 1
+        return kind(f"rank {rank}: {answer.error}" if is_one_of_several else answer.error)
 
     def _recover(self) -> None:
         """After an error with several ranks: no rank may be left waiting for one that failed.

@@ -8,7 +8,7 @@
 `RAY_ADDRESS` names the cluster. Without it a small one is started on this machine, which ends with this process. The
 ranks are placed as close together as the cluster allows. They listen to each other on loopback where all are on one
 machine, and else on the network of their machines' addresses; Ray's own processes listen on all (and want a token).
-So a cluster belongs into a network of its own.
+So a cluster belongs into a network of its own. A rank that computes on a GPU has one that Ray puts aside for it.
 """
 
 import contextlib
@@ -20,16 +20,19 @@ import socket
 import tempfile
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from quire_engine.config import EngineConfig
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
 from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.worker.device import has_cuda, on_device, prepare_device
 
 __all__ = ["RayExecutor"]
 
@@ -71,8 +74,10 @@ class RayExecutor:
         self._is_owner = False
         try:
             self._connect()
+            self._uses_gpu = self._choose_device()
             self._place()
             self._start(max_model_len)
+            self._async_scheduling = config.async_scheduling(uses_gpu=all(self._call_all("uses_gpu")))
         except BaseException:
             self.shutdown()
             raise
@@ -80,7 +85,12 @@ class RayExecutor:
     @property
     def max_concurrent_batches(self) -> int:
         """See `Executor`."""
-        return self._config.parallel.pipeline_parallel_size
+        return 2 if self._async_scheduling else self._config.parallel.pipeline_parallel_size
+
+    @property
+    def async_scheduling(self) -> bool:
+        """See `Executor`."""
+        return self._async_scheduling
 
     @property
     def worker_pids(self) -> list[int]:
@@ -111,7 +121,7 @@ class RayExecutor:
 
     def collect(self) -> ModelRunnerOutput:
         """See `Executor`."""
-        results = self._results(self._submitted.popleft())
+        results = self._results(self._submitted.popleft(), is_step=True)
         return msgspec.msgpack.decode(results[self._output_rank], type=ModelRunnerOutput)
 
     def rank_step_seconds(self) -> list[float | None]:
@@ -170,29 +180,39 @@ class RayExecutor:
         with _keep_signal_handlers():
             self._ray.init(**options)
 
+    def _choose_device(self) -> bool:
+        """Whether the ranks compute on GPUs: with device 'auto' when the cluster has some, and torch can use them."""
+        device = self._config.parallel.device
+        if device == "auto":
+            return has_cuda() and bool(self._ray.cluster_resources().get("GPU"))  # type: ignore[no-untyped-call]
+        return device == "cuda"
+
     def _place(self) -> None:
-        """Have the cluster set a CPU aside for each rank.
+        """Have the cluster set a CPU aside for each rank, and a GPU where it computes on one.
 
         Raises:
             EngineError: it cannot.
         """
         world_size = self._config.parallel.world_size
-        bundles = [{"CPU": 1.0}] * world_size
-        self._placement_group = self._ray.util.placement_group(bundles, strategy="PACK")
+        bundle = {"CPU": 1.0, "GPU": 1.0} if self._uses_gpu else {"CPU": 1.0}
+        self._placement_group = self._ray.util.placement_group([bundle] * world_size, strategy="PACK")
         if not self._placement_group.wait(PLACEMENT_SECONDS):
-            raise EngineError(
-                f"the Ray cluster has no room for {world_size} ranks of one CPU each; add machines or free CPUs"
-            )
+            room, mend = "one CPU each", "add machines or free CPUs"
+            if self._uses_gpu:
+                room, mend = "one CPU and one GPU each", "add machines, free GPUs, or set device to 'cpu'"
+            raise EngineError(f"the Ray cluster has no room for {world_size} ranks of {room}; {mend}")
 
     def _start(self, max_model_len: int) -> None:
         """Start the actors, let the ranks meet at rank 0, and load the model."""
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         actor_class = self._ray.remote(RayWorker)
-        config = msgspec.msgpack.encode(self._config)
+        parallel = replace(self._config.parallel, device="cuda" if self._uses_gpu else "cpu")
+        config = msgspec.msgpack.encode(replace(self._config, parallel=parallel))
         for rank in range(self._config.parallel.world_size):
             self._actors.append(
                 actor_class.options(
                     num_cpus=1,
+                    num_gpus=int(self._uses_gpu),
                     max_restarts=0,
                     scheduling_strategy=strategy(self._placement_group, placement_group_bundle_index=rank),
                 ).remote(config, rank)
@@ -207,31 +227,32 @@ class RayExecutor:
         """Call a method of every actor; their results by rank."""
         return self._results([getattr(actor, method).remote(*arguments) for actor in self._actors])
 
-    def _results(self, references: list[Any]) -> list[Any]:
+    def _results(self, references: list[Any], is_step: bool = False) -> list[Any]:
         """Wait for the answers of several ranks.
 
         Raises:
-            EngineDeadError: an actor is gone, or one of several ranks failed: the others may wait for it for ever.
-            Exception: what the only rank raised.
+            EngineDeadError: an actor or its GPU is gone, or one of several ranks failed a step: the others may wait for
+                it for ever.
+            Exception: what the only rank raised, or one of several in a method.
         """
         waiting = list(references)
         while waiting:
             ready, waiting = self._ray.wait(waiting, num_returns=1, timeout=POLL_SECONDS)
             for reference in ready:
-                self._raise_error(reference, references.index(reference), len(references))
+                self._raise_error(reference, references.index(reference), is_step)
         results: list[Any] = self._ray.get(references)
         return results
 
-    def _raise_error(self, reference: Any, rank: int, num_ranks: int) -> None:
+    def _raise_error(self, reference: Any, rank: int, is_step: bool) -> None:
         try:
             self._ray.get(reference)
         except self._ray.exceptions.RayActorError as error:
             raise EngineDeadError(f"rank {rank} is gone: {str(error).splitlines()[0]}") from None
         except self._ray.exceptions.RayTaskError as error:
             cause = error.cause
-            if isinstance(cause, EngineError | ValueError | OSError) and not self._submitted:
+            if isinstance(cause, EngineError | ValueError | OSError) and not is_step:
                 raise cause from None
-            if num_ranks == 1:
+            if self._config.parallel.world_size == 1:
                 raise cause from error
             raise EngineDeadError(f"rank {rank} failed: {cause!r}") from error
 
@@ -243,6 +264,7 @@ class RayWorker:
         self._config = msgspec.msgpack.decode(config, type=EngineConfig)
         self._rank = rank
         self._worker: Any = None
+        self._device = torch.device("cpu")
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(SchedulerOutput)
 
@@ -269,36 +291,48 @@ class RayWorker:
             level=logging.INFO, format=f"quire worker[rank {self._rank}, %(process)d] %(levelname)s: %(message)s"
         )
         parallel, state = self._config.parallel, ParallelState()
+        checkpoint = CheckpointConfig.from_folder(Path(self._config.model.model))
+        self._device = prepare_device(self._config, checkpoint, rank=0)  # Ray lets it see its own GPU alone
         if parallel.world_size > 1:
             state = initialize_parallel_state(
                 rank=self._rank,
                 tensor_parallel_size=parallel.tensor_parallel_size,
                 pipeline_parallel_size=parallel.pipeline_parallel_size,
                 init_method=init_method,
+                device=self._device,
                 interface=interface,
             )
-        checkpoint = CheckpointConfig.from_folder(Path(self._config.model.model))
-        self._worker = Worker(self._config, checkpoint, max_model_len, state)
+        with on_device(self._device):
+            self._worker = Worker(self._config, checkpoint, max_model_len, state, self._device)
+
+    def uses_gpu(self) -> bool:
+        """Whether this rank computes on a GPU."""
+        return self._device.type == "cuda"
 
     def determine_num_blocks(self) -> int:
         """See `Worker`."""
-        return int(self._worker.determine_num_blocks())
+        with on_device(self._device):
+            return int(self._worker.determine_num_blocks())
 
     def initialize_cache(self, num_blocks: int) -> None:
         """See `Worker`."""
-        self._worker.initialize_cache(num_blocks)
+        with on_device(self._device):
+            self._worker.initialize_cache(num_blocks)
 
     def execute_model(self, message: bytes) -> bytes:
         """See `Worker`; a `SchedulerOutput` in, a `ModelRunnerOutput` out."""
-        return self._encoder.encode(self._worker.execute_model(self._decoder.decode(message)))
+        with on_device(self._device):
+            return self._encoder.encode(self._worker.execute_model(self._decoder.decode(message)))
 
     def sleep(self, level: int) -> None:
         """See `Worker`."""
-        self._worker.sleep(level)
+        with on_device(self._device):
+            self._worker.sleep(level)
 
     def wake_up(self) -> None:
         """See `Worker`."""
-        self._worker.wake_up()
+        with on_device(self._device):
+            self._worker.wake_up()
 
 
 def _remove_left_behind() -> None:

@@ -1,27 +1,54 @@
 """UniProcExecutor: one worker, in the engine core's own process."""
 
 import time
+from collections import deque
+from dataclasses import dataclass
 
 from quire_engine.config import EngineConfig
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.worker import Worker
+from quire_engine.worker.busy_time import StepClock
+from quire_engine.worker.device import on_device, prepare_device
+from quire_engine.worker.submitted_step import SubmittedStep
 
 __all__ = ["UniProcExecutor"]
 
 
+@dataclass(slots=True)
+class _BegunStep:
+    """A step that the worker has taken."""
+
+    began_at: float
+    step: SubmittedStep | Exception
+    """Or why it could not even begin."""
+
+
 class UniProcExecutor:
-    """Calls the worker directly."""
+    """Calls the worker directly.
+
+    With async scheduling a step begins when it is submitted, and else when it is collected. An error is raised by
+    `collect` either way: it belongs to that step.
+    """
 
     def __init__(self, config: EngineConfig, checkpoint: CheckpointConfig, max_model_len: int) -> None:
-        self._worker = Worker(config, checkpoint, max_model_len)
-        self._submitted: SchedulerOutput | None = None
+        self._device = prepare_device(config, checkpoint, rank=0)
+        with on_device(self._device):
+            self._worker = Worker(config, checkpoint, max_model_len, device=self._device)
+        self._async_scheduling = config.async_scheduling(uses_gpu=self._device.type == "cuda")
+        self._submitted: deque[SchedulerOutput | _BegunStep] = deque()
+        self._step_clock = StepClock()
         self._busy_seconds = 0.0
 
     @property
     def max_concurrent_batches(self) -> int:
         """See `Executor`."""
-        return 1
+        return 2 if self._async_scheduling else 1
+
+    @property
+    def async_scheduling(self) -> bool:
+        """See `Executor`."""
+        return self._async_scheduling
 
     @property
     def worker_pids(self) -> list[int]:
@@ -38,24 +65,37 @@ class UniProcExecutor:
 
     def determine_num_blocks(self) -> int:
         """See `Executor`."""
-        return self._worker.determine_num_blocks()
+        with on_device(self._device):
+            return self._worker.determine_num_blocks()
 
     def initialize_cache(self, num_blocks: int) -> None:
         """See `Executor`."""
-        self._worker.initialize_cache(num_blocks)
+        with on_device(self._device):
+            self._worker.initialize_cache(num_blocks)
 
     def submit(self, scheduler_output: SchedulerOutput) -> None:
-        """See `Executor`. It runs when it is collected: an error belongs there."""
-        self._submitted = scheduler_output
+        """See `Executor`."""
+        self._submitted.append(self._begin(scheduler_output) if self._async_scheduling else scheduler_output)
 
     def collect(self) -> ModelRunnerOutput:
         """See `Executor`."""
-        scheduler_output, self._submitted = self._submitted, None
-        assert scheduler_output is not None
+        submitted = self._submitted.popleft()
+        begun = self._begin(submitted) if isinstance(submitted, SchedulerOutput) else submitted
+        try:
+            if isinstance(begun.step, Exception):
+                raise begun.step
+            with on_device(self._device):
+                return begun.step.result()
+        finally:
+            self._busy_seconds += self._step_clock.end(begun.began_at)
+
+    def _begin(self, scheduler_output: SchedulerOutput) -> _BegunStep:
         began_at = time.perf_counter()
-        output = self._worker.execute_model(scheduler_output)
-        self._busy_seconds += time.perf_counter() - began_at
-        return output
+        try:
+            with on_device(self._device):
+                return _BegunStep(began_at, self._worker.submit_model(scheduler_output))
+        except Exception as error:
+            return _BegunStep(began_at, error)
 
     def rank_step_seconds(self) -> list[float | None]:
         """See `Executor`. Not known here."""
@@ -67,11 +107,13 @@ class UniProcExecutor:
 
     def sleep(self, level: int) -> None:
         """See `Executor`."""
-        self._worker.sleep(level)
+        with on_device(self._device):
+            self._worker.sleep(level)
 
     def wake_up(self) -> None:
         """See `Executor`."""
-        self._worker.wake_up()
+        with on_device(self._device):
+            self._worker.wake_up()
 
     def shutdown(self) -> None:
         """See `Executor`."""

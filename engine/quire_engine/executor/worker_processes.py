@@ -13,15 +13,22 @@ import weakref
 from quire_engine.child_process import start_module
 from quire_engine.config import EngineConfig
 from quire_engine.distributed import ParallelState
+from quire_engine.distributed.meeting import MeetingPlace
 from quire_engine.distributed.shared_memory import AbortFlag, AbortFlagHandle, SharedMemoryGroup
 from quire_engine.executor.message_queue import MessageQueueHandle
 from quire_engine.process_state import how_it_ended, is_stopped
 from quire_engine.worker.busy_time import BusyTime
+from quire_engine.worker.device import rank_device
 from quire_engine.worker.protocol import WorkerArguments
 
 __all__ = ["WorkerProcesses"]
 
-_Handle = MessageQueueHandle | AbortFlagHandle | SharedMemoryGroup | BusyTime
+_Handle = MessageQueueHandle | AbortFlagHandle | SharedMemoryGroup | MeetingPlace | BusyTime
+
+
+def uses_shared_memory(config: EngineConfig) -> bool:
+    """Whether the ranks talk over shared memory: GPUs have a faster way."""
+    return rank_device(config, 0).type == "cpu"
 
 
 class WorkerProcesses:
@@ -34,18 +41,22 @@ class WorkerProcesses:
         self.responses = [MessageQueueHandle.create(1) for _ in range(parallel.world_size)]
         self._abort = AbortFlagHandle.create()
         self.busy_time = BusyTime(parallel.world_size)
-        self._tensor_groups = [
-            SharedMemoryGroup.create(tensor_size) for _ in range(num_stages if tensor_size > 1 else 0)
-        ]
-        self._pipeline_groups = [
-            SharedMemoryGroup.create(num_stages) for _ in range(tensor_size if num_stages > 1 else 0)
-        ]
+        self._meeting_place: MeetingPlace | None = None
+        self._tensor_groups: list[SharedMemoryGroup] = []
+        self._pipeline_groups: list[SharedMemoryGroup] = []
+        if parallel.world_size > 1 and not uses_shared_memory(config):
+            self._meeting_place = MeetingPlace.create()
+        else:
+            self._tensor_groups = _make_groups(num_stages, tensor_size)
+            self._pipeline_groups = _make_groups(tensor_size, num_stages)
         self.pidfds: list[int] = []
         """Each becomes readable when its process ends. None where a sandbox lacks them: then one has to look."""
         self._processes: list[subprocess.Popen[bytes]] = []
         self._stopped_ranks: set[int] = set()
-        groups = [*self._tensor_groups, *self._pipeline_groups]
-        self._handles: list[_Handle] = [self.calls, *self.responses, self._abort, self.busy_time, *groups]
+        self._handles: list[_Handle] = [self.calls, *self.responses, self._abort, self.busy_time]
+        self._handles += [*self._tensor_groups, *self._pipeline_groups]
+        if self._meeting_place is not None:
+            self._handles.append(self._meeting_place)
         self._finalizer = weakref.finalize(self, _end, self._processes, self._handles, self.pidfds)
         try:
             for rank in range(parallel.world_size):
@@ -53,6 +64,11 @@ class WorkerProcesses:
         except BaseException:
             self._finalizer()
             raise
+
+    @property
+    def can_reset_groups(self) -> bool:
+        """Whether ranks that wait for one that failed can be made to go on. A group of torch.distributed is lost."""
+        return self._meeting_place is None
 
     @property
     def pids(self) -> list[int]:
@@ -101,6 +117,7 @@ class WorkerProcesses:
             busy_time=self.busy_time.descriptor,
             tensor_group=self._tensor_groups[state.stage] if self._tensor_groups else None,
             pipeline_group=self._pipeline_groups[state.tensor_rank] if self._pipeline_groups else None,
+            meeting_place=self._meeting_place,
             parent_pid=os.getpid(),
             kill_with_parent=threading.current_thread() is threading.main_thread(),
         )
@@ -110,10 +127,17 @@ class WorkerProcesses:
             descriptors += arguments.tensor_group.descriptors(state.tensor_rank)
         if arguments.pipeline_group is not None:
             descriptors += arguments.pipeline_group.descriptors(state.stage)
+        if self._meeting_place is not None:
+            descriptors.append(self._meeting_place.descriptor)
         process = start_module("quire_engine.worker.process", arguments, pass_fds=descriptors)
         self._processes.append(process)
         with contextlib.suppress(OSError):
             self.pidfds.append(os.pidfd_open(process.pid))
+
+
+def _make_groups(number: int, size: int) -> list[SharedMemoryGroup]:
+    """None when a rank would be alone in each."""
+    return [SharedMemoryGroup.create(size) for _ in range(number)] if size > 1 else []
 
 
 def _end(

@@ -1,4 +1,17 @@
-"""KVCacheManager: the blocks of each request, between the scheduler above and the block pool below."""
+"""KVCacheManager: the blocks of each request, between the scheduler above and the block pool below.
+
+A cached block always holds, for whoever comes to read it, what its hash says; steps in flight change nothing about it:
+
+1. A block is filed when all of its tokens are known and their computation is scheduled, not when it is done. Workers
+   run steps in the order in which they were scheduled, so whoever finds the block reads it in a later step (or later
+   in the same), behind the writes.
+2. With async scheduling a request may compute tokens that are not known yet. These are always its last, so they are in
+   no block that is filed, and nothing that is in flight writes to one: not even the step too many of a request that has
+   ended at a stop token, which computes that very token, at its place.
+3. A request that ends or is preempted files what has become known since, and frees its blocks while steps in flight
+   may still write to those that were not filed. Their next owner's writes come later, and it reads only what it wrote.
+4. After a failed step nothing is in flight any more, and all hashes are forgotten.
+"""
 
 from array import array
 from collections import Counter
@@ -76,8 +89,9 @@ class KVCacheManager:
 
         Args:
             request: `num_computed_tokens` does not yet include the prefix hit.
-            num_new_tokens: tokens to compute in the coming step. As long as `num_computed_tokens` and these do not
-                exceed `request.settled_until`, the call may be left out: it would change nothing.
+            num_new_tokens: tokens to compute in the coming step, those in flight included. As long as
+                `num_computed_tokens` and these do not exceed `request.settled_until`, the call may be left out: it
+                would change nothing.
             computed_blocks: the prefix hit, for a request that is just being admitted.
 
         Returns:
@@ -101,13 +115,15 @@ class KVCacheManager:
         blocks.extend(added)
         request.settled_until = len(blocks) * self.block_size
         if self.enable_prefix_caching:
-            self._cache_full_blocks(request, num_tokens)
+            self._cache_full_blocks(request, min(num_tokens, request.num_tokens))
             next_full = (self._num_cached_blocks[request.request_id] + 1) * self.block_size
             request.settled_until = min(request.settled_until, next_full - 1)
         return [block.block_id for block in added]
 
     def free(self, request: Request) -> None:
         """Drop the request's references. Its last blocks are reused first: they are the least likely to be shared."""
+        if self.enable_prefix_caching and request.request_id in self._blocks:
+            self._cache_full_blocks(request, min(request.num_computed_tokens, request.num_tokens))
         request.settled_until = 0
         blocks = self._blocks.pop(request.request_id, [])
         self._num_cached_blocks.pop(request.request_id, None)
@@ -129,7 +145,7 @@ class KVCacheManager:
             assert block.ref_cnt == references[block.block_id], f"{block} has {references[block.block_id]} owners"
 
     def _cache_full_blocks(self, request: Request, num_tokens: int) -> None:
-        """File the blocks that will be full once `num_tokens` are computed.
+        """File the blocks that will be full once `num_tokens`, all of them known, are computed.
 
         That is before they are: every layer writes the keys and values of the whole step before any request attends
         to them, so another request of the same step may already share these blocks.

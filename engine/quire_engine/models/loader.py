@@ -4,6 +4,7 @@ Each rank reads its own slice of each tensor and nothing else; tensors of other 
 read is let go of, and a matrix is packed as soon as it is whole: loading takes hardly more memory than the model.
 """
 
+import contextlib
 import zlib
 from collections import Counter
 from collections.abc import Collection
@@ -19,6 +20,7 @@ from quire_engine.models.checkpoint import CheckpointConfig, check_safetensors, 
 from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.models.parallel import Packable, load_targets
 from quire_engine.models.registry import MODELS
+from quire_engine.transfer import CPU
 
 __all__ = ["load_model"]
 
@@ -33,9 +35,11 @@ def load_model(
     max_model_len: int,
     parallel: ParallelState = ParallelState(),
     quantize: bool = False,
+    device: torch.device = CPU,
     load_format: str = "auto",
 ) -> LlamaForCausalLM:
-    """Build a rank's part of the model, fill every parameter, and pack the matrices; to int8 if they are quantised.
+    """Build a rank's part of the model on a device, fill every parameter, and pack the matrices; to int8 if they are
+    quantised.
 
     With the load format `dummy` no file is read, and the weights are random numbers, the same each time.
 
@@ -45,7 +49,8 @@ def load_model(
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        model = MODELS[config.architecture](config, max_model_len, parallel)
+        with contextlib.nullcontext() if device.type == "cpu" else device:
+            model = MODELS[config.architecture](config, max_model_len, parallel)
     finally:
         torch.set_default_dtype(previous)
     elsewhere: Collection[str] = ()

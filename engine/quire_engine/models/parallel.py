@@ -257,7 +257,7 @@ class VocabParallel(Packable):
         assert self.weight is not None
         self.vocab_size, self.group, self.is_head = vocab_size, parallel.tensor_group, is_head
         self.rows = shard(vocab_size, parallel)
-        self.weight.data[_length(self.rows) :] = 0
+        self.weight.data[_length(self.rows) :].zero_()
 
     def pack(self, quantize: bool) -> None:
         """Pack a head; a table has nothing to gain."""

@@ -1,6 +1,6 @@
 """From logits to the next token of every request."""
 
 from quire_engine.sampling.metadata import SamplingMetadata
-from quire_engine.sampling.sampler import Sampler, SamplerOutput
+from quire_engine.sampling.sampler import SampledTokens, Sampler, SamplerOutput
 
-__all__ = ["Sampler", "SamplerOutput", "SamplingMetadata"]
+__all__ = ["SampledTokens", "Sampler", "SamplerOutput", "SamplingMetadata"]

@@ -5,6 +5,8 @@ import numpy.typing as npt
 import torch
 from quire_kernels import apply_token_bitmask
 
+from quire_engine.transfer import upload
+
 __all__ = ["apply_grammar_bitmask"]
 
 
@@ -16,4 +18,5 @@ def apply_grammar_bitmask(logits_SV: torch.Tensor, rows: list[int], bitmask_RW: 
         rows: R of their S rows; the others are not touched.
         bitmask_RW: bit i % 32 of word i // 32 belongs to token i.
     """
-    apply_token_bitmask(logits_SV, torch.tensor(rows, dtype=torch.int64), torch.from_numpy(bitmask_RW))
+    row_ids_R, words_RW = upload(logits_SV.device, np.array(rows, dtype=np.int64), bitmask_RW)
+    apply_token_bitmask(logits_SV, row_ids_R, words_RW)

@@ -1,11 +1,24 @@
 """What masks logits before a token is chosen. Min-p, top-k and top-p are part of choosing: `quire_kernels.sampling`."""
 
+from itertools import chain
+
+import numpy as np
 import torch
 
-__all__ = ["apply_min_tokens"]
+from quire_engine.transfer import upload
+
+__all__ = ["apply_min_tokens", "mask_tokens"]
 
 
 def apply_min_tokens(logits_SV: torch.Tensor, forbidden: list[tuple[int, list[int]]]) -> None:
     """Mask in place, for the given rows, the tokens that would end the request."""
-    for row, token_ids in forbidden:
-        logits_SV[row, token_ids] = float("-inf")
+    if not forbidden:
+        return
+    rows = np.repeat([row for row, _ in forbidden], [len(token_ids) for _, token_ids in forbidden])
+    columns = np.fromiter(chain.from_iterable(token_ids for _, token_ids in forbidden), dtype=np.int64)
+    mask_tokens(logits_SV, *upload(logits_SV.device, rows, columns))
+
+
+def mask_tokens(logits_SV: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+    """Mask in place some tokens, given by pairs of row and token id: [n] int64 each, where the logits are."""
+    logits_SV.index_put_((rows, token_ids), logits_SV.new_full((), float("-inf")))

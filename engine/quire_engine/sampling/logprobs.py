@@ -1,15 +1,18 @@
 """Log-probabilities of sampled and of most likely tokens."""
 
+from typing import TypeAlias
+
 import torch
 
 from quire_engine.messages import TokenLogprobs
 
-__all__ = ["gather_logprobs", "top_logprobs"]
+__all__ = ["TopLogprobs", "to_entries", "top_logprobs"]
+
+TopLogprobs: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Token ids, log-probabilities and ranks, see `top_logprobs`."""
 
 
-def top_logprobs(
-    logprobs_SV: torch.Tensor, token_ids_S: torch.Tensor, num_logprobs: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def top_logprobs(logprobs_SV: torch.Tensor, token_ids_S: torch.Tensor, num_logprobs: int) -> TopLogprobs:
     """For each row the given token, then the `num_logprobs` most likely ones.
 
     Returns:
@@ -22,10 +25,10 @@ def top_logprobs(
     return torch.cat((token_ids_S[:, None], top.indices), 1), torch.cat((given, top.values), 1), ranks
 
 
-def gather_logprobs(logprobs_SV: torch.Tensor, token_ids_S: torch.Tensor, num_logprobs: int) -> list[TokenLogprobs]:
-    """For each row the sampled token, then the `num_logprobs` most likely ones, each `(id, logprob, rank)`."""
-    rows = zip(*(column.tolist() for column in top_logprobs(logprobs_SV, token_ids_S, num_logprobs)), strict=True)
+def to_entries(token_ids_SN: torch.Tensor, logprobs_SN: torch.Tensor, ranks_S: torch.Tensor) -> list[TokenLogprobs]:
+    """What `top_logprobs` returns, on the host, as one list of `(id, logprob, rank)` for each row."""
+    rows = zip(token_ids_SN.tolist(), logprobs_SN.tolist(), ranks_S.tolist(), strict=True)
     return [
-        list(zip(token_ids, logprobs, [rank, *range(1, num_logprobs + 1)], strict=True))
+        list(zip(token_ids, logprobs, [rank, *range(1, len(token_ids))], strict=True))
         for token_ids, logprobs, rank in rows
     ]

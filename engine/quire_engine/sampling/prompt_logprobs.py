@@ -43,7 +43,7 @@ def compute_prompt_logprobs(
             chunks.append(top_logprobs(logits.float().log_softmax(-1), token_ids_T[i : i + rows], num_logprobs))
     if not chunks:
         return None
-    token_ids, logprobs, ranks = (torch.cat(columns) for columns in zip(*chunks, strict=True))
+    token_ids, logprobs, ranks = (torch.cat(columns).cpu() for columns in zip(*chunks, strict=True))
     return PromptLogprobs(
         start=start,
         num_logprobs=num_logprobs,

@@ -2,26 +2,55 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from quire_kernels import argmax, sample
 
 from quire_engine.messages import TokenLogprobs
 from quire_engine.sampling.grammar_bitmask import apply_grammar_bitmask
 from quire_engine.sampling.logits_processors import apply_min_tokens
-from quire_engine.sampling.logprobs import gather_logprobs
+from quire_engine.sampling.logprobs import TopLogprobs, to_entries, top_logprobs
 from quire_engine.sampling.metadata import SamplingMetadata
 from quire_engine.sampling.penalties import apply_penalties
 from quire_engine.sampling.token_constraints import apply_token_constraints
+from quire_engine.transfer import Download, upload
 
-__all__ = ["Sampler", "SamplerOutput"]
+__all__ = ["SampledTokens", "Sampler", "SamplerOutput"]
 
 
 @dataclass(frozen=True, slots=True)
-class SamplerOutput:
-    """One token per row."""
+class SampledTokens:
+    """One token per row, on the host."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
+
+
+class SamplerOutput:
+    """One token per row, on its way to the host.
+
+    Args:
+        token_ids_S: int64; nobody may write to it any more.
+        logprobs: of the rows in `num_logprobs`, in that order; None when there are none.
+        num_logprobs: see `SamplingMetadata`.
+    """
+
+    def __init__(
+        self, token_ids_S: torch.Tensor, logprobs: TopLogprobs | None = None, num_logprobs: dict[int, int] | None = None
+    ) -> None:
+        self.token_ids_S = token_ids_S
+        """Where it was sampled."""
+        self._num_logprobs = num_logprobs or {}
+        self._download = Download(token_ids_S, *(logprobs or ()))
+
+    def wait(self) -> SampledTokens:
+        """All of it, once it has come."""
+        token_ids_S, *top = self._download.wait()
+        logprobs: list[TokenLogprobs | None] = [None] * len(token_ids_S)
+        if top:
+            for (row, number), entry in zip(self._num_logprobs.items(), to_entries(*top), strict=True):
+                logprobs[row] = entry[: number + 1]
+        return SampledTokens(token_ids_S.tolist(), logprobs)
 
 
 class Sampler:
@@ -36,6 +65,8 @@ class Sampler:
     7. Greedy rows take the most likely token.
     8. The others divide by the temperature, mask by min-p, top-k and top-p, add Gumbel noise, which is a function of
        (seed, position, token id) alone, and take the largest: a draw from the softmax.
+
+    On a GPU the host waits for nothing of this.
     """
 
     def __call__(self, logits_SV: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
@@ -46,8 +77,11 @@ class Sampler:
             metadata: the parameters of these rows.
         """
         logits_SV = logits_SV.float()
-        rows_with_logprobs = list(metadata.num_logprobs)
-        logprobs_SV = logits_SV[rows_with_logprobs].log_softmax(-1) if rows_with_logprobs else None
+        logprobs_RV = rows_R = None
+        if metadata.num_logprobs:
+            rows = np.fromiter(metadata.num_logprobs, dtype=np.int64)
+            (rows_R,) = upload(logits_SV.device, rows)
+            logprobs_RV = logits_SV[rows_R].log_softmax(-1)
         apply_min_tokens(logits_SV, metadata.forbidden)
         if metadata.token_constraints is not None:
             apply_token_constraints(logits_SV, metadata.token_constraints)
@@ -56,14 +90,10 @@ class Sampler:
         if metadata.grammar_bitmask is not None:
             apply_grammar_bitmask(logits_SV, *metadata.grammar_bitmask)
         token_ids_S = argmax(logits_SV) if metadata.all_greedy else self._draw(logits_SV, metadata)
-        logprobs: list[TokenLogprobs | None] = [None] * len(logits_SV)
-        if logprobs_SV is not None:
-            gathered = gather_logprobs(
-                logprobs_SV, token_ids_S[rows_with_logprobs], max(metadata.num_logprobs.values())
-            )
-            for (row, number), entry in zip(metadata.num_logprobs.items(), gathered, strict=True):
-                logprobs[row] = entry[: number + 1]
-        return SamplerOutput(token_ids_S.tolist(), logprobs)
+        if logprobs_RV is None or rows_R is None:
+            return SamplerOutput(token_ids_S)
+        top = top_logprobs(logprobs_RV, token_ids_S[rows_R], max(metadata.num_logprobs.values()))
+        return SamplerOutput(token_ids_S, top, metadata.num_logprobs)
 
     def _draw(self, logits_SV: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
         return sample(

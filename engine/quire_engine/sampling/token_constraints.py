@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire_engine.sampling.logits_processors import mask_tokens
 from quire_engine.sampling_params import SamplingParams
 
 __all__ = ["BadWords", "TokenConstraintState", "TokenConstraints", "apply_token_constraints"]
@@ -51,7 +52,7 @@ def apply_token_constraints(logits_SV: torch.Tensor, constraints: TokenConstrain
     elif len(rows):
         logits_SV.index_copy_(0, rows, torch.minimum(logits_SV.index_select(0, rows), constraints.limits))
     if len(constraints.bad_rows):
-        logits_SV[constraints.bad_rows, constraints.bad_token_ids] = float("-inf")
+        mask_tokens(logits_SV, constraints.bad_rows, constraints.bad_token_ids)
     if len(constraints.bias_rows):
         logits_SV[constraints.bias_rows, constraints.bias_token_ids] += constraints.biases
 

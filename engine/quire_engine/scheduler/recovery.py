@@ -25,6 +25,11 @@ class Trials:
         self.acquitted = FCFSRequestQueue()
         """Suspects that have; they wait for the trials of the others."""
 
+    @property
+    def are_on(self) -> bool:
+        """Whether somebody is on trial, or still to be."""
+        return self.on_trial is not None or bool(self.suspects)
+
     def add_suspects(self, requests: Sequence[Request]) -> None:
         """Let all requests of a failed step be tried, before those that were suspects already."""
         self.on_trial = None

@@ -1,12 +1,17 @@
 """Results: what a step sampled becomes output of its requests. Knows tokens, and nothing of queues or blocks.
 
-With a pipeline several steps are in flight, and their results come in the order in which they were scheduled::
+Several steps may be in flight, and their results come in the order in which they were scheduled. With a pipeline::
 
     schedule()    1: a b   2: c d   3: (a b: their tokens are in flight)   3: a b    4: c d …
     update                                                     1: a b         2: c d
 
-A request that is aborted while a step with it is in flight is no longer known, and is passed over. One that is taken
-back (preempted, or a suspect) ignores the result; it samples the same token again later, as noise depends on seed and
+With async scheduling the token of a request is followed up before it is known::
+
+    schedule()    1: a b   2: a b              3: a
+    update                          1: a b           2: a (b has ended at its token of step 1)
+
+A request that ends while a step with it is in flight is no longer known, and is passed over. One that is taken back
+(preempted, or a suspect) ignores the result; it samples the same token again later, as noise depends on seed and
 position alone. Steps are numbered for this, and `void_until_step` is the last whose result is not for the request.
 """
 
@@ -59,6 +64,8 @@ def take_result(
                 output.error_parameter = "structured_outputs"
                 break
             token_ids.append(token_id)
+            if request.num_output_placeholders:
+                request.num_output_placeholders -= 1
             output.new_token_ids.append(token_id)
             stopped = request.check_stop()
             if stopped:

@@ -13,9 +13,14 @@ Under the policy "priority" the same holds with another order in both: by priori
 A prompt that exceeds the budget takes several steps (`step_budget`), each of which leaves a token to every running
 request behind it. What the workers are told is in `worker_knowledge`, and what their results mean in `results`.
 
-With a pipeline several steps are in flight. A request whose next token is in flight has nothing left to compute and is
-passed over; the chunks of a prompt follow each other at once. So that there is something to compute for each stage, a
-step takes no more than its share of the decodes.
+Several steps may be in flight; the chunks of a prompt follow each other at once.
+
+- With a pipeline, a request whose next token is in flight has nothing left to compute and is passed over. So that there
+  is something to compute for each stage, a step takes no more than its share of the decodes.
+- With async scheduling, such a token counts as one that is left to compute (`num_output_placeholders`): the worker has
+  it where the next step needs it. Passed over are requests whose last token is in flight, and those whose next token
+  depends on the values of earlier ones in ways that the host has to work out (`needs_token_values`). That a request
+  ends at a stop token is known one step late; what has been computed too much for it then is dropped.
 """
 
 import time
@@ -47,7 +52,8 @@ class Scheduler:
         config: budgets, limits and the policy.
         kv_cache: the blocks to give out.
         clock: seconds, monotonic; what deadlines and delays are measured with.
-        max_concurrent_batches: steps that may be in flight.
+        pipeline_parallel_size: stages of the model, each of which is to have a step of its own.
+        async_scheduling: whether a step may follow on from tokens that are not known yet.
         sends_new_token_ids: whether there are ranks that do not sample, and have to be told what was sampled.
     """
 
@@ -57,11 +63,13 @@ class Scheduler:
         kv_cache: KVCacheManager,
         clock: Callable[[], float] = time.monotonic,
         *,
-        max_concurrent_batches: int = 1,
+        pipeline_parallel_size: int = 1,
+        async_scheduling: bool = False,
         sends_new_token_ids: bool = False,
     ) -> None:
         self.config = config
-        self.max_concurrent_batches = max_concurrent_batches
+        self.async_scheduling = async_scheduling
+        self._pipeline_parallel_size = pipeline_parallel_size
         self._num_steps = 0
         self.kv_cache = kv_cache
         self.requests: dict[str, Request] = {}
@@ -150,6 +158,11 @@ class Scheduler:
         """Requests that have not had their turn, or lost it."""
         return len(self.waiting) + len(self.waiting_for_fsm)
 
+    @property
+    def _runs_ahead(self) -> bool:
+        """Whether tokens of this step may be followed up before they are known. A trial ends with one that is."""
+        return self.async_scheduling and not self._trials.are_on
+
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
@@ -184,7 +197,7 @@ class Scheduler:
     def structured_requests_to_sample(self, output: SchedulerOutput) -> list[Request]:
         """The requests with a grammar that this step computes the last token of.
 
-        None of their tokens is in flight, or there would be nothing to compute: their grammars are up to date.
+        None of their tokens is in flight, as they never have a placeholder: their grammars are up to date.
         """
         return [
             request
@@ -195,18 +208,20 @@ class Scheduler:
     def _schedule_running(self, output: SchedulerOutput) -> StepBudget:
         """Part 1; returns what it leaves.
 
-        Passed over are requests whose next token is in flight, and decodes that exceed this step's share.
+        Passed over are requests that have to wait for what is in flight, and decodes that exceed this step's share.
         """
         budget, running = StepBudget(self.config), self.running
         num_tokens = budget.num_tokens
         scheduled, cached = output.num_scheduled_tokens, output.cached_requests
         request_ids, new_block_ids, computed = cached.request_ids, cached.new_block_ids, cached.num_computed_tokens
-        share = -(-len(running) // self.max_concurrent_batches)
+        share = -(-len(running) // self._pipeline_parallel_size)
+        runs_ahead = self._runs_ahead
         index = 0
         while index < len(running) and num_tokens > 0:
             request = running[index]
             num_computed_tokens = request.num_computed_tokens
-            num_new_tokens = num_left = len(request.all_token_ids) - num_computed_tokens
+            num_left = len(request.all_token_ids) + request.num_output_placeholders - num_computed_tokens
+            num_new_tokens = num_left
             if num_left > 1:
                 num_new_tokens = budget.chunk(num_left, max(num_tokens - (len(running) - index - 1), 1))
                 request.note_event("prefill_chunk", self._clock(), num_new_tokens)
@@ -221,6 +236,8 @@ class Scheduler:
                 block_ids = allocated
             if num_new_tokens < num_left:
                 budget.count_partial_prefill(num_left)
+            elif runs_ahead:
+                request.add_output_placeholder()
             scheduled[request.request_id] = num_new_tokens
             request_ids.append(request.request_id)
             new_block_ids.append(block_ids)
@@ -249,6 +266,7 @@ class Scheduler:
         One that would be a partial prefill too many is passed over instead, and is the first again in the next step.
         """
         passed_over: list[Request] = []
+        runs_ahead = self._runs_ahead
         while queue and budget.num_tokens > 0 and len(self.running) < max_running and len(passed_over) <= max_running:
             request = queue.peek()
             computed_blocks = self.kv_cache.get_computed_blocks(request)
@@ -279,6 +297,8 @@ class Scheduler:
             request.num_computed_tokens += num_new_tokens
             if num_new_tokens < num_left:
                 budget.count_partial_prefill(num_left)
+            elif runs_ahead:
+                request.add_output_placeholder()
             budget.num_tokens -= num_new_tokens
         for request in reversed(passed_over):
             queue.prepend(request)
@@ -299,6 +319,7 @@ class Scheduler:
         self.kv_cache.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
+        request.num_output_placeholders = 0
         request.void_until_step = self._num_steps
         self._worker_knowledge.drop(request.request_id)
 
@@ -342,8 +363,9 @@ class Scheduler:
         scheduled = list(scheduler_output.num_scheduled_tokens)
         outputs, self._ended = self._ended, []
         if len(scheduled) == 1:
-            culprit = self.finish_request(scheduled[0])
-            if culprit is not None:  # it may have been aborted while the step ran
+            culprit = self.requests.get(scheduled[0])  # unless it ended, or was taken back, while the step ran
+            if culprit is not None and culprit.void_until_step < scheduler_output.step:
+                self.finish_request(culprit.request_id)
                 outputs.append(EngineCoreOutput(scheduled[0], finish_reason=FinishReason.ERROR, error=error))
         self.num_failed_steps += 1
         suspects, self.running = self.running, []

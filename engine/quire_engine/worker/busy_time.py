@@ -10,10 +10,23 @@ tells which one that is. Memory, and not a message: no step waits for it, and it
 """
 
 import os
+import time
 
 from quire_engine.semaphore import WORD_BYTES, SharedMemory
 
-__all__ = ["BusyTime"]
+__all__ = ["BusyTime", "StepClock"]
+
+
+class StepClock:
+    """Times the steps of a rank, each of which may begin before the one before has ended: no second counts twice."""
+
+    def __init__(self) -> None:
+        self._last_end = 0.0
+
+    def end(self, began_at: float) -> float:
+        """Seconds that a step which ends now, and began then by `time.perf_counter`, had the rank to itself."""
+        start, self._last_end = max(began_at, self._last_end), time.perf_counter()
+        return self._last_end - start
 
 
 class BusyTime:

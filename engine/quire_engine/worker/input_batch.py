@@ -9,7 +9,10 @@ between slots, and `add` sets every field of the slot anew: nothing of the last 
     ─────┼────────────────────────────────────────┼────────────┼────────────────────┼──────────────
       0  │ 17 4 901 33 · · · · · · · · · · · · · ·│     4      │ 12 · · · · · · · · │ 0.0
       1  │ (free)                                 │            │                    │
-      2  │ 5 5 8 812 77 301 4 4 4 19 2 · · · · · ·│    11      │ 3 40 7 · · · · · · │ 0.8
+      2  │ 5 5 8 812 77 301 4 4 4 19 ? · · · · · ·│    11      │ 3 40 7 · · · · · · │ 0.8
+
+The last token of a request may be sampled and not have come from the device yet (`?`): it counts among `num_tokens`,
+and not among `num_known_tokens`.
 """
 
 import numpy as np
@@ -21,19 +24,27 @@ from quire_engine.sampling.token_constraints import TokenConstraintState
 
 __all__ = ["InputBatch"]
 
+Int64Array = npt.NDArray[np.int64]
+
 NO_LOGPROBS = -1
+TABLE_STEP = 16
+"""Width of a block table is a multiple of it: kernels are compiled anew for rows that begin elsewhere."""
 
 
 class InputBatch:
     """The persistent batch. All arrays are indexed by slot first."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
-        max_blocks = -(-max_model_len // block_size)
+        max_blocks = -(-max_model_len // (block_size * TABLE_STEP)) * TABLE_STEP
+        self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
         self.slots: dict[str, int] = {}
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.num_known_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self.generation = np.zeros(max_num_seqs, dtype=np.int64)
+        """How many requests the slot has had: a result that comes late may be its last user's."""
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
@@ -57,7 +68,8 @@ class InputBatch:
         params = request.sampling_params
         num_tokens = len(request.token_ids)
         self.token_ids[slot, :num_tokens] = request.token_ids
-        self.num_tokens[slot] = num_tokens
+        self.num_tokens[slot] = self.num_known_tokens[slot] = num_tokens
+        self.generation[slot] += 1
         self.num_prompt_tokens[slot] = request.num_prompt_tokens
         self.num_computed_tokens[slot] = request.num_computed_tokens
         self.block_table[slot] = 0  # entries past the request's blocks are read, if never used: they must be valid ids
@@ -83,16 +95,33 @@ class InputBatch:
         if slot is not None:
             self._free_slots.append(slot)
 
-    def append_tokens(self, slots: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]) -> None:
-        """Append one sampled token to each slot."""
-        self.token_ids[slots, self.num_tokens[slots]] = token_ids
+    def append_tokens(self, slots: Int64Array, token_ids: Int64Array) -> None:
+        """Append one token to each slot."""
+        positions = self.num_tokens[slots]
+        self.expect_tokens(slots)
+        self.settle_tokens(slots, positions, token_ids)
+
+    def expect_tokens(self, slots: Int64Array) -> None:
+        """Count one token more in each slot: it is sampled, and `settle_tokens` will say which it is."""
         self.num_tokens[slots] += 1
+
+    def settle_tokens(self, slots: Int64Array, positions: Int64Array, token_ids: Int64Array) -> None:
+        """Take down which token was sampled for a position of each slot."""
+        self.token_ids[slots, positions] = token_ids
+        self.num_known_tokens[slots] = positions + 1
         self.penalties.append(slots, token_ids)
 
-    def num_output_tokens(self, request_id: str) -> int:
-        """Tokens that were sampled for a request so far."""
-        slot = self.slots[request_id]
-        return int(self.num_tokens[slot] - self.num_prompt_tokens[slot])
+    def num_output_tokens(self, request_id: str) -> int | None:
+        """Tokens that were sampled for a request so far, and are known; None when the request is not."""
+        slot = self.slots.get(request_id)
+        return None if slot is None else int(self.num_known_tokens[slot] - self.num_prompt_tokens[slot])
+
+    def are_plain(self, slots: Int64Array) -> bool:
+        """Whether all these are sampled by temperature, min-p, top-k and top-p alone, and nothing else is told."""
+        num_output_tokens = self.num_tokens[slots] - self.num_prompt_tokens[slots]
+        special = self.penalties.is_used[slots] | self.token_constraints.is_used[slots]
+        special |= (self.num_logprobs[slots] != NO_LOGPROBS) | (num_output_tokens < self.min_tokens[slots])
+        return not special.any()
 
     def output_tail(self, slot: int, num_tokens: int) -> list[int]:
         """The last `num_tokens` output tokens, or all if there are fewer."""

@@ -6,6 +6,9 @@
     queue of calls        WorkerCall, the same to all ranks
     queue of responses    WorkerResponse: one when ready, one per method called, and of steps the output or the error
 
+With async scheduling the main thread begins steps, and a `Responder` waits for what comes of them: it gives all answers
+then, in the order of the calls. Methods are called when no step is under way.
+
 When there is nothing to do it blocks in poll and uses no CPU. SIGUSR1 writes every thread's stack to stderr.
 """
 
@@ -23,10 +26,11 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+import torch
 
 from quire_engine.distributed import ParallelState
 from quire_engine.distributed.shared_memory import (
@@ -35,12 +39,15 @@ from quire_engine.distributed.shared_memory import (
     SharedMemoryCommunicator,
     SharedMemoryGroup,
 )
-from quire_engine.errors import EngineError
+from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.executor.message_queue import MessageReader, MessageWriter
 from quire_engine.messages import WorkerCall, WorkerResponse
 from quire_engine.models.checkpoint import CheckpointConfig
-from quire_engine.worker.busy_time import BusyTime
+from quire_engine.worker.busy_time import BusyTime, StepClock
+from quire_engine.worker.device import on_device, prepare_device
 from quire_engine.worker.protocol import WorkerArguments
+from quire_engine.worker.responder import Responder
+from quire_engine.worker.submitted_step import SubmittedStep
 from quire_engine.worker.worker import Worker
 
 __all__ = ["WorkerProcess"]
@@ -49,34 +56,68 @@ logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 NUM_TIMED_STEPS = 128
+MAX_BEGUN_STEPS = 4
+"""Steps that may wait for their end on a rank: more than are ever in flight, so that only one that is behind waits."""
+
+
+@dataclass(slots=True)
+class _BegunStep:
+    """A step that the worker has taken, and what the responder needs for its answer."""
+
+    call: WorkerCall
+    step: SubmittedStep
+    began_at: float
+    waited_seconds: float
+    """For other ranks, while it was begun."""
+    end: torch.cuda.Event | None
+    """Of what the GPU has to do for it; None where the step's result is waited for, or is there already."""
 
 
 class WorkerProcess:
     """A worker between its two queues."""
 
     def __init__(self, arguments: WorkerArguments) -> None:
+        config = arguments.config
         self._calls = MessageReader(arguments.calls, arguments.rank)
         self._responses = MessageWriter(arguments.responses)
         self._decoder = msgspec.msgpack.Decoder(WorkerCall)
         self._encoder = msgspec.msgpack.Encoder()
         self._abort = AbortFlag(arguments.abort)
-        self._busy_time = BusyTime(arguments.config.parallel.world_size, arguments.busy_time)
+        self._busy_time = BusyTime(config.parallel.world_size, arguments.busy_time)
         self._groups: list[SharedMemoryCommunicator] = []
         self._step_nanoseconds: deque[int] = deque(maxlen=NUM_TIMED_STEPS)
         """Of the last steps, without waits for other ranks: all ranks' steps end together, but one is the slow one."""
-        self._state = self._make_state(arguments)
+        self._step_clock = StepClock()
         try:
-            checkpoint = CheckpointConfig.from_folder(Path(arguments.config.model.model))
-            self._worker = Worker(arguments.config, checkpoint, arguments.max_model_len, self._state)
+            checkpoint = CheckpointConfig.from_folder(Path(config.model.model))
+            self._device = prepare_device(config, checkpoint, arguments.rank)
+            with on_device(self._device):
+                self._state = self._make_state(arguments)
+                self._worker = Worker(config, checkpoint, arguments.max_model_len, self._state, self._device)
         except Exception as error:
             known = isinstance(error, EngineError | ValueError | OSError)
             logger.log(logging.ERROR, "cannot start: %s", error if known else traceback.format_exc())
-            self._fail(WorkerCall(0, "start"), error)
+            self._send(self._failure(WorkerCall(0, "start"), error))
             raise SystemExit(1) from None
+        self._responder: Responder[WorkerResponse | _BegunStep] | None = None
+        if config.async_scheduling(uses_gpu=self._device.type == "cuda"):
+            self._responder = Responder(self._respond, MAX_BEGUN_STEPS)
         self._send(WorkerResponse(0))
 
     def _make_state(self, arguments: WorkerArguments) -> ParallelState:
+        """Join the groups of this rank, in shared memory or where the ranks meet."""
         parallel = arguments.config.parallel
+        if arguments.meeting_place is not None:
+            # Not above: torch.distributed takes a while to import, and one rank alone has no use for it.
+            from quire_engine.distributed.torch_distributed import initialize_parallel_state
+
+            return initialize_parallel_state(
+                rank=arguments.rank,
+                tensor_parallel_size=parallel.tensor_parallel_size,
+                pipeline_parallel_size=parallel.pipeline_parallel_size,
+                init_method=arguments.meeting_place.init_method,
+                device=self._device,
+            )
         state = ParallelState(
             rank=arguments.rank,
             tensor_parallel_size=parallel.tensor_parallel_size,
@@ -100,38 +141,60 @@ class WorkerProcess:
         gc.freeze()  # a full collection would walk all that the imports brought: 0.15 s in which no token comes
         while True:
             call = self._calls.read_with(self._decoder.decode)
+            if self._responder is not None and call.scheduler_output is None:
+                self._responder.wait_until_idle()
             if call.method == "shutdown":
                 return
             try:
-                self._answer(call)
-            except AbortedError as error:
-                logger.info("%s: %s", call.method or "a step", error)
-                self._fail(call, error)
+                with on_device(self._device):
+                    answer = self._call(call)
             except Exception as error:
-                logger.exception("%s failed", call.method or "a step")
-                self._fail(call, error)
+                answer = self._failure(call, error)
+            if self._responder is not None:
+                self._responder.put(answer)
+            else:
+                self._respond(answer)
 
-    def _answer(self, call: WorkerCall) -> None:
+    def _call(self, call: WorkerCall) -> "WorkerResponse | _BegunStep":
+        """Call a method, or begin a step."""
         if call.scheduler_output is not None:
             began_at, waited_before = time.perf_counter(), self._waited_seconds
-            output = self._worker.execute_model(call.scheduler_output)
-            own_seconds = time.perf_counter() - began_at - (self._waited_seconds - waited_before)
-            own_nanoseconds = max(int(1e9 * own_seconds), 0)
-            self._step_nanoseconds.append(own_nanoseconds)
-            self._busy_time.add(self._state.rank, own_nanoseconds)
-            if self._state.is_output_rank:
-                self._send(WorkerResponse(call.call_id, output=output))
-            return
+            step = self._worker.submit_model(call.scheduler_output)
+            end = None
+            if self._device.type == "cuda" and not self._state.is_output_rank:
+                end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                end.record()
+            return _BegunStep(call, step, began_at, self._waited_seconds - waited_before, end)
         methods: dict[str, Callable[..., int | None]] = {
             "determine_num_blocks": self._worker.determine_num_blocks,
             "initialize_cache": self._worker.initialize_cache,
             "sleep": self._worker.sleep,
             "wake_up": self._worker.wake_up,
+            "uses_gpu": lambda: int(self._device.type == "cuda"),
             "forget": self._forget,
             "step_nanoseconds": lambda: int(statistics.median(self._step_nanoseconds or (0,))),
         }
         result = methods[call.method](*call.arguments)
-        self._send(WorkerResponse(call.call_id, result or 0))
+        return WorkerResponse(call.call_id, result or 0)
+
+    def _respond(self, answer: "WorkerResponse | _BegunStep") -> None:
+        """Wait for a step's result, and send what there is to tell."""
+        if isinstance(answer, WorkerResponse):
+            self._send(answer)
+            return
+        try:
+            with on_device(self._device):
+                output = answer.step.result()
+                if answer.end is not None:
+                    answer.end.synchronize()
+        except Exception as error:
+            self._send(self._failure(answer.call, error))
+            return
+        own_nanoseconds = max(int(1e9 * (self._step_clock.end(answer.began_at) - answer.waited_seconds)), 0)
+        self._step_nanoseconds.append(own_nanoseconds)
+        self._busy_time.add(self._state.rank, own_nanoseconds)
+        if self._state.is_output_rank:
+            self._send(WorkerResponse(answer.call.call_id, output=output))
 
     @property
     def _waited_seconds(self) -> float:
@@ -143,15 +206,21 @@ class WorkerProcess:
         for group in self._groups:
             group.forget()
 
-    def _fail(self, call: WorkerCall, error: Exception) -> None:
-        self._abort.set()  # before the answer: when all ranks have answered, the executor lowers it
+    def _failure(self, call: WorkerCall, error: Exception) -> WorkerResponse:
+        """What to tell of an error. Ranks that wait for this one are let go at once, before anybody is told."""
+        self._abort.set()  # when all ranks have answered, the executor lowers it
+        is_aborted = isinstance(error, AbortedError)
+        if is_aborted:
+            logger.info("%s: %s", call.method or "a step", error)
+        elif call.method != "start":
+            logger.error("%s failed", call.method or "a step", exc_info=error)
         name = type(error).__name__
         # Of a method the caller gets the error as if it had been called there; of a step it is for a log.
-        known = call.method != "" and isinstance(error, EngineError | ValueError | OSError)
+        known = isinstance(error, EngineError | ValueError | OSError if call.method else EngineDeadError)
         response = WorkerResponse(call.call_id, error=str(error) if known else f"{name}: {error}")
         response.error_type = name if known else ""
-        response.is_aborted = isinstance(error, AbortedError)
-        self._send(response)
+        response.is_aborted = is_aborted
+        return response
 
     def _send(self, response: WorkerResponse) -> None:
         self._responses.write(self._encoder.encode(response))
@@ -187,6 +256,10 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     _die_with_parent(arguments)
     WorkerProcess(arguments).run()
+    if arguments.meeting_place is not None:
+        from quire_engine.distributed.torch_distributed import shutdown_parallel_state
+
+        shutdown_parallel_state()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import msgspec
 
 from quire_engine.config import EngineConfig
+from quire_engine.distributed.meeting import MeetingPlace
 from quire_engine.distributed.shared_memory import AbortFlagHandle, SharedMemoryGroup
 from quire_engine.executor.message_queue import MessageQueueHandle
 
@@ -22,6 +23,8 @@ class WorkerArguments(msgspec.Struct):
     """Descriptor of the memory of `BusyTime`, which is for all ranks."""
     tensor_group: SharedMemoryGroup | None
     pipeline_group: SharedMemoryGroup | None
+    meeting_place: MeetingPlace | None
+    """Where the ranks form groups of torch.distributed, in the place of the two above."""
     parent_pid: int
     kill_with_parent: bool
     """Whether the kernel is to kill the worker when the thread that started it ends."""

@@ -1,35 +1,37 @@
 """Worker: loads the model, sizes and owns the KV cache, executes steps."""
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import torch
 from quire_kernels.cpu import status as kernel_status
-from quire_kernels.kv_cache import is_tiled
+from quire_kernels.dispatch import uses_triton
+from quire_kernels.kv_cache import is_tiled, new_kv_cache
 
 from quire_engine.config import EngineConfig
 from quire_engine.distributed import ParallelState
 from quire_engine.kv_cache.sizing import block_bytes, num_blocks_for
-from quire_engine.memory import available_memory_bytes, peak_memory_growth, return_freed_memory, trim_heap
-from quire_engine.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from quire_engine.memory import return_freed_memory
+from quire_engine.messages import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.models.loader import load_model
 from quire_engine.models.mapped import mapped_zeros
 from quire_engine.models.parallel import num_parameters, shard, stage_layers
 from quire_engine.sampling_params import SamplingParams
+from quire_engine.transfer import CPU
+from quire_engine.worker.cache_memory import CpuCacheMemory, GpuCacheMemory
+from quire_engine.worker.decode_graphs import CudaCapture, DecodeGraphs, capture_sizes, run_as_captured
 from quire_engine.worker.fault_injection import FaultInjection
 from quire_engine.worker.input_batch import InputBatch
 from quire_engine.worker.model_runner import ModelRunner
+from quire_engine.worker.submitted_step import SubmittedStep
 from quire_engine.worker.threads import configure_threads
 
 __all__ = ["Worker"]
 
 logger = logging.getLogger(__name__)
-
-CPU_MEMORY_SHARE = 0.5
-"""On the CPU the cache shares memory with everything else on the machine, so it never plans with more than this, for
-all ranks together."""
 
 
 class Worker:
@@ -45,32 +47,47 @@ class Worker:
         checkpoint: CheckpointConfig,
         max_model_len: int,
         parallel: ParallelState = ParallelState(),
+        device: torch.device = CPU,
     ) -> None:
         checkpoint.check_parallel(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         self.config = config
         self.parallel = parallel
+        self.device = device
         self.checkpoint = checkpoint
         self.max_model_len = max_model_len
         name = checkpoint.dtype if config.model.dtype == "auto" else config.model.dtype
         self.dtype: torch.dtype = getattr(torch, name)
         torch.manual_seed(config.model.seed)
         self._num_blocks = 0
-        self._recorded_bytes = 0
         self._weights_discarded = False
         self._fault_injection = FaultInjection.from_environment(parallel.rank)
+        self._gpu_memory: GpuCacheMemory | None = None
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            self._gpu_memory = GpuCacheMemory(config, device)
         model = self._load_model()
         parameters = num_parameters(model)
-        cache = torch.empty(0, self.num_kv_heads, config.cache.block_size, checkpoint.head_size, dtype=self.dtype)
-        num_threads = configure_threads(parameters, config.parallel.world_size, torch_computes=not is_tiled(cache))
+        cache = torch.empty(
+            0, self.num_kv_heads, config.cache.block_size, checkpoint.head_size, dtype=self.dtype, device=device
+        )
+        # Stages hand each other what they compute in between, which is for the host to do.
+        is_stage = parallel.pipeline_parallel_size > 1
+        self._captures_graphs = uses_triton(cache) and not config.model.enforce_eager and not is_stage
         logger.info(
-            "%s: %.1f M parameters, %s, threads: %d, kernels: %s",
-            config.model.model, parameters / 1e6, config.model.quantization or name, num_threads,
-            kernel_status().instruction_set or "plain torch",
+            "%s: %.1f M parameters, %s, on %s, %s",
+            config.model.model, parameters / 1e6, config.model.quantization or name, device,
+            self._prepare_cpu(parameters, cache) if device.type == "cpu" else torch.cuda.get_device_name(device),
         )  # fmt: skip
+        batch = InputBatch(config.scheduler.max_num_seqs, max_model_len, config.cache.block_size, checkpoint.vocab_size)
+        runs_ahead = config.async_scheduling(uses_gpu=device.type == "cuda")
+        self.runner = ModelRunner(model, batch, config.cache.block_size, parallel, device, runs_ahead)
+
+    def _prepare_cpu(self, parameters: int, cache: torch.Tensor) -> str:
+        """Set the number of threads, and say what computes."""
+        num_threads = configure_threads(parameters, self.config.parallel.world_size, torch_computes=not is_tiled(cache))
         if kernel_status().instruction_set is None:
             logger.warning("models are computed in plain torch, which is slow: %s", kernel_status().reason)
-        batch = InputBatch(config.scheduler.max_num_seqs, max_model_len, config.cache.block_size, checkpoint.vocab_size)
-        self.runner = ModelRunner(model, batch, config.cache.block_size, parallel)
+        return f"threads: {num_threads}, kernels: {kernel_status().instruction_set or 'plain torch'}"
 
     @property
     def num_layers(self) -> int:
@@ -96,18 +113,20 @@ class Worker:
             block_size=self.config.cache.block_size,
             dtype_bytes=self.dtype.itemsize,
         )
-        activation_bytes = peak_memory_growth(self._profile_run) + self._recorded_bytes
-        trim_heap()  # of what the largest step took; the steps to come may be small
+        if self._gpu_memory is not None:
+            graph_bytes = self.config.cache.cuda_graph_memory_bytes if self._captures_graphs else 0
+            memory = self._gpu_memory.measure(self._profile_run, graph_bytes)
+        else:
+            memory = CpuCacheMemory(self.config).measure(self._profile_run, lambda: self._recorded_bytes)
         available_bytes = self.config.cache.kv_cache_memory_bytes
         if available_bytes is None:
-            share = CPU_MEMORY_SHARE * self.config.cache.gpu_memory_utilization / self.config.parallel.world_size
-            planned_bytes = int(available_memory_bytes() * share)
-            available_bytes = planned_bytes - activation_bytes
+            available_bytes = memory.available_bytes
             if available_bytes < bytes_per_block:
                 raise ValueError(
-                    f"gpu_memory_utilization is {self.config.cache.gpu_memory_utilization}: that is {planned_bytes} "
-                    f"bytes of the memory that is free now, activations take {activation_bytes} and one KV block "
-                    f"{bytes_per_block}; raise it, or set kv_cache_memory_bytes"
+                    f"gpu_memory_utilization is {self.config.cache.gpu_memory_utilization}: that is "
+                    f"{memory.planned_bytes} bytes of the memory that is free now, activations take "
+                    f"{memory.activation_bytes} and one KV block {bytes_per_block}; raise it, or set "
+                    "kv_cache_memory_bytes"
                 )
         num_blocks = num_blocks_for(
             available_bytes=available_bytes,
@@ -118,21 +137,41 @@ class Worker:
         )
         logger.info(
             "KV cache: %d blocks of %d tokens, %.1f MiB; activations at their peak: %.1f MiB",
-            num_blocks, self.config.cache.block_size, num_blocks * bytes_per_block / 2**20, activation_bytes / 2**20,
+            num_blocks, self.config.cache.block_size, num_blocks * bytes_per_block / 2**20,
+            memory.activation_bytes / 2**20,
         )  # fmt: skip
         return num_blocks
 
     def initialize_cache(self, num_blocks: int) -> None:
-        """Allocate the cache tensors. The pages are zero, and become real memory only when first written."""
+        """Allocate the cache, and capture CUDA graphs. On the CPU pages become real memory when first written."""
         self._num_blocks = num_blocks
-        self.runner.kv_caches = self._allocate_caches(num_blocks, self.num_layers)
+        # One block more for the rows of padding that a graph has, which no request ever gets.
+        self.runner.kv_caches = self._allocate_caches(num_blocks + self._captures_graphs, self.num_layers)
+        if self._captures_graphs:
+            self._capture_graphs()
+
+    def _capture_graphs(self) -> None:
+        memory, runner = self._gpu_memory, self.runner
+        graphs = DecodeGraphs(
+            runner.model, runner.kv_caches, runner.batch, runner.last_token_ids, self.max_model_len,
+            run_as_captured if memory is None else CudaCapture(self.device),
+            samples=self.parallel.tensor_parallel_size == 1,
+        )  # fmt: skip
+        sizes = capture_sizes(self.config.scheduler.max_num_seqs)
+        used_bytes = (lambda: 0) if memory is None else lambda: -memory.free_bytes()
+        graphs.capture(sizes, used_bytes, self.config.cache.cuda_graph_memory_bytes)
+        runner.graphs = graphs
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Compute one step."""
-        output = self.runner.execute_model(scheduler_output)
+        """Compute one step, and wait for it."""
+        return self.submit_model(scheduler_output).result()
+
+    def submit_model(self, scheduler_output: SchedulerOutput) -> SubmittedStep:
+        """Begin one step; on a GPU this returns while it computes."""
+        step = self.runner.submit(scheduler_output)
         if self._fault_injection is not None:
-            self._fault_injection.strike(output, self.runner.batch)
-        return output
+            step.on_result = partial(self._fault_injection.strike, batch=self.runner.batch)
+        return step
 
     def sleep(self, level: int) -> None:
         """Give the KV cache's memory back to the system, and with level 2 the weights' as well."""
@@ -141,6 +180,8 @@ class Worker:
             del self.runner.model
             self._weights_discarded = True
         return_freed_memory()
+        if self._gpu_memory is not None:
+            torch.cuda.empty_cache()
 
     def wake_up(self) -> None:
         """Load the weights again if they are gone, and allocate an empty KV cache of the same size."""
@@ -152,16 +193,21 @@ class Worker:
     def _load_model(self) -> LlamaForCausalLM:
         folder = Path(self.config.model.model)
         quantize = self.config.model.quantization == "int8"
-        load_format = self.config.model.load_format
-        return load_model(folder, self.checkpoint, self.dtype, self.max_model_len, self.parallel, quantize, load_format)
+        return load_model(
+            folder, self.checkpoint, self.dtype, self.max_model_len, self.parallel, quantize, self.device,
+            self.config.model.load_format,
+        )  # fmt: skip
 
     def _allocate_caches(self, num_blocks: int, num_layers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values, by layer; in huge pages, as a step reads all over them."""
+        """Keys and values, by layer; on the CPU in huge pages, as a step reads all over them."""
         shape = (num_blocks, self.num_kv_heads, self.config.cache.block_size, self.checkpoint.head_size)
-        return [
-            (mapped_zeros(shape, self.dtype, huge_pages=True), mapped_zeros(shape, self.dtype, huge_pages=True))
-            for _ in range(num_layers)
-        ]
+
+        def cache() -> torch.Tensor:
+            if self.device.type == "cpu":
+                return mapped_zeros(shape, self.dtype, huge_pages=True)
+            return new_kv_cache(*shape, self.dtype, self.device)
+
+        return [(cache(), cache()) for _ in range(num_layers)]
 
     def _profile_run(self) -> None:
         """The largest step there can be, on a cache of its own: shows its memory, and warms every op up.
@@ -170,8 +216,9 @@ class Worker:
         """
         scheduler, block_size = self.config.scheduler, self.config.cache.block_size
         num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        num_tokens = min(scheduler.max_num_batched_tokens // num_seqs, self.max_model_len)
-        blocks_each = -(-num_tokens // block_size)
+        # The last token that the context has room for is never computed.
+        num_tokens = min(scheduler.max_num_batched_tokens // num_seqs, max(self.max_model_len - 1, 1))
+        blocks_each = -(-min(num_tokens + 1, self.max_model_len) // block_size)
         self.runner.kv_caches = self._allocate_caches(num_seqs * blocks_each, num_layers=1)
         params = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
         requests = [
@@ -186,11 +233,16 @@ class Worker:
             )
             for i in range(num_seqs)
         ]
+        request_ids = [request.request_id for request in requests]
+        prefill = SchedulerOutput(dict.fromkeys(request_ids, num_tokens), new_requests=requests)
+        steps = [prefill]
+        if self.device.type == "cuda":  # where a kernel is compiled when it is first used
+            columns = CachedRequestData(request_ids, [[] for _ in requests], [num_tokens] * num_seqs)
+            steps.append(SchedulerOutput(dict.fromkeys(request_ids, 1), cached_requests=columns))
         with self.runner.model.first_layer_only():
-            self.execute_model(
-                SchedulerOutput({request.request_id: num_tokens for request in requests}, new_requests=requests)
-            )
+            for step in steps:
+                self.execute_model(step)
         self._recorded_bytes = self.num_layers * self.runner.recorded_bytes
-        for request in requests:
-            self.runner.batch.remove(request.request_id)
+        for request_id in request_ids:
+            self.runner.batch.remove(request_id)
         self.runner.kv_caches = []

@@ -125,6 +125,43 @@ def test_bad_settings_are_one_clear_line(tmp_path: Any, text: Any, message: Any)
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("GPU", {"device": "cpu"}),
+        ("GPU", {"gpu_device_ids": [0]}),
+        ("GPU", {"gpu_device_ids": [1, 2], "tensor_parallel_size": 2}),
+        ("GPU", {"tensor_parallel_size": 2}),
+        ("GPU", {"pipeline_parallel_size": 2}),
+        ("GPU", {"distributed_executor_backend": "ray"}),
+        ("CPU", {"device": "cuda"}),
+        ("CPU", {"gpu_device_ids": [1]}),
+    ],
+)
+def test_settings_against_the_kind_of_the_instance_are_refused(tmp_path: Any, kind: str, settings: Any) -> None:
+    (tmp_path / "model.json").write_text(json.dumps({"model": "m", **settings}))
+    load_engine_config(tmp_path)
+    with pytest.raises(ValueError, match=rf"but config\.pbtxt has an instance of KIND_{kind}.* KIND_MODEL") as error:
+        load_engine_config(tmp_path, kind, 1)
+    name, value = next(iter(settings.items()))
+    assert str(error.value).startswith(f"{tmp_path / 'model.json'}: {name} is {value!r}, but ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("GPU", {"device": "auto", "gpu_device_ids": [1], "tensor_parallel_size": 1}),
+        ("GPU", {"device": "cuda", "distributed_executor_backend": "mp"}),
+        ("CPU", {"device": "auto", "tensor_parallel_size": 2}),
+        ("CPU", {"device": "cpu", "distributed_executor_backend": "ray"}),
+    ],
+)
+def test_settings_may_say_what_the_kind_says(tmp_path: Any, kind: str, settings: Any) -> None:
+    (tmp_path / "model.json").write_text(json.dumps({"model": "m", **settings}))
+    parallel = load_engine_config(tmp_path, kind, 1).parallel
+    assert (parallel.device, parallel.gpu_device_ids) == (("cuda", [1]) if kind == "GPU" else ("cpu", None))
+
+
 # -- TritonPythonModel ------------------------------------------------------------------------------------------------
 
 
@@ -132,7 +169,10 @@ def test_bad_settings_are_one_clear_line(tmp_path: Any, text: Any, message: Any)
 def arguments(tmp_path):
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "model.json").write_text(json.dumps({"model": "weights"}))
-    return {"model_repository": str(tmp_path), "model_version": "1", "model_name": "m"}
+    return {
+        "model_repository": str(tmp_path), "model_version": "1", "model_name": "m",
+        "model_instance_kind": "MODEL", "model_instance_device_id": "0",
+    }  # fmt: skip
 
 
 def test_serves(engine: Any, request_of: Any, arguments: Any, monkeypatch: Any) -> None:
@@ -147,6 +187,20 @@ def test_serves(engine: Any, request_of: Any, arguments: Any, monkeypatch: Any) 
     model.finalize()
     assert not model.is_ready()
     assert engine.events[-1] == "shutdown"
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "ids"), [("MODEL", "auto", None), ("CPU", "cpu", None), ("GPU", "cuda", [2])]
+)
+def test_kind_of_the_instance_says_where(
+    kind: str, device: str, ids: Any, engine: Any, arguments: Any, monkeypatch: Any
+) -> None:
+    configs = []
+    monkeypatch.setattr(model_module, "make_engine", lambda config, stat_logger: configs.append(config) or engine)
+    model = TritonPythonModel()
+    model.initialize({**arguments, "model_instance_kind": kind, "model_instance_device_id": "2"})
+    model.finalize()
+    assert (configs[0].parallel.device, configs[0].parallel.gpu_device_ids) == (device, ids)
 
 
 def test_server_without_histograms_keeps_all_other_metrics(monkeypatch: Any) -> None:

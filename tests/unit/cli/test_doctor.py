@@ -1,8 +1,14 @@
 """`quire doctor` finds what is missing and says so to people and programs."""
 
 import json
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from quire_cli import doctor
 from quire_cli.doctor import Check
 from quire_cli.main import run
@@ -61,3 +67,68 @@ def test_says_which_kernels_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         monkeypatch.undo()
         cpu.status.cache_clear()
+
+
+PROC_VERSION = """\
+NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (dvs-builder@U16)  Thu Jan 23 2025
+GCC version:  gcc version 11.4.0 (Ubuntu 11.4.0-1ubuntu1~22.04)
+"""
+H200 = SimpleNamespace(name="NVIDIA H200", total_memory=140 * 2**30, major=9, minor=0)
+T4 = SimpleNamespace(name="Tesla T4", total_memory=15 * 2**30, major=7, minor=5)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Check]:
+    """The check on a machine of these GPUs, as torch and the driver tell of them."""
+
+    def check(has_driver: bool, has_cuda: bool, gpus: Sequence[SimpleNamespace] = (), warning: str = "") -> Check:
+        def is_available() -> bool:
+            if warning:
+                warnings.warn(warning, stacklevel=1)
+            return bool(gpus)
+
+        file = tmp_path / "version"
+        if has_driver:
+            file.write_text(PROC_VERSION)
+        monkeypatch.setattr(doctor, "DRIVER_FILE", file)
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: has_cuda)
+        monkeypatch.setattr(torch.cuda, "is_available", is_available)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpus[index])
+        monkeypatch.setattr(torch.version, "cuda", "12.8" if has_cuda else None)
+        return doctor._gpu()
+
+    return check
+
+
+def test_names_every_gpu_and_what_drives_it(machine: Callable[..., Check]) -> None:
+    check = machine(True, True, [H200, H200])
+    gpu = "NVIDIA H200 (140 GiB, compute capability 9.0)"
+    assert check.detail == f"{gpu}, {gpu}; driver 570.86.15, CUDA 12.8 of torch {torch.__version__}"
+    assert check.status == "OK"
+    assert machine(False, True, [H200]).detail.startswith(f"{gpu}; driver ")
+
+
+def test_gpu_without_bfloat16_is_a_warning(machine: Callable[..., Check]) -> None:
+    check = machine(True, True, [H200, T4])
+    assert (check.status, "dtype float16" in check.mend) == ("WARN", True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        ((False, False), "OK", f"none (torch {torch.__version__} has no CUDA, and there is no NVIDIA driver)"),
+        ((True, False), "WARN", f"NVIDIA driver 570.86.15, but torch {torch.__version__} has no CUDA"),
+        ((False, True), "OK", "none (there is no NVIDIA driver); models run on the CPU"),
+        ((True, True, (), "CUDA initialization: The driver\n is too old."), "WARN",
+         "but CUDA initialization: The driver is too old: models run on the CPU"),
+        ((True, True), "WARN", "but torch finds no GPU"),
+    ],
+)  # fmt: skip
+def test_says_why_there_is_no_gpu(
+    arguments: tuple[Any, ...], status: str, words: str, machine: Callable[..., Check]
+) -> None:
+    check = machine(*arguments)
+    assert check.status == status
+    assert words in check.detail
+    assert bool(check.mend) == (status != "OK")

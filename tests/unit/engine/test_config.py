@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from quire_engine.config import EngineConfig, ModelConfig, SchedulerConfig, setting_names
 
@@ -67,10 +68,21 @@ def test_unset_settings_keep_their_defaults() -> None:
         ("max_num_batched_tokens", 0, "an integer of at least 1"),
         ("long_prefill_token_threshold", -1, "an integer of at least 0"),
         ("scheduling_policy", "lottery", "'fcfs'"),
+        ("async_scheduling", 1, "true or false"),
+        ("async_scheduling", "auto", "true or false"),
         ("tensor_parallel_size", 0, "an integer of at least 1"),
         ("pipeline_parallel_size", 0, "an integer of at least 1"),
         ("data_parallel_size", "1", "1 ("),
         ("distributed_executor_backend", "processes", "one of uni, mp, ray"),
+        ("device", "gpu", "one of auto, cpu, cuda"),
+        ("device", None, "one of auto, cpu, cuda"),
+        ("gpu_device_ids", 0, "a list of integers of at least 0"),
+        ("gpu_device_ids", [-1], "a list of integers of at least 0"),
+        ("gpu_device_ids", [True], "a list of integers of at least 0"),
+        ("gpu_device_ids", ["0"], "a list of integers of at least 0"),
+        ("gpu_device_ids", [], "of 1, one for each rank"),
+        ("gpu_device_ids", [0, 1], "of 1, one for each rank"),
+        ("gpu_device_ids", [1, 1], "without repetition"),
         ("replay_on_crash", 1, "true or false"),
         ("step_timeout_s", 0, "a number of seconds above 0"),
         ("stream_interval", 0, "an integer of at least 1"),
@@ -84,6 +96,29 @@ def test_bad_value_names_field_value_and_what_is_allowed(name: str, value: Any, 
     message = str(error.value)
     assert message.startswith(f"{name} is {value!r}; it must be ")
     assert allowed in message
+
+
+@pytest.mark.parametrize(
+    ("others", "allowed"),
+    [
+        ({"device": "cpu"}, "unset with device='cpu'"),
+        ({"distributed_executor_backend": "ray"}, "unset with distributed_executor_backend='ray'"),
+        ({"tensor_parallel_size": 2}, "of 2, one for each rank"),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "of 4, one for each rank"),
+    ],
+)
+def test_gpus_that_do_not_go_with_the_ranks_are_refused(others: dict[str, Any], allowed: str) -> None:
+    with pytest.raises(ValueError, match=r"^gpu_device_ids is \[3\]; it must be ") as error:
+        EngineConfig.from_settings({"model": "/m", "gpu_device_ids": [3], **others})
+    assert allowed in str(error.value)
+
+
+def test_devices_reach_other_processes() -> None:
+    settings = {"model": "/m", "device": "cuda", "gpu_device_ids": [3, 1], "tensor_parallel_size": 2}
+    config = EngineConfig.from_settings(settings)
+    assert (config.parallel.device, config.parallel.gpu_device_ids) == ("cuda", [3, 1])
+    assert config.settings().items() >= settings.items()
+    assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config
 
 
 @pytest.mark.parametrize(
@@ -102,6 +137,25 @@ def test_values_at_the_edge_are_allowed(name: str, value: Any) -> None:
     config = EngineConfig.from_settings({"model": "/m", name: value})
     groups = (config.model, config.cache, config.scheduler, config.frontend)
     assert [getattr(group, name) for group in groups if hasattr(group, name)] == [value]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_stages", "on_cpu", "on_gpu"),
+    [(None, 1, False, True), (True, 1, True, True), (False, 1, False, False), (None, 2, False, False)],
+)
+def test_async_scheduling_is_on_where_it_is_wanted_or_of_use(
+    wanted: bool | None, num_stages: int, on_cpu: bool, on_gpu: bool
+) -> None:
+    config = EngineConfig.from_settings(
+        {"model": "/m", "async_scheduling": wanted, "pipeline_parallel_size": num_stages}
+    )
+    assert [config.async_scheduling(uses_gpu) for uses_gpu in (False, True)] == [on_cpu, on_gpu]
+
+
+def test_async_scheduling_of_a_pipeline_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"async_scheduling is True with pipeline_parallel_size=2, .* unset$"):
+        EngineConfig.from_settings({"model": "/m", "async_scheduling": True, "pipeline_parallel_size": 2})
+    EngineConfig.from_settings({"model": "/m", "async_scheduling": False, "pipeline_parallel_size": 2})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import msgspec
 import pytest
 from quire_engine import LLM, RequestOutputKind, SamplingParams
 from quire_engine.errors import CheckpointError, RequestError
-from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
+from quire_engine.messages import SchedulerOutput
+from quire_engine.worker.submitted_step import SubmittedStep
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +36,12 @@ def test_one_set_of_parameters_per_prompt(llm: LLM) -> None:
     assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
     with pytest.raises(ValueError, match="2 entries for 3 prompts"):
         llm.generate(["a", "b", "c"], params[:2], use_tqdm=False)
+
+
+def test_float16_on_the_cpu_says_the_same(llm: LLM, checkpoint: Callable[[str], Path]) -> None:
+    half = LLM(checkpoint("tinypy"), dtype="float16", device="cpu", max_model_len=256)
+    texts = [engine.generate("def add(a, b):", GREEDY, use_tqdm=False)[0].outputs[0].text for engine in (llm, half)]
+    assert texts[0] == texts[1] != ""
 
 
 def test_stream_concatenates_to_the_whole(llm: LLM) -> None:
@@ -126,17 +133,17 @@ def test_a_failing_step_ends_only_the_request_that_fails(llm: LLM, monkeypatch: 
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     expected = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
     worker = llm._core._core.executor._worker
-    execute = worker.execute_model
+    submit = worker.submit_model
     poison = llm.generate(prompts[2], params, use_tqdm=False)[0].prompt_token_ids
     culprits: set[str] = set()
 
-    def fails(scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    def fails(scheduler_output: SchedulerOutput) -> SubmittedStep:
         culprits.update(r.request_id for r in scheduler_output.new_requests if r.token_ids[: len(poison)] == poison)
         if culprits & set(scheduler_output.num_scheduled_tokens):
             raise RuntimeError("a kernel failed")
-        return execute(scheduler_output)
+        return submit(scheduler_output)
 
-    monkeypatch.setattr(worker, "execute_model", fails)
+    monkeypatch.setattr(worker, "submit_model", fails)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 2 + ["error"] + ["length"] * 3
     assert outputs[2].error is not None

@@ -8,7 +8,7 @@ import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.errors import RequestError
 from quire_engine.kv_cache.sizing import block_bytes
-from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
+from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, SchedulerOutput
 from quire_engine.models import CheckpointConfig
 from quire_engine.outputs import CompletionOutput, RequestOutput
 from quire_engine.parallel_sampling import child_seed
@@ -160,14 +160,14 @@ def test_sequence_that_fails_ends_its_request_and_nobody_elses(
 ) -> None:
     llm = make_llm(folder)
     worker = llm._core._core.executor._worker
-    execute = worker.execute_model
+    submit = worker.submit_model
 
-    def fails(scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    def fails(scheduler_output: SchedulerOutput) -> SubmittedStep:
         if any(name.startswith("2_") for name in scheduler_output.num_scheduled_tokens):
             raise RuntimeError("a kernel failed")
-        return execute(scheduler_output)
+        return submit(scheduler_output)
 
-    monkeypatch.setattr(worker, "execute_model", fails)
+    monkeypatch.setattr(worker, "submit_model", fails)
     bad, good = llm.generate([PROMPT, PROMPT], [params(1, 3), params(7, 2)], use_tqdm=False)
     assert bad.error is not None
     assert "a kernel failed" in bad.error

@@ -4,85 +4,24 @@ import contextlib
 import os
 import signal
 import subprocess
-import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_engine import LLM, EngineConfig, SamplingParams
+from quire_engine import LLM, SamplingParams
 from quire_engine.errors import CheckpointError, EngineDeadError, EngineError
-from quire_engine.executor.multiproc import MultiProcExecutor
 from quire_engine.memory import resident_memory_bytes
-from quire_engine.messages import NewRequestData, SchedulerOutput
+from quire_engine.messages import SchedulerOutput
 from quire_engine.worker.fault_injection import FAULT_INJECTION_VARIABLE
 from support.faults import put_fault
+from support.multiproc import bad_step, executor, settings, step
 from support.processes import cpu_seconds, ended, eventually, is_gone, open_descriptors, start_python, state
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPTS = [[5 + i % 60 for i in range(40)], [7, 8, 9], [11] * 100]
-KV_CACHE_BYTES = 2**20
-
-WORKER_PRELUDE = """
-import sys
-if "quire_engine.worker.process" in sys.orig_argv:
-    import os, time, torch
-    from quire_engine.messages import ModelRunnerOutput
-    from quire_engine.worker import worker
-    from quire_engine.worker.worker import Worker
-"""
-
-
-@pytest.fixture
-def in_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Have source text executed in each worker before it starts."""
-
-    def set_source(source: str) -> None:
-        (tmp_path / "sitecustomize.py").write_text(
-            WORKER_PRELUDE + textwrap.indent(textwrap.dedent(source), " " * 4), encoding="utf-8"
-        )
-        monkeypatch.syspath_prepend(tmp_path)
-
-    return set_source
-
-
-def settings(folder: Path, **more: Any) -> dict[str, Any]:
-    return {
-        "model": str(folder),
-        "dtype": "float32",
-        "max_model_len": 256,
-        "max_num_batched_tokens": 64,
-        "kv_cache_memory_bytes": KV_CACHE_BYTES,
-        "distributed_executor_backend": "mp",
-        **more,
-    }
-
-
-@contextlib.contextmanager
-def executor(folder: Path, **more: Any) -> Iterator[MultiProcExecutor]:
-    descriptors = open_descriptors()
-    config = EngineConfig.from_settings(settings(folder, **more))
-    workers = MultiProcExecutor(config, 256)
-    pids = workers.worker_pids
-    try:
-        workers.initialize_cache(workers.determine_num_blocks())
-        yield workers
-    finally:
-        workers.shutdown()
-    workers.shutdown()
-    assert all(is_gone(pid) for pid in pids)
-    assert open_descriptors() <= descriptors
-
-
-def step(request_id: str, num_tokens: int = 4) -> SchedulerOutput:
-    request = NewRequestData(request_id, [5] * num_tokens, num_tokens, SamplingParams(temperature=0), [], [0], 0)
-    return SchedulerOutput({request_id: num_tokens}, new_requests=[request])
-
-
-def bad_step() -> SchedulerOutput:
-    return SchedulerOutput({"unknown to the workers": 1})
 
 
 @pytest.mark.parametrize("name", ["tied-gqa", "tinypy"])
@@ -134,17 +73,17 @@ def test_rank_that_fails_alone_leaves_nobody_waiting(
     checkpoint: Callable[[str], Path], in_workers: Callable[[str], None]
 ) -> None:
     in_workers("""
-        execute_model = Worker.execute_model
+        submit_model = Worker.submit_model
 
         def fails(self, scheduler_output):
-            output = execute_model(self, scheduler_output)
+            step = submit_model(self, scheduler_output)
             if "poison" in scheduler_output.num_scheduled_tokens:
                 if self.parallel.rank == 1:
                     raise RuntimeError("poisoned")
                 self.parallel.tensor_group.all_reduce(torch.ones(3))
-            return output
+            return step
 
-        Worker.execute_model = fails
+        Worker.submit_model = fails
     """)
     with executor(checkpoint("tied-gqa"), tensor_parallel_size=2) as workers:
         for i in range(3):
@@ -204,10 +143,19 @@ def test_large_calls_and_large_answers_do_not_wait_for_each_other(
 ) -> None:
     """Together they are more than fits into the queues, in both directions."""
     in_workers("""
-        def execute_model(self, scheduler_output):
-            return ModelRunnerOutput({request_id: [1] for request_id in scheduler_output.dropped_request_ids})
+        class Step:
+            def __init__(self, request_ids):
+                self.request_ids = request_ids
 
-        Worker.execute_model = execute_model
+            def result(self):
+                return ModelRunnerOutput({request_id: [1] for request_id in self.request_ids})
+
+        def submit_step(self, scheduler_output):
+            if scheduler_output.num_scheduled_tokens:
+                return submit_model(self, scheduler_output)
+            return Step(scheduler_output.dropped_request_ids)
+
+        submit_model, Worker.submit_model = Worker.submit_model, submit_step
     """)
     size = 6 * 2**20
     with executor(checkpoint("tied-gqa"), pipeline_parallel_size=2) as workers:
@@ -222,8 +170,9 @@ def test_the_rank_with_the_least_memory_decides_and_all_share_it(
     checkpoint: Callable[[str], Path], in_workers: Callable[[str], None]
 ) -> None:
     in_workers("""
-        worker.available_memory_bytes = lambda: 2**30
-        worker.peak_memory_growth = lambda function: 0
+        from quire_engine.worker import cache_memory
+        cache_memory.available_memory_bytes = lambda: 2**30
+        cache_memory.peak_memory_growth = lambda function: function() or 0
         worker.num_blocks_for = lambda available_bytes, **others: available_bytes
         determine_num_blocks = Worker.determine_num_blocks
         Worker.determine_num_blocks = lambda self: determine_num_blocks(self) + 1 - self.parallel.rank
@@ -237,7 +186,7 @@ def test_worker_that_dies_at_start_is_named(
     checkpoint: Callable[[str], Path], in_workers: Callable[[str], None]
 ) -> None:
     in_workers("""
-        def dies(self, config, checkpoint, max_model_len, parallel):
+        def dies(self, config, checkpoint, max_model_len, parallel, device):
             if parallel.rank == 1:
                 os._exit(3)
             time.sleep(60)

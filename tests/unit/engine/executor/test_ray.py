@@ -2,14 +2,18 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from quire_engine import LLM, EngineConfig, SamplingParams
 from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.executor import make_executor
+from quire_engine.executor import ray as ray_module
+from quire_engine.executor.ray import RayExecutor
 from quire_engine.models.checkpoint import CheckpointConfig
 
 pytestmark = pytest.mark.slow
@@ -75,3 +79,37 @@ def test_an_error_of_a_worker_is_its_own(ray_llm: Callable[..., LLM]) -> None:
     with pytest.raises(ValueError, match="kv_cache_memory_bytes"):
         ray_llm(kv_cache_memory_bytes=10)
     assert "RAY_ADDRESS" not in os.environ
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A cluster of this program's own, of two CPUs and one GPU: Ray believes what it is told."""
+    import ray
+
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        ray.init(
+            address="local", num_cpus=2, num_gpus=1, object_store_memory=ray_module.OBJECT_STORE_BYTES,
+            include_dashboard=False, _temp_dir=folder, _node_ip_address=ray_module.LOOPBACK,
+        )  # fmt: skip
+        yield ray
+        ray.shutdown()
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="of a torch without CUDA")
+def test_each_rank_has_a_gpu_put_aside(
+    cluster: Any, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint("tied-gqa")
+    with monkeypatch.context() as patch:
+        patch.setattr(ray_module, "PLACEMENT_SECONDS", 0.1)
+        with pytest.raises(EngineError, match=r"no room for 2 ranks of one CPU and one GPU each; .* device to 'cpu'"):
+            RayExecutor(config_of(folder, device="cuda", tensor_parallel_size=2), 64)
+    with pytest.raises(ValueError, match=r"^device is 'cuda', but torch .* has no CUDA"):  # says the actor
+        RayExecutor(config_of(folder, device="cuda"), 64)
+    for device in ("auto", "cpu"):
+        executor = RayExecutor(config_of(folder, device=device, tensor_parallel_size=2), 64)
+        assert executor._call_all("uses_gpu") == [False, False]
+        assert cluster.available_resources()["GPU"] == 1
+        executor.shutdown()
+    assert cluster.is_initialized()

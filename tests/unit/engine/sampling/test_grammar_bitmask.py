@@ -35,7 +35,7 @@ def test_greedy_and_random_rows_obey_and_their_neighbours_do_not_notice() -> Non
             positions=torch.arange(6), num_logprobs={}, forbidden=[], all_greedy=False,
             grammar_bitmask=grammar_bitmask,
         )  # fmt: skip
-        return Sampler()(logits.clone(), metadata).token_ids
+        return Sampler()(logits.clone(), metadata).wait().token_ids
 
     free, constrained = sample(None), sample(([0, 1], bitmask))
     assert constrained[0] == 37

@@ -38,7 +38,7 @@ def test_greedy_takes_the_most_likely_among_random_rows() -> None:
     torch.manual_seed(0)
     logits = torch.randn(6, 50)
     temperature = torch.tensor([0.0, 1.0, 0.0, 2.0, 0.0, 0.5])
-    tokens = Sampler()(logits.clone(), metadata(6, temperature=temperature)).token_ids
+    tokens = Sampler()(logits.clone(), metadata(6, temperature=temperature)).wait().token_ids
     assert [tokens[row] for row in (0, 2, 4)] == [int(logits[row].argmax()) for row in (0, 2, 4)]
 
 
@@ -55,7 +55,7 @@ def test_logprobs_are_the_models_own() -> None:
             num_logprobs={0: 3, 1: 2, 3: 0},
             forbidden=[(0, [int(logits[0].argmax())])],
         ),
-    )
+    ).wait()
     assert output.logprobs[2] is None
     for row, number in ((0, 3), (1, 2), (3, 0)):
         entries = output.logprobs[row]
@@ -85,7 +85,7 @@ def test_biases_come_before_penalties_and_neither_shows_in_logprobs() -> None:
             penalties=penalties.gather(np.array([0, 1])),
             token_constraints=constraints.gather(np.array([0, 1]), lambda slot, number: []),
         ),
-    )
+    ).wait()
     assert output.token_ids == [2, 1]
     assert output.logprobs[1] is not None
     assert output.logprobs[1][0][1] == pytest.approx(float(logits[1].log_softmax(-1)[1]), abs=1e-6)
@@ -109,8 +109,8 @@ def test_frequencies_match_the_distribution(columns: dict[str, float], probabili
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().expand(draws, 4)
     tokens = Sampler()(
         logits.clone(), metadata(draws, **columns, seeds=torch.arange(draws), positions=torch.arange(draws) % 100)
-    ).token_ids
-    counts = torch.bincount(torch.tensor(tokens), minlength=4).tolist()
+    )
+    counts = torch.bincount(tokens.token_ids_S, minlength=4).tolist()
     chi_square = 0.0
     for count, probability in zip(counts, probabilities, strict=True):
         if probability == 0:

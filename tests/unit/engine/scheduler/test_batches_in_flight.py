@@ -12,7 +12,7 @@ from quire_engine.testing import make_request, make_requests, make_scheduler
 
 def pipeline(num_requests: int = 0, num_batches: int = 2, **settings: Any) -> Scheduler:
     """A scheduler for a pipeline, whose requests have a token each."""
-    scheduler = make_scheduler(max_concurrent_batches=num_batches, sends_new_token_ids=True, **settings)
+    scheduler = make_scheduler(pipeline_parallel_size=num_batches, sends_new_token_ids=True, **settings)
     for request in make_requests(num_requests, max_tokens=9):
         scheduler.add_request(request)
     if num_requests:

@@ -8,12 +8,13 @@ import pytest
 import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.memory import paused_gc, release_pages, resident_memory_bytes
-from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
+from quire_engine.messages import SchedulerOutput
 from quire_engine.models import CheckpointConfig
 from quire_engine.models.loader import load_model
 from quire_engine.models.mapped import mapped_zeros
 from quire_engine.models.parallel import Packable
 from quire_engine.worker.model_runner import ModelRunner
+from quire_engine.worker.submitted_step import SubmittedStep
 
 TINYPY = Path(__file__).resolve().parents[4] / "model_repository" / "tinypy" / "1" / "model"
 
@@ -36,13 +37,13 @@ def test_a_cache_that_nobody_has_used_is_no_memory() -> None:
 
 def test_memory_of_a_step_is_measured_on_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     num_layers = []
-    execute_model = ModelRunner.execute_model
+    submit_step = ModelRunner.submit
 
-    def execute(runner: ModelRunner, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    def submit(runner: ModelRunner, scheduler_output: SchedulerOutput) -> SubmittedStep:
         num_layers.append((len(runner.model.layers), len(runner.kv_caches)))
-        return execute_model(runner, scheduler_output)
+        return submit_step(runner, scheduler_output)
 
-    monkeypatch.setattr(ModelRunner, "execute_model", execute)
+    monkeypatch.setattr(ModelRunner, "submit", submit)
     llm = LLM(TINYPY, max_num_seqs=4)
     assert num_layers == [(1, 1)]
     llm.generate("def f(", SamplingParams(max_tokens=1), use_tqdm=False)

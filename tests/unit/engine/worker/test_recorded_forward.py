@@ -9,7 +9,7 @@ import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.models import CheckpointConfig
 from quire_engine.outputs import CompletionOutput
-from quire_engine.worker import recorded_forward, worker
+from quire_engine.worker import cache_memory, recorded_forward, worker
 from quire_engine.worker.recorded_forward import RecordedForward
 from quire_kernels import NotRecordableError, Recording, cpu
 from quire_kernels.attention import GpuAttentionPlan
@@ -111,7 +111,7 @@ def test_its_memory_is_counted(
         counted.append(forward.num_bytes)
 
     monkeypatch.setattr(RecordedForward, "_record", note)
-    monkeypatch.setattr(worker, "peak_memory_growth", lambda function: (function(), 0)[1])
+    monkeypatch.setattr(cache_memory, "peak_memory_growth", lambda function: (function(), 0)[1])
     with caplog.at_level(logging.INFO, worker.__name__):
         generate(LLM(checkpoint("untied-mha"), dtype="float32"))
     of_one_layer, of_all = counted

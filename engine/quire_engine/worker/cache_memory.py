@@ -1,0 +1,94 @@
+"""How much memory there is for the KV cache: measured by a profiling run, on the CPU and on a GPU.
+
+::
+
+    a GPU's memory   │ others' │ weights │ largest step │ libraries │ CUDA graphs │ KV cache │ left free │
+                               │◄──────────────── gpu_memory_utilization of it all ─────────►│
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from quire_engine.config import EngineConfig
+from quire_engine.memory import available_memory_bytes, peak_memory_growth, trim_heap
+
+__all__ = ["CPU_MEMORY_SHARE", "CacheMemory", "CpuCacheMemory", "GpuCacheMemory"]
+
+CPU_MEMORY_SHARE = 0.5
+"""On the CPU the cache shares memory with everything else on the machine, so it never plans with more than this, for
+all ranks together."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMemory:
+    """What a profiling run has shown, in bytes."""
+
+    planned_bytes: int
+    """What `gpu_memory_utilization` stands for."""
+    activation_bytes: int
+    """The largest step's, at their peak."""
+    available_bytes: int
+    """What is left of it for the cache; may be negative."""
+
+
+class CpuCacheMemory:
+    """Of the machine's memory that is free now."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+
+    def measure(self, profile_run: Callable[[], None], recorded_bytes: Callable[[], int]) -> CacheMemory:
+        """Run the largest step there can be.
+
+        Args:
+            profile_run: that step.
+            recorded_bytes: afterwards, what the process will take besides.
+        """
+        activation_bytes = peak_memory_growth(profile_run) + recorded_bytes()
+        trim_heap()  # of what the largest step took; the steps to come may be small
+        share = CPU_MEMORY_SHARE * self._config.cache.gpu_memory_utilization / self._config.parallel.world_size
+        planned_bytes = int(available_memory_bytes() * share)
+        return CacheMemory(planned_bytes, activation_bytes, planned_bytes - activation_bytes)
+
+
+class GpuCacheMemory:
+    """Of one GPU's memory. Made before the rank takes any of it.
+
+    Raises:
+        ValueError: others hold so much of it that the rank cannot have its share.
+    """
+
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        self._config, self._device = config, device
+        self._free_at_start, total = torch.cuda.mem_get_info(device)
+        share = config.cache.gpu_memory_utilization
+        self._planned_bytes = int(total * share)
+        if config.cache.kv_cache_memory_bytes is None and self._planned_bytes > self._free_at_start:
+            raise ValueError(
+                f"gpu_memory_utilization is {share}: that is {self._planned_bytes} bytes of {device}, of which "
+                f"{self._free_at_start} are free; lower it, or end what else uses that GPU"
+            )
+
+    def measure(self, profile_run: Callable[[], None], graph_bytes: int) -> CacheMemory:
+        """Run the largest step there can be, when the weights are there.
+
+        Args:
+            profile_run: that step.
+            graph_bytes: what is to be left for CUDA graphs.
+        """
+        weights = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        profile_run()
+        torch.cuda.synchronize(self._device)
+        peak = torch.cuda.max_memory_allocated(self._device)
+        # What torch does not know of: libraries' workspaces, and kernels.
+        outside = self._free_at_start - self.free_bytes() - torch.cuda.memory_reserved(self._device)
+        available = self._planned_bytes - peak - max(outside, 0) - graph_bytes
+        return CacheMemory(self._planned_bytes, peak - weights, available)
+
+    def free_bytes(self) -> int:
+        """Of the GPU, at the moment; what torch keeps for later counts as free."""
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0]

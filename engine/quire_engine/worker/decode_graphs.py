@@ -1,0 +1,280 @@
+"""DecodeGraphs: steps that decode one token for each request, captured once for some batch sizes, and then replayed.
+
+A CUDA graph (https://developer.nvidia.com/blog/cuda-graphs/) is a list of kernels with their arguments, launched all at
+once. It reads its inputs from where they were when it was captured, so a step is:
+
+::
+
+    1. round up the number of requests to a captured size: 5 ─► 8
+    2. lay the inputs out on the host     │ token_ids │ from_device │ slots │ positions │ … │   one array, one copy
+    3. copy, replay the forward graph     token = from_device ? last_token_ids[slot] : token_ids  ─► hidden
+    4. replay the sampling graph          hidden ─► logits ─► token ids ─► last_token_ids[slot]
+       or, for rows with penalties, a grammar and the like, compute logits and sample op by op
+
+Rows of padding are requests of one token whose keys and values go to a scratch block, and whose token goes to a scratch
+slot. The graphs share their memory, as no two of them run at once.
+"""
+
+import logging
+import sys
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from quire_kernels import plan_attention, sample
+from quire_kernels.attention import GpuAttentionPlan
+from tqdm import tqdm
+
+from quire_engine.models.layers import AttentionMetadata
+from quire_engine.models.llama import LlamaForCausalLM
+from quire_engine.transfer import upload
+from quire_engine.worker.input_batch import TABLE_STEP, InputBatch
+
+__all__ = ["Capture", "CudaCapture", "DecodeGraphs", "capture_sizes", "run_as_captured"]
+
+logger = logging.getLogger(__name__)
+
+Int64Array = npt.NDArray[np.int64]
+Function: TypeAlias = Callable[[], None]
+Capture: TypeAlias = Callable[[Function], Function]
+"""Takes what launches kernels, and returns what launches the same kernels on the same memory again."""
+
+INTEGERS = ("token_ids", "from_device", "slots", "positions", "slot_mapping", "seq_lens", "top_k", "seeds")
+FLOATS = ("temperature", "top_p", "min_p")
+COLUMN_STEP = 16
+"""Columns begin at multiples of 128 bytes."""
+
+
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture: every eighth at most computes an eighth of its rows in vain."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs + 16, 16)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def run_as_captured(function: Function) -> Function:
+    """A `Capture` where there is nothing to capture with: each replay runs the function, on the same memory."""
+    return function
+
+
+class CudaCapture:
+    """A `Capture` by CUDA graphs, which share their memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Function) -> Function:
+        """Run the function once, which compiles kernels and lets libraries set themselves up, and then capture it."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            function()
+            torch.cuda.synchronize()
+            # What other threads do meanwhile, such as NCCL's watchdog, is not to be captured and does no harm.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                function()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return graph.replay
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """The two graphs of one size."""
+
+    forward: Function
+    sample: Function | None
+
+
+class DecodeGraphs:
+    """Of one model with its KV cache, which must stay where they are.
+
+    Args:
+        model: all of its layers; the graphs hold what its ranks tell each other, too.
+        kv_caches: as of its `forward`; the last block is the scratch block.
+        batch: whose slots the steps are about.
+        last_token_ids: [max_num_seqs + 1] int64 on the device, by slot: where tokens are sampled to, and read from.
+        max_model_len: the longest sequence there can be.
+        capture: how.
+        samples: whether to capture the sampling as well; ranks that share their logits do it op by op.
+    """
+
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        kv_caches: list[tuple[torch.Tensor, torch.Tensor]],
+        batch: InputBatch,
+        last_token_ids: torch.Tensor,
+        max_model_len: int,
+        capture: Capture,
+        samples: bool = True,
+    ) -> None:
+        self._model, self._kv_caches, self._batch = model, kv_caches, batch
+        self._last_token_ids = last_token_ids
+        self._max_model_len = max_model_len
+        self._capture = capture
+        self._samples = samples
+        self._graphs: dict[int, _Graph] = {}
+        self._sizes: list[int] = []
+
+    @property
+    def max_size(self) -> int:
+        """The most requests of a captured step; 0 when there is none."""
+        return self._sizes[-1] if self._sizes else 0
+
+    @property
+    def samples(self) -> bool:
+        """Whether `sample` can be called."""
+        return self._samples
+
+    @torch.inference_mode()
+    def capture(self, sizes: list[int], used_bytes: Callable[[], int], budget_bytes: int) -> None:
+        """Capture steps of these sizes, the largest first, as the others then find room in its memory.
+
+        Args:
+            sizes: in rising order.
+            used_bytes: how much memory is taken at the moment.
+            budget_bytes: the most that the graphs may take. Where they take more, the larger half is left out.
+        """
+        before = used_bytes()
+        num_wanted = len(sizes)
+        while sizes and not self._capture_all(sizes, lambda: used_bytes() - before <= budget_bytes):
+            sizes = sizes[: len(sizes) // 2]
+        self._sizes = sizes
+        megabytes = (used_bytes() - before) / 2**20
+        logger.info("CUDA graphs: %d, of up to %d requests, %.1f MiB", len(sizes), self.max_size, megabytes)
+        if len(sizes) < num_wanted:
+            logger.warning(
+                "cuda_graph_memory_bytes=%d has no room for more CUDA graphs: steps of more than %d requests are "
+                "computed without, which takes longer", budget_bytes, self.max_size,
+            )  # fmt: skip
+
+    def _capture_all(self, sizes: list[int], fits: Callable[[], bool]) -> bool:
+        """Returns whether there was room for all of them; else none is left."""
+        self._graphs.clear()
+        self._allocate(sizes[-1])
+        is_hidden = not sys.stderr.isatty()
+        for size in tqdm(sizes[::-1], desc="Capturing CUDA graphs", unit="graph", leave=False, disable=is_hidden):
+            self._graphs[size] = self._capture_one(size)
+            if not fits():
+                self._graphs.clear()
+                return False
+        return True
+
+    def _allocate(self, max_size: int) -> None:
+        """What the graphs read, and what they write: for the largest, and the others take a part of it."""
+        key_cache = self._kv_caches[0][0]
+        device, dtype = key_cache.device, self._model.dtype
+        num_blocks, _, self._block_size, _ = key_cache.shape
+        self._scratch_slot = (num_blocks - 1) * self._block_size
+        stride = _round_up(max_size, COLUMN_STEP)
+        self._inputs = torch.zeros((len(INTEGERS) + len(FLOATS)) * stride, dtype=torch.int64, device=device)
+        self._block_table = torch.zeros(max_size, self._batch.block_table.shape[1], dtype=torch.int64, device=device)
+        self._hidden = torch.zeros(max_size, self._model.hidden_size, dtype=dtype, device=device)
+        self._sampled = torch.zeros(max_size, dtype=torch.int64, device=device)
+        self._query_start_loc = torch.arange(max_size + 1, device=device)
+        plan = plan_attention(
+            self._block_table,
+            torch.arange(max_size + 1),
+            torch.full((max_size,), self._max_model_len),
+            self._model.num_heads,
+            key_cache,
+        )
+        assert isinstance(plan, GpuAttentionPlan), "only kernels in the Triton language find their plan on the device"
+        self._plan = plan
+
+    def _capture_one(self, size: int) -> _Graph:
+        column = self._columns(size)
+        metadata = AttentionMetadata(
+            positions=column["positions"],
+            slot_mapping=column["slot_mapping"],
+            block_table=self._block_table[:size],
+            query_start_loc=self._query_start_loc[: size + 1],
+            seq_lens=column["seq_lens"],
+            plan=replace(
+                self._plan, partials=self._plan.partials[:size], partial_lse=self._plan.partial_lse[:size]
+            ),
+        )  # fmt: skip
+
+        def forward() -> None:
+            last_token_ids = self._last_token_ids[column["slots"]]
+            token_ids = torch.where(column["from_device"] != 0, last_token_ids, column["token_ids"])
+            hidden = self._model.forward(token_ids, self._kv_caches, metadata)
+            assert hidden is not None, "of several stages"
+            self._hidden[:size] = hidden
+
+        def sample_tokens() -> None:
+            logits = self._model.compute_logits(self._hidden[:size])
+            assert logits is not None, "of several ranks"
+            token_ids = sample(
+                logits, column["temperature"], column["min_p"], column["top_k"], column["top_p"], column["seeds"],
+                column["positions"] + 1,
+            )  # fmt: skip
+            self._sampled[:size] = token_ids
+            self._last_token_ids[column["slots"]] = token_ids
+
+        (padding,) = upload(self._inputs.device, self._lay_out(np.empty(0, dtype=np.int64), size))
+        self._inputs[: len(padding)].copy_(padding)
+        return _Graph(self._capture(forward), self._capture(sample_tokens) if self._samples else None)
+
+    def _columns(self, size: int) -> dict[str, torch.Tensor]:
+        """Where the graphs of a size find each column."""
+        stride = _round_up(size, COLUMN_STEP)
+        names = (*INTEGERS, *FLOATS)
+        columns = {name: self._inputs[i * stride : i * stride + size] for i, name in enumerate(names)}
+        for i, name in enumerate(FLOATS, len(INTEGERS)):
+            columns[name] = self._inputs[i * stride : (i + 1) * stride].view(torch.float32)[:size]
+        return columns
+
+    def _lay_out(self, slots: Int64Array, size: int) -> Int64Array:
+        """The columns on the host, those of padding included."""
+        batch, n, stride = self._batch, len(slots), _round_up(size, COLUMN_STEP)
+        columns = np.zeros((len(INTEGERS) + len(FLOATS), stride), dtype=np.int64)
+        integers = dict(zip(INTEGERS, columns, strict=False))
+        positions = batch.num_tokens[slots] - 1
+        integers["token_ids"][:n] = batch.token_ids[slots, positions]
+        integers["from_device"][:n] = positions >= batch.num_known_tokens[slots]
+        integers["slots"][:n], integers["slots"][n:] = slots, batch.max_num_seqs
+        integers["positions"][:n] = positions
+        block_ids = batch.block_table[slots, positions // self._block_size]
+        integers["slot_mapping"][:n] = block_ids * self._block_size + positions % self._block_size
+        integers["slot_mapping"][n:] = self._scratch_slot
+        integers["seq_lens"][:n], integers["seq_lens"][n:] = positions + 1, 1
+        integers["top_k"][:n], integers["top_k"][n:] = batch.top_k[slots], 1
+        integers["seeds"][:n] = batch.seed[slots].view(np.int64)
+        for name, column in zip(FLOATS, columns[len(INTEGERS) :].view(np.float32), strict=True):
+            column[:n] = getattr(batch, name)[slots]
+        return columns.reshape(-1)
+
+    def forward(self, slots: Int64Array) -> torch.Tensor:
+        """Compute the last token of each of these requests; at most `max_size`.
+
+        Returns:
+            [S, E] hidden states after the last norm: overwritten by the next call.
+        """
+        size = self._sizes[bisect_left(self._sizes, len(slots))]
+        words = self._lay_out(slots, size)
+        num_blocks = -(-int(self._batch.num_tokens[slots].max()) // self._block_size)
+        width = min(_round_up(num_blocks, TABLE_STEP), self._block_table.shape[1])
+        inputs, table = upload(self._inputs.device, words, self._batch.block_table[slots, :width])
+        self._inputs[: len(words)].copy_(inputs)
+        self._block_table[: len(slots), :width].copy_(table)
+        self._graphs[size].forward()
+        return self._hidden[: len(slots)]
+
+    def sample(self, num_requests: int) -> torch.Tensor:
+        """[S] int64, the tokens of the requests of the last `forward`, which had so many."""
+        replay = self._graphs[self._sizes[bisect_left(self._sizes, num_requests)]].sample
+        assert replay is not None
+        replay()
+        return self._sampled[:num_requests].clone()
+
+
+def _round_up(number: int, step: int) -> int:
+    return -(-number // step) * step

@@ -1,0 +1,114 @@
+"""Where a rank computes: on the CPU, or on a GPU of its own; and what that GPU's errors mean.
+
+::
+
+    device    torch finds a GPU    rank i computes on
+    auto      yes                  GPU gpu_device_ids[i], or GPU i
+    auto      no                   the CPU
+    cuda      –                    GPU gpu_device_ids[i], or GPU i
+    cpu       –                    the CPU
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from quire_engine.config import EngineConfig
+from quire_engine.errors import EngineDeadError
+from quire_engine.models.checkpoint import CheckpointConfig
+
+__all__ = ["has_cuda", "on_device", "prepare_device", "rank_device"]
+
+BFLOAT16_COMPUTE_CAPABILITY = (8, 0)
+"""Ampere; GPUs before it have no bfloat16."""
+LOST_DEVICE_MESSAGES = ("CUDA error", "Triton Error [CUDA]")
+"""How the messages begin of errors of CUDA that have no class of their own: of its libraries, and of Triton's."""
+
+
+def rank_device(config: EngineConfig, rank: int) -> torch.device:
+    """The device of one rank. Takes no memory on it, so that other processes can ask too.
+
+    Raises:
+        ValueError: there is none such on this machine.
+    """
+    parallel = config.parallel
+    has_gpu = parallel.device != "cpu" and torch.cuda.is_available()
+    if parallel.device == "cpu" or (parallel.device == "auto" and parallel.gpu_device_ids is None and not has_gpu):
+        return torch.device("cpu")
+    if not has_gpu:
+        asked = "device is 'cuda'" if parallel.device == "cuda" else f"gpu_device_ids is {parallel.gpu_device_ids}"
+        raise ValueError(f"{asked}, but {_why_no_gpu()}, or set device to 'cpu'")
+    index = rank if parallel.gpu_device_ids is None else parallel.gpu_device_ids[rank]
+    num_gpus = torch.cuda.device_count()
+    if index >= num_gpus:
+        there = "there is 1 (0)" if num_gpus == 1 else f"there are {num_gpus} (0 to {num_gpus - 1})"
+        if parallel.gpu_device_ids is not None:
+            raise ValueError(f"gpu_device_ids names GPU {index} for rank {rank}; {there}")
+        raise ValueError(
+            f"device is {parallel.device!r}, which takes a GPU for each of {parallel.world_size} ranks; {there}: use "
+            "fewer ranks, or set device to 'cpu'"
+        )
+    return torch.device("cuda", index)
+
+
+def prepare_device(config: EngineConfig, checkpoint: CheckpointConfig, rank: int) -> torch.device:
+    """The device of the rank that this process is, made the current one before anything is allocated.
+
+    Raises:
+        ValueError: there is none such, or it cannot compute with the model's dtype.
+    """
+    device = rank_device(config, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        _check_dtype(config.model.dtype, checkpoint, device)
+    return device
+
+
+@contextlib.contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """What is called within computes on this device, in whatever thread.
+
+    Raises:
+        EngineDeadError: an error of CUDA after which this process is of no use, whoever it was for.
+    """
+    try:
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            yield
+    except Exception as error:
+        if _is_device_lost(error):
+            cause = next(iter(str(error).splitlines()), "")
+            raise EngineDeadError(f"the GPU cannot be used any more: {type(error).__name__}: {cause}") from error
+        raise
+
+
+def _is_device_lost(error: Exception) -> bool:
+    """Memory that ran out is an ordinary error: what was asked for was too much, and the device is as it was."""
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+        return False
+    if isinstance(error, torch.AcceleratorError | torch.cuda.CudaError | torch.distributed.DistBackendError):
+        return True
+    return isinstance(error, RuntimeError) and str(error).startswith(LOST_DEVICE_MESSAGES)
+
+
+def has_cuda() -> bool:
+    """Whether this torch could compute on GPUs at all."""
+    return bool(torch.backends.cuda.is_built())  # type: ignore[no-untyped-call]
+
+
+def _why_no_gpu() -> str:
+    """Cause and mend."""
+    if not has_cuda():
+        return f"torch {torch.__version__} has no CUDA; install a CUDA build of torch"
+    return "torch finds no GPU; see what `quire doctor` says of them and whether CUDA_VISIBLE_DEVICES hides them"
+
+
+def _check_dtype(dtype: str, checkpoint: CheckpointConfig, device: torch.device) -> None:
+    name = checkpoint.dtype if dtype == "auto" else dtype
+    capability = torch.cuda.get_device_capability(device)
+    if name == "bfloat16" and capability < BFLOAT16_COMPUTE_CAPABILITY:
+        raise ValueError(
+            f"dtype is {dtype!r}{' (the checkpoint has bfloat16)' if dtype == 'auto' else ''}, but GPU {device.index} "
+            f"({torch.cuda.get_device_name(device)}) has compute capability {capability[0]}.{capability[1]}, and "
+            "bfloat16 needs 8.0; set dtype to 'float16'"
+        )

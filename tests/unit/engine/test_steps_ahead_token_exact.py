@@ -1,0 +1,156 @@
+"""With async scheduling the engine says, token for token, what it says without, whatever the requests ask for."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire_engine import LLM, SamplingParams
+from quire_engine.core.engine_core import EngineCore
+from quire_engine.messages import EngineCoreOutputs
+from quire_engine.outputs import RequestOutput
+
+BLOCK_BYTES = 2 * 6 * 4 * 16 * 32 * 4
+"""Of the demo model, in float32."""
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}}, "required": ["a", "b"]}
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0, "ignore_eos": True},
+    "seeded": {"seed": 1},
+    "seeded with masks": {"seed": 2, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
+    "penalties": {"seed": 3, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    "presence penalty": {"temperature": 0, "presence_penalty": 1.5, "ignore_eos": True},
+    "bad words": {"seed": 4, "bad_words": ["self", "return x", "def f(", "import os"], "ignore_eos": True},
+    "biases": {"seed": 5, "logit_bias": {300: 4.0, 10: -3.0}, "allowed_token_ids": list(range(2, 900))},
+    "log-probabilities": {"temperature": 0, "logprobs": 3, "prompt_logprobs": 2, "ignore_eos": True},
+    "min_tokens": {"temperature": 0, "min_tokens": 20},
+    "stop strings": {"temperature": 0, "stop": ["\n\n", "self", ")"]},
+    "stop tokens": {"seed": 6, "stop_token_ids": list(range(10, 500, 7)), "min_tokens": 2},
+    "one token": {"seed": 7, "max_tokens": 1},
+    "regex": {"seed": 8, "structured_outputs": {"regex": "[a-z]{3,9}( = [0-9]{1,6})?"}},
+    "json": {"temperature": 0, "structured_outputs": {"json": SCHEMA}},
+}
+PROMPTS = [f"class C{i}:\n    x = {i}\n" for i in range(len(KINDS))] + ["def fib(n):\n"] * len(KINDS)
+PARAMS = [SamplingParams.from_mapping({"max_tokens": 32, **kind}) for kind in [*KINDS.values()] * 2]
+WAYS: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "few blocks": {"kv_cache_memory_bytes": 14 * BLOCK_BYTES},
+    "small steps": {"max_num_batched_tokens": 8, "max_num_seqs": 5, "enable_prefix_caching": False},
+}
+
+
+def make_llm(folder: Path, **settings: Any) -> LLM:
+    return LLM(folder, dtype="float32", max_model_len=128, device="cpu", **settings)
+
+
+def core_of(llm: LLM) -> EngineCore:
+    core: EngineCore = llm._core._core  # type: ignore[attr-defined]
+    return core
+
+
+class Told:
+    """All that a caller hears of a request."""
+
+    def __init__(self, output: RequestOutput) -> None:
+        (completion,) = output.outputs
+        self.text = (completion.token_ids, completion.text, output.error)
+        self.end = (completion.finish_reason, completion.stop_reason)
+        entries = [entry for entry in [*(output.prompt_logprobs or ()), *(completion.logprobs or ())] if entry]
+        self.ranks = [(token_id, item.rank) for entry in entries for token_id, item in entry.items()]
+        self.logprobs = [item.logprob for entry in entries for item in entry.values()]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Callable[[str], Path]) -> list[Told]:
+    llm = make_llm(checkpoint("tinypy"), async_scheduling=False)
+    assert not core_of(llm).executor.async_scheduling
+    told = [Told(output) for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+    llm.shutdown()
+    return told
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_kind_of_request_gets_what_it_gets_without(
+    way: str, expected: list[Told], checkpoint: Callable[[str], Path]
+) -> None:
+    llm = make_llm(checkpoint("tinypy"), async_scheduling=True, **WAYS[way])
+    assert core_of(llm).executor.max_concurrent_batches == 2
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    for output, want, name in zip(outputs, expected, [*KINDS] * 2, strict=True):
+        told = Told(output)
+        assert (told.text, told.end, told.ranks) == (want.text, want.end, want.ranks), name
+        assert told.logprobs == pytest.approx(want.logprobs, abs=1e-4), name
+        assert bool(told.logprobs) == (name == "log-probabilities")
+    stats = llm.get_stats()
+    assert (stats.num_preemptions > 0) == (way == "few blocks")
+    assert (stats.num_failed_steps, stats.num_blocks_used, stats.num_running) == (0, 0, 0)
+    llm.shutdown()
+
+
+def test_the_requests_end_in_every_way(expected: list[Told]) -> None:
+    """Or else the tests above would show little."""
+    assert {told.end[0] for told in expected} == {"stop", "length"}
+    assert {type(told.end[1]) for told in expected} == {str, int, type(None)}
+
+
+@pytest.fixture
+def steps_in_flight(monkeypatch: pytest.MonkeyPatch) -> Iterator[deque[int]]:
+    """How many steps were left in flight behind each result."""
+    numbers: deque[int] = deque()
+    step = EngineCore.step
+
+    def counted(core: EngineCore) -> EngineCoreOutputs:
+        outputs = step(core)
+        numbers.append(len(core._in_flight))
+        return outputs
+
+    monkeypatch.setattr(EngineCore, "step", counted)
+    return numbers
+
+
+def test_next_step_is_in_flight_behind_each_result_but_the_last(
+    steps_in_flight: deque[int], checkpoint: Callable[[str], Path]
+) -> None:
+    llm = make_llm(checkpoint("tinypy"), async_scheduling=True)
+    llm.generate("import os", SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False)
+    assert list(steps_in_flight) == [1, 1, 1, 1, 1, 0]
+    steps_in_flight.clear()
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, presence_penalty=1.0)
+    llm.generate("import os", params, use_tqdm=False)
+    assert list(steps_in_flight) == [0] * 6, "it needs each token before the next"
+
+
+def test_leaving_a_stream_early_leaves_nothing_and_disturbs_nobody(checkpoint: Callable[[str], Path]) -> None:
+    llm = make_llm(checkpoint("tinypy"), async_scheduling=True)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    (want,) = llm.generate("def fib(n):\n", params, use_tqdm=False)
+    for num_tokens in (1, 2, 5):
+        stream = llm.stream("class A:\n", params)
+        for _ in range(num_tokens):
+            next(stream)
+        stream.close()  # type: ignore[attr-defined]
+        assert llm.get_stats().num_blocks_used == 0
+        (output,) = llm.generate("def fib(n):\n", params, use_tqdm=False)
+        assert output.outputs[0].token_ids == want.outputs[0].token_ids
+
+
+def test_failed_steps_disturb_nobody_but_the_culprit(
+    fault: Callable[..., Path], checkpoint: Callable[[str], Path]
+) -> None:
+    llm = make_llm(checkpoint("tinypy"), async_scheduling=True)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = ["import os\n", "def fib(n):\n", "class A:\n"]
+    want = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    fault(action="raise", num_output_tokens=5, once=True)
+    assert [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)] == want
+    assert llm.get_stats().num_failed_steps == 1
+    poison = want[1][3]
+    fault(action="raise", token_id=poison)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for output, tokens in zip(outputs, want, strict=True):
+        if poison in tokens:
+            assert output.outputs[0].finish_reason == "error"
+            assert output.outputs[0].token_ids == tokens[: tokens.index(poison)]
+        else:
+            assert output.outputs[0].token_ids == tokens
+    assert llm.get_stats().num_blocks_used == 0

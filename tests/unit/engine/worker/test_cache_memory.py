@@ -1,0 +1,64 @@
+"""What of a GPU's memory is left for the KV cache. Without a GPU: the figures are a driver's that counts by itself."""
+
+import re
+
+import pytest
+import torch
+from quire_engine.config import EngineConfig
+from quire_engine.worker.cache_memory import CacheMemory, GpuCacheMemory
+
+GIGABYTE = 1 << 30
+DEVICE = torch.device("cuda", 0)
+
+
+class FakeDriver:
+    """A GPU of 80 GB, of which other programs hold some, and torch and the libraries the rest of what is taken."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, others: int) -> None:
+        self.others, self.allocated, self.cached, self.libraries, self.peak = others, 0, 0, 0, 0
+        functions = {
+            "mem_get_info": lambda device: (80 * GIGABYTE - self.taken, 80 * GIGABYTE),
+            "memory_allocated": lambda device: self.allocated,
+            "memory_reserved": lambda device: self.allocated + self.cached,
+            "max_memory_allocated": lambda device: self.peak,
+            "reset_peak_memory_stats": lambda device: setattr(self, "peak", self.allocated),
+            "synchronize": lambda device: None,
+            "empty_cache": lambda: setattr(self, "cached", 0),
+        }
+        for name, function in functions.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+
+    @property
+    def taken(self) -> int:
+        return self.others + self.allocated + self.cached + self.libraries
+
+    def load(self, size: int) -> None:
+        self.allocated += size
+        self.peak = max(self.peak, self.allocated)
+
+    def step(self) -> None:
+        """Takes 3 GB, which torch keeps, and lets a library take 1 GB."""
+        self.load(3 * GIGABYTE)
+        self.allocated -= 3 * GIGABYTE
+        self.cached, self.libraries = 3 * GIGABYTE, GIGABYTE
+
+
+def config(share: float) -> EngineConfig:
+    return EngineConfig.from_settings({"model": "m", "gpu_memory_utilization": share})
+
+
+def test_the_cache_gets_what_weights_and_steps_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver(monkeypatch, others=10 * GIGABYTE)
+    memory = GpuCacheMemory(config(0.75), DEVICE)
+    driver.load(16 * GIGABYTE)
+    measured = memory.measure(driver.step, graph_bytes=2 * GIGABYTE)
+    assert measured == CacheMemory(60 * GIGABYTE, 3 * GIGABYTE, (60 - 16 - 3 - 1 - 2) * GIGABYTE)
+    assert memory.free_bytes() == (80 - 10 - 16 - 1) * GIGABYTE
+
+
+def test_a_share_that_others_hold_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeDriver(monkeypatch, others=10 * GIGABYTE)
+    message = f"gpu_memory_utilization is 0.9: that is {72 * GIGABYTE} bytes of cuda:0, of which {70 * GIGABYTE} are"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)} free; lower it"):
+        GpuCacheMemory(config(0.9), DEVICE)
+    GpuCacheMemory(config(0.875), DEVICE)

@@ -1,0 +1,107 @@
+"""Which steps are captured, and in which memory. That they compute the right thing is for the engine's tests."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from quire_engine import LLM, SamplingParams
+from quire_engine.messages import NewRequestData
+from quire_engine.worker.decode_graphs import FLOATS, INTEGERS, DecodeGraphs, capture_sizes
+from quire_engine.worker.input_batch import InputBatch
+from quire_kernels import cpu
+from quire_kernels.gpu.interpreter import INTERPRETED
+
+MEGABYTE = 1 << 20
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 9, 64, 255, 256, 300, 4096])
+def test_a_step_wastes_few_rows(max_num_seqs: int) -> None:
+    sizes = capture_sizes(max_num_seqs)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == max_num_seqs, "every step has a graph"
+    for number in range(1, max_num_seqs + 1):
+        size = min(size for size in sizes if size >= number)
+        assert size - number < max(number, 8, 0 if number < 256 else 16)
+        assert number < 8 or size - number < 16
+
+
+class FakeGraphs(DecodeGraphs):
+    """Each graph takes a megabyte for each of its requests, as far as a larger one has not taken it before."""
+
+    def __init__(self) -> None:
+        self._graphs, self._sizes, self.attempts = {}, [], []  # type: ignore[var-annotated]
+
+    def used_bytes(self) -> int:
+        return 5 * MEGABYTE + max(self._graphs, default=0) * MEGABYTE
+
+    def _allocate(self, max_size: int) -> None:
+        assert not self._graphs, "what was captured before is let go of"
+        self.attempts.append(max_size)
+
+    def _capture_one(self, size: int) -> None:  # type: ignore[override]
+        assert all(size < other for other in self._graphs), (
+            "the largest comes first: the others find room in its memory"
+        )
+
+
+@pytest.mark.parametrize(
+    ("budget", "attempts", "max_size"),
+    [(16, [16], 16), (15, [16, 2], 2), (1, [16, 2, 1], 1), (0, [16, 2, 1], 0)],
+)
+def test_graphs_keep_to_their_memory(budget: int, attempts: list[int], max_size: int) -> None:
+    graphs = FakeGraphs()
+    graphs.capture(capture_sizes(16), graphs.used_bytes, budget * MEGABYTE)
+    assert graphs.attempts == attempts
+    assert graphs.max_size == max_size
+    assert sorted(graphs._graphs) == [size for size in capture_sizes(16) if size <= max_size]
+
+
+def test_rows_of_padding_go_where_nobody_reads() -> None:
+    batch = InputBatch(4, 64, 16, 100)
+    for name, token_ids, blocks in (("a", [5, 6, 7], [2]), ("b", list(range(20)), [0, 3])):
+        params = SamplingParams(temperature=0.5, top_p=0.25, top_k=3, min_p=0.125, seed=2**63 + 1)
+        batch.add(NewRequestData(name, token_ids, len(token_ids), params, [], blocks, 0))
+    batch.expect_tokens(np.array([batch.slots["b"]]))
+    graphs = DecodeGraphs(None, [], batch, torch.zeros(5), 64, lambda function: function)  # type: ignore[arg-type]
+    graphs._block_size, graphs._scratch_slot = 16, 144
+    slots = np.array([batch.slots["a"], batch.slots["b"]])
+    graphs._inputs = torch.from_numpy(graphs._lay_out(slots, 4))
+    columns = {name: column.tolist() for name, column in graphs._columns(4).items()}
+    assert {name: columns[name] for name in INTEGERS} == {
+        "token_ids": [7, 0, 0, 0],
+        "from_device": [0, 1, 0, 0],
+        "slots": [*slots.tolist(), 4, 4],
+        "positions": [2, 20, 0, 0],
+        "slot_mapping": [2 * 16 + 2, 3 * 16 + 4, 144, 144],
+        "seq_lens": [3, 21, 1, 1],
+        "top_k": [3, 3, 1, 1],
+        "seeds": [-(2**63) + 1] * 2 + [0, 0],
+    }
+    assert [columns[name] for name in FLOATS] == [[0.5, 0.5, 0, 0], [0.25, 0.25, 0, 0], [0.125, 0.125, 0, 0]]
+
+
+def test_a_model_that_wakes_up_has_graphs_of_its_new_memory(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not INTERPRETED.value:
+        pytest.skip("the interpreter is off where there is a GPU; see tests/conftest.py")
+    monkeypatch.setenv(cpu.KERNELS_VARIABLE, cpu.INTERPRETER)
+    cpu.status.cache_clear()
+    try:
+        llm = LLM(
+            checkpoint("tied-gqa"), dtype="float32", max_num_seqs=2, max_model_len=32, enable_prefix_caching=False
+        )
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        before = llm.generate([[3, 4, 5]], params, use_tqdm=False)[0].outputs[0].token_ids
+        runner = llm._core._core.executor._worker.runner  # type: ignore[attr-defined]
+        graphs = runner.graphs
+        llm.sleep(level=2)
+        assert runner.graphs is None
+        llm.wake_up()
+        assert runner.graphs is not graphs
+        assert llm.generate([[3, 4, 5]], params, use_tqdm=False)[0].outputs[0].token_ids == before
+    finally:
+        monkeypatch.undo()
+        cpu.status.cache_clear()
