@@ -13,6 +13,7 @@ from quire_engine.models import CheckpointConfig
 from quire_engine.outputs import CompletionOutput, RequestOutput
 from quire_engine.parallel_sampling import child_seed
 from quire_engine.request import FinishReason
+from quire_engine.worker.submitted_step import SubmittedStep
 
 PROMPT = [5 + i % 60 for i in range(70)]
 N = 4
