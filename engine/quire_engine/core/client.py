@@ -9,6 +9,7 @@
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import shutil
 import subprocess
@@ -43,12 +44,16 @@ from quire_engine.stats import SchedulerStats
 
 __all__ = ["AsyncMPClient", "InprocClient"]
 
+logger = logging.getLogger(__name__)
+
 MAX_SOCKET_PATH = 107
 """Bytes of a Unix socket's path on Linux."""
 START_LOOK_MS = 100
 """How often a process that starts is looked after: one that is stopped at two looks in a row is killed."""
 SHUTDOWN_SECONDS = 5.0
 """How long an engine core may take to end by itself before it is killed."""
+CONTEXT_SECONDS = 1.0
+"""How long the sockets may take to close: milliseconds, usually."""
 
 
 class InprocClient:
@@ -289,7 +294,7 @@ class AsyncMPClient:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         self.stop_listening()
-        self._context.destroy(linger=0)
+        _end_context(self._context)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _bind(self, socket: "zmq.Socket[Any]", name: str) -> str:
@@ -302,6 +307,19 @@ class AsyncMPClient:
     def _send(self, request_type: RequestType, request_id: str, payload: bytes = b"") -> None:
         self._num_sent += 1
         self._input.send_multipart((request_type.value, request_id.encode(), payload), zmq.NOBLOCK)
+
+
+def _end_context(context: "zmq.Context[Any]") -> None:
+    """Close what is left of the sockets, and end the threads behind them, but wait for that no longer than a moment.
+
+    libzmq waits until each connection has acknowledged its end, and one whose other side was killed in the middle of it
+    may never do so. The next engine must not wait for that: two idle threads are left behind then.
+    """
+    ending = threading.Thread(target=context.destroy, kwargs={"linger": 0}, name="end-of-sockets", daemon=True)
+    ending.start()
+    ending.join(CONTEXT_SECONDS)
+    if ending.is_alive():
+        logger.warning("the sockets to an engine that is gone do not close; nothing waits for them")
 
 
 def _make_socket_directory() -> Path:

@@ -3,10 +3,13 @@
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import zmq
 from quire_engine.core import supervisor
 from quire_engine.errors import EngineDeadError, EngineUnavailableError
 from support.engines import Stream, assert_same, engine, kill, offline, params, run, until
@@ -181,3 +184,32 @@ def test_shutdown_as_the_next_engine_is_ready(folder: Path, monkeypatch: pytest.
     monkeypatch.setattr(supervisor.SupervisedClient, "_replace_client", replace_client)
     with engine(folder) as (llm, _):
         run(llm, main)
+
+
+def test_sockets_that_never_close_keep_no_engine_from_being_started(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen once in thousands of restarts: libzmq waits for the end of a connection whose other side was killed."""
+
+    def wait(context: "zmq.Context[Any]") -> None:
+        waiting.append(threading.current_thread())
+        ends.wait()
+        term(context)
+
+    async def main() -> None:
+        stream = Stream(llm, PROMPTS[0], params(max_tokens=400))
+        await until(lambda: stream.num_tokens > 0)
+        monkeypatch.setattr(zmq.Context, "term", wait)
+        kill(llm)
+        await stream.task
+        assert waiting
+        assert stream.num_tokens == 400
+
+    term, ends, waiting = zmq.Context.term, threading.Event(), list[threading.Thread]()
+    try:
+        with engine(folder) as (llm, _):
+            run(llm, main)
+    finally:
+        ends.set()
+        for thread in waiting:
+            thread.join()
