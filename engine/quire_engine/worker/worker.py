@@ -154,7 +154,7 @@ class Worker:
         memory, runner = self._gpu_memory, self.runner
         graphs = DecodeGraphs(
             runner.model, runner.kv_caches, runner.batch, runner.last_token_ids, self.max_model_len,
-            run_as_captured if memory is None else CudaCapture(self.device),
+            (lambda: run_as_captured) if memory is None else partial(CudaCapture, self.device),
             samples=self.parallel.tensor_parallel_size == 1,
         )  # fmt: skip
         sizes = capture_sizes(self.config.scheduler.max_num_seqs)
