@@ -6,6 +6,7 @@ compiler's work: Triton's, and ptxas' for the processor. Prints one JSON line pe
 """
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +19,13 @@ from quire_kernels import (
     linear,
     pack_linear,
     paged_attention,
+    plan_attention,
     rms_norm,
     rope_and_cache,
     sample,
     silu_and_mul,
 )
+from quire_kernels.attention import GpuAttentionPlan
 from quire_kernels.gpu.sampling import gumbel_noise
 from quire_kernels.kv_cache import copy_blocks
 from triton.backends.compiler import GPUTarget
@@ -37,15 +40,28 @@ _run = JITFunction.run
 def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
     kernel = _run(self, *args, grid=grid, warmup=True, **kwargs)
     row = {"kernel": self.__name__, "shared": kernel.metadata.shared, "wgmma": "wgmma" in kernel.asm["ptx"]}
-    print(json.dumps({**row, "cubin": len(kernel.asm["cubin"])}), flush=True)
+    print(json.dumps({**row, "cubin": len(kernel.asm["cubin"]), "hash": kernel.hash}), flush=True)
 
 
 def attention(dtype: torch.dtype, head_size: int, cache_dtype: torch.dtype | None = None, **options: Any) -> None:
     """A prompt and a long decode, of 4 query heads for each KV head."""
     cache = torch.zeros(40, 32, 2, head_size).to(cache_dtype or dtype).transpose(1, 2)
     query, starts = torch.zeros(71, 8, head_size, dtype=dtype), torch.tensor([0, 70, 71])
-    table, lens = torch.zeros(2, 40, dtype=torch.int64), torch.tensor([160, 1200])
+    table, lens = torch.zeros(2, 48, dtype=torch.int64), torch.tensor([160, 1200])
     paged_attention(query, cache, cache, table, starts, lens, head_size**-0.5, **options)
+
+
+def decode(num_seqs: int, max_seq_len: int, max_num_seqs: int = 0) -> None:
+    """One token for each sequence; where a largest number is given, as a CUDA graph of fewer does, of whose plan and
+    columns each takes a part."""
+    cache, table = torch.zeros(40, 32, 2, 128, dtype=BF16).transpose(1, 2), torch.zeros(16, 48, dtype=torch.int64)
+    columns = torch.zeros(32 * 16, dtype=torch.int64)
+    size = max_num_seqs or num_seqs
+    plan = plan_attention(table[:size], torch.arange(size + 1), torch.full((size,), max_seq_len), 8, cache)
+    assert isinstance(plan, GpuAttentionPlan)
+    plan = replace(plan, partials=plan.partials[:num_seqs], partial_lse=plan.partial_lse[:num_seqs])
+    query, lens = torch.zeros(num_seqs, 8, 128, dtype=BF16), columns[16 : 16 + num_seqs]
+    paged_attention(query, cache, cache, table[:num_seqs], columns[32 : 33 + num_seqs], lens, 128**-0.5, plan)
 
 
 def rows(dtype: torch.dtype) -> None:
@@ -67,12 +83,12 @@ def choose(dtype: torch.dtype) -> None:
     sample(logits, ones, ones, ids, ones, ids, ids)
 
 
-def multiply(kind: torch.dtype, gated: bool) -> None:
-    weight = torch.zeros(8192, 4096, dtype=BF16)
+def multiply(kind: torch.dtype, gated: bool, dtype: torch.dtype = BF16, out_dtype: torch.dtype | None = None) -> None:
+    weight = torch.zeros(8192, 4096, dtype=dtype)
     packed = pack_linear(weight, weight[:, 0], quantize=True, quantized_dtype=kind, gated=gated)
     embedding(torch.zeros(2, dtype=torch.int64), packed)
-    for num_tokens in (1, 64, 300):
-        linear(torch.zeros(num_tokens, 4096, dtype=BF16), packed)
+    for num_tokens in (1, 24, 64, 300):
+        linear(torch.zeros(num_tokens, 4096, dtype=dtype), packed, out_dtype)
 
 
 def main() -> None:
@@ -87,10 +103,16 @@ def main() -> None:
     attention(BF16, 128, FP8)
     attention(FP16, 80, window=1024, soft_cap=30.0)
     attention(FP32, 256)
-    rows(BF16)
+    decode(3, 100)
+    decode(3, 1200)
+    for num_seqs in (1, 8, 16):
+        decode(num_seqs, 1200, max_num_seqs=16)
+    for dtype in (BF16, FP16, FP32):
+        rows(dtype)
     choose(FP32)
     gumbel_noise(torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.int64), 1000)
-    multiply(torch.int8, gated=False)
+    multiply(torch.int8, gated=False, out_dtype=FP32)
+    multiply(torch.int8, gated=True, dtype=FP16)
     multiply(FP8, gated=True)
 
 

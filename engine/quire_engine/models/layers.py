@@ -39,9 +39,15 @@ class Weight(nn.Module):
 
 
 def rope_cos_sin(rope: RopeConfig, head_size: int, max_position: int) -> torch.Tensor:
-    """The table that `quire_kernels.rope_and_cache` reads: [max_position, D] float32, cos of D/2 angles, then sin."""
-    angles = torch.outer(torch.arange(max_position).float(), _inverse_frequencies(rope, head_size))
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+    """The table that `quire_kernels.rope_and_cache` reads: [max_position, D] float32, cos of D/2 angles, then sin.
+
+    Computed on the host, wherever it is to be: a GPU's powers and quotients differ in their last bits, which positions
+    of 100,000 and more multiply.
+    """
+    with torch.device("cpu"):
+        angles = torch.outer(torch.arange(max_position).float(), _inverse_frequencies(rope, head_size))
+        cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    return cos_sin.to(torch.get_default_device())
 
 
 def _inverse_frequencies(rope: RopeConfig, head_size: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ Rows of padding are requests of one token whose keys and values go to a scratch 
 slot. The graphs share their memory, as no two of them run at once.
 """
 
+import functools
 import logging
 import sys
 from bisect import bisect_left
@@ -61,10 +62,10 @@ def run_as_captured(function: Function) -> Function:
 
 
 class CudaCapture:
-    """A `Capture` by CUDA graphs, which share their memory."""
+    """A `Capture` by CUDA graphs, which share their memory: torch takes no more into it once all of them are gone."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = _capture_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Function) -> Function:
@@ -84,6 +85,12 @@ class CudaCapture:
         return graph.replay
 
 
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all that is ever captured: cuBLAS keeps memory for each stream that it was used on."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 @dataclass(frozen=True, slots=True)
 class _Graph:
     """The two graphs of one size."""
@@ -101,7 +108,7 @@ class DecodeGraphs:
         batch: whose slots the steps are about.
         last_token_ids: [max_num_seqs + 1] int64 on the device, by slot: where tokens are sampled to, and read from.
         max_model_len: the longest sequence there can be.
-        capture: how.
+        new_capture: how; called anew after graphs were let go of.
         samples: whether to capture the sampling as well; ranks that share their logits do it op by op.
     """
 
@@ -112,13 +119,13 @@ class DecodeGraphs:
         batch: InputBatch,
         last_token_ids: torch.Tensor,
         max_model_len: int,
-        capture: Capture,
+        new_capture: Callable[[], Capture],
         samples: bool = True,
     ) -> None:
         self._model, self._kv_caches, self._batch = model, kv_caches, batch
         self._last_token_ids = last_token_ids
         self._max_model_len = max_model_len
-        self._capture = capture
+        self._new_capture = new_capture
         self._samples = samples
         self._graphs: dict[int, _Graph] = {}
         self._sizes: list[int] = []
@@ -140,7 +147,8 @@ class DecodeGraphs:
         Args:
             sizes: in rising order.
             used_bytes: how much memory is taken at the moment.
-            budget_bytes: the most that the graphs may take. Where they take more, the larger half is left out.
+            budget_bytes: the most that the graphs may take. Where they take more, on any rank, the larger half is left
+                out on all: a graph computes rows of padding, and the ranks add up as many as each other.
         """
         before = used_bytes()
         num_wanted = len(sizes)
@@ -158,14 +166,21 @@ class DecodeGraphs:
     def _capture_all(self, sizes: list[int], fits: Callable[[], bool]) -> bool:
         """Returns whether there was room for all of them; else none is left."""
         self._graphs.clear()
+        self._capture = self._new_capture()
         self._allocate(sizes[-1])
         is_hidden = not sys.stderr.isatty()
         for size in tqdm(sizes[::-1], desc="Capturing CUDA graphs", unit="graph", leave=False, disable=is_hidden):
             self._graphs[size] = self._capture_one(size)
-            if not fits():
+            if not self._is_true_of_all_ranks(fits()):
                 self._graphs.clear()
                 return False
         return True
+
+    def _is_true_of_all_ranks(self, is_true_here: bool) -> bool:
+        group = self._model.parallel.tensor_group
+        if group is None:
+            return is_true_here
+        return not group.all_reduce(self._last_token_ids.new_tensor([not is_true_here])).item()
 
     def _allocate(self, max_size: int) -> None:
         """What the graphs read, and what they write: for the largest, and the others take a part of it."""

@@ -144,6 +144,7 @@ class WorkerProcess:
             if self._responder is not None and call.scheduler_output is None:
                 self._responder.wait_until_idle()
             if call.method == "shutdown":
+                self._worker.runner.graphs = None  # NCCL would wait for ever to leave a group that graphs refer to
                 return
             try:
                 with on_device(self._device):

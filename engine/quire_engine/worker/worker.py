@@ -79,8 +79,8 @@ class Worker:
             self._prepare_cpu(parameters, cache) if device.type == "cpu" else torch.cuda.get_device_name(device),
         )  # fmt: skip
         batch = InputBatch(config.scheduler.max_num_seqs, max_model_len, config.cache.block_size, checkpoint.vocab_size)
-        runs_ahead = config.async_scheduling(uses_gpu=device.type == "cuda")
-        self.runner = ModelRunner(model, batch, config.cache.block_size, parallel, device, runs_ahead)
+        self._runs_ahead = config.async_scheduling(uses_gpu=device.type == "cuda")
+        self.runner = ModelRunner(model, batch, config.cache.block_size, parallel, device, self._runs_ahead)
 
     def _prepare_cpu(self, parameters: int, cache: torch.Tensor) -> str:
         """Set the number of threads, and say what computes."""
@@ -154,7 +154,7 @@ class Worker:
         memory, runner = self._gpu_memory, self.runner
         graphs = DecodeGraphs(
             runner.model, runner.kv_caches, runner.batch, runner.last_token_ids, self.max_model_len,
-            run_as_captured if memory is None else CudaCapture(self.device),
+            (lambda: run_as_captured) if memory is None else partial(CudaCapture, self.device),
             samples=self.parallel.tensor_parallel_size == 1,
         )  # fmt: skip
         sizes = capture_sizes(self.config.scheduler.max_num_seqs)
@@ -212,37 +212,51 @@ class Worker:
     def _profile_run(self) -> None:
         """The largest step there can be, on a cache of its own: shows its memory, and warms every op up.
 
-        Through one layer, which shows as much as all of them, and takes a fraction of the time.
+        Through one layer, which shows as much as all of them, and takes a fraction of the time. Kernels in the Triton
+        language are compiled when they are first used: for those, the requests decode, too, and there is another step
+        of one prompt, as the prompts of many requests may be so short that they are computed as decodes are.
         """
         scheduler, block_size = self.config.scheduler, self.config.cache.block_size
         num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         # The last token that the context has room for is never computed.
-        num_tokens = min(scheduler.max_num_batched_tokens // num_seqs, max(self.max_model_len - 1, 1))
+        longest = max(self.max_model_len - 1, 1)
+        num_tokens = min(scheduler.max_num_batched_tokens // num_seqs, longest)
         blocks_each = -(-min(num_tokens + 1, self.max_model_len) // block_size)
         self.runner.kv_caches = self._allocate_caches(num_seqs * blocks_each, num_layers=1)
-        params = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
-        requests = [
-            NewRequestData(
-                request_id=f"profile-{i}",
-                token_ids=[0] * num_tokens,
-                num_prompt_tokens=num_tokens,
-                sampling_params=params,
-                stop_token_ids=[],
-                block_ids=list(range(i * blocks_each, (i + 1) * blocks_each)),
-                num_computed_tokens=0,
-            )
+        many = [
+            _profile_request(num_tokens, range(i * blocks_each, (i + 1) * blocks_each), f"profile-{i}")
             for i in range(num_seqs)
         ]
-        request_ids = [request.request_id for request in requests]
-        prefill = SchedulerOutput(dict.fromkeys(request_ids, num_tokens), new_requests=requests)
-        steps = [prefill]
-        if self.device.type == "cuda":  # where a kernel is compiled when it is first used
-            columns = CachedRequestData(request_ids, [[] for _ in requests], [num_tokens] * num_seqs)
-            steps.append(SchedulerOutput(dict.fromkeys(request_ids, 1), cached_requests=columns))
+        batches, decodes = [many], uses_triton(self.runner.kv_caches[0][0])
+        if decodes:
+            num_tokens = min(num_seqs * num_tokens, longest)
+            blocks = range(-(-min(num_tokens + 1, self.max_model_len) // block_size))
+            batches.append([_profile_request(num_tokens, blocks)])
         with self.runner.model.first_layer_only():
-            for step in steps:
-                self.execute_model(step)
+            for requests in batches:
+                self._profile_batch(requests, decodes)
         self._recorded_bytes = self.num_layers * self.runner.recorded_bytes
-        for request_id in request_ids:
-            self.runner.batch.remove(request_id)
         self.runner.kv_caches = []
+
+    def _profile_batch(self, requests: list[NewRequestData], decodes: bool) -> None:
+        """Compute the requests' prompts in one step, and one token more of each in another one if asked for."""
+        lengths = {request.request_id: request.num_prompt_tokens for request in requests}
+        self.execute_model(SchedulerOutput(lengths, new_requests=requests))
+        if decodes:
+            token_ids = [] if self._runs_ahead else [[0] for _ in requests]  # of which ranks that do not sample hear
+            columns = CachedRequestData(list(lengths), [[] for _ in requests], list(lengths.values()), token_ids)
+            self.execute_model(SchedulerOutput(dict.fromkeys(lengths, 1), cached_requests=columns))
+        for request_id in lengths:
+            self.runner.batch.remove(request_id)
+
+
+def _profile_request(num_tokens: int, blocks: range, request_id: str = "profile") -> NewRequestData:
+    return NewRequestData(
+        request_id=request_id,
+        token_ids=[0] * num_tokens,
+        num_prompt_tokens=num_tokens,
+        sampling_params=SamplingParams(temperature=1.0, top_p=0.9, seed=0),
+        stop_token_ids=[],
+        block_ids=list(blocks),
+        num_computed_tokens=0,
+    )

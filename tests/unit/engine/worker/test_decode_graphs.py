@@ -1,17 +1,28 @@
 """Which steps are captured, and in which memory. That they compute the right thing is for the engine's tests."""
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
+from quire_engine.distributed import ParallelState
 from quire_engine.messages import NewRequestData
-from quire_engine.worker.decode_graphs import FLOATS, INTEGERS, DecodeGraphs, capture_sizes
+from quire_engine.worker.decode_graphs import (
+    FLOATS,
+    INTEGERS,
+    DecodeGraphs,
+    _Graph,
+    capture_sizes,
+    run_as_captured,
+)
 from quire_engine.worker.input_batch import InputBatch
 from quire_kernels import cpu
 from quire_kernels.gpu.interpreter import INTERPRETED
+from support.ranks import run_on_ranks, thread_ranks
 
 MEGABYTE = 1 << 20
 
@@ -27,11 +38,32 @@ def test_a_step_wastes_few_rows(max_num_seqs: int) -> None:
         assert number < 8 or size - number < 16
 
 
+class FakeCapture:
+    """Its graphs share memory, into which torch captures no more once all of them are gone."""
+
+    def __init__(self) -> None:
+        self._graphs: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()
+        self._is_used = False
+
+    def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
+        assert self._graphs or not self._is_used
+
+        def graph() -> None: ...
+
+        self._graphs.add(graph)
+        self._is_used = True
+        return graph
+
+
 class FakeGraphs(DecodeGraphs):
     """Each graph takes a megabyte for each of its requests, as far as a larger one has not taken it before."""
 
-    def __init__(self) -> None:
-        self._graphs, self._sizes, self.attempts = {}, [], []  # type: ignore[var-annotated]
+    def __init__(self, parallel: ParallelState = ParallelState()) -> None:
+        super().__init__(
+            SimpleNamespace(parallel=parallel), [], InputBatch(1, 1, 1, 1), torch.zeros(2, dtype=torch.int64), 1,
+            FakeCapture,
+        )  # type: ignore[arg-type]  # fmt: skip
+        self.attempts: list[int] = []
 
     def used_bytes(self) -> int:
         return 5 * MEGABYTE + max(self._graphs, default=0) * MEGABYTE
@@ -40,10 +72,11 @@ class FakeGraphs(DecodeGraphs):
         assert not self._graphs, "what was captured before is let go of"
         self.attempts.append(max_size)
 
-    def _capture_one(self, size: int) -> None:  # type: ignore[override]
+    def _capture_one(self, size: int) -> _Graph:
         assert all(size < other for other in self._graphs), (
             "the largest comes first: the others find room in its memory"
         )
+        return _Graph(self._capture(lambda: None), None)
 
 
 @pytest.mark.parametrize(
@@ -58,13 +91,26 @@ def test_graphs_keep_to_their_memory(budget: int, attempts: list[int], max_size:
     assert sorted(graphs._graphs) == [size for size in capture_sizes(16) if size <= max_size]
 
 
+def test_ranks_capture_the_same_sizes_where_only_one_has_little_memory() -> None:
+    ranks = thread_ranks(2, 1)
+    graphs = [FakeGraphs(parallel) for parallel in ranks]
+
+    def capture(parallel: ParallelState) -> None:
+        own = graphs[parallel.rank]
+        own.capture(capture_sizes(16), own.used_bytes, (15, 16)[parallel.rank] * MEGABYTE)
+
+    run_on_ranks(ranks, capture)
+    assert [one.attempts for one in graphs] == [[16, 2]] * 2
+    assert [one.max_size for one in graphs] == [2] * 2
+
+
 def test_rows_of_padding_go_where_nobody_reads() -> None:
     batch = InputBatch(4, 64, 16, 100)
     for name, token_ids, blocks in (("a", [5, 6, 7], [2]), ("b", list(range(20)), [0, 3])):
         params = SamplingParams(temperature=0.5, top_p=0.25, top_k=3, min_p=0.125, seed=2**63 + 1)
         batch.add(NewRequestData(name, token_ids, len(token_ids), params, [], blocks, 0))
     batch.expect_tokens(np.array([batch.slots["b"]]))
-    graphs = DecodeGraphs(None, [], batch, torch.zeros(5), 64, lambda function: function)  # type: ignore[arg-type]
+    graphs = DecodeGraphs(None, [], batch, torch.zeros(5), 64, lambda: run_as_captured)  # type: ignore[arg-type]
     graphs._block_size, graphs._scratch_slot = 16, 144
     slots = np.array([batch.slots["a"], batch.slots["b"]])
     graphs._inputs = torch.from_numpy(graphs._lay_out(slots, 4))

@@ -6,15 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from quire_engine import LLM, SamplingParams
+from quire_engine import LLM, EngineConfig, SamplingParams
+from quire_engine.distributed import ParallelState
 from quire_engine.memory import paused_gc, release_pages, resident_memory_bytes
 from quire_engine.messages import SchedulerOutput
 from quire_engine.models import CheckpointConfig
 from quire_engine.models.loader import load_model
 from quire_engine.models.mapped import mapped_zeros
 from quire_engine.models.parallel import Packable
+from quire_engine.worker import Worker
 from quire_engine.worker.model_runner import ModelRunner
 from quire_engine.worker.submitted_step import SubmittedStep
+from support.ranks import run_on_ranks, thread_ranks
 
 TINYPY = Path(__file__).resolve().parents[4] / "model_repository" / "tinypy" / "1" / "model"
 
@@ -50,6 +53,31 @@ def test_memory_of_a_step_is_measured_on_one_layer(monkeypatch: pytest.MonkeyPat
     layers = CheckpointConfig.from_folder(TINYPY).num_layers
     assert layers > 1
     assert num_layers[1:] == [(layers, layers)]
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_steps_of_all_kinds_are_run_where_kernels_are_compiled_when_first_used(
+    async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On all ranks alike: they wait for each other."""
+    monkeypatch.setattr("quire_engine.worker.worker.uses_triton", lambda tensor: True)
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "async_scheduling": async_scheduling}
+    config = EngineConfig.from_settings({"model": str(TINYPY), "enforce_eager": True, **settings})
+    steps: dict[int, list[list[int]]] = {0: [], 1: []}
+    submit_step = ModelRunner.submit
+
+    def submit(runner: ModelRunner, scheduler_output: SchedulerOutput) -> SubmittedStep:
+        steps[runner.parallel.rank].append(list(scheduler_output.num_scheduled_tokens.values()))
+        return submit_step(runner, scheduler_output)
+
+    def profile(parallel: ParallelState) -> int:
+        worker = Worker(config, CheckpointConfig.from_folder(TINYPY), 64, parallel)
+        worker.determine_num_blocks()
+        return len(worker.runner.batch.slots)
+
+    monkeypatch.setattr(ModelRunner, "submit", submit)
+    assert run_on_ranks(thread_ranks(2, 1), profile) == [0, 0], "nothing is left of it"
+    assert steps[0] == steps[1] == [[4] * 8, [1] * 8, [32], [1]]
 
 
 def test_a_model_without_memory_has_no_mappings() -> None:

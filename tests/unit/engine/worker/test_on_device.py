@@ -153,7 +153,7 @@ def steps(params: SamplingParams, bitmask: GrammarBitmask | None = None) -> list
 def test_a_step_needs_nothing_of_the_host(name: str, with_graphs: bool, runner: ModelRunner) -> None:
     if with_graphs:
         arguments = (runner.model, runner.kv_caches, runner.batch, runner.last_token_ids, MAX_MODEL_LEN)
-        runner.graphs = DecodeGraphs(*arguments, run_as_captured)
+        runner.graphs = DecodeGraphs(*arguments, lambda: run_as_captured)
         runner.graphs.capture([1, 2, 4], lambda: 0, 0)
     for step in steps(PARAMETERS[name]):
         runner.submit(step)

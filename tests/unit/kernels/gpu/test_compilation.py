@@ -14,6 +14,9 @@ ROOT = Path(__file__).parents[4]
 SHARED_MEMORY = 227 * 1024
 """Bytes that a program may have on Hopper (CUDA C++ Programming Guide, compute capability 9.0)."""
 
+NUM_DECODE_VARIANTS = 5
+"""That the script's calls of `attention` have; its decodes of any number and length have that of the first."""
+
 
 def kernel_names() -> set[str]:
     """Of the functions that are launched, in all files."""
@@ -36,5 +39,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     kernels = [json.loads(line) for line in run.stdout.splitlines()]
     assert {kernel["kernel"] for kernel in kernels} == kernel_names()
     assert [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY] == []
+    decodes = {kernel["hash"] for kernel in kernels if kernel["kernel"] == "_decode_kernel"}
+    assert len(decodes) == NUM_DECODE_VARIANTS, "a step of another size waits for the compiler"
     # The instructions without which large products are slow there.
     assert {"_prefill_kernel", "_linear_kernel"} <= {kernel["kernel"] for kernel in kernels if kernel["wgmma"]}
