@@ -21,7 +21,7 @@ import msgspec
 
 from quire_engine.config import EngineConfig
 from quire_engine.distributed import ParallelState
-from quire_engine.errors import CheckpointError, EngineDeadError, EngineError
+from quire_engine.errors import AbortedError, CheckpointError, EngineDeadError, EngineError
 from quire_engine.executor.message_queue import MessageReader, MessageWriter
 from quire_engine.executor.worker_processes import WorkerProcesses
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput, WorkerCall, WorkerResponse
@@ -251,7 +251,7 @@ class MultiProcExecutor:
         if not failed:
             return None
         rank, answer = next((item for item in failed if not item[1].is_aborted), failed[0])
-        kind = ERRORS.get(answer.error_type, EngineError)
+        kind = AbortedError if answer.is_aborted else ERRORS.get(answer.error_type, EngineError)
         is_one_of_several = issubclass(kind, EngineError) and kind is not CheckpointError and len(self._responses) > 1
         return kind(f"rank {rank}: {answer.error}" if is_one_of_several else answer.error)
 
