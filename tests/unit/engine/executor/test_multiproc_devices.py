@@ -12,6 +12,7 @@ from quire_engine.executor.multiproc import MultiProcExecutor
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.worker.worker import Worker
 from support.multiproc import bad_step, executor, settings, step
+from support.processes import open_descriptors
 
 PROMPTS = [[5 + i % 60 for i in range(40)], [7, 8, 9], [11] * 100]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -47,6 +48,13 @@ def test_ranks_meet_and_give_the_same_tokens(stages: int, checkpoint: Callable[[
     assert answers[0] == answers[1]
     assert isinstance(workers, MultiProcExecutor)
     assert [process.returncode for process in workers._workers._processes] == [0] * 2 * stages
+
+
+def test_devices_that_are_not_there_leave_nothing_open(checkpoint: Callable[[str], Path]) -> None:
+    descriptors = open_descriptors()
+    with pytest.raises(ValueError, match="gpu_device_ids"):
+        LLM(**settings(checkpoint("tied-gqa"), tensor_parallel_size=2, gpu_device_ids=[1000, 1001]))
+    assert open_descriptors() <= descriptors
 
 
 @pytest.mark.usefixtures("torch_groups")
