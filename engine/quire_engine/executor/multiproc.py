@@ -241,7 +241,9 @@ class MultiProcExecutor:
             raise self._dead if is_step else error
         if has_others and call_id > self._recovered_at:
             self._recover()
+        error = self._first_error(call_id)  # by now all ranks have told theirs
         del self._answers[call_id]
+        assert error is not None
         raise error
 
     def _first_error(self, call_id: int) -> Exception | None:

@@ -96,6 +96,30 @@ def test_rank_that_fails_alone_leaves_nobody_waiting(
             assert len(workers.collect().sampled_token_ids[f"a{i}"]) == 1
 
 
+def test_the_cause_is_told_though_another_rank_answers_first(
+    checkpoint: Callable[[str], Path], in_workers: Callable[[str], None]
+) -> None:
+    in_workers("""
+        class Slow(Exception):
+            def __str__(self):
+                time.sleep(0.2)  # once the other ranks have been let go
+                return "poisoned"
+
+        submit_model = Worker.submit_model
+
+        def fails(self, scheduler_output):
+            if self.parallel.rank == 1 and "poison" in scheduler_output.num_scheduled_tokens:
+                raise Slow
+            return submit_model(self, scheduler_output)
+
+        Worker.submit_model = fails
+    """)
+    with executor(checkpoint("tied-gqa"), tensor_parallel_size=2) as workers:
+        workers.submit(step("poison"))
+        with pytest.raises(EngineError, match="rank 1: Slow: poisoned"):
+            workers.collect()
+
+
 def test_a_slow_rank_is_told_from_the_one_that_waits_for_it(
     checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
