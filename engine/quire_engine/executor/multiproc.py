@@ -186,13 +186,24 @@ class MultiProcExecutor:
         return call_id
 
     def _wait_for_all(self, call_id: int) -> None:
-        """Until all ranks have answered; where those that wait for one that failed stay there, until one has."""
-        self._wait_until(
-            lambda: (
-                len(self._answers.get(call_id, ())) == len(self._responses)
-                or (self._has_error(call_id) and (call_id == READY or not self._workers.can_reset_groups))
-            )
-        )
+        """Until all ranks have answered; where those that wait for one that failed stay there, until one has.
+
+        Raises:
+            EngineDeadError: they stay in a step that was submitted before.
+        """
+
+        def ready() -> bool:
+            if len(self._answers.get(call_id, ())) == len(self._responses):
+                return True
+            if call_id != READY and self._workers.can_reset_groups:
+                return False
+            for failed in filter(self._has_error, sorted(self._answers)):
+                if failed < call_id:
+                    self._dead = EngineDeadError(str(self._first_error(failed)))
+                    raise self._dead
+            return self._has_error(call_id)
+
+        self._wait_until(ready)
 
     def _has_output(self, call_id: int) -> bool:
         return self._output_rank in self._answers.get(call_id, ()) or self._has_error(call_id)

@@ -85,6 +85,28 @@ def test_an_error_of_one_of_several_ranks_is_the_end(
 
 
 @pytest.mark.usefixtures("torch_groups")
+def test_a_method_does_not_wait_for_a_step_that_cannot_end(
+    checkpoint: Callable[[str], Path], in_workers: Callable[[str], None]
+) -> None:
+    in_workers("""
+        submit_model = Worker.submit_model
+
+        def fails(self, scheduler_output):
+            if self.parallel.rank == 1 and "poison" in scheduler_output.num_scheduled_tokens:
+                raise RuntimeError("poisoned")
+            return submit_model(self, scheduler_output)
+
+        Worker.submit_model = fails
+    """)
+    with executor(checkpoint("tied-gqa"), tensor_parallel_size=2) as workers:
+        workers.submit(step("poison"))
+        with pytest.raises(EngineDeadError, match=r"^rank 1: RuntimeError: poisoned$"):
+            workers.rank_step_seconds()
+        with pytest.raises(EngineDeadError):
+            workers.check_health()
+
+
+@pytest.mark.usefixtures("torch_groups")
 def test_error_of_a_method_is_its_own_and_the_end(
     checkpoint: Callable[[str], Path], in_workers: Callable[[str], None]
 ) -> None:
