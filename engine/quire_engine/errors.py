@@ -1,6 +1,7 @@
 """The errors a caller can meet. Each message names the parameter or file, what is wrong, and what would be right."""
 
 __all__ = [
+    "AbortedError",
     "CheckpointError",
     "DeadlineExceededError",
     "EngineDeadError",
@@ -33,6 +34,10 @@ class CheckpointError(EngineError, ValueError):
 
 class EngineDeadError(EngineError):
     """The engine process is gone. The request in hand did not finish."""
+
+
+class AbortedError(EngineError):
+    """A step failed on this rank only because another rank did, in this step or in another one."""
 
 
 class EngineUnavailableError(EngineError):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from quire_engine.config import EngineConfig
 from quire_engine.core.step_history import StepHistory
-from quire_engine.errors import EngineDeadError, EngineError, EngineSleepingError
+from quire_engine.errors import AbortedError, EngineDeadError, EngineError, EngineSleepingError
 from quire_engine.executor import Executor, make_executor
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.messages import (
@@ -228,7 +228,9 @@ class EngineCore:
         logger.error("a step of %d requests failed", len(scheduler_output.num_scheduled_tokens), exc_info=error)
         self._drop_in_flight()
         reason = f"the engine failed: {error!r}"
-        return self.scheduler.recover_from_failed_step(scheduler_output, reason, was_submitted=was_submitted)
+        return self.scheduler.recover_from_failed_step(
+            scheduler_output, reason, was_submitted=was_submitted, was_aborted=isinstance(error, AbortedError)
+        )
 
     def _drop_in_flight(self) -> None:
         """Wait for all steps in flight, and forget what came of them."""

@@ -32,18 +32,14 @@ import os
 import msgspec
 import torch
 
-from quire_engine.errors import EngineError
+from quire_engine.errors import AbortedError
 from quire_engine.semaphore import WORD_BYTES, Semaphore, SemaphoreHandle, SharedMemory, Waiter, Watch
 
-__all__ = ["AbortFlag", "AbortFlagHandle", "AbortedError", "SharedMemoryCommunicator", "SharedMemoryGroup"]
+__all__ = ["AbortFlag", "AbortFlagHandle", "SharedMemoryCommunicator", "SharedMemoryGroup"]
 
 PIECE_BYTES = 1024 * 1024
 """Of a tensor that is exchanged at once: the buffers of a few ranks fit into a cache together."""
 NUM_SLOTS = 4
-
-
-class AbortedError(EngineError):
-    """Another rank failed in the middle of a step."""
 
 
 class AbortFlagHandle(msgspec.Struct, frozen=True):

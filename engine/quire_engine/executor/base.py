@@ -59,6 +59,7 @@ class Executor(Protocol):
 
         Raises:
             EngineDeadError: a rank died or hangs; nothing more can be done with this executor but `shutdown`.
+            AbortedError: the step failed because of another one in flight.
             Exception: the step failed.
         """
         ...

@@ -21,7 +21,7 @@ import msgspec
 
 from quire_engine.config import EngineConfig
 from quire_engine.distributed import ParallelState
-from quire_engine.errors import CheckpointError, EngineDeadError, EngineError
+from quire_engine.errors import AbortedError, CheckpointError, EngineDeadError, EngineError
 from quire_engine.executor.message_queue import MessageReader, MessageWriter
 from quire_engine.executor.worker_processes import WorkerProcesses
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput, WorkerCall, WorkerResponse
@@ -186,13 +186,24 @@ class MultiProcExecutor:
         return call_id
 
     def _wait_for_all(self, call_id: int) -> None:
-        """Until all ranks have answered; where those that wait for one that failed stay there, until one has."""
-        self._wait_until(
-            lambda: (
-                len(self._answers.get(call_id, ())) == len(self._responses)
-                or (self._has_error(call_id) and (call_id == READY or not self._workers.can_reset_groups))
-            )
-        )
+        """Until all ranks have answered; where those that wait for one that failed stay there, until one has.
+
+        Raises:
+            EngineDeadError: they stay in a step that was submitted before.
+        """
+
+        def ready() -> bool:
+            if len(self._answers.get(call_id, ())) == len(self._responses):
+                return True
+            if call_id != READY and self._workers.can_reset_groups:
+                return False
+            for failed in filter(self._has_error, sorted(self._answers)):
+                if failed < call_id:
+                    self._dead = EngineDeadError(str(self._first_error(failed)))
+                    raise self._dead
+            return self._has_error(call_id)
+
+        self._wait_until(ready)
 
     def _has_output(self, call_id: int) -> bool:
         return self._output_rank in self._answers.get(call_id, ()) or self._has_error(call_id)
@@ -241,7 +252,9 @@ class MultiProcExecutor:
             raise self._dead if is_step else error
         if has_others and call_id > self._recovered_at:
             self._recover()
+        error = self._first_error(call_id)  # by now all ranks have told theirs
         del self._answers[call_id]
+        assert error is not None
         raise error
 
     def _first_error(self, call_id: int) -> Exception | None:
@@ -251,7 +264,7 @@ class MultiProcExecutor:
         if not failed:
             return None
         rank, answer = next((item for item in failed if not item[1].is_aborted), failed[0])
-        kind = ERRORS.get(answer.error_type, EngineError)
+        kind = AbortedError if answer.is_aborted else ERRORS.get(answer.error_type, EngineError)
         is_one_of_several = issubclass(kind, EngineError) and kind is not CheckpointError and len(self._responses) > 1
         return kind(f"rank {rank}: {answer.error}" if is_one_of_several else answer.error)
 

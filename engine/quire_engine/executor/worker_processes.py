@@ -37,6 +37,7 @@ class WorkerProcesses:
     def __init__(self, config: EngineConfig, max_model_len: int) -> None:
         parallel = config.parallel
         tensor_size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        shares_memory = parallel.world_size == 1 or uses_shared_memory(config)  # before anything is open: it may raise
         self.calls = MessageQueueHandle.create(parallel.world_size)
         self.responses = [MessageQueueHandle.create(1) for _ in range(parallel.world_size)]
         self._abort = AbortFlagHandle.create()
@@ -44,11 +45,11 @@ class WorkerProcesses:
         self._meeting_place: MeetingPlace | None = None
         self._tensor_groups: list[SharedMemoryGroup] = []
         self._pipeline_groups: list[SharedMemoryGroup] = []
-        if parallel.world_size > 1 and not uses_shared_memory(config):
-            self._meeting_place = MeetingPlace.create()
-        else:
+        if shares_memory:
             self._tensor_groups = _make_groups(num_stages, tensor_size)
             self._pipeline_groups = _make_groups(tensor_size, num_stages)
+        else:
+            self._meeting_place = MeetingPlace.create()
         self.pidfds: list[int] = []
         """Each becomes readable when its process ends. None where a sandbox lacks them: then one has to look."""
         self._processes: list[subprocess.Popen[bytes]] = []

@@ -348,11 +348,12 @@ class Scheduler:
         return outputs
 
     def recover_from_failed_step(
-        self, scheduler_output: SchedulerOutput, error: str, *, was_submitted: bool = True
+        self, scheduler_output: SchedulerOutput, error: str, *, was_submitted: bool = True, was_aborted: bool = False
     ) -> list[EngineCoreOutput]:
         """Undo a step that raised, and find out whose fault it was. No other step may be in flight any more.
 
-        1. A request that failed alone is the culprit and ends with `error`.
+        1. A request that failed alone is the culprit and ends with `error`; but not where the step was aborted because
+           of another one in flight, which may be another request's, unless it is on trial: then all are its own.
         2. Of several, each is a suspect: they are computed again one at a time, ahead of everybody else, until each
            has survived one token. The culprit comes to fail alone, and the others just go on.
         3. The blocks of the step may hold anything, so no cached prefix is trusted any more.
@@ -364,7 +365,10 @@ class Scheduler:
         outputs, self._ended = self._ended, []
         if len(scheduled) == 1:
             culprit = self.requests.get(scheduled[0])  # unless it ended, or was taken back, while the step ran
-            if culprit is not None and culprit.void_until_step < scheduler_output.step:
+            if culprit is not None and (
+                culprit.void_until_step < scheduler_output.step
+                and (not was_aborted or culprit is self._trials.on_trial)
+            ):
                 self.finish_request(culprit.request_id)
                 outputs.append(EngineCoreOutput(scheduled[0], finish_reason=FinishReason.ERROR, error=error))
         self.num_failed_steps += 1

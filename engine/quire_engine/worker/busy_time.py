@@ -5,8 +5,9 @@
     byte  0               64              128
           │ ns of rank 0  │ ns of rank 1  │ …      uint64 each, on a cache line of its own, written by its rank alone
 
-Waits for other ranks are not in it. All ranks' steps end together, and take as long as the slowest rank's; this is what
-tells which one that is. Memory, and not a message: no step waits for it, and it can be read of a rank that hangs.
+Waits for other ranks are not in it, but for those of GPUs, which wait inside of kernels. All ranks' steps end together,
+and take as long as the slowest rank's; this is what tells which one that is. Memory, and not a message: no step waits
+for it, and it can be read of a rank that hangs.
 """
 
 import os

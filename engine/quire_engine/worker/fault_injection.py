@@ -63,7 +63,8 @@ class FaultInjection:
             time.sleep(fault.seconds)
             return
         if not any(
-            fault.token_id in token_ids or fault.num_output_tokens == batch.num_output_tokens(request_id)
+            fault.token_id in token_ids
+            or (fault.num_output_tokens is not None and fault.num_output_tokens == batch.num_output_tokens(request_id))
             for request_id, token_ids in output.sampled_token_ids.items()
         ):
             return

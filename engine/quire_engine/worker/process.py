@@ -34,12 +34,11 @@ import torch
 
 from quire_engine.distributed import ParallelState
 from quire_engine.distributed.shared_memory import (
-    AbortedError,
     AbortFlag,
     SharedMemoryCommunicator,
     SharedMemoryGroup,
 )
-from quire_engine.errors import EngineDeadError, EngineError
+from quire_engine.errors import AbortedError, EngineDeadError, EngineError
 from quire_engine.executor.message_queue import MessageReader, MessageWriter
 from quire_engine.messages import WorkerCall, WorkerResponse
 from quire_engine.models.checkpoint import CheckpointConfig

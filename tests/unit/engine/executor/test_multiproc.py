@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from quire_engine import LLM, SamplingParams
-from quire_engine.errors import CheckpointError, EngineDeadError, EngineError
+from quire_engine.errors import AbortedError, CheckpointError, EngineDeadError, EngineError
 from quire_engine.memory import resident_memory_bytes
 from quire_engine.messages import SchedulerOutput
 from quire_engine.worker.fault_injection import FAULT_INJECTION_VARIABLE
@@ -96,6 +96,30 @@ def test_rank_that_fails_alone_leaves_nobody_waiting(
             assert len(workers.collect().sampled_token_ids[f"a{i}"]) == 1
 
 
+def test_the_cause_is_told_though_another_rank_answers_first(
+    checkpoint: Callable[[str], Path], in_workers: Callable[[str], None]
+) -> None:
+    in_workers("""
+        class Slow(Exception):
+            def __str__(self):
+                time.sleep(0.2)  # once the other ranks have been let go
+                return "poisoned"
+
+        submit_model = Worker.submit_model
+
+        def fails(self, scheduler_output):
+            if self.parallel.rank == 1 and "poison" in scheduler_output.num_scheduled_tokens:
+                raise Slow
+            return submit_model(self, scheduler_output)
+
+        Worker.submit_model = fails
+    """)
+    with executor(checkpoint("tied-gqa"), tensor_parallel_size=2) as workers:
+        workers.submit(step("poison"))
+        with pytest.raises(EngineError, match="rank 1: Slow: poisoned"):
+            workers.collect()
+
+
 def test_a_slow_rank_is_told_from_the_one_that_waits_for_it(
     checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +160,34 @@ def test_steps_in_flight_are_collected_in_order(checkpoint: Callable[[str], Path
             workers.collect()
         workers.submit(step("c"))
         assert list(workers.collect().sampled_token_ids) == ["c"]
+
+
+def test_step_that_is_aborted_because_of_the_next_one_says_so(
+    checkpoint: Callable[[str], Path], in_workers: Callable[[str], None]
+) -> None:
+    """The first stage fails in the second step before the last stage has come to its part of the first."""
+    in_workers("""
+        submit_model = Worker.submit_model
+
+        def fails(self, scheduler_output):
+            if self.parallel.rank == 0 and "poison" in scheduler_output.num_scheduled_tokens:
+                raise RuntimeError("poisoned")
+            if self.parallel.rank == 1 and "innocent" in scheduler_output.num_scheduled_tokens:
+                while not self.parallel.pipeline_group._abort._flag.is_released():
+                    time.sleep(0.001)
+            return submit_model(self, scheduler_output)
+
+        Worker.submit_model = fails
+    """)
+    with executor(checkpoint("tied-gqa"), pipeline_parallel_size=2) as workers:
+        workers.submit(step("innocent"))
+        workers.submit(step("poison"))
+        with pytest.raises(AbortedError, match="rank 1: AbortedError: another rank failed"):
+            workers.collect()
+        with pytest.raises(EngineError, match="rank 0: RuntimeError: poisoned"):
+            workers.collect()
+        workers.submit(step("next"))
+        assert list(workers.collect().sampled_token_ids) == ["next"]
 
 
 def test_large_calls_and_large_answers_do_not_wait_for_each_other(

@@ -12,6 +12,7 @@ from quire_engine.executor.multiproc import MultiProcExecutor
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.worker.worker import Worker
 from support.multiproc import bad_step, executor, settings, step
+from support.processes import open_descriptors
 
 PROMPTS = [[5 + i % 60 for i in range(40)], [7, 8, 9], [11] * 100]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -49,6 +50,13 @@ def test_ranks_meet_and_give_the_same_tokens(stages: int, checkpoint: Callable[[
     assert [process.returncode for process in workers._workers._processes] == [0] * 2 * stages
 
 
+def test_devices_that_are_not_there_leave_nothing_open(checkpoint: Callable[[str], Path]) -> None:
+    descriptors = open_descriptors()
+    with pytest.raises(ValueError, match="gpu_device_ids"):
+        LLM(**settings(checkpoint("tied-gqa"), tensor_parallel_size=2, gpu_device_ids=[1000, 1001]))
+    assert open_descriptors() <= descriptors
+
+
 @pytest.mark.usefixtures("torch_groups")
 def test_an_error_of_one_of_several_ranks_is_the_end(
     checkpoint: Callable[[str], Path], in_workers: Callable[[str], None]
@@ -72,6 +80,28 @@ def test_an_error_of_one_of_several_ranks_is_the_end(
             workers.collect()
         with pytest.raises(EngineDeadError):
             workers.submit(step("b"))
+        with pytest.raises(EngineDeadError):
+            workers.check_health()
+
+
+@pytest.mark.usefixtures("torch_groups")
+def test_a_method_does_not_wait_for_a_step_that_cannot_end(
+    checkpoint: Callable[[str], Path], in_workers: Callable[[str], None]
+) -> None:
+    in_workers("""
+        submit_model = Worker.submit_model
+
+        def fails(self, scheduler_output):
+            if self.parallel.rank == 1 and "poison" in scheduler_output.num_scheduled_tokens:
+                raise RuntimeError("poisoned")
+            return submit_model(self, scheduler_output)
+
+        Worker.submit_model = fails
+    """)
+    with executor(checkpoint("tied-gqa"), tensor_parallel_size=2) as workers:
+        workers.submit(step("poison"))
+        with pytest.raises(EngineDeadError, match=r"^rank 1: RuntimeError: poisoned$"):
+            workers.rank_step_seconds()
         with pytest.raises(EngineDeadError):
             workers.check_health()
 

@@ -137,6 +137,17 @@ def test_one_that_failed_alone_ends_though_others_were_in_flight() -> None:
     assert list(scheduler.schedule().num_scheduled_tokens) == ["r1"]
 
 
+def test_one_that_was_aborted_alone_is_a_suspect_like_all_and_ends_only_on_trial() -> None:
+    scheduler = pipeline(2)
+    first, _ = scheduler.schedule(), scheduler.schedule()
+    assert scheduler.recover_from_failed_step(first, "why", was_aborted=True) == []
+    trial = scheduler.schedule()
+    assert list(trial.num_scheduled_tokens) == ["r0"]
+    (output,) = scheduler.recover_from_failed_step(trial, "why", was_aborted=True)
+    assert (output.request_id, output.finish_reason, output.error) == ("r0", FinishReason.ERROR, "why")
+    assert list(scheduler.schedule().num_scheduled_tokens) == ["r1"]
+
+
 def test_drops_of_a_step_that_was_never_submitted_are_told_again() -> None:
     scheduler = pipeline(2)
     scheduler.finish_request("r0")
