@@ -71,12 +71,15 @@ def test_steps_of_all_kinds_are_run_where_kernels_are_compiled_when_first_used(
         return submit_step(runner, scheduler_output)
 
     def profile(parallel: ParallelState) -> int:
-        worker = Worker(config, CheckpointConfig.from_folder(TINYPY), 64, parallel)
+        worker = workers[parallel.rank]
         worker.determine_num_blocks()
         return len(worker.runner.batch.slots)
 
     monkeypatch.setattr(ModelRunner, "submit", submit)
-    assert run_on_ranks(thread_ranks(2, 1), profile) == [0, 0], "nothing is left of it"
+    ranks = thread_ranks(2, 1)
+    # Not in the ranks' threads: while a model is built, torch's default dtype is its own, in all threads.
+    workers = [Worker(config, CheckpointConfig.from_folder(TINYPY), 64, parallel) for parallel in ranks]
+    assert run_on_ranks(ranks, profile) == [0, 0], "nothing is left of it"
     assert steps[0] == steps[1] == [[4] * 8, [1] * 8, [32], [1]]
 
 
