@@ -7,6 +7,7 @@ once. It reads its inputs from where they were when it was captured, so a step i
 
     1. round up the number of requests to a captured size: 5 ─► 8
     2. lay the inputs out on the host     │ token_ids │ from_device │ slots │ positions │ … │   one array, one copy
+       and the blocks that the batch has got since, for the block table that is kept on the device, by slot
     3. copy, replay the forward graph     token = from_device ? last_token_ids[slot] : token_ids  ─► hidden
     4. replay the sampling graph          hidden ─► logits ─► token ids ─► last_token_ids[slot]
        or, for rows with penalties, a grammar and the like, compute logits and sample op by op
@@ -33,7 +34,7 @@ from tqdm import tqdm
 from quire_engine.models.layers import AttentionMetadata
 from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.transfer import upload
-from quire_engine.worker.input_batch import TABLE_STEP, InputBatch
+from quire_engine.worker.input_batch import InputBatch
 
 __all__ = ["Capture", "CudaCapture", "DecodeGraphs", "capture_sizes", "run_as_captured"]
 
@@ -97,6 +98,36 @@ class _Graph:
 
     forward: Function
     sample: Function | None
+
+
+class DeviceBlockTable:
+    """The batch's block tables on the device, by slot: of a step only what is new in them goes there."""
+
+    def __init__(self, batch: InputBatch, device: torch.device) -> None:
+        self._batch = batch
+        self.by_slot = torch.zeros(batch.max_num_seqs + 1, batch.block_table.shape[1], dtype=torch.int64, device=device)
+        """[max_num_seqs + 1, M]; the last row is for rows of padding."""
+        self._num_told = np.zeros(batch.max_num_seqs, dtype=np.int64)
+        self._generation = np.full(batch.max_num_seqs, -1, dtype=np.int64)
+
+    def update(self, slots: Int64Array) -> None:
+        """Tell the device of the blocks that these slots' requests have got since they were last named here."""
+        batch = self._batch
+        is_new = self._generation[slots] != batch.generation[slots]
+        self._num_told[slots[is_new]] = 0
+        self._generation[slots] = batch.generation[slots]
+        num_told, num_blocks = self._num_told[slots], batch.num_blocks[slots]
+        num_new = num_blocks - num_told
+        if not num_new.any():
+            return
+        self._num_told[slots] = num_blocks
+        rows = np.repeat(slots, num_new)
+        columns = np.arange(len(rows)) + np.repeat(num_told - (np.cumsum(num_new) - num_new), num_new)
+        flat = self.by_slot.view(-1)
+        places, block_ids = upload(
+            flat.device, rows * self.by_slot.shape[1] + columns, batch.block_table[rows, columns]
+        )
+        flat.index_copy_(0, places, block_ids)
 
 
 class DecodeGraphs:
@@ -190,12 +221,12 @@ class DecodeGraphs:
         self._scratch_slot = (num_blocks - 1) * self._block_size
         stride = _round_up(max_size, COLUMN_STEP)
         self._inputs = torch.zeros((len(INTEGERS) + len(FLOATS)) * stride, dtype=torch.int64, device=device)
-        self._block_table = torch.zeros(max_size, self._batch.block_table.shape[1], dtype=torch.int64, device=device)
+        self._block_table = DeviceBlockTable(self._batch, device)
         self._hidden = torch.zeros(max_size, self._model.hidden_size, dtype=dtype, device=device)
         self._sampled = torch.zeros(max_size, dtype=torch.int64, device=device)
         self._query_start_loc = torch.arange(max_size + 1, device=device)
         plan = plan_attention(
-            self._block_table,
+            self._block_table.by_slot,
             torch.arange(max_size + 1),
             torch.full((max_size,), self._max_model_len),
             self._model.num_heads,
@@ -206,20 +237,20 @@ class DecodeGraphs:
 
     def _capture_one(self, size: int) -> _Graph:
         column = self._columns(size)
-        metadata = AttentionMetadata(
-            positions=column["positions"],
-            slot_mapping=column["slot_mapping"],
-            block_table=self._block_table[:size],
-            query_start_loc=self._query_start_loc[: size + 1],
-            seq_lens=column["seq_lens"],
-            plan=replace(
-                self._plan, partials=self._plan.partials[:size], partial_lse=self._plan.partial_lse[:size]
-            ),
-        )  # fmt: skip
+        partials, lse = self._plan.partials[:size], self._plan.partial_lse[:size]
+        plan = replace(self._plan, partials=partials, partial_lse=lse)
 
         def forward() -> None:
-            last_token_ids = self._last_token_ids[column["slots"]]
-            token_ids = torch.where(column["from_device"] != 0, last_token_ids, column["token_ids"])
+            slots = column["slots"]
+            metadata = AttentionMetadata(
+                positions=column["positions"],
+                slot_mapping=column["slot_mapping"],
+                block_table=self._block_table.by_slot[slots],
+                query_start_loc=self._query_start_loc[: size + 1],
+                seq_lens=column["seq_lens"],
+                plan=plan,
+            )
+            token_ids = torch.where(column["from_device"] != 0, self._last_token_ids[slots], column["token_ids"])
             hidden = self._model.forward(token_ids, self._kv_caches, metadata)
             assert hidden is not None, "of several stages"
             self._hidden[:size] = hidden
@@ -275,11 +306,9 @@ class DecodeGraphs:
         """
         size = self._sizes[bisect_left(self._sizes, len(slots))]
         words = self._lay_out(slots, size)
-        num_blocks = -(-int(self._batch.num_tokens[slots].max()) // self._block_size)
-        width = min(_round_up(num_blocks, TABLE_STEP), self._block_table.shape[1])
-        inputs, table = upload(self._inputs.device, words, self._batch.block_table[slots, :width])
+        (inputs,) = upload(self._inputs.device, words)
         self._inputs[: len(words)].copy_(inputs)
-        self._block_table[: len(slots), :width].copy_(table)
+        self._block_table.update(slots)
         self._graphs[size].forward()
         return self._hidden[: len(slots)]
 

@@ -15,6 +15,7 @@ from quire_engine.worker.decode_graphs import (
     FLOATS,
     INTEGERS,
     DecodeGraphs,
+    DeviceBlockTable,
     _Graph,
     capture_sizes,
     run_as_captured,
@@ -126,6 +127,30 @@ def test_rows_of_padding_go_where_nobody_reads() -> None:
         "seeds": [-(2**63) + 1] * 2 + [0, 0],
     }
     assert [columns[name] for name in FLOATS] == [[0.5, 0.5, 0, 0], [0.25, 0.25, 0, 0], [0.125, 0.125, 0, 0]]
+
+
+def test_the_device_has_the_blocks_of_every_slot_that_was_named() -> None:
+    """Whatever came between two steps of a request: other steps, and other users of its slot."""
+    rng = np.random.default_rng(0)
+    batch = InputBatch(4, 640, 16, 100)
+    table = DeviceBlockTable(batch, torch.device("cpu"))
+    live: list[str] = []
+    for number in range(200):
+        if len(live) == 4 or (live and rng.random() < 0.3):
+            batch.remove(live.pop(rng.integers(len(live))))
+        name = f"r{number}"
+        batch.add(
+            NewRequestData(name, [1], 1, SamplingParams(), [], rng.integers(1, 99, rng.integers(1, 9)).tolist(), 0)
+        )
+        live.append(name)
+        for slot in rng.permutation([batch.slots[name] for name in live])[: rng.integers(len(live) + 1)]:
+            batch.append_blocks(slot, rng.integers(1, 99, min(rng.integers(3), 40 - batch.num_blocks[slot])).tolist())
+        slots = rng.permutation([batch.slots[name] for name in live])[: rng.integers(1, len(live) + 1)]
+        table.update(slots)
+        for slot in slots:
+            number_there = batch.num_blocks[slot]
+            assert table.by_slot[slot, :number_there].tolist() == batch.block_table[slot, :number_there].tolist()
+    assert not table.by_slot[4].any()
 
 
 def test_a_model_that_wakes_up_has_graphs_of_its_new_memory(
