@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from quire_kernels import AttentionPlan, plan_attention
 from quire_kernels.cpu import status as kernel_status
 from quire_kernels.dispatch import uses_triton
 from quire_kernels.kv_cache import is_tiled, new_kv_cache
@@ -120,13 +121,13 @@ class Worker:
             memory = CpuCacheMemory(self.config).measure(self._profile_run, lambda: self._recorded_bytes)
         available_bytes = self.config.cache.kv_cache_memory_bytes
         if available_bytes is None:
-            available_bytes = memory.available_bytes
+            available_bytes, on_cpu = memory.available_bytes, self._gpu_memory is None
             if available_bytes < bytes_per_block:
                 raise ValueError(
                     f"gpu_memory_utilization is {self.config.cache.gpu_memory_utilization}: that is "
-                    f"{memory.planned_bytes} bytes of the memory that is free now, activations take "
-                    f"{memory.activation_bytes} and one KV block {bytes_per_block}; raise it, or set "
-                    "kv_cache_memory_bytes"
+                    f"{memory.planned_bytes} bytes of {'the memory that is free now' if on_cpu else self.device}, "
+                    f"activations take {memory.activation_bytes} and one KV block {bytes_per_block}"
+                    f"{'' if on_cpu else ', beside the weights'}; raise it, or set kv_cache_memory_bytes"
                 )
         num_blocks = num_blocks_for(
             available_bytes=available_bytes,
@@ -232,11 +233,21 @@ class Worker:
             num_tokens = min(num_seqs * num_tokens, longest)
             blocks = range(-(-min(num_tokens + 1, self.max_model_len) // block_size))
             batches.append([_profile_request(num_tokens, blocks)])
+        # Of the longest sequences there can be, attention leaves parts in memory that these short ones do not need.
+        parts = self._plan_longest_decodes(num_seqs) if decodes else None
         with self.runner.model.first_layer_only():
             for requests in batches:
                 self._profile_batch(requests, decodes)
+        del parts
         self._recorded_bytes = self.num_layers * self.runner.recorded_bytes
         self.runner.kv_caches = []
+
+    def _plan_longest_decodes(self, num_seqs: int) -> AttentionPlan | None:
+        query_start_loc = torch.arange(num_seqs + 1)
+        seq_lens = torch.full((num_seqs,), self.max_model_len)
+        table = torch.zeros(num_seqs, 1, dtype=torch.int64)
+        num_heads, key_cache = self.runner.model.num_heads, self.runner.kv_caches[0][0]
+        return plan_attention(table, query_start_loc, seq_lens, num_heads, key_cache)
 
     def _profile_batch(self, requests: list[NewRequestData], decodes: bool) -> None:
         """Compute the requests' prompts in one step, and one token more of each in another one if asked for."""

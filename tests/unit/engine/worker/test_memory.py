@@ -3,6 +3,7 @@
 import gc
 import mmap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +61,13 @@ def test_steps_of_all_kinds_are_run_where_kernels_are_compiled_when_first_used(
     async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On all ranks alike: they wait for each other."""
+
+    def plan(table: torch.Tensor, starts: torch.Tensor, seq_lens: torch.Tensor, *others: Any) -> torch.Tensor:
+        planned.append(seq_lens.tolist())
+        return seq_lens
+
+    planned: list[list[int]] = []
+    monkeypatch.setattr("quire_engine.worker.worker.plan_attention", plan)
     monkeypatch.setattr("quire_engine.worker.worker.uses_triton", lambda tensor: True)
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "async_scheduling": async_scheduling}
     config = EngineConfig.from_settings({"model": str(TINYPY), "enforce_eager": True, **settings})
@@ -81,6 +89,7 @@ def test_steps_of_all_kinds_are_run_where_kernels_are_compiled_when_first_used(
     workers = [Worker(config, CheckpointConfig.from_folder(TINYPY), 64, parallel) for parallel in ranks]
     assert run_on_ranks(ranks, profile) == [0, 0], "nothing is left of it"
     assert steps[0] == steps[1] == [[4] * 8, [1] * 8, [32], [1]]
+    assert planned == [[64] * 8] * 2, "room for what the longest sequences need"
 
 
 def test_a_model_without_memory_has_no_mappings() -> None:
