@@ -16,7 +16,8 @@ __all__ = ["CacheConfig", "EngineConfig", "FrontendConfig", "ModelConfig", "Para
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "fp8")
+KV_CACHE_DTYPES = ("auto", "fp8")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_NUM_SEQS = 4096
 SECRETS = ("introspection_token",)
@@ -40,7 +41,8 @@ class ModelConfig:
     the folder needs no more than its `config.json` and a tokenizer."""
     quantization: str | None = None
     """`int8` computes every linear layer in int8 (W8A8): weights are quantised when they are loaded, with one scale per
-    output feature, activations as they come, with one scale per token."""
+    output feature, activations as they come, with one scale per token. `fp8` does the same in e4m3, which GPUs from Ada
+    on multiply; on the CPU it is only as if."""
     max_model_len: int | None = None
     """Longest prompt plus output, in tokens; unset: what the checkpoint was trained for."""
     enforce_eager: bool = False
@@ -81,6 +83,9 @@ class CacheConfig:
     cuda_graph_memory_bytes: int = 1 << 30
     """On a GPU, what CUDA graphs may take, out of the share above. Steps of more requests than fit are computed without
     a graph."""
+    kv_cache_dtype: str = "auto"
+    """`auto` is the model's. `fp8` (e4m3, without scales) holds twice the tokens, less precisely. It is for GPUs:
+    on the CPU it has no kernel, and is slow."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of equal prompt beginnings."""
     prefix_caching_hash_algo: str = "sha256"
@@ -93,6 +98,8 @@ class CacheConfig:
         _check(_is_number(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1,
                "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")  # fmt: skip
         _check_int("cuda_graph_memory_bytes", self.cuda_graph_memory_bytes, 0)
+        _check(self.kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", self.kv_cache_dtype,
+               f"one of {', '.join(KV_CACHE_DTYPES)}")  # fmt: skip
         _check_bool("enable_prefix_caching", self.enable_prefix_caching)
         _check(self.prefix_caching_hash_algo == "sha256", "prefix_caching_hash_algo", self.prefix_caching_hash_algo,
                "'sha256'")  # fmt: skip

@@ -46,7 +46,7 @@ def embedding(token_ids_T: torch.Tensor, weight: torch.Tensor | LinearWeight) ->
         return F.embedding(token_ids_T, weight)  # a copy per row: nothing to gain, and torch has the shorter way to it
     if weight.call is None:
         out = F.embedding(token_ids_T, weight.data)
-        return out if weight.scales is None else (out * weight.scales[token_ids_T, None]).to(weight.dtype)
+        return out if weight.scales is None else (out.float() * weight.scales[token_ids_T, None]).to(weight.dtype)
     token_ids_T, rows = token_ids_T.contiguous(), token_ids_T.numel()
     check_tensor("token_ids_T", token_ids_T, torch.int64, rows)
     out = torch.empty(rows, weight.in_features, dtype=weight.dtype)

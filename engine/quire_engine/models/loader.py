@@ -34,12 +34,12 @@ def load_model(
     dtype: torch.dtype,
     max_model_len: int,
     parallel: ParallelState = ParallelState(),
-    quantize: bool = False,
+    quantized_dtype: torch.dtype | None = None,
     device: torch.device = CPU,
     load_format: str = "auto",
 ) -> LlamaForCausalLM:
-    """Build a rank's part of the model on a device, fill every parameter, and pack the matrices; to int8 if they are
-    quantised.
+    """Build a rank's part of the model on a device, fill every parameter, and pack the matrices, quantised if a dtype
+    is given.
 
     With the load format `dummy` no file is read, and the weights are random numbers, the same each time.
 
@@ -57,7 +57,7 @@ def load_model(
     if parallel.pipeline_parallel_size > 1:
         with torch.device("meta"):
             elsewhere = load_targets(MODELS[config.architecture](config, max_model_len)).keys()
-    loading = _Loading(model, quantize)
+    loading = _Loading(model, quantized_dtype)
     if load_format == "dummy":
         for name in sorted(loading.names):
             loading.fill(name, None)
@@ -74,11 +74,11 @@ def load_model(
 class _Loading:
     """What a model still waits for."""
 
-    def __init__(self, model: LlamaForCausalLM, quantize: bool) -> None:
+    def __init__(self, model: LlamaForCausalLM, quantized_dtype: torch.dtype | None) -> None:
         self.targets = load_targets(model)
         """By name; of tensors that have not come yet."""
         self.names = frozenset(self.targets)
-        self._quantize = quantize
+        self._quantized_dtype = quantized_dtype
         self._num_missing: Counter[Packable | None] = Counter(target.module for target in self.targets.values())
 
     def fill(self, name: str, tensor: torch.Tensor | None) -> None:
@@ -93,7 +93,7 @@ class _Loading:
         del target
         self._num_missing[module] -= 1
         if module is not None and not self._num_missing[module]:
-            module.pack(self._quantize)
+            module.pack(self._quantized_dtype)
 
 
 def _load_file(path: Path, loading: _Loading, elsewhere: Collection[str]) -> None:

@@ -123,13 +123,19 @@ class Packable(nn.Module):
         assert self._packed is not None, "pack was not called"
         return self._packed
 
-    def pack(self, quantize: bool) -> None:
-        """Pack the parameters, and let go of them."""
+    def pack(self, quantized_dtype: torch.dtype | None) -> None:
+        """Pack the parameters, quantised if a dtype is given and they are not already, and let go of them."""
         assert self.weight is not None
         bias = None if self.bias is None else self.bias.data
         scales = None if self.weight_scale is None else self.weight_scale.data[:, 0]
         self._packed = pack_linear(
-            self.weight.data, bias, scales_N=scales, dtype=self._dtype, quantize=quantize, gated=self.gated
+            self.weight.data,
+            bias,
+            scales_N=scales,
+            dtype=self._dtype,
+            quantize=quantized_dtype is not None,
+            quantized_dtype=quantized_dtype or torch.int8,
+            gated=self.gated,
         )
         self.weight = self.weight_scale = self.bias = None
 
@@ -259,10 +265,10 @@ class VocabParallel(Packable):
         self.rows = shard(vocab_size, parallel)
         self.weight.data[_length(self.rows) :].zero_()
 
-    def pack(self, quantize: bool) -> None:
+    def pack(self, quantized_dtype: torch.dtype | None) -> None:
         """Pack a head; a table has nothing to gain."""
         if self.is_head:
-            super().pack(quantize)
+            super().pack(quantized_dtype)
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """[T] int64 -> [T, E]."""

@@ -22,6 +22,8 @@ __all__ = ["has_cuda", "on_device", "prepare_device", "rank_device"]
 
 BFLOAT16_COMPUTE_CAPABILITY = (8, 0)
 """Ampere; GPUs before it have no bfloat16."""
+FP8_COMPUTE_CAPABILITY = (8, 9)
+"""Ada."""
 LOST_DEVICE_MESSAGES = ("CUDA error", "Triton Error [CUDA]")
 """How the messages begin of errors of CUDA that have no class of their own: of its libraries, and of Triton's."""
 
@@ -61,7 +63,7 @@ def prepare_device(config: EngineConfig, checkpoint: CheckpointConfig, rank: int
     device = rank_device(config, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        _check_dtype(config.model.dtype, checkpoint, device)
+        _check_dtypes(config, checkpoint, device)
     return device
 
 
@@ -103,12 +105,20 @@ def _why_no_gpu() -> str:
     return "torch finds no GPU; see what `quire doctor` says of them and whether CUDA_VISIBLE_DEVICES hides them"
 
 
-def _check_dtype(dtype: str, checkpoint: CheckpointConfig, device: torch.device) -> None:
-    name = checkpoint.dtype if dtype == "auto" else dtype
+def _check_dtypes(config: EngineConfig, checkpoint: CheckpointConfig, device: torch.device) -> None:
     capability = torch.cuda.get_device_capability(device)
-    if name == "bfloat16" and capability < BFLOAT16_COMPUTE_CAPABILITY:
-        raise ValueError(
-            f"dtype is {dtype!r}{' (the checkpoint has bfloat16)' if dtype == 'auto' else ''}, but GPU {device.index} "
-            f"({torch.cuda.get_device_name(device)}) has compute capability {capability[0]}.{capability[1]}, and "
-            "bfloat16 needs 8.0; set dtype to 'float16'"
-        )
+
+    def check(setting: str, value: str, dtype: str, needed: tuple[int, int], mend: str) -> None:
+        if capability < needed:
+            raise ValueError(
+                f"{setting} is {value}, but GPU {device.index} ({torch.cuda.get_device_name(device)}) has compute "
+                f"capability {capability[0]}.{capability[1]}, and {dtype} needs {needed[0]}.{needed[1]}; {mend}"
+            )
+
+    dtype, is_auto = config.model.dtype, config.model.dtype == "auto"
+    if (checkpoint.dtype if is_auto else dtype) == "bfloat16":
+        value = f"{dtype!r}{' (the checkpoint has bfloat16)' if is_auto else ''}"
+        check("dtype", value, "bfloat16", BFLOAT16_COMPUTE_CAPABILITY, "set dtype to 'float16'")
+    settings = {"quantization": config.model.quantization, "kv_cache_dtype": config.cache.kv_cache_dtype}
+    for setting in (name for name, value in settings.items() if value == "fp8"):
+        check(setting, "'fp8'", "fp8", FP8_COMPUTE_CAPABILITY, "leave it unset")

@@ -28,8 +28,7 @@ class RecordedForward:
     def __init__(self, model: LlamaForCausalLM, kv_caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._model = model
         self._kv_caches = kv_caches
-        dtype = kv_caches[0][0].dtype
-        self._hidden = torch.empty(RECORDED_TOKENS, model.hidden_size, dtype=dtype)
+        self._hidden = torch.empty(RECORDED_TOKENS, model.hidden_size, dtype=model.dtype)
         self._positions = torch.zeros(RECORDED_TOKENS, dtype=torch.int64)
         self._slot_mapping = torch.zeros(RECORDED_TOKENS, dtype=torch.int64)
         self._plan: CpuAttentionPlan | None = None

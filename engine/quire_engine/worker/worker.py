@@ -34,6 +34,9 @@ __all__ = ["Worker"]
 
 logger = logging.getLogger(__name__)
 
+QUANTIZED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""By the setting `quantization`."""
+
 
 class Worker:
     """One rank. Built, then `initialize_cache`, then any number of `execute_model`.
@@ -58,6 +61,7 @@ class Worker:
         self.max_model_len = max_model_len
         name = checkpoint.dtype if config.model.dtype == "auto" else config.model.dtype
         self.dtype: torch.dtype = getattr(torch, name)
+        self.cache_dtype = torch.float8_e4m3fn if config.cache.kv_cache_dtype == "fp8" else self.dtype
         torch.manual_seed(config.model.seed)
         self._num_blocks = 0
         self._weights_discarded = False
@@ -69,7 +73,7 @@ class Worker:
         model = self._load_model()
         parameters = num_parameters(model)
         cache = torch.empty(
-            0, self.num_kv_heads, config.cache.block_size, checkpoint.head_size, dtype=self.dtype, device=device
+            0, self.num_kv_heads, config.cache.block_size, checkpoint.head_size, dtype=self.cache_dtype, device=device
         )
         # Stages hand each other what they compute in between, which is for the host to do.
         is_stage = parallel.pipeline_parallel_size > 1
@@ -112,7 +116,7 @@ class Worker:
             num_kv_heads=self.num_kv_heads,
             head_size=self.checkpoint.head_size,
             block_size=self.config.cache.block_size,
-            dtype_bytes=self.dtype.itemsize,
+            dtype_bytes=self.cache_dtype.itemsize,
         )
         if self._gpu_memory is not None:
             graph_bytes = self.config.cache.cuda_graph_memory_bytes if self._captures_graphs else 0
@@ -193,9 +197,10 @@ class Worker:
 
     def _load_model(self) -> LlamaForCausalLM:
         folder = Path(self.config.model.model)
-        quantize = self.config.model.quantization == "int8"
+        quantization = self.config.model.quantization
+        quantized_dtype = None if quantization is None else QUANTIZED_DTYPES[quantization]
         return load_model(
-            folder, self.checkpoint, self.dtype, self.max_model_len, self.parallel, quantize, self.device,
+            folder, self.checkpoint, self.dtype, self.max_model_len, self.parallel, quantized_dtype, self.device,
             self.config.model.load_format,
         )  # fmt: skip
 
@@ -205,8 +210,8 @@ class Worker:
 
         def cache() -> torch.Tensor:
             if self.device.type == "cpu":
-                return mapped_zeros(shape, self.dtype, huge_pages=True)
-            return new_kv_cache(*shape, self.dtype, self.device)
+                return mapped_zeros(shape, self.cache_dtype, huge_pages=True)
+            return new_kv_cache(*shape, self.cache_dtype, self.device)
 
         return [(cache(), cache()) for _ in range(num_layers)]
 

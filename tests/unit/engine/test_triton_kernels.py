@@ -51,11 +51,18 @@ PARAMETERS = [
 ]
 
 
-@pytest.mark.parametrize("settings", [{}, {"async_scheduling": True}, {"enforce_eager": True}], ids=str)
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"async_scheduling": True},
+    {"enforce_eager": True, "quantization": "fp8", "kv_cache_dtype": "fp8"},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_seeded_tokens_are_those_of_the_other_kernels(
     settings: dict[str, Any], checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where all rows are plain, where one wants more than a graph has, ahead of the results, and op by op."""
+    """Where all rows are plain, where one wants more than a graph has, ahead of the results, and in fp8 op by op."""
     folder, prompts = checkpoint("tied-gqa"), make_prompts(3, VOCAB_SIZE, max_length=10)
     settings = {"max_num_seqs": 5, "max_model_len": 32, "quantization": "int8", **settings}
     outputs = {}

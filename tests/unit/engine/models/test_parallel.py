@@ -101,8 +101,8 @@ def test_a_column_and_a_row_parallel_layer_are_the_plain_ones(ranks: int, bias: 
         columns = ColumnParallel(5, {"gate": 12, "up": 12}, bias, rank)
         row = RowParallel(12, "down", 7, bias, rank)
         fill(columns.load_targets() | row.load_targets(), whole)
-        columns.pack(quantize=False)
-        row.pack(quantize=False)
+        columns.pack(None)
+        row.pack(None)
         gate, up = columns(x).chunk(2, dim=-1)
         result: torch.Tensor = row(gate * up)
         return result
@@ -125,7 +125,7 @@ def test_each_rank_has_the_queries_keys_and_values_of_its_heads(ranks: int) -> N
     for place in places(ranks):
         layer = QKVParallel(5, 4, 2, 8, False, place)
         fill(layer.load_targets(), whole)
-        layer.pack(quantize=False)
+        layer.pack(None)
         got = [part.unflatten(-1, (-1, 8)) for part in layer(x).split(layer.sizes, dim=-1)]
         assert [part.shape[1] for part in got] == [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
         heads, kv_heads = shard(4, place), shard(2, place)
@@ -142,7 +142,7 @@ def test_a_vocabulary_cut_unevenly_is_whole_again(vocab_size: int, ranks: int) -
     def compute(rank: ParallelState) -> tuple[torch.Tensor, torch.Tensor | None]:
         vocabulary = VocabParallel(vocab_size, 6, rank, is_head=True)
         fill(vocabulary.load_targets(), {"weight": weight})
-        vocabulary.pack(quantize=False)
+        vocabulary.pack(None)
         return vocabulary.embed(token_ids), vocabulary.logits(hidden)
 
     results = run_on_ranks(thread_ranks(ranks, 1), compute)

@@ -90,19 +90,24 @@ def test_torch_without_cuda_computes_on_the_cpu_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "refused"),
+    ("capability", "settings", "refused"),
     [
-        ((7, 5), "bfloat16", "dtype is 'bfloat16', but GPU 0 (Imaginary) has compute capability 7.5, and bfloat16 "
-         "needs 8.0; set dtype to 'float16'"),
-        ((7, 5), "auto", "dtype is 'auto' (the checkpoint has bfloat16), but GPU 0"),
-        ((7, 5), "float16", None),
-        ((7, 5), "float32", None),
-        ((8, 0), "bfloat16", None),
+        ((7, 5), {"dtype": "bfloat16"}, "dtype is 'bfloat16', but GPU 0 (Imaginary) has compute capability 7.5, "
+         "and bfloat16 needs 8.0; set dtype to 'float16'"),
+        ((7, 5), {}, "dtype is 'auto' (the checkpoint has bfloat16), but GPU 0"),
+        ((7, 5), {"dtype": "float16"}, None),
+        ((7, 5), {"dtype": "float32"}, None),
+        ((8, 0), {"dtype": "bfloat16"}, None),
+        ((8, 0), {"quantization": "int8"}, None),
+        ((8, 0), {"quantization": "fp8"}, "quantization is 'fp8', but GPU 0 (Imaginary) has compute capability 8.0, "
+         "and fp8 needs 8.9; leave it unset"),
+        ((8, 0), {"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8', but GPU 0"),
+        ((8, 9), {"quantization": "fp8", "kv_cache_dtype": "fp8"}, None),
     ],
 )  # fmt: skip
-def test_a_gpu_without_bfloat16_refuses_it(
+def test_a_gpu_without_a_dtype_refuses_it(
     capability: tuple[int, int],
-    dtype: str,
+    settings: dict[str, str],
     refused: str | None,
     gpus: Callable[..., None],
     checkpoint: Callable[[str], Path],
@@ -110,10 +115,10 @@ def test_a_gpu_without_bfloat16_refuses_it(
     gpus(1, capability)
     read = replace(CheckpointConfig.from_folder(checkpoint("tied-gqa")), dtype="bfloat16")
     if refused is None:
-        assert prepare_device(config(dtype=dtype), read, 0) == torch.device("cuda", 0)
+        assert prepare_device(config(**settings), read, 0) == torch.device("cuda", 0)
     else:
         with pytest.raises(ValueError, match="compute capability") as error:
-            prepare_device(config(dtype=dtype), read, 0)
+            prepare_device(config(**settings), read, 0)
         assert str(error.value).startswith(refused)
 
 

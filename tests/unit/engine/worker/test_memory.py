@@ -30,6 +30,15 @@ def test_too_small_a_share_of_the_memory_names_the_setting_that_says_so() -> Non
         LLM(str(TINYPY), max_model_len=64, max_num_batched_tokens=64, gpu_memory_utilization=1e-7)
 
 
+def test_an_fp8_cache_holds_twice_the_tokens() -> None:
+    """Of a model in bfloat16."""
+    blocks = [
+        LLM(TINYPY, kv_cache_memory_bytes=1 << 20, max_num_seqs=4, **settings).get_stats().num_blocks_free
+        for settings in ({}, {"kv_cache_dtype": "fp8"})
+    ]
+    assert blocks[1] == 2 * blocks[0] > 0
+
+
 def test_a_cache_that_nobody_has_used_is_no_memory() -> None:
     size = 512 << 20
     before = resident_memory_bytes()
@@ -127,9 +136,9 @@ def test_loading_lets_go_of_the_file_as_it_goes(monkeypatch: pytest.MonkeyPatch)
     mapped = []
     pack = Packable.pack
 
-    def watched(module: Packable, quantize: bool) -> None:
+    def watched(module: Packable, quantized_dtype: torch.dtype | None) -> None:
         mapped.append(resident_pages(str(TINYPY / "model.safetensors")))
-        pack(module, quantize)
+        pack(module, quantized_dtype)
 
     monkeypatch.setattr(Packable, "pack", watched)
     load_model(TINYPY, CheckpointConfig.from_folder(TINYPY), torch.bfloat16, 64)

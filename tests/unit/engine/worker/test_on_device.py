@@ -31,6 +31,8 @@ GPU = torch.device("lazy", 0)
 has a driver that does nothing."""
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 64
+QUANTIZED = {torch.float32: None, torch.bfloat16: torch.float8_e4m3fn, torch.float16: torch.int8}
+"""What the weights are, by the activations' dtype."""
 
 
 def upload(device: torch.device, *arrays: np.ndarray[Any, Any]) -> list[torch.Tensor]:
@@ -109,13 +111,13 @@ def runner(request: pytest.FixtureRequest, config: CheckpointConfig, _gpu: None)
         torch.set_default_dtype(previous)
     for module in model.modules():
         if isinstance(module, Packable):
-            module.pack(quantize=request.param == torch.float16)
+            module.pack(QUANTIZED[request.param])
     batch = InputBatch(8, MAX_MODEL_LEN, BLOCK_SIZE, config.vocab_size)
     runner = ModelRunner(model, batch, BLOCK_SIZE, device=GPU, runs_ahead=True)
+    dtype = torch.float8_e4m3fn if request.param == torch.bfloat16 else request.param
     shape = (9, config.num_kv_heads, BLOCK_SIZE, config.head_size)
     runner.kv_caches = [
-        (new_kv_cache(*shape, request.param, GPU), new_kv_cache(*shape, request.param, GPU))
-        for _ in range(config.num_layers)
+        (new_kv_cache(*shape, dtype, GPU), new_kv_cache(*shape, dtype, GPU)) for _ in range(config.num_layers)
     ]
     return runner
 
