@@ -42,7 +42,7 @@ class ModelConfig:
     quantization: str | None = None
     """`int8` computes every linear layer in int8 (W8A8): weights are quantised when they are loaded, with one scale per
     output feature, activations as they come, with one scale per token. `fp8` does the same in e4m3, which GPUs from Ada
-    on multiply; on the CPU it is only as if."""
+    on multiply; on the CPU it is computed in float32, and is slow."""
     max_model_len: int | None = None
     """Longest prompt plus output, in tokens; unset: what the checkpoint was trained for."""
     enforce_eager: bool = False
@@ -194,7 +194,7 @@ class ParallelConfig:
         def check(ok: bool, allowed: str) -> None:
             _check(ok, "gpu_device_ids", ids, allowed)
 
-        check(isinstance(ids, list) and all(_is_index(item) for item in ids), "a list of integers of at least 0")
+        check(isinstance(ids, list) and all(_is_int(item, 0) for item in ids), "a list of integers of at least 0")
         check(self.device != "cpu", "unset with device='cpu', or device 'cuda'")
         check(self.distributed_executor_backend != "ray", "unset with distributed_executor_backend='ray': Ray chooses "
               "the GPUs")  # fmt: skip
@@ -347,8 +347,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_index(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _is_int(value: object, low: int, high: int | None = None) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
 
 
 def _check_token(value: object) -> None:
@@ -358,7 +358,7 @@ def _check_token(value: object) -> None:
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
+    ok = _is_int(value, low, high)
     _check(ok, name, value, f"an integer from {low} to {high}" if high else f"an integer of at least {low}")
 
 

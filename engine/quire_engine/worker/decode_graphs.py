@@ -157,7 +157,8 @@ class DecodeGraphs:
         self._last_token_ids = last_token_ids
         self._max_model_len = max_model_len
         self._new_capture = new_capture
-        self._samples = samples
+        self.samples = samples
+        """Whether `sample` can be called."""
         self._graphs: dict[int, _Graph] = {}
         self._sizes: list[int] = []
 
@@ -165,11 +166,6 @@ class DecodeGraphs:
     def max_size(self) -> int:
         """The most requests of a captured step; 0 when there is none."""
         return self._sizes[-1] if self._sizes else 0
-
-    @property
-    def samples(self) -> bool:
-        """Whether `sample` can be called."""
-        return self._samples
 
     @torch.inference_mode()
     def capture(self, sizes: list[int], used_bytes: Callable[[], int], budget_bytes: int) -> None:
@@ -267,7 +263,7 @@ class DecodeGraphs:
 
         (padding,) = upload(self._inputs.device, self._lay_out(np.empty(0, dtype=np.int64), size))
         self._inputs[: len(padding)].copy_(padding)
-        return _Graph(self._capture(forward), self._capture(sample_tokens) if self._samples else None)
+        return _Graph(self._capture(forward), self._capture(sample_tokens) if self.samples else None)
 
     def _columns(self, size: int) -> dict[str, torch.Tensor]:
         """Where the graphs of a size find each column."""

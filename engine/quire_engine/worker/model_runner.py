@@ -236,15 +236,15 @@ class ModelRunner:
         width = -(-int(seq_lens.max()) // block_size)
         if self.device.type != "cpu":
             width = -(-width // TABLE_STEP) * TABLE_STEP
-        arrays = (
+        arrays = [
             batch.token_ids[slot_of_token, positions], positions, block_ids * block_size + positions % block_size,
             batch.block_table[slots, :width], query_start_loc, seq_lens,
-        )  # fmt: skip
-        token_ids_T, positions_T, slot_mapping, block_table, starts, lens = upload(self.device, *arrays)
+        ]  # fmt: skip
         if self._runs_ahead:
-            slots_T, on_device_T = upload(
-                self.device, slot_of_token, positions >= batch.num_known_tokens[slot_of_token]
-            )
+            arrays += slot_of_token, positions >= batch.num_known_tokens[slot_of_token]
+        token_ids_T, positions_T, slot_mapping, block_table, starts, lens, *ahead = upload(self.device, *arrays)
+        if ahead:
+            slots_T, on_device_T = ahead
             token_ids_T = torch.where(on_device_T, self.last_token_ids[slots_T], token_ids_T)
         # All layers have as many heads, so one plan of the attention does for all of them. On a GPU it is made of what
         # the host knows: of what is there it would wait for.

@@ -26,6 +26,16 @@ def fails(self, scheduler_output):
 
 Worker.submit_model = fails
 """
+FAILS_ON_RANK_1 = """
+submit_model = Worker.submit_model
+
+def fails(self, scheduler_output):
+    if self.parallel.rank == 1 and "poison" in scheduler_output.num_scheduled_tokens:
+        raise RuntimeError("poisoned")
+    return submit_model(self, scheduler_output)
+
+Worker.submit_model = fails
+"""
 
 
 @pytest.fixture
@@ -62,16 +72,7 @@ def test_an_error_of_one_of_several_ranks_is_the_end(
     checkpoint: Callable[[str], Path], in_workers: Callable[[str], None]
 ) -> None:
     """The other rank waits for a sum that never comes."""
-    in_workers("""
-        submit_model = Worker.submit_model
-
-        def fails(self, scheduler_output):
-            if self.parallel.rank == 1 and "poison" in scheduler_output.num_scheduled_tokens:
-                raise RuntimeError("poisoned")
-            return submit_model(self, scheduler_output)
-
-        Worker.submit_model = fails
-    """)
+    in_workers(FAILS_ON_RANK_1)
     with executor(checkpoint("tied-gqa"), tensor_parallel_size=2) as workers:
         workers.submit(step("a"))
         assert list(workers.collect().sampled_token_ids) == ["a"]
@@ -88,16 +89,7 @@ def test_an_error_of_one_of_several_ranks_is_the_end(
 def test_a_method_does_not_wait_for_a_step_that_cannot_end(
     checkpoint: Callable[[str], Path], in_workers: Callable[[str], None]
 ) -> None:
-    in_workers("""
-        submit_model = Worker.submit_model
-
-        def fails(self, scheduler_output):
-            if self.parallel.rank == 1 and "poison" in scheduler_output.num_scheduled_tokens:
-                raise RuntimeError("poisoned")
-            return submit_model(self, scheduler_output)
-
-        Worker.submit_model = fails
-    """)
+    in_workers(FAILS_ON_RANK_1)
     with executor(checkpoint("tied-gqa"), tensor_parallel_size=2) as workers:
         workers.submit(step("poison"))
         with pytest.raises(EngineDeadError, match=r"^rank 1: RuntimeError: poisoned$"):
