@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from quire_engine.config import FrontendConfig
-from quire_engine.errors import EngineDeadError, RequestError
+from quire_engine.errors import EngineDeadError, EngineUnavailableError, RequestError
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.slo import DEFAULT_CLASS, RequestSLO
 from quire_engine.stats import FinishedRequestStats
@@ -309,6 +309,6 @@ def _explain(error: Exception) -> tuple[ErrorCode, str]:
         return ErrorCode.NOT_FOUND, str(error)
     if isinstance(error, RequestError):
         return ErrorCode.INVALID_ARG, str(error)
-    if isinstance(error, _UnavailableError | EngineDeadError):
+    if isinstance(error, _UnavailableError | EngineDeadError | EngineUnavailableError):
         return ErrorCode.UNAVAILABLE, str(error)
     return ErrorCode.INTERNAL, f"the backend failed: {type(error).__name__}: {error}"

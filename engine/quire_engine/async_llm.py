@@ -79,6 +79,11 @@ class AsyncLLM:
         return self.dead_error is None and self._client.is_alive
 
     @property
+    def outage(self) -> str | None:
+        """Why the engine does not step, and what is done about it; None while it does."""
+        return self.dead_error or self._client.outage
+
+    @property
     def engine_pid(self) -> int:
         """Process id of the present engine core."""
         return self._client.pid
@@ -128,7 +133,8 @@ class AsyncLLM:
 
         Raises:
             RequestError: the prompt or its parameters cannot be served.
-            EngineUnavailableError: the queue is full, the request waited for too long, or the engine sleeps.
+            EngineUnavailableError: the queue is full, the request waited for too long, the engine sleeps, or engine
+                cores die one after the other.
             DeadlineExceededError: `deadline_ms` passed before it was finished.
             EngineDeadError: the engine core died, and either does not stay alive or `replay_on_crash` is off.
         """

@@ -52,6 +52,8 @@ START_LOOK_MS = 100
 """How often a process that starts is looked after: one that is stopped at two looks in a row is killed."""
 SHUTDOWN_SECONDS = 5.0
 """How long an engine core may take to end by itself before it is killed."""
+SPARE_DESCRIPTORS = 32
+"""About twice what the sockets and pipes of one client take."""
 CONTEXT_SECONDS = 1.0
 """How long the sockets may take to close: milliseconds, usually."""
 
@@ -112,6 +114,10 @@ class AsyncMPClient:
     Args:
         config: all settings.
         num_blocks: size of the KV cache; unset: what the settings and the memory say.
+
+    Raises:
+        OSError: there are no descriptors, no memory or no processes to be had.
+        ValueError: the temporary folder's path is too long for a socket in it.
     """
 
     def __init__(self, config: EngineConfig, num_blocks: int | None = None) -> None:
@@ -120,25 +126,31 @@ class AsyncMPClient:
         """What ended it, once the watch has found out."""
         self._config = config
         self._closing = threading.Event()
-        self._heartbeat = Heartbeat()
         self._watch: EngineWatch | None = None
         self._pending: asyncio.Future[bytes] | None = None
-        self._directory = _make_socket_directory()
-        self._context = zmq.Context()
-        self._input = self._context.socket(zmq.PUSH)
-        self._output = zmq.asyncio.Socket(self._context, zmq.PULL)
-        input_address, output_address = self._bind(self._input, "input"), self._bind(self._output, "output")
         self._call_ids = itertools.count()
         self._calls: dict[int, asyncio.Future[UtilityOutput]] = {}
         self._num_sent = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
-        self._process = start_module(
-            "quire_engine.core.process",
-            ProcessArguments(config, input_address, output_address, self._heartbeat.descriptor, num_blocks),
-            pass_fds=[self._heartbeat.descriptor],
-            start_new_session=True,
-        )
+        with contextlib.ExitStack() as opened:  # an attempt that fails leaves nothing behind: there may be many
+            self._heartbeat = Heartbeat()
+            opened.callback(self._heartbeat.close)
+            _require_descriptors(self._heartbeat.descriptor)
+            self._directory = _make_socket_directory()
+            opened.callback(shutil.rmtree, self._directory, ignore_errors=True)
+            self._context = zmq.Context()
+            opened.callback(_end_context, self._context)
+            self._input = self._context.socket(zmq.PUSH)
+            self._output = zmq.asyncio.Socket(self._context, zmq.PULL)
+            input_address, output_address = self._bind(self._input, "input"), self._bind(self._output, "output")
+            self._process = start_module(
+                "quire_engine.core.process",
+                ProcessArguments(config, input_address, output_address, self._heartbeat.descriptor, num_blocks),
+                pass_fds=[self._heartbeat.descriptor],
+                start_new_session=True,
+            )
+            opened.pop_all()
 
     @property
     def pid(self) -> int:
@@ -320,6 +332,21 @@ def _end_context(context: "zmq.Context[Any]") -> None:
     ending.join(CONTEXT_SECONDS)
     if ending.is_alive():
         logger.warning("the sockets to an engine that is gone do not close; nothing waits for them")
+
+
+def _require_descriptors(descriptor: int) -> None:
+    """Make sure that sockets can be made: libzmq ends the whole process when it finds no descriptor for its own use.
+
+    Raises:
+        OSError: there are none left.
+    """
+    spare: list[int] = []
+    try:
+        while len(spare) < SPARE_DESCRIPTORS:
+            spare.append(os.dup(descriptor))
+    finally:
+        for one in spare:
+            os.close(one)
 
 
 def _make_socket_directory() -> Path:

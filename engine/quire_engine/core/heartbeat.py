@@ -30,7 +30,12 @@ class Heartbeat:
 
     def __init__(self, descriptor: int | None = None) -> None:
         self.descriptor = SharedMemory.create("quire-heartbeat", _NUM_BYTES) if descriptor is None else descriptor
-        self._memory = SharedMemory(self.descriptor)
+        try:
+            self._memory = SharedMemory(self.descriptor)  # takes a descriptor of its own, which may not be there
+        except OSError:
+            if descriptor is None:
+                os.close(self.descriptor)
+            raise
         self._page = self._memory.view[:_NUM_BYTES].cast("q")
 
     @property

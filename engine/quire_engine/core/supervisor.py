@@ -3,7 +3,7 @@
 ::
 
     AsyncLLM ─► SupervisedClient ─┬─ Journal: every live request, with its tokens so far
-                                  ├─ RestartPolicy: when to start again, and when to give up
+                                  ├─ RestartPolicy: when to start again, and until when requests are held for that
                                   └─ AsyncMPClient ─► engine core;  dead or hung? ─► the next AsyncMPClient
 
 1. The engine core dies, hangs, or loses a worker: the client's `get_output` raises, all its processes are dead.
@@ -12,6 +12,9 @@
 4. The journal's requests are sent to it with their tokens so far as output, and go on with the next token. Nothing is
    sent twice: a token counts as sent when `get_output` has given it out, and what the dead engine had sampled beyond
    that is sampled again, the same (sampling depends on seed and position alone).
+5. While engines die one after the other without having done anything, nobody waits for ever: live requests end with an
+   error, and new ones are refused. The next engine is tried all the same, until one stays up: what was wrong (a file
+   that was moved, no descriptors, no memory) is often mended from outside.
 """
 
 import asyncio
@@ -20,68 +23,20 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-import zmq
-
 from quire_engine.config import EngineConfig
 from quire_engine.core.client import AsyncMPClient
 from quire_engine.core.journal import Journal
+from quire_engine.core.restart_policy import Outage, RestartPolicy
 from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
 from quire_engine.request import FinishReason
 from quire_engine.snapshot import EngineCoreSnapshot
 
-__all__ = ["RestartPolicy", "SupervisedClient"]
+__all__ = ["SupervisedClient"]
 
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_SECONDS = 2.0
-MAX_FRUITLESS_DEATHS = 5
-FRUITFUL_SECONDS = 30.0
-"""An engine that was ready for so long counts as one that works, whether or not anybody asked anything of it."""
-
-
-class RestartPolicy:
-    """Decides what follows the death of an engine: the crash-loop breaker.
-
-    An engine is fruitful when it gave out a token, convicted a request, or was ready for a while. After a fruitful one
-    the next starts at once. Fruitless ones are followed after 0, 1, 2, 4 … seconds, and `MAX_FRUITLESS_DEATHS` of them
-    in a row are the end.
-
-    Args:
-        clock: seconds, monotonic.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._ready_at: float | None = None
-        self._is_fruitful = False
-        self.num_fruitless_deaths = 0
-
-    def engine_started(self) -> None:
-        """An engine is about to be started."""
-        self._ready_at = None
-        self._is_fruitful = False
-
-    def engine_is_ready(self) -> None:
-        """It has started. From now on its life counts: a large model may take minutes to load, and die then."""
-        self._ready_at = self._clock()
-
-    def engine_was_fruitful(self) -> None:
-        """It did something that nobody else has to do again."""
-        self._is_fruitful = True
-
-    def delay_after_death(self) -> float | None:
-        """Seconds to wait before the next start; None when there should be none."""
-        lived_long = self._ready_at is not None and self._clock() - self._ready_at > FRUITFUL_SECONDS
-        if self._is_fruitful or lived_long:
-            self.num_fruitless_deaths = 0
-            return 0.0
-        self.num_fruitless_deaths += 1
-        if self.num_fruitless_deaths >= MAX_FRUITLESS_DEATHS:
-            return None
-        if self.num_fruitless_deaths == 1:
-            return 0.0
-        return 2.0 ** (self.num_fruitless_deaths - 2)
 
 
 class SupervisedClient:
@@ -102,8 +57,12 @@ class SupervisedClient:
         self._journal = Journal(0)
         self._policy = RestartPolicy()
         self._restart: asyncio.Task[None] | None = None
+        self._outage: Outage | None = None
+        self._gave_up_waiting = asyncio.Event()
+        """Set while the breaker is tripped."""
         self._outputs: list[EngineCoreOutput] = []
         """Ends of requests that no engine will tell of."""
+        self._has_outputs = asyncio.Event()
         self.num_restarts = 0
         self._sleep_level = 0
         self._falling_asleep: asyncio.Task[None] | None = None
@@ -127,6 +86,13 @@ class SupervisedClient:
         """Whether an engine core takes requests, and none is being started."""
         return self._restart is None and self._client.is_alive
 
+    @property
+    def outage(self) -> str | None:
+        """Why no engine core takes requests, and what is done about it; None while one does."""
+        if self._outage is not None:
+            return str(self._outage)
+        return None if self.is_alive else "the engine process has ended"
+
     def wait_until_ready(self) -> EngineCoreReady:
         """Block until the first engine core can take requests.
 
@@ -147,7 +113,10 @@ class SupervisedClient:
 
         Raises:
             EngineDeadError: none can now, and `replay_on_crash` is off.
+            EngineUnavailableError: none can now, and engines do not stay alive.
         """
+        if self._outage is not None and self._gave_up_waiting.is_set():
+            raise self._outage.error()
         if self._restart is not None and not self._config.frontend.replay_on_crash:
             raise EngineDeadError("the engine is being started again; send the request again in some seconds")
         self._journal.add(request)
@@ -167,9 +136,12 @@ class SupervisedClient:
         Raises:
             EngineError: it could not do what it was asked for.
             EngineDeadError: the engine core died before it could answer.
+            EngineUnavailableError: engines do not stay alive.
         """
         if self._restart is not None:
-            await asyncio.shield(self._restart)
+            await _first_of(self._restart, self._gave_up_waiting)
+        if self._outage is not None:
+            raise self._outage.error()
         result = await self._client.call_utility(method, *arguments)
         if method in ("sleep", "wake_up"):
             self._sleep_level = max(self._sleep_level, *arguments) if method == "sleep" else 0
@@ -201,15 +173,17 @@ class SupervisedClient:
         """The next outputs; waits for them, over deaths of engine cores too.
 
         Raises:
-            EngineDeadError: it does not stay alive, and is not started again.
+            EngineDeadError: it was shut down.
         """
         while True:
             if self._outputs:
                 taken, self._outputs = self._outputs, []
+                self._has_outputs.clear()
                 return EngineCoreOutputs(taken)
             try:
                 if self._restart is not None:
-                    await self._restart
+                    await _first_of(self._restart, self._has_outputs)
+                    continue
                 outputs = await self._client.get_output()
             except EngineDeadError as death:
                 if self._restart is not None:
@@ -246,53 +220,67 @@ class SupervisedClient:
             self._end(self._journal.request_ids, reason)
         num_replayed = max(num_live - len(self._outputs), 0)
         logger.error("%s; it is started again, %d requests wait for it", reason, num_replayed)
+        self._outage = Outage(reason)
         self._restart = asyncio.get_running_loop().create_task(
-            self._start_again(reason, num_replayed), name="engine-restart"
+            self._start_again(self._outage, num_replayed), name="engine-restart"
         )
 
     def _end(self, request_ids: Iterable[str], error: str) -> None:
         for request_id in request_ids:
             self._journal.remove(request_id)
             self._outputs.append(EngineCoreOutput(request_id, finish_reason=FinishReason.ERROR, error=error))
+            self._has_outputs.set()
 
-    async def _start_again(self, reason: str, num_replayed: int) -> None:
+    async def _start_again(self, outage: Outage, num_replayed: int) -> None:
         """Start engine cores until one is ready.
 
         Raises:
-            EngineDeadError: none will be.
+            EngineDeadError: it was shut down.
         """
         began_at = time.monotonic()
         while True:
             delay = self._policy.delay_after_death()
-            if delay is None:
-                raise EngineDeadError(
-                    f"the engine died {self._policy.num_fruitless_deaths} times in a row without an output, and is not "
-                    f"started again; the last time: {reason}"
-                )
+            outage.next_try_at = time.monotonic() + delay
+            if self._policy.is_tripped:
+                num_replayed = 0
+                self._stop_waiting(outage)
             await asyncio.sleep(delay)
             self._policy.engine_started()
             try:
                 await asyncio.to_thread(self._replace_client)
                 self._policy.engine_is_ready()
+                self._watch_new_client()
                 break
-            except (EngineDeadError, OSError, ValueError, zmq.ZMQError) as error:
+            except Exception as error:  # whatever it is: the next one may do better
                 if self._closing.is_set():
                     raise EngineDeadError("the engine was shut down") from None
-                reason = str(error)
-                logger.error("the engine could not be started again: %s", reason)
-        with self._starting:  # a `shutdown` that comes now finds the watch, or else has closed what it would watch
-            if self._closing.is_set():
-                raise EngineDeadError("the engine was shut down")
-            self.start()
+                outage.reason = str(error) or type(error).__name__
+                logger.error("the engine could not be started again: %s", outage.reason)
         if self._sleep_level:
             self._falling_asleep = asyncio.get_running_loop().create_task(self._fall_asleep(self._sleep_level))
             await asyncio.sleep(0)  # the call is on its way before the requests that were held: they are refused
-        self._restart = None
+        self._restart = self._outage = None
+        self._gave_up_waiting.clear()
         self._send_unsent()
         seconds = time.monotonic() - began_at
         logger.warning("the engine is up again after %.1f s; %d requests go on", seconds, num_replayed)
         self.num_restarts += 1
         self._on_restart(num_replayed)
+
+    def _stop_waiting(self, outage: Outage) -> None:
+        """Engines die one after the other: end those who wait, and refuse those who come."""
+        outage.num_deaths = self._policy.num_fruitless_deaths
+        live = self._journal.request_ids
+        logger.error("%s; %d requests fail, and new ones are refused until then", outage, len(live))
+        self._end(live, str(outage))
+        self._gave_up_waiting.set()
+
+    def _watch_new_client(self) -> None:
+        """Raises EngineDeadError when `shutdown` was called, OSError when it cannot be watched."""
+        with self._starting:  # a `shutdown` that comes now finds the watch, or else has closed what it would watch
+            if self._closing.is_set():
+                raise EngineDeadError("the engine was shut down")
+            self.start()
 
     async def _fall_asleep(self, level: int) -> None:
         """The new engine is to sleep as the one before it did."""
@@ -313,3 +301,14 @@ class SupervisedClient:
                 raise EngineDeadError("the engine was shut down")
             self._client = AsyncMPClient(self._config, self.ready.num_blocks)
             self._client.wait_until_ready(self._closing)
+
+
+async def _first_of(task: "asyncio.Task[None]", event: asyncio.Event) -> None:
+    """Wait until a task is done or an event is set; raises what the task raised."""
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+    if task.done():
+        task.result()

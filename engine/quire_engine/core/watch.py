@@ -42,6 +42,10 @@ class EngineWatch:
         step_timeout_s: after so long without a turn of its loop it counts as hung.
         is_busy: whether it has requests; called from the thread.
         on_death: called once, from the thread, with what happened.
+
+    Raises:
+        OSError: there are no descriptors left, or it is gone already.
+        RuntimeError: no thread can be started.
     """
 
     def __init__(
@@ -60,9 +64,14 @@ class EngineWatch:
         self._is_busy = is_busy
         self._on_death = on_death
         self._closing = threading.Event()
-        self._wake_up = os.eventfd(0, os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run, name="engine-watch", daemon=True)
-        self._thread.start()
+        with contextlib.ExitStack() as opened:  # all of it or nothing: an engine that nobody watches must not serve
+            self._wake_up = os.eventfd(0, os.EFD_CLOEXEC)
+            opened.callback(os.close, self._wake_up)
+            self._pidfd = os.pidfd_open(pid)
+            opened.callback(os.close, self._pidfd)
+            self._thread = threading.Thread(target=self._run, name="engine-watch", daemon=True)
+            self._thread.start()
+            self._opened = opened.pop_all()
 
     def close(self) -> None:
         """Stop watching: from now on an end of the process is no news. Idempotent."""
@@ -70,7 +79,7 @@ class EngineWatch:
             self._closing.set()
             os.eventfd_write(self._wake_up, 1)
             self._thread.join()
-            os.close(self._wake_up)
+            self._opened.close()
 
     def _run(self) -> None:
         reason = self._wait()
@@ -80,27 +89,23 @@ class EngineWatch:
 
     def _wait(self) -> str | None:
         """What happened to the engine; None when nobody wants to know any more."""
-        pidfd = os.pidfd_open(self._pid)
-        try:
-            poller = select.poll()
-            poller.register(pidfd, select.POLLIN)
-            poller.register(self._wake_up, select.POLLIN)
-            turns, moved_at, was_stopped = -1, time.monotonic(), False
-            while not self._closing.is_set():
-                if poller.poll(1000 * LOOK_SECONDS):
-                    return None if self._closing.is_set() else f"the engine process {_how_child_ended(self._pid)}"
-                stopped = [pid for pid in self._pids if is_stopped(pid)]
-                if stopped and was_stopped:
-                    self._dump_stacks()
-                    return f"process {stopped[0]} of the engine was stopped (SIGSTOP)"
-                was_stopped, now = bool(stopped), time.monotonic()
-                if self._heartbeat.turns != turns or not self._is_busy():
-                    turns, moved_at = self._heartbeat.turns, now
-                elif now - moved_at > self._step_timeout_s:
-                    self._dump_stacks()
-                    return self._describe_hang(now - moved_at)
-        finally:
-            os.close(pidfd)
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        poller.register(self._wake_up, select.POLLIN)
+        turns, moved_at, was_stopped = -1, time.monotonic(), False
+        while not self._closing.is_set():
+            if poller.poll(1000 * LOOK_SECONDS):
+                return None if self._closing.is_set() else f"the engine process {_how_child_ended(self._pid)}"
+            stopped = [pid for pid in self._pids if is_stopped(pid)]
+            if stopped and was_stopped:
+                self._dump_stacks()
+                return f"process {stopped[0]} of the engine was stopped (SIGSTOP)"
+            was_stopped, now = bool(stopped), time.monotonic()
+            if self._heartbeat.turns != turns or not self._is_busy():
+                turns, moved_at = self._heartbeat.turns, now
+            elif now - moved_at > self._step_timeout_s:
+                self._dump_stacks()
+                return self._describe_hang(now - moved_at)
         return None
 
     def _describe_hang(self, seconds: float) -> str:

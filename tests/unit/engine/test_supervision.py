@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import resource
+import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -10,10 +12,10 @@ from typing import Any
 
 import pytest
 import zmq
-from quire_engine.core import supervisor
+from quire_engine.core import restart_policy, supervisor
 from quire_engine.errors import EngineDeadError, EngineUnavailableError
 from support.engines import Stream, assert_same, engine, kill, offline, params, run, until
-from support.processes import children, state
+from support.processes import children, open_descriptors, state
 
 pytestmark = pytest.mark.slow
 
@@ -64,28 +66,81 @@ def test_a_step_that_never_ends_is_found(
     assert "its oldest request is " in caplog.text
 
 
-def test_an_engine_that_does_not_stay_alive_is_given_up(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def own_copy(folder: Path, tmp_path: Path) -> Path:
+    """A checkpoint that a test may harm."""
+    return Path(shutil.copytree(folder, tmp_path / "model"))
+
+
+def test_nobody_waits_for_engines_that_die_and_the_next_that_lives_serves(
+    own_copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "MAX_FRUITLESS_DEATHS", 2)
-    copy = tmp_path / "model"
-    copy.mkdir()
-    for file in folder.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
+    monkeypatch.setattr(restart_policy, "MAX_FRUITLESS_DEATHS", 2)
+    weights, away = own_copy / "model.safetensors", own_copy / "away"
 
     async def main() -> None:
         stream = Stream(llm, PROMPTS[0], params(max_tokens=400))
         await until(lambda: stream.num_tokens > 0)
-        (copy / "model.safetensors").unlink()
+        weights.rename(away)
         kill(llm)
-        with pytest.raises(EngineDeadError, match=r"times in a row.*there is no model\.safetensors"):
+        with pytest.raises(EngineDeadError, match=r"2 times in a row.*there is no model\.safetensors.* tried again in"):
             await stream.task
         assert not llm.is_healthy
-        assert llm.dead_error is not None
-        with pytest.raises(EngineDeadError, match="times in a row"):
+        assert llm.dead_error is None
+        with pytest.raises(EngineUnavailableError, match=r"2 times in a row.*no model\.safetensors") as refused:
             await Stream(llm, PROMPTS[0], params()).task
+        assert refused.value.retry_after_seconds is not None
+        with pytest.raises(EngineUnavailableError, match="times in a row"):
+            await llm.reset_prefix_cache()
+        assert "no model.safetensors" in str(llm.outage)
+        away.rename(weights)
+        await until(lambda: llm.is_healthy)
+        assert llm.outage is None
+        assert (await Stream(llm, PROMPTS[0], params()).task).outputs == expected[0]
 
-    with engine(copy) as (llm, _):
+    expected = offline(own_copy, PROMPTS[:1], params())
+    with engine(own_copy) as (llm, _):
+        run(llm, main)
+
+
+def test_what_was_asked_of_an_engine_before_the_breaker_tripped_ends(
+    own_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart_policy, "MAX_FRUITLESS_DEATHS", 2)
+
+    async def main() -> None:
+        (own_copy / "model.safetensors").unlink()
+        kill(llm)
+        await until(lambda: not llm.is_healthy)
+        with pytest.raises(EngineUnavailableError, match="times in a row"):
+            await llm.reset_prefix_cache()
+
+    with engine(own_copy) as (llm, _):
+        run(llm, main)
+
+
+def test_engines_are_started_again_when_there_are_descriptors_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart_policy, "MAX_FRUITLESS_DEATHS", 2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def main() -> None:
+        stream = Stream(llm, PROMPTS[0], params(max_tokens=400))
+        await until(lambda: stream.num_tokens > 0)
+        before = open_descriptors()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            kill(llm)
+            with pytest.raises(EngineDeadError, match="Too many open files"):
+                await stream.task
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        await until(lambda: llm.is_healthy)
+        assert (await Stream(llm, PROMPTS[0], params()).task).finished
+        assert len(open_descriptors()) <= len(before), "attempts that failed have left some open"
+
+    with engine(folder) as (llm, _):
         run(llm, main)
 
 

@@ -1,6 +1,6 @@
 """The crash-loop breaker."""
 
-from quire_engine.core.supervisor import FRUITFUL_SECONDS, MAX_FRUITLESS_DEATHS, RestartPolicy
+from quire_engine.core.restart_policy import FRUITFUL_SECONDS, MAX_DELAY_SECONDS, MAX_FRUITLESS_DEATHS, RestartPolicy
 
 
 class Clock:
@@ -10,14 +10,28 @@ class Clock:
         return self.now
 
 
-def test_fruitless_engines_are_started_ever_later_and_then_no_more() -> None:
+def test_fruitless_engines_are_started_ever_later_and_for_ever() -> None:
     policy = RestartPolicy(Clock())
-    delays = []
-    while (delay := policy.delay_after_death()) is not None:
-        delays.append(delay)
+    delays, tripped = [], []
+    for _ in range(2000):
+        delays.append(policy.delay_after_death())
+        tripped.append(policy.is_tripped)
         policy.engine_started()
-    assert delays == [0.0, 1.0, 2.0, 4.0]
-    assert policy.num_fruitless_deaths == MAX_FRUITLESS_DEATHS
+    assert delays[:8] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, MAX_DELAY_SECONDS, MAX_DELAY_SECONDS]
+    assert set(delays[8:]) == {MAX_DELAY_SECONDS}
+    assert tripped.index(True) == MAX_FRUITLESS_DEATHS - 1
+    assert all(tripped[MAX_FRUITLESS_DEATHS - 1 :])
+
+
+def test_an_engine_that_works_again_resets_the_breaker() -> None:
+    policy = RestartPolicy(Clock())
+    for _ in range(MAX_FRUITLESS_DEATHS):
+        policy.delay_after_death()
+        policy.engine_started()
+    assert policy.is_tripped
+    policy.engine_was_fruitful()
+    assert policy.delay_after_death() == 0.0
+    assert not policy.is_tripped
 
 
 def test_a_fruitful_engine_is_followed_at_once_however_often() -> None:
@@ -32,7 +46,7 @@ def test_an_engine_that_was_up_for_a_while_counts_as_one_that_works() -> None:
     clock = Clock()
     policy = RestartPolicy(clock)
     for _ in range(MAX_FRUITLESS_DEATHS - 1):
-        assert policy.delay_after_death() is not None
+        policy.delay_after_death()
         policy.engine_started()
     policy.engine_is_ready()
     clock.now += FRUITFUL_SECONDS + 1
@@ -44,21 +58,24 @@ def test_an_engine_that_was_up_for_a_while_counts_as_one_that_works() -> None:
 def test_what_the_last_engine_did_says_nothing_about_the_next() -> None:
     policy = RestartPolicy(Clock())
     policy.engine_was_fruitful()
+    policy.delay_after_death()
     for _ in range(MAX_FRUITLESS_DEATHS):
-        assert policy.delay_after_death() is not None
         policy.engine_started()
-    assert policy.delay_after_death() is None
+        assert not policy.is_tripped
+        policy.delay_after_death()
+    assert policy.is_tripped
 
 
 def test_a_model_that_takes_long_to_load_does_not_count_as_one_that_works() -> None:
     clock = Clock()
     policy = RestartPolicy(clock)
     for _ in range(MAX_FRUITLESS_DEATHS - 1):
-        assert policy.delay_after_death() is not None
+        policy.delay_after_death()
         policy.engine_started()
         clock.now += 10 * FRUITFUL_SECONDS
         policy.engine_is_ready()
         clock.now += 1.0  # and dies at its first step; or before it was ready:
     policy.engine_started()
     clock.now += 10 * FRUITFUL_SECONDS
-    assert policy.delay_after_death() is None
+    policy.delay_after_death()
+    assert policy.is_tripped

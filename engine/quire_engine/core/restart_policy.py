@@ -1,0 +1,93 @@
+"""When an engine that has died is followed by the next one, and what is said meanwhile."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire_engine.errors import EngineUnavailableError
+
+__all__ = ["Outage", "RestartPolicy"]
+
+MAX_FRUITLESS_DEATHS = 5
+"""After so many in a row, requests are no longer held for the next engine."""
+MAX_DELAY_SECONDS = 30.0
+FRUITFUL_SECONDS = 30.0
+"""An engine that was ready for so long counts as one that works, whether or not anybody asked anything of it."""
+
+
+class RestartPolicy:
+    """Decides what follows the death of an engine: the crash-loop breaker.
+
+    An engine is fruitful when it gave out a token, convicted a request, or was ready for a while. After a fruitful one
+    the next starts at once. Fruitless ones are followed after 0, 1, 2, 4 … `MAX_DELAY_SECONDS`, for ever, and
+    `MAX_FRUITLESS_DEATHS` of them in a row trip the breaker.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ready_at: float | None = None
+        self._is_fruitful = False
+        self.num_fruitless_deaths = 0
+
+    def engine_started(self) -> None:
+        """An engine is about to be started."""
+        self._ready_at = None
+        self._is_fruitful = False
+
+    def engine_is_ready(self) -> None:
+        """It has started. From now on its life counts: a large model may take minutes to load, and die then."""
+        self._ready_at = self._clock()
+
+    def engine_was_fruitful(self) -> None:
+        """It did something that nobody else has to do again."""
+        self._is_fruitful = True
+
+    @property
+    def is_tripped(self) -> bool:
+        """Whether it would be dishonest to let requests wait for the next engine."""
+        return self.num_fruitless_deaths >= MAX_FRUITLESS_DEATHS
+
+    def delay_after_death(self) -> float:
+        """Seconds to wait before the next start."""
+        lived_long = self._ready_at is not None and self._clock() - self._ready_at > FRUITFUL_SECONDS
+        if self._is_fruitful or lived_long:
+            self.num_fruitless_deaths = 0
+            return 0.0
+        self.num_fruitless_deaths += 1
+        if self.num_fruitless_deaths == 1:
+            return 0.0
+        return float(min(2 ** (self.num_fruitless_deaths - 2), MAX_DELAY_SECONDS))
+
+
+@dataclass(slots=True)
+class Outage:
+    """No engine core is up, and one is being started."""
+
+    reason: str
+    """What ended the last one."""
+    next_try_at: float = 0.0
+    """By the monotonic clock; in the past while it is tried."""
+    num_deaths: int = 0
+    """Deaths in a row without an output, once they are too many."""
+
+    @property
+    def seconds_to_next_try(self) -> float:
+        return max(self.next_try_at - time.monotonic(), 0.0)
+
+    def __str__(self) -> str:
+        if not self.num_deaths:
+            return f"{self.reason}; it is being started again"
+        seconds = math.ceil(self.seconds_to_next_try)
+        when = f"in {seconds} s" if seconds else "now"
+        return (
+            f"the engine died {self.num_deaths} times in a row without an output; the last time: {self.reason}; "
+            f"it is tried again {when}"
+        )
+
+    def error(self) -> EngineUnavailableError:
+        """What a request is refused with."""
+        return EngineUnavailableError(f"the engine is not running: {self}", self.seconds_to_next_try)
