@@ -11,6 +11,7 @@ from quire_engine.stats import FinishedRequestStats, StatLogger
 from quire_monitoring import MetricDefinition, TritonStatLogger
 
 from quire_backend import model_config, triton_api
+from quire_backend.private_memory import make_private
 from quire_backend.serving import Serving
 from quire_backend.settings import load_engine_config, one_line
 from quire_backend.triton_api import TritonRequest
@@ -70,6 +71,7 @@ class TritonPythonModel:
         triton_api.install_log_handler()
         failure = None
         try:
+            make_private()
             self._start(args)
         except (EngineError, ValueError, OSError) as error:
             failure = one_line(error)

@@ -81,7 +81,7 @@ def write_model(
         CommandError: the checkpoint is incomplete, or the model is already there.
         UsageError: a setting is not known or has a bad value.
     """
-    from quire_engine.config import EngineConfig
+    from quire_engine.config import SECRETS, EngineConfig
     from quire_engine.errors import CheckpointError
     from quire_engine.models.checkpoint import check_checkpoint
 
@@ -101,7 +101,11 @@ def write_model(
     if config.model.tokenizer is not None:
         written["tokenizer"] = config.model.tokenizer
     (folder / "1").mkdir(parents=True, exist_ok=True)
-    (folder / "1" / "model.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    file = folder / "1" / "model.json"
+    if any(name in written for name in SECRETS):
+        file.touch(mode=0o600)
+        file.chmod(0o600)
+    file.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     (folder / "config.pbtxt").write_text(_CONFIG, encoding="utf-8")
     return folder
 

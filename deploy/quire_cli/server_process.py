@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from quire_cli import process
 from quire_cli.console import Console
 from quire_cli.ports import Endpoint
+from quire_cli.private_memory import keep_memory_private
 from quire_cli.server_log import ServerLog
 
 __all__ = ["SIGNALS", "STOP_SIGNALS", "ServerProcess"]
@@ -47,6 +48,7 @@ class ServerProcess:
             # SIGTERM, not SIGKILL: an orphaned server then still ends its models itself.
             process.die_with_parent(parent, signal.SIGTERM)
             _raise_stack_limit()
+            keep_memory_private()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
         self._popen = subprocess.Popen(

@@ -85,3 +85,10 @@ def test_demo_repository_holds_the_demo_model() -> None:
     repository = demo_repository()
     assert repository is not None
     assert (repository / "tinypy" / "config.pbtxt").is_file()
+
+
+def test_settings_with_a_token_are_for_their_owner_alone(tmp_path: Path) -> None:
+    file = write_model(tmp_path, CHECKPOINT, "mine") / "1" / "model.json"
+    file.chmod(0o644)
+    write_model(tmp_path, CHECKPOINT, "mine", {"introspection_token": "a token of operators"}, force=True)
+    assert file.stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,74 @@
+"""Starts a server whose shared memory no other user of the machine can read, from the moment in which it is made.
+
+tritonserver makes a region in /dev/shm for each stub, for prompts, answers and the introspection token, and lets every
+user read it, in two steps (seen with strace)::
+
+    openat("/dev/shm/quire-…", O_CREAT|O_EXCL|…, 0644)     less what the umask says: 0600
+    fchmod(fd, 0644)                                       which does not heed the umask, and whose failure is ignored
+
+The model's own code takes these rights away again (`quire_backend.private_memory`), but that is a second later: who
+watches /dev/shm has opened the region by then, and keeps it. So the server runs with a umask of 077, and a filter that
+answers `fchmod(…, 0644)` without doing it.
+"""
+
+import ctypes
+import os
+import platform
+import struct
+from collections.abc import Sequence
+
+__all__ = ["keep_memory_private"]
+
+_UMASK = 0o077
+_OPEN_TO_ALL = 0o644
+
+# By machine: as the kernel names it to a filter, and the numbers of the system calls fchmod and seccomp.
+_MACHINES = {"x86_64": (0xC000003E, 91, 317), "aarch64": (0xC00000B7, 52, 277)}
+_PR_SET_NO_NEW_PRIVS = 38
+_SECCOMP_SET_MODE_FILTER = 1
+# The filter is no reason to slow down all that the server and the engine compute, as older kernels would.
+_SECCOMP_FILTER_FLAG_SPEC_ALLOW = 4
+
+# Instructions of classic BPF, and where the data of a system call has what they look at.
+_LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
+_NUMBER_AT, _MACHINE_AT, _SECOND_ARGUMENT_AT = 0, 4, 24
+_ALLOW, _ANSWER_SUCCESS = 0x7FFF0000, 0x00050000
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Program(ctypes.Structure):
+    """A filter, as the kernel takes it."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def keep_memory_private() -> None:
+    """In a new child, before it becomes the server: what it and its own children make is for this user alone.
+
+    Where the kernel or the machine has no such filters, the regions are open until the model's code has closed them.
+    """
+    os.umask(_UMASK)
+    machine = _MACHINES.get(platform.machine())
+    if machine is None:
+        return
+    architecture, fchmod, seccomp = machine
+    program = _assemble([
+        (_LOAD, 0, 0, _MACHINE_AT),
+        (_JUMP_IF_EQUAL, 0, 5, architecture),
+        (_LOAD, 0, 0, _NUMBER_AT),
+        (_JUMP_IF_EQUAL, 0, 3, fchmod),
+        (_LOAD, 0, 0, _SECOND_ARGUMENT_AT),
+        (_JUMP_IF_EQUAL, 0, 1, _OPEN_TO_ALL),
+        (_RETURN, 0, 0, _ANSWER_SUCCESS),
+        (_RETURN, 0, 0, _ALLOW),
+    ])  # fmt: skip
+    # Without it, only root may set a filter.
+    _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    _libc.syscall(seccomp, _SECCOMP_SET_MODE_FILTER, _SECCOMP_FILTER_FLAG_SPEC_ALLOW, ctypes.byref(program))
+
+
+def _assemble(instructions: Sequence[tuple[int, int, int, int]]) -> _Program:
+    """Instructions as (code, how many to skip if true, if false, operand)."""
+    code = b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
+    return _Program(len(instructions), code)
