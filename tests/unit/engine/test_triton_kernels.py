@@ -9,6 +9,7 @@ import torch
 from quire_engine import LLM, SamplingParams
 from quire_kernels import cpu
 from support.oracle import VOCAB_SIZE, generate_greedily, make_prompts
+from support.triton_interpreter import interpreted_kernels
 from transformers import LlamaForCausalLM
 
 pytestmark = [
@@ -19,16 +20,13 @@ pytestmark = [
 
 
 @pytest.fixture
-def _interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _interpreter() -> Iterator[None]:
     from quire_kernels.gpu.interpreter import INTERPRETED
 
     if not INTERPRETED.value:
         pytest.skip("the interpreter is off where there is a GPU; see tests/conftest.py")
-    monkeypatch.setenv(cpu.KERNELS_VARIABLE, cpu.INTERPRETER)
-    cpu.status.cache_clear()
-    yield
-    monkeypatch.undo()
-    cpu.status.cache_clear()
+    with interpreted_kernels():
+        yield
 
 
 @pytest.mark.parametrize("name", ["odd-sizes", "llama3-rope"])

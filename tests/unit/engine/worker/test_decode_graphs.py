@@ -21,9 +21,9 @@ from quire_engine.worker.decode_graphs import (
     run_as_captured,
 )
 from quire_engine.worker.input_batch import InputBatch
-from quire_kernels import cpu
 from quire_kernels.gpu.interpreter import INTERPRETED
 from support.ranks import run_on_ranks, thread_ranks
+from support.triton_interpreter import interpreted_kernels
 
 MEGABYTE = 1 << 20
 
@@ -153,14 +153,10 @@ def test_the_device_has_the_blocks_of_every_slot_that_was_named() -> None:
     assert not table.by_slot[4].any()
 
 
-def test_a_model_that_wakes_up_has_graphs_of_its_new_memory(
-    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_wakes_up_has_graphs_of_its_new_memory(checkpoint: Callable[[str], Path]) -> None:
     if not INTERPRETED.value:
         pytest.skip("the interpreter is off where there is a GPU; see tests/conftest.py")
-    monkeypatch.setenv(cpu.KERNELS_VARIABLE, cpu.INTERPRETER)
-    cpu.status.cache_clear()
-    try:
+    with interpreted_kernels():
         llm = LLM(
             checkpoint("tied-gqa"), dtype="float32", max_num_seqs=2, max_model_len=32, enable_prefix_caching=False
         )
@@ -173,6 +169,3 @@ def test_a_model_that_wakes_up_has_graphs_of_its_new_memory(
         llm.wake_up()
         assert runner.graphs is not graphs
         assert llm.generate([[3, 4, 5]], params, use_tqdm=False)[0].outputs[0].token_ids == before
-    finally:
-        monkeypatch.undo()
-        cpu.status.cache_clear()

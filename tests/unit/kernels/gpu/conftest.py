@@ -1,11 +1,12 @@
 """The kernels in the Triton language: on a GPU where there is one, else in Triton's interpreter, with CPU tensors."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from quire_kernels import cpu
+from support.triton_interpreter import interpreted_kernels
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -16,7 +17,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+def device() -> Iterator[torch.device]:
     """Where the tensors of a test are to lie, so that the kernels in the Triton language compute with them."""
     from quire_kernels.gpu.interpreter import INTERPRETED
     from triton.runtime.interpreter import InterpretedFunction
@@ -28,12 +29,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     import triton.language as tl
 
     assert isinstance(tl.cdiv, InterpretedFunction) != has_gpu, "triton was imported before TRITON_INTERPRET was set"
-    if not has_gpu:
-        monkeypatch.setenv(cpu.KERNELS_VARIABLE, cpu.INTERPRETER)
-    cpu.status.cache_clear()
-    yield torch.device("cuda" if has_gpu else "cpu")
-    monkeypatch.undo()
-    cpu.status.cache_clear()
+    with nullcontext() if has_gpu else interpreted_kernels():
+        yield torch.device("cuda" if has_gpu else "cpu")
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
