@@ -82,6 +82,7 @@ class Request:
         "is_replay",
         "lora_id",
         "max_tokens",
+        "message_number",
         "mm_hashes",
         "needs_token_values",
         "num_cached_tokens",
@@ -140,6 +141,8 @@ class Request:
         """Where in its grammar the output is, once the grammar is compiled. Survives preemption, as the output does."""
         self.arrival = 0
         """The scheduler's number for it, in order of arrival."""
+        self.message_number = 0
+        """Of the message that brought it to this engine core."""
         self.deadline_ms: float | None = None
         """Milliseconds from `queued_at` in which it has to be finished."""
         self.lora_id: str | None = None

@@ -219,9 +219,14 @@ class AsyncMPClient:
             on_death,
         )
 
-    def add_request(self, request: EngineCoreRequest) -> None:
-        """Hand a request over. Never blocks."""
+    def add_request(self, request: EngineCoreRequest) -> int:
+        """Hand a request over. Never blocks. Returns the number of the message, for `has_begun`."""
         self._send(RequestType.ADD, request.request_id, self._encoder.encode(request))
+        return self._num_sent
+
+    def has_begun(self, message_number: int) -> bool:
+        """Whether the engine core has begun to work for a request; also told when it is dead, until `shutdown`."""
+        return self._heartbeat.has_begun(message_number)
 
     def abort_request(self, request_id: str) -> None:
         """End a request wherever it is. Never blocks."""

@@ -81,6 +81,8 @@ class EngineCore:
         self._world_size = config.parallel.world_size
         self._step_stats = StepStats()
         self._sleep_level = 0
+        self.on_begin: Callable[[int], None] = lambda message_number: None
+        """Called before anything is computed for a request, with the number of its message."""
         self.ready = EngineCoreReady(
             vocab_size=checkpoint.vocab_size,
             max_model_len=max_model_len,
@@ -94,8 +96,12 @@ class EngineCore:
             CompilerArguments(config.model.tokenizer_path, self.ready.vocab_size, self.ready.eos_token_ids)
         )
 
-    def add_request(self, message: EngineCoreRequest) -> None:
+    def add_request(self, message: EngineCoreRequest, message_number: int = 0) -> None:
         """Validate once more, and let the request wait for its turn.
+
+        Args:
+            message: the request.
+            message_number: what `on_begin` is told of it.
 
         Raises:
             RequestError: it could never be served.
@@ -123,6 +129,7 @@ class EngineCore:
         request.deadline_ms = message.deadline_ms
         request.num_preemptions = message.num_preemptions
         request.is_replay = message.is_replay
+        request.message_number = message_number
         if message.max_new_tokens is not None:
             request.max_tokens = min(request.max_tokens, request.num_output_tokens + message.max_new_tokens)
         if request.needs_grammar:
@@ -194,6 +201,8 @@ class EngineCore:
             self.structured_output.drop_abandoned()  # of requests that are overdue
             if self._in_flight and not (scheduler_output.num_scheduled_tokens or scheduler_output.dropped_request_ids):
                 break
+            for new in scheduler_output.new_requests:
+                self.on_begin(self.scheduler.requests[new.request_id].message_number)
             try:
                 refused += self._fill_grammar_bitmask(scheduler_output)
                 self.executor.submit(scheduler_output)
@@ -332,7 +341,7 @@ class EngineCore:
         if not self.structured_output.has_finished():
             return []
         outputs = []
-        for request, error in self.structured_output.take_finished():
+        for request, error in self.structured_output.take_finished(self.on_begin):
             if error is None:
                 try:
                     self.scheduler.grammar_is_ready(request)

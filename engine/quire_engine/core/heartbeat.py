@@ -2,12 +2,18 @@
 
 ::
 
-    byte  0        8       16                    24               32
-          │ turns  │ steps │ oldest_request_time │ num_messages │   int64 each, written by the engine core alone
+    byte  0        8       16                    24             32         40
+          │ turns  │ steps │ oldest_request_time │ num_messages │ handling │ begun: one for each slot
+                                                                  int64 each, written by the engine core alone
 
 `turns` counts the rounds of its loop, `steps` those that computed something. `oldest_request_time` is the moment, in
 nanoseconds of the machine's monotonic clock, at which the oldest live request came; 0 when there is none.
 `num_messages` counts what it has taken in.
+
+A request goes by the number of its message. `handling` is the one that is being taken in, 0 between two. A request that
+the engine has begun to compute has its number in `begun`, in slot number % `NUM_SLOTS`; a larger number there came so
+much later that the request has begun long since. So the frontend knows of a dead engine which requests it had merely
+been sent.
 
 Memory, and not a message: it can be read when the other side does nothing any more.
 """
@@ -18,7 +24,9 @@ from quire_engine.semaphore import SharedMemory
 
 __all__ = ["Heartbeat"]
 
-_NUM_BYTES = 4 * 8
+_NUM_FIELDS = 5
+NUM_SLOTS = 8192
+_NUM_BYTES = 8 * (_NUM_FIELDS + NUM_SLOTS)
 
 
 class Heartbeat:
@@ -58,9 +66,22 @@ class Heartbeat:
         """Messages that it has taken in."""
         return self._page[3]
 
-    def received(self) -> None:
-        """Another message is taken in."""
+    def has_begun(self, number: int) -> bool:
+        """Whether the engine core has begun to work for a request, by the number of its message."""
+        return self._page[_NUM_FIELDS + number % NUM_SLOTS] >= number or self._page[4] == number
+
+    def received(self) -> int:
+        """Another message is taken in; returns its number."""
         self._page[3] += 1
+        return self._page[3]
+
+    def handle(self, number: int) -> None:
+        """The request of this message is being taken in; 0: it has been."""
+        self._page[4] = number
+
+    def begin(self, number: int) -> None:
+        """The request of this message is about to be computed."""
+        self._page[_NUM_FIELDS + number % NUM_SLOTS] = number
 
     def turn(self, oldest_request_time: float | None) -> None:
         """The loop begins another round."""

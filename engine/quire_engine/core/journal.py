@@ -8,13 +8,15 @@ It knows no process, no socket and no text: requests go in, outputs pass by, and
              ▲         │ the engine dies
              └─────────┘ a replay: with its tokens so far as output, it goes on where it was
 
-A request that was with an engine when it died is a suspect from the second death on, unless it had got `TRIAL_TOKENS`
-since the first: that was its trial. (So engines that are killed from outside now and then make no suspects.) Suspects
-are tried one at a time, each with the engine to itself, for `TRIAL_TOKENS`; meanwhile everybody else is held:
+A death counts against a request when that engine had begun to work for it: what was only sent, and waited for its turn
+or its grammar, cannot have been the cause. At the second death that counts a request is a suspect, unless it had got
+`TRIAL_TOKENS` since the first: that was its trial. (So engines that are killed from outside now and then make no
+suspects.) Suspects are tried one at a time, each with the engine to itself, for `TRIAL_TOKENS`; meanwhile everybody
+else is held:
 
 1. The suspect gets its tokens (or ends): it is acquitted, and held until all suspects have been tried.
-2. The engine dies with nobody but the suspect in it: the suspect is tried again, and at the second such death it is the
-   culprit, and ends with an error. (One such death can be somebody else's doing.)
+2. The engine dies with nobody but the suspect in it: the suspect is tried again, and at the second such death that
+   counts it is the culprit, and ends with an error. (One such death can be somebody else's doing.)
 3. When no suspect is left, all who are held are sent.
 """
 
@@ -31,7 +33,7 @@ from quire_engine.request import FinishReason, max_output_tokens
 __all__ = ["Journal"]
 
 MAX_CRASHES = 2
-"""Deaths of its engine after which a request is a suspect."""
+"""Deaths that count after which a request is a suspect."""
 MAX_TRIAL_DEATHS = 2
 TRIAL_TOKENS = 2
 """The first comes of a step that computes all tokens of the request, the second of one like all later steps: a request
@@ -48,12 +50,14 @@ class _Entry:
     output_token_ids: list[int] = field(default_factory=list)
     num_preemptions: int = 0
     num_crashes: int = 0
-    """Deaths of an engine that had it, since it came or was acquitted."""
+    """Deaths of an engine that had begun to work for it, since it came or was acquitted."""
     num_trial_deaths: int = 0
-    """Deaths of an engine that had nobody else, since it came or was acquitted."""
+    """Those of an engine that had nobody else."""
     num_output_tokens_before: int = 0
     """What it had when it was last sent."""
     is_sent: bool = False
+    message_number: int = 0
+    """Of the message in which the present engine got it."""
     was_sent: bool = False
     """To any engine: what was taken once is not refused for want of room later."""
 
@@ -104,8 +108,15 @@ class Journal:
             self._on_trial = None
         return entry is not None and entry.is_sent
 
-    def engine_died(self) -> list[str]:
+    def note_sent(self, request_id: str, message_number: int) -> None:
+        """What `take_unsent` gave out is on its way, in a message with this number."""
+        self._entries[request_id].message_number = message_number
+
+    def engine_died(self, has_begun: Callable[[int], bool]) -> list[str]:
         """All that was with the engine is held again.
+
+        Args:
+            has_begun: whether the engine had begun to work for a request, by the number of its message.
 
         Returns:
             The request whose fault it was for certain, if there is one; it is still live, and for the caller to end.
@@ -113,7 +124,7 @@ class Journal:
         culprits = []
         if self._on_trial is not None:
             on_trial = self._entries[self._on_trial]
-            on_trial.num_trial_deaths += 1
+            on_trial.num_trial_deaths += has_begun(on_trial.message_number)
             if on_trial.num_trial_deaths >= MAX_TRIAL_DEATHS:
                 culprits.append(self._on_trial)
             self._on_trial = None
@@ -121,7 +132,7 @@ class Journal:
             if entry.is_sent:
                 if len(entry.output_token_ids) - entry.num_output_tokens_before >= TRIAL_TOKENS:
                     entry.num_crashes = 0
-                entry.num_crashes += 1
+                entry.num_crashes += has_begun(entry.message_number)
                 entry.is_sent = False
         self._unsent = self._entries.copy()
         self._suspects = deque(

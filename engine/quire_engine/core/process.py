@@ -73,6 +73,7 @@ class EngineCoreProcess:
             self._send(EngineCoreReady(error=str(error) if known else f"{type(error).__name__}: {error}"))
             raise SystemExit(1) from None
         self._heartbeat = Heartbeat(arguments.heartbeat_fd)
+        self._core.on_begin = self._heartbeat.begin
         self._poller = zmq.Poller()
         self._poller.register(self._input, zmq.POLLIN)
         self._poller.register(self._core.structured_output.fileno(), zmq.POLLIN)
@@ -139,10 +140,12 @@ class EngineCoreProcess:
                 frames = self._input.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._heartbeat.received()
+            number = self._heartbeat.received()
             request_type, request_id = RequestType(frames[0]), frames[1].decode()
             if request_type is RequestType.ADD:
-                self._add(request_id, frames[2])
+                self._heartbeat.handle(number)
+                self._add(request_id, number, frames[2])
+                self._heartbeat.handle(0)
             elif request_type is RequestType.ABORT:
                 self._core.abort_request(request_id)
                 self._freed.append(request_id)
@@ -152,10 +155,10 @@ class EngineCoreProcess:
                 self._stopping = True
                 return
 
-    def _add(self, request_id: str, payload: bytes) -> None:
+    def _add(self, request_id: str, number: int, payload: bytes) -> None:
         """A message that does not decode or validate ends that request, and nothing else."""
         try:
-            self._core.add_request(self._request_decoder.decode(payload))
+            self._core.add_request(self._request_decoder.decode(payload), number)
         except Exception as error:
             parameter = getattr(error, "parameter", None) or getattr(error.__cause__, "parameter", None)
             output = EngineCoreOutput(

@@ -205,13 +205,13 @@ class SupervisedClient:
     def _send_unsent(self) -> None:
         if self._restart is None:
             for request in self._journal.take_unsent():
-                self._client.add_request(request)
+                self._journal.note_sent(request.request_id, self._client.add_request(request))
 
     def _take_note_of_death(self, reason: str) -> None:
         """End those who end with the engine, and begin to start the next one."""
         self._client.stop_listening()
         num_live = self._journal.num_sent
-        culprits = self._journal.engine_died()
+        culprits = self._journal.engine_died(self._client.has_begun)
         if culprits:
             self._policy.engine_was_fruitful()
         if self._config.frontend.replay_on_crash:

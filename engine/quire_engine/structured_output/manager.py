@@ -15,7 +15,7 @@ import select
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -179,8 +179,12 @@ class StructuredOutputManager:
             del self._job_of[key]
             self._compiler.cancel(job_id)
 
-    def take_finished(self) -> list[tuple[Request, GrammarError | None]]:
-        """The requests whose grammar has been compiled since the last call: now they have it, or the error."""
+    def take_finished(self, on_begin: Callable[[int], None]) -> list[tuple[Request, GrammarError | None]]:
+        """The requests whose grammar has been compiled since the last call: now they have it, or the error.
+
+        Args:
+            on_begin: called before a request's output so far is read, with the number of its message.
+        """
         requests, self._refused = self._refused, []
         while self._results.finished:
             job_id, grammar = self._results.finished.popleft()
@@ -192,7 +196,9 @@ class StructuredOutputManager:
                 grammar.expires_at = time.monotonic() + VERDICT_SECONDS  # a time-out
             if not isinstance(grammar, GrammarError) or grammar.cacheable or grammar.expires_at is not None:
                 self._remember(key, grammar)
-            requests += [(request, _attach(grammar, request)) for request in waiting]
+            for request in waiting:
+                on_begin(request.message_number)
+                requests.append((request, _attach(grammar, request)))
         return requests
 
     def grammar_bitmask(

@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 
-from quire_engine.core.heartbeat import Heartbeat
+from quire_engine.core.heartbeat import NUM_SLOTS, Heartbeat
 
 
 def num_descriptors() -> int:
@@ -30,3 +30,21 @@ def test_closing_leaves_no_descriptor() -> None:
     assert num_descriptors() > before
     heartbeat.close()
     assert num_descriptors() == before, "without waiting for a garbage collection"
+
+
+def test_the_other_side_sees_which_requests_were_begun() -> None:
+    reader = Heartbeat()
+    writer = Heartbeat(os.dup(reader.descriptor))
+    first, second = writer.received(), writer.received()
+    assert not reader.has_begun(first)
+    writer.handle(first)
+    assert (reader.has_begun(first), reader.has_begun(second)) == (True, False), "what dies of taking it in counts"
+    writer.handle(0)
+    assert not reader.has_begun(first)
+    writer.begin(second)
+    assert (reader.has_begun(first), reader.has_begun(second)) == (False, True)
+    writer.begin(second + NUM_SLOTS)
+    assert reader.has_begun(second)
+    assert not reader.has_begun(second + 2 * NUM_SLOTS)
+    reader.close()
+    writer.close()

@@ -1,7 +1,7 @@
 """The journal: who is sent to which engine, with which tokens, and who is to blame."""
 
 import pytest
-from quire_engine.core.journal import TRIAL_TOKENS, Journal
+from quire_engine.core.journal import MAX_CRASHES, MAX_TRIAL_DEATHS, TRIAL_TOKENS, Journal
 from quire_engine.messages import EngineCoreOutput, EngineCoreRequest
 from quire_engine.request import FinishReason
 from quire_engine.sampling_params import SamplingParams
@@ -29,6 +29,11 @@ def sent(journal: Journal) -> list[str]:
     return [message.request_id for message in journal.take_unsent()]
 
 
+def died(journal: Journal) -> list[str]:
+    """An engine dies that had begun with all it had."""
+    return journal.engine_died(lambda message_number: True)
+
+
 def tokens(journal: Journal, **token_ids: int) -> list[EngineCoreOutput]:
     outputs = [EngineCoreOutput(request_id, [token_id]) for request_id, token_id in token_ids.items()]
     journal.take_note(outputs)
@@ -51,7 +56,7 @@ def test_after_a_death_all_go_on_behind_their_tokens_in_their_old_order() -> Non
     tokens(journal, a=7, c=5)
     tokens(journal, c=6)
     journal.add(request("d"))  # never sent to the one that dies
-    assert journal.engine_died() == []
+    assert died(journal) == []
     assert journal.num_sent == 0
     again = journal.take_unsent()
     assert [(m.request_id, m.output_token_ids, m.is_replay) for m in again] == [
@@ -65,7 +70,7 @@ def test_after_a_death_all_go_on_behind_their_tokens_in_their_old_order() -> Non
     journal.remove("b")
     journal.remove("c")
     journal.remove("d")
-    journal.engine_died()
+    died(journal)
     (message,) = journal.take_unsent()
     assert message.output_token_ids == [7, 8]
     assert again[0].output_token_ids == [7], "what was sent does not change any more"
@@ -81,7 +86,7 @@ def test_ended_and_aborted_requests_are_forgotten() -> None:
     assert journal.remove("unknown") is False
     assert journal.request_ids == []
     journal.take_note([EngineCoreOutput("b", [3])])  # on its way when it was aborted
-    journal.engine_died()
+    died(journal)
     assert sent(journal) == []
 
 
@@ -89,7 +94,7 @@ def test_counts_of_preemptions_go_on() -> None:
     journal = journal_of("a")
     sent(journal)
     journal.take_note([EngineCoreOutput("a", [3], num_preemptions=2)])
-    journal.engine_died()
+    died(journal)
     assert journal.take_unsent()[0].num_preemptions == 2
 
 
@@ -99,10 +104,10 @@ def test_of_a_deadline_what_is_left_is_sent() -> None:
     journal.add(request("a", deadline_ms=5000.0))
     assert journal.take_unsent()[0].deadline_ms == 5000.0
     clock.now += 2.0
-    journal.engine_died()
+    died(journal)
     assert journal.take_unsent()[0].deadline_ms == pytest.approx(3000.0)
     clock.now += 60.0
-    journal.engine_died()
+    died(journal)
     deadline_ms = journal.take_unsent()[0].deadline_ms
     assert deadline_ms is not None
     assert 0 < deadline_ms < 1, "it has passed; the engine says so in the usual words"
@@ -111,11 +116,11 @@ def test_of_a_deadline_what_is_left_is_sent() -> None:
 def test_after_two_deaths_suspects_are_tried_one_at_a_time() -> None:
     journal = journal_of("a", "b", "c")
     sent(journal)
-    journal.engine_died()
+    died(journal)
     sent(journal)
     journal.add(request("late"))
     sent(journal)
-    journal.engine_died()  # the second for a, b and c, the first for late
+    died(journal)  # the second for a, b and c, the first for late
     (trial,) = journal.take_unsent()
     assert (trial.request_id, trial.max_new_tokens) == ("a", TRIAL_TOKENS)
     assert sent(journal) == [], "it is alone"
@@ -128,9 +133,9 @@ def test_after_two_deaths_suspects_are_tried_one_at_a_time() -> None:
     assert outputs[0].finish_reason is None, "the trial's end is not the request's"
     (trial,) = journal.take_unsent()
     assert trial.request_id == "b"
-    assert journal.engine_died() == [], "it was alone when the engine died, but that can be chance"
+    assert died(journal) == [], "it was alone when the engine died, but that can be chance"
     assert sent(journal) == ["b"]
-    assert journal.engine_died() == ["b"]
+    assert died(journal) == ["b"]
     journal.remove("b")
     (trial,) = journal.take_unsent()
     assert trial.request_id == "c", "nobody else was with that engine, so nobody else is blamed"
@@ -141,7 +146,7 @@ def test_after_two_deaths_suspects_are_tried_one_at_a_time() -> None:
     assert [message.request_id for message in rest] == ["a", "c", "late", "new"]
     assert [message.output_token_ids for message in rest] == [[4], [5, 6], [], []]
     assert all(message.max_new_tokens is None for message in rest)
-    journal.engine_died()
+    died(journal)
     assert sent(journal) == ["late"], "its second death; who was acquitted starts afresh"
 
 
@@ -150,7 +155,7 @@ def test_an_end_on_trial_is_an_end(reason: FinishReason) -> None:
     journal = journal_of("a", "b")
     for _ in range(2):
         sent(journal)
-        journal.engine_died()
+        died(journal)
     assert sent(journal) == ["a"]
     outputs = [EngineCoreOutput("a", [4], reason)]
     journal.take_note(outputs)
@@ -165,9 +170,9 @@ def test_on_trial_the_last_token_of_all_is_an_end() -> None:
     sent(journal)
     tokens(journal, a=1)
     for _ in range(2):
-        journal.engine_died()
+        died(journal)
         sent(journal)
-    journal.engine_died()
+    died(journal)
     journal.add(request("b"))
     outputs = [EngineCoreOutput("a", [2], FinishReason.LENGTH)]
     journal.take_unsent()
@@ -175,7 +180,7 @@ def test_on_trial_the_last_token_of_all_is_an_end() -> None:
     assert outputs[0].finish_reason is None
     for _ in range(2):
         sent(journal)
-        journal.engine_died()
+        died(journal)
     journal.take_unsent()
     outputs = [EngineCoreOutput("a", [3], FinishReason.LENGTH)]
     journal.take_note(outputs)
@@ -186,7 +191,7 @@ def test_suspects_that_are_aborted_hold_nobody_up() -> None:
     journal = journal_of("a", "b", "c")
     for _ in range(2):
         sent(journal)
-        journal.engine_died()
+        died(journal)
     assert sent(journal) == ["a"]
     assert journal.remove("a") is True
     journal.remove("b")
@@ -200,19 +205,19 @@ def test_who_is_tried_after_an_abort_is_not_blamed_for_the_one_before() -> None:
     journal = journal_of("a", "b", "c")
     for _ in range(2):
         sent(journal)
-        journal.engine_died()
+        died(journal)
     assert sent(journal) == ["a"]
     journal.remove("a")  # its step may be running
     assert sent(journal) == ["b"]
-    assert journal.engine_died() == [], "of a or of b"
+    assert died(journal) == [], "of a or of b"
     assert sent(journal) == ["b"], "so it is tried again"
-    assert journal.engine_died() == ["b"]
+    assert died(journal) == ["b"]
     journal.remove("b")
     assert sent(journal) == ["c"]
     journal.remove("c")
     journal.add(request("d"))
     assert sent(journal) == ["d"]
-    assert journal.engine_died() == []
+    assert died(journal) == []
 
 
 def test_who_goes_on_well_between_two_deaths_is_no_suspect() -> None:
@@ -220,16 +225,43 @@ def test_who_goes_on_well_between_two_deaths_is_no_suspect() -> None:
     sent(journal)
     tokens(journal, b=1)
     tokens(journal, b=2)
-    journal.engine_died()
+    died(journal)
     sent(journal)
     for token_id in range(TRIAL_TOKENS):
         tokens(journal, a=token_id)
     tokens(journal, b=3)
-    journal.engine_died()
+    died(journal)
     assert sent(journal) == ["b"], "one token after its return is too few; what it got before does not count"
     journal.take_note([EngineCoreOutput("b", [4], FinishReason.LENGTH)])
     assert sent(journal) == ["c"]
     journal.take_note([EngineCoreOutput("c", [4], FinishReason.LENGTH)])
     assert sent(journal) == ["a", "b", "c"]
-    journal.engine_died()
+    died(journal)
     assert sent(journal) == ["a"], "its second death without progress"
+
+
+def test_a_death_counts_only_against_whom_the_engine_had_begun_with() -> None:
+    journal = journal_of("runs", "waits")
+    for _ in range(MAX_CRASHES + MAX_TRIAL_DEATHS):
+        for request_id in sent(journal):
+            journal.note_sent(request_id, {"runs": 1, "waits": 2}[request_id])
+        culprits = journal.engine_died(lambda message_number: message_number == 1)
+    assert culprits == ["runs"]
+    journal.remove("runs")
+    assert sent(journal) == ["waits"], "no suspect: it is not on trial, and others may join it"
+    journal.add(request("late"))
+    assert sent(journal) == ["late"]
+
+
+def test_a_trial_that_had_not_begun_is_held_again() -> None:
+    journal = journal_of("a", "b")
+    for _ in range(MAX_CRASHES):
+        sent(journal)
+        died(journal)
+    for _ in range(10):
+        assert sent(journal) == ["a"]
+        assert journal.engine_died(lambda message_number: False) == []
+    assert sent(journal) == ["a"]
+    assert died(journal) == []
+    assert sent(journal) == ["a"]
+    assert died(journal) == ["a"]

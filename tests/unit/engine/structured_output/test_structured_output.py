@@ -395,7 +395,7 @@ def test_the_backlog_is_bounded_and_without_those_who_left(llm: LLM, monkeypatch
     manager.init_grammar(requests[2])
     assert cancelled == [first]
     manager._results.on_result(CompileResult(first, error="too late"))
-    assert manager.take_finished() == []
+    assert manager.take_finished(lambda message_number: None) == []
     for request in requests:
         request.status = RequestStatus.FINISHED
     manager.drop_abandoned()
