@@ -6,7 +6,7 @@ They are a superset of vllm_backend's, so that its clients run unchanged.
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["INPUTS", "OUTPUTS", "RETURN_FLAGS", "SAMPLING_INPUTS", "TensorSpec", "complete"]
+__all__ = ["INPUTS", "OUTPUTS", "RETURN_FLAGS", "SAMPLING_INPUTS", "TYPED_INPUTS", "TensorSpec", "complete"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,16 @@ class TensorSpec:
     dims: tuple[int, ...] = (1,)
 
 
-_TYPED_PARAMETERS: tuple[tuple[str, TensorSpec], ...] = (
+_LIST_PARAMETERS: tuple[tuple[str, TensorSpec], ...] = (
+    ("stop", TensorSpec("stop_words", "TYPE_STRING", (-1,))),
+    ("bad_words", TensorSpec("bad_words", "TYPE_STRING", (-1,))),
+    ("stop_token_ids", TensorSpec("stop_token_ids", "TYPE_INT64", (-1,))),
+    ("allowed_token_ids", TensorSpec("allowed_token_ids", "TYPE_INT64", (-1,))),
+)
+"""Sampling parameters that are lists, which Triton takes as an input alone. Ids are INT64, as tritonserver cuts what it
+reads from JSON to the width of the input, without a word."""
+
+_SCALAR_PARAMETERS: tuple[tuple[str, TensorSpec], ...] = (
     ("max_tokens", TensorSpec("max_tokens", "TYPE_INT32")),
     ("min_tokens", TensorSpec("min_tokens", "TYPE_INT32")),
     ("temperature", TensorSpec("temperature", "TYPE_FP32")),
@@ -27,10 +36,6 @@ _TYPED_PARAMETERS: tuple[tuple[str, TensorSpec], ...] = (
     ("min_p", TensorSpec("min_p", "TYPE_FP32")),
     ("seed", TensorSpec("seed", "TYPE_UINT64")),
     ("n", TensorSpec("n", "TYPE_INT32")),
-    ("stop", TensorSpec("stop_words", "TYPE_STRING", (-1,))),
-    ("stop_token_ids", TensorSpec("stop_token_ids", "TYPE_INT32", (-1,))),
-    ("bad_words", TensorSpec("bad_words", "TYPE_STRING", (-1,))),
-    ("allowed_token_ids", TensorSpec("allowed_token_ids", "TYPE_INT32", (-1,))),
     ("presence_penalty", TensorSpec("presence_penalty", "TYPE_FP32")),
     ("frequency_penalty", TensorSpec("frequency_penalty", "TYPE_FP32")),
     ("repetition_penalty", TensorSpec("repetition_penalty", "TYPE_FP32")),
@@ -44,10 +49,17 @@ _TYPED_PARAMETERS: tuple[tuple[str, TensorSpec], ...] = (
     ("cache_salt", TensorSpec("cache_salt", "TYPE_STRING")),
     ("structured_outputs", TensorSpec("structured_outputs", "TYPE_STRING")),
 )
-"""Sampling parameters with a typed input of their own, which mostly has the parameter's name."""
+"""Sampling parameters of one value, each with the input that a configuration may offer for it.
 
-SAMPLING_INPUTS: dict[str, str] = {spec.name: parameter for parameter, spec in _TYPED_PARAMETERS}
+tritonserver's `generate` reads a key of the body as the input of that name where the model has one: it then takes
+nothing but JSON of the input's type (not "0.5", as clients of vllm_backend send it), cuts integers to the input's
+width, and its errors name nothing. A key that is no input becomes a request parameter of any type, and is read here."""
+
+SAMPLING_INPUTS: dict[str, str] = {spec.name: parameter for parameter, spec in _LIST_PARAMETERS + _SCALAR_PARAMETERS}
 """The input's name → the parameter's name."""
+
+TYPED_INPUTS_OPTION = "typed_inputs"
+"""The key among `parameters` of `config.pbtxt` that says whether there is an input for each parameter of one value."""
 
 RETURN_FLAGS: dict[str, str] = {
     "return_finish_reason": "finish_reason",
@@ -68,8 +80,12 @@ INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("sampling_parameters", "TYPE_STRING"),
     TensorSpec("exclude_input_in_output", "TYPE_BOOL"),
     *(TensorSpec(name, "TYPE_BOOL") for name in RETURN_FLAGS),
-    *(spec for _, spec in _TYPED_PARAMETERS),
+    *(spec for _, spec in _LIST_PARAMETERS),
 )
+"""What every model has."""
+
+TYPED_INPUTS: tuple[TensorSpec, ...] = tuple(spec for _, spec in _SCALAR_PARAMETERS)
+"""What a model also has whose `config.pbtxt` asks for it, all of them or single ones."""
 
 OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("text_output", "TYPE_STRING", (-1,)),
@@ -100,19 +116,28 @@ def complete(config: AutoCompleteConfig) -> None:
     What it declares stays as it is: a declared `text_input` need not say `optional`, and keeps its dims.
 
     Raises:
-        ValueError: it declares a tensor with another type, a batch size, or a transaction policy that is not decoupled.
+        ValueError: it declares a tensor with another type, a batch size, a transaction policy that is not decoupled, or
+            an option with a value that it has not.
     """
     declared = config.as_dict()
     if declared.get("max_batch_size"):
         raise ValueError(f"max_batch_size is {declared['max_batch_size']}; it must be 0, the engine does the batching")
     inputs = {item["name"]: item for item in declared.get("input", [])}
     outputs = {item["name"]: item for item in declared.get("output", [])}
-    for spec in INPUTS:
+    typed = TYPED_INPUTS if _wants_typed_inputs(declared) else [spec for spec in TYPED_INPUTS if spec.name in inputs]
+    for spec in (*INPUTS, *typed):
         config.add_input(_property(spec, inputs.get(spec.name), optional=True))
     for spec in OUTPUTS:
         config.add_output(_property(spec, outputs.get(spec.name)))
     config.set_max_batch_size(0)
     config.set_model_transaction_policy({"decoupled": True})
+
+
+def _wants_typed_inputs(declared: dict[str, Any]) -> bool:
+    value = declared.get("parameters", {}).get(TYPED_INPUTS_OPTION, {}).get("string_value", "false")
+    if value not in ("true", "false"):
+        raise ValueError(f'the parameter {TYPED_INPUTS_OPTION} is {value!r}; it must be "true" or "false"')
+    return bool(value == "true")
 
 
 def _property(spec: TensorSpec, declared: dict[str, Any] | None, **own: bool) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Tensors and request parameters → prompt, sampling parameters, options of the answer.
 
 A sampling parameter can be said in three places: in the JSON of `sampling_parameters`, as a request parameter, and as
-a typed input. vllm_backend's own client says each twice. What is said twice must agree, once both are converted to the
-parameter's type; nothing is ignored silently.
+an input tensor. vllm_backend's own client says each twice. What is said twice must agree, once both are converted to
+the parameter's type; nothing is ignored silently.
 """
 
 import json
@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from quire_engine.errors import RequestError
+from quire_engine.errors import MAX_QUOTED, RequestError, json_type, quote
 from quire_engine.sampling_params import SamplingParams, convert_parameter
 from quire_engine.slo import RequestSLO
 
 from quire_backend.model_config import RETURN_FLAGS, SAMPLING_INPUTS
-from quire_backend.triton_api import Tensor, TritonRequest
+from quire_backend.triton_api import Tensor, TritonRequest, request_id, request_parameters
 
 __all__ = ["GenerateRequest", "ResponseOptions", "UnknownLoRAError", "parse_request", "traceparent_parameter"]
 
@@ -74,7 +74,7 @@ def parse_request(request: TritonRequest) -> GenerateRequest:
     tensors = {tensor.name(): tensor for tensor in request.inputs()}
     prompt = _prompt(tensors)
     options = _options(tensors, has_text=isinstance(prompt, str))
-    values = _sampling_parameters(tensors, request.parameters())
+    values = _sampling_parameters(tensors, request_parameters(request))
     slo = {name.removeprefix("slo_") if name != "slo_class" else name: values.pop(name)
            for name in SLO_PARAMETERS if name in values}  # fmt: skip
     traceparent = values.pop("traceparent", None)
@@ -83,7 +83,7 @@ def parse_request(request: TritonRequest) -> GenerateRequest:
     if params.logprobs is None and "cumulative_logprob" in options.outputs:
         params = msgspec.structs.replace(params, logprobs=0)
     return GenerateRequest(
-        label=request.request_id(),
+        label=request_id(request),
         prompt=prompt,
         sampling_params=params,
         options=options,
@@ -96,7 +96,7 @@ def parse_request(request: TritonRequest) -> GenerateRequest:
 def traceparent_parameter(request: TritonRequest) -> str | None:
     """The request parameter `traceparent` alone, of a request that need not be readable otherwise."""
     try:
-        value = json.loads(request.parameters())["traceparent"]
+        value = json.loads(request_parameters(request))["traceparent"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return value if isinstance(value, str) else None
@@ -152,7 +152,9 @@ def _sampling_parameters(tensors: Mapping[str, Tensor], parameters: str) -> dict
     ):
         for name, value in said.items():
             if name == "lora_name":
-                raise UnknownLoRAError(name, f"lora_name is {value!r}; this model serves no LoRA adapter of that name")
+                raise UnknownLoRAError(
+                    name, f"lora_name is {quote(value)}; this model serves no LoRA adapter of that name"
+                )
             if name == "output_kind":
                 raise RequestError(
                     name, "output_kind cannot be chosen here; the input stream says what a response holds"
@@ -161,9 +163,8 @@ def _sampling_parameters(tensors: Mapping[str, Tensor], parameters: str) -> dict
             if converted is None:
                 continue
             if name in values and not _agree(values[name], converted):
-                raise RequestError(
-                    name, f"{name} is {values[name]!r} in {places[name]} but {converted!r} in {place}; they must agree"
-                )
+                first = f"{name} is {quote(values[name])} in {places[name]}"
+                raise RequestError(name, f"{first} but {quote(converted)} in {place}; they must agree")
             # The first place wins: where they agree, JSON has a float's full precision.
             values.setdefault(name, converted)
             places.setdefault(name, place)
@@ -176,11 +177,11 @@ def _other_parameter(name: str, value: Any) -> str | float | None:
     if value is None or (is_text and isinstance(value, str)):
         return value
     if is_text:
-        raise RequestError(name, f"{name} is {value!r}; it must be a string")
+        raise RequestError(name, f"{name} is {quote(value)}; it must be a string")
     try:
         return float("nan" if isinstance(value, bool) else value)
     except (TypeError, ValueError, OverflowError):
-        raise RequestError(name, f"{name} is {str(value)[:100]!r}; it must be a number of milliseconds") from None
+        raise RequestError(name, f"{name} is {quote(value)}; it must be a number of milliseconds") from None
 
 
 def _agree(first: Any, second: Any) -> bool:
@@ -196,18 +197,42 @@ def _json_parameters(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         return {}
     text = _text(name, _scalar(name, tensors[name].as_numpy()))
     try:
-        values = json.loads(text) if text else {}
-    except (ValueError, RecursionError) as error:
+        values = json.loads(text, object_pairs_hook=lambda pairs: _agreeing(name, pairs)) if text else {}
+    except json.JSONDecodeError as error:
         raise RequestError(name, f"{name} is not JSON: {error}") from None
+    except RecursionError:
+        raise RequestError(name, f"{name} is not JSON that can be read: it nests too deeply") from None
+    except ValueError as error:
+        if isinstance(error, RequestError):
+            raise
+        raise RequestError(name, f"{name} is not JSON that can be read: a number has too many digits") from None
     if not isinstance(values, dict):
-        raise RequestError(name, f"{name} must be a JSON object, not a {type(values).__name__}")
+        raise RequestError(name, f"{name} must be a JSON object, not {json_type(values)}")
+    return values
+
+
+def _agreeing(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, none of whose names is there with two values."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        for name, value in pairs:
+            if value != values[name]:
+                raise RequestError(
+                    name,
+                    f"{name[:MAX_QUOTED]} is said twice in {place}, as {quote(value)} and as {quote(values[name])}; "
+                    "they must agree",
+                )
     return values
 
 
 def _request_parameters(parameters: str) -> dict[str, Any]:
-    """Request parameters without Triton's own, such as `triton_enable_empty_final_response`."""
-    values = json.loads(parameters) if parameters else {}
-    return {name: value for name, value in values.items() if not name.startswith("triton_")}
+    """Request parameters without Triton's own: `triton_enable_empty_final_response`, and the `id` of an HTTP body,
+    which names the request and is passed on as a parameter as well.
+    """
+    if not parameters:
+        return {}
+    values = json.loads(parameters, object_pairs_hook=lambda pairs: _agreeing("the request parameters", pairs))
+    return {name: value for name, value in values.items() if name != "id" and not name.startswith("triton_")}
 
 
 def _typed_parameters(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from quire_backend.introspection import IntrospectionRequest, parse_introspectio
 from quire_backend.request import GenerateRequest, UnknownLoRAError, parse_request, traceparent_parameter
 from quire_backend.response_queue import ResponseQueue, ResponseStream
 from quire_backend.responses import answer_of, failure_of
-from quire_backend.triton_api import ErrorCode, TritonRequest, trace_context
+from quire_backend.triton_api import ErrorCode, TritonRequest, request_id, request_parameters, trace_context
 
 if TYPE_CHECKING:
     from quire_engine.input_processor import ProcessedRequest
@@ -158,6 +158,8 @@ class Serving:
             if self._introspect(request, stream):
                 return
         except Exception as error:  # nobody's generation, so it counts as none that was refused
+            if _explain(error)[0] is ErrorCode.INTERNAL:
+                logger.exception("a request could not be read")
             self._responses.fail(stream, *_explain(error))
             return
         try:
@@ -186,17 +188,17 @@ class Serving:
 
     def _introspect(self, request: TritonRequest, stream: ResponseStream) -> bool:
         """Answer an operator; False when it is a client's request. Engines that are away can be asked about as well."""
-        introspection = parse_introspection(request.parameters(), self._introspection_token)
+        introspection = parse_introspection(request_parameters(request), self._introspection_token)
         if introspection is None:
             return False
         if self._draining:
             raise _UnavailableError("the model is being unloaded")
-        stream.label = request.request_id()
+        stream.label = request_id(request)
         self._call(self._start_answer, introspection, stream)
         return True
 
     def _submit(self, request: TritonRequest, stream: ResponseStream) -> None:
-        stream.label = request.request_id()
+        stream.label = request_id(request)
         generate: GenerateRequest = parse_request(request)
         stream.options, stream.traceparent = generate.options, generate.traceparent
         stream.slo_class = DEFAULT_CLASS if generate.slo is None else generate.slo.slo_class
@@ -311,4 +313,4 @@ def _explain(error: Exception) -> tuple[ErrorCode, str]:
         return ErrorCode.INVALID_ARG, str(error)
     if isinstance(error, _UnavailableError | EngineDeadError | EngineUnavailableError):
         return ErrorCode.UNAVAILABLE, str(error)
-    return ErrorCode.INTERNAL, f"the backend failed: {type(error).__name__}: {error}"
+    return ErrorCode.INTERNAL, "the backend failed at this request; the server's log has the cause"

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
+from quire_engine.errors import RequestError
 from quire_monitoring import MetricDefinition, MetricKind
 from quire_monitoring.triton import MetricFamily
 
@@ -21,6 +22,8 @@ __all__ = [
     "install_log_handler",
     "load_error",
     "metric_family",
+    "request_id",
+    "request_parameters",
     "response",
     "send",
     "strings",
@@ -91,6 +94,30 @@ class TritonRequest(Protocol):
     def get_response_sender(self) -> ResponseSender:
         """The way back."""
         ...
+
+
+def request_parameters(request: TritonRequest) -> str:
+    """The request parameters as a JSON object, or nothing.
+
+    Raises:
+        RequestError: they are not text. tritonserver looks at neither.
+    """
+    try:
+        return request.parameters()
+    except UnicodeDecodeError:
+        raise RequestError("parameters", "parameters: a name or a value in them is not valid UTF-8") from None
+
+
+def request_id(request: TritonRequest) -> str:
+    """The client's label.
+
+    Raises:
+        RequestError: it is not text.
+    """
+    try:
+        return request.request_id()
+    except UnicodeDecodeError:
+        raise RequestError("id", "id is not valid UTF-8") from None
 
 
 def trace_context(request: TritonRequest) -> str | None:

@@ -1,5 +1,10 @@
 """The errors a caller can meet. Each message names the parameter or file, what is wrong, and what would be right."""
 
+import json
+from typing import Any
+
+import msgspec
+
 __all__ = [
     "AbortedError",
     "CheckpointError",
@@ -9,7 +14,42 @@ __all__ = [
     "EngineSleepingError",
     "EngineUnavailableError",
     "RequestError",
+    "json_type",
+    "quote",
 ]
+
+MAX_QUOTED = 200
+
+
+def quote(value: object) -> str:
+    """A value of a client's as a message quotes it: not as long as what the client sent, and as JSON has it."""
+    try:
+        text = repr(value) if isinstance(value, str | float) else json.dumps(value, ensure_ascii=False, default=_plain)
+    except (ValueError, TypeError, RecursionError):  # no JSON, or a number of thousands of digits
+        return f"of a kind that cannot be shown ({json_type(value)})"
+    return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}… ({len(text)} characters)"
+
+
+def _plain(value: object) -> Any:
+    """What a value of ours was read from."""
+    return repr(value) if not isinstance(value, msgspec.Struct) else {
+        name: item for name, item in msgspec.structs.asdict(value).items() if item is not None
+    }  # fmt: skip
+
+
+def json_type(value: object) -> str:
+    """What JSON calls a value's type, with its article."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "a boolean"
+    names = {
+        str: "a string",
+        int: "a number",
+        float: "a number",
+        list: "an array",
+        tuple: "an array",
+        dict: "an object",
+    }
+    return next((name for kind, name in names.items() if isinstance(value, kind)), "something else")
 
 
 class EngineError(Exception):

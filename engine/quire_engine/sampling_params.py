@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from quire_engine.errors import RequestError
+from quire_engine.errors import MAX_QUOTED, RequestError, quote
 from quire_engine.structured_outputs_params import StructuredOutputsParams
 
 __all__ = [
@@ -28,7 +28,6 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 1024
-MAX_QUOTED = 200
 MAX_N = 128
 """Sequences of one request, as with OpenAI: each takes a place of its own in the batch."""
 MAX_BEAM_LOGPROBS = 1024
@@ -253,12 +252,6 @@ def _is_text(value: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
-def _short(value: object) -> str:
-    """A value as it is quoted in a message, which should not be as long as what the client sent."""
-    text = repr(value)
-    return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}… ({len(text)} characters)"
-
-
 def _require_type(name: str, value: object, kind: Any) -> None:
     """Decoding has checked that already; a caller of the constructor may have passed anything."""
     if isinstance(value, enum.Enum | msgspec.Struct):
@@ -266,12 +259,15 @@ def _require_type(name: str, value: object, kind: Any) -> None:
     try:
         msgspec.convert(value, kind)
     except (msgspec.ValidationError, OverflowError) as error:
-        raise RequestError(name, f"{name} is {_short(value)}: {error}") from None
+        raise RequestError(name, f"{name} is {quote(value)}: {error}") from None
 
 
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:
     if not ok:
-        raise RequestError(name, f"{name} is {value}; it must be {allowed}")
+        text = str(value)
+        if len(text) > MAX_QUOTED:
+            text = f"{text[:MAX_QUOTED]}… ({len(text)} characters)"
+        raise RequestError(name, f"{name} is {text}; it must be {allowed}")
 
 
 def convert_parameter(name: str, value: Any) -> Any:
@@ -287,16 +283,16 @@ def convert_parameter(name: str, value: Any) -> Any:
     if name in _NEUTRAL:
         return _nothing(name, value)
     if kind is None:
-        near = get_close_matches(name, _FIELD_TYPES, n=1)
+        near = get_close_matches(name[:MAX_QUOTED], _FIELD_TYPES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(_FIELD_TYPES))}"
-        raise RequestError(name, f"unknown sampling parameter {name!r}{hint}")
+        raise RequestError(name, f"unknown sampling parameter {quote(name)}{hint}")
     if value is None:
         return None
     if kind == list[str]:
         return _string_list(name, value)
     if kind is list:
         if not isinstance(value, list | tuple):
-            raise RequestError(name, f"{name} is {_short(value)}; it must be a list of token ids")
+            raise RequestError(name, f"{name} is {quote(value)}; it must be a list of token ids")
         return [_number(name, item, int) for item in value]
     if kind is dict:
         return _bias_of_token_ids(name, value)
@@ -308,7 +304,7 @@ def convert_parameter(name: str, value: Any) -> Any:
         return _boolean(name, value)
     if kind is str:
         if not isinstance(value, str):
-            raise RequestError(name, f"{name} is {_short(value)}; it must be a string")
+            raise RequestError(name, f"{name} is {quote(value)}; it must be a string")
         return value
     return _number(name, value, kind)
 
@@ -326,22 +322,23 @@ def _nothing(name: str, value: Any) -> None:
         asks_for_nothing = _number(name, value, float) == neutral
     if not asks_for_nothing:
         allowed = "null" if neutral is None else str(neutral).lower()
-        raise RequestError(name, f"{name} is {_short(value)}; it is not offered here: leave it out, or {allowed}")
+        raise RequestError(name, f"{name} is {quote(value)}; it is not offered here: leave it out, or {allowed}")
 
 
 def _string_list(name: str, value: Any) -> list[str]:
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
-        raise RequestError(name, f"{name} is {_short(value)}; it must be a string or a list of strings")
-    return list(items)
+        raise RequestError(name, f"{name} is {quote(value)}; it must be a string or a list of strings")
+    # An input tensor cannot be empty over HTTP: clients that want none, such as TensorRT-LLM's, send one empty string.
+    return [] if list(items) == [""] else list(items)
 
 
 def _bias_of_token_ids(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise RequestError(name, f"{name} is {_short(value)}; it must be an object of token id and bias")
+        raise RequestError(name, f"{name} is {quote(value)}; it must be an object of token id and bias")
     converted = {_number(name, token_id, int): _number(name, bias, float) for token_id, bias in value.items()}
     if len(converted) < len(value):
-        raise RequestError(name, f"{name} is {_short(value)}; it must be an object that holds each token id once")
+        raise RequestError(name, f"{name} is {quote(value)}; it must be an object that holds each token id once")
     return converted
 
 
@@ -354,7 +351,7 @@ def _output_kind(name: str, value: Any) -> RequestOutputKind:
         return RequestOutputKind(_number(name, value, int))
     except ValueError:
         kinds = ", ".join(f"{kind.name} ({kind.value})" for kind in RequestOutputKind)
-        raise RequestError(name, f"{name} is {_short(value)}; it must be one of {kinds}") from None
+        raise RequestError(name, f"{name} is {quote(value)}; it must be one of {kinds}") from None
 
 
 def _boolean(name: str, value: Any) -> bool:
@@ -362,7 +359,7 @@ def _boolean(name: str, value: Any) -> bool:
         return value
     if isinstance(value, str) and value.lower() in ("true", "false", "1", "0"):
         return value.lower() in ("true", "1")
-    raise RequestError(name, f"{name} is {_short(value)}; it must be true or false")
+    raise RequestError(name, f"{name} is {quote(value)}; it must be true or false")
 
 
 def _number(name: str, value: Any, kind: type) -> Any:
@@ -375,10 +372,13 @@ def _number(name: str, value: Any, kind: type) -> Any:
         if kind is float:
             return float(value)
         if isinstance(value, float):
-            if not value.is_integer():
+            # Beyond that, a float is not the integer that the client wrote: tritonserver makes one of a long integer.
+            if not value.is_integer() or abs(value) > 2**53:
                 raise ValueError
             return int(value)
         return int(value)
     except (TypeError, ValueError, OverflowError):
         wanted = "a number" if kind is float else "an integer"
-        raise RequestError(name, f"{name} is {_short(value)}; it must be {wanted}") from None
+        if wanted == "an integer" and isinstance(value, float) and abs(value) > 2**53:
+            wanted = "an integer, and one of so many digits has to come as a string"
+        raise RequestError(name, f"{name} is {quote(value)}; it must be {wanted}") from None

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from quire_engine.errors import RequestError
+from quire_engine.errors import RequestError, json_type
 
 __all__ = ["MAX_CHOICES", "MAX_STRUCTURED_OUTPUTS_BYTES", "MAX_SUBSCHEMAS", "StructuredOutputsParams"]
 
@@ -86,7 +86,7 @@ class StructuredOutputsParams(
         if isinstance(value, str):
             value = _decode_json("structured_outputs", value)
         if not isinstance(value, Mapping):
-            _refuse(f"of type {type(value).__name__}", "a JSON object")
+            _refuse(json_type(value), "a JSON object")
         try:
             return msgspec.convert(dict(value), cls)
         except msgspec.ValidationError as error:

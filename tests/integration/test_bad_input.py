@@ -39,7 +39,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "seed 2**64": ({"sampling_parameters": {"seed": 2**64}}, "seed is 18446744073709551616"),
     "logprobs 1000": ({"logprobs": 1000}, "logprobs is 1000"),
     "10,000 stop strings": ({"stop_words": ["x"] * 10_000}, "stop is 10000 strings"),
-    "empty stop string": ({"stop_words": [""]}, "stop is a string of 0 characters"),
+    "empty stop string": ({"stop_words": ["a", ""]}, "stop is a string of 0 characters"),
     "stop token outside the vocabulary": ({"stop_token_ids": [4096]}, "stop_token_ids holds 4096"),
     "not JSON": ({"sampling_parameters": "{'top_p': 1}"}, "sampling_parameters is not JSON"),
     "not an object": ({"sampling_parameters": "[1, 2]"}, "sampling_parameters must be a JSON object"),
@@ -47,12 +47,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown key": ({"sampling_parameters": {"temprature": 1}}, "'temprature'; did you mean 'temperature'?"),
     "unknown request parameter": ({"parameters": {"max_token": 1}}, "'max_token'; did you mean 'max_tokens'?"),
     "unknown SLO class": ({"parameters": {"slo_class": "gold"}}, "slo_class is 'gold'; this model has default"),
-    "JSON and input disagree": (
+    "JSON and parameter disagree": (
         {"sampling_parameters": {"max_tokens": "3"}, "max_tokens": 4},
-        "max_tokens is 3 in sampling_parameters but 4 in the input tensors",
+        "max_tokens is 3 in sampling_parameters but 4 in the request parameters",
     ),
     "parameter and input disagree": (
-        {"parameters": {"temperature": 0.1}, "temperature": 0.2}, "temperature is 0.1 in the request parameters",
+        {"parameters": {"stop": "a"}, "stop_words": ["b"]}, "stop is [\"a\"] in the request parameters",
     ),
     "stream with the input": (
         {"stream": True, "exclude_input_in_output": False}, "exclude_input_in_output is false",
@@ -109,6 +109,34 @@ def test_sampling_parameters_survive_a_round_trip(server: Server) -> None:
             "skip_special_tokens": True, "logprobs": None}  # fmt: skip
     answer = run(server, text_input=PROMPT, sampling_parameters=json.dumps(said))
     assert answer.text.startswith(PROMPT)
+
+
+GENERATE: dict[str, tuple[dict[str, Any], str]] = {
+    "a fraction": ({"max_tokens": 1.5}, "max_tokens is 1.5; it must be an integer"),
+    "a negative seed": ({"seed": -1}, "seed is -1"),
+    "an integer of more than 32 bits": ({"max_tokens": 2**32 + 8}, "max_tokens is 4294967304"),
+    "an id of more than 32 bits": ({"stop_token_ids": [2**32 + 8]}, "stop_token_ids holds 4294967304"),
+    "an integer of more than 63 bits": ({"seed": 2**63 + 12345}, "seed is 9.22"),
+    "a list in the place of a number": ({"top_k": [1]}, "'top_k'"),
+    "a word": ({"parameters": {"temperature": "hot"}}, "temperature is 'hot'; it must be a number"),
+    "twice": ({"max_tokens": 8, "parameters": {"max_tokens": 9}}, "max_tokens is said twice in the request parameters"),
+    "a long name": ({"x" * 100_000: 1}, "unknown sampling parameter 'xxx"),
+}
+
+
+@pytest.mark.parametrize("case", GENERATE)
+def test_generate_names_what_is_wrong(server: Server, case: str) -> None:
+    said, message = GENERATE[case]
+    status, answer = http(server, "/v2/models/tinypy/generate", {"text_input": PROMPT, **said})
+    assert status == 400
+    assert message in answer["error"]
+    assert len(answer["error"]) < 1000
+
+
+@pytest.mark.parametrize("body", [b'{"text_input": "a", "max_tokens": "\xff"}', b'{"text_input": "a", "\xff": "1"}'])
+def test_parameters_that_are_no_text_are_refused(server: Server, body: bytes) -> None:
+    status, answer = http(server, "/v2/models/tinypy/generate", body)
+    assert (status, answer["error"]) == (400, "parameters: a name or a value in them is not valid UTF-8")
 
 
 BODIES: dict[str, bytes] = {

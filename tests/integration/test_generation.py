@@ -102,6 +102,30 @@ def test_generate(server: Server, offline: LLM) -> None:
     assert answer["text_output"] == expected
 
 
+@pytest.mark.parametrize("place", ["the top", "parameters"])
+@pytest.mark.parametrize("kind", [str, float])
+def test_generate_takes_numbers_and_numbers_as_strings(server: Server, place: str, kind: Any) -> None:
+    """Clients of vllm_backend send strings: its server did not take fractions as parameters for a long time."""
+    said: dict[str, Any] = {"temperature": kind(0.5), "top_p": kind(0.9), "max_tokens": kind(8), "seed": kind(3)}
+    said |= {"ignore_eos": "true" if kind is str else True}
+    if kind is str:
+        said |= {"max_tokens": "8", "seed": "3"}
+    body = {"text_input": PROMPT, **(said if place == "the top" else {"parameters": said})}
+    status, answer = http(server, GENERATE, {**body, "id": "mine", "stop_words": "", "bad_words": ""})
+    assert status == 200, answer
+    assert answer["id"] == "mine"
+    assert answer["text_output"] == run(server, text_input=PROMPT, parameters=said).text
+
+
+def test_generate_takes_lists(server: Server) -> None:
+    body = {"text_input": PROMPT, "max_tokens": 32, "temperature": 0, "exclude_input_in_output": True}
+    _, whole = http(server, GENERATE, body)
+    word = whole["text_output"][5:8]
+    _, answer = http(server, GENERATE, {**body, "stop_words": [word, "never"]})
+    assert whole["text_output"].startswith(answer["text_output"])
+    assert word not in answer["text_output"]
+
+
 def test_generate_stream(server: Server, offline: LLM) -> None:
     (expected,) = offline_texts(offline, [PROMPT], temperature=0.0, max_tokens=24)
     body = {"text_input": PROMPT, "max_tokens": 24, "temperature": 0, "stream": True, "return_finish_reason": True}

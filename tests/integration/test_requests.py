@@ -70,14 +70,23 @@ def test_prompt_logprobs(server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def bounded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One request runs, and one may wait."""
+    """One request runs, and one may wait. Its sampling parameters may be input tensors."""
     version = tmp_path_factory.mktemp("repository") / "bounded" / "1"
     version.mkdir(parents=True)
-    (version.parent / "config.pbtxt").write_text('backend: "quire"\n')
+    (version.parent / "config.pbtxt").write_text(
+        'backend: "quire"\nparameters { key: "typed_inputs" value { string_value: "true" } }\n'
+    )
     settings = {"model": str(CHECKPOINT), "max_num_seqs": 1, "max_queued_requests": 1, "scheduling_policy": "priority"}
     (version / "model.json").write_text(json.dumps(settings))
     with serve("--model-repository", str(Path(version).parents[1]), step_seconds=0.01) as running:
         yield running
+
+
+def test_sampling_parameters_as_input_tensors(bounded_server: Server) -> None:
+    said: dict[str, Any] = {"model": "bounded", "text_input": "def f(", "max_tokens": 7, "temperature": 0.5,
+                            "seed": 2**64 - 1, "ignore_eos": True}  # fmt: skip
+    typed = run(bounded_server, typed=True, **said)
+    assert typed.text == run(bounded_server, **said).text
 
 
 LONG: dict[str, Any] = {"model": "bounded", "input_ids": [7, 8, 9], "max_tokens": 900, "ignore_eos": True}

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import grpc
 import numpy as np
-from quire_backend.model_config import INPUTS, OUTPUTS
+from quire_backend.model_config import INPUTS, OUTPUTS, TYPED_INPUTS
 from support.serving import Server
 from tritonclient.grpc import InferInput, InferRequestedOutput
 from tritonclient.grpc import aio as grpc_aio
@@ -23,10 +23,11 @@ MODEL = "tinypy"
 DEADLINE_SECONDS = 60.0
 
 _T = TypeVar("_T")
-_NUMPY = {"TYPE_STRING": np.object_, "TYPE_BOOL": np.bool_, "TYPE_INT32": np.int32, "TYPE_FP32": np.float32,
-          "TYPE_UINT64": np.uint64}  # fmt: skip
+_NUMPY = {"TYPE_STRING": np.object_, "TYPE_BOOL": np.bool_, "TYPE_INT32": np.int32, "TYPE_INT64": np.int64,
+          "TYPE_FP32": np.float32, "TYPE_UINT64": np.uint64}  # fmt: skip
 _DATATYPES = {"TYPE_STRING": "BYTES"}
-_TYPES = {spec.name: spec.data_type for spec in INPUTS}
+_TYPES = {spec.name: spec.data_type for spec in (*INPUTS, *TYPED_INPUTS)}
+_EVERY_MODELS = {spec.name for spec in INPUTS}
 _OUTPUT_NAMES = [spec.name for spec in OUTPUTS]
 
 
@@ -59,7 +60,7 @@ class Answer:
 
 
 def infer_inputs(**values: Any) -> list[InferInput]:
-    """Input tensors of the types that the model declares; a dict becomes JSON."""
+    """Input tensors of the types that a model declares; a dict becomes JSON."""
     inputs = []
     for name, value in values.items():
         kind = _TYPES[name]
@@ -76,15 +77,22 @@ def infer_inputs(**values: Any) -> list[InferInput]:
 async def ask(
     client: grpc_aio.InferenceServerClient, *, model: str = MODEL, request_id: str = "",
     parameters: dict[str, Any] | None = None, outputs: list[str] | None = None,
-    enable_empty_final_response: bool = False, timeout: int | None = None,
+    enable_empty_final_response: bool = False, timeout: int | None = None, typed: bool = False,
     on_response: Callable[[dict[str, list[Any]]], None] = lambda response: None, **inputs: Any,
 ) -> Answer:  # fmt: skip
-    """One request on a gRPC stream of its own."""
+    """One request on a gRPC stream of its own.
+
+    What is no input of every model is sent as a request parameter, as text; with `typed`, as an input all the same.
+    """
+    tensors = {name: value for name, value in inputs.items() if typed or name in _EVERY_MODELS}
+    texts = {name: json.dumps(value) if isinstance(value, dict | bool) else str(value)
+             for name, value in inputs.items() if name not in tensors}  # fmt: skip
+    parameters = {**texts, **(parameters or {})} or None
 
     async def requests() -> Any:
         wanted = [InferRequestedOutput(name) for name in outputs] if outputs else None
         yield {
-            "model_name": model, "inputs": infer_inputs(**inputs), "outputs": wanted, "request_id": request_id,
+            "model_name": model, "inputs": infer_inputs(**tensors), "outputs": wanted, "request_id": request_id,
             "parameters": parameters, "enable_empty_final_response": enable_empty_final_response, "timeout": timeout,
         }  # fmt: skip
 

@@ -8,7 +8,7 @@ import pytest
 from quire_backend import model as model_module
 from quire_backend import triton_api
 from quire_backend.model import TritonPythonModel
-from quire_backend.model_config import INPUTS, OUTPUTS, RETURN_FLAGS, SAMPLING_INPUTS, complete
+from quire_backend.model_config import INPUTS, OUTPUTS, RETURN_FLAGS, SAMPLING_INPUTS, TYPED_INPUTS, complete
 from quire_backend.settings import load_engine_config
 from quire_engine.errors import CheckpointError
 from quire_monitoring import METRICS, MetricKind, TritonStatLogger
@@ -57,7 +57,9 @@ def test_completes_an_empty_configuration() -> None:
     inputs = {item["name"]: item for item in config.values["input"]}
     outputs = {item["name"]: item for item in config.values["output"]}
     assert inputs["text_input"] == {"name": "text_input", "data_type": "TYPE_STRING", "dims": [1], "optional": True}
-    assert inputs["seed"]["data_type"] == "TYPE_UINT64"
+    assert inputs["stop_words"]["data_type"] == "TYPE_STRING"
+    # tritonserver's generate would take nothing but numbers for it, and cut them to 32 bits.
+    assert "max_tokens" not in inputs
     assert outputs["text_output"] == {"name": "text_output", "data_type": "TYPE_STRING", "dims": [-1]}
     assert outputs["num_input_tokens"]["dims"] == [1]
     assert config.values["model_transaction_policy"] == {"decoupled": True}
@@ -65,7 +67,7 @@ def test_completes_an_empty_configuration() -> None:
 
 
 def test_tables_agree() -> None:
-    inputs = [spec.name for spec in INPUTS]
+    inputs = [spec.name for spec in (*INPUTS, *TYPED_INPUTS)]
     assert len(set(inputs)) == len(inputs)
     assert set(RETURN_FLAGS) | set(SAMPLING_INPUTS) <= set(inputs)
     assert set(RETURN_FLAGS.values()) | {"text_output"} == {spec.name for spec in OUTPUTS}
@@ -81,16 +83,35 @@ def test_what_is_declared_stays() -> None:
     assert config.values["output"][0]["dims"] == [1]
 
 
+def asks_for_typed_inputs(value: str) -> dict[str, Any]:
+    return {"parameters": {"typed_inputs": {"string_value": value}}}
+
+
+def test_typed_inputs_are_there_where_the_configuration_asks_for_them() -> None:
+    every, one = Config(**asks_for_typed_inputs("true")), Config(
+        input=[{"name": "max_tokens", "data_type": "TYPE_INT32", "dims": [1]}], **asks_for_typed_inputs("false")
+    )  # fmt: skip
+    complete(every)
+    types = {item["name"]: item["data_type"] for item in every.values["input"]}
+    assert (types["max_tokens"], types["temperature"], types["seed"]) == ("TYPE_INT32", "TYPE_FP32", "TYPE_UINT64")
+    complete(one)
+    inputs = {item["name"]: item for item in one.values["input"]}
+    assert inputs["max_tokens"]["optional"] is True
+    assert "temperature" not in inputs
+
+
 @pytest.mark.parametrize(
     "declared",
     [
         {"input": [{"name": "stream", "data_type": "TYPE_INT32", "dims": [1]}]},
+        {"input": [{"name": "temperature", "data_type": "TYPE_INT32", "dims": [1]}]},
+        asks_for_typed_inputs("yes"),
         {"max_batch_size": 8},
         {"model_transaction_policy": {"decoupled": False}},
     ],
 )
 def test_contradictions_are_refused(declared: Any) -> None:
-    with pytest.raises(ValueError, match=r"stream|max_batch_size|policy"):
+    with pytest.raises(ValueError, match=r"stream|temperature|typed_inputs is 'yes'|max_batch_size|policy"):
         complete(Config(**declared))
 
 

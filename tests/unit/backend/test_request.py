@@ -124,6 +124,83 @@ def test_bad_requests_are_refused_by_name(request_of: Any, parameters: Any, inpu
         parse_request(request_of(parameters, **inputs))
 
 
+@pytest.mark.parametrize("nothing", ["", [""], []])
+def test_empty_lists_of_words_are_none(request_of: Any, nothing: Any) -> None:
+    """Over HTTP an input cannot be left empty; clients that send every parameter send an empty string."""
+    said = {"stop_words": nothing, "bad_words": nothing} if nothing else {}
+    parsed = parse_request(
+        request_of(text_input="Hi", **said, sampling_parameters={"stop": nothing, "bad_words": nothing})
+    )
+    assert parsed.sampling_params == SamplingParams()
+    with pytest.raises(RequestError, match="stop is a string of 0 characters"):
+        parse_request(request_of(text_input="Hi", stop_words=["a", ""]))
+
+
+def test_the_id_of_an_http_body_is_no_parameter(request_of: Any) -> None:
+    assert parse_request(request_of({"id": "mine"}, text_input="Hi")).sampling_params == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"max_tokens": 3, "max_tokens": 4}', "max_tokens is said twice in sampling_parameters, as 3 and as 4"),
+        ('{"logit_bias": {"5": 1, "5": 2}}', "5 is said twice in sampling_parameters, as 1 and as 2"),
+        ('{"logit_bias": {"5": 1, "5": 2}, "max_tokens": 3}', "5 is said twice in sampling_parameters"),
+    ],
+)
+def test_keys_of_json_that_are_there_twice_must_agree(request_of: Any, text: str, message: str) -> None:
+    with pytest.raises(RequestError, match=f"^{message}.*; they must agree"):
+        parse_request(request_of(text_input="Hi", sampling_parameters=text))
+    parse_request(request_of(text_input="Hi", sampling_parameters=text.replace("4", "3").replace("2", "1")))
+
+
+def test_request_parameters_that_are_there_twice_must_agree(request_of: Any, monkeypatch: Any) -> None:
+    """As tritonserver passes on what an HTTP body says at its top and among its `parameters`."""
+    request = request_of(text_input="Hi")
+    monkeypatch.setattr(request, "parameters", lambda: '{"max_tokens": 8, "max_tokens": 9}')
+    with pytest.raises(RequestError, match="max_tokens is said twice in the request parameters, as 8 and as 9"):
+        parse_request(request)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "inputs"),
+    [
+        ({"x" * 100_000: 1}, {}),
+        ({"temperature": "x" * 100_000}, {}),
+        ({"slo_ttft_ms": "x" * 100_000}, {}),
+        ({"lora_name": "x" * 100_000}, {}),
+        ({"structured_outputs": "x" * 100_000}, {}),
+        ({"stop": "x" * 1000}, {"stop_words": ["y" * 1000]}),
+        ({}, {"sampling_parameters": {"slo_class": ["x" * 100_000]}}),
+        ({}, {"sampling_parameters": {"traceparent": {"x": "x" * 100_000}}}),
+        ({}, {"sampling_parameters": {"seed": 10**4000}}),
+        ({}, {"sampling_parameters": '{"max_tokens": ' + "9" * 100_000 + "}"}),
+        ({}, {"sampling_parameters": '{"%s": 1, "%s": 2}' % (2 * ("x" * 100_000,))}),
+        ({}, {"sampling_parameters": "[" * 100_000}),
+        ({}, {"sampling_parameters": "null"}),
+        ({}, {"sampling_parameters": {"structured_outputs": [None, True]}}),
+        ({"structured_outputs": '{"regex": "a"}'}, {"sampling_parameters": {"structured_outputs": {"regex": "b"}}}),
+        ({"max_tokens": True}, {}),
+    ],
+    ids=range(16),
+)  # fmt: skip
+def test_messages_are_short_and_speak_of_json(request_of: Any, parameters: Any, inputs: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_request(request_of(parameters, text_input="Hi", **inputs))
+    message = str(caught.value)
+    assert len(message) < 1000
+    for internal in ("NoneType", "None", "True", "dict", "sys.", "recursion", "Params(", "<class"):
+        assert internal not in message
+
+
+@pytest.mark.parametrize("value", [float(2**63 + 12345), 1e23])
+def test_an_integer_that_has_lost_digits_is_not_taken_for_another(request_of: Any, value: float) -> None:
+    """tritonserver passes on what is longer than 63 bits in an HTTP body as a double."""
+    with pytest.raises(RequestError, match=r"^seed is .*; it must be an integer, and one of so many digits has to"):
+        parse_request(request_of({"seed": value}, text_input="Hi"))
+    assert parse_request(request_of({"seed": str(2**63 + 1)}, text_input="Hi")).sampling_params.seed == 2**63 + 1
+
+
 @pytest.mark.parametrize("where", ["json", "parameter"])
 def test_unknown_lora(request_of: Any, where: Any) -> None:
     said = {"lora_name": "x"}

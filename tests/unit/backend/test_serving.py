@@ -67,7 +67,19 @@ def test_unknown_lora_is_not_found(serve: Any, request_of: Any) -> None:
 def test_fault_of_ours_is_internal(serve: Any, request_of: Any) -> None:
     request = request_of(text_input="explode")
     serve().submit(request)
-    assert error_of(request) == ("INTERNAL", "the backend failed: ZeroDivisionError: by design")
+    assert error_of(request) == ("INTERNAL", "the backend failed at this request; the server's log has the cause")
+
+
+@pytest.mark.parametrize(("call", "message"), [("parameters", "parameters: a name or"), ("request_id", "id is not")])
+def test_what_is_no_text_is_the_clients_fault(
+    serve: Any, request_of: Any, monkeypatch: Any, call: str, message: str
+) -> None:
+    request = request_of(text_input="Hi")
+    monkeypatch.setattr(request, call, lambda: b"\xff".decode())
+    serve().submit(request)
+    code, text = error_of(request)
+    assert code == "INVALID_ARG"
+    assert text.startswith(message)
 
 
 def test_error_of_the_engine_reaches_the_client(engine: Any, serve: Any, request_of: Any) -> None:

@@ -58,7 +58,7 @@ BAD: list[tuple[Any, str]] = [
     ({"regex": 5}, "regex"),
     ({"choice": "a"}, "choice"),
     ({"json": [1]}, "json"),
-    (5, "of type int; it must be a JSON object"),
+    (5, "structured_outputs is a number; it must be a JSON object"),
     ("{", "is no JSON"),
     ("[]", "must be a JSON object"),
 ]
