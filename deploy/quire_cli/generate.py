@@ -27,7 +27,7 @@ def generate(model: Path, prompt: str | None, sampling: Mapping[str, Any], setti
     """
     from quire_engine.config import EngineConfig
     from quire_engine.errors import EngineError, RequestError
-    from quire_engine.models.checkpoint import check_checkpoint
+    from quire_engine.models import check_checkpoint
     from quire_engine.sampling_params import SamplingParams
 
     # Everything that can be wrong is found before the seconds that loading takes.

@@ -83,7 +83,7 @@ def write_model(
     """
     from quire_engine.config import SECRETS, EngineConfig
     from quire_engine.errors import CheckpointError
-    from quire_engine.models.checkpoint import check_checkpoint
+    from quire_engine.models import check_checkpoint
 
     folder = repository / model_name(path, name)
     try:

@@ -1,6 +1,5 @@
 """InputProcessor: whatever a caller gives as a prompt → validated token ids. Thread-safe."""
 
-import json
 import math
 import operator
 import secrets
@@ -15,7 +14,7 @@ import msgspec
 from quire_engine.errors import CheckpointError, RequestError
 from quire_engine.memory import paused_gc, trim_heap
 from quire_engine.messages import EngineCoreReady, EngineCoreRequest
-from quire_engine.models.checkpoint import TOKENIZER_FILES
+from quire_engine.models.files import check_tokenizer, read_json
 from quire_engine.request import validate_request
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, RequestSLO, SLOTargets, resolve
@@ -69,8 +68,7 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     Raises:
         CheckpointError: it has none, or it does not load.
     """
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise CheckpointError(f"tokenizer: {folder} holds no {' or '.join(TOKENIZER_FILES)}")
+    check_tokenizer(folder)
     try:
         with paused_gc():
             import transformers
@@ -91,9 +89,9 @@ def _is_plain(folder: Path) -> bool:
     frontend has no use for: 2 s and 100 MB.
     """
     try:
-        model_type = json.loads((folder / "config.json").read_text())["model_type"]
-        tokenizer_class = json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"]
-    except (OSError, ValueError, KeyError, TypeError):
+        model_type = read_json(folder / "config.json")["model_type"]
+        tokenizer_class = read_json(folder / "tokenizer_config.json")["tokenizer_class"]
+    except (CheckpointError, KeyError):
         return False
     return (
         (folder / "tokenizer.json").is_file() and model_type == "llama" and tokenizer_class in PLAIN_TOKENIZER_CLASSES

@@ -76,7 +76,7 @@ ARROWS: dict[str, set[str]] = {
 BESIDES = {
     ("worker", "quire_engine.kv_cache.sizing"),
     ("worker", "quire_engine.executor.message_queue"),
-    ("input_processor", "quire_engine.models.checkpoint"),
+    ("input_processor", "quire_engine.models.files"),
     ("request", "quire_engine.structured_output.grammar"),
 }
 """Single modules that a part may import besides: arithmetic, plain JSON, a protocol, bytes. They import only leaves."""

@@ -1,23 +1,24 @@
-"""A Hugging Face checkpoint folder: its configuration, and whether its files are all there.
+"""What a checkpoint's `config.json` says, read and checked field by field. Knows nothing of torch."""
 
-Reads JSON and safetensors headers only; knows nothing of torch.
-"""
-
-import json
-import struct
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quire_engine.errors import CheckpointError
+from quire_engine.models.fields import Fields
+from quire_engine.models.files import brief, read_json
 
-__all__ = ["ARCHITECTURES", "CheckpointConfig", "RopeConfig", "check_checkpoint", "weight_files"]
+__all__ = ["ARCHITECTURES", "CheckpointConfig", "RopeConfig"]
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "llama3")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+MAX_SIZE = 1 << 24
+"""Of each dimension of a weight; the largest vocabularies have 2^18 tokens."""
+MAX_LAYERS = 10_000
+MAX_POSITIONS = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,43 +63,40 @@ class CheckpointConfig:
         Raises:
             CheckpointError: the folder or file is missing, or describes a model that cannot be served.
         """
+        path = folder / "config.json"
         if not folder.is_dir():
             raise CheckpointError(f"model: there is no folder {folder}; give the path of a Hugging Face checkpoint")
-        config = _read_json(folder / "config.json")
-        architecture = (config.get("architectures") or ["(none named)"])[0]
+        fields = Fields(path, read_json(path))
+        config = fields.values
+        architectures = config.get("architectures")
+        architecture = architectures[0] if isinstance(architectures, list) and architectures else "(none named)"
         if architecture not in ARCHITECTURES:
             raise CheckpointError(
-                f"{folder / 'config.json'}: unknown architecture {architecture}; known are {', '.join(ARCHITECTURES)}"
+                f"{path}: unknown architecture {brief(architecture)}; known are {', '.join(ARCHITECTURES)}"
             )
-        if config.get("hidden_act", "silu") != "silu":
-            raise CheckpointError(f"{folder / 'config.json'}: hidden_act is {config['hidden_act']}; it must be silu")
-        try:
-            num_heads = int(config["num_attention_heads"])
-            checkpoint = cls(
-                architecture=architecture,
-                dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-                vocab_size=int(config["vocab_size"]),
-                hidden_size=int(config["hidden_size"]),
-                intermediate_size=int(config["intermediate_size"]),
-                num_layers=int(config["num_hidden_layers"]),
-                num_heads=num_heads,
-                num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-                head_size=int(config.get("head_dim") or config["hidden_size"] // num_heads),
-                rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-                max_position_embeddings=int(config.get("max_position_embeddings", 2048)),
-                tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-                attention_bias=bool(config.get("attention_bias", False)),
-                mlp_bias=bool(config.get("mlp_bias", False)),
-                int8=_is_int8(folder, config),
-                rope=_rope_config(folder, config),
-                eos_token_ids=_eos_token_ids(folder, config),
-            )
-            checkpoint._check(folder / "config.json")
-            return checkpoint
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(f"{folder / 'config.json'}: {error!r} is missing or not a number") from None
+        fields.choice("hidden_act", ("silu",), "silu")
+        hidden_size, num_heads = (fields.integer(name, 1, MAX_SIZE) for name in ("hidden_size", "num_attention_heads"))
+        checkpoint = cls(
+            architecture=architecture,
+            dtype=fields.choice("torch_dtype" if config.get("dtype") is None else "dtype", DTYPES, "float32"),
+            vocab_size=fields.integer("vocab_size", 1, MAX_SIZE),
+            hidden_size=hidden_size,
+            intermediate_size=fields.integer("intermediate_size", 1, MAX_SIZE),
+            num_layers=fields.integer("num_hidden_layers", 1, MAX_LAYERS),
+            num_heads=num_heads,
+            num_kv_heads=fields.integer("num_key_value_heads", 1, num_heads, num_heads),
+            head_size=fields.integer("head_dim", 2, MAX_SIZE, hidden_size // num_heads),
+            rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
+            max_position_embeddings=fields.integer("max_position_embeddings", 1, MAX_POSITIONS, 2048),
+            tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+            attention_bias=fields.boolean("attention_bias", False),
+            mlp_bias=fields.boolean("mlp_bias", False),
+            int8=_is_int8(fields),
+            rope=_rope_config(fields),
+            eos_token_ids=_eos_token_ids(folder, fields),
+        )
+        checkpoint._check(path)
+        return checkpoint
 
     def check_parallel(self, tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> None:
         """Check that the model can be cut among so many ranks.
@@ -130,9 +128,7 @@ class CheckpointConfig:
 
     def _check(self, path: Path) -> None:
         """Refuse what would fail later, and less clearly."""
-        if self.dtype not in DTYPES:
-            raise CheckpointError(f"{path}: dtype is {self.dtype}; known are {', '.join(DTYPES)}")
-        if self.num_heads < 1 or self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+        if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 f"{path}: num_attention_heads is {self.num_heads}; it must be a multiple of "
                 f"num_key_value_heads={self.num_kv_heads}"
@@ -141,181 +137,39 @@ class CheckpointConfig:
             raise CheckpointError(f"{path}: the head size is {self.head_size}; it must be even")
 
 
-def check_checkpoint(folder: Path, tokenizer_folder: Path | None = None, load_format: str = "auto") -> CheckpointConfig:
-    """Check everything that can be known without loading: configuration, tokenizer, weight files, tensors' shapes.
-
-    Args:
-        folder: the checkpoint.
-        tokenizer_folder: where the tokenizer is, when it is elsewhere.
-        load_format: with `dummy` there need be no weight files.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        CheckpointError: what is missing, truncated or of the wrong shape.
-    """
-    config = CheckpointConfig.from_folder(folder)
-    tokenizer_folder = tokenizer_folder or folder
-    if not any((tokenizer_folder / name).is_file() for name in TOKENIZER_FILES):
-        raise CheckpointError(
-            f"{tokenizer_folder}: there is no tokenizer ({' or '.join(TOKENIZER_FILES)}); copy its files there, or "
-            "name another folder with the setting tokenizer"
-        )
-    if load_format == "dummy":
-        return config
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in weight_files(folder):
-        shapes |= check_safetensors(path)
-    _check_shapes(folder, config, shapes)
-    return config
-
-
-def _expected_shapes(config: CheckpointConfig) -> dict[str, tuple[int, ...]]:
-    """Name of each tensor of a Llama checkpoint, without the leading `model.`, → its shape."""
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-    linears = {
-        "self_attn.q_proj": (q_size, hidden, config.attention_bias),
-        "self_attn.k_proj": (kv_size, hidden, config.attention_bias),
-        "self_attn.v_proj": (kv_size, hidden, config.attention_bias),
-        "self_attn.o_proj": (hidden, q_size, config.attention_bias),
-        "mlp.gate_proj": (intermediate, hidden, config.mlp_bias),
-        "mlp.up_proj": (intermediate, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, intermediate, config.mlp_bias),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (config.vocab_size, hidden), "norm.weight": (hidden,)}
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    for i in range(config.num_layers):
-        shapes[f"layers.{i}.input_layernorm.weight"] = (hidden,)
-        shapes[f"layers.{i}.post_attention_layernorm.weight"] = (hidden,)
-        for name, (out_size, in_size, has_bias) in linears.items():
-            shapes[f"layers.{i}.{name}.weight"] = (out_size, in_size)
-            if config.int8:
-                shapes[f"layers.{i}.{name}.weight_scale"] = (out_size, 1)
-            if has_bias:
-                shapes[f"layers.{i}.{name}.bias"] = (out_size,)
-    return shapes
-
-
-def _check_shapes(folder: Path, config: CheckpointConfig, found: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare what the headers of a checkpoint's files say with what its configuration asks for.
-
-    Args:
-        folder: of the checkpoint.
-        config: its configuration.
-        found: name of each tensor in its files → shape.
-
-    Raises:
-        CheckpointError: a tensor is missing or has another shape.
-    """
-    shapes = {name.removeprefix("model."): shape for name, shape in found.items()}
-    expected = _expected_shapes(config)
-    missing = expected.keys() - shapes.keys()
-    if missing:
-        raise CheckpointError(f"{folder}: its safetensors files hold no {', '.join(sorted(missing)[:3])}")
-    for name, shape in expected.items():
-        if shapes[name] != shape:
-            raise CheckpointError(f"{folder}: tensor {name} has shape {shapes[name]}; config.json asks for {shape}")
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, whole or sharded.
-
-    Raises:
-        CheckpointError: there are none, or a shard that the index names is missing.
-    """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
-        for name in names:
-            if not (folder / name).is_file():
-                raise CheckpointError(f"{folder / name}: this shard is missing, though {index.name} names it")
-        return [folder / name for name in names]
-    whole = folder / "model.safetensors"
-    if not whole.is_file():
-        raise CheckpointError(f"{folder}: there is no model.safetensors and no {index.name}; only safetensors are read")
-    return [whole]
-
-
-def check_safetensors(path: Path) -> dict[str, tuple[int, ...]]:
-    """Check that a safetensors file is as long as its header says.
-
-    ::
-
-        | 8 bytes: header length, little endian | header, JSON | tensors, at offsets that the header gives |
-
-    Returns:
-        Name of each tensor → shape.
-
-    Raises:
-        CheckpointError: the file is truncated or has no valid header.
-    """
-    size = path.stat().st_size
-    try:
-        with path.open("rb") as file:
-            (header_size,) = struct.unpack("<Q", file.read(8))
-            if header_size > size:
-                raise CheckpointError(f"{path}: truncated; the file ends within its header")
-            header = json.loads(file.read(header_size))
-        entries = {key: entry for key, entry in header.items() if key != "__metadata__"}
-        data_size = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        shapes = {key: tuple(entry["shape"]) for key, entry in entries.items()}
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path}: truncated or not a safetensors file") from None
-    expected = 8 + header_size + data_size
-    if size != expected:
-        raise CheckpointError(f"{path}: truncated; it has {size} bytes and its header speaks of {expected}")
-    return shapes
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.parent}: there is no {path.name}") from None
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path}: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
-    return content
-
-
-def _is_int8(folder: Path, config: dict[str, Any]) -> bool:
+def _is_int8(fields: Fields) -> bool:
     """Whether this is a compressed-tensors checkpoint in W8A8, the one quantised kind that is served.
 
     Raises:
         CheckpointError: it is quantised in another way.
     """
-    quantization = config.get("quantization_config") or config.get("compression_config")
+    name = "compression_config" if fields.values.get("quantization_config") is None else "quantization_config"
+    quantization = fields.inner(name).values
     if not quantization:
         return False
-    groups = list(quantization.get("config_groups", {}).values())
-    weights, activations = ((groups[0].get(kind) or {}) if groups else {} for kind in ("weights", "input_activations"))
-    is_w8a8 = (
-        quantization.get("quant_method") == "compressed-tensors"
-        and quantization.get("format") == "int-quantized"
-        and len(groups) == 1
-        and groups[0].get("targets") == ["Linear"]
-        and quantization.get("ignore") == ["lm_head"]
-        and _is_symmetric_int8(weights, "channel", dynamic=False)
-        and _is_symmetric_int8(activations, "token", dynamic=True)
+    match quantization:
+        case {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "ignore": ["lm_head"],
+            "config_groups": {**groups},
+        } if len(groups) == 1:
+            match next(iter(groups.values())):
+                case {"targets": ["Linear"], "weights": {**weights}, "input_activations": {**activations}} if (
+                    _is_symmetric_int8(weights, "channel", dynamic=False)
+                    and _is_symmetric_int8(activations, "token", dynamic=True)
+                ):
+                    return True
+    method, form = (str(quantization.get(key, "not named")) for key in ("quant_method", "format"))
+    raise CheckpointError(
+        f"{fields.path}: {name} has quant_method {method:.60}, format {form:.60}; of quantised "
+        "checkpoints only compressed-tensors with int8 weights per channel and dynamic int8 activations per token, "
+        "both symmetric, of all linear layers but lm_head, are served. From an unquantised checkpoint the setting "
+        "quantization makes one of these"
     )
-    if not is_w8a8:
-        method, form = (quantization.get(name, "not named") for name in ("quant_method", "format"))
-        raise CheckpointError(
-            f"{folder / 'config.json'}: quantization_config has quant_method {method}, format {form}; of quantised "
-            "checkpoints only compressed-tensors with int8 weights per channel and dynamic int8 activations per token, "
-            "both symmetric, of all linear layers but lm_head, are served. From an unquantised checkpoint the setting "
-            "quantization makes one of these"
-        )
-    return True
 
 
-def _is_symmetric_int8(kind: dict[str, Any], strategy: str, dynamic: bool) -> bool:
+def _is_symmetric_int8(kind: Mapping[Any, Any], strategy: str, dynamic: bool) -> bool:
     return (
         (kind.get("num_bits"), kind.get("type"), kind.get("strategy")) == (8, "int", strategy)
         and bool(kind.get("symmetric", True))
@@ -323,30 +177,37 @@ def _is_symmetric_int8(kind: dict[str, Any], strategy: str, dynamic: bool) -> bo
     )
 
 
-def _rope_config(folder: Path, config: dict[str, Any]) -> RopeConfig:
+def _rope_config(fields: Fields) -> RopeConfig:
     """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    if rope_type not in ROPE_TYPES:
-        raise CheckpointError(f"{folder / 'config.json'}: rope_type is {rope_type}; known are {', '.join(ROPE_TYPES)}")
+    scaling, parameters = fields.inner("rope_scaling"), fields.inner("rope_parameters")
+    name = "rope_parameters" if parameters.values else "rope_scaling"
+    rope = Fields(fields.path, {**scaling.values, **parameters.values}, f"{name}.")
+    rope_type = rope.choice("type" if rope.values.get("rope_type") is None else "rope_type", ROPE_TYPES, "default")
     default = RopeConfig()
-    return RopeConfig(
+    config = RopeConfig(
         rope_type=rope_type,
-        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or default.rope_theta),
-        factor=float(rope.get("factor", default.factor)),
-        low_freq_factor=float(rope.get("low_freq_factor", default.low_freq_factor)),
-        high_freq_factor=float(rope.get("high_freq_factor", default.high_freq_factor)),
-        original_max_position_embeddings=int(
-            rope.get("original_max_position_embeddings", default.original_max_position_embeddings)
+        rope_theta=rope.positive("rope_theta", fields.positive("rope_theta", default.rope_theta)),
+        factor=rope.positive("factor", default.factor),
+        low_freq_factor=rope.positive("low_freq_factor", default.low_freq_factor),
+        high_freq_factor=rope.positive("high_freq_factor", default.high_freq_factor),
+        original_max_position_embeddings=rope.integer(
+            "original_max_position_embeddings", 1, MAX_POSITIONS, default.original_max_position_embeddings
         ),
     )
+    if rope_type == "llama3" and config.high_freq_factor <= config.low_freq_factor:
+        raise rope.error("high_freq_factor", f"above low_freq_factor={config.low_freq_factor}")
+    return config
 
 
-def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
+def _eos_token_ids(folder: Path, fields: Fields) -> tuple[int, ...]:
     """`generation_config.json` has the last word, as it may name several."""
     path = folder / "generation_config.json"
-    generation = _read_json(path) if path.is_file() else {}
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
-    if eos is None:
-        return ()
-    return tuple(int(token_id) for token_id in (eos if isinstance(eos, list) else [eos]))
+    if os.path.lexists(path):
+        generation = Fields(path, read_json(path))
+        if "eos_token_id" in generation.values:
+            fields = generation
+    eos = fields.values.get("eos_token_id")
+    token_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if not all(type(token_id) is int and 0 <= token_id < MAX_SIZE for token_id in token_ids):
+        raise fields.error("eos_token_id", f"an integer from 0 to {MAX_SIZE - 1}, or a list of such")
+    return tuple(token_ids)

@@ -5,9 +5,10 @@ read is let go of, and a matrix is packed as soon as it is whole: loading takes 
 """
 
 import contextlib
+import math
 import zlib
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -16,10 +17,13 @@ from safetensors import SafetensorError, safe_open
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
 from quire_engine.memory import release_pages, trim_heap
-from quire_engine.models.checkpoint import CheckpointConfig, check_safetensors, weight_files
+from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.files import StoredTensor
 from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.models.parallel import Packable, load_targets
+from quire_engine.models.progress import LoadProgress
 from quire_engine.models.registry import MODELS
+from quire_engine.models.weights import check_weights
 from quire_engine.transfer import CPU
 
 __all__ = ["load_model"]
@@ -44,8 +48,12 @@ def load_model(
     With the load format `dummy` no file is read, and the weights are random numbers, the same each time.
 
     Raises:
-        CheckpointError: a file is truncated, or a tensor is missing, superfluous or of the wrong shape.
+        CheckpointError: a file is truncated; a tensor is missing, superfluous, of the wrong shape or type, or holds
+            something that is no finite number.
     """
+    is_dummy = load_format == "dummy"
+    # First of all: nothing is allocated for a configuration that the files do not bear out.
+    files = {} if is_dummy else check_weights(folder, config)
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -53,20 +61,16 @@ def load_model(
             model = MODELS[config.architecture](config, max_model_len, parallel)
     finally:
         torch.set_default_dtype(previous)
-    elsewhere: Collection[str] = ()
-    if parallel.pipeline_parallel_size > 1:
-        with torch.device("meta"):
-            elsewhere = load_targets(MODELS[config.architecture](config, max_model_len)).keys()
     loading = _Loading(model, quantized_dtype)
-    if load_format == "dummy":
-        for name in sorted(loading.names):
+    if is_dummy:
+        for name in sorted(loading.targets):
             loading.fill(name, None)
         return model.eval()
-    for path in weight_files(folder):
-        check_safetensors(path)
-        _load_file(path, loading, elsewhere)
-    if loading.targets:
-        raise CheckpointError(f"{folder}: its safetensors files hold no {', '.join(sorted(loading.targets)[:3])}")
+    sizes = {name: tensor.num_bytes for stored in files.values() for name, tensor in stored.items()}
+    progress = LoadProgress(sum(sizes[name] for name in loading.targets), reports=parallel.rank == 0)
+    for path, stored in files.items():
+        _load_file(path, stored, loading, progress)
+    assert not loading.targets, f"the headers had {sorted(loading.targets)[:3]}"
     trim_heap()
     return model.eval()
 
@@ -77,18 +81,27 @@ class _Loading:
     def __init__(self, model: LlamaForCausalLM, quantized_dtype: torch.dtype | None) -> None:
         self.targets = load_targets(model)
         """By name; of tensors that have not come yet."""
-        self.names = frozenset(self.targets)
         self._quantized_dtype = quantized_dtype
         self._num_missing: Counter[Packable | None] = Counter(target.module for target in self.targets.values())
 
-    def fill(self, name: str, tensor: torch.Tensor | None) -> None:
+    def fill(self, name: str, tensor: torch.Tensor | None, source: str = "") -> None:
         """Take a tensor, or random numbers for None, and pack what is whole with it. The target, which holds the
-        parameter, is forgotten first."""
+        parameter, is forgotten first.
+
+        Args:
+            name: of the tensor.
+            tensor: this rank's slice of it.
+            source: where it comes from, for messages.
+
+        Raises:
+            CheckpointError: it holds something that is no finite number.
+        """
         target = self.targets.pop(name)
         if tensor is None:
             _randomize(target.parameter, name)
         else:
             target.parameter.copy_(tensor)
+            _check_finite(tensor, target.parameter, source)
         module = target.module
         del target
         self._num_missing[module] -= 1
@@ -96,42 +109,61 @@ class _Loading:
             module.pack(self._quantized_dtype)
 
 
-def _load_file(path: Path, loading: _Loading, elsewhere: Collection[str]) -> None:
-    """Copy what the file holds.
+def _load_file(path: Path, stored: Mapping[str, StoredTensor], loading: _Loading, progress: LoadProgress) -> None:
+    """Copy what this rank wants of a file.
 
     Args:
         path: a safetensors file.
+        stored: what is in it, as `check_weights` found it.
         loading: where this rank's slices go.
-        elsewhere: names that other stages want.
+        progress: hears of every tensor.
+
+    Raises:
+        CheckpointError: the file is damaged, or a tensor holds something that is no finite number.
     """
     try:
         with safe_open(path, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - it is no mapping
                 name = key.removeprefix("model.")
-                target = loading.targets.get(name)
-                if target is None:
-                    # The copy of a tied head, and the frequency tables of old checkpoints, are derived here.
-                    known = name in loading.names or name in elsewhere
-                    if known or name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq"):
-                        continue
-                    raise CheckpointError(f"{path}: tensor {key} has no place in this architecture")
-                tensor = tensors.get_slice(key)
-                shape = tuple(tensor.get_shape())
-                if shape != target.shape:
-                    raise CheckpointError(
-                        f"{path}: tensor {key} has shape {shape}; config.json asks for {target.shape}"
-                    )
-                if (tensor.get_dtype() == "I8") != (target.parameter.dtype == torch.int8):
-                    raise CheckpointError(
-                        f"{path}: tensor {key} is {tensor.get_dtype()}; quantization_config in config.json asks for "
-                        f"{'I8' if target.parameter.dtype == torch.int8 else 'a floating-point type'}"
-                    )
-                piece, target = tensor[target.index], None
-                loading.fill(name, piece)
+                if name not in loading.targets:  # another stage's, or derived
+                    continue
+                piece = tensors.get_slice(key)[loading.targets[name].index]
+                loading.fill(name, piece, f"{path}: tensor {key}")
                 if piece.numel():
                     _release(piece)
+                progress.add(stored[name].num_bytes)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: {error}") from None
+
+
+def _check_finite(tensor: torch.Tensor, parameter: torch.Tensor, source: str) -> None:
+    """Refuse weights that would make every logit NaN.
+
+    A sum that is finite has only finite terms, and takes one pass over what has just been copied. Rows whose sum is
+    not, which may have overflown, are looked at again.
+
+    Args:
+        tensor: as it is stored.
+        parameter: the same in the type that the model is computed in.
+        source: for messages.
+
+    Raises:
+        CheckpointError: a weight is NaN or infinite, or becomes so in that type.
+    """
+    if not parameter.is_floating_point() or not parameter.numel():
+        return
+    suspicious = (~parameter.sum(-1).isfinite()).reshape(-1).nonzero().flatten().tolist()
+    rows, stored_rows = (each.reshape(-1, each.shape[-1]) for each in (parameter, tensor))
+    for row in suspicious:
+        columns = (~rows[row].isfinite()).nonzero().flatten().tolist()
+        if columns:
+            value = stored_rows[row, columns[0]].item()
+            if math.isfinite(value):
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                mend = f"that is too large for {dtype}; set dtype to float32 or bfloat16"
+            else:
+                mend = "weights must be finite numbers"
+            raise CheckpointError(f"{source} holds {value}; {mend}")
 
 
 def _randomize(parameter: torch.Tensor, name: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from quire_engine.config import EngineConfig
 from quire_engine.memory import available_memory_bytes, peak_memory_growth, trim_heap
 
-__all__ = ["CPU_MEMORY_SHARE", "CacheMemory", "CpuCacheMemory", "GpuCacheMemory"]
+__all__ = ["CPU_MEMORY_SHARE", "CacheMemory", "CpuCacheMemory", "GpuCacheMemory", "check_tables"]
 
 CPU_MEMORY_SHARE = 0.5
 """On the CPU the cache shares memory with everything else on the machine, so it never plans with more than this, for
@@ -31,6 +31,25 @@ class CacheMemory:
     """The largest step's, at their peak."""
     available_bytes: int
     """What is left of it for the cache; may be negative."""
+
+
+def check_tables(max_num_seqs: int, max_model_len: int, head_size: int) -> None:
+    """Check that what grows with the context alone fits into the memory: angles of every position, ids of every slot.
+
+    Nothing in the files bounds `max_position_embeddings`, which `max_model_len` is unless it is set.
+
+    Raises:
+        ValueError: it does not.
+    """
+    angle_bytes = 10 * head_size  # cos and sin in float32, and what they are made of
+    slot_bytes = 16 * max_num_seqs  # token ids, and for penalties
+    needed, available = max_model_len * (angle_bytes + slot_bytes), available_memory_bytes()
+    if needed > available:
+        raise ValueError(
+            f"max_model_len is {max_model_len}: with max_num_seqs={max_num_seqs} its tables may take "
+            f"{needed / 2**20:.0f} MiB, and {available / 2**20:.0f} MiB are free; set max_model_len to at most "
+            f"{available // (angle_bytes + slot_bytes)}, or lower max_num_seqs"
+        )
 
 
 class CpuCacheMemory:

@@ -22,7 +22,7 @@ from quire_engine.models.mapped import mapped_zeros
 from quire_engine.models.parallel import num_parameters, shard, stage_layers
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.transfer import CPU
-from quire_engine.worker.cache_memory import CpuCacheMemory, GpuCacheMemory
+from quire_engine.worker.cache_memory import CpuCacheMemory, GpuCacheMemory, check_tables
 from quire_engine.worker.decode_graphs import CudaCapture, DecodeGraphs, capture_sizes, run_as_captured
 from quire_engine.worker.fault_injection import FaultInjection
 from quire_engine.worker.input_batch import InputBatch
@@ -54,6 +54,7 @@ class Worker:
         device: torch.device = CPU,
     ) -> None:
         checkpoint.check_parallel(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        check_tables(config.scheduler.max_num_seqs, max_model_len, checkpoint.head_size)
         self.config = config
         self.parallel = parallel
         self.device = device

@@ -11,7 +11,7 @@ import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
-from quire_engine.models.checkpoint import CheckpointConfig, check_checkpoint
+from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.loader import DUMMY_STD, load_model
 from quire_engine.models.parallel import load_targets
 

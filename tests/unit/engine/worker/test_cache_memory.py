@@ -5,10 +5,19 @@ import re
 import pytest
 import torch
 from quire_engine.config import EngineConfig
-from quire_engine.worker.cache_memory import CacheMemory, GpuCacheMemory
+from quire_engine.worker.cache_memory import CacheMemory, GpuCacheMemory, check_tables
 
 GIGABYTE = 1 << 30
 DEVICE = torch.device("cuda", 0)
+
+
+def test_a_context_whose_tables_exceed_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a checkpoint may claim any `max_position_embeddings`."""
+    monkeypatch.setattr("quire_engine.worker.cache_memory.available_memory_bytes", lambda: 4 * GIGABYTE)
+    check_tables(64, 1 << 20, 128)
+    with pytest.raises(ValueError, match=r"^max_model_len is 1000000000: .* set max_model_len to at most 1864135, or"):
+        check_tables(64, 10**9, 128)
+    check_tables(64, 1864135, 128)
 
 
 class FakeDriver:

@@ -1,0 +1,100 @@
+"""The fields of `config.json`, each read as what it must be: what is wrong is refused by its name, value and bounds."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quire_engine.errors import CheckpointError
+from quire_engine.models.files import brief
+
+__all__ = ["Fields"]
+
+_UNSET: Any = object()
+
+
+class Fields:
+    """One JSON object of a file. A field that is null counts as one that is not there.
+
+    Args:
+        path: the file, for messages.
+        values: the object.
+        prefix: of the fields' names in messages, for an object within another one.
+    """
+
+    def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
+        self.path = path
+        self.values = values
+        self._prefix = prefix
+
+    def integer(self, name: str, low: int, high: int, default: int = _UNSET) -> int:
+        """An integer within bounds.
+
+        Raises:
+            CheckpointError: it is something else, or missing with no default.
+        """
+        value = self._get(name, default)
+        if value is not default and (type(value) is not int or not low <= value <= high):
+            raise self.error(name, f"an integer from {low} to {high}")
+        return int(value)
+
+    def positive(self, name: str, default: float = _UNSET) -> float:
+        """A finite number above 0.
+
+        Raises:
+            CheckpointError: it is something else, or missing with no default.
+        """
+        value = self._get(name, default)
+        try:
+            number = float(value) if type(value) in (int, float) else math.nan
+        except OverflowError:
+            number = math.inf
+        if not 0 < number < math.inf:
+            raise self.error(name, "a finite number above 0")
+        return number
+
+    def boolean(self, name: str, default: bool) -> bool:
+        """True or false.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, "true or false")
+        return value
+
+    def choice(self, name: str, allowed: tuple[str, ...], default: str) -> str:
+        """One of several words.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self._get(name, default)
+        if not isinstance(value, str) or value not in allowed:
+            raise self.error(name, allowed[0] if len(allowed) == 1 else f"one of {', '.join(allowed)}")
+        return value
+
+    def inner(self, name: str) -> "Fields":
+        """The object in a field, without any fields where there is none.
+
+        Raises:
+            CheckpointError: it is no object.
+        """
+        value = self._get(name, {})
+        if not isinstance(value, dict):
+            raise self.error(name, "an object")
+        return Fields(self.path, value, f"{self._prefix}{name}.")
+
+    def error(self, name: str, allowed: str) -> CheckpointError:
+        """What to raise for a field that is not what it must be."""
+        value = self.values.get(name)
+        return CheckpointError(f"{self.path}: {self._prefix}{name} is {brief(value)}; it must be {allowed}")
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        if value is not None:
+            return value
+        if default is _UNSET:
+            raise CheckpointError(f"{self.path}: {self._prefix}{name} is missing")
+        return default

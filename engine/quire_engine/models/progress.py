@@ -1,0 +1,35 @@
+"""How much of the weights is loaded, told in the log: whoever waits reads it there, in whichever process that is."""
+
+import logging
+import time
+
+__all__ = ["LoadProgress"]
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+"""A model that loads within it has nothing to tell."""
+
+
+class LoadProgress:
+    """Logs the share that is loaded, as "loading weights: 40% of 1234 MB", once a second.
+
+    Args:
+        total_bytes: of all tensors that are to come.
+        reports: whether this rank speaks; of several, one is enough.
+    """
+
+    def __init__(self, total_bytes: int, *, reports: bool = True) -> None:
+        self._total_bytes = total_bytes
+        self._reports = reports
+        self._loaded_bytes = 0
+        self._next = time.monotonic() + INTERVAL_S
+
+    def add(self, num_bytes: int) -> None:
+        """Count what has been loaded."""
+        self._loaded_bytes += num_bytes
+        now = time.monotonic()
+        if self._reports and now >= self._next:
+            self._next = now + INTERVAL_S
+            share = 100 * self._loaded_bytes // max(self._total_bytes, 1)
+            logger.info("loading weights: %d%% of %.0f MB", share, self._total_bytes / 1e6)

@@ -1,0 +1,43 @@
+"""A made-up checkpoint of a few kilobytes, for tests that spoil it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+__all__ = ["POINTER", "edit_json", "make_small_checkpoint"]
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "hidden_act": "silu",
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "tie_word_embeddings": False, "eos_token_id": 1,
+}  # fmt: skip
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 2468\n"
+"""What git-LFS leaves in the place of a file."""
+
+
+def make_small_checkpoint(folder: Path) -> Path:
+    """Write `config.json`, a tokenizer's file in name only, and weights that are all 0.01."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "tokenizer.json").write_text("{}")
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (32, 16), "norm": (16,)}
+    for i in range(2):
+        shapes |= {f"layers.{i}.{name}": (16,) for name in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"layers.{i}.self_attn.{name}": (size, 16) for name, size in (("q_proj", 16), ("k_proj", 8))}
+        shapes |= {f"layers.{i}.self_attn.{name}": (size, 16) for name, size in (("v_proj", 8), ("o_proj", 16))}
+        shapes |= {f"layers.{i}.mlp.{name}": (24, 16) for name in ("gate_proj", "up_proj")}
+        shapes[f"layers.{i}.mlp.down_proj"] = (16, 24)
+    tensors = {f"model.{name}.weight": torch.full(shape, 0.01) for name, shape in shapes.items()}
+    save_file(tensors | {"lm_head.weight": torch.full((32, 16), 0.01)}, folder / "model.safetensors")
+    return folder
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Change fields of a JSON file; a file that is a link becomes one of its own."""
+    values = json.loads(path.read_text())
+    path.unlink()
+    path.write_text(json.dumps({**values, **changes}))
