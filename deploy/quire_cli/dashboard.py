@@ -13,14 +13,14 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from urllib.parse import quote
 
 from quire_cli import process
 from quire_cli.console import Console
 from quire_cli.errors import CommandError, UsageError
-from quire_cli.ports import Endpoint, reserve
+from quire_cli.ports import Endpoint, reserve, resolve
 from quire_cli.server_process import SIGNALS
 
 __all__ = ["Dashboard", "DashboardOptions", "how_to_install", "run_dashboard"]
@@ -40,8 +40,8 @@ def how_to_install() -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it."""
-    return host == "localhost" or host.startswith("127.")
+    """Whether only this machine reaches an address."""
+    return host.startswith("127.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +71,7 @@ def run_dashboard(options: DashboardOptions) -> int:
     missing = how_to_install()
     if missing:
         raise CommandError(f"the dashboard cannot be started: {missing}")
+    options = replace(options, host=resolve(options.host))
     token = options.token or os.environ.get(DASHBOARD_TOKEN, "")
     if not is_loopback(options.host) and not token:
         raise UsageError(

@@ -41,15 +41,21 @@ class ServerFlags:
     @property
     def values(self) -> dict[str, str]:
         """Flag name without its dashes → its last value, empty when it has none."""
-        values: dict[str, str] = {}
-        name = ""
+        return dict(self._items())
+
+    def all_values(self, name: str) -> list[str]:
+        """The values of a flag that may be given more than once."""
+        return [value for given, value in self._items() if given == name]
+
+    def _items(self) -> list[tuple[str, str]]:
+        items: list[tuple[str, str]] = []
         for token in self.tokens:
             if token.startswith("--"):
                 name, _, value = token[2:].partition("=")
-                values[name] = value
+                items.append((name, value))
             else:  # `--flag value`, which tritonserver takes as well
-                values[name] = token
-        return values
+                items[-1] = (items[-1][0], token)
+        return items
 
     def is_off(self, name: str) -> bool:
         """True when a boolean flag was given and says no."""
@@ -57,8 +63,9 @@ class ServerFlags:
 
     def merge(self, defaults: Iterable[tuple[str, str]]) -> list[str]:
         """Our flags, without those that the user gave as well, then the user's."""
-        # The settings of backends are many flags of one name; of these, only an equal setting replaces ours.
-        given = self.values.keys() - {"backend-config"}
+        # Some are many flags of one name. Of the settings of backends, only an equal one replaces ours; what is left to
+        # restrict beside the user's own flags, `restricted_apis` has seen to.
+        given = self.values.keys() - {"backend-config", "http-restricted-api", "grpc-restricted-protocol"}
         settings = {token.rpartition("=")[0] for token in self.tokens if "shm-region-prefix-name" in token}
         ours = [
             f"--{name}={value}"

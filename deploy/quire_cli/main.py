@@ -128,7 +128,8 @@ def serve(
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the model of --model; default: its folder's.")] = None,
     host: Annotated[
-        str, typer.Option(help="IPv4 address to listen on. There is no authentication: mind who can reach it.")
+        str,
+        typer.Option(help="Host or IPv4 address to listen on. There is no authentication: mind who can reach it."),
     ] = "127.0.0.1",
     grpc_port: Annotated[int, Port] = 8001,
     http_port: Annotated[int, Port] = 8000,
@@ -162,6 +163,10 @@ def serve(
 
     The server's warnings and errors and the lines of Quire itself go to stderr; --verbose, or any --log-... flag after
     --, passes on everything. When a model does not load, one line says why.
+
+    tritonserver's APIs for shared memory, traces and the log are closed. Whoever needs one gives it a header of their
+    own: -- --http-restricted-api=logging:KEY=VALUE (other users of the machine can see it in ps). With the log's,
+    the whole log is passed on.
 
     When the server or the process of a model dies, the server is started again on the same ports, and the ready line
     printed again; the fifth death in a row ends it.

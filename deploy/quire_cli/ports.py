@@ -1,13 +1,14 @@
 """Which ports a server will listen on, checked before anything is started."""
 
 import errno
+import ipaddress
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quire_cli.errors import CommandError, UsageError
 
-__all__ = ["Endpoint", "reserve"]
+__all__ = ["Endpoint", "reserve", "resolve"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,27 @@ class Endpoint:
     def client_host(self) -> str:
         """Where a client on this machine reaches it."""
         return "127.0.0.1" if self.host == "0.0.0.0" else self.host
+
+
+def resolve(host: str) -> str:
+    """The IPv4 address of a host. tritonserver takes a name for 255.255.255.255.
+
+    Raises:
+        CommandError: it has none.
+    """
+    try:
+        version = ipaddress.ip_address(host.strip("[]")).version
+    except ValueError:
+        version = None
+    if version == 6:
+        raise CommandError(
+            f"--host {host} is an IPv6 address, and the server listens on IPv4; try 127.0.0.1 or 0.0.0.0"
+        )
+    try:
+        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        raise _no_address(host) from None
+    return str(found[0][4][0])
 
 
 def reserve(wanted: Mapping[str, Endpoint]) -> dict[str, Endpoint]:
@@ -67,9 +89,13 @@ def _bind(option: str, endpoint: Endpoint) -> socket.socket:
 
 def _explain(option: str, endpoint: Endpoint, error: OSError) -> CommandError:
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-        return CommandError(f"--host {endpoint.host} is no IPv4 address of this machine; try 127.0.0.1 or 0.0.0.0")
+        return _no_address(endpoint.host)
     if error.errno == errno.EADDRINUSE:
         return CommandError(f"port {endpoint.port} is in use; free it, or choose another with --{option} (0: any free)")
     if error.errno == errno.EACCES:
         return CommandError(f"port {endpoint.port} needs privileges; choose one above 1023 with --{option}")
     return CommandError(f"cannot listen on {endpoint}: {error.strerror}; choose another port with --{option}")
+
+
+def _no_address(host: str) -> CommandError:
+    return CommandError(f"--host {host} is no IPv4 address of this machine; try 127.0.0.1 or 0.0.0.0")

@@ -10,7 +10,8 @@ from quire_cli.dashboard import Dashboard, how_to_install
 from quire_cli.errors import CommandError, UsageError, has_working_directory
 from quire_cli.launch import ServerFlags, compose_backends, has_gpu, server_environment
 from quire_cli.model_repository import default_repository, write_model
-from quire_cli.ports import Endpoint, reserve
+from quire_cli.ports import Endpoint, reserve, resolve
+from quire_cli.restricted_apis import opens_logging, restrictions
 from quire_cli.run_directory import RunDirectory, is_plain, sweep
 from quire_cli.supervisor import Supervisor, blocked_signals
 from quire_cli.tritonserver import TritonServer, find_tritonserver
@@ -85,7 +86,9 @@ def serve(options: ServeOptions) -> int:
             drain_timeout_s=options.drain_timeout_s,
             console=console,
             what=f"loading {options.model or repository or 'the models'}",
-            show_whole_log=options.verbose or any(name.startswith("log-") for name in flags.values),
+            show_whole_log=(
+                options.verbose or opens_logging(flags) or any(name.startswith("log-") for name in flags.values)
+            ),
             clean_up=run.clean_up,
             needs_stub=_needs_stub(repository, flags),
             ready_word=dashboard.ready_word if dashboard else lambda: "",
@@ -149,7 +152,12 @@ def _endpoints(options: ServeOptions, flags: ServerFlags) -> dict[str, Endpoint]
     wanted = {}
     for service, allow in _SERVICES.items():
         if not flags.is_off(allow):
-            host = flags.values.get(f"{service}-address", options.host)
+            given = flags.values.get(f"{service}-address")
+            host = resolve(options.host if given is None else given)
+            if given not in (None, host):
+                raise UsageError(
+                    f"--{service}-address is {given}: tritonserver takes an address there, not a name; give {host}"
+                )
             wanted[f"{service}-port"] = Endpoint(host, _port(f"{service}-port", flags, ports[service]))
     return {option.removesuffix("-port"): endpoint for option, endpoint in reserve(wanted).items()}
 
@@ -166,14 +174,15 @@ def _dashboard(
     if missing:
         console.line(f"quire: no dashboard: {missing}")
         return nullcontext()
-    wanted = Endpoint(options.host, 8501 if options.dashboard_port is None else options.dashboard_port)
+    host = resolve(options.host)
+    wanted = Endpoint(host, 8501 if options.dashboard_port is None else options.dashboard_port)
     try:
         endpoint = reserve({**_named(endpoints), "dashboard-port": wanted})["dashboard-port"]
     except CommandError:
         if options.dashboard_port is not None:
             raise
         # Of two servers on one machine, the second must not fail for the sake of a page.
-        endpoint = reserve({**_named(endpoints), "dashboard-port": Endpoint(options.host, 0)})["dashboard-port"]
+        endpoint = reserve({**_named(endpoints), "dashboard-port": Endpoint(host, 0)})["dashboard-port"]
     return Dashboard(endpoint, endpoints, console)
 
 
@@ -197,7 +206,10 @@ def _command(
         ("backend-directory", str(compose_backends(server, run.path))),
         ("backend-config", f"python,shm-region-prefix-name={run.run_id.shared_memory_prefix}"),
         ("exit-timeout-secs", str(options.drain_timeout_s)),
+        *restrictions(flags),
     ]
+    if server.cache_directory.is_dir():
+        defaults.append(("cache-directory", str(server.cache_directory)))
     for service, endpoint in endpoints.items():
         defaults += [(f"{service}-address", endpoint.host), (f"{service}-port", str(endpoint.port))]
     if not has_gpu():

@@ -43,6 +43,11 @@ class TritonServer:
     is_wheel: bool = False
 
     @property
+    def cache_directory(self) -> Path:
+        """Where its response caches are; it need not have any. The server itself only looks in /opt/tritonserver."""
+        return self.binary.parent.parent / "caches"
+
+    @property
     def version(self) -> str:
         """Of the server, or of the wheel that carries it."""
         if self.is_wheel:

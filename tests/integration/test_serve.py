@@ -11,6 +11,7 @@ import socket
 import subprocess
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -141,6 +142,23 @@ def test_is_ready_where_it_says_so(echo_server: Server) -> None:
         with pytest.raises(ConnectionRefusedError):  # another address of the loopback device
             socket.create_connection(("127.0.0.2", int(port)), timeout=10)
     assert echo_server.run_id.directories()[0].stat().st_mode & 0o777 == 0o700
+
+
+def test_a_host_by_name_a_response_cache_and_the_log_level_for_who_has_the_header(echo: str) -> None:
+    """The cache's library is in the wheel, where the server would not look."""
+    flags = ("--cache-config=local,size=1048576", "--http-restricted-api=logging:admin=open sesame")
+    with serve("--host", "localhost", "--model-repository", echo, "--", *flags) as server:
+        assert server.http.startswith("127.0.0.1:")
+        assert len(Counting.answer(server, count=1)) == 1
+        assert "InferResponseSend" not in server.log()
+        request = urllib.request.Request(f"http://{server.http}/v2/logging", data=b'{"log_verbose_level": 1}')
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(request, timeout=60)
+        request.add_header("admin", "open sesame")
+        with urllib.request.urlopen(request, timeout=60) as response:
+            assert json.load(response)["log_verbose_level"] == 1
+        assert len(Counting.answer(server, count=1)) == 1
+        wait_until(lambda: "infer_request.cc" in server.log(), "the log says more than before")
 
 
 def test_draining_lets_a_running_request_finish(echo: str, start: Start) -> None:

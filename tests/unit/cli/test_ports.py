@@ -4,7 +4,7 @@ import socket
 
 import pytest
 from quire_cli.errors import CommandError, UsageError
-from quire_cli.ports import Endpoint, reserve
+from quire_cli.ports import Endpoint, reserve, resolve
 
 HOST = "127.0.0.1"
 
@@ -40,3 +40,16 @@ def test_host_that_is_not_ours(host: str) -> None:
 def test_clients_reach_a_server_on_all_addresses_over_loopback() -> None:
     assert Endpoint("0.0.0.0", 1).client_host == HOST
     assert Endpoint("192.0.2.1", 1).client_host == "192.0.2.1"
+
+
+def test_a_host_is_an_address_of_ipv4() -> None:
+    """Of a name, tritonserver makes 255.255.255.255."""
+    assert resolve("localhost") == HOST
+    for address in (HOST, "0.0.0.0", "192.0.2.1"):
+        assert resolve(address) == address
+    for host in ("::1", "[::1]"):
+        with pytest.raises(CommandError, match=r"is an IPv6 address.*try 127\.0\.0\.1"):
+            resolve(host)
+    for host in ("no.such.host.invalid", "a..b", "x" * 300):
+        with pytest.raises(CommandError, match=r"--host .* is no IPv4 address"):
+            resolve(host)
