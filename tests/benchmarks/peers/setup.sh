@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# Install one of the engines that ours is compared with, in an environment of its own, outside the project.
+# Install one of the engines that ours is compared with, or a load generator, in an environment of its own, outside the
+# project.
 #
-#   setup.sh transformers|vllm|openvino|llamacpp [FOLDER]
+#   setup.sh transformers|vllm|openvino|llamacpp|genai-perf|aiperf [FOLDER]
 #
-# FOLDER is where compare.py looks: $QUIRE_BENCH_PEERS/PEER, or ~/.cache/quire-bench/peers/PEER. Versions are pinned, so
-# that figures can be compared; PYTHON names another interpreter than python3. Disk: 1.2, 3.3, 1.6 and 0.2 GB.
+# FOLDER is where compare.py and the tests look: $QUIRE_BENCH_PEERS/PEER, or ~/.cache/quire-bench/peers/PEER. Versions
+# are pinned, so that figures can be compared; PYTHON names another interpreter than python3.
+# Disk: 1.2, 3.3, 1.6, 0.2, 1.0 and 1.2 GB.
 set -euo pipefail
 
 TORCH=torch==2.13.0  # the newest with a CPU-only build on PyPI: others bring gigabytes of CUDA packages
 
-usage() { sed -n '2,7s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+usage() { sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 
 install() { "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
 
@@ -61,8 +63,38 @@ install_llamacpp() {
   command install -m 755 "$build/bin/llama-server" "$build/bin/llama-quantize" "$folder/bin/"
 }
 
+install_genai-perf() {
+  # PyPI's perf-analyzer is an empty package. The program is in tritonclient's wheel of 2.50, and the two libraries that
+  # not every system has for it are in the wheel of the server.
+  install genai-perf==0.0.16
+  "$folder/bin/python" -m pip download --quiet --disable-pip-version-check --no-deps tritonclient==2.50.0 \
+    nvidia-pytriton==0.7.0 -d "$work"
+  "$folder/bin/python" - "$work" "$folder" <<'PYTHON'
+import pathlib, re, sys, zipfile
+work, folder = map(pathlib.Path, sys.argv[1:])
+target = folder / "perf_analyzer"
+target.mkdir(exist_ok=True)
+wanted = {r"/bin/perf_analyzer": "perf_analyzer", r"/libcudart-\w+\.so\.12\S*": "libcudart.so.12", r"/libb64-\w+\.so\.0d": "libb64.so.0d"}
+for wheel in map(zipfile.ZipFile, work.glob("*.whl")):
+    for member in wheel.namelist():
+        for pattern, name in wanted.items():
+            if re.search(pattern + "$", member):
+                (target / name).write_bytes(wheel.read(member))
+PYTHON
+  cat > "$folder/bin/perf_analyzer" <<PERF_ANALYZER
+#!/bin/sh
+LD_LIBRARY_PATH='$folder/perf_analyzer' exec '$folder/perf_analyzer/perf_analyzer' "\$@"
+PERF_ANALYZER
+  chmod +x "$folder/perf_analyzer/perf_analyzer" "$folder/bin/perf_analyzer"
+  "$folder/bin/perf_analyzer" --version &> "$work/version.log" || { cat "$work/version.log" >&2; exit 1; }
+}
+
+install_aiperf() {
+  install aiperf==0.13.0
+}
+
 peer=${1:-}
-case $peer in transformers | vllm | openvino | llamacpp) ;; *) usage ;; esac
+case $peer in transformers | vllm | openvino | llamacpp | genai-perf | aiperf) ;; *) usage ;; esac
 cache=${QUIRE_BENCH_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/quire-bench}
 folder=${2:-${QUIRE_BENCH_PEERS:-$cache/peers}/$peer}
 mkdir -p "$folder"
@@ -73,5 +105,5 @@ trap 'rm -rf "$work"' EXIT
 rm -f "$folder/.installed"
 "${PYTHON:-python3}" -m venv "$folder"
 "install_$peer"
-touch "$folder/.installed"  # compare.py takes no other environment
+touch "$folder/.installed"  # no other environment is taken for whole
 echo "ready: $folder"

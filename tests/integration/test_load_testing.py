@@ -1,0 +1,122 @@
+"""The commands of docs/load-testing.md, as they stand there: the model that is set up, and the load generators.
+
+genai-perf and aiperf take a gigabyte each and minutes to install, so they are not installed for the tests: where
+`QUIRE_BENCH_PEERS` (or the cache of the benchmarks) has them, they run. What they send is tested without them.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import jinja2
+import pytest
+from benchmarks.harness.engines import SCRIPTS, cache_folder, find_peer
+from support.clients import run, sse
+from support.serving import ROOT, Server, run_cli, serve
+
+pytestmark = pytest.mark.server
+
+PAGE = (ROOT / "docs" / "load-testing.md").read_text()
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+PEERS_ON_PAGE = "~/.cache/quire-bench/peers"
+FOLDER_ON_PAGE = "build/load"
+NUM_REQUESTS = 40
+PEERS = Path(os.environ.get("QUIRE_BENCH_PEERS") or cache_folder() / "peers")
+
+
+def command(words: str) -> str:
+    """The one command of the page that holds these words."""
+    (found,) = [line for line in COMMANDS if words in line]
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In the place of the page's folder."""
+    return tmp_path_factory.mktemp("load")
+
+
+@pytest.fixture(scope="module")
+def measured(folder: Path) -> Iterator[Server]:
+    """The server that the page starts, on free ports."""
+    program, *arguments = shlex.split(command("model add").replace(FOLDER_ON_PAGE, str(folder)))
+    assert program == ".venv/bin/quire"
+    added = run_cli(*arguments)
+    assert added.returncode == 0, added.stderr
+    program, subcommand, *flags = shlex.split(command("quire serve").replace(FOLDER_ON_PAGE, str(folder)))
+    assert (program, subcommand) == (".venv/bin/quire", "serve")
+    with serve(*flags) as running:
+        yield running
+
+
+def test_the_model_has_the_page_s_settings(measured: Server, folder: Path) -> None:
+    settings = json.loads((folder / "tinypy" / "1" / "model.json").read_text())
+    assert settings["stream_interval_ms"] == 0
+    assert settings["max_queued_requests"] == 256
+
+
+def test_genai_perf_s_requests_are_answered(measured: Server) -> None:
+    answer = run(measured, text_input="def f(", stream=True, exclude_input_in_output=True, return_token_ids=True,
+                 sampling_parameters={"max_tokens": "32", "min_tokens": "32"})  # fmt: skip
+    assert len(answer.token_ids) == 32
+
+
+def test_aiperf_s_template_is_a_request(measured: Server) -> None:
+    arguments = shlex.split(command("/aiperf/bin/aiperf"))
+    extra = json.loads(arguments[arguments.index("--extra-inputs") + 1])
+    template = jinja2.Environment(autoescape=True).from_string(extra["payload_template"])  # as aiperf does it
+    payload = json.loads(template.render(text='print("<a & b>")\n', max_tokens=8))
+    assert payload["text_input"] == 'print("<a & b>")\n'
+    events = sse(measured, {**payload, "return_token_ids": True})
+    token_ids = [event["token_ids"] for event in events]
+    assert sum(len(ids) if isinstance(ids, list) else 1 for ids in token_ids) == 8
+    assert all(isinstance(event[extra["response_field"]], str) for event in events)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("peer", "words", "report"),
+    [
+        ("genai-perf", "genai-perf profile", "genai-perf/*/profile_export_genai_perf.json"),
+        ("aiperf", "aiperf profile", "aiperf/profile_export_aiperf.json"),
+    ],
+)
+def test_a_load_generator_gets_all_its_answers(
+    measured: Server, folder: Path, peer: str, words: str, report: str
+) -> None:
+    if reason := find_peer(PEERS, peer):
+        pytest.skip(reason)
+    line = command(words)
+    here: Mapping[str, str] = {
+        PEERS_ON_PAGE: str(PEERS), FOLDER_ON_PAGE: str(folder),
+        "127.0.0.1:8001": measured.grpc, "127.0.0.1:8000": measured.http,
+    }  # fmt: skip
+    for there, place in here.items():
+        line = line.replace(there, place)
+    assert f"--request-count {NUM_REQUESTS} " in line
+    done = subprocess.run(
+        ["bash", "-c", line],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (written,) = folder.glob(report)
+    figures = json.loads(written.read_text())
+    assert figures["request_count"]["avg"] == NUM_REQUESTS
+    assert 28 < figures["output_sequence_length"]["avg"] < 36
+    assert figures["time_to_first_token"]["avg"] > 0
+
+
+def test_what_the_page_installs_can_be_installed() -> None:
+    peers = [line.split()[1] for line in COMMANDS if line.startswith("tests/benchmarks/peers/setup.sh ")]
+    assert peers == ["genai-perf", "aiperf"]
+    script = (SCRIPTS / "setup.sh").read_text()
+    assert all(f"install_{peer}()" in script for peer in peers)
