@@ -11,6 +11,7 @@ from quire_engine.stats import FinishedRequestStats, StatLogger
 from quire_monitoring import MetricDefinition, TritonStatLogger
 
 from quire_backend import model_config, triton_api
+from quire_backend.engine_number import EngineNumber
 from quire_backend.private_memory import make_private
 from quire_backend.serving import Serving
 from quire_backend.settings import load_engine_config, one_line
@@ -89,7 +90,8 @@ class TritonPythonModel:
             args["model_instance_kind"],
             int(args["model_instance_device_id"]),
         )
-        labels = {"model": args["model_name"], "version": args["model_version"], "engine": "0"}
+        self._number = EngineNumber(args["model_name"], args["model_version"])
+        labels = {"model": args["model_name"], "version": args["model_version"], "engine": self._number.label}
         self._metrics = TritonStatLogger(
             triton_api.metric_family if config.frontend.metrics else _no_family,
             labels,
@@ -138,3 +140,5 @@ class TritonPythonModel:
         for exporter in (getattr(self, "_metrics", None), getattr(self, "_otel", None)):
             if exporter is not None:
                 exporter.stop()
+        if hasattr(self, "_number"):
+            self._number.release()  # after its series are gone

@@ -3,7 +3,7 @@
 Each update of a Triton metric is a round trip to the server process (14 µs on an idle machine, more on a busy one), and
 there is none that takes several values. So `record` only adds up in memory, and one thread writes what has changed:
 
-* gauges and counters at most four times a second, each once, and again as soon as the engine is idle;
+* gauges and counters four times a second, each once, and again as soon as the engine is idle;
 * histograms of requests one observation per finished request;
 * histograms of steps and tokens (`MetricDefinition.is_frequent`) once a second, in a number of round trips that does
   not depend on how much happened. Triton's own histograms cannot do that: theirs is one per observation, thousands a
@@ -34,9 +34,10 @@ FLUSH_INTERVAL_SECONDS = 0.25
 """Between two flushes of a busy engine. What makes it idle is written after the shortest interval."""
 FREQUENT_INTERVAL_SECONDS = 1.0
 """Between two flushes of what happens with every step."""
-HEALTH_INTERVAL_SECONDS = 1.0
+HEALTH_INTERVAL_SECONDS = 0.25
 """How often health and goodput are looked at while nothing else happens."""
-
+STOP_SECONDS = 10.0
+"""What the last flush may take. It is done in milliseconds, unless the server does not answer."""
 WARNING_INTERVAL_SECONDS = 60.0
 """How often failed writes are told of, at most."""
 
@@ -71,12 +72,21 @@ class TritonStatLogger:
         aliases: bool = True,
     ) -> None:
         classes = tuple(slo_classes)
+        self._make_family, self._labels = make_family, dict(labels)
+        metrics = make_metrics(classes, num_ranks)
+        self._definitions = (*metrics, *(make_aliases(metrics) if aliases else ()))
         self._accumulator = Accumulator(classes, aliases=aliases)
-        self._changed = threading.Event()
-        self._idle = threading.Event()
-        self._stopping = threading.Event()
+        self._is_kept = True
+        """Whether anybody will want what is recorded."""
+        self._nobody_up = [False] * num_ranks
         self._is_up: Callable[[], bool] = lambda: False
-        self._workers_up: Callable[[], Sequence[bool]] = lambda: [False] * num_ranks
+        self._workers_up: Callable[[], Sequence[bool]] = lambda: self._nobody_up
+        self._condition = threading.Condition()
+        self._has_changed = False
+        self._is_idle = False
+        self._stopping = False
+        # Of the writing thread:
+        self._flushed_at = -FLUSH_INTERVAL_SECONDS
         self._written: dict[Series, float] = {}
         self._pending: dict[Series, list[float]] = {}
         """Observations of frequent histograms that are not written yet."""
@@ -87,26 +97,15 @@ class TritonStatLogger:
         self._metrics: dict[Series, Any] = {}
         self._frequent: dict[Series, tuple[float, ...]] = {}
         """The buckets of the histograms that are made of counters."""
-        metrics = make_metrics(classes, num_ranks)
-        missing: set[str] = set()
-        try:
-            for definition in (*metrics, *(make_aliases(metrics) if aliases else ())):
-                if not self._declare(make_family, definition, labels):
-                    missing.add(definition.kind.value)
-        except Exception as error:
-            logger.warning("no custom metrics: %s", str(error).splitlines()[0])
-            self._families, self._metrics = [], {}
-        for kind in missing:
-            logger.warning("no %s metrics: this server does not have them", kind)
         self._thread = threading.Thread(target=self._run, name="quire-metrics", daemon=True)
 
     @property
     def enabled(self) -> bool:
-        """Whether the server takes custom metrics."""
+        """Whether the server takes custom metrics; known once it has started."""
         return bool(self._metrics)
 
     def start(self, is_up: Callable[[], bool], workers_up: Callable[[], Sequence[bool]] | None = None) -> None:
-        """Begin to write.
+        """Make all series, and begin to write: before, while the model loads, there is nothing that they could show.
 
         Args:
             is_up: whether the engine is healthy; called from the writing thread.
@@ -114,19 +113,25 @@ class TritonStatLogger:
         """
         self._is_up = is_up
         self._workers_up = workers_up or (lambda: [is_up()])
+        self._declare_all()
+        self._is_kept = self.enabled
         if self.enabled:
-            self._changed.set()
             self._thread.start()
 
     def stop(self) -> None:
-        """Write what is left, the engine as gone, end the thread, and take the metrics away from the server."""
-        workers_up = self._workers_up
-        self._is_up, self._workers_up = lambda: False, lambda: [False for _ in workers_up()]
-        self._stopping.set()
-        for event in (self._idle, self._changed):
-            event.set()
+        """Write what is left, the engine as gone, end the thread, and take the metrics away from the server.
+
+        No other engine may have the same labels: a series goes with the first who takes it away.
+        """
+        with self._condition:
+            self._is_kept, self._stopping = False, True
+            self._is_up, self._workers_up = lambda: False, lambda: self._nobody_up
+            self._condition.notify()
         if self._thread.is_alive():
-            self._thread.join(timeout=2.0)
+            self._thread.join(STOP_SECONDS)
+        if self._thread.is_alive():
+            logger.warning("the server does not take the last of the metrics, and keeps them as they are")
+            return
         # Each deregisters itself when it goes, through memory that the stub shares with the server: it crashes if they
         # live until the stub's interpreter ends.
         self._metrics = {}
@@ -136,38 +141,49 @@ class TritonStatLogger:
 
     def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
         """Take note of one step; returns at once."""
-        if not self._metrics:
+        if not self._is_kept:
             return
         self._accumulator.record(scheduler_stats, iteration_stats)
         self._note_change()
 
     def record_rejection(self, slo_class: str | None = None) -> None:
         """Count a request that was refused before it reached the engine; see `Accumulator.record_rejection`."""
-        if not self._metrics:
+        if not self._is_kept:
             return
         self._accumulator.record_rejection(slo_class)
         self._note_change()
 
     def _note_change(self) -> None:
-        if self._accumulator.is_idle:
-            self._idle.set()
-        if not self._changed.is_set():
-            self._changed.set()
+        is_idle = self._accumulator.is_idle
+        if self._has_changed and (self._is_idle or not is_idle):
+            return  # it is known already
+        with self._condition:
+            self._has_changed = True
+            self._is_idle = self._is_idle or is_idle
+            self._condition.notify()
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
-    def _declare(
-        self,
-        make_family: Callable[[MetricDefinition], MetricFamily | None],
-        definition: MetricDefinition,
-        labels: Mapping[str, str],
-    ) -> bool:
+    def _declare_all(self) -> None:
+        missing: set[str] = set()
+        try:
+            for definition in self._definitions:
+                if not self._declare(definition):
+                    missing.add(definition.kind.value)
+        except Exception as error:
+            logger.warning("no custom metrics: %s", str(error).splitlines()[0])
+            self._families, self._metrics = [], {}
+        for kind in missing:
+            logger.warning("no %s metrics: this server does not have them", kind)
+
+    def _declare(self, definition: MetricDefinition) -> bool:
         """Make the series of one metric; False when the server does not have metrics of this kind."""
+        labels = self._labels
         if definition.name.startswith("vllm:"):
             labels = {**labels, "model_name": labels.get("model", "")}
         if definition.is_frequent:
-            return self._declare_frequent(make_family, definition, labels)
-        family = make_family(definition)
+            return self._declare_frequent(definition, labels)
+        family = self._make_family(definition)
         if family is None:
             return False
         self._families.append(family)
@@ -178,12 +194,7 @@ class TritonStatLogger:
             self._metrics[series(definition.name, **own)] = family.Metric(**arguments)
         return True
 
-    def _declare_frequent(
-        self,
-        make_family: Callable[[MetricDefinition], MetricFamily | None],
-        definition: MetricDefinition,
-        labels: Mapping[str, str],
-    ) -> bool:
+    def _declare_frequent(self, definition: MetricDefinition, labels: Mapping[str, str]) -> bool:
         bounds = [bucket_bound(bound) for bound in (*definition.buckets, float("inf"))]
         for suffix, bound_labels in (
             ("_bucket", [{"le": bound} for bound in bounds]),
@@ -191,7 +202,7 @@ class TritonStatLogger:
             ("_count", [{}]),
         ):
             part = replace(definition, name=definition.name + suffix, kind=MetricKind.COUNTER, buckets=())
-            family = make_family(part)
+            family = self._make_family(part)
             if family is None:
                 return False
             self._families.append(family)
@@ -204,14 +215,27 @@ class TritonStatLogger:
         return True
 
     def _run(self) -> None:
-        while not self._stopping.is_set():
-            self._changed.wait(HEALTH_INTERVAL_SECONDS)
-            self._changed.clear()
-            self._idle.clear()
+        while self._wait():
             self._flush()
-            self._stopping.wait(SHORTEST_INTERVAL_SECONDS)
-            self._idle.wait(FLUSH_INTERVAL_SECONDS - SHORTEST_INTERVAL_SECONDS)
         self._flush()
+
+    def _wait(self) -> bool:
+        """Sleep until something is to be written; False when that is for the last time."""
+        with self._condition:
+            while not self._stopping:
+                rest = self._flushed_at + self._interval - time.monotonic()
+                if rest <= 0:
+                    break
+                self._condition.wait(rest)
+            self._flushed_at = time.monotonic()
+            self._has_changed = self._is_idle = False
+            return not self._stopping
+
+    @property
+    def _interval(self) -> float:
+        if not self._has_changed:
+            return HEALTH_INTERVAL_SECONDS
+        return SHORTEST_INTERVAL_SECONDS if self._is_idle else FLUSH_INTERVAL_SECONDS
 
     def _flush(self) -> None:
         # Read first and written last, so that whoever sees an idle engine finds all that it did in the counters.
@@ -226,7 +250,7 @@ class TritonStatLogger:
             for value in values:
                 self._write(one, "observe", value)
         now = time.monotonic()
-        if is_idle or now >= self._next_frequent or self._stopping.is_set():
+        if is_idle or now >= self._next_frequent or self._stopping:
             self._next_frequent = now + FREQUENT_INTERVAL_SECONDS
             self._write_pending()
         for one, value in gauges.items():

@@ -229,7 +229,10 @@ def test_server_without_histograms_keeps_all_other_metrics(monkeypatch: Any) -> 
     monkeypatch.delattr(family, "HISTOGRAM")
     missing = {definition.kind for definition in METRICS if triton_api.metric_family(definition) is None}
     assert missing == {MetricKind.HISTOGRAM}
-    assert TritonStatLogger(triton_api.metric_family, {}).enabled
+    stat_logger = TritonStatLogger(triton_api.metric_family, {})
+    stat_logger.start(is_up=lambda: True)
+    assert stat_logger.enabled
+    stat_logger.stop()
 
 
 @pytest.mark.parametrize(
@@ -252,19 +255,49 @@ def test_load_error_is_one_line(arguments: Any, monkeypatch: Any, error: Any, me
     TritonPythonModel().finalize()
 
 
-def test_a_model_that_did_not_load_keeps_no_metrics(arguments: Any, monkeypatch: Any) -> None:
-    """The stub crashes when they outlive it, and nobody calls `finalize` then."""
+def test_a_model_has_metrics_once_it_is_loaded(engine: Any, arguments: Any, monkeypatch: Any) -> None:
+    """While it loads, it would look like one whose engine is down; and nobody calls `finalize` if it cannot."""
     loggers = []
 
-    def fail(config, stat_loggers):
+    def load(config, stat_loggers):
         loggers.extend(stat_loggers)
-        assert loggers[0].enabled
-        raise CheckpointError("weights are gone")
+        assert not loggers[0].enabled
+        return engine
 
-    monkeypatch.setattr(model_module, "make_engine", fail)
-    with pytest.raises(Exception, match="weights are gone"):
-        TritonPythonModel().initialize(arguments)
+    monkeypatch.setattr(model_module, "make_engine", load)
+    model = TritonPythonModel()
+    model.initialize(arguments)
+    assert loggers[0].enabled
+    model.finalize()
     assert not loggers[0].enabled
+
+
+def test_living_engines_of_a_model_have_numbers_of_their_own(engine: Any, arguments: Any, monkeypatch: Any) -> None:
+    """Otherwise the server frees the series of one at the other's end, as at every reload."""
+    numbers = []
+
+    class Logger(TritonStatLogger):
+        def __init__(self, make_family, labels, **options):
+            numbers.append((labels["model"], labels["engine"]))
+            super().__init__(make_family, labels, **options)
+
+    def load(name="m"):
+        model = TritonPythonModel()
+        model.initialize({**arguments, "model_name": name})
+        return model
+
+    monkeypatch.setattr(model_module, "TritonStatLogger", Logger)
+    monkeypatch.setattr(model_module, "make_engine", lambda config, stat_loggers: engine)
+    first, second, other = load(), load(), load("other")
+    first.finalize()
+    third = load()
+    monkeypatch.setattr(model_module, "make_engine", lambda config, stat_loggers: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(Exception, match="ZeroDivisionError"):
+            load()
+    assert numbers == [("m", "0"), ("m", "1"), ("other", "0"), ("m", "0"), ("m", "2"), ("m", "2")]
+    for model in (second, third, other):
+        model.finalize()
 
 
 def test_missing_settings_are_a_load_error(arguments: Any, tmp_path: Any) -> None:

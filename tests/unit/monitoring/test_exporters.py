@@ -137,7 +137,9 @@ def random_request(rng: random.Random) -> FinishedRequestStats:
 def pair(aliases: bool = True) -> tuple[FakeServer, TritonStatLogger, PrometheusStatLogger]:
     server = FakeServer()
     options: dict[str, Any] = {"slo_classes": SLO_CLASSES, "num_ranks": len(WORKERS), "aliases": aliases}
-    return server, TritonStatLogger(server.make_family, LABELS, **options), PrometheusStatLogger(LABELS, **options)
+    triton = TritonStatLogger(server.make_family, LABELS, **options)
+    triton._declare_all()  # it is flushed by hand, without the thread
+    return server, triton, PrometheusStatLogger(LABELS, **options)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -145,7 +147,7 @@ def pair(aliases: bool = True) -> tuple[FakeServer, TritonStatLogger, Prometheus
 def test_both_exporters_agree(seed: int, aliases: bool) -> None:
     rng = random.Random(seed)
     server, triton, prometheus = pair(aliases)
-    triton._is_up, triton._workers_up = (lambda: True), (lambda: WORKERS)  # flushed by hand, without the thread
+    triton._is_up, triton._workers_up = (lambda: True), (lambda: WORKERS)
     prometheus.start(lambda: True, lambda: WORKERS)
     for step in random_history(rng, 300):
         for stat_logger in (triton, prometheus):

@@ -282,8 +282,8 @@ def test_failed_write_loses_nothing_else_and_is_told_once(server: Any, failing: 
 
 def test_server_without_metrics_is_noted_once(caplog: Any) -> None:
     stat_logger = TritonStatLogger(Server(broken=True).make_family, LABELS)
-    assert not stat_logger.enabled
     stat_logger.start(is_up=lambda: True)
+    assert not stat_logger.enabled
     stat_logger.record(SchedulerStats(), IterationStats(num_generation_tokens=1))
     stat_logger.record_rejection()
     stat_logger.stop()

@@ -1,0 +1,47 @@
+"""EngineNumber: the value of the label `engine`, which no two living engines of a model share.
+
+A reload starts the new engine before it ends the old one, `instance_group` may ask for several at once, and every
+engine has a stub process of its own. Two that wrote one series would overwrite each other's state, and worse:
+tritonserver counts references to a series per stub, so that the first stub that takes it away frees what the other
+still writes to, and the server dies.
+
+So each engine takes the lowest number that is free among the engines of its model in its server: 0 nearly always, 1 for
+what replaces it, and then 0 again. An address in the kernel's abstract namespace stands for a number. It goes with the
+process that holds it, however that ends, and leaves no file.
+"""
+
+import contextlib
+import hashlib
+import os
+import socket
+
+__all__ = ["EngineNumber"]
+
+MAX_ENGINES = 64
+"""Engines of one model in one server. Whoever finds all numbers taken, or no such addresses, takes its process id."""
+
+
+class EngineNumber:
+    """Takes a number, until `release`.
+
+    Args:
+        model: the model's name.
+        version: its version.
+    """
+
+    def __init__(self, model: str, version: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        # The stub's parent is the server. Containers that share a network share addresses, but not process ids.
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+        name = hashlib.blake2b(f"{model}/{version}".encode(), digest_size=16).hexdigest()
+        for number in range(MAX_ENGINES):
+            with contextlib.suppress(OSError):
+                self._socket.bind(f"\0quire-engine-{namespace}-{os.getppid()}-{name}-{number}")
+                self.label = str(number)
+                """The number, as the label has it."""
+                return
+        self.label = f"p{os.getpid()}"
+
+    def release(self) -> None:
+        """Leave the number to the next engine. Idempotent."""
+        self._socket.close()

@@ -1,0 +1,165 @@
+"""An operator's load and unload, again and again under live streams: no request is lost, nor the server.
+
+    QUIRE_RELOADS=20 make test ARGS="tests/integration/test_reload.py"     more of it
+
+Every load makes a new engine before the old one ends, in one server that keeps the series of both.
+"""
+
+import asyncio
+import json
+import os
+import re
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire_monitoring import METRICS
+from support.clients import Answer, ask, ask_all, http
+from support.serving import ROOT, Server, serve, wait_until
+from tritonclient.grpc import aio as grpc_aio
+
+RELOADS = int(os.environ.get("QUIRE_RELOADS", "6"))
+NUM_STREAMS = 3
+NUM_TOKENS = 30
+FREED = "has no available versions|is not ready|is not found"
+"""What a client hears between an unload and the next load."""
+
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(120 + 30 * RELOADS)]
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("repository")
+    for name, count in (("one", 1), ("two", 2)):
+        (folder / name / "1").mkdir(parents=True)
+        group = f"instance_group [ {{ count: {count} kind: KIND_MODEL }} ]"
+        (folder / name / "config.pbtxt").write_text(f'backend: "quire"\n{group}\n')
+        write_settings(folder / name, 256)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[Server]:
+    explicit = ("--", "--model-control-mode=explicit", "--load-model=one")
+    with serve("--model-repository", str(repository), *explicit) as running:
+        yield running
+
+
+def write_settings(model: Path, max_model_len: int) -> None:
+    settings = {"model": str(ROOT / "model_repository" / "tinypy" / "1" / "model"), "max_model_len": max_model_len,
+                "kv_cache_memory_bytes": 16 << 20, "max_num_seqs": 8, "max_num_batched_tokens": 64}  # fmt: skip
+    (model / "1" / "model.json").write_text(json.dumps(settings))
+
+
+def request(model: str) -> dict[str, Any]:
+    return {"model": model, "text_input": "def f(", "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True,
+            "return_token_ids": True}  # fmt: skip
+
+
+@contextmanager
+def streams(server: Server, model: str) -> Iterator[list[Answer]]:
+    """Some requests at a time, one after the other, until the block is left; what each was answered."""
+    answers: list[Answer] = []
+    stopping = threading.Event()
+
+    async def one(client: grpc_aio.InferenceServerClient) -> None:
+        while not stopping.is_set():
+            answers.append(await ask(client, **request(model)))
+            await asyncio.sleep(0 if answers[-1].error is None else 0.1)
+
+    async def work() -> None:
+        async with grpc_aio.InferenceServerClient(server.grpc) as client:
+            await asyncio.gather(*(one(client) for _ in range(NUM_STREAMS)))
+
+    thread = threading.Thread(target=lambda: asyncio.run(work()), daemon=True)
+    thread.start()
+    try:
+        yield answers
+    finally:
+        stopping.set()
+        thread.join(60)
+    assert not thread.is_alive(), "a stream did not end"
+
+
+def series(server: Server, model: str, name: str, **labels: str) -> dict[str, float]:
+    """Engine → value, of the engines that have this series."""
+    found = {}
+    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=60) as response:
+        lines = response.read().decode().splitlines()
+    for match in filter(None, (re.fullmatch(rf"{name}\{{(.*)\}} (\S+)", line) for line in lines)):
+        own = dict(re.findall(r'(\w+)="(.*?)"', match[1]))
+        if own.items() >= {"model": model, **labels}.items():
+            assert own["engine"] not in found
+            found[own["engine"]] = float(match[2])
+    return found
+
+
+def num_ended(server: Server, model: str) -> dict[str, float]:
+    return series(server, model, "quire_requests_total", outcome="length")
+
+
+def num_whole(answers: list[Answer], but: str = "nothing") -> int:
+    """How many were answered in full; any other end than one of those words is a failure."""
+    for answer in answers:
+        assert answer.error is None or re.search(but, answer.message), answer.message
+    whole = [answer for answer in answers if answer.error is None]
+    assert {len(answer.token_ids) for answer in whole} == {NUM_TOKENS}
+    return len(whole)
+
+
+def wait_for_engines(server: Server, model: str, count: int) -> list[str]:
+    """Wait until no other engines have series than so many that are up."""
+
+    def are_up() -> bool:
+        up = series(server, model, "quire_engine_up")
+        return list(up.values()) == [1.0] * count
+
+    wait_until(are_up, f"{count} engines of {model} are up, and no others", 60)
+    return sorted(series(server, model, "quire_engine_up"))
+
+
+def test_a_changed_model_is_loaded_again_and_again(server: Server, repository: Path) -> None:
+    seen: set[str] = set()
+    with streams(server, "one") as answers:
+        for number in range(RELOADS):
+            num_before = len(answers)
+            write_settings(repository / "one", 300 + number)
+            assert http(server, "/v2/repository/models/one/load", {})[0] == 200
+            up = series(server, "one", "quire_engine_up")
+            assert up, "the new engine has no series"
+            assert set(up.values()) == {1.0}  # the old one may still have requests
+            seen |= set(up)
+            wait_until(lambda before=num_before: len(answers) >= before + 2 * NUM_STREAMS, "requests end", 60)
+    assert num_whole(answers) == len(answers)
+    assert seen <= {"0", "1", "2"}, "every load has new labels"
+    (engine,) = wait_for_engines(server, "one", 1)
+    counted = num_ended(server, "one")
+    refused = ask_all(server, [request("one") | {"max_tokens": 320 + RELOADS}])[0]
+    assert f"{299 + RELOADS}" in refused.message  # the last settings are those in force
+    ask_all(server, [request("one")] * 5)
+    wait_until(lambda: num_ended(server, "one") == {engine: counted[engine] + 5}, "the five are counted")
+
+
+def test_two_instances_are_unloaded_and_loaded(server: Server) -> None:
+    load, unload = (f"/v2/repository/models/two/{verb}" for verb in ("load", "unload"))
+    assert http(server, load, {})[0] == 200
+    with streams(server, "two") as answers:
+        for _ in range(max(RELOADS // 3, 1)):
+            assert wait_for_engines(server, "two", 2) == ["0", "1"]
+            wait_until(lambda: min(num_ended(server, "two").values()) >= 1, "both engines have work", 60)
+            assert http(server, unload, {})[0] == 200
+            wait_until(lambda: not num_ended(server, "two"), "no series of an unloaded model is left", 60)
+            assert http(server, load, {})[0] == 200
+    assert num_whole(answers, but=FREED) >= 2
+    wait_for_engines(server, "two", 2)
+    before = sum(num_ended(server, "two").values())
+    ask_all(server, [request("two")] * 6)
+    wait_until(lambda: sum(num_ended(server, "two").values()) == before + 6, "the six are counted, each once")
+    assert http(server, unload, {})[0] == 200
+    for definition in METRICS:
+        wait_until(lambda name=definition.name: not series(server, "two", name), "its series go with it")
+    assert num_ended(server, "one"), "and another model keeps its own"
