@@ -81,8 +81,8 @@ class CacheConfig:
     """On a GPU, the share of its memory that weights, activations and KV cache may take. On the CPU the memory is
     everybody's, so this share applies to half of what is free."""
     cuda_graph_memory_bytes: int = 1 << 30
-    """On a GPU, what CUDA graphs may take, out of the share above. Steps of more requests than fit are computed without
-    a graph."""
+    """On a GPU, what CUDA graphs may take, out of the share above. Batch sizes whose graph finds no room are left out,
+    one at a time: their steps are rounded up to the next size, or computed without a graph where there is none."""
     kv_cache_dtype: str = "auto"
     """`auto` is the model's. `fp8` (e4m3, without scales) holds twice the tokens, less precisely. It is for GPUs:
     on the CPU it has no kernel, and is slow."""

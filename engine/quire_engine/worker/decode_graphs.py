@@ -57,6 +57,12 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
+def _coarse_to_fine(size: int) -> tuple[bool, int, int]:
+    """Order of sizes of which the first few are spread over all of them: powers of two, their halves between, …"""
+    step = size & -size
+    return step != size, -step, -size
+
+
 def run_as_captured(function: Function) -> Function:
     """A `Capture` where there is nothing to capture with: each replay runs the function, on the same memory."""
     return function
@@ -169,39 +175,49 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, sizes: list[int], used_bytes: Callable[[], int], budget_bytes: int) -> None:
-        """Capture steps of these sizes, the largest first, as the others then find room in its memory.
+        """Capture steps of these sizes: the largest first, as the others then find room in its memory, and then from
+        coarse to fine, so that where there is no room for all of them, steps are rounded up further.
 
         Args:
             sizes: in rising order.
             used_bytes: how much memory is taken at the moment.
-            budget_bytes: the most that the graphs may take. Where they take more, on any rank, the larger half is left
-                out on all: a graph computes rows of padding, and the ranks add up as many as each other.
+            budget_bytes: the most that the graphs may take. A size with which they take more, on any rank, is left out
+                on all: a graph computes rows of padding, and the ranks add up as many as each other.
         """
         before = used_bytes()
-        num_wanted = len(sizes)
-        while sizes and not self._capture_all(sizes, lambda: used_bytes() - before <= budget_bytes):
-            sizes = sizes[: len(sizes) // 2]
-        self._sizes = sizes
-        megabytes = (used_bytes() - before) / 2**20
-        logger.info("CUDA graphs: %d, of up to %d requests, %.1f MiB", len(sizes), self.max_size, megabytes)
-        if len(sizes) < num_wanted:
-            logger.warning(
-                "cuda_graph_memory_bytes=%d has no room for more CUDA graphs: steps of more than %d requests are "
-                "computed without, which takes longer", budget_bytes, self.max_size,
-            )  # fmt: skip
-
-    def _capture_all(self, sizes: list[int], fits: Callable[[], bool]) -> bool:
-        """Returns whether there was room for all of them; else none is left."""
         self._graphs.clear()
-        self._capture = self._new_capture()
-        self._allocate(sizes[-1])
+        waiting, left_out = sizes[::-1], []
         is_hidden = not sys.stderr.isatty()
-        for size in tqdm(sizes[::-1], desc="Capturing CUDA graphs", unit="graph", leave=False, disable=is_hidden):
-            self._graphs[size] = self._capture_one(size)
-            if not self._is_true_of_all_ranks(fits()):
-                self._graphs.clear()
-                return False
-        return True
+        with tqdm(total=len(sizes), desc="Capturing CUDA graphs", unit="graph", leave=False, disable=is_hidden) as bar:
+            while waiting:
+                size = waiting.pop(0)
+                if not self._graphs:
+                    self._capture = self._new_capture()
+                    self._allocate(size)
+                self._graphs[size] = self._capture_one(size)
+                if not self._is_true_of_all_ranks(used_bytes() - before <= budget_bytes):
+                    del self._graphs[size]
+                    left_out.append(size)
+                elif len(self._graphs) == 1:
+                    waiting.sort(key=_coarse_to_fine)
+                bar.update()
+        self._sizes = sorted(self._graphs)
+        megabytes = (used_bytes() - before) / 2**20
+        logger.info("CUDA graphs: %d, of up to %d requests, %.1f MiB", len(self._sizes), self.max_size, megabytes)
+        if left_out:
+            self._warn_of(sorted(left_out), budget_bytes)
+
+    def _warn_of(self, left_out: list[int], budget_bytes: int) -> None:
+        """Say which sizes had no room, and what becomes of their steps."""
+        effects = []
+        if any(size < self.max_size for size in left_out):
+            effects.append("steps of fewer requests compute more rows of padding")
+        if left_out[-1] > self.max_size:
+            effects.append(f"steps of more than {self.max_size} requests are computed without, which takes longer")
+        logger.warning(
+            "cuda_graph_memory_bytes=%d has no room for the CUDA graphs of %s requests: %s",
+            budget_bytes, ", ".join(map(str, left_out)), "; ".join(effects),
+        )  # fmt: skip
 
     def _is_true_of_all_ranks(self, is_true_here: bool) -> bool:
         group = self._model.parallel.tensor_group

@@ -57,7 +57,7 @@ class FakeCapture:
 
 
 class FakeGraphs(DecodeGraphs):
-    """Each graph takes a megabyte for each of its requests, as far as a larger one has not taken it before."""
+    """Each graph takes a megabyte, and one for each of its requests, as far as a larger one has not taken it before."""
 
     def __init__(self, parallel: ParallelState = ParallelState()) -> None:
         super().__init__(
@@ -67,29 +67,58 @@ class FakeGraphs(DecodeGraphs):
         self.attempts: list[int] = []
 
     def used_bytes(self) -> int:
-        return 5 * MEGABYTE + max(self._graphs, default=0) * MEGABYTE
+        return (5 + len(self._graphs) + max(self._graphs, default=0)) * MEGABYTE
 
     def _allocate(self, max_size: int) -> None:
         assert not self._graphs, "what was captured before is let go of"
-        self.attempts.append(max_size)
+        self.allocated = max_size
 
     def _capture_one(self, size: int) -> _Graph:
-        assert all(size < other for other in self._graphs), (
-            "the largest comes first: the others find room in its memory"
-        )
+        assert size <= self.allocated, "the largest comes first: the others find room in its memory"
+        self.attempts.append(size)
         return _Graph(self._capture(lambda: None), None)
 
 
 @pytest.mark.parametrize(
-    ("budget", "attempts", "max_size"),
-    [(16, [16], 16), (15, [16, 2], 2), (1, [16, 2, 1], 1), (0, [16, 2, 1], 0)],
-)
-def test_graphs_keep_to_their_memory(budget: int, attempts: list[int], max_size: int) -> None:
+    ("budget", "sizes"),
+    [
+        (23, [1, 2, 4, 8, 16, 17]), (22, [2, 4, 8, 16, 17]), (19, [16, 17]), (18, [17]), (17, [16]),
+        (12, [1, 2, 4, 8]), (2, [1]), (1, []), (0, []),
+    ],
+)  # fmt: skip
+def test_graphs_keep_to_their_memory(budget: int, sizes: list[int]) -> None:
+    """Sizes are left out one at a time."""
     graphs = FakeGraphs()
-    graphs.capture(capture_sizes(16), graphs.used_bytes, budget * MEGABYTE)
-    assert graphs.attempts == attempts
-    assert graphs.max_size == max_size
-    assert sorted(graphs._graphs) == [size for size in capture_sizes(16) if size <= max_size]
+    graphs.capture([1, 2, 4, 8, 16, 17], graphs.used_bytes, budget * MEGABYTE)
+    assert graphs.used_bytes() <= (5 + budget) * MEGABYTE
+    assert sorted(graphs._graphs) == graphs._sizes == sizes
+    assert graphs.max_size == max(sizes, default=0)
+    assert sorted(graphs.attempts) == [1, 2, 4, 8, 16, 17], "each is tried once"
+
+
+def test_a_thousand_requests_have_graphs_of_all_sizes_but_the_finest(caplog: pytest.LogCaptureFixture) -> None:
+    graphs, wanted = FakeGraphs(), capture_sizes(1024)
+    with caplog.at_level("WARNING"):
+        graphs.capture(wanted, graphs.used_bytes, (1024 + 40) * MEGABYTE)
+    assert len(graphs._sizes) == 40
+    assert graphs.max_size == 1024
+    assert {1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896} <= set(graphs._sizes)
+    assert all(b <= 2 * a for a, b in zip(graphs._sizes, graphs._sizes[1:], strict=False))
+    left_out = ", ".join(str(size) for size in wanted if size not in graphs._sizes)
+    assert [record.message for record in caplog.records] == [
+        f"cuda_graph_memory_bytes={1064 * MEGABYTE} has no room for the CUDA graphs of {left_out} requests: steps of "
+        "fewer requests compute more rows of padding"
+    ]
+
+
+def test_what_is_without_a_graph_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    graphs = FakeGraphs()
+    with caplog.at_level("WARNING"):
+        graphs.capture(capture_sizes(1024), graphs.used_bytes, 1000 * MEGABYTE)
+    assert graphs.max_size == 992, "one less, and one less again"
+    assert "the CUDA graphs of" in caplog.text
+    assert "1008, 1024 requests" in caplog.text
+    assert "steps of more than 992 requests are computed without" in caplog.text
 
 
 def test_ranks_capture_the_same_sizes_where_only_one_has_little_memory() -> None:
@@ -98,11 +127,11 @@ def test_ranks_capture_the_same_sizes_where_only_one_has_little_memory() -> None
 
     def capture(parallel: ParallelState) -> None:
         own = graphs[parallel.rank]
-        own.capture(capture_sizes(16), own.used_bytes, (15, 16)[parallel.rank] * MEGABYTE)
+        own.capture(capture_sizes(16), own.used_bytes, (15, 30)[parallel.rank] * MEGABYTE)
 
     run_on_ranks(ranks, capture)
-    assert [one.attempts for one in graphs] == [[16, 2]] * 2
-    assert [one.max_size for one in graphs] == [2] * 2
+    assert graphs[0].attempts == graphs[1].attempts
+    assert [one._sizes for one in graphs] == [[1, 2, 4, 8]] * 2
 
 
 def test_rows_of_padding_go_where_nobody_reads() -> None:
