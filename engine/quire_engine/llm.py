@@ -188,7 +188,7 @@ class LLM:
         return self._core.ready.worker_pids
 
     def shutdown(self) -> None:
-        """Give the workers and their memory back."""
+        """Give the workers and their memory back, that of a GPU, too. Nothing can be generated any more."""
         self._core.shutdown()
 
     def _run(self, requests: list[ProcessedRequest]) -> Iterator[RequestOutput]:

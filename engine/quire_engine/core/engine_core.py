@@ -332,8 +332,9 @@ class EngineCore:
         return self._sleep_level > 0
 
     def shutdown(self) -> None:
-        """End the workers."""
+        """End the workers, whatever is in flight."""
         self.executor.shutdown()
+        self._in_flight.clear()
         self.structured_output.shutdown()
 
     def _take_grammars(self) -> list[EngineCoreOutput]:

@@ -4,7 +4,11 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+import torch
+
 from quire_engine.config import EngineConfig
+from quire_engine.errors import EngineDeadError
+from quire_engine.memory import return_freed_memory
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.worker import Worker
@@ -34,11 +38,17 @@ class UniProcExecutor:
     def __init__(self, config: EngineConfig, checkpoint: CheckpointConfig, max_model_len: int) -> None:
         self._device = prepare_device(config, checkpoint, rank=0)
         with on_device(self._device):
-            self._worker = Worker(config, checkpoint, max_model_len, device=self._device)
+            self._the_worker: Worker | None = Worker(config, checkpoint, max_model_len, device=self._device)
         self._async_scheduling = config.async_scheduling(uses_gpu=self._device.type == "cuda")
         self._submitted: deque[SchedulerOutput | _BegunStep] = deque()
         self._step_clock = StepClock()
         self._busy_seconds = 0.0
+
+    @property
+    def _worker(self) -> Worker:
+        if self._the_worker is None:
+            raise EngineDeadError("the engine was shut down")
+        return self._the_worker
 
     @property
     def max_concurrent_batches(self) -> int:
@@ -116,4 +126,11 @@ class UniProcExecutor:
             self._worker.wake_up()
 
     def shutdown(self) -> None:
-        """See `Executor`."""
+        """See `Executor`. Gives back the weights, the KV cache, what was captured or recorded, and steps in flight."""
+        if self._the_worker is None:
+            return
+        self._the_worker = None
+        self._submitted.clear()
+        return_freed_memory()  # some of it refers to each other
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
