@@ -208,7 +208,7 @@ class AsyncLLM:
         Raises:
             RequestError: the checkpoint has no chat template, or the conversation cannot be served.
         """
-        prompt = self.input_processor.apply_chat_template(messages)
+        prompt = await asyncio.to_thread(self.input_processor.apply_chat_template, messages)
         outputs = self.generate(
             prompt, sampling_params, request_id,
             priority=priority, deadline_ms=deadline_ms, slo=slo, traceparent=traceparent,

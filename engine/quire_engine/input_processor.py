@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from quire_engine.chat_template import ChatTemplateError, ChatTemplateRenderer
 from quire_engine.errors import CheckpointError, RequestError
 from quire_engine.memory import paused_gc, trim_heap
 from quire_engine.messages import EngineCoreReady, EngineCoreRequest
@@ -116,6 +117,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self._slo_classes = slo_classes or {DEFAULT_CLASS: NO_TARGETS}
         self._ready = ready
+        self._chat_template = ChatTemplateRenderer()
         self._max_token_length = max(map(len, tokenizer.get_vocab()), default=1)
 
     def process(
@@ -187,18 +189,24 @@ class InputProcessor:
         )
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation, by the checkpoint's template, which runs in a sandbox.
+        """Token ids of a conversation, by the checkpoint's template, which runs within limits of its own.
 
         Raises:
-            RequestError: the checkpoint has no template, or it refuses the messages.
+            RequestError: the checkpoint has no template, or it refuses the messages, or does not come to an end.
         """
+        for message in messages:
+            if not isinstance(message, Mapping):
+                raise RequestError(
+                    "messages", f"messages holds {message!r:.60}; it must hold objects with role and content"
+                )
+        if not messages:
+            raise RequestError("messages", "messages is empty; it must hold at least one message")
         try:
-            text = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # a template raises what it likes
-            raise RequestError("messages", f"messages: the chat template failed: {error}") from error
-        assert isinstance(text, str)
+            template = self.tokenizer.get_chat_template()
+            text = self._chat_template.render(template, messages, self.tokenizer.special_tokens_map)
+        except (ChatTemplateError, ValueError) as error:  # the latter where there is none
+            reason = " ".join(str(error).split())
+            raise RequestError("messages", f"messages: the chat template failed: {reason}") from None
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return token_ids
 

@@ -1,0 +1,178 @@
+"""Chat templates, rendered in a process of their own: `python -m quire_engine.chat_template`.
+
+A template is a program that came with the checkpoint. Its sandbox keeps it from files and from Python itself, but not
+from loops in loops, nor from strings that fill the memory, and a single such operation cannot be interrupted from
+within. So it runs where the kernel sets the limits::
+
+    ChatTemplateRenderer ── stdin: one job per line, JSON ──► this process: renders, one after the other
+                         ◄─ stdout: one result per line ────  ends when a limit is hit, or with stdin
+
+The time is that of the processor, so that a busy machine changes nothing. The process is started with the first chat,
+and again after each end.
+"""
+
+import contextlib
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire_engine.child_process import start_module
+from quire_engine.errors import EngineError
+
+__all__ = ["ChatTemplateError", "ChatTemplateRenderer"]
+
+RENDER_SECONDS = 5.0
+"""Of processor time for one conversation; usual ones take milliseconds."""
+RENDER_MEMORY_BYTES = 512 << 20
+"""Beyond what the process has when it is idle."""
+MAX_CHARACTERS = 16 << 20
+"""Of the rendered text."""
+WALL_SECONDS = 60.0
+"""After which a process that neither answers nor uses its time, as one that was stopped, is ended."""
+
+
+class ChatTemplateError(EngineError):
+    """A conversation could not be rendered; the message says why."""
+
+
+class _Job(msgspec.Struct, array_like=True):
+    template: str
+    messages: list[dict[str, Any]]
+    variables: dict[str, Any]
+    seconds: float
+
+
+class _Result(msgspec.Struct, array_like=True):
+    text: str = ""
+    error: str = ""
+
+
+class ChatTemplateRenderer:
+    """Renders conversations within limits. Thread-safe.
+
+    Args:
+        seconds: of processor time that one may take.
+    """
+
+    def __init__(self, seconds: float = RENDER_SECONDS) -> None:
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize[Any, Any] | None = None
+
+    def render(self, template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        """The text of a conversation, up to where the answer begins.
+
+        Args:
+            template: in Jinja.
+            messages: of the conversation; fields that are None count as absent, as in transformers.
+            variables: what the template may use besides, such as `bos_token`.
+
+        Raises:
+            ChatTemplateError: the template fails, refuses the messages, or takes more than its time or memory.
+        """
+        said = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        try:
+            job = msgspec.json.encode(_Job(template, said, dict(variables), self._seconds))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ChatTemplateError(f"it is no JSON: {error}") from None
+        with self._lock:
+            answer = self._ask(job)
+        if not answer:
+            raise ChatTemplateError(f"it takes more than {self._seconds:.0f} s of processor time, or crashes")
+        result = msgspec.json.decode(answer, type=_Result)
+        if result.error:
+            raise ChatTemplateError(result.error)
+        return result.text
+
+    def _ask(self, job: bytes) -> bytes:
+        """The answer to a job; nothing when the process died of it."""
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        timer = threading.Timer(WALL_SECONDS, process.kill)
+        timer.start()
+        answer = b""
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(job + b"\n")
+                process.stdin.flush()
+            answer = process.stdout.readline()
+        finally:
+            timer.cancel()
+            if not answer.endswith(b"\n"):  # dead; or interrupted, and its answer would be taken for the next one
+                self._stop()
+        return answer if answer.endswith(b"\n") else b""
+
+    def _start(self) -> None:
+        self._stop()
+        self._process = start_module("quire_engine.chat_template", stdout=subprocess.PIPE)
+        self._end = weakref.finalize(self, _end, self._process)
+
+    def _stop(self) -> None:
+        self._process = None
+        if self._end is not None:
+            self._end()
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    for stream in (process.stdin, process.stdout):
+        assert stream is not None
+        with contextlib.suppress(BrokenPipeError):
+            stream.close()
+    process.wait()
+
+
+def _render(job: _Job) -> _Result:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        rendered: Any = render_jinja_template(
+            conversations=[job.messages], chat_template=job.template, add_generation_prompt=True, **job.variables
+        )
+        text = rendered[0][0]
+    except MemoryError:
+        return _Result(error=f"it takes more than {RENDER_MEMORY_BYTES >> 20} MiB")
+    except RecursionError:
+        return _Result(error="it is nested too deeply")
+    except Exception as error:  # a template raises what it likes
+        return _Result(error=f"{error or type(error).__name__}"[:1000])
+    if len(text) > MAX_CHARACTERS:
+        return _Result(error=f"it makes {len(text)} characters; at most {MAX_CHARACTERS} are taken")
+    return _Result(text)
+
+
+def main() -> None:
+    """Entry point of the child process."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the parent decides
+        signal.signal(number, signal.SIG_IGN)
+    _render(_Job("", [{}], {}, 0))  # imports what is needed, before there are limits
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + RENDER_MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    decoder = msgspec.json.Decoder(_Job)
+    for line in sys.stdin.buffer:
+        job = decoder.decode(line)
+        signal.setitimer(signal.ITIMER_PROF, job.seconds)  # its signal ends a process that does not handle it
+        result = _render(job)
+        answer = msgspec.json.encode(result)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(answer + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()
