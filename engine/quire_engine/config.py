@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, parse_classes
+from quire_engine.vllm_settings import without_vllm_names
 
 __all__ = ["CacheConfig", "EngineConfig", "FrontendConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig"]
 
@@ -301,8 +302,10 @@ class EngineConfig:
             base_dir: what a relative `model` or `tokenizer` path is relative to; unset: the working directory.
 
         Raises:
-            ValueError: an unknown name (the nearest known one is named), a missing `model`, or a bad value.
+            ValueError: an unknown name (the nearest known one is named), a missing `model`, a bad value, or one of
+                vLLM's that asks for what there is not.
         """
+        settings = without_vllm_names(settings)
         groups: dict[str, dict[str, Any]] = {name: {} for name in _GROUPS}
         for name, value in settings.items():
             groups[_group_of(name)][name] = value

@@ -41,6 +41,7 @@ LEAVES = {
     "snapshot",
     "stats",
     "structured_outputs_params",
+    "vllm_settings",
 }
 
 _TEXT = {"input_processor", "output_processor", "detokenizer"}

@@ -1,0 +1,173 @@
+"""vLLM's names in `model.json` that are no settings here: which values ask for nothing, and what to do about others.
+
+Who comes from vllm_backend brings the file along. A name whose value asks for nothing that this engine would do
+otherwise is passed over, and the log says so once; a value that asks for what there is not is refused by name.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from quire_engine.errors import quote
+
+__all__ = ["without_vllm_names"]
+
+logger = logging.getLogger(__name__)
+
+_MEANS_NOTHING = frozenset((
+    # How vLLM downloads and reads files; here they are mapped from the folder that `model` names.
+    "download_dir", "hf_token", "ignore_patterns", "safetensors_load_strategy", "pt_load_map_location",
+    "max_parallel_loading_workers", "use_tqdm_on_load",
+    # What the server is called, and how much it logs. In Triton the name is that of the model's folder.
+    "served_model_name", "disable_log_requests", "max_log_len", "aggregate_engine_logging", "shutdown_timeout",
+    # Preemption here is by recompute, and swaps nothing.
+    "swap_space", "use_v2_block_manager",
+    # Switches of vLLM's own kernels, processes and graphs, which change no answer.
+    "disable_custom_all_reduce", "max_seq_len_to_capture", "max_context_len_to_capture", "cuda_graph_sizes",
+    "cudagraph_capture_sizes", "max_cudagraph_capture_size", "disable_cascade_attn",
+    "disable_hybrid_kv_cache_manager", "disable_async_output_proc", "multi_step_stream_outputs",
+    "tokenizer_pool_size", "tokenizer_pool_type", "tokenizer_pool_extra_config",
+    "intial_incremental_detokenization_offset", "optimization_level", "performance_mode",
+    "enable_flashinfer_autotune",
+    # Bounds of LoRA adapters and prompt adapters, images and speculation, which other names switch on.
+    "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "lora_extra_vocab_size", "long_lora_scaling_factors",
+    "fully_sharded_loras", "max_prompt_adapters", "max_prompt_adapter_token", "limit_mm_per_prompt",
+    "mm_processor_kwargs", "media_io_kwargs", "mm_processor_cache_gb", "mm_processor_cache_type",
+    "mm_shm_cache_max_object_size_mb", "mm_encoder_tp_mode", "disable_mm_preprocessor_cache",
+    "disable_chunked_mm_input", "skip_mm_profiling", "interleave_mm_strings", "language_model_only",
+    "speculative_disable_mqa_scorer", "speculative_disable_by_batch_size", "spec_decoding_acceptance_method",
+    # Of experts, copies and nodes, where there are none.
+    "all2all_backend", "moe_backend", "expert_placement_strategy", "eplb_config", "eplb_window_size",
+    "eplb_step_interval", "eplb_log_balancedness", "dbo_decode_token_threshold", "dbo_prefill_token_threshold",
+    "data_parallel_backend", "data_parallel_rpc_port", "master_addr", "master_port", "distributed_timeout_seconds",
+    "disable_nccl_for_dp_synchronization", "kv_offloading_backend",
+))  # fmt: skip
+"""Names that may have any value."""
+
+_NOT_OFFERED = (
+    "revision", "code_revision", "tokenizer_revision", "hf_config_path", "hf_overrides", "model_weights",
+    "rope_scaling", "rope_theta", "model_loader_extra_config", "quantization_param_path",
+    "qlora_adapter_name_or_path", "allowed_local_media_path", "allowed_media_domains", "num_gpu_blocks_override",
+    "kv_offloading_size", "kv_transfer_config", "kv_events_config", "ec_transfer_config", "weight_transfer_config",
+    "speculative_config", "speculative_model", "num_speculative_tokens", "speculative_max_model_len",
+    "ngram_prompt_lookup_max", "ngram_prompt_lookup_min", "speculative_model_quantization",
+    "speculative_draft_tensor_parallel_size", "disable_logprobs_during_spec_decoding", "otlp_traces_endpoint",
+    "collect_detailed_traces", "show_hidden_metrics_for_version", "logits_processors", "logits_processor_pattern",
+    "override_generation_config", "override_neuron_config", "override_pooler_config", "pooler_config",
+    "additional_config", "attention_config", "attention_backend", "kernel_config", "profiler_config",
+    "reasoning_parser", "reasoning_parser_plugin", "scheduler_cls", "worker_extension_cls", "io_processor_plugin",
+    "data_parallel_rank", "data_parallel_start_rank", "data_parallel_address", "mamba_block_size", "default_mm_loras",
+)  # fmt: skip
+"""Names of which no value but an empty one asks for nothing."""
+
+_SWITCHED_OFF = (
+    "trust_remote_code", "skip_tokenizer_init", "enable_log_requests", "disable_sliding_window", "enable_lora",
+    "enable_lora_bias", "enable_prompt_adapter", "enable_prompt_embeds", "enable_mm_embeds", "calculate_kv_scales",
+    "kv_sharing_fast_prefill", "ray_workers_use_nsight", "data_parallel_hybrid_lb", "data_parallel_external_lb",
+    "enable_expert_parallel", "enable_eplb", "enable_dbo", "kv_cache_metrics", "cudagraph_metrics",
+    "enable_mfu_metrics", "enable_layerwise_nvtx_tracing", "enable_logging_iteration_details", "tokens_only",
+)  # fmt: skip
+"""Names of which false asks for nothing."""
+
+_ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
+    "task": ("auto", "generate"),
+    "runner": ("auto", "generate"),
+    "convert": ("auto", "none"),
+    "tokenizer_mode": ("auto",),
+    "config_format": ("auto", "hf"),
+    "model_impl": ("auto", "vllm"),
+    "enable_chunked_prefill": (True,),
+    "enable_sleep_mode": (False, True),
+    "cpu_offload_gb": (0,),
+    "preemption_mode": ("recompute",),
+    "max_logprobs": (20,),
+    "logprobs_mode": ("raw_logprobs",),
+    "generation_config": ("auto", "vllm"),
+    "guided_decoding_backend": ("auto", "xgrammar"),
+    "structured_outputs_config": ({"backend": "auto"}, {"backend": "xgrammar"}),
+    "num_scheduler_steps": (1,),
+    "scheduler_delay_factor": (0,),
+    "num_lookahead_slots": (0,),
+    "worker_cls": ("auto",),
+    "decode_context_parallel_size": (1,),
+    "prefill_context_parallel_size": (1,),
+    "nnodes": (1,),
+    "node_rank": (0,),
+    "data_parallel_size_local": (1,),
+    "num_redundant_experts": (0,),
+    "compilation_config": (0, {"level": 0}),
+    "mamba_cache_dtype": ("auto",),
+    "mamba_ssm_cache_dtype": ("auto",),
+    **dict.fromkeys(_SWITCHED_OFF, (False,)),
+    **dict.fromkeys(_NOT_OFFERED, ()),
+}
+"""Names and the values of theirs that ask for nothing. For each, so do null, an empty string, object and list."""
+
+_MENDS = {
+    **dict.fromkeys(("trust_remote_code", "code_revision"), "a checkpoint's own code is never run"),
+    "enable_chunked_prefill": "prompts are computed in pieces of at most max_num_batched_tokens; with as many as "
+    "max_model_len, each is one piece",
+    "enable_lora": "this version serves no LoRA adapters",
+    "num_gpu_blocks_override": "kv_cache_memory_bytes says how large the KV cache is",
+    "otlp_traces_endpoint": "otlp_endpoint takes metrics and traces",
+    "revision": "model is a folder, which is there in one version",
+    "tokenizer_revision": "tokenizer is a folder, which is there in one version",
+    "rope_scaling": "it is read from the checkpoint's config.json",
+    "rope_theta": "it is read from the checkpoint's config.json",
+    "hf_overrides": "change the checkpoint's config.json",
+    "max_logprobs": "20 is the most that a request may ask for",
+    "guided_decoding_backend": "grammars are compiled by xgrammar",
+    "structured_outputs_config": "grammars are compiled by xgrammar",
+}
+"""What to do instead, where there is more to say than to leave it out."""
+
+_SAME_VALUES: dict[str, dict[str, str]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "load_format": {"safetensors": "auto"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+}
+"""Values of vLLM's, and what they are called here."""
+
+_OPTIONAL = (
+    "block_size",
+    "enable_prefix_caching",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "enforce_eager",
+    "seed",
+)
+"""Settings that null leaves unset, as in vLLM, though they have a value when unset."""
+
+
+def without_vllm_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as they are called here, without vLLM's that ask for nothing.
+
+    Raises:
+        ValueError: one of them asks for what there is not; the message names it, and what to do.
+    """
+    own: dict[str, Any] = {}
+    passed_over = []
+    for name, value in settings.items():
+        if name in _MEANS_NOTHING:
+            passed_over.append(name)
+        elif name in _ASKS_FOR_NOTHING:
+            _check(name, value, _ASKS_FOR_NOTHING[name])
+            passed_over.append(name)
+        elif value is not None or name not in _OPTIONAL:
+            same = _SAME_VALUES.get(name, {})
+            own[name] = same.get(value, value) if isinstance(value, str) else value
+    if passed_over:
+        logger.info("settings of vLLM's that ask for nothing here: %s", ", ".join(passed_over))
+    return own
+
+
+def _check(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    said = {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+    if said in (None, "", {}, []) and not isinstance(said, bool | int | float):
+        return
+    if any(said == item and isinstance(said, bool) == isinstance(item, bool) for item in allowed):
+        return
+    mend = _MENDS.get(name, "there is nothing of the kind here")
+    values = " or ".join(quote(item) for item in allowed)
+    leave = f"leave it out{', or ' + values if values else ''}"
+    raise ValueError(f"{name} is {quote(value)}, a setting of vLLM's that is not offered: {mend}; {leave}")
