@@ -108,14 +108,19 @@ def request_parameters(request: TritonRequest) -> str:
         raise RequestError("parameters", "parameters: a name or a value in them is not valid UTF-8") from None
 
 
+MOST_LABEL_CHARACTERS = 256
+"""It is kept as long as the request lives, and is in every snapshot and trace."""
+
+
 def request_id(request: TritonRequest) -> str:
-    """The client's label.
+    """The client's label; of a longer one, the beginning and an ellipsis.
 
     Raises:
         RequestError: it is not text.
     """
     try:
-        return request.request_id()
+        label = request.request_id()
+        return label if len(label) <= MOST_LABEL_CHARACTERS else f"{label[: MOST_LABEL_CHARACTERS - 1]}…"
     except UnicodeDecodeError:
         raise RequestError("id", "id is not valid UTF-8") from None
 

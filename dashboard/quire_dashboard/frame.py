@@ -16,7 +16,7 @@ from quire_dashboard.queries import Query
 from quire_dashboard.scrape import ScrapeError
 from quire_dashboard.settings import Settings
 from quire_dashboard.snapshot import RequestState, Snapshot
-from quire_dashboard.words import seconds
+from quire_dashboard.words import as_text, printable, seconds
 
 __all__ = [
     "CHARTS_S", "SECONDS_AXIS", "Line", "Selection", "chart", "close_monitors", "draw", "figures", "live", "monitor",
@@ -41,6 +41,7 @@ _FAR = 4.0
 """A target so many times higher than all that is drawn would leave a flat line at the bottom."""
 _TOO_FAR = 6.0
 """From where on a target that was drawn goes again."""
+_MOST_OF_A_LABEL = 64
 _CSS = """
 <style>
 /* A fragment that is being refreshed keeps its looks; the running man of every refresh would be the only flicker. */
@@ -146,7 +147,7 @@ def server_away() -> bool:
         return False
     age = watcher.seconds_since_success
     shown = "There is nothing to show yet." if age is None else f"What is shown is {seconds(age)} old."
-    st.error(f"**The server does not answer.** {watcher.error}. {shown}", icon=":material/cloud_off:")
+    st.error(f"**The server does not answer.** {as_text(watcher.error)}. {shown}", icon=":material/cloud_off:")
     return age is None
 
 
@@ -157,15 +158,21 @@ def snapshot_or_reason(model: str) -> Snapshot | None:
         return None
     seen = monitor().snapshot(model, selection().refresh_s)
     if seen.snapshot is None:
-        st.warning(f"**The requests of {model} cannot be seen.** {seen.error}", icon=":material/visibility_off:")
+        st.warning(
+            f"**The requests of {model} cannot be seen.** {as_text(seen.error)}", icon=":material/visibility_off:"
+        )
     return seen.snapshot
 
 
 def request_names(requests: Sequence[RequestState]) -> list[str]:
-    """What each request is called: the client's own name for it where there is one, and the beginning of its id."""
+    """What each request is called: the client's own name for it where there is one, and the beginning of its id.
+
+    A client may call it anything: where Markdown is read, `words.as_code` is to be put around it.
+    """
     return [
-        f"{request.label} ({request.id[:6]})" if request.label else request.id[:12] for request in requests
-    ]  # fmt: skip
+        f"{printable(request.label, _MOST_OF_A_LABEL)} ({request.id[:6]})" if request.label else request.id[:12]
+        for request in requests
+    ]
 
 
 def chart(
@@ -185,7 +192,7 @@ def chart(
     now = " · ".join(filter(None, [_now(drawn, say) if say else "", *(name for name in rules if name not in near)]))
     st.markdown(f"**{title}**" + (f" &nbsp; :gray[{now}]" if now else ""))
     if error:
-        st.warning(error)
+        st.warning(as_text(error))
     elif not drawn.table.num_rows:
         st.caption("Nothing yet in this time range.")
     else:

@@ -1,6 +1,18 @@
-"""Figures as people read them, and the names of things."""
+"""Figures as people read them, and the names of things; what clients or servers have said, as text and nothing more.
 
-__all__ = ["count", "per_second", "percent", "phase_name", "seconds", "seconds_or_dash"]
+Streamlit takes most of what it shows for Markdown: an image in a request's id would be fetched by the browser of
+whoever looks.
+"""
+
+import re
+import unicodedata
+
+__all__ = [
+    "as_code", "as_text", "count", "per_second", "percent", "phase_name", "printable", "seconds", "seconds_or_dash",
+]  # fmt: skip
+
+_MARKDOWN = re.compile(r"([\\`*_~\[\]<>$:&])")
+"""What begins anything but text in the middle of a line."""
 
 _PHASES = {
     "held": "held back", "waiting": "waiting", "grammar": "waiting for its grammar", "prefill": "prefill",
@@ -48,3 +60,23 @@ def per_second(value: float | None) -> str:
 def phase_name(phase: str) -> str:
     """A request's phase as the snapshot names it, in words."""
     return _PHASES.get(phase, phase)
+
+
+def printable(text: str, most: int) -> str:
+    """A client's text on one line: without what is not seen or turns the direction of what is, at most so long."""
+    shown = "".join(
+        "\ufffd" if unicodedata.category(one)[0] in "CZ" and one != " " else one for one in text[: most + 1]
+    )
+    return shown if len(shown) <= most else f"{shown[: most - 1]}…"
+
+
+def as_code(text: str) -> str:
+    """Markdown that shows a line of text as it is: in a code span, nothing of it means anything."""
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    padding = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{padding}{text}{padding}{fence}"
+
+
+def as_text(text: str) -> str:
+    """Markdown that shows a sentence, such as an error of the server's, as it is."""
+    return _MARKDOWN.sub(r"\\\1", " ".join(text.split()))

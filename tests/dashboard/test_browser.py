@@ -9,15 +9,19 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
 from quire_dashboard.settings import Settings
+from quire_dashboard.words import printable
 from support.browser import chromium, is_dark, pages_of, sidebar_link
 from support.fake_triton import TOKEN, FakeTriton, fake_triton, make_request
 
@@ -162,6 +166,66 @@ def test_a_request_is_cancelled(open_page: Callable[..., Page], fake: FakeTriton
     expect(page.get_by_text("Request doomed (eeee55) was cancelled.")).to_be_visible()
     expect(page.get_by_text("2 requests")).to_be_visible()
     assert fake.state.cancelled == ["eeee5555ffff6666"]
+
+
+@contextmanager
+def other_host() -> Iterator[tuple[str, list[str]]]:
+    """A web server of somebody else; gives its address, and what it is asked for."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{running.server_port}", asked
+        finally:
+            running.shutdown()
+            thread.join()
+
+
+def test_what_a_client_calls_its_request_is_only_text(open_page: Callable[..., Page], fake: FakeTriton) -> None:
+    with other_host() as (host, asked):
+        labels = (
+            f"![x]({host}/image.png)",
+            f"`![x]({host}/code.png)",
+            f"# **bold** $x$ :red[<{host}/link>] \n\u202e",
+            f"x</title><img src='{host}/tag.png'>",
+        )
+        hostile = [make_request(f"{number}bcdef0123456789", label=label) for number, label in enumerate(labels)]
+        with fake.state.lock:
+            before = fake.state.snapshot
+            owner = [index for index in range(2, 6) for _ in range(4)] + [-1] * 48
+            blocks = {**before["blocks"], "owner": owner, "ref_count": [1] * 16 + [0] * 48}
+            fake.state.snapshot = {**before, "requests": [*before["requests"], *hostile], "blocks": blocks}
+        try:
+            page = open_page("kv-cache")
+            expect(page.get_by_text(f"{labels[0]} (0bcdef): 4")).to_be_visible()
+            expect(page.locator(".quire-block-map img")).to_have_count(1)
+            page = open_page("requests")
+            expect(page.get_by_text("6 requests")).to_be_visible()
+            for request, label in zip(hostile, labels, strict=True):
+                name = f"{printable(label, 64)} ({request['id'][:6]})"
+                page.get_by_test_id("stSelectbox").filter(has_text="Request").last.click()
+                page.get_by_role("option", name=name, exact=True).click()
+                button = page.get_by_test_id("stMain").get_by_role("button", name=f"Cancel {name}", exact=True)
+                expect(button).to_be_visible()
+                expect(page.locator(f'[src*="{host}"], [href*="{host}"]')).to_have_count(0)
+                button.click()
+                expect(page.get_by_text(f"Request {name} was cancelled.")).to_be_visible()
+                expect(page.locator(f'[src*="{host}"], [href*="{host}"]')).to_have_count(0)
+            assert asked == []
+        finally:
+            with fake.state.lock:
+                fake.state.snapshot = before
+                fake.state.cancelled.clear()
 
 
 def test_the_block_map_is_a_picture_that_is_seen(open_page: Callable[..., Page]) -> None:

@@ -33,11 +33,12 @@ def open_page(page: str) -> AppTest:
 
 
 def text_of(app: AppTest) -> str:
-    """Everything that the page says, in order of the kinds of elements."""
+    """Everything that the page says, in order of the kinds of elements, without the escapes of Markdown."""
     assert not app.exception, app.exception
     kinds = ("title", "subheader", "markdown", "caption", "text", "success", "info", "warning", "error")
     parts = [element.value for kind in kinds for element in app.get(kind)]
-    return "\n".join([*parts, *(f"{metric.label}={metric.value}" for metric in app.metric)])
+    text = "\n".join([*parts, *(f"{metric.label}={metric.value}" for metric in app.metric)])
+    return re.sub(r"\\(?=[^a-zA-Z0-9\s])", "", text)
 
 
 def read_again() -> None:
@@ -161,10 +162,10 @@ def test_requests_are_listed_and_one_is_cancelled(fake: FakeTriton, monkeypatch:
     assert list(table["tokens"]) == ["10 of 40", "0 of 40"]
     app.selectbox(key="chosen").set_value("cccc3333dddd4444")
     assert "prefill chunk, 64 tokens" in text_of(app.run())
-    next(button for button in app.button if button.label == "Cancel chat (cccc33)").click()
+    next(button for button in app.button if button.label == "Cancel `chat (cccc33)`").click()
     text = text_of(app.run())
     assert fake.state.cancelled == ["cccc3333dddd4444"]
-    assert "Request chat (cccc33) was cancelled." in text
+    assert "Request `chat (cccc33)` was cancelled." in text
     assert "**1 requests**" in text
     monkeypatch.setattr(requests, "_TOLD_S", 0.0)
     assert "was cancelled" not in text_of(app.run())

@@ -110,4 +110,4 @@ def _progress(job: LoadJob) -> None:
     ]
     figures(shown)
     for error, number in Counter(result.error for result in results if result.error).most_common(3):
-        st.error(f"{number} failed: {error}")
+        st.error(f"{number} failed: {words.as_text(error)}")

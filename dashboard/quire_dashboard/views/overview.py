@@ -53,8 +53,10 @@ def _now() -> None:
 def _say(health: Health) -> None:
     box = {Level.OK: st.success, Level.WARNING: st.warning, Level.CRITICAL: st.error}[health.level]
     icon = {Level.OK: "check_circle", Level.WARNING: "warning", Level.CRITICAL: "error"}[health.level]
-    details = "".join(f"\n- **{finding.title}.** {finding.detail}" for finding in health.findings)
-    box(f"**{health.headline}**\n{details}", icon=f":material/{icon}:")
+    details = "".join(
+        f"\n- **{words.as_text(finding.title)}.** {words.as_text(finding.detail)}" for finding in health.findings
+    )
+    box(f"**{words.as_text(health.headline)}**\n{details}", icon=f":material/{icon}:")
 
 
 def _figures(evidence: Evidence) -> None:

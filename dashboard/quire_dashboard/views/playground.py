@@ -35,7 +35,7 @@ def show() -> None:
         parameters["slo_class"] = slo_class
     if seed:
         if not seed.isdecimal() or len(seed) > _SEED_DIGITS or int(seed) > _MOST_SEED:
-            st.error(f"The seed is {seed[:40]!r}; it must be a whole number from 0 to {_MOST_SEED}.")
+            st.error(f"The seed is {words.as_code(repr(seed[:40]))}; it must be a whole number from 0 to {_MOST_SEED}.")
             return
         parameters["seed"] = int(seed)
     completion, chat = st.tabs(["Completion", "Chat"])
@@ -93,7 +93,7 @@ def _stream(model: str, prompt: str, parameters: dict[str, Any], stop: str = "")
             last = chunk
             place.text(text)
     except TritonError as error:
-        st.error(str(error))
+        st.error(words.as_text(str(error)))
         return text, None
     text = text.split(stop)[0] if stop else text
     place.text(text)

@@ -104,8 +104,9 @@ def _one(model: str, requests: list[RequestState], names: dict[str, str]) -> Non
     ]
     st.markdown("\n".join(happened[-12:]) or "Nothing has happened to it yet.")
     # The button says which one and carries its id: what is cancelled is what it says, whatever has moved since.
-    st.button(f"Cancel {names[request.id]}", key=f"cancel-{request.id}", type="primary", on_click=_cancel,
-              args=(model, request.id, names[request.id]))  # fmt: skip
+    name = words.as_code(names[request.id])
+    st.button(f"Cancel {name}", key=f"cancel-{request.id}", type="primary", on_click=_cancel,
+              args=(model, request.id, name))  # fmt: skip
 
 
 def _cancel(model: str, request_id: str, name: str) -> None:
@@ -114,7 +115,8 @@ def _cancel(model: str, request_id: str, name: str) -> None:
         text = f"Request {name} was cancelled." if done else f"Request {name} had already ended."
         st.session_state["cancelled"] = (time.monotonic(), True, text)
     except TritonError as error:
-        st.session_state["cancelled"] = (time.monotonic(), False, f"Request {name} was not cancelled: {error}")
+        text = f"Request {name} was not cancelled: {words.as_text(str(error))}"
+        st.session_state["cancelled"] = (time.monotonic(), False, text)
     monitor().forget_snapshot(model)
 
 

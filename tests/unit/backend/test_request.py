@@ -302,3 +302,11 @@ def test_trace_context_is_text(request_of: Any) -> None:
     assert parse_request(request_of(text_input="Hi")).traceparent is None
     with pytest.raises(RequestError, match=r"^traceparent is 5"):
         parse_request(request_of(text_input="Hi", sampling_parameters={"traceparent": 5}))
+
+
+def test_a_long_id_is_cut(request_of: Any, monkeypatch: Any) -> None:
+    """It is in every snapshot for as long as the request lives."""
+    for id_, label in (("x" * 256, "x" * 256), ("é" * 3_500_000, "é" * 255 + "…")):
+        request = request_of(text_input="Hi")
+        monkeypatch.setattr(request, "request_id", lambda id_=id_: id_)
+        assert parse_request(request).label == label
