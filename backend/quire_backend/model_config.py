@@ -1,6 +1,6 @@
 """The model's inputs and outputs, as one table, and how they complete a `config.pbtxt`.
 
-They are a superset of vllm_backend's, so that its clients run unchanged.
+They hold all of vllm_backend's but its `image` and `embedding_request`, so clients that generate text run unchanged.
 """
 
 from dataclasses import dataclass

@@ -27,6 +27,14 @@ SLO_PARAMETERS = ("slo_class", "slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms")
 OTHER_PARAMETERS = (*SLO_PARAMETERS, "traceparent")
 """Said where sampling parameters are said."""
 
+STREAM_WITH_PROMPT = "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
+NO_LORA = "LoRA feature is not enabled."
+"""vllm_backend's words: its clients compare them."""
+
+ABSENT_INPUTS = {"image": "text alone", "embedding_request": "requests to generate, not to embed"}
+"""Inputs of vllm_backend's that the model does not declare. tritonserver refuses such a tensor by its name, and passes
+on what an HTTP body says under these names as parameters."""
+
 
 class UnknownLoRAError(RequestError):
     """The request names a LoRA adapter that this model does not serve."""
@@ -120,9 +128,7 @@ def _options(tensors: Mapping[str, Tensor], *, has_text: bool) -> ResponseOption
     stream = _flag(tensors, "stream") or False
     exclude_input = _flag(tensors, "exclude_input_in_output")
     if exclude_input is False and stream:
-        raise RequestError(
-            "exclude_input_in_output", "exclude_input_in_output is false; with stream=true it must be true or left out"
-        )
+        raise RequestError("exclude_input_in_output", STREAM_WITH_PROMPT)
     if exclude_input is False and not has_text:
         raise RequestError(
             "exclude_input_in_output", "exclude_input_in_output is false; with input_ids there is no text to include"
@@ -152,9 +158,9 @@ def _sampling_parameters(tensors: Mapping[str, Tensor], parameters: str) -> dict
     ):
         for name, value in said.items():
             if name == "lora_name":
-                raise UnknownLoRAError(
-                    name, f"lora_name is {quote(value)}; this model serves no LoRA adapter of that name"
-                )
+                raise UnknownLoRAError(name, NO_LORA)
+            if name in ABSENT_INPUTS:
+                raise RequestError(name, f"{name} is not supported: this model takes {ABSENT_INPUTS[name]}")
             if name == "output_kind":
                 raise RequestError(
                     name, "output_kind cannot be chosen here; the input stream says what a response holds"

@@ -115,7 +115,7 @@ class Serving:
             on_broken=self._abort,
             on_closed=self._forget,
         )
-        self._poller = CancellationPoller(on_cancelled=self._abort)
+        self._poller = CancellationPoller(on_cancelled=self._cancel)
 
     @property
     def is_ready(self) -> bool:
@@ -271,6 +271,8 @@ class Serving:
     def _on_output(self, stream: ResponseStream, output: "RequestOutput") -> None:
         failure = failure_of(output, cancelled=stream.cancelled, draining=self._draining) if output.finished else None
         if failure is not None:
+            if stream.cancelled:
+                logger.debug("[vllm] Successfully cancelled the request %r", stream.label)
             self._responses.fail(stream, *failure)
         else:
             self._responses.put(stream, output)
@@ -283,6 +285,10 @@ class Serving:
                 self._engine.abort(stream.request_id)
 
     # -- any thread -------------------------------------------------------------------------------------------------
+
+    def _cancel(self, stream: ResponseStream) -> None:
+        logger.debug("[vllm] Cancelling the request %r: its client has left", stream.label)  # vllm_backend's words
+        self._abort(stream)
 
     def _abort(self, stream: ResponseStream) -> None:
         if stream.request_id is not None:

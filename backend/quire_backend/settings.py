@@ -88,8 +88,8 @@ def _device_settings(settings: Mapping[str, Any], kind: str, device_id: int) -> 
     for name, values in allowed.items():
         if name in settings and settings[name] not in values:
             raise ValueError(
-                f"{name} is {settings[name]!r}, but config.pbtxt has an instance of {kind_means}; let it have "
-                "instance_group [ { count: 1 kind: KIND_MODEL } ], which leaves the devices to this file"
+                f"{name} is {settings[name]!r}, but config.pbtxt has an instance of {kind_means}; please specify "
+                "KIND_MODEL, instance_group [ { count: 1 kind: KIND_MODEL } ], which leaves the devices to this file"
             )
     return asked
 

@@ -178,8 +178,10 @@ class _TritonLogHandler(logging.Handler):
             log.log_error(self.format(record))
         elif record.levelno >= logging.WARNING:
             log.log_warn(self.format(record))
-        else:
+        elif record.levelno >= logging.INFO:
             log.log_info(self.format(record))
+        else:
+            log.log_verbose(self.format(record))
 
 
 def install_log_handler() -> None:
@@ -188,7 +190,8 @@ def install_log_handler() -> None:
         package_logger = logging.getLogger(name)
         if not package_logger.handlers:
             package_logger.addHandler(_TritonLogHandler())
-            package_logger.setLevel(logging.INFO)
+            # The backend's own debug lines are the server's verbose ones: whether they appear is its `--log-verbose`.
+            package_logger.setLevel(logging.DEBUG if name == "quire_backend" else logging.INFO)
             package_logger.propagate = False
 
 

@@ -4,9 +4,11 @@ import asyncio
 import json
 from typing import Any
 
+import numpy as np
 import pytest
-from support.clients import Answer, ask, http, run, with_client
+from support.clients import Answer, ask, http, infer_inputs, run, with_client
 from support.serving import Server
+from tritonclient.grpc import InferInput
 from tritonclient.grpc import aio as grpc_aio
 
 pytestmark = pytest.mark.server
@@ -55,9 +57,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"parameters": {"stop": "a"}, "stop_words": ["b"]}, "stop is [\"a\"] in the request parameters",
     ),
     "stream with the input": (
-        {"stream": True, "exclude_input_in_output": False}, "exclude_input_in_output is false",
+        {"stream": True, "exclude_input_in_output": False}, "`exclude_input_in_output` = False is not allowed",
     ),
-    "unknown LoRA": ({"parameters": {"lora_name": "x"}}, "lora_name is 'x'"),
+    "unknown LoRA": ({"parameters": {"lora_name": "x"}}, "LoRA feature is not enabled."),
+    "an image": ({"parameters": {"image": "aGk="}}, "image is not supported"),
 }  # fmt: skip
 
 
@@ -137,6 +140,22 @@ def test_generate_names_what_is_wrong(server: Server, case: str) -> None:
 def test_parameters_that_are_no_text_are_refused(server: Server, body: bytes) -> None:
     status, answer = http(server, "/v2/models/tinypy/generate", body)
     assert (status, answer["error"]) == (400, "parameters: a name or a value in them is not valid UTF-8")
+
+
+@pytest.mark.parametrize("name", ["image", "embedding_request"])
+def test_an_input_of_vllm_backend_s_that_is_not_there_is_refused_by_name(server: Server, name: str) -> None:
+    inputs = [*infer_inputs(text_input=PROMPT), InferInput(name, [1], "BYTES")]
+    inputs[1].set_data_from_numpy(np.array([b"aGk="], dtype=np.object_))
+
+    async def work(client: grpc_aio.InferenceServerClient) -> list[Any]:
+        async def requests() -> Any:
+            yield {"model_name": "tinypy", "inputs": inputs}
+
+        return [answer async for answer in client.stream_infer(requests())]
+
+    ((result, error),) = asyncio.run(with_client(server, work))
+    assert result is None
+    assert f"unexpected inference input '{name}'" in error.message()
 
 
 BODIES: dict[str, bytes] = {

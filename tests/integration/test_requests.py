@@ -78,7 +78,8 @@ def bounded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]
     )
     settings = {"model": str(CHECKPOINT), "max_num_seqs": 1, "max_queued_requests": 1, "scheduling_policy": "priority"}
     (version / "model.json").write_text(json.dumps(settings))
-    with serve("--model-repository", str(Path(version).parents[1]), step_seconds=0.01) as running:
+    repository = str(Path(version).parents[1])
+    with serve("--model-repository", repository, "--", "--log-verbose=1", step_seconds=0.01) as running:
         yield running
 
 
@@ -114,6 +115,22 @@ def test_a_full_queue_is_unavailable_and_says_when_to_come_back(bounded_server: 
         "it is counted",
     )
     assert run(bounded_server, model="bounded", text_input="x", max_tokens=1).text != ""
+
+
+def test_a_cancelled_request_is_told_in_a_verbose_log(bounded_server: Server) -> None:
+    """In vllm_backend's words, for whom its own tests look."""
+
+    async def leave(client: grpc_aio.InferenceServerClient) -> None:
+        live = asyncio.create_task(ask(client, stream=True, request_id="left", **LONG))
+        await asyncio.to_thread(
+            wait_until, lambda: metric(bounded_server, "quire_requests_running", model="bounded") == 1, "it runs"
+        )
+        live.cancel()
+        await asyncio.gather(live, return_exceptions=True)
+
+    asyncio.run(with_client(bounded_server, leave))
+    for line in ("[vllm] Cancelling the request 'left'", "[vllm] Successfully cancelled the request 'left'"):
+        wait_until(lambda line=line: line in bounded_server.log(), line)
 
 
 def test_a_timeout_ends_a_request_wherever_it_is(bounded_server: Server) -> None:

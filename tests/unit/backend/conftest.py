@@ -211,7 +211,8 @@ def _fake_module() -> ModuleType:
         "TritonError": FakeError, "Tensor": FakeTensor, "InferenceResponse": FakeResponse, "MetricFamily": FakeFamily,
         "TritonModelException": type("TritonModelException", (Exception,), {}),
         "TRITONSERVER_RESPONSE_COMPLETE_FINAL": 1, "Logger": SimpleNamespace(log_info=print, log_warn=print,
-                                                                            log_error=print),
+                                                                            log_error=print,
+                                                                            log_verbose=print),
     }.items():  # fmt: skip
         setattr(module, name, value)
     return module

@@ -1,6 +1,7 @@
 """The calls of the server's stub, settings, and the completion of config.pbtxt."""
 
 import json
+import logging
 import sys
 from typing import Any
 
@@ -162,7 +163,9 @@ def test_bad_settings_are_one_clear_line(tmp_path: Any, text: Any, message: Any)
 def test_settings_against_the_kind_of_the_instance_are_refused(tmp_path: Any, kind: str, settings: Any) -> None:
     (tmp_path / "model.json").write_text(json.dumps({"model": "m", **settings}))
     load_engine_config(tmp_path)
-    with pytest.raises(ValueError, match=rf"but config\.pbtxt has an instance of KIND_{kind}.* KIND_MODEL") as error:
+    with pytest.raises(
+        ValueError, match=rf"but config\.pbtxt has an instance of KIND_{kind}.*; please specify KIND_MODEL"
+    ) as error:
         load_engine_config(tmp_path, kind, 1)
     name, value = next(iter(settings.items()))
     assert str(error.value).startswith(f"{tmp_path / 'model.json'}: {name} is {value!r}, but ")
@@ -315,3 +318,20 @@ def test_otlp_without_its_packages_is_one_clear_line(monkeypatch: Any) -> None:
     with pytest.raises(ValueError, match=r"^otlp_endpoint needs the extra otel: pip install 'quire\[otel\]'"):
         make_otel(config, {})
     assert make_otel(EngineConfig.from_settings({"model": "/m"}), {}) is None
+
+
+def test_the_backend_s_debug_lines_are_verbose_ones_of_the_server(monkeypatch: Any) -> None:
+    """Whether those appear is the server's to say, by `--log-verbose`; the engine's are not sent at all."""
+    lines: list[tuple[str, str]] = []
+    for level in ("verbose", "info", "warn", "error"):
+        say = lambda message, level=level: lines.append((level, message))  # noqa: E731
+        monkeypatch.setattr(triton_api.pb_utils.Logger, f"log_{level}", say)
+    triton_api.install_log_handler()
+    for package in ("quire_backend", "quire_engine"):
+        logging.getLogger(f"{package}.any").debug("%s whispers", package)
+        logging.getLogger(f"{package}.any").info("%s speaks", package)
+    assert lines == [
+        ("verbose", "quire_backend whispers"),
+        ("info", "quire_backend speaks"),
+        ("info", "quire_engine speaks"),
+    ]

@@ -207,8 +207,22 @@ def test_unknown_lora(request_of: Any, where: Any) -> None:
     request = request_of(said, text_input="Hi") if where == "parameter" else request_of(
         text_input="Hi", sampling_parameters=said
     )  # fmt: skip
-    with pytest.raises(UnknownLoRAError, match="lora_name"):
+    with pytest.raises(UnknownLoRAError, match=r"^LoRA feature is not enabled\.$"):  # as vllm_backend says it
         parse_request(request)
+
+
+@pytest.mark.parametrize("name", ["image", "embedding_request"])
+def test_what_vllm_backend_has_more_is_refused_by_name(request_of: Any, name: str) -> None:
+    """An HTTP body says it as a parameter, as the model has no such input."""
+    with pytest.raises(RequestError, match=rf"^{name} is not supported: "):
+        parse_request(request_of({name: "aGk="}, text_input="Hi"))
+
+
+def test_a_stream_never_begins_with_the_prompt(request_of: Any) -> None:
+    message = "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
+    with pytest.raises(RequestError) as error:  # as vllm_backend says it
+        parse_request(request_of(text_input="Hi", stream=True, exclude_input_in_output=False))
+    assert str(error.value) == message
 
 
 @pytest.mark.parametrize(
