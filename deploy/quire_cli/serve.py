@@ -9,6 +9,7 @@ from quire_cli.console import Console
 from quire_cli.dashboard import Dashboard, how_to_install
 from quire_cli.errors import CommandError, UsageError, has_working_directory
 from quire_cli.launch import ServerFlags, compose_backends, has_gpu, server_environment
+from quire_cli.model_config import check_model_configs
 from quire_cli.model_repository import default_repository, write_model
 from quire_cli.ports import Endpoint, reserve, resolve
 from quire_cli.restricted_apis import opens_logging, restrictions
@@ -66,6 +67,8 @@ def serve(options: ServeOptions) -> int:
             "quire can: give it before the --, as --model-repository"
         )
     repository = None if "model-repository" in flags.values else _repository(options)
+    if repository is not None:
+        _check_model_configs(repository, flags, console)
     server = find_tritonserver()
     removed = sweep()
     if removed:
@@ -122,6 +125,16 @@ def _repository(options: ServeOptions) -> Path | None:
                 "command; give it a name of letters, digits, '_', '-' and '.'"
             )
     return repository
+
+
+def _check_model_configs(repository: Path, flags: ServerFlags, console: Console) -> None:
+    """Raises what is wrong with a model's `config.pbtxt`, or tells it, where the server starts all the same."""
+    try:
+        check_model_configs(repository)
+    except CommandError as error:
+        if flags.values.get("model-control-mode", "none") == "none" and not flags.is_off("exit-on-error"):
+            raise
+        console.line(f"quire: {error}")
 
 
 def _plain_path(repository: Path, run: RunDirectory) -> Path:
