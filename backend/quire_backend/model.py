@@ -91,6 +91,11 @@ class TritonPythonModel:
             int(args["model_instance_device_id"]),
         )
         self._number = EngineNumber(args["model_name"], args["model_version"])
+        if config.scheduler.scheduling_policy == "priority":
+            logger.warning(
+                "Triton's own request priority does not reach a Python backend, and has no effect: "
+                "clients say priority in sampling_parameters, or over HTTP as a parameter of generate"
+            )
         labels = {"model": args["model_name"], "version": args["model_version"], "engine": self._number.label}
         self._metrics = TritonStatLogger(
             triton_api.metric_family if config.frontend.metrics else _no_family,

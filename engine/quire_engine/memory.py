@@ -15,6 +15,7 @@ __all__ = [
     "release_pages",
     "resident_memory_bytes",
     "return_freed_memory",
+    "total_memory_bytes",
     "trim_heap",
 ]
 
@@ -30,6 +31,14 @@ def available_memory_bytes() -> int:
         used -= int(statistics["inactive_file"])  # page cache, such as a checkpoint's, that is given up when needed
         available = min(available, limit - used)
     return max(available, 0)
+
+
+def total_memory_bytes() -> int:
+    """Memory of the machine, or what its container may use where that is less."""
+    total = _status_bytes(Path("/proc/meminfo"), "MemTotal")
+    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or no limit ("max")
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from quire_engine.config import EngineConfig
-from quire_engine.memory import available_memory_bytes, peak_memory_growth, trim_heap
+from quire_engine.memory import available_memory_bytes, peak_memory_growth, total_memory_bytes, trim_heap
 
 __all__ = ["CPU_MEMORY_SHARE", "CacheMemory", "CpuCacheMemory", "GpuCacheMemory", "check_tables"]
 
@@ -58,6 +58,18 @@ class CpuCacheMemory:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
 
+    def check_setting(self) -> None:
+        """Check that there is as much memory as `kv_cache_memory_bytes` says. Others may hold it at the moment: the
+        cache takes it as it is used.
+
+        Raises:
+            ValueError: there is not.
+        """
+        parallel = self._config.parallel
+        ranks = 1 if parallel.executor_backend == "ray" else parallel.world_size  # Ray's may be on other machines
+        where = "this machine" if ranks == 1 else f"this machine for each rank of {ranks}"
+        _check_setting(self._config, total_memory_bytes() // ranks, where)
+
     def measure(self, profile_run: Callable[[], None], recorded_bytes: Callable[[], int]) -> CacheMemory:
         """Run the largest step there can be.
 
@@ -82,6 +94,7 @@ class GpuCacheMemory:
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
         self._config, self._device = config, device
         self._free_at_start, total = torch.cuda.mem_get_info(device)
+        self._total = total
         share = config.cache.gpu_memory_utilization
         self._planned_bytes = int(total * share)
         if config.cache.kv_cache_memory_bytes is None and self._planned_bytes > self._free_at_start:
@@ -89,6 +102,14 @@ class GpuCacheMemory:
                 f"gpu_memory_utilization is {share}: that is {self._planned_bytes} bytes of {device}, of which "
                 f"{self._free_at_start} are free; lower it, or end what else uses that GPU"
             )
+
+    def check_setting(self) -> None:
+        """Check that the GPU has as much memory as `kv_cache_memory_bytes` says.
+
+        Raises:
+            ValueError: it has not.
+        """
+        _check_setting(self._config, self._total, str(self._device))
 
     def measure(self, profile_run: Callable[[], None], graph_bytes: int) -> CacheMemory:
         """Run the largest step there can be, when the weights are there.
@@ -111,3 +132,11 @@ class GpuCacheMemory:
         """Of the GPU, at the moment; what torch keeps for later counts as free."""
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]
+
+
+def _check_setting(config: EngineConfig, total: int, where: str) -> None:
+    asked = config.cache.kv_cache_memory_bytes
+    if asked is not None and asked > total:
+        raise ValueError(
+            f"kv_cache_memory_bytes is {asked}, and {where} has {total} bytes of memory; lower it, or leave it unset"
+        )

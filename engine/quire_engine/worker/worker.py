@@ -110,7 +110,7 @@ class Worker:
         """Blocks for `kv_cache_memory_bytes`, or for what a profiling run leaves of the memory.
 
         Raises:
-            ValueError: not even one block fits.
+            ValueError: not even one block fits, or there is not as much memory as the setting says.
         """
         bytes_per_block = block_bytes(
             num_layers=self.num_layers,
@@ -119,11 +119,13 @@ class Worker:
             block_size=self.config.cache.block_size,
             dtype_bytes=self.cache_dtype.itemsize,
         )
+        cpu_memory = CpuCacheMemory(self.config)
+        (self._gpu_memory or cpu_memory).check_setting()
         if self._gpu_memory is not None:
             graph_bytes = self.config.cache.cuda_graph_memory_bytes if self._captures_graphs else 0
             memory = self._gpu_memory.measure(self._profile_run, graph_bytes)
         else:
-            memory = CpuCacheMemory(self.config).measure(self._profile_run, lambda: self._recorded_bytes)
+            memory = cpu_memory.measure(self._profile_run, lambda: self._recorded_bytes)
         available_bytes = self.config.cache.kv_cache_memory_bytes
         if available_bytes is None:
             available_bytes, on_cpu = memory.available_bytes, self._gpu_memory is None

@@ -213,6 +213,18 @@ def test_serves(engine: Any, request_of: Any, arguments: Any, monkeypatch: Any) 
     assert engine.events[-1] == "shutdown"
 
 
+@pytest.mark.parametrize(("policy", "said"), [("priority", True), ("fcfs", False)])
+def test_who_schedules_by_priority_is_told_that_tritons_own_has_no_effect(
+    engine: Any, arguments: Any, tmp_path: Any, monkeypatch: Any, capsys: Any, policy: str, said: bool
+) -> None:
+    (tmp_path / "1" / "model.json").write_text(json.dumps({"model": "weights", "scheduling_policy": policy}))
+    monkeypatch.setattr(model_module, "make_engine", lambda config, stat_loggers: engine)
+    model = TritonPythonModel()
+    model.initialize(arguments)
+    model.finalize()
+    assert ("Triton's own request priority does not reach a Python backend" in capsys.readouterr().out) is said
+
+
 @pytest.mark.parametrize(
     ("kind", "device", "ids"), [("MODEL", "auto", None), ("CPU", "cpu", None), ("GPU", "cuda", [2])]
 )

@@ -1,11 +1,12 @@
 """What of a GPU's memory is left for the KV cache. Without a GPU: the figures are a driver's that counts by itself."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
 from quire_engine.config import EngineConfig
-from quire_engine.worker.cache_memory import CacheMemory, GpuCacheMemory, check_tables
+from quire_engine.worker.cache_memory import CacheMemory, CpuCacheMemory, GpuCacheMemory, check_tables
 
 GIGABYTE = 1 << 30
 DEVICE = torch.device("cuda", 0)
@@ -18,6 +19,37 @@ def test_a_context_whose_tables_exceed_the_memory_is_refused(monkeypatch: pytest
     with pytest.raises(ValueError, match=r"^max_model_len is 1000000000: .* set max_model_len to at most 1864135, or"):
         check_tables(64, 10**9, 128)
     check_tables(64, 1864135, 128)
+
+
+@pytest.mark.parametrize(
+    ("settings", "there"),
+    [
+        ({}, "this machine has 4294967296 bytes"),
+        ({"tensor_parallel_size": 2}, "this machine for each rank of 2 has 2147483648 bytes"),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, "this machine has 4294967296 bytes"),
+    ],
+)
+def test_a_cache_beyond_the_machines_memory_is_refused(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], there: str
+) -> None:
+    monkeypatch.setattr("quire_engine.worker.cache_memory.total_memory_bytes", lambda: 4 * GIGABYTE)
+
+    def check(asked: int | None) -> None:
+        config = EngineConfig.from_settings({"model": "m", "kv_cache_memory_bytes": asked, **settings})
+        CpuCacheMemory(config).check_setting()
+
+    check(None)
+    check(2 * GIGABYTE)
+    with pytest.raises(ValueError, match=rf"^kv_cache_memory_bytes is {5 * GIGABYTE}, and {there} of memory; lower it"):
+        check(5 * GIGABYTE)
+
+
+def test_a_cache_beyond_the_gpus_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeDriver(monkeypatch, others=10 * GIGABYTE)
+    settings = {"model": "m", "kv_cache_memory_bytes": 81 * GIGABYTE}
+    memory = GpuCacheMemory(EngineConfig.from_settings(settings), DEVICE)
+    with pytest.raises(ValueError, match=rf"is {81 * GIGABYTE}, and cuda:0 has {80 * GIGABYTE} bytes of memory"):
+        memory.check_setting()
 
 
 class FakeDriver:

@@ -30,6 +30,13 @@ def test_too_small_a_share_of_the_memory_names_the_setting_that_says_so() -> Non
         LLM(str(TINYPY), max_model_len=64, max_num_batched_tokens=64, gpu_memory_utilization=1e-7)
 
 
+def test_a_cache_beyond_the_machines_memory_is_refused_before_anything_is_measured() -> None:
+    with pytest.raises(
+        ValueError, match=r"^kv_cache_memory_bytes is 10{15}, and this machine has [0-9]+ bytes of memor"
+    ):
+        LLM(str(TINYPY), max_num_seqs=1, kv_cache_memory_bytes=10**15)
+
+
 def test_an_fp8_cache_holds_twice_the_tokens() -> None:
     """Of a model in bfloat16."""
     blocks = [
