@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 
+from quire_cli.patient_writer import PatientWriter
+
 __all__ = ["Console", "waiting_line"]
 
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
@@ -15,34 +17,41 @@ _PLAIN_INTERVAL_S = 10.0
 
 
 class Console:
-    """Writes whole lines to stderr from any thread."""
+    """Writes whole lines to stderr from any thread, and waits for no reader. Leave its context at the end."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._status = ""
+        self._writer = PatientWriter(sys.stderr)
+        self._stdout = PatientWriter(sys.stdout)
         self.is_terminal = sys.stderr.isatty()
+
+    def __enter__(self) -> "Console":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give a slow reader some time for the last lines."""
+        self._writer.flush()
+        self._stdout.flush()
+
+    def announce(self, text: str) -> None:
+        """Write one line to stdout, for other programs."""
+        self._stdout.write(f"{text}\n")
 
     def line(self, text: str) -> None:
         """Write one line above the status line."""
         with self._lock:
-            self._write(f"{_CLEAR if self._status else ''}{text}\n{self._status}")
+            self._writer.write(f"{_CLEAR if self._status else ''}{text}\n{self._status}")
 
     def status(self, text: str) -> None:
         """Replace the status line; an empty text removes it. Nothing happens where stderr is no terminal."""
         if not self.is_terminal or text == self._status:
             return
         with self._lock:
-            self._write(_CLEAR + text)
+            self._writer.write(_CLEAR + text)
             self._status = text
-
-    @staticmethod
-    def _write(text: str) -> None:
-        # A reader that went away (`quire serve 2>&1 | head`) must not take the server with it.
-        try:
-            sys.stderr.write(text)
-            sys.stderr.flush()
-        except (OSError, ValueError):
-            pass
+        if not text:  # before something else is written in its place
+            self._writer.flush()
 
 
 class waiting_line:  # noqa: N801 (a context manager, used like a function)

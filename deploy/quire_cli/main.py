@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from quire_cli.errors import CommandError, has_working_directory
+from quire_cli.patient_writer import PatientWriter
 
 __all__ = ["app", "main", "run"]
 
@@ -66,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
         if "--debug" in own:
             traceback.print_exc()
         code, text = _explain(error)
-        print(f"quire: {text}", file=sys.stderr)
+        PatientWriter(sys.stderr).write(f"quire: {text}\n")
         return code
     except KeyboardInterrupt:
         print("\nquire: interrupted", file=sys.stderr)
@@ -162,7 +163,8 @@ def serve(
     else one of its own, which is printed.
 
     The server's warnings and errors and the lines of Quire itself go to stderr; --verbose, or any --log-... flag after
-    --, passes on everything. When a model does not load, one line says why.
+    --, passes on everything. When a model does not load, one line says why. The server waits for no reader: lines that
+    find no room are dropped, and their number is told.
 
     tritonserver's APIs for shared memory, traces and the log are closed. Whoever needs one gives it a header of their
     own: -- --http-restricted-api=logging:KEY=VALUE (other users of the machine can see it in ps). With the log's,

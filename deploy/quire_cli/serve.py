@@ -74,7 +74,7 @@ def serve(options: ServeOptions) -> int:
     if removed:
         console.line(f"quire: removed what an earlier run left behind: {removed}")
     endpoints = _endpoints(options, flags)
-    with blocked_signals(), RunDirectory() as run, _dashboard(options, endpoints, console) as dashboard:
+    with blocked_signals(), console, RunDirectory() as run, _dashboard(options, endpoints, console) as dashboard:
         if options.model is not None:
             repository = run.path / "models"
             write_model(repository, options.model, options.name)

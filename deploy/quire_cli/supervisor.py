@@ -138,7 +138,7 @@ class Supervisor:
 
     def _announce(self, server: ServerProcess) -> None:
         server.log.release()
-        _print_line(self.ready_line + (self.ready_word() or ""))
+        self.console.announce(self.ready_line + (self.ready_word() or ""))
 
     def _wait_until_ready(self, server: ServerProcess) -> bool:
         """Wait for the models; False when asked to stop meanwhile."""
@@ -245,10 +245,3 @@ def _is_told_to_stop(server: ServerProcess, within_s: float) -> bool:
 
 def _how(wait_status: int) -> str:
     return process.how_it_ended(os.waitstatus_to_exitcode(wait_status))
-
-
-def _print_line(text: str) -> None:
-    try:
-        print(text, flush=True)
-    except OSError:  # nobody reads any more (`quire serve | head -1`); the server goes on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
