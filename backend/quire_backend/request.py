@@ -54,6 +54,8 @@ class ResponseOptions:
     """Whether log-probabilities were asked for, and not only computed for `cumulative_logprob`."""
     num_sequences: int = 1
     """Outputs of every response: one per sequence of `n`."""
+    report_cached_tokens: bool = True
+    """As the setting says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -70,7 +70,7 @@ def _additional(
     if "token_ids" in wanted:
         tensors["token_ids"] = np.array([id_ for item in completions for id_ in item.token_ids], dtype=np.int32)
     if "perf_metrics" in wanted:
-        tensors["perf_metrics"] = strings([_perf_metrics(output.metrics)])
+        tensors["perf_metrics"] = strings([_perf_metrics(output.metrics, options)])
     if "prompt_logprobs" in wanted:
         tensors["prompt_logprobs"] = strings([_positions(output.prompt_logprobs)])
     return tensors
@@ -102,13 +102,15 @@ def _positions(positions: "Sequence[dict[int, Logprob] | None] | None") -> str:
     )
 
 
-def _perf_metrics(metrics: "FinishedRequestStats | None") -> str:
+def _perf_metrics(metrics: "FinishedRequestStats | None", options: ResponseOptions) -> str:
     """The request's times and counts as a JSON object, "null" before its end."""
     if metrics is None:
         return "null"
     values = msgspec.to_builtins(metrics)
     for name in ("traceparent", "label"):  # the client has them
         del values[name]
+    if not options.report_cached_tokens:
+        values["num_cached_tokens"] = None
     values["time_per_output_token_seconds"] = metrics.time_per_output_token_seconds
     return json.dumps(values)
 

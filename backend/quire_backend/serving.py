@@ -100,6 +100,7 @@ class Serving:
     ) -> None:
         self._engine = engine
         self._introspection_token = config.introspection_token
+        self._report_cached_tokens = config.report_cached_tokens
         self._model, self._version = model, version
         self._introspections: set[asyncio.Task[None]] = set()
         self._on_rejected = on_rejected
@@ -200,7 +201,8 @@ class Serving:
     def _submit(self, request: TritonRequest, stream: ResponseStream) -> None:
         stream.label = request_id(request)
         generate: GenerateRequest = parse_request(request)
-        stream.options, stream.traceparent = generate.options, generate.traceparent
+        stream.options = replace(generate.options, report_cached_tokens=self._report_cached_tokens)
+        stream.traceparent = generate.traceparent
         stream.slo_class = DEFAULT_CLASS if generate.slo is None else generate.slo.slo_class
         if self._draining:
             raise _UnavailableError("the model is being unloaded; send the request elsewhere or again later")

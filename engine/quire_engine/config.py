@@ -238,6 +238,10 @@ class FrontendConfig:
     metrics: bool = True
     """Whether statistics are kept at all; without them goodput is not known either."""
 
+    report_cached_tokens: bool = True
+    """Whether the performance metrics of a request say how many of its prompt's tokens came from the cache. Who sees
+    that can find out what others have sent."""
+
     introspection_token: str | None = field(default=None, repr=False)
     """What a caller has to show who wants to see or cancel requests. Unset: nobody can."""
 
@@ -253,6 +257,7 @@ class FrontendConfig:
         _check(self.metric_aliases in METRIC_ALIASES, "metric_aliases", self.metric_aliases,
                f"one of {', '.join(METRIC_ALIASES)}")  # fmt: skip
         _check_bool("metrics", self.metrics)
+        _check_bool("report_cached_tokens", self.report_cached_tokens)
         _check(self.otlp_endpoint is None or (isinstance(self.otlp_endpoint, str) and self.otlp_endpoint != ""),
                "otlp_endpoint", self.otlp_endpoint, "an address, such as http://localhost:4317")  # fmt: skip
         ratio = self.otlp_trace_sample_ratio

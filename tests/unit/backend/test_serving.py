@@ -1,5 +1,6 @@
 """The life of a request, with an engine that the test drives."""
 
+import json
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +63,19 @@ def test_unknown_lora_is_not_found(serve: Any, request_of: Any) -> None:
     request = request_of({"lora_name": "x"}, text_input="Hi")
     serve().submit(request)
     assert error_of(request)[0] == "NOT_FOUND"
+
+
+@pytest.mark.parametrize(("settings", "told"), [({}, 304), ({"report_cached_tokens": False}, None)])
+def test_what_others_have_cached_is_told_unless_the_settings_say_no(
+    engine: Any, serve: Any, request_of: Any, settings: dict[str, Any], told: int | None
+) -> None:
+    metrics = FinishedRequestStats("stop", num_prompt_tokens=320, num_cached_tokens=304)
+    engine.on_add = lambda engine, request_id: engine.emit(request_id, "x", finish_reason="stop", metrics=metrics)
+    request = request_of(text_input="Hi", return_perf_metrics=True)
+    serve(**settings).submit(request)
+    (response,) = request.sender.wait()
+    said = json.loads(response.tensors["perf_metrics"][0])
+    assert (said["num_cached_tokens"], said["num_prompt_tokens"]) == (told, 320)
 
 
 def test_fault_of_ours_is_internal(serve: Any, request_of: Any) -> None:
