@@ -15,6 +15,7 @@ from quire_backend.engine_number import EngineNumber
 from quire_backend.private_memory import make_private
 from quire_backend.serving import Serving
 from quire_backend.settings import load_engine_config, one_line
+from quire_backend.status_page import StatusPage
 from quire_backend.triton_api import TritonRequest
 
 if TYPE_CHECKING:
@@ -106,17 +107,23 @@ class TritonPythonModel:
         )
         self._otel = make_otel(config, labels)
         engine = make_engine(config, [self._metrics] if self._otel is None else [self._metrics, self._otel])
+        status = StatusPage.of_run(
+            model=labels["model"], version=labels["version"], instance=args["model_instance_name"]
+        )
         self._serving = Serving(
             engine,
             config.frontend,
             on_rejected=self._record_rejection,
             model=labels["model"],
             version=labels["version"],
+            status=status,
         )
         try:
             self._serving.start()
         except BaseException:
             engine.shutdown()
+            if status is not None:
+                status.close()
             raise
         self._metrics.start(is_up=lambda: engine.is_healthy, workers_up=engine.workers_up)
         logger.info("model %s is served by the Quire engine", args["model_name"])

@@ -101,6 +101,8 @@ class ResponseQueue:
         stream_interval_ms: time between two responses of one stream, at least.
         on_broken: called from the send thread for a stream whose response could not be sent.
         on_closed: called from the send thread when a stream's last response is out.
+        on_sending: called from the send thread with the number of a response that it begins to send, and with 0 when
+            it has done so: it blocks in between for as long as the server does not take the response.
     """
 
     def __init__(
@@ -110,11 +112,14 @@ class ResponseQueue:
         stream_interval_ms: float,
         on_broken: Callable[[ResponseStream], None],
         on_closed: Callable[[ResponseStream], None],
+        on_sending: Callable[[int], None] = lambda number: None,
     ) -> None:
         self._stream_interval = stream_interval
         self._interval = stream_interval_ms / 1000
         self._on_broken = on_broken
         self._on_closed = on_closed
+        self._on_sending = on_sending
+        self._num_sent = 0
         self._condition = threading.Condition()
         self._heap: list[tuple[float, int, ResponseStream]] = []
         self._order = itertools.count()
@@ -186,7 +191,10 @@ class ResponseQueue:
                 failure, final = stream.failure, stream.ending
                 stream.due = NOT_DUE
                 stream.last_sent_at = time.monotonic()
+            self._num_sent += 1
+            self._on_sending(self._num_sent)
             self._send(stream, output, failure, final)
+            self._on_sending(0)
 
     def _wait_for_due(self) -> ResponseStream | None:
         """The next stream that is due; None when stopping and nothing is due at once."""

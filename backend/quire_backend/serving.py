@@ -24,6 +24,7 @@ from quire_backend.introspection import IntrospectionRequest, parse_introspectio
 from quire_backend.request import GenerateRequest, UnknownLoRAError, parse_request, traceparent_parameter
 from quire_backend.response_queue import ResponseQueue, ResponseStream
 from quire_backend.responses import answer_of, failure_of
+from quire_backend.status_page import BEAT_SECONDS, StatusPage, StubState
 from quire_backend.triton_api import ErrorCode, TritonRequest, request_id, request_parameters, trace_context
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class Engine(Protocol):
     def is_healthy(self) -> bool: ...
     @property
     def dead_error(self) -> str | None: ...
+    @property
+    def outage(self) -> str | None: ...
     def add_request(self, request: "ProcessedRequest", on_output: "Callable[[RequestOutput], None]") -> None: ...
     def abort(self, request_id: str) -> None: ...
     def cancel(self, request_id: str) -> bool: ...
@@ -87,6 +90,7 @@ class Serving:
             that it would have been judged by; without one when the fault was the request's own.
         model: the model's name, for snapshots.
         version: its version.
+        status: where to show `quire serve` that this moves; closed with the serving.
     """
 
     def __init__(
@@ -97,8 +101,10 @@ class Serving:
         *,
         model: str = "",
         version: str = "",
+        status: StatusPage | None = None,
     ) -> None:
         self._engine = engine
+        self._status = status
         self._introspection_token = config.introspection_token
         self._report_cached_tokens = config.report_cached_tokens
         self._model, self._version = model, version
@@ -115,6 +121,7 @@ class Serving:
             stream_interval_ms=config.stream_interval_ms,
             on_broken=self._abort,
             on_closed=self._forget,
+            on_sending=lambda number: None if status is None else status.sending(number),
         )
         self._poller = CancellationPoller(on_cancelled=self._cancel)
 
@@ -129,6 +136,8 @@ class Serving:
         asyncio.run_coroutine_threadsafe(self._engine.start(), self._loop).result(START_TIMEOUT_SECONDS)
         self._responses.start()
         self._poller.start()
+        if self._status is not None:
+            self._call(self._beat, self._status)
 
     def shutdown(self) -> None:
         """Refuse what comes, abort what lives, tell its clients, and end the engine and all threads."""
@@ -143,6 +152,8 @@ class Serving:
         if self._loop_thread.is_alive():
             self._call(self._loop.stop)
             self._loop_thread.join(timeout=5.0)
+        if self._status is not None:
+            self._status.close()
 
     # -- the stub's thread ------------------------------------------------------------------------------------------
 
@@ -238,6 +249,18 @@ class Serving:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
         self._loop.close()
+
+    def _beat(self, status: StatusPage) -> None:
+        """Show how it is, again and again."""
+        outage = self._engine.outage
+        if self._draining:
+            status.beat(StubState.ENDING, len(self._live), "the model is being unloaded")
+        elif outage is None:
+            status.beat(StubState.UP, len(self._live), "")
+        else:
+            state = StubState.DOWN if self._engine.dead_error is None else StubState.DEAD
+            status.beat(state, len(self._live), outage)
+        self._loop.call_later(BEAT_SECONDS, self._beat, status)
 
     def _add(self, processed: "ProcessedRequest", stream: ResponseStream) -> None:
         try:

@@ -142,6 +142,12 @@ def serve(
     dashboard: Annotated[
         bool, typer.Option("--dashboard/--no-dashboard", help="Start the dashboard too, where it is installed.")
     ] = True,
+    health_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=65535, metavar="PORT", help="Of /health; default: 8003, or any free one when that is taken."
+        ),
+    ] = None,
     drain_timeout: Annotated[
         int, typer.Option(min=0, max=86400, metavar="S", help="Seconds that running requests get when asked to stop.")
     ] = 30,
@@ -157,7 +163,10 @@ def serve(
     """Start tritonserver with the Quire backend, and watch over it.
 
     When every model is loaded, one line on stdout says so: "quire: ready grpc=HOST:PORT http=HOST:PORT
-    metrics=HOST:PORT dashboard=HOST:PORT". A port of 0 means any free one.
+    metrics=HOST:PORT health=HOST:PORT dashboard=HOST:PORT". A port of 0 means any free one.
+
+    /health on the health port answers 200 only while the server is live and every model's process moves and has its
+    engine, and else 503 with what is wrong; it answers while the server does not.
 
     The dashboard is on --host as well; where that is not loopback, it asks for a token: that of QUIRE_DASHBOARD_TOKEN,
     else one of its own, which is printed.
@@ -170,8 +179,8 @@ def serve(
     own: -- --http-restricted-api=logging:KEY=VALUE (other users of the machine can see it in ps). With the log's,
     the whole log is passed on.
 
-    When the server or the process of a model dies, the server is started again on the same ports, and the ready line
-    printed again; the fifth death in a row ends it.
+    When the server or the process of a model dies or does not move for ten seconds, the server is started again on the
+    same ports, and the ready line printed again; the fifth death in a row ends it.
 
     SIGTERM, SIGINT and SIGHUP drain: no new requests, running ones have --drain-timeout seconds. A second one stops at
     once. Nothing is left behind, and what a killed run had to leave is removed by the next.
@@ -190,6 +199,7 @@ def serve(
             metrics_port=metrics_port,
             dashboard_port=dashboard_port,
             dashboard=dashboard,
+            health_port=health_port,
             drain_timeout_s=drain_timeout,
             verbose=verbose,
             server_flags=server_flags or (),

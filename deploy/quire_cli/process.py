@@ -11,7 +11,7 @@ from pathlib import Path
 
 __all__ = [
     "ProcessStat", "adopt_orphans", "command_line", "die_with_parent", "environment_value", "how_it_ended", "is_alive",
-    "kill", "lineage", "own_processes", "process_stat", "wait_gone", "yield_to_others",
+    "is_stopped", "kill", "lineage", "own_processes", "process_stat", "wait_gone", "yield_to_others",
 ]  # fmt: skip
 
 _PR_SET_PDEATHSIG = 1
@@ -65,6 +65,12 @@ def is_alive(pid: int, start_time: int) -> bool:
     """Whether the process of this id is the one that started then, and has not ended."""
     now = process_stat(pid)
     return now is not None and not now.is_dead and now.start_time == start_time
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal. One that a debugger looks at is not."""
+    now = process_stat(pid)
+    return now is not None and now.state == "T"
 
 
 def command_line(pid: int) -> list[str]:

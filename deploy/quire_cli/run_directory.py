@@ -148,6 +148,11 @@ class RunDirectory:
         _reap_children()
 
     @property
+    def temporary(self) -> Path:
+        """The temporary folder of the run's processes."""
+        return self._temporary
+
+    @property
     def environment(self) -> Mapping[str, str]:
         """What every process of the run is started with, so that it is recognised, and its temporary files too."""
         return {RUN_ID_VARIABLE: str(self.run_id), "TMPDIR": str(self._temporary)}

@@ -8,6 +8,7 @@ from pathlib import Path
 from quire_cli.console import Console
 from quire_cli.dashboard import Dashboard, how_to_install
 from quire_cli.errors import CommandError, UsageError, has_working_directory
+from quire_cli.health import Health, HealthServer
 from quire_cli.launch import ServerFlags, compose_backends, has_gpu, server_environment
 from quire_cli.model_config import check_model_configs
 from quire_cli.model_repository import default_repository, write_model
@@ -37,6 +38,8 @@ class ServeOptions:
     dashboard_port: int | None = None
     """8501 unless said otherwise; when that is taken, any free one."""
     dashboard: bool = True
+    health_port: int | None = None
+    """8003 unless said otherwise; when that is taken, any free one."""
     drain_timeout_s: int = 30
     verbose: bool = False
     server_flags: Sequence[str] = ()
@@ -74,7 +77,14 @@ def serve(options: ServeOptions) -> int:
     if removed:
         console.line(f"quire: removed what an earlier run left behind: {removed}")
     endpoints = _endpoints(options, flags)
-    with blocked_signals(), console, RunDirectory() as run, _dashboard(options, endpoints, console) as dashboard:
+    health = Health()
+    with (
+        blocked_signals(),
+        console,
+        RunDirectory() as run,
+        HealthServer(_own_endpoint("health", 8003, options.health_port, options.host, endpoints), health) as address,
+        _dashboard(options, {**endpoints, "health": address.endpoint}, console) as dashboard,
+    ):
         if options.model is not None:
             repository = run.path / "models"
             write_model(repository, options.model, options.name)
@@ -85,7 +95,9 @@ def serve(options: ServeOptions) -> int:
                 server, {**run.environment, **(dashboard.server_environment if dashboard else {})}
             ),
             endpoints=endpoints,
-            ready_line=_ready_line(endpoints),
+            ready_line=_ready_line({**endpoints, "health": address.endpoint}),
+            health=health,
+            status_folder=run.temporary,
             drain_timeout_s=options.drain_timeout_s,
             console=console,
             what=f"loading {options.model or repository or 'the models'}",
@@ -187,20 +199,24 @@ def _dashboard(
     if missing:
         console.line(f"quire: no dashboard: {missing}")
         return nullcontext()
-    host = resolve(options.host)
-    wanted = Endpoint(host, 8501 if options.dashboard_port is None else options.dashboard_port)
-    try:
-        endpoint = reserve({**_named(endpoints), "dashboard-port": wanted})["dashboard-port"]
-    except CommandError:
-        if options.dashboard_port is not None:
-            raise
-        # Of two servers on one machine, the second must not fail for the sake of a page.
-        endpoint = reserve({**_named(endpoints), "dashboard-port": Endpoint(host, 0)})["dashboard-port"]
+    endpoint = _own_endpoint("dashboard", 8501, options.dashboard_port, options.host, endpoints)
     return Dashboard(endpoint, endpoints, console)
 
 
-def _named(endpoints: dict[str, Endpoint]) -> dict[str, Endpoint]:
-    return {f"{service}-port": endpoint for service, endpoint in endpoints.items()}
+def _own_endpoint(
+    service: str, default: int, wanted: int | None, host: str, endpoints: dict[str, Endpoint]
+) -> Endpoint:
+    """Where a service of `quire serve` itself listens."""
+    option, host = f"{service}-port", resolve(host)
+    # Those of tritonserver are only reserved yet, and must not be taken; the others are taken already.
+    others = {f"{name}-port": endpoint for name, endpoint in endpoints.items() if name in _SERVICES}
+    try:
+        return reserve({**others, option: Endpoint(host, default if wanted is None else wanted)})[option]
+    except CommandError:
+        if wanted is not None:
+            raise
+        # Of two servers on one machine, the second must not fail for the sake of a page.
+        return reserve({**others, option: Endpoint(host, 0)})[option]
 
 
 def _port(flag: str, flags: ServerFlags, default: int) -> int:

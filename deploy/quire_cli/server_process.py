@@ -19,7 +19,7 @@ from quire_cli.ports import Endpoint
 from quire_cli.private_memory import keep_memory_private
 from quire_cli.server_log import ServerLog
 
-__all__ = ["SIGNALS", "STOP_SIGNALS", "ServerProcess"]
+__all__ = ["SIGNALS", "STOP_SIGNALS", "ServerProcess", "Stub"]
 
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 SIGNALS = {*STOP_SIGNALS, signal.SIGCHLD}
@@ -78,6 +78,11 @@ class ServerProcess:
     def terminate(self) -> None:
         """Ask it to drain and end."""
         self._popen.terminate()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._popen.pid
 
     @property
     def exit_code(self) -> int | None:

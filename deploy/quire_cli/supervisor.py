@@ -1,7 +1,7 @@
-"""Runs tritonserver from start to end: ready, started again when it or a stub of it dies, drained, nothing left of it.
+"""Runs tritonserver from start to end: ready, started again when it or a stub dies or hangs, drained, nothing left.
 
     start ── wait until ready ── serve ── drain ── end
-      ▲            │ died          │ died
+      ▲            │ died          │ died, hangs
       └─ clean up ─┴───────────────┘        the first start must succeed; later, five deaths in a row end it all
 
 Signals are blocked and waited for (`sigtimedwait`), never handled: everything here happens in one thread, in order.
@@ -11,20 +11,27 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 from quire_cli import process
 from quire_cli.console import Console, waiting_line
+from quire_cli.drain import DrainWatch
 from quire_cli.errors import CommandError
+from quire_cli.health import Health
 from quire_cli.ports import Endpoint
 from quire_cli.server_process import SIGNALS, ServerProcess
+from quire_cli.server_watch import LOOK_S, ServerWatch
 
 __all__ = ["CrashLoop", "ServerDiedError", "Supervisor", "blocked_signals"]
 
 _READY_POLL_S = 0.05
-_SERVING_POLL_S = 0.2
+_START_LOOK_S = 0.2
 # tritonserver counts its drain timeout in whole seconds, then ends its models.
 _GRACE_S = 5.0
+# A server that has nothing in flight ends its models within a second, and then itself.
+_IDLE_S = 1.5
 # tritonserver collects the children that it expects to end within milliseconds.
 _UNNOTICED_S = 5.0
 _VERBOSE = "see its whole log with: quire serve --verbose"
@@ -99,6 +106,12 @@ class Supervisor:
     """Whether a model of the repository must have a stub."""
     silence_s: float = 120.0
     """How long a server that needs a stub may neither have had one nor write to its log."""
+    status_folder: Path
+    """Where the stubs have their status pages."""
+    health: Health
+    """Is told how the server is, at every moment."""
+    hung_s: float = 10.0
+    """A server or stub that has not moved for so long is killed, and started again."""
 
     def run(self) -> int:
         """Start, serve and stop.
@@ -113,18 +126,22 @@ class Supervisor:
         crash_loop = CrashLoop()
         while True:
             ready_at = None
+            self.health.write(["the server is being started"])
             server = ServerProcess(self.command, self.environment, self.console, show_whole_log=self.show_whole_log)
             try:
                 if not self._wait_until_ready(server):
                     return 0
                 ready_at = time.monotonic()
-                self._announce(server)
-                self._serve(server)
+                with closing(self._watch(server)) as watch:
+                    problems = self._look(watch, set())
+                    self._announce(server)
+                    self._serve(server, watch, problems)
                 return self._drain(server)
             except (ServerDiedError, _StartError) as death:
                 if isinstance(death, _StartError) and crash_loop.num_deaths == 0:
                     raise
                 cause = str(death)
+                self.health.write([f"{cause}; the server is being started again"])
                 # Before the end of its log is waited for: its stubs hold that open.
                 server.kill()
                 self.clean_up()
@@ -157,29 +174,52 @@ class Supervisor:
                 waiting.tick()
         return True
 
-    def _serve(self, server: ServerProcess) -> None:
+    def _watch(self, server: ServerProcess) -> ServerWatch:
+        return ServerWatch(
+            server, self.endpoints["http"], self.status_folder, hung_s=self.hung_s, stubs_stay=self.watch_stubs
+        )
+
+    def _look(self, watch: ServerWatch, known: set[str]) -> set[str]:
+        """See how the server is, and tell of it; returns what has been written to the log.
+
+        Raises:
+            ServerDiedError: only a new one will serve again.
+        """
+        problems = watch.look()
+        self.health.write([problem.text for problem in problems], watch.pages)
+        for problem in problems:
+            if problem.is_fatal:
+                raise ServerDiedError(problem.text)
+        news = {problem.text for problem in problems if problem.is_news}
+        for text in sorted(news - known):
+            self.console.line(f"quire: {text}")
+        for text in sorted(known - news):
+            self.console.line(f"quire: no longer: {text}")
+        return news
+
+    def _serve(self, server: ServerProcess, watch: ServerWatch, problems: set[str]) -> None:
         """Returns when asked to stop."""
-        watched = server.stubs() if self.watch_stubs else set()
-        while not server.wait_for_signal(_SERVING_POLL_S):
+        while not server.wait_for_signal(LOOK_S):
             if server.exit_code is not None:
                 if server.exit_code < 0:
                     raise ServerDiedError(f"tritonserver {server.how_it_ended}")
                 server.log.finish()
                 raise CommandError(f"tritonserver {server.how_it_ended}; its log is above, start it again")
-            for pid, start_time in watched:
-                if not process.is_alive(pid, start_time):
-                    # tritonserver would go on, call itself ready, and refuse every request of this model.
-                    raise ServerDiedError(f"the stub process {pid} of a model died")
+            problems = self._look(watch, problems)
 
     def _drain(self, server: ServerProcess) -> int:
         self.console.line(
             f"quire: draining: running requests have {self.drain_timeout_s} s; a second signal stops at once"
         )
+        self.health.write(["the server is draining: it takes no new requests"])
+        watch = DrainWatch(server, self.endpoints["http"], self.status_folder)
         server.terminate()
         timeout = time.monotonic() + self.drain_timeout_s
         while server.exit_code is None:
             if server.wait_for_signal(_READY_POLL_S):
                 raise CommandError("stopped at once by a second signal; running requests were cut off")
+            if watch.idle_s() > _IDLE_S:
+                return self._end_idle(server, watch)
             if time.monotonic() > timeout + _GRACE_S:
                 break
         # When its timeout expires it leaves without tidying up, which now and then is a crash: that is no news.
@@ -190,6 +230,14 @@ class Supervisor:
                 f"not drained within {self.drain_timeout_s} s, what still ran was cut off; "
                 "give it longer with --drain-timeout"
             )
+        return 0
+
+    def _end_idle(self, server: ServerProcess, watch: DrainWatch) -> int:
+        """End a server that waits for nothing."""
+        cut_off = watch.cut_off()
+        server.kill()
+        if cut_off is not None:
+            raise CommandError(f"{cut_off} while the server drained; the requests that it had were cut off")
         return 0
 
 
@@ -216,7 +264,7 @@ class _StartWatch:
         now = time.monotonic()
         if now < self._next_look:
             return
-        self._next_look = now + _SERVING_POLL_S
+        self._next_look = now + _START_LOOK_S
         dead = self._server.dead_children()
         self._dead_since = {pid: self._dead_since.get(pid, now) for pid in dead}
         for pid, since in self._dead_since.items():

@@ -4,6 +4,9 @@ It runs as a program: `python fake_server.py FOLDER SERVICE=PORT...`. A test ste
 
     plan.json       "log": lines to print; "exit_code": what to end with at once; "no_stub": true; "stub_argument": what
                     the stub, a copy of `sleep`, gets; "delayed": services whose port opens once there is a file `open`
+                    "models": names of its models, which makes it have a repository index; "in_flight": the stub has a
+                    status page with so many requests, which beats while there is no file `hang`; "outage": why the
+                    model's engine is down; "ends": false, it does not end at SIGTERM
     starts          it writes one line for each of its starts: the id of its process
 """
 
@@ -13,11 +16,16 @@ import signal
 import socketserver
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
-ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+from quire_backend.status_page import BEAT_SECONDS, StatusPage, StubState
+from quire_cli import process
+
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s"
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -25,15 +33,35 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 class _Answer(socketserver.StreamRequestHandler):
+    index: bytes | None = None
+
     def handle(self) -> None:
-        if self.rfile.readline().startswith(b"GET"):
-            self.wfile.write(ANSWER)
+        line = self.rfile.readline()
+        if line.startswith(b"GET"):
+            self.wfile.write(ANSWER % (0, b""))
+        elif line.startswith(b"POST /v2/repository/index ") and self.index is not None:
+            self.wfile.write(ANSWER % (len(self.index), self.index))
 
 
 def _listen(port: int, opens: Path | None) -> None:
     while opens is not None and not opens.exists():
         time.sleep(0.01)
     _Server(("127.0.0.1", port), _Answer).serve_forever()
+
+
+def _show(folder: Path, stub: int, plan: dict[str, Any]) -> None:
+    """The page that the stub would have; this process beats in its place."""
+    temporary = Path(tempfile.gettempdir())
+    page = StatusPage(temporary, model="m", version="1", instance="m_0_0")
+    (made,) = temporary.glob(f"stub-{os.getpid()}-*.status")
+    stat = process.process_stat(stub)
+    assert stat is not None
+    made.rename(temporary / f"stub-{stub}-{stat.start_time}.status")
+    outage = plan.get("outage", "")
+    while True:
+        if not (folder / "hang").exists():
+            page.beat(StubState.DOWN if outage else StubState.UP, plan["in_flight"], outage)
+        time.sleep(BEAT_SECONDS)
 
 
 def main(folder: Path, *services: str) -> None:
@@ -48,11 +76,17 @@ def main(folder: Path, *services: str) -> None:
     stubs = []  # kept, as a Popen that goes collects its child if that is dead already, which tritonserver does not
     if not plan.get("no_stub"):
         stubs.append(subprocess.Popen([str(folder / "triton_python_backend_stub"), plan.get("stub_argument", "600")]))
+    if "models" in plan:
+        _Answer.index = json.dumps([{"name": name, "state": "READY"} for name in plan["models"]]).encode()
+    if "in_flight" in plan:
+        threading.Thread(target=_show, args=(folder, stubs[0].pid, plan), daemon=True).start()
     for service in services:
         name, _, port = service.partition("=")
         opens = folder / "open" if name in plan.get("delayed", []) else None
         threading.Thread(target=_listen, args=(int(port), opens), daemon=True).start()
     signal.sigwait({signal.SIGTERM})
+    if not plan.get("ends", True):
+        signal.sigwait({signal.SIGTERM})
 
 
 if __name__ == "__main__":

@@ -196,6 +196,7 @@ def arguments(tmp_path):
     return {
         "model_repository": str(tmp_path), "model_version": "1", "model_name": "m",
         "model_instance_kind": "MODEL", "model_instance_device_id": "0",
+        "model_instance_name": "m_0_0",
     }  # fmt: skip
 
 

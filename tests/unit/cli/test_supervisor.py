@@ -1,5 +1,6 @@
 """What `quire serve` does with its server, against a stand-in for tritonserver."""
 
+import http.client
 import json
 import os
 import re
@@ -23,11 +24,14 @@ from quire_cli.supervisor import CrashLoop
 from support import fake_server
 from support.serving import wait_until
 
+HUNG_S = 2.0
+DRAIN_TIMEOUT_S = 20
 SERVICES = ("grpc", "http", "metrics")
 SUPERVISE = """
 import json, os, sys
 from quire_cli.console import Console
 from quire_cli.errors import CommandError
+from quire_cli.health import Health, HealthServer
 from quire_cli import process
 from quire_cli.ports import Endpoint
 from quire_cli.run_directory import RunDirectory
@@ -35,13 +39,15 @@ from quire_cli.supervisor import Supervisor, blocked_signals
 
 folder, fake, ports = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 try:
-    with blocked_signals(), RunDirectory() as run:
+    health = Health()
+    with blocked_signals(), RunDirectory() as run, HealthServer(Endpoint("127.0.0.1", int(sys.argv[5])), health):
         sys.exit(Supervisor(
             command=[sys.executable, fake, folder, *(f"{name}={port}" for name, port in ports.items())],
             environment={**os.environ, **run.environment},
             endpoints={name: Endpoint("127.0.0.1", port) for name, port in ports.items()},
-            ready_line="ready", drain_timeout_s=5, console=Console(), what="loading", clean_up=run.clean_up,
-            silence_s=float(sys.argv[4]),
+            ready_line="ready", console=Console(), what="loading", clean_up=run.clean_up,
+            silence_s=float(sys.argv[4]), status_folder=run.temporary, health=health,
+            hung_s=float(sys.argv[6]), drain_timeout_s=int(sys.argv[7]),
         ).run())
 except CommandError as error:
     print(f"quire: {error}", file=sys.stderr)
@@ -57,13 +63,14 @@ class Supervised:
         self.plan(**plan)
         # A program of the stub's name; what is started by a link has the link's name.
         (folder / "triton_python_backend_stub").symlink_to(str(shutil.which("sleep")))
-        reserved = reserve({service: Endpoint("127.0.0.1", 0) for service in SERVICES})
-        self.ports = {service: endpoint.port for service, endpoint in reserved.items()}
+        reserved = reserve({service: Endpoint("127.0.0.1", 0) for service in (*SERVICES, "health")})
+        self.ports = {service: reserved[service].port for service in SERVICES}
+        self.health_port = reserved["health"].port
         self.log_file = folder / "log"
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", SUPERVISE, str(folder), str(fake_server.__file__), json.dumps(self.ports),
-                 str(silence_s)],
+                 str(silence_s), str(self.health_port), str(HUNG_S), str(DRAIN_TIMEOUT_S)],
                 stdout=subprocess.PIPE, stderr=log,
             )  # fmt: skip
         self.run_id = RunId.of(self.process.pid)
@@ -76,6 +83,16 @@ class Supervised:
         """The stub of the present server."""
         stats = ((pid, process.process_stat(pid)) for pid in self.run_id.processes())
         return next(pid for pid, stat in stats if stat and stat.name == "triton_python_b")
+
+    def health(self) -> tuple[int, list[str]]:
+        """What the health address says: the status, and what is wrong."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.health_port, timeout=10)
+        try:
+            connection.request("GET", "/health")
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())["problems"]
+        finally:
+            connection.close()
 
     def log(self) -> list[str]:
         """What it has written to stderr so far."""
@@ -171,6 +188,105 @@ def test_a_server_that_dies_again_and_again_ends_it_all(supervise: Callable[...,
     assert supervised.wait() == 1
     assert len(supervised.starts()) == 5
     assert supervised.log()[-1].startswith("quire: the disk is gone; that was death 5 in a row")
+
+
+def test_a_stopped_server_is_noticed_and_started_again(supervise: Callable[..., Supervised]) -> None:
+    supervised = supervise()
+    assert supervised.is_announced(within_s=30), supervised.log()
+    assert supervised.health() == (200, [])
+    os.kill(supervised.starts()[0], signal.SIGSTOP)
+    wait_until(lambda: supervised.health() == (503, ["tritonserver has been stopped (SIGSTOP)"]), "the truth is told")
+    wait_until(lambda: "starting the server again" in "".join(supervised.log()), "it is given up")
+    assert supervised.is_announced(within_s=30), supervised.log()
+    assert "tritonserver has been stopped (SIGSTOP) for 2 s; starting the server again now" in "".join(supervised.log())
+    assert supervised.health() == (200, [])
+    assert supervised.stop() == 0, supervised.log()
+
+
+def test_a_server_that_goes_on_in_time_is_left_alone(supervise: Callable[..., Supervised]) -> None:
+    supervised = supervise()
+    assert supervised.is_announced(within_s=30), supervised.log()
+    os.kill(supervised.starts()[0], signal.SIGSTOP)
+    wait_until(lambda: supervised.health()[0] == 503, "it is noticed")
+    os.kill(supervised.starts()[0], signal.SIGCONT)
+    wait_until(lambda: supervised.health()[0] == 200, "all is well again")
+    assert len(supervised.starts()) == 1
+    assert supervised.log()[-2:] == [
+        "quire: tritonserver has been stopped (SIGSTOP)", "quire: no longer: tritonserver has been stopped (SIGSTOP)",
+    ]  # fmt: skip
+    assert supervised.stop() == 0, supervised.log()
+
+
+def test_a_stopped_stub_is_noticed_and_the_server_started_again(supervise: Callable[..., Supervised]) -> None:
+    supervised = supervise()
+    assert supervised.is_announced(within_s=30), supervised.log()
+    stub = supervised.stub()
+    os.kill(stub, signal.SIGSTOP)
+    says = f"the stub process {stub} of a model has been stopped (SIGSTOP)"
+    wait_until(lambda: supervised.health() == (503, [says]), "the truth is told")
+    assert supervised.is_announced(within_s=30), supervised.log()
+    assert f"quire: {says} for 2 s; starting the server again now, on the same ports" in supervised.log()
+    assert supervised.stop() == 0, supervised.log()
+
+
+def test_a_stub_that_no_longer_moves_is_noticed(supervise: Callable[..., Supervised]) -> None:
+    supervised = supervise(in_flight=0)
+    assert supervised.is_announced(within_s=30), supervised.log()
+    wait_until(lambda: supervised.health() == (200, []), "it moves")
+    (supervised.folder / "hang").touch()
+    says = f"the stub process {supervised.stub()} of model 'm' does not move"
+    wait_until(lambda: supervised.health() == (503, [says]), "the truth is told")
+    (supervised.folder / "hang").unlink()
+    supervised.plan()
+    wait_until(lambda: supervised.health()[0] == 200, "all is well, by itself or after a restart")
+    assert supervised.stop() == 0, supervised.log()
+
+
+def test_an_engine_that_is_down_is_told_of_and_waited_for(supervise: Callable[..., Supervised]) -> None:
+    supervised = supervise(in_flight=0, outage="there is no model.safetensors")
+    assert supervised.is_announced(within_s=30), supervised.log()
+    says = "model 'm' version 1: there is no model.safetensors"
+    wait_until(lambda: supervised.health() == (503, [says]), "the truth is told")
+    assert not supervised.is_announced(within_s=HUNG_S + 1), "a new server would not have an engine either"
+    assert supervised.stop() == 0, supervised.log()
+
+
+def test_a_server_that_does_not_end_is_ended_once_nothing_is_in_flight(supervise: Callable[..., Supervised]) -> None:
+    supervised = supervise(in_flight=0, models=["m"], ends=False)
+    assert supervised.is_announced(within_s=30), supervised.log()
+    wait_until(lambda: supervised.health() == (200, []), "its stub shows itself")
+    began = time.monotonic()
+    assert supervised.stop() == 0, supervised.log()
+    assert time.monotonic() - began < DRAIN_TIMEOUT_S
+
+
+@pytest.mark.parametrize(
+    "unseen", [{"in_flight": 1}, {"models": ["m", "somebody's"]}, {"in_flight": 0, "models": None}]
+)
+def test_it_is_not_while_something_may_be_in_flight(supervise: Callable[..., Supervised], unseen: Any) -> None:
+    plan = {key: value for key, value in {"in_flight": 0, "models": ["m"], **unseen}.items() if value is not None}
+    supervised = supervise(**plan, ends=False)
+    assert supervised.is_announced(within_s=30), supervised.log()
+    supervised.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "draining" in supervised.log()[-1], "it drains")
+    with pytest.raises(subprocess.TimeoutExpired):  # twice as long as it waits for a server that has nothing in flight
+        supervised.process.wait(3)
+    assert supervised.stop() == 1
+    assert supervised.log()[-1].startswith("quire: stopped at once by a second signal")
+
+
+def test_a_stub_that_dies_while_it_drains_ends_the_drain(supervise: Callable[..., Supervised]) -> None:
+    supervised = supervise(in_flight=2, models=["m"], ends=False)
+    assert supervised.is_announced(within_s=30), supervised.log()
+    stub = supervised.stub()
+    supervised.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "draining" in supervised.log()[-1], "it drains")
+    wait_until(lambda: supervised.health()[1] == ["the server is draining: it takes no new requests"], "it says so")
+    began = time.monotonic()
+    os.kill(stub, signal.SIGKILL)
+    assert supervised.wait() == 1
+    assert time.monotonic() - began < DRAIN_TIMEOUT_S
+    assert f"the stub process {stub} of model 'm' died while the server drained" in supervised.log()[-1]
 
 
 def test_the_first_start_must_succeed(supervise: Callable[..., Supervised]) -> None:

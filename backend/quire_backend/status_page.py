@@ -1,0 +1,186 @@
+"""StatusPage: what the process of a model shows of itself to the `quire serve` that started it.
+
+A page of memory in a file of the run's own directory, mapped by the stub and read by `quire serve`. It can be read when
+the stub does nothing any more, costs tritonserver nothing, and needs no descriptor once it is there.
+
+::
+
+    bytes 0        8       16       24            32      40           48
+          │ version │ beats │ state │ num_in_flight │ sending │ text_bytes │ text: JSON │   int64 each
+
+* `version` is odd while the text is being written: whoever read it then reads it again.
+* `beats` counts turns of the event loop, one every `BEAT_SECONDS`.
+* `state` is one of `StubState`.
+* `num_in_flight` are the requests whose last response is not on its way yet.
+* `sending` is 0, or the number of the response that the send thread is handing to the server; it changes.
+
+A stub that ends by itself removes its page; one that is killed leaves it, with what it had.
+"""
+
+import contextlib
+import enum
+import json
+import logging
+import mmap
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["BEAT_SECONDS", "StatusPage", "StubState", "StubStatus", "read_status_pages"]
+
+logger = logging.getLogger(__name__)
+
+BEAT_SECONDS = 0.25
+_RUN_VARIABLE = "QUIRE_RUN_ID"
+_NUM_BYTES = 8192
+_TEXT_START = 48
+_VERSION, _BEATS, _STATE, _IN_FLIGHT, _SENDING, _TEXT_BYTES = range(6)
+_MOST_READS = 10
+_NAME = re.compile(r"stub-(\d+)-(\d+)\.status")
+
+
+class StubState(enum.IntEnum):
+    """How the engine of a model is."""
+
+    UP = 1
+    DOWN = 2
+    """One is being started."""
+    DEAD = 3
+    """And none will be."""
+    ENDING = 4
+    """The model is being unloaded."""
+
+
+class StatusPage:
+    """The stub's side of the page. Only the event loop's thread writes, but for `sending`, which is the send thread's.
+
+    Args:
+        folder: where the file is made.
+        model: the model's name.
+        version: its version.
+        instance: which instance of it this is.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+
+    def __init__(self, folder: Path, *, model: str, version: str, instance: str) -> None:
+        self._path = folder / f"stub-{os.getpid()}-{_start_time()}.status"
+        self._name = {"model": model, "version": version, "instance": instance}
+        self._reason: str | None = None
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.truncate(descriptor, _NUM_BYTES)
+            self._map = mmap.mmap(descriptor, _NUM_BYTES)
+        except OSError:
+            self._path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+        self._words = memoryview(self._map)[:_TEXT_START].cast("q")
+        self.beat(StubState.UP, 0, "")
+
+    @classmethod
+    def of_run(cls, *, model: str, version: str, instance: str) -> "StatusPage | None":
+        """A page in the directory of the `quire serve` that started this process; None when none did."""
+        if not os.environ.get(_RUN_VARIABLE):
+            return None
+        try:
+            return cls(Path(tempfile.gettempdir()), model=model, version=version, instance=instance)
+        except OSError as error:
+            logger.warning("quire serve will not see how this model is: %s", error)
+            return None
+
+    def beat(self, state: StubState, num_in_flight: int, reason: str) -> None:
+        """Another turn of the loop.
+
+        Args:
+            state: the engine's.
+            num_in_flight: see above.
+            reason: why the state is not `UP`.
+        """
+        if reason != self._reason:
+            self._reason = reason
+            self._write_text(reason)
+        self._words[_STATE] = state
+        self._words[_IN_FLIGHT] = num_in_flight
+        self._words[_BEATS] += 1
+
+    def sending(self, number: int) -> None:
+        """The send thread begins to send a response, or with 0 has ended that."""
+        self._words[_SENDING] = number
+
+    def close(self) -> None:
+        """The stub ends in good order. Nothing may be shown afterwards. Idempotent."""
+        self._path.unlink(missing_ok=True)
+
+    def _write_text(self, reason: str) -> None:
+        room = _NUM_BYTES - _TEXT_START - len(json.dumps(self._name)) - 100
+        text = json.dumps({**self._name, "reason": reason[: room // 12]}).encode()  # a character takes 12 bytes at most
+        self._words[_VERSION] += 1
+        self._words[_TEXT_BYTES] = len(text)
+        self._map[_TEXT_START : _TEXT_START + len(text)] = text
+        self._words[_VERSION] += 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StubStatus:
+    """What a page says at one moment."""
+
+    pid: int
+    start_time: int
+    """Of the process, in clock ticks since the machine started: with the id, it names a process for good."""
+    model: str
+    version: str
+    instance: str
+    beats: int
+    state: StubState
+    reason: str
+    num_in_flight: int
+    sending: int
+
+
+def read_status_pages(folder: Path) -> list[StubStatus]:
+    """All pages in a folder, of stubs that live and of those that were killed; in the order of their start."""
+    return sorted(_read_all(folder), key=lambda status: (status.start_time, status.pid))
+
+
+def _read_all(folder: Path) -> Iterator[StubStatus]:
+    with contextlib.suppress(FileNotFoundError):  # the run is being tidied up
+        for entry in os.scandir(folder):
+            match = _NAME.fullmatch(entry.name)
+            if match and (status := _read(Path(entry.path), int(match[1]), int(match[2]))):
+                yield status
+
+
+def _read(path: Path, pid: int, start_time: int) -> StubStatus | None:
+    """None while it is being made, or when it is gone."""
+    for _ in range(_MOST_READS):
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return None
+        if len(data) < _NUM_BYTES:
+            return None
+        words = memoryview(data)[:_TEXT_START].cast("q")
+        text = data[_TEXT_START : _TEXT_START + words[_TEXT_BYTES]]
+        try:
+            names = json.loads(text)
+            state = StubState(words[_STATE])
+        except ValueError:
+            continue  # read while it was being written
+        if words[_VERSION] % 2 == 0:
+            return StubStatus(
+                pid=pid, start_time=start_time, model=names["model"], version=names["version"],
+                instance=names["instance"], reason=names["reason"], beats=words[_BEATS], state=state,
+                num_in_flight=words[_IN_FLIGHT], sending=words[_SENDING],
+            )  # fmt: skip
+    return None
+
+
+def _start_time() -> int:
+    # The name stands in parentheses and may hold any character, parentheses too.
+    return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

@@ -1,0 +1,157 @@
+"""The health address: `GET /health` of `quire serve` itself, which answers whatever state tritonserver is in.
+
+    200   {"status": "ok", "problems": [], "models": […]}           requests are served
+    503   {"status": "unavailable", "problems": ["…", …], …}        they are not, or not all of them
+
+It runs in a thread with an event loop of its own, so that a slow or hostile client costs it one connection for some
+seconds and nobody else anything: connections are few, short, and the oldest makes place for a new one.
+"""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from quire_backend.status_page import StubStatus
+
+from quire_cli.errors import CommandError
+from quire_cli.ports import Endpoint
+
+__all__ = ["Health", "HealthServer"]
+
+STALE_S = 5.0
+"""`Health` that nobody has written for so long is not believed."""
+_REQUEST_S = 5.0
+_MOST_CONNECTIONS = 64
+_MOST_BYTES = 8192
+
+
+class Health:
+    """What is known of the server at this moment; written by its supervisor, read from any thread.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._written_at = clock()
+        self._problems: list[str] = ["the server is being started"]
+        self._models: list[dict[str, object]] = []
+
+    def write(self, problems: Sequence[str], models: Sequence[StubStatus] = ()) -> None:
+        """Replace what is known."""
+        shown: list[dict[str, object]] = [
+            {"name": one.model, "version": one.version, "instance": one.instance, "pid": one.pid,
+             "state": one.state.name.lower(), "requests_in_flight": one.num_in_flight}
+            for one in models
+        ]  # fmt: skip
+        with self._lock:
+            self._written_at, self._problems, self._models = self._clock(), list(problems), shown
+
+    def answer(self) -> tuple[int, dict[str, object]]:
+        """Status code and body."""
+        with self._lock:
+            problems, models, age_s = list(self._problems), self._models, self._clock() - self._written_at
+        if not problems and age_s > STALE_S:
+            problems.append(f"quire serve has not looked at its server for {age_s:.0f} s")
+        status = "unavailable" if problems else "ok"
+        return 503 if problems else 200, {"status": status, "problems": problems, "models": models}
+
+
+class HealthServer:
+    """Serves one `Health` over HTTP while the context lasts.
+
+    Args:
+        endpoint: where it listens; a port that is free.
+        health: what it tells.
+
+    Raises:
+        CommandError: it cannot listen there.
+    """
+
+    def __init__(self, endpoint: Endpoint, health: Health) -> None:
+        self._health = health
+        self._socket = _listen(endpoint)
+        self.endpoint = Endpoint(endpoint.host, self._socket.getsockname()[1])
+        self._ends = asyncio.Event()
+        self._started = threading.Event()
+        self._connections: dict[asyncio.StreamWriter, None] = {}
+        """In the order in which they came."""
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="health", daemon=True)
+
+    def __enter__(self) -> "HealthServer":
+        self._thread.start()
+        self._started.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._ends.set)
+        self._thread.join()
+
+    async def _run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        server = await asyncio.start_server(self._serve, sock=self._socket, limit=_MOST_BYTES)
+        self._started.set()
+        await self._ends.wait()
+        server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections[writer] = None
+        if len(self._connections) > _MOST_CONNECTIONS:
+            next(iter(self._connections)).transport.abort()
+        try:
+            # One request per connection, in which whoever asks has some seconds for all of it.
+            await asyncio.wait_for(self._answer(reader, writer), _REQUEST_S)
+        except (OSError, ValueError, EOFError, asyncio.TimeoutError, asyncio.LimitOverrunError):
+            pass
+        finally:
+            del self._connections[writer]
+            writer.transport.abort()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        method, _, rest = head.partition(b" ")
+        path = rest.partition(b" ")[0].partition(b"?")[0]
+        code: int
+        body: dict[str, object]
+        if method not in (b"GET", b"HEAD"):
+            code, body = 405, {"error": "only GET and HEAD"}
+        elif path == b"/health":
+            code, body = self._health.answer()
+        else:
+            code, body = 404, {"error": "there is only /health"}
+        writer.write(_response(code, body, with_body=method != b"HEAD"))
+        writer.write_eof()
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+            await reader.read()  # until the other side has closed: what it has not read yet is not cut off
+
+
+_PHRASES = {200: "OK", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
+
+
+def _response(code: int, body: dict[str, object], *, with_body: bool) -> bytes:
+    content = json.dumps(body).encode() + b"\n"
+    head = (
+        f"HTTP/1.1 {code} {_PHRASES[code]}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
+        "Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + (content if with_body else b"")
+
+
+def _listen(endpoint: Endpoint) -> socket.socket:
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((endpoint.host, endpoint.port))
+        listening.listen(_MOST_CONNECTIONS)
+        listening.setblocking(False)
+    except OSError as error:
+        listening.close()
+        raise CommandError(f"cannot listen on {endpoint} for /health: {error.strerror}") from None
+    return listening

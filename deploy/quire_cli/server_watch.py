@@ -1,0 +1,185 @@
+"""ServerWatch: how a server that serves really is, and when there is no hope left for it.
+
+tritonserver calls itself ready while it is stopped, while a model's process hangs or its engine is away. So nobody asks
+it: its process and those of its models are looked at in /proc, each model's process shows on its status page that it
+moves, and what only an answer can tell, whether the server's own event loop turns, is asked by a thread of its own.
+
+A silence counts only as far as this process itself was on time: where the machine is so busy that nobody gets to run,
+nobody is found to hang.
+"""
+
+import http.client
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire_backend.status_page import StubState, StubStatus, read_status_pages
+
+from quire_cli import process
+from quire_cli.ports import Endpoint
+from quire_cli.server_process import ServerProcess, Stub
+
+__all__ = ["LiveProbe", "Patience", "Problem", "ServerWatch"]
+
+LOOK_S = 0.2
+NOTICE_S = 1.5
+"""After so long a silence is told of."""
+_PROBE_INTERVAL_S = 0.5
+_PROBE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that keeps requests from being served."""
+
+    text: str
+    is_fatal: bool = False
+    """Whether nothing but a new server will mend it."""
+    is_news: bool = True
+    """Whether nobody else writes of it to the log."""
+
+
+class Patience:
+    """Measures silences, each by a name of its own.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._looked_at: dict[object, float] = {}
+        self._signs: dict[object, object] = {}
+        self._silences: dict[object, float] = {}
+
+    def silence_s(self, name: object, sign: object) -> float:
+        """For how long nothing has moved; call it every `LOOK_S`.
+
+        Args:
+            name: of whom.
+            sign: something that changes as long as it moves; None: it does not move.
+        """
+        now = self._clock()
+        passed = now - self._looked_at.get(name, now)
+        self._looked_at[name] = now
+        if sign is not None and self._signs.get(name) != sign:
+            self._silences[name] = 0.0
+        else:
+            self._silences[name] = self._silences.get(name, 0.0) + min(passed, 2 * LOOK_S)
+        self._signs[name] = sign
+        return self._silences[name]
+
+
+class LiveProbe:
+    """Asks a server over HTTP whether it is live, in a thread of its own.
+
+    Over one connection for as long as that holds: a server that has no descriptor left for another one may serve its
+    clients well.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._stopping = threading.Event()
+        self.num_answers = 0
+        self.says_live = True
+        threading.Thread(target=self._run, name="live-probe", daemon=True).start()
+
+    def close(self) -> None:
+        """Ask no more. The thread ends by itself, at the latest with the answer that it waits for."""
+        self._stopping.set()
+
+    def _run(self) -> None:
+        host, port = self._endpoint.client_host, self._endpoint.port
+        connection = http.client.HTTPConnection(host, port, timeout=_PROBE_TIMEOUT_S)
+        while not self._stopping.wait(_PROBE_INTERVAL_S):
+            self._ask(connection)
+        connection.close()
+
+    def _ask(self, connection: http.client.HTTPConnection) -> None:
+        try:
+            connection.request("GET", "/v2/health/live")
+            answer = connection.getresponse()
+            answer.read()
+            self.says_live = answer.status == http.client.OK
+            self.num_answers += 1
+        except (OSError, http.client.HTTPException):
+            connection.close()  # the next question opens it again
+
+
+class ServerWatch:
+    """Watches one server that is ready.
+
+    Args:
+        server: the server.
+        endpoint: its HTTP endpoint.
+        folder: where the processes of its models have their status pages.
+        hung_s: a silence of so long is a hang.
+        stubs_stay: whether models neither come nor go, so that the end of a model's process is a death.
+    """
+
+    def __init__(
+        self, server: ServerProcess, endpoint: Endpoint, folder: Path, *, hung_s: float, stubs_stay: bool
+    ) -> None:
+        self._server = server
+        self._folder = folder
+        self._hung_s = hung_s
+        self._stubs_stay = stubs_stay
+        self._stubs: set[Stub] = server.stubs() if stubs_stay else set()
+        self._patience = Patience()
+        self._probe = LiveProbe(endpoint)
+        self.pages: list[StubStatus] = []
+        """What the models' processes said at the last look."""
+
+    def close(self) -> None:
+        """Look no more."""
+        self._probe.close()
+
+    def look(self) -> list[Problem]:
+        """All that is wrong now; call it every `LOOK_S`."""
+        self.pages = read_status_pages(self._folder)
+        named = {(page.pid, page.start_time): page for page in self.pages}
+        problems = self._look_at_server()
+        for stub in sorted(self._stubs | named.keys()):
+            problems += self._look_at_stub(stub, named.get(stub))
+        return problems
+
+    def _look_at_server(self) -> list[Problem]:
+        stopped = process.is_stopped(self._server.pid)
+        silence_s = self._patience.silence_s("server", None if stopped else self._probe.num_answers)
+        if stopped:
+            return [self._silent("tritonserver has been stopped (SIGSTOP)", silence_s)]
+        if silence_s > NOTICE_S:
+            return [self._silent("tritonserver does not answer /v2/health/live", silence_s)]
+        return [] if self._probe.says_live else [Problem("tritonserver says that it is not live")]
+
+    def _look_at_stub(self, stub: Stub, page: StubStatus | None) -> list[Problem]:
+        pid, start_time = stub
+        name = f"the stub process {pid} of " + (f"model {page.model!r}" if page else "a model")
+        if not process.is_alive(pid, start_time):
+            # tritonserver would go on, call itself ready, and refuse every request of this model.
+            return [Problem(f"{name} died", is_fatal=self._stubs_stay)]
+        stopped = process.is_stopped(pid)
+        silences_s = [0.0]
+        if stopped or page is not None:
+            silences_s.append(self._patience.silence_s(stub, None if stopped or page is None else page.beats))
+        if page is not None:
+            # A response that is on its way stays the same while the server does not take it.
+            sign = object() if not page.sending else page.sending
+            silences_s.append(self._patience.silence_s((stub, "sending"), sign))
+        if stopped:
+            return [self._silent(f"{name} has been stopped (SIGSTOP)", max(silences_s), mends=self._stubs_stay)]
+        if max(silences_s) > NOTICE_S:
+            return [self._silent(f"{name} does not move", max(silences_s), mends=self._stubs_stay)]
+        if page is None or page.state is StubState.UP:
+            return []
+        what = f"model {page.model!r} version {page.version}: {page.reason}"
+        if page.state is StubState.ENDING:
+            return [] if not self._stubs_stay else [Problem(what)]
+        return [Problem(what, page.state is StubState.DEAD and self._stubs_stay, is_news=False)]
+
+    def _silent(self, text: str, silence_s: float, *, mends: bool = True) -> Problem:
+        if silence_s > self._hung_s and mends:
+            return Problem(f"{text} for {silence_s:.0f} s", is_fatal=True)
+        return Problem(text)

@@ -1,0 +1,186 @@
+"""What `quire serve` knows of a real server, what its health address says, and what mends by itself."""
+
+import asyncio
+import json
+import os
+import resource
+import shutil
+import signal
+import struct
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from quire_cli import process
+from quire_cli.run_directory import RunId
+from support.clients import Answer, ask, run, with_client
+from support.processes import command_line
+from support.serving import ROOT, Server, serve, wait_until
+from tritonclient.grpc import aio as grpc_aio
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
+NUM_TOKENS = 400
+NUM_CANCELLED = 60
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy that a test may harm."""
+    return Path(shutil.copytree(CHECKPOINT, tmp_path_factory.mktemp("checkpoint") / "tinypy"))
+
+
+@pytest.fixture(scope="module")
+def health_server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Its end is a test too: exit code 0, whatever clients did before."""
+    version = tmp_path_factory.mktemp("models") / "tinypy" / "1"
+    version.mkdir(parents=True)
+    (version.parent / "config.pbtxt").write_text('backend: "quire"\n')
+    (version / "model.json").write_text(json.dumps({"model": str(checkpoint), "kv_cache_memory_bytes": 64 << 20}))
+    with serve("--model-repository", str(version.parent.parent), step_seconds=0.01) as server:
+        yield server
+
+
+def health(server: Server) -> tuple[int, dict[str, Any]]:
+    try:
+        with urllib.request.urlopen(f"http://{server.health}/health", timeout=10) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def is_well(server: Server) -> bool:
+    return health(server)[0] == 200
+
+
+def tells(server: Server, what: str) -> bool:
+    status, body = health(server)
+    return status == 503 and what in " ".join(body["problems"])
+
+
+def find(run_id: RunId, name: str) -> int:
+    stats = ((pid, process.process_stat(pid)) for pid in run_id.processes())
+    return next(pid for pid, stat in stats if stat and stat.name == name[:15])
+
+
+def core(server: Server) -> int:
+    return next(pid for pid in server.run_id.processes() if "quire_engine.core.process" in command_line(pid))
+
+
+class Stream(threading.Thread):
+    """A stream that is under way when the constructor returns."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self.answer: Answer | None = None
+        self._server = server
+        self._has_begun = threading.Event()
+        self.start()
+        assert self._has_begun.wait(60)
+
+    def run(self) -> None:
+        async def work(client: grpc_aio.InferenceServerClient) -> Answer:
+            return await ask(client, text_input="def f(", stream=True, max_tokens=NUM_TOKENS, ignore_eos=True,
+                             return_token_ids=True, on_response=lambda response: self._has_begun.set())  # fmt: skip
+
+        self.answer = asyncio.run(with_client(self._server, work))
+
+    def end(self) -> Answer:
+        self.join(60)
+        assert self.answer is not None, "it does not end"
+        return self.answer
+
+
+def test_a_server_that_serves_is_well(health_server: Server) -> None:
+    status, body = health(health_server)
+    assert (status, body["status"], body["problems"]) == (200, "ok", [])
+    (model,) = body["models"]
+    assert (model["name"], model["version"], model["state"]) == ("tinypy", "1", "up")
+    assert model["pid"] == find(health_server.run_id, "triton_python_backend_stub")
+
+
+def test_a_model_whose_file_was_moved_away_serves_when_it_is_back(health_server: Server, checkpoint: Path) -> None:
+    stub = find(health_server.run_id, "triton_python_backend_stub")
+    weights, away = checkpoint / "model.safetensors", checkpoint / "away"
+    stream = Stream(health_server)
+    weights.rename(away)
+    os.kill(core(health_server), signal.SIGKILL)
+    wait_until(lambda: tells(health_server, "it is being started again"), "the health address tells of it", 10)
+    message = stream.end().message
+    assert "times in a row without an output; the last time:" in message
+    assert "there is no model.safetensors" in message
+    refused = run(health_server, text_input="x", max_tokens=1)
+    assert refused.error is not None
+    assert "the engine is not running" in refused.message
+    assert "there is no model.safetensors" in refused.message
+    assert "it is tried again" in refused.message
+    assert tells(health_server, "there is no model.safetensors")
+    away.rename(weights)
+    wait_until(lambda: is_well(health_server), "the next try", 60)
+    assert run(health_server, text_input="def f(", max_tokens=4).text
+    assert find(health_server.run_id, "triton_python_backend_stub") == stub, "nothing else was started again"
+
+
+def test_descriptors_that_run_out_for_a_while_are_a_pause(health_server: Server) -> None:
+    stub = find(health_server.run_id, "triton_python_backend_stub")
+    stream = Stream(health_server)
+    soft, hard = resource.prlimit(stub, resource.RLIMIT_NOFILE)
+    resource.prlimit(stub, resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        os.kill(core(health_server), signal.SIGKILL)
+        wait_until(lambda: tells(health_server, "Too many open files"), "the health address tells of it", 10)
+    finally:
+        resource.prlimit(stub, resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(stream.end().token_ids) == NUM_TOKENS
+    wait_until(lambda: is_well(health_server), "all is well again")
+
+
+@pytest.mark.parametrize("name", ["tritonserver", "triton_python_backend_stub"])
+def test_what_is_stopped_is_named_within_two_seconds(health_server: Server, name: str) -> None:
+    pid = find(health_server.run_id, name)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: tells(health_server, "has been stopped (SIGSTOP)"), "the health address tells of it", 5)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: is_well(health_server), "all is well again")
+    assert "stopped (SIGSTOP)" in health_server.log()
+
+
+def test_clients_that_cancel_as_their_streams_end_do_not_keep_the_server_from_ending(health_server: Server) -> None:
+    """tritonserver 2.51 keeps one in fifty such requests for ever, and would wait for it at its end."""
+    with grpc.insecure_channel(health_server.grpc) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        for _ in range(NUM_CANCELLED):
+            is_over = threading.Event()
+            request = _request()
+            call = stub.ModelStreamInfer(_held_open(request, is_over), timeout=60)
+            for response in call:
+                if response.infer_response.parameters["triton_final_response"].bool_param:
+                    break
+            call.cancel()
+            is_over.set()
+    # What the end of the server must be is said in `support.serving.serve`, which the fixture uses.
+    assert is_well(health_server)
+
+
+def _request() -> Any:
+    request = service_pb2.ModelInferRequest(model_name="tinypy")
+    request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+    request.raw_input_contents.append(struct.pack("<I", 1) + b"x")
+    request.parameters["max_tokens"].int64_param = 2
+    return request
+
+
+def _held_open(request: Any, is_over: threading.Event) -> Iterator[Any]:
+    """A stream whose client could send more, as tritonclient's."""
+    yield request
+    is_over.wait(60)

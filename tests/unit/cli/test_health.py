@@ -1,0 +1,105 @@
+"""The health address: what it says, and that nobody keeps it from saying it."""
+
+import contextlib
+import http.client
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from quire_backend.status_page import StubState, StubStatus
+from quire_cli.errors import CommandError
+from quire_cli.health import STALE_S, Health, HealthServer
+from quire_cli.ports import Endpoint
+
+STUB = StubStatus(
+    pid=7, start_time=1, model="m", version="1", instance="m_0_0", beats=3, state=StubState.UP, reason="",
+    num_in_flight=2, sending=0,
+)  # fmt: skip
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def health(clock: Clock) -> Health:
+    return Health(clock)
+
+
+@pytest.fixture
+def server(health: Health) -> Iterator[HealthServer]:
+    with HealthServer(Endpoint("127.0.0.1", 0), health) as running:
+        yield running
+
+
+def ask(server: HealthServer, path: str = "/health", method: str = "GET") -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.endpoint.port, timeout=10)
+    try:
+        connection.request(method, path)
+        answer = connection.getresponse()
+        content = answer.read()
+        return answer.status, json.loads(content) if content else None
+    finally:
+        connection.close()
+
+
+def test_it_names_what_is_wrong_until_nothing_is(server: HealthServer, health: Health) -> None:
+    assert ask(server) == (
+        503, {"status": "unavailable", "problems": ["the server is being started"], "models": []},
+    )  # fmt: skip
+    health.write([], [STUB])
+    status, body = ask(server)
+    assert (status, body["status"], body["problems"]) == (200, "ok", [])
+    assert body["models"] == [
+        {"name": "m", "version": "1", "instance": "m_0_0", "pid": 7, "state": "up", "requests_in_flight": 2}
+    ]
+    health.write(["a", "b"])
+    assert ask(server)[1]["problems"] == ["a", "b"]
+    assert ask(server, method="HEAD") == (503, None)
+
+
+def test_what_is_old_is_not_believed(health: Health, clock: Clock) -> None:
+    health.write([])
+    assert health.answer()[0] == 200
+    clock.now += STALE_S + 1
+    status, body = health.answer()
+    assert status == 503
+    assert body["problems"] == ["quire serve has not looked at its server for 6 s"]
+
+
+def test_there_is_nothing_else(server: HealthServer) -> None:
+    assert ask(server, "/")[0] == 404
+    assert ask(server, "/health?verbose=1")[0] == 503
+    assert ask(server, method="POST")[0] == 405
+
+
+def test_slow_and_hostile_clients_keep_nobody_waiting(server: HealthServer, health: Health) -> None:
+    health.write([])
+    address = ("127.0.0.1", server.endpoint.port)
+    clients = [socket.create_connection(address, timeout=10) for _ in range(200)]
+    try:
+        for number, client in enumerate(clients):
+            with contextlib.suppress(OSError):  # it has been thrown out already
+                client.sendall((b"GET /health HTTP/1.1\r\n", b"\xff" * 100_000, b"\r\n\r\n", b"")[number % 4])
+        began = time.monotonic()
+        assert ask(server)[0] == 200
+        assert time.monotonic() - began < 5
+    finally:
+        for client in clients:
+            client.close()
+
+
+def test_a_port_that_is_taken_is_named(server: HealthServer, health: Health) -> None:
+    with pytest.raises(CommandError, match=f"cannot listen on 127.0.0.1:{server.endpoint.port} for /health"):
+        HealthServer(server.endpoint, health)
