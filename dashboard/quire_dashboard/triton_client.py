@@ -99,7 +99,7 @@ class Triton:
     def generate(
         self, model: str, prompt: str, parameters: Mapping[str, Any], *, timeout_s: float = 600.0
     ) -> Generator[Chunk, None, None]:
-        """Stream one completion. Closing the iterator cancels the request.
+        """Stream one completion. Closing the iterator before the final chunk cancels the request.
 
         Raises:
             TritonError: the server is away, or refused.
@@ -110,16 +110,22 @@ class Triton:
         start = time.perf_counter()
         refused = ""
         call = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s)
+        has_ended = False
         try:
             for response in call:
                 if response.error_message:
                     refused = response.error_message  # raised when the stream has ended; see `_ask`
-                else:
-                    yield _chunk(response.infer_response, time.perf_counter() - start)
+                    continue
+                chunk = _chunk(response.infer_response, time.perf_counter() - start)
+                if chunk.is_final:
+                    has_ended = not list(call)  # whoever reads the final chunk may leave at once; see `_ask`
+                yield chunk
+            has_ended = True
         except grpc.RpcError as error:
             raise TritonError(self._why(error)) from None
         finally:
-            call.cancel()  # of a stream that has ended, this does nothing
+            if not has_ended:
+                call.cancel()
         if refused:
             raise TritonError(refused)
 

@@ -43,6 +43,10 @@ class State:
         self.words = ["def ", "fib", "(n):", "\n    return n"]
         self.traffic = 0
         """Requests that end between two readings of /metrics."""
+        self.lingers_s = 0.0
+        """How long a stream stays open after its last response."""
+        self.were_cancelled: list[bool] = []
+        """Of each stream, whether its client had cancelled it when it ended."""
         for name, value in (("engine_up", 1), ("kv_cache_usage_ratio", 0.25), ("requests_running", 2)):
             self.set(name, value)
         for name in ("generation_tokens_total", "prompt_tokens_total", "prompt_tokens_cached_total",
@@ -186,6 +190,8 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
     def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:  # noqa: N802
         for request in requests:
             yield from self._answer(request)
+        time.sleep(self._state.lingers_s)
+        self._state.were_cancelled.append(not context.is_active())
 
     def _answer(self, request: Any) -> Iterator[Any]:
         parameters = {name: getattr(value, value.WhichOneof("parameter_choice"))

@@ -12,6 +12,7 @@ from quire_dashboard.queries import Gauge
 from quire_dashboard.settings import Settings
 from quire_dashboard.triton_client import Triton, TritonError
 from support.fake_triton import MODEL, TOKEN, FakeTriton, fake_triton
+from support.serving import wait_until
 
 
 def settings_of(fake: FakeTriton) -> Settings:
@@ -57,6 +58,18 @@ def test_a_stream_brings_text_and_timings() -> None:
         prompt, parameters = fake.state.prompts[0]
         assert prompt == "été"
         assert parameters == {"max_tokens": 4, "temperature": 0.5, "ignore_eos": True}
+        triton.close()
+
+
+def test_who_leaves_with_the_last_chunk_cancels_nothing() -> None:
+    with fake_triton() as fake:
+        fake.state.lingers_s = 0.3
+        triton = Triton(fake.url)
+        for chunk in triton.generate(MODEL, "x", {"max_tokens": 4}):
+            if chunk.is_final:
+                break
+        wait_until(lambda: fake.state.were_cancelled, "the end of the stream")
+        assert fake.state.were_cancelled == [False]
         triton.close()
 
 
