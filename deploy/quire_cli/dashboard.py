@@ -20,6 +20,7 @@ from urllib.parse import quote
 from quire_cli import process
 from quire_cli.console import Console
 from quire_cli.errors import CommandError, UsageError
+from quire_cli.listening import listens
 from quire_cli.ports import Endpoint, reserve, resolve
 from quire_cli.server_process import SIGNALS
 
@@ -156,6 +157,8 @@ class Dashboard:
             try:
                 address = (self._endpoint.client_host, self._endpoint.port)
                 socket.create_connection(address, timeout=1.0).close()
+                if self._popen is None or not listens(self._popen.pid, self._endpoint.port):
+                    raise ConnectionRefusedError("what listens there is not this dashboard")
             except OSError:
                 # The first time may come late: it is asked for once the server is ready, which may take minutes.
                 if time.monotonic() - self._start < _START_S:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from quire_cli import process
 from quire_cli.console import Console
+from quire_cli.listening import listens
 from quire_cli.ports import Endpoint
 from quire_cli.private_memory import keep_memory_private
 from quire_cli.server_log import ServerLog
@@ -95,11 +96,11 @@ class ServerProcess:
         return process.how_it_ended(self._popen.returncode)
 
     def is_ready(self, endpoints: Mapping[str, Endpoint]) -> bool:
-        """Whether the models are loaded, and all ports open: tritonserver opens them one after the other."""
+        """Whether the models are loaded, and all ports open, by this server: it opens them one after the other."""
         return all(
             _answers(endpoint, _PROBES[service]) if service in _PROBES else _accepts(endpoint)
             for service, endpoint in endpoints.items()
-        )
+        ) and all(listens(self._popen.pid, endpoint.port) for endpoint in endpoints.values())
 
     def stubs(self) -> set[Stub]:
         """The stubs that live."""

@@ -9,23 +9,46 @@ import pytest
 from quire_cli import dashboard
 from quire_cli.console import Console
 from quire_cli.dashboard import Dashboard, DashboardOptions
-from quire_cli.ports import Endpoint
+from quire_cli.ports import Endpoint, reserve
+from support.serving import wait_until
 
 SERVER = {"grpc": Endpoint("127.0.0.1", 8001), "metrics": Endpoint("127.0.0.1", 8002)}
 
 
-def test_one_that_listens_is_named_however_long_the_server_took() -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as listening:
-        endpoint = Endpoint("127.0.0.1", listening.getsockname()[1])
-        # It counts as started when this machine was: its time to start is over.
-        assert Dashboard(endpoint, SERVER, Console()).ready_word() == f" dashboard={endpoint}"
+LISTEN = """
+import socket, sys, time
+listening = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+time.sleep(600)
+"""
 
 
-def test_one_that_does_not_start_in_time_holds_nobody_up() -> None:
-    with closing(socket.socket()) as taken:
-        taken.bind(("127.0.0.1", 0))  # and nobody listens
-        endpoint = Endpoint("127.0.0.1", taken.getsockname()[1])
-        assert Dashboard(endpoint, SERVER, Console()).ready_word() == ""
+def free_endpoint() -> Endpoint:
+    return reserve({"port": Endpoint("127.0.0.1", 0)})["port"]
+
+
+def test_one_that_listens_is_named_however_long_the_server_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint = free_endpoint()
+    monkeypatch.setattr(
+        DashboardOptions, "command", lambda self, port: [sys.executable, "-c", LISTEN, str(endpoint.port)]
+    )
+    with Dashboard(endpoint, SERVER, Console()) as running:
+        wait_until(lambda: running.ready_word() is not None, "it listens")
+        monkeypatch.setattr(dashboard, "_START_S", 0.0)
+        assert running.ready_word() == f" dashboard={endpoint}"
+
+
+def test_one_that_does_not_start_in_time_holds_nobody_up_and_another_one_is_not_taken_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as another:
+        endpoint = Endpoint("127.0.0.1", another.getsockname()[1])
+        monkeypatch.setattr(
+            DashboardOptions, "command", lambda self, port: [sys.executable, "-c", "import time; time.sleep(600)"]
+        )
+        with Dashboard(endpoint, SERVER, Console()) as running:
+            assert running.ready_word() is None
+            monkeypatch.setattr(dashboard, "_START_S", 0.0)
+            assert running.ready_word() == ""
 
 
 @pytest.mark.parametrize("given", ["", "open sesame"])

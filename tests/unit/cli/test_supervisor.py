@@ -289,6 +289,26 @@ def test_a_stub_that_dies_while_it_drains_ends_the_drain(supervise: Callable[...
     assert f"the stub process {stub} of model 'm' died while the server drained" in supervised.log()[-1]
 
 
+def test_another_server_on_its_ports_is_not_taken_for_it(supervise: Callable[..., Supervised]) -> None:
+    """Of two that start at one moment, the one that gets no port must not call itself ready before it fails."""
+    supervised = supervise(delayed=SERVICES)
+    wait_until(supervised.starts, "the start")
+    plan = supervised.folder / "another"
+    plan.mkdir()
+    (plan / "plan.json").write_text('{"no_stub": true}')
+    ports = [f"{service}={port}" for service, port in supervised.ports.items()]
+    another = subprocess.Popen([sys.executable, fake_server.__file__, str(plan), *ports])
+    try:
+        wait_until(lambda: all(map(accepts, supervised.ports.values())), "the other one answers")
+        assert not supervised.is_announced(within_s=1)
+    finally:
+        another.terminate()
+        another.wait()
+    (supervised.folder / "open").touch()
+    assert supervised.is_announced(within_s=30), supervised.log()
+    assert supervised.stop() == 0
+
+
 def test_the_first_start_must_succeed(supervise: Callable[..., Supervised]) -> None:
     supervised = supervise(log=["error: the disk is gone"], exit_code=1)
     assert supervised.wait() == 1
