@@ -9,6 +9,9 @@ themselves under load, and `stream_interval_ms` makes them do so even without:
     put(delta) ──► stream.pending (merged) ──► heap of (due, stream) ──► send thread ──► response_sender.send
 
 A stream is due at once for its first token and for its end, and `stream_interval_ms` after its last response otherwise.
+
+`response_sender.send` returns as soon as the server has the response. What a client does not read waits there, and
+nothing tells us of it. So what is bounded is what is made for one request in all, here and there together.
 """
 
 import heapq
@@ -35,6 +38,12 @@ __all__ = ["ResponseQueue", "ResponseStream"]
 logger = logging.getLogger(__name__)
 
 NOT_DUE = math.inf
+BYTES_PER_OUTPUT = 1024
+"""What the server keeps for a response that waits, besides its contents: 1.1 KB with one sequence (2.51)."""
+BYTES_PER_TOKEN = 8
+"""Text and id."""
+BYTES_PER_LOGPROB = 64
+"""As JSON: a token's id, text, log-probability and rank."""
 
 
 class ResponseStream:
@@ -64,6 +73,8 @@ class ResponseStream:
         self.pending: RequestOutput | None = None
         self.failure: tuple[ErrorCode, str] | None = None
         self.ending = False
+        self.num_bytes = 0
+        """About how much has been made for the client."""
         self.due = NOT_DUE
         # Of the send thread:
         self.last_sent_at: float | None = None
@@ -99,7 +110,8 @@ class ResponseQueue:
     Args:
         stream_interval: tokens per streamed response after the first, at least.
         stream_interval_ms: time between two responses of one stream, at least.
-        on_broken: called from the send thread for a stream whose response could not be sent.
+        max_response_bytes: about how much may be made for one request before it is ended.
+        on_broken: called, from any thread, for a stream that is not sent any further though its request goes on.
         on_closed: called from the send thread when a stream's last response is out.
         on_sending: called from the send thread with the number of a response that it begins to send, and with 0 when
             it has done so: it blocks in between for as long as the server does not take the response.
@@ -110,12 +122,14 @@ class ResponseQueue:
         *,
         stream_interval: int,
         stream_interval_ms: float,
+        max_response_bytes: int,
         on_broken: Callable[[ResponseStream], None],
         on_closed: Callable[[ResponseStream], None],
         on_sending: Callable[[int], None] = lambda number: None,
     ) -> None:
         self._stream_interval = stream_interval
         self._interval = stream_interval_ms / 1000
+        self._max_response_bytes = max_response_bytes
         self._on_broken = on_broken
         self._on_closed = on_closed
         self._on_sending = on_sending
@@ -144,12 +158,23 @@ class ResponseQueue:
         with self._condition:
             if stream.ending:
                 return
-            if stream.pending is None:
-                stream.pending = output
-            else:
-                stream.pending.merge(output)
-            stream.ending = output.finished
-            self._schedule(stream)
+            stream.num_bytes += _size(output)
+            if stream.num_bytes <= self._max_response_bytes:
+                if stream.pending is None:
+                    stream.pending = output
+                else:
+                    stream.pending.merge(output)
+                stream.ending = output.finished
+                self._schedule(stream)
+                return
+        self.fail(
+            stream,
+            ErrorCode.INVALID_ARG,
+            f"the answer has grown beyond max_response_bytes={self._max_response_bytes}; ask for fewer tokens, "
+            "sequences (n) or log-probabilities",
+        )
+        if not output.finished:
+            self._on_broken(stream)
 
     def fail(self, stream: ResponseStream, code: ErrorCode, message: str) -> None:
         """End a request with an error; nothing that is still pending is sent."""
@@ -190,6 +215,7 @@ class ResponseQueue:
                 output, stream.pending = stream.pending, None
                 failure, final = stream.failure, stream.ending
                 stream.due = NOT_DUE
+                stream.num_bytes += BYTES_PER_OUTPUT * stream.options.num_sequences
                 stream.last_sent_at = time.monotonic()
             self._num_sent += 1
             self._on_sending(self._num_sent)
@@ -242,3 +268,11 @@ class ResponseQueue:
                 stream.send(triton_api.error_response(ErrorCode.INTERNAL, "the response is invalid"), final=True)
             except Exception as error:
                 logger.warning("request %r could not be ended: %s", stream.label, error)
+
+
+def _size(output: "RequestOutput") -> int:
+    """About how much memory a response takes that holds this alone."""
+    positions = [*(output.prompt_logprobs or ()), *(at for item in output.outputs for at in item.logprobs or ())]
+    num_logprobs = sum(len(position) for position in positions if position is not None)
+    num_tokens = sum(len(item.token_ids) for item in output.outputs)
+    return BYTES_PER_TOKEN * num_tokens + BYTES_PER_LOGPROB * num_logprobs

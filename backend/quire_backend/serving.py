@@ -119,6 +119,7 @@ class Serving:
         self._responses = ResponseQueue(
             stream_interval=config.stream_interval,
             stream_interval_ms=config.stream_interval_ms,
+            max_response_bytes=config.max_response_bytes,
             on_broken=self._abort,
             on_closed=self._forget,
             on_sending=lambda number: None if status is None else status.sending(number),

@@ -221,6 +221,9 @@ class FrontendConfig:
     """Tokens per streamed response after the first, at least."""
     stream_interval_ms: float = 20.0
     """Time between two responses of one stream, at least; tokens that come faster travel together. 0: no limit."""
+    max_response_bytes: int = 256 << 20
+    """About how large all that is sent for one request may be: what its client does not read waits in the server's
+    memory. A request whose answer grows beyond it ends with an error."""
     replay_on_crash: bool = True
     """Whether live requests go on where they were when the engine is started again after a crash or a hang; or else
     they end with an error."""
@@ -250,6 +253,7 @@ class FrontendConfig:
         _check_int("stream_interval", self.stream_interval, 1)
         _check(_is_number(self.stream_interval_ms) and 0 <= self.stream_interval_ms <= 1000,
                "stream_interval_ms", self.stream_interval_ms, "from 0 to 1000")  # fmt: skip
+        _check_int("max_response_bytes", self.max_response_bytes, 1)
         _check_bool("replay_on_crash", self.replay_on_crash)
         _check(_is_number(self.step_timeout_s) and 0 < self.step_timeout_s < float("inf"),
                "step_timeout_s", self.step_timeout_s, "a number of seconds above 0")  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 from quire_backend.request import ResponseOptions
 from quire_backend.response_queue import ResponseQueue, ResponseStream
 from quire_backend.triton_api import ErrorCode
-from quire_engine.outputs import CompletionOutput, RequestOutput
+from quire_engine.outputs import CompletionOutput, Logprob, RequestOutput
 
 
 def delta(text, finish_reason=None):
@@ -19,10 +19,11 @@ def delta(text, finish_reason=None):
 def make_queue():
     queues = []
 
-    def make(stream_interval=1, stream_interval_ms=0.0):
+    def make(stream_interval=1, stream_interval_ms=0.0, max_response_bytes=1 << 20):
         events = {"broken": [], "closed": []}
         queue = ResponseQueue(
             stream_interval=stream_interval, stream_interval_ms=stream_interval_ms,
+            max_response_bytes=max_response_bytes,
             on_broken=events["broken"].append, on_closed=events["closed"].append,
         )  # fmt: skip
         queue.start()
@@ -55,6 +56,42 @@ def test_first_token_and_end_go_at_once_and_the_rest_is_merged(make_queue: Any, 
     queue.put(stream, delta("e", "stop"))
     sender.wait()
     assert texts(sender) == ["a", "bcde"]
+
+
+def with_logprobs(text, num_logprobs, finish_reason=None):
+    output = delta(text, finish_reason)
+    output.outputs[0].logprobs = [{i: Logprob(-1.0, i, "x") for i in range(num_logprobs)} for _ in text]
+    return output
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("last", [None, "stop"])
+def test_an_answer_that_grows_beyond_the_limit_ends_with_an_error(
+    make_queue: Any, request_of: Any, streams: bool, last: Any
+) -> None:
+    """Of what a client does not read, nobody tells us: it waits in the server, whether streamed or not."""
+    queue, events = make_queue(max_response_bytes=10_000)
+    stream, sender = make_stream(request_of, streams)
+    queue.put(stream, with_logprobs("a", 20))
+    queue.put(stream, with_logprobs("b" * 10, 20, last))
+    queue.put(stream, delta("c", "stop"))
+    (*_, response) = sender.wait()
+    assert response.error.code == ErrorCode.INVALID_ARG.value
+    assert response.error.message.startswith("the answer has grown beyond max_response_bytes=10000; ask for fewer")
+    assert events["broken"] == ([stream] if last is None else [])  # what has ended already need not be aborted
+    assert stream.pending is None
+
+
+def test_many_small_responses_count_too(make_queue: Any, request_of: Any) -> None:
+    queue, events = make_queue(max_response_bytes=10_000)
+    stream, sender = make_stream(request_of)
+    for number in range(1, 100):
+        queue.put(stream, delta("a"))
+        sender.wait(lambda number=number: len(sender.responses) == number or sender.finished)
+        if sender.finished:
+            break
+    assert number == 11  # of 1 KiB each
+    assert events["broken"] == [stream]
 
 
 def test_a_pending_delta_goes_when_its_time_has_come(make_queue: Any, request_of: Any) -> None:

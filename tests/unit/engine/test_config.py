@@ -86,6 +86,7 @@ def test_unset_settings_keep_their_defaults() -> None:
         ("gpu_device_ids", [0, 1], "of 1, one for each rank"),
         ("gpu_device_ids", [1, 1], "without repetition"),
         ("replay_on_crash", 1, "true or false"),
+        ("max_response_bytes", 0, "an integer of at least 1"),
         ("report_cached_tokens", "no", "true or false"),
         ("step_timeout_s", 0, "a number of seconds above 0"),
         ("stream_interval", 0, "an integer of at least 1"),
