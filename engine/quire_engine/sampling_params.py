@@ -143,6 +143,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.max_tokens is not None:
             _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens,
                      f"at most max_tokens={self.max_tokens}")  # fmt: skip
+        if self.structured_outputs is not None and self.structured_outputs.choice is not None:
+            # Each token is at least a byte of the text.
+            longest = max(len(choice.encode()) for choice in self.structured_outputs.choice)
+            _require(self.min_tokens <= longest, "min_tokens", self.min_tokens,
+                     f"at most {longest}, the bytes of the longest structured_outputs choice")  # fmt: skip
         _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"{len(self.stop)} strings",
                  f"at most {MAX_STOP_STRINGS} strings")  # fmt: skip
         for stop in self.stop:

@@ -147,6 +147,7 @@ def _check_json_schema(schema: Any) -> None:
         _refuse("a json schema that is no object", "an object, or the JSON text of one")
     stack: list[tuple[_Place | None, Any]] = [(None, schema)]
     num_subschemas = 0
+    leads_somewhere: set[int] = set()
     while stack:
         place, part = stack.pop()
         if not isinstance(part, dict):
@@ -164,7 +165,49 @@ def _check_json_schema(schema: Any) -> None:
                 raise _unsupported(place, f"{beside[0]!r} beside {combinator!r}")
         if isinstance(part.get("allOf"), list) and len(part["allOf"]) != 1:
             raise _unsupported(place, "'allOf' of several schemas")
+        _check_reference(schema, part, leads_somewhere)
         stack += _subschemas(place, part)
+
+
+def _check_reference(schema: Any, part: dict[str, Any], leads_somewhere: set[int]) -> None:
+    """Refuse references that lead only to each other: no text follows from them.
+
+    Args:
+        schema: the whole.
+        part: where to begin.
+        leads_somewhere: ids of schemas that are known to be good; what is found is added.
+    """
+    passed: list[str] = []
+    seen: set[int] = set()
+    while isinstance(part, dict) and id(part) not in leads_somewhere:
+        if id(part) in seen:
+            path = " → ".join(reference[:MAX_PATH_CHARACTERS] for reference in passed[-3:])
+            _refuse(f"a json schema with a cycle of '$ref' ({path})", "a schema in which each '$ref' leads to a type")
+        seen.add(id(part))
+        if isinstance(part.get("allOf"), list) and len(part["allOf"]) == 1:
+            part = part["allOf"][0]
+        elif isinstance(part.get("$ref"), str):
+            passed.append(part["$ref"])
+            part = _resolve(schema, part["$ref"])
+        else:
+            break
+    leads_somewhere |= seen
+
+
+def _resolve(schema: Any, reference: str) -> Any:
+    """What a JSON pointer (RFC 6901) within the schema leads to; None where it does not, which the compiler names."""
+    if not reference.startswith("#"):
+        return None
+    part = schema
+    for name in reference.split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(part, dict):
+            part = part.get(name)
+        elif isinstance(part, list) and name.isdecimal() and int(name) < len(part):
+            part = part[int(name)]
+        else:
+            return None
+    return part
 
 
 def _unsupported(place: _Place | None, what: str) -> RequestError:

@@ -21,6 +21,7 @@ from quire_engine.sampling_params import (
     RequestOutputKind,
     SamplingParams,
 )
+from quire_engine.structured_outputs_params import StructuredOutputsParams
 
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -43,6 +44,7 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], str]] = [
     ({"min_tokens": -1}, "min_tokens"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ({"min_tokens": 17}, "min_tokens"),
+    ({"min_tokens": 4, "structured_outputs": {"choice": ["yes", "né"]}}, "min_tokens"),
     ({"stop": [""]}, "stop"),
     ({"stop": ["ok", "x" * (MAX_STOP_STRING_LENGTH + 1)]}, "stop"),
     ({"stop": ["x"] * (MAX_STOP_STRINGS + 1)}, "stop"),
@@ -92,6 +94,7 @@ IN_RANGE: list[dict[str, Any]] = [
     {"max_tokens": 1},
     {"max_tokens": None, "min_tokens": 1000},
     {"min_tokens": 4, "max_tokens": 4},
+    {"min_tokens": 3, "structured_outputs": StructuredOutputsParams(choice=["no", "né"])},
     {"stop": ["x" * MAX_STOP_STRING_LENGTH] * MAX_STOP_STRINGS},
     {"stop_token_ids": [1] * MAX_STOP_TOKEN_IDS},
     {"logprobs": 0},

@@ -29,6 +29,13 @@ GOOD: list[dict[str, Any]] = [
     {"json": {"anyOf": [{"type": "integer"}, {"type": "null"}], "title": "T", "default": 1, "type": ["integer"]}},
     {"json": {"$ref": "#/$defs/n", "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}}},
     {"json": {"type": "array", "uniqueItems": False}},
+    {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"anyOf": [{"$ref": "#"}, {}]}}}},
+    {
+        "json": {
+            "items": {"$ref": "#/missing/1"},
+            "prefixItems": [{"$ref": "http://example.org"}, {"$ref": "#/items/x"}],
+        }
+    },
     {"json": {"allOf": [{"type": "integer"}]}},
 ]
 
@@ -54,6 +61,13 @@ BAD: list[tuple[Any, str]] = [
     ({"json": {"type": "object", "required": ["a"], "anyOf": [{}]}}, "'required' beside 'anyOf'"),
     ({"json": {"$ref": "#/$defs/a", "minimum": 5}}, "'minimum' beside '\\$ref'"),
     ({"json": {"allOf": [{}, {}]}}, "'allOf' of several"),
+    ({"json": {"$ref": "#"}}, r"a cycle of '\$ref' \(#\); it must be a schema in which each '\$ref' leads to a type"),
+    (
+        {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"allOf": [{"$ref": "#/$defs/a"}]}}}},
+        r"a cycle of '\$ref' \(#/\$defs/a → #/\$defs/b → #/\$defs/a\)",
+    ),
+    ({"json": {"properties": {"a/b~": {"$ref": "#/properties/a~1b~0"}}}}, "a cycle of"),
+    ({"json": {"anyOf": [{"type": "null"}, {"$ref": "#/anyOf/1"}]}}, "a cycle of"),
     ({"regexp": "a"}, "unknown field `regexp`"),
     ({"regex": 5}, "regex"),
     ({"choice": "a"}, "choice"),
