@@ -13,7 +13,7 @@ from quire_engine.beam_search import BeamSearch, BeamSearchParams, next_logprobs
 from quire_engine.config import EngineConfig
 from quire_engine.core.supervisor import SupervisedClient
 from quire_engine.errors import DeadlineExceededError, EngineDeadError, EngineUnavailableError, RequestError
-from quire_engine.input_processor import InputProcessor, ProcessedRequest, Prompt, load_tokenizer
+from quire_engine.input_processor import InputProcessor, ProcessedRequest, Prompt
 from quire_engine.introspection import combine_blocks, combine_requests
 from quire_engine.messages import ErrorCode
 from quire_engine.models import check_checkpoint
@@ -32,6 +32,7 @@ from quire_engine.snapshot import (
     Snapshot,
 )
 from quire_engine.stats import IterationStats, SchedulerStats, StatLogger
+from quire_engine.tokenizer import load_tokenizer
 
 __all__ = ["AsyncLLM"]
 

@@ -6,16 +6,13 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from quire_engine.chat_template import ChatTemplateError, ChatTemplateRenderer
-from quire_engine.errors import CheckpointError, RequestError
-from quire_engine.memory import paused_gc, trim_heap
+from quire_engine.errors import RequestError
 from quire_engine.messages import EngineCoreReady, EngineCoreRequest
-from quire_engine.models.files import check_tokenizer, read_json
 from quire_engine.request import validate_request
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, RequestSLO, SLOTargets, resolve
@@ -23,14 +20,12 @@ from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, RequestSLO, SLOTargets, 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["InputProcessor", "ProcessedRequest", "Prompt", "load_tokenizer"]
+__all__ = ["InputProcessor", "ProcessedRequest", "Prompt"]
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
 
 
-PLAIN_TOKENIZER_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
-"""transformers' names, since and before version 5, of a tokenizer that is nothing but its tokenizer.json."""
 MAX_DEADLINE_MS = 365 * 86_400_000.0
 """A deadline further off than a year is none."""
 
@@ -61,42 +56,6 @@ class ProcessedRequest:
         if left_ms is not None:
             left_ms -= 1000 * (time.monotonic() - self.arrival_time)
         return EngineCoreRequest(self.request_id, self.prompt_token_ids, self.params, left_ms)
-
-
-def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a checkpoint folder, from its files alone.
-
-    Raises:
-        CheckpointError: it has none, or it does not load.
-    """
-    check_tokenizer(folder)
-    try:
-        with paused_gc():
-            import transformers
-
-            loader: Any = transformers.PreTrainedTokenizerFast if _is_plain(folder) else transformers.AutoTokenizer
-        tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # the library raises whatever its parsers raise
-        raise CheckpointError(f"tokenizer: {folder} does not load: {error}") from error
-    trim_heap()  # reading the file takes as much memory again as what comes of it
-    tokenizer.model_max_length = 10**30  # the length is checked here, by name; the library would only log a warning
-    return tokenizer
-
-
-def _is_plain(folder: Path) -> bool:
-    """Whether a Llama's tokenizer says that all of it is in tokenizer.json.
-
-    That is the class that `AutoTokenizer` would find for it, after it has imported torch and the models, which a
-    frontend has no use for: 2 s and 100 MB.
-    """
-    try:
-        model_type = read_json(folder / "config.json")["model_type"]
-        tokenizer_class = read_json(folder / "tokenizer_config.json")["tokenizer_class"]
-    except (CheckpointError, KeyError):
-        return False
-    return (
-        (folder / "tokenizer.json").is_file() and model_type == "llama" and tokenizer_class in PLAIN_TOKENIZER_CLASSES
-    )
 
 
 class InputProcessor:

@@ -44,7 +44,7 @@ LEAVES = {
     "vllm_settings",
 }
 
-_TEXT = {"input_processor", "output_processor", "detokenizer"}
+_TEXT = {"input_processor", "output_processor", "detokenizer", "tokenizer"}
 
 ARROWS: dict[str, set[str]] = {
     **{leaf: set() for leaf in LEAVES},
@@ -57,10 +57,11 @@ ARROWS: dict[str, set[str]] = {
     "spec_decode": set(),
     "worker": {"models", "distributed", "sampling", "spec_decode", "transfer"},
     "executor": {"worker", "distributed"},
-    "structured_output": set(),
+    "structured_output": {"tokenizer"},
     "core": {"scheduler", "executor", "structured_output"},
     "detokenizer": set(),
     "chat_template": set(),
+    "tokenizer": set(),
     "input_processor": {"chat_template"},
     "parallel_sampling": {"input_processor"},
     "introspection": set(),
@@ -78,7 +79,7 @@ ARROWS: dict[str, set[str]] = {
 BESIDES = {
     ("worker", "quire_engine.kv_cache.sizing"),
     ("worker", "quire_engine.executor.message_queue"),
-    ("input_processor", "quire_engine.models.files"),
+    ("tokenizer", "quire_engine.models.files"),
     ("request", "quire_engine.structured_output.grammar"),
 }
 """Single modules that a part may import besides: arithmetic, plain JSON, a protocol, bytes. They import only leaves."""

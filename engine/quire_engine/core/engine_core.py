@@ -48,9 +48,15 @@ class EngineCore:
     Args:
         config: all settings.
         num_blocks: size of the KV cache; unset: what the settings and the memory say.
+        structured_output: gets requests their grammars; unset: a new one, which starts when it is needed.
     """
 
-    def __init__(self, config: EngineConfig, num_blocks: int | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_blocks: int | None = None,
+        structured_output: StructuredOutputManager | None = None,
+    ) -> None:
         checkpoint = CheckpointConfig.from_folder(Path(config.model.model))
         max_model_len = config.model.max_model_len or checkpoint.max_position_embeddings
         if max_model_len > checkpoint.max_position_embeddings:
@@ -92,9 +98,10 @@ class EngineCore:
             scheduling_policy=config.scheduler.scheduling_policy,
             worker_pids=self.executor.worker_pids,
         )
-        self.structured_output = StructuredOutputManager(
-            CompilerArguments(config.model.tokenizer_path, self.ready.vocab_size, self.ready.eos_token_ids)
+        self.structured_output = structured_output or StructuredOutputManager(
+            CompilerArguments.for_model(config.model.tokenizer_path, checkpoint.vocab_size, checkpoint.eos_token_ids)
         )
+        self.structured_output.imports_are_done()
 
     def add_request(self, message: EngineCoreRequest, message_number: int = 0) -> None:
         """Validate once more, and let the request wait for its turn.

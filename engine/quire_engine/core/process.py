@@ -19,12 +19,14 @@ import signal
 import sys
 import threading
 import traceback
+from pathlib import Path
 
 import msgspec
 import zmq
 
+from quire_engine.config import EngineConfig
 from quire_engine.core.heartbeat import Heartbeat
-from quire_engine.errors import EngineDeadError, EngineError, EngineUnavailableError
+from quire_engine.errors import CheckpointError, EngineDeadError, EngineError, EngineUnavailableError
 from quire_engine.memory import paused_gc
 from quire_engine.messages import (
     EngineCoreOutput,
@@ -37,7 +39,10 @@ from quire_engine.messages import (
     UtilityOutput,
     UtilityRequest,
 )
+from quire_engine.models import CheckpointConfig
 from quire_engine.request import FinishReason
+from quire_engine.structured_output.manager import StructuredOutputManager
+from quire_engine.structured_output.protocol import CompilerArguments
 
 __all__ = ["EngineCoreProcess"]
 
@@ -63,10 +68,13 @@ class EngineCoreProcess:
         self._utility_outputs: list[UtilityOutput] = []
         self._freed: list[str] = []
         self._stopping = False
+        structured_output = _start_grammar_compiler(arguments.config)
         with paused_gc():
             from quire_engine.core.engine_core import EngineCore
+        if structured_output is not None:
+            structured_output.imports_are_done()
         try:
-            self._core = EngineCore(arguments.config, arguments.num_blocks)
+            self._core = EngineCore(arguments.config, arguments.num_blocks, structured_output)
         except Exception as error:
             known = isinstance(error, EngineError | ValueError | OSError)
             logger.log(logging.ERROR, "cannot start: %s", error if known else traceback.format_exc())
@@ -191,6 +199,19 @@ class EngineCoreProcess:
         socket.setsockopt(zmq.LINGER, 1000)
         socket.connect(address)
         return socket
+
+
+def _start_grammar_compiler(config: EngineConfig) -> StructuredOutputManager | None:
+    """Have it start beside the engine, so that it is ready when the engine is; None: the checkpoint cannot be read."""
+    try:
+        checkpoint = CheckpointConfig.from_folder(Path(config.model.model))
+    except (CheckpointError, OSError, ValueError):
+        return None  # the engine meets it again, and says so
+    structured_output = StructuredOutputManager(
+        CompilerArguments.for_model(config.model.tokenizer_path, checkpoint.vocab_size, checkpoint.eos_token_ids)
+    )
+    structured_output.start()
+    return structured_output
 
 
 def _die_with_parent() -> None:

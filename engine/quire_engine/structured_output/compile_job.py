@@ -5,15 +5,17 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xgrammar
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from quire_engine.structured_output.grammar import GrammarError
+from quire_engine.structured_output.library import xgrammar
 from quire_engine.structured_output.protocol import CompilerArguments, CompileRequest, CompileResult
 from quire_engine.structured_output.xgrammar import SharedGrammar, XGrammar
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["GrammarCompiler", "make_tokenizer_info"]
 
@@ -25,8 +27,7 @@ MAX_ERROR_CHARACTERS = 300
 class GrammarCompiler:
     """Compiles in this very process; `compiler` is what keeps it in bounds."""
 
-    def __init__(self, arguments: CompilerArguments) -> None:
-        tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer_path, local_files_only=True)
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", arguments: CompilerArguments) -> None:
         self.tokenizer_info = make_tokenizer_info(tokenizer, arguments.vocab_size, arguments.stop_token_ids)
         # A process with threads cannot fork safely; and a grammar is compiled only once, so there is nothing to cache.
         self._compiler = xgrammar.GrammarCompiler(self.tokenizer_info, max_threads=1, cache_enabled=False)
@@ -51,7 +52,7 @@ class GrammarCompiler:
 
 
 def make_tokenizer_info(
-    tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop_token_ids: list[int]
+    tokenizer: "PreTrainedTokenizerBase", vocab_size: int, stop_token_ids: list[int]
 ) -> xgrammar.TokenizerInfo:
     """The text of every token. Special tokens have none: they would not be part of the text that a client gets.
 

@@ -15,19 +15,23 @@ import os
 import resource
 import selectors
 import signal
-from collections import deque
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from quire_engine.process_state import is_stopped
+from quire_engine.structured_output.job_queue import JobQueue
 from quire_engine.structured_output.protocol import (
     CancelRequest,
     CompilerArguments,
     CompileRequest,
     CompileResult,
     CompilerReady,
-    read_frame,
+    FrameReader,
+    JobState,
     to_frame,
 )
 
@@ -38,12 +42,12 @@ __all__ = ["COMPILE_SECONDS", "CompilerServer"]
 
 COMPILE_SECONDS = 5.0
 """How long one grammar may take; usual schemas take milliseconds."""
+OVERDUE_SECONDS = COMPILE_SECONDS + 1.0
+"""A job that is still there after so long has not got its alarm: somebody has stopped it."""
 COMPILE_MEMORY_BYTES = 1 << 30
 """How much one grammar may take beyond what this process has."""
-MAX_JOBS = 4
-"""Grammars compiled at once, so that one that takes all its time does not hold up the others."""
 NICENESS = 5
-"""Steps come first when there are not enough cores."""
+"""Steps come first when there are not enough cores, and so does the loading of weights."""
 
 
 _libc = ctypes.CDLL(None)
@@ -56,7 +60,10 @@ class _Job:
 
     request: CompileRequest
     pid: int
+    started_at: float
     result: bytearray = field(default_factory=bytearray)
+    is_over: bool = False
+    """It was killed, and its end is no news."""
 
 
 class CompilerServer:
@@ -65,54 +72,90 @@ class CompilerServer:
     Args:
         compiler: what a job runs.
         output: descriptor that results are written to.
+        frames: has read the first message, and perhaps the beginning of the next.
+        payloads: further messages that it has read.
     """
 
-    def __init__(self, compiler: "GrammarCompiler", output: int) -> None:
+    def __init__(self, compiler: "GrammarCompiler", output: int, frames: FrameReader, payloads: list[bytes]) -> None:
         self._compiler = compiler
         self._output = output
         self._selector = selectors.DefaultSelector()
         self._jobs: dict[int, _Job] = {}
-        self._waiting: deque[CompileRequest] = deque()
-        self._received = bytearray()
+        """By the descriptor that its result comes from."""
+        self._queue = JobQueue()
+        self._stopped: set[int] = set()
+        """Jobs that somebody has stopped once."""
+        self._frames = frames
+        self._take(payloads)
 
     def run(self, requests: int) -> None:
         """Serve until the descriptor `requests` ends."""
         self._selector.register(requests, selectors.EVENT_READ)
         while True:
-            for key, _ in self._selector.select():
+            now = time.monotonic()
+            self._end_overdue(now)
+            for job_id in self._queue.make_way(now):
+                self._kill(job_id)
+                self._send(JobState(job_id, is_running=False))
+            while (request := self._queue.take_next(now)) is not None:
+                self._start(request, now)
+            for key, _ in self._selector.select(self._seconds_until_due()):
                 if key.fd in self._jobs:
                     self._read_result(key.fd)
                 elif not self._read_requests(key.fd):
                     for job in self._jobs.values():
                         os.kill(job.pid, signal.SIGKILL)
                     return
-            while self._waiting and len(self._jobs) < MAX_JOBS:
-                self._start(self._waiting.popleft())
+
+    def _seconds_until_due(self) -> float | None:
+        """How long to wait when nothing comes; None: until something does."""
+        now = time.monotonic()
+        due = [job.started_at + OVERDUE_SECONDS - now for job in self._jobs.values() if not job.is_over]
+        seconds = self._queue.seconds_until_due(now)
+        if seconds is not None:
+            due.append(seconds)
+        return max(min(due), 0.0) if due else None
 
     def _read_requests(self, descriptor: int) -> bool:
         """Take in what has come; False at the end."""
         data = os.read(descriptor, 1 << 20)
-        self._received += data
-        while len(self._received) >= 4:
-            end = 4 + int.from_bytes(self._received[:4], "little")
-            if len(self._received) < end:
-                break
-            request = msgspec.msgpack.decode(self._received[4:end], type=CompileRequest | CancelRequest)
-            del self._received[:end]
-            if isinstance(request, CancelRequest):
-                self._cancel(request.job_id)
-            else:
-                self._waiting.append(request)
+        self._take(self._frames.feed(data))
         return bool(data)
 
-    def _cancel(self, job_id: int) -> None:
-        """Skip a job that waits; kill one that runs, whose end is then read like any other's."""
-        self._waiting = deque(request for request in self._waiting if request.job_id != job_id)
+    def _take(self, payloads: list[bytes]) -> None:
+        for payload in payloads:
+            request = msgspec.msgpack.decode(payload, type=CompileRequest | CancelRequest)
+            if isinstance(request, CompileRequest):
+                self._queue.add(request)
+            elif self._queue.remove(request.job_id):
+                self._kill(request.job_id)
+
+    def _end_overdue(self, now: float) -> None:
+        """A job whose alarm does not end it is killed; when it was stopped, that is not its grammar's fault."""
+        for job in list(self._jobs.values()):
+            job_id = job.request.job_id
+            if job.is_over or now - job.started_at < OVERDUE_SECONDS:
+                continue
+            again = is_stopped(job.pid) and job_id not in self._stopped
+            self._queue.remove(job_id)
+            self._kill(job_id)
+            if again:
+                self._stopped.add(job_id)
+                self._queue.add(job.request)
+                self._send(JobState(job_id, is_running=False))
+            else:
+                self._stopped.discard(job_id)
+                self._send(_took_too_long(job.request))
+
+    def _kill(self, job_id: int) -> None:
+        """End a job whose result nobody wants; its pipe is read to its end like any other's."""
         for job in self._jobs.values():
-            if job.request.job_id == job_id:
+            if job.request.job_id == job_id and not job.is_over:
+                job.is_over = True
                 os.kill(job.pid, signal.SIGKILL)
 
-    def _start(self, request: CompileRequest) -> None:
+    def _start(self, request: CompileRequest, now: float) -> None:
+        self._send(JobState(request.job_id, is_running=True))
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -125,7 +168,7 @@ class CompilerServer:
             finally:
                 os._exit(1)
         os.close(writer)
-        self._jobs[reader] = _Job(request, pid)
+        self._jobs[reader] = _Job(request, pid, now)
         self._selector.register(reader, selectors.EVENT_READ)
 
     def _read_result(self, descriptor: int) -> None:
@@ -138,15 +181,21 @@ class CompilerServer:
         del self._jobs[descriptor]
         os.close(descriptor)
         _, status = os.waitpid(job.pid, 0)
+        if job.is_over:
+            return
+        self._queue.remove(job.request.job_id)
+        self._stopped.discard(job.request.job_id)
         if status == 0:
             _write_all(self._output, to_frame(bytes(job.result)))
         else:
-            _write_all(self._output, to_frame(_explain(job.request, status)))
+            self._send(_explain(job.request, status))
+
+    def _send(self, message: JobState | CompileResult) -> None:
+        _write_all(self._output, to_frame(message))
 
 
 def _limit_job() -> None:
-    """Wall clock, memory, priority, no core file, and an end when this process ends, however it does."""
-    os.nice(NICENESS)
+    """Wall clock, memory, no core file, and an end when this process ends, however it does."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.setitimer(signal.ITIMER_REAL, COMPILE_SECONDS)  # SIGALRM's default action ends the process, in C++ too
     with open("/proc/self/statm") as file:
@@ -157,12 +206,15 @@ def _limit_job() -> None:
 
 def _explain(request: CompileRequest, status: int) -> CompileResult:
     """What to say of a job that did not live to say it itself."""
-    name = request.kind
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
-        error = f"the {name} takes more than {COMPILE_SECONDS:g} s to compile; simplify it"
-        return CompileResult(request.job_id, error=error, cacheable=False)
-    error = f"the {name} is too complex: compiling it takes too much memory or nests too deeply; simplify it"
+        return _took_too_long(request)
+    error = f"the {request.kind} is too complex: compiling it takes too much memory or nests too deeply; simplify it"
     return CompileResult(request.job_id, error=error)
+
+
+def _took_too_long(request: CompileRequest) -> CompileResult:
+    error = f"the {request.kind} takes more than {COMPILE_SECONDS:g} s to compile; simplify it"
+    return CompileResult(request.job_id, error=error, cacheable=False)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -174,21 +226,29 @@ def _write_all(descriptor: int, data: bytes) -> None:
 def main() -> None:
     """Entry point of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine core decides
+    os.nice(NICENESS)
     output = os.dup(1)
     os.dup2(2, 1)  # whatever prints something must not print it into our messages
-    with os.fdopen(os.dup(0), "rb", buffering=0) as stream:
-        payload = read_frame(stream)
-    if payload is None:
-        return
+    frames, payloads = FrameReader(), list[bytes]()
+    while not payloads:
+        data = os.read(0, 1 << 20)
+        if not data:
+            return
+        payloads = frames.feed(data)
+    arguments = msgspec.msgpack.decode(payloads.pop(0), type=CompilerArguments)
     try:
+        from quire_engine.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(Path(arguments.tokenizer_path))  # first: see `library`
+
         from quire_engine.structured_output.compile_job import GrammarCompiler
 
-        compiler = GrammarCompiler(msgspec.msgpack.decode(payload, type=CompilerArguments))
+        compiler = GrammarCompiler(tokenizer, arguments)
     except Exception as error:
         _write_all(output, to_frame(CompilerReady(error=f"{type(error).__name__}: {error}")))
         return
     _write_all(output, to_frame(CompilerReady(compiler.tokenizer_info.serialize_json())))
-    CompilerServer(compiler, output).run(0)
+    CompilerServer(compiler, output, frames, payloads).run(0)
     os._exit(0)  # libraries complain on stderr when Python takes them down, and there is nothing to save
 
 

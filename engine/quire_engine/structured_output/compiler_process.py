@@ -1,45 +1,60 @@
 """CompilerProcess: the engine core's end of the pipes to the grammar compiler.
 
 Two threads of the engine core attend to it, so that the loop of steps never waits for a pipe: one writes requests (a
-pipe holds less than a large schema), the other reads results. The reader owns the process: it starts it with the first
-request, and starts it anew when it dies, with all that was not yet answered.
+pipe holds less than a large schema), the other reads results. The reader owns the process: it starts it, looks after it
+while something is expected of it (`watch`), and starts it anew when it has died, or was killed for being stopped or
+hung, with all that was not yet answered.
+
+A death counts against a grammar only when it was being compiled. After one such death it is sent again when no other
+grammar that has seen one is being compiled, so that one which really ends the process is soon alone with its deaths; at
+the `MAX_DEATHS`-th it is refused.
 """
 
 import contextlib
 import logging
+import os
 import queue
+import select
 import subprocess
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO
 
 import msgspec
 
 from quire_engine.child_process import start_module
+from quire_engine.process_state import how_it_ended
 from quire_engine.structured_output.protocol import (
     CancelRequest,
     CompilerArguments,
     CompileRequest,
     CompileResult,
     CompilerReady,
-    read_frame,
+    FrameReader,
+    JobState,
     to_frame,
 )
+from quire_engine.structured_output.watch import LOOK_SECONDS, CompilerWatch
 
 __all__ = ["CompilerProcess"]
 
 logger = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 2
+MAX_DEATHS = 3
 """A grammar that was being compiled when the process died this often is not tried again."""
+MAX_START_DEATHS = 5
+"""A process that dies this often in a row before it is ready cannot start."""
 SHUTDOWN_SECONDS = 2.0
 
 
 @dataclass(slots=True)
 class _Pending:
+    request: CompileRequest
     frame: bytes
-    attempts: int = 0
+    is_running: bool = False
+    num_deaths: int = 0
 
 
 class CompilerProcess:
@@ -66,10 +81,16 @@ class CompilerProcess:
         self._on_result = on_result
         self._lock = threading.Lock()
         self._pending: dict[int, _Pending] = {}
+        self._suspect: int | None = None
+        """The job that has been sent of those that have seen a death."""
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._wake_up = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Tells the reader that something is expected now."""
+        weakref.finalize(self, os.close, self._wake_up)
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
-        self._closing = False
+        self._keeps_warm = False
+        self._closing = threading.Event()
 
     @property
     def pid(self) -> int | None:
@@ -77,27 +98,32 @@ class CompilerProcess:
         process = self._process
         return None if process is None else process.pid
 
+    def start(self) -> None:
+        """Start the process before there is anything to compile, and again whenever it dies."""
+        with self._lock:
+            self._keeps_warm = True
+            self._ensure_reader()
+
     def submit(self, request: CompileRequest) -> None:
         """Have a grammar compiled; starts the process if there is none. When this raises, nothing was submitted."""
         frame = to_frame(request)
         with self._lock:
-            if self._reader is None:
-                reader = threading.Thread(target=self._run, name="grammar-compiler", daemon=True)
-                reader.start()  # it waits for the lock
-                self._reader = reader
-            self._pending[request.job_id] = _Pending(frame)
+            self._ensure_reader()
+            self._pending[request.job_id] = _Pending(request, frame)
             self._outbox.put(frame)
+            os.eventfd_write(self._wake_up, 1)
 
     def cancel(self, job_id: int) -> None:
         """Nobody waits for a job any more. No result comes of it, but for one that is on its way already."""
         with self._lock:
             if self._pending.pop(job_id, None) is not None:
                 self._outbox.put(to_frame(CancelRequest(job_id)))
+                self._send_next_suspect(job_id)
 
     def shutdown(self) -> None:
         """End the process and the threads. Idempotent."""
+        self._closing.set()
         with self._lock:
-            self._closing = True
             process, reader = self._process, self._reader
         if process is not None:
             process.kill()  # it holds nothing worth saving, and its jobs end with their time limit at the latest
@@ -114,7 +140,7 @@ class CompilerProcess:
             logger.exception("the grammar compiler's thread failed")
             with self._lock:
                 process, self._process, self._reader = self._process, None, None
-                failed, self._pending = {} if self._closing else self._pending, {}
+                failed, self._pending = {} if self._closing.is_set() else self._pending, {}
             if process is not None:
                 process.kill()
                 process.wait()
@@ -122,85 +148,144 @@ class CompilerProcess:
                 self._fail(job_id, f"the grammar compiler failed: {error!r}")
 
     def _keep_alive(self) -> None:
-        """Keep a process alive for as long as there is something to compile or to wait for."""
+        """Keep a process alive for as long as there is something to compile, or always when it is to be warm."""
+        num_start_deaths = 0
         while True:
             with self._lock:
-                if self._closing:
+                if self._closing.is_set():
                     return
                 self._resubmit()
                 process = self._process = self._start()
-            error = self._serve(process)
+            was_ready, error = self._serve(process)
             with self._lock:
-                if self._closing:
+                if self._closing.is_set():
                     return
                 self._process = None
                 if error is None:
-                    logger.warning("the grammar compiler died (exit code %s)", process.returncode)
-                if error is not None or not self._pending:
+                    logger.warning("the grammar compiler %s; it is started again", how_it_ended(process.returncode))
+                    num_start_deaths = 0 if was_ready else num_start_deaths + 1
+                    if num_start_deaths >= MAX_START_DEATHS:
+                        error = f"it {how_it_ended(process.returncode)}, for the {num_start_deaths}th time in a row"
+                if error is not None or not (self._pending or self._keeps_warm):
                     self._reader = None  # the next request starts it again
                     failed, self._pending = self._pending, {}
                     break
+            if num_start_deaths > 1:
+                self._closing.wait(2.0 ** (num_start_deaths - 2))
+        if error is not None:
+            logger.error("the grammar compiler cannot start: %s", error)
         for job_id in failed:
             self._fail(job_id, f"the grammar compiler cannot start: {error}")
+
+    def _ensure_reader(self) -> None:
+        if self._reader is None:
+            reader = threading.Thread(target=self._run, name="grammar-compiler", daemon=True)
+            reader.start()  # it waits for the lock
+            self._reader = reader
 
     def _resubmit(self) -> None:
         """A new outbox with what is not answered yet."""
         self._outbox = queue.SimpleQueue()
+        self._suspect = None
         for pending in self._pending.values():
-            self._outbox.put(pending.frame)
+            pending.is_running = False
+            if not pending.num_deaths:
+                self._outbox.put(pending.frame)
+        self._send_next_suspect(None)
+
+    def _send_next_suspect(self, ended: int | None) -> None:
+        """When that job was the suspect, send the next: the one that has seen the fewest deaths."""
+        if self._suspect != ended:
+            return
+        suspects = [pending for pending in self._pending.values() if pending.num_deaths]
+        suspect = min(suspects, key=lambda pending: pending.num_deaths, default=None)
+        self._suspect = None if suspect is None else suspect.request.job_id
+        if suspect is not None:
+            self._outbox.put(suspect.frame)
 
     def _start(self) -> "subprocess.Popen[bytes]":
         # It forks, and so must not have threads.
         threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         return start_module("quire_engine.structured_output.compiler", stdout=subprocess.PIPE, environment=threads)
 
-    def _serve(self, process: "subprocess.Popen[bytes]") -> str | None:
-        """Pass everything on until the process ends. Returns why it cannot work at all, if so."""
+    def _serve(self, process: "subprocess.Popen[bytes]") -> tuple[bool, str | None]:
+        """Pass everything on until the process ends. Returns whether it had started, or why it cannot work at all."""
         assert process.stdin is not None
         assert process.stdout is not None
         outbox = self._outbox
         writer = threading.Thread(target=_write, args=(process.stdin, outbox, self._arguments), daemon=True)
         writer.start()
-        error = None
+        was_ready, error = False, None
         try:
             self._on_start()
-            payload = read_frame(process.stdout)
-            if payload is not None:
-                ready = msgspec.msgpack.decode(payload, type=CompilerReady)
-                error = ready.error
-                if error is None:
-                    error = self._on_ready(ready.tokenizer_info)
-            while payload is not None and error is None:
-                payload = read_frame(process.stdout)
-                if payload is not None:
-                    self._take(msgspec.msgpack.decode(payload, type=CompileResult))
+            for payload in self._payloads(process):
+                if not was_ready:
+                    was_ready = True
+                    ready = msgspec.msgpack.decode(payload, type=CompilerReady)
+                    error = ready.error if ready.error is not None else self._on_ready(ready.tokenizer_info)
+                    if error is not None:
+                        break
+                else:
+                    self._take(msgspec.msgpack.decode(payload, type=JobState | CompileResult))
         finally:
             outbox.put(None)
             process.kill()
             writer.join()
             process.stdout.close()
             process.wait()
-        self._count_attempts()
-        return error
+        self._count_deaths()
+        return was_ready, error
 
-    def _take(self, result: CompileResult) -> None:
+    def _payloads(self, process: "subprocess.Popen[bytes]") -> Iterator[bytes]:
+        """What the process says, until it ends or there is something wrong with it."""
+        assert process.stdout is not None
+        frames, watch = FrameReader(), CompilerWatch(process.pid)
+        output = process.stdout.fileno()
+        poller = select.poll()
+        poller.register(output, select.POLLIN)
+        poller.register(self._wake_up, select.POLLIN)
+        was_ready = False
+        while True:
+            if was_ready and not self._pending:
+                watch.moved()
+            ready = poller.poll(None if was_ready and not self._pending else 1000 * LOOK_SECONDS)
+            descriptors = [descriptor for descriptor, _ in ready]
+            if self._wake_up in descriptors:
+                os.eventfd_read(self._wake_up)
+            if output in descriptors:
+                data = os.read(output, 1 << 20)
+                if not data:
+                    return
+                for payload in frames.feed(data):
+                    was_ready = True
+                    yield payload
+                    watch.moved()
+            elif (trouble := watch.look()) is not None:
+                logger.error("the grammar compiler %s", trouble)
+                return
+
+    def _take(self, message: JobState | CompileResult) -> None:
         with self._lock:
-            known = result.job_id in self._pending
-        if known:
-            self._on_result(result)
+            pending = self._pending.get(message.job_id)
+            if pending is not None and isinstance(message, JobState):
+                pending.is_running = message.is_running
+        if pending is not None and isinstance(message, CompileResult):
+            self._on_result(message)
             with self._lock:
-                self._pending.pop(result.job_id, None)
+                self._pending.pop(message.job_id, None)
+                self._send_next_suspect(message.job_id)
 
-    def _count_attempts(self) -> None:
-        """Give up what has seen the process die too often."""
+    def _count_deaths(self) -> None:
+        """Give up what was being compiled too often when the process died."""
         with self._lock:
             for pending in self._pending.values():
-                pending.attempts += 1
-            given_up = [job_id for job_id, pending in self._pending.items() if pending.attempts >= MAX_ATTEMPTS]
-            for job_id in given_up:
-                del self._pending[job_id]
-        for job_id in given_up:
-            self._fail(job_id, "the grammar compiler died repeatedly")
+                pending.num_deaths += pending.is_running
+            given_up = [pending.request for pending in self._pending.values() if pending.num_deaths >= MAX_DEATHS]
+            for request in given_up:
+                del self._pending[request.job_id]
+        for request in given_up:
+            error = f"the grammar compiler died {MAX_DEATHS} times while it compiled this {request.kind}; simplify it"
+            self._on_result(CompileResult(request.job_id, error=error, cacheable=False))
 
     def _fail(self, job_id: int, error: str) -> None:
         self._on_result(CompileResult(job_id, error=error, cacheable=False, is_our_fault=True))

@@ -12,6 +12,7 @@
 import contextlib
 import os
 import select
+import threading
 import time
 import weakref
 from collections import OrderedDict, deque
@@ -56,10 +57,13 @@ class _Results:
         self.finished: deque[tuple[int, Any]] = deque()
         """(job id, compiled grammar or GrammarError)."""
         self.event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.may_import = threading.Event()
+        """Whether the engine core's thread has done with its own imports."""
         self._backend: XGrammarBackend | None = None
 
     def on_start(self) -> None:
         """Import xgrammar while the compiler's process does."""
+        self.may_import.wait()
         with contextlib.suppress(Exception):  # on_ready meets it again, and can say so
             import quire_engine.structured_output.xgrammar  # noqa: F401
 
@@ -91,7 +95,10 @@ class _Results:
 
 
 class StructuredOutputManager:
-    """All its methods belong to the engine core's thread. Nothing is started before the first structured request."""
+    """All its methods belong to the engine core's thread.
+
+    Nothing is started before the first structured request, unless `start` is called.
+    """
 
     def __init__(self, arguments: CompilerArguments) -> None:
         self._num_words = -(-arguments.vocab_size // 32)
@@ -109,6 +116,14 @@ class StructuredOutputManager:
         """Requests whose grammar is known not to compile."""
         self.shutdown = weakref.finalize(self, _close, self._compiler, self._results)
         """End the compiler's process. Idempotent."""
+
+    def start(self) -> None:
+        """Start the compiler's process before it is needed, and whenever it dies. Follow with `imports_are_done`."""
+        self._compiler.start()
+
+    def imports_are_done(self) -> None:
+        """From now on the compiler's thread of this process may import what it needs."""
+        self._results.may_import.set()
 
     @property
     def compiler_pid(self) -> int | None:
@@ -250,6 +265,7 @@ class StructuredOutputManager:
 
 
 def _close(compiler: CompilerProcess, results: _Results) -> None:
+    results.may_import.set()
     compiler.shutdown()
     os.close(results.event)
 

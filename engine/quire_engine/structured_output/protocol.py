@@ -3,13 +3,13 @@
 ::
 
     stdin   CompilerArguments once, then CompileRequest, CancelRequest …
-    stdout  CompilerReady once,     then CompileResult …          in any order, by job id
+    stdout  CompilerReady once,     then JobState, CompileResult …  in any order, by job id
 
     frame   | 4 bytes: length, little endian | msgpack |
 """
 
 import struct
-from typing import IO
+from collections.abc import Sequence
 
 import msgspec
 
@@ -19,7 +19,8 @@ __all__ = [
     "CompileResult",
     "CompilerArguments",
     "CompilerReady",
-    "read_frame",
+    "FrameReader",
+    "JobState",
     "to_frame",
 ]
 
@@ -34,6 +35,11 @@ class CompilerArguments(msgspec.Struct, array_like=True):
     """Of the logits, padding included."""
     stop_token_ids: list[int]
     """End-of-sequence ids; empty: the tokenizer's own."""
+
+    @classmethod
+    def for_model(cls, tokenizer_path: str, vocab_size: int, eos_token_ids: Sequence[int]) -> "CompilerArguments":
+        """From what a checkpoint says."""
+        return cls(tokenizer_path, vocab_size, [i for i in eos_token_ids if i < vocab_size])
 
 
 class CompilerReady(msgspec.Struct, array_like=True):
@@ -58,7 +64,14 @@ class CancelRequest(msgspec.Struct, array_like=True, tag=True):
     job_id: int
 
 
-class CompileResult(msgspec.Struct, array_like=True):
+class JobState(msgspec.Struct, array_like=True, tag=True):
+    """A job has been begun, or has to wait again. So it is known which ones were running when the process dies."""
+
+    job_id: int
+    is_running: bool
+
+
+class CompileResult(msgspec.Struct, array_like=True, tag=True):
     """The compiled grammar in the library's own form, or why there is none."""
 
     job_id: int
@@ -75,11 +88,22 @@ def to_frame(message: msgspec.Struct | bytes) -> bytes:
     return _HEADER.pack(len(payload)) + payload
 
 
-def read_frame(stream: IO[bytes]) -> bytes | None:
-    """The next message's msgpack; None at the end of the stream, also one that comes within a message."""
-    header = stream.read(_HEADER.size)
-    if len(header) < _HEADER.size:
-        return None
-    (length,) = _HEADER.unpack(header)
-    payload = stream.read(length)
-    return payload if len(payload) == length else None
+class FrameReader:
+    """Puts frames together again from whatever pieces a pipe gives."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Take in the next piece; returns the msgpack of the messages that are complete now."""
+        self._received += data
+        payloads, begin = [], 0
+        while len(self._received) >= begin + _HEADER.size:
+            (length,) = _HEADER.unpack_from(self._received, begin)
+            end = begin + _HEADER.size + length
+            if len(self._received) < end:
+                break
+            payloads.append(bytes(memoryview(self._received)[begin + _HEADER.size : end]))
+            begin = end
+        del self._received[:begin]
+        return payloads

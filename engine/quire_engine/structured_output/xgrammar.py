@@ -1,4 +1,4 @@
-"""The Grammar protocol over xgrammar (https://arxiv.org/abs/2411.15100). The one module of the core that imports it."""
+"""The Grammar protocol over xgrammar (https://arxiv.org/abs/2411.15100)."""
 
 import time
 from collections.abc import Sequence
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import xgrammar
 
 from quire_engine.structured_output.grammar import GrammarError
+from quire_engine.structured_output.library import xgrammar
 
 __all__ = ["SharedGrammar", "XGrammar", "XGrammarBackend"]
 

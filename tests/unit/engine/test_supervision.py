@@ -173,22 +173,17 @@ def test_an_engine_that_slept_sleeps_again(folder: Path) -> None:
         run(llm, main)
 
 
-def test_who_waits_for_a_grammar_does_not_hang(checkpoint: Callable[[str], Path]) -> None:
+def test_who_waits_for_a_stopped_grammar_compiler_gets_another(checkpoint: Callable[[str], Path]) -> None:
     async def main() -> None:
         structured = params(structured_outputs={"regex": "[a-f]{8}"}, ignore_eos=False)
-        assert (await Stream(llm, PROMPTS[0], structured).task).finished  # now there is a compiler
+        assert (await Stream(llm, PROMPTS[0], structured).task).finished
         (compiler,) = children(llm.engine_pid)
         os.kill(compiler, signal.SIGSTOP)
-        try:
-            waiting = Stream(llm, PROMPTS[0], params(structured_outputs={"regex": "[g-k]{8}"}, ignore_eos=False))
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(waiting.task), 1.5 * step_timeout_s)
-        finally:
-            os.kill(compiler, signal.SIGCONT)
+        waiting = Stream(llm, PROMPTS[0], params(structured_outputs={"regex": "[g-k]{8}"}, ignore_eos=False))
         assert (await waiting.task).finished
+        assert children(llm.engine_pid) != [compiler]
 
-    step_timeout_s = 3.0
-    with engine(checkpoint("tinypy"), step_timeout_s=step_timeout_s) as (llm, recorder):
+    with engine(checkpoint("tinypy"), step_timeout_s=3.0) as (llm, recorder):
         run(llm, main)
         assert recorder.num_restarts == 0
 
