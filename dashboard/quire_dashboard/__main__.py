@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"quire: {error}", file=sys.stderr)
         return 2
     environment = {**os.environ, **settings.to_environment()}
-    script = str(Path(__file__).with_name("app.py"))
+    script = str(Path(__file__).with_name("server.py"))
     command = [sys.executable, "-m", "streamlit", "run", script, *streamlit_flags(given.host, given.port)]
     return os.execve(sys.executable, command, environment)
 

@@ -3,6 +3,7 @@
 The server is a stand-in; the dashboard is a process of its own, started as `quire dashboard` starts it.
 """
 
+import http.client
 import os
 import re
 import signal
@@ -282,6 +283,28 @@ def test_with_a_token_it_must_be_known(open_page: Callable[..., Page], fake: Fak
         page = open_page(f"?token={DASHBOARD_TOKEN.replace(' ', '%20')}", base=address)
         expect(page.get_by_test_id("stMetric").filter(has_text="Running")).to_be_visible()
         assert "token" not in page.url
+
+
+def test_only_its_own_pages_may_talk_to_it(address: str) -> None:
+    own = address.removeprefix("http://")
+    port = own.rpartition(":")[2]
+
+    def is_taken(host: str, origin: str | None) -> bool:
+        request = {"Host": host, "Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13",
+                   "Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA==", "Sec-WebSocket-Protocol": "streamlit",
+                   **({} if origin is None else {"Origin": origin})}  # fmt: skip
+        with closing(http.client.HTTPConnection(own, timeout=30)) as connection:
+            connection.request("GET", "/_stcore/stream", headers=request)
+            return connection.getresponse().status == http.client.SWITCHING_PROTOCOLS
+
+    assert is_taken(own, f"http://{own}")
+    assert is_taken(f"localhost:{port}", f"http://localhost:{port}")
+    assert is_taken(own, None), "no browser"
+    for host, origin in (
+        (own, "http://localhost:3000"), (own, f"http://localhost:{port}"), (own, "http://127.0.0.1"),
+        (own, "http://0.0.0.0:1"), (own, "null"), (own, "https://example.org"), ("evil.example", "http://evil.example"),
+    ):  # fmt: skip
+        assert not is_taken(host, origin), origin
 
 
 def test_pictures_show_something(open_page: Callable[..., Page], tmp_path: Path) -> None:

@@ -1,0 +1,43 @@
+"""What `streamlit run` serves: the program of `app`, to pages of its own alone.
+
+Streamlit takes a websocket from any page of `localhost`, on whichever port, so that another user of the machine, or any
+program that shows a page there, could move the dashboard of whoever opens it; and for a page of an unknown host it asks
+the Internet for its own address.
+"""
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import streamlit as st
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+from streamlit import config
+
+__all__ = ["OwnPagesOnly", "app"]
+
+
+class OwnPagesOnly:
+    """Refuses every websocket that a page of another origin opens. What is no browser tells no origin."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket" and not _is_own(Headers(scope=scope)):
+            await send({"type": "websocket.close", "code": 1008})  # before it was accepted: the answer is 403
+            return
+        await self._app(scope, receive, send)
+
+
+def _is_own(headers: Headers) -> bool:
+    origin = headers.get("origin")
+    if origin is None:
+        return True
+    # Behind a proxy that changes the host, the origin is one that Streamlit has been told of.
+    allowed: list[Any] = config.get_option("server.corsAllowedOrigins")
+    return urlsplit(origin).netloc == headers.get("host") or origin in allowed
+
+
+app = st.App(Path(__file__).with_name("app.py"), middleware=[Middleware(OwnPagesOnly)])
