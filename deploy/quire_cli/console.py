@@ -11,6 +11,7 @@ from quire_cli.patient_writer import PatientWriter
 
 __all__ = ["Console", "waiting_line"]
 
+_BAR_WIDTH = 20
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _CLEAR = "\r\x1b[K"
 _PLAIN_INTERVAL_S = 10.0
@@ -55,30 +56,46 @@ class Console:
 
 
 class waiting_line:  # noqa: N801 (a context manager, used like a function)
-    """Shows that something takes a while: a spinner on a terminal, a plain line every ten seconds elsewhere.
+    """Shows that something takes a while: a bar or a spinner on a terminal, a plain line every ten seconds elsewhere.
 
     Call `tick` often, from the thread that waits.
+
+    Args:
+        console: where it is shown.
+        what: is going on.
+        announce: say so at once elsewhere than on a terminal; else only if it takes that long.
     """
 
-    def __init__(self, console: Console, what: str) -> None:
+    def __init__(self, console: Console, what: str, *, announce: bool = True) -> None:
         self._console = console
         self._what = what
+        self._announce = announce
         self._start = time.monotonic()
         self._next_plain = _PLAIN_INTERVAL_S
 
     def __enter__(self) -> "waiting_line":
-        if not self._console.is_terminal:
+        if self._console.is_terminal:
+            self.tick()
+        elif self._announce:
             self._console.line(f"quire: {self._what}")
         return self
 
     def __exit__(self, *_: object) -> None:
         self._console.status("")
 
-    def tick(self) -> None:
-        """Show the time that has passed."""
+    def tick(self, percent: int | None = None) -> None:
+        """Show the time that has passed, and how much is done where that is known."""
         elapsed = time.monotonic() - self._start
         if self._console.is_terminal:
-            self._console.status(f"{_SPINNER[int(elapsed * 10) % len(_SPINNER)]} quire: {self._what} ({elapsed:.0f} s)")
+            spinner = _SPINNER[int(elapsed * 10) % len(_SPINNER)]
+            bar = "" if percent is None else f" {_bar(percent)}"
+            self._console.status(f"{spinner} quire: {self._what}{bar} ({elapsed:.0f} s)")
         elif elapsed >= self._next_plain:
             self._next_plain += _PLAIN_INTERVAL_S
-            self._console.line(f"quire: {self._what} ({elapsed:.0f} s)")
+            share = "" if percent is None else f"{percent}%, "
+            self._console.line(f"quire: {self._what} ({share}{elapsed:.0f} s)")
+
+
+def _bar(percent: int) -> str:
+    filled = percent * _BAR_WIDTH // 100
+    return f"{'█' * filled}{'░' * (_BAR_WIDTH - filled)} {percent}%"

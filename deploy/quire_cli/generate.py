@@ -1,28 +1,43 @@
-"""`quire generate`: one prompt, offline and in this process, streamed to the terminal."""
+"""`quire generate`: one prompt, offline and in this process, streamed to the terminal; or many, as JSON."""
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quire_cli.console import Console
+from quire_cli.batch import Batch, read_batch
+from quire_cli.console import Console, waiting_line
 from quire_cli.errors import CommandError, UsageError
+
+if TYPE_CHECKING:
+    from quire_engine import LLM
 
 __all__ = ["generate", "read_prompt"]
 
 
-def generate(model: Path, prompt: str | None, sampling: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Generate from one prompt and write the text to stdout as it comes.
+def generate(
+    model: Path,
+    prompt: str | None,
+    sampling: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    *,
+    input_file: Path | None = None,
+    as_json: bool = False,
+) -> None:
+    """Generate from one prompt and write the text to stdout as it comes; or from a file of prompts, as JSON lines.
 
     Args:
         model: a checkpoint's folder.
         prompt: unset: read from stdin.
         sampling: sampling parameters by name; those that are None take their defaults.
         settings: the engine's, as in `model.json`.
+        input_file: of prompts, one per line; see `read_batch`.
+        as_json: one JSON object instead of the text.
 
     Raises:
-        CommandError: the model cannot be loaded, with these settings on this machine.
+        CommandError: the model cannot be loaded, with these settings on this machine; or a line of the file failed.
         UsageError: a parameter or setting has a bad value, or there is no prompt.
     """
     from quire_engine.config import EngineConfig
@@ -30,6 +45,8 @@ def generate(model: Path, prompt: str | None, sampling: Mapping[str, Any], setti
     from quire_engine.models import check_checkpoint
     from quire_engine.sampling_params import SamplingParams
 
+    if input_file is not None and prompt is not None:
+        raise UsageError("--prompt and --input are both given; give one of them")
     # Everything that can be wrong is found before the seconds that loading takes.
     try:
         sampling_params = SamplingParams.from_mapping(sampling)
@@ -38,14 +55,43 @@ def generate(model: Path, prompt: str | None, sampling: Mapping[str, Any], setti
         raise UsageError(str(error)) from error
     try:
         check_checkpoint(model, Path(config.model.tokenizer_path), config.model.load_format)
+        if input_file is not None:
+            batch = read_batch(input_file, sampling)
+            with _loaded(model, settings) as llm:
+                batch.run(llm, Console(), _write)
+            return
         text = read_prompt() if prompt is None else _decoded(os.fsencode(prompt), "--prompt")
         if not text:
             raise UsageError("the prompt is empty; give --prompt TEXT, or write it to stdin")
-        _stream(model, text, sampling_params, settings)
+        with _loaded(model, settings) as llm:
+            if as_json:
+                _write(Batch.of(text, sampling_params).only_result(llm) + "\n")
+                return
+            for output in llm.stream(text, sampling_params):
+                _write(output.outputs[0].text)
+            _write("\n")
     except RequestError as error:
         raise UsageError(str(error)) from error
     except (EngineError, ValueError) as error:
         raise CommandError(str(error)) from error
+
+
+@contextmanager
+def _loaded(model: Path, settings: Mapping[str, Any]) -> "Iterator[LLM]":
+    """The engine, while it is needed; how much of it is loaded is shown."""
+    from quire_engine.models.progress import reported_progress
+
+    with (
+        waiting_line(Console(), f"loading {model}", announce=False) as waiting,
+        reported_progress(waiting.tick),
+    ):
+        from quire_engine import LLM
+
+        llm = LLM(model=str(model), **settings)
+    try:
+        yield llm
+    finally:
+        llm.shutdown()
 
 
 def read_prompt() -> str:
@@ -65,23 +111,6 @@ def _decoded(text: bytes, source: str) -> str:
         return text.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"the prompt of {source} is not valid UTF-8 at byte {error.start}; convert it") from None
-
-
-def _stream(model: Path, prompt: str, sampling_params: Any, settings: Mapping[str, Any]) -> None:
-    console = Console()
-    console.status(f"quire: loading {model}")
-    try:
-        from quire_engine import LLM
-
-        llm = LLM(model=str(model), **settings)
-    finally:
-        console.status("")
-    try:
-        for output in llm.stream(prompt, sampling_params):
-            _write(output.outputs[0].text)
-        _write("\n")
-    finally:
-        llm.shutdown()
 
 
 def _write(text: str) -> None:

@@ -233,6 +233,10 @@ def generate(
     model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face checkpoint folder.")],
     settings: Settings = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Default: read from stdin.")] = None,
+    input_file: Annotated[
+        Path | None, typer.Option("--input", metavar="FILE", help="Many prompts, one per line; - is stdin.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of the text.")] = False,
     max_tokens: Annotated[int, typer.Option(help="The most tokens to generate.")] = 128,
     min_tokens: Annotated[int | None, typer.Option(help="No end before this many tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default 1.")] = None,
@@ -244,7 +248,14 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of the text.")] = False,
     _debug: Debug = False,
 ) -> None:
-    """Generate text from one prompt, with no server, and stream it to stdout."""
+    """Generate text from one prompt, with no server, and stream it to stdout.
+
+    With --json it is one JSON object, with prompt, prompt_token_ids and outputs (text, token_ids, finish_reason, …).
+
+    With --input FILE, each line is a JSON object with prompt, prompt_token_ids or messages; it may have a custom_id,
+    and sampling parameters, which win over the options here. For each line, one such object goes to stdout, in their
+    order, with its line and custom_id, or with an error. Exit code 1: some failed; the others are done.
+    """
     from quire_cli.generate import generate as run_generate
     from quire_cli.model_repository import parse_settings
 
@@ -252,7 +263,7 @@ def generate(
         "max_tokens": max_tokens, "min_tokens": min_tokens, "temperature": temperature, "top_p": top_p,
         "top_k": top_k, "min_p": min_p, "seed": seed, "stop": stop or None, "ignore_eos": ignore_eos,
     }  # fmt: skip
-    run_generate(model, prompt, sampling, parse_settings(settings or []))
+    run_generate(model, prompt, sampling, parse_settings(settings or []), input_file=input_file, as_json=as_json)
 
 
 @app.command()

@@ -17,7 +17,8 @@ from quire_cli.console import Console
 __all__ = ["ServerLog", "failure_cause"]
 
 _ENTRY = re.compile(r"(?P<level>[EWIVF])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ (?P<source>[^:\]]+):\d+\] ")
-_ENGINE = re.compile(r"quire \S+ (INFO|WARNING) ")
+_ENGINE = re.compile(r"quire (?P<process>\w+\[[^\]]*\]) (INFO|WARNING)\b")
+_LOADING = re.compile(r"loading weights: (?P<percent>\d+)% of ")
 _TABLE = re.compile(r"[+|]|\s*$")
 _USAGE = "Usage: tritonserver"
 # True of every machine without a GPU, and nothing that anybody could mend there.
@@ -51,6 +52,8 @@ class ServerLog:
         self._held: list[tuple[float, str]] | None = [] if not everything else None
         self._last_line_at = time.monotonic()
         self._last_words = ""
+        self._loading: dict[str, int] = {}
+        """Percent of the weights that are loaded, by the process that said so."""
         self._recent: deque[str] = deque(maxlen=_KEPT_LINES)
         self._thread = threading.Thread(target=self._read, name="server-log", daemon=True)
         self._thread.start()
@@ -78,6 +81,11 @@ class ServerLog:
         with self._lock:
             return self._last_words
 
+    def loading_percent(self) -> int | None:
+        """How much of the weights is loaded, of the model that is furthest behind; None where none has said so."""
+        with self._lock:
+            return min(self._loading.values(), default=None)
+
     def finish(self) -> None:
         """Wait for the last lines of a server that has exited; one that a lost child still holds open ends here too."""
         self._thread.join(timeout=1.0)
@@ -99,6 +107,9 @@ class ServerLog:
             with self._lock:
                 self._recent.append(line)
                 self._last_line_at = time.monotonic()
+                if (said := _ENGINE.match(line)) and (share := _LOADING.search(line)):
+                    self._loading[said["process"]] = int(share["percent"])
+                    kind = "drop"  # the waiting line shows it
                 if sorter.is_printed:
                     self._last_words = line.strip()
                 if self._everything or kind == "show" or (kind == "hold" and self._held is None):

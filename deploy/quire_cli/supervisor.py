@@ -171,7 +171,7 @@ class Supervisor:
                     )
                 watch.look()
                 server.log.release_old()
-                waiting.tick()
+                waiting.tick(server.log.loading_percent())
         return True
 
     def _watch(self, server: ServerProcess) -> ServerWatch:

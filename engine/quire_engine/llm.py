@@ -1,6 +1,6 @@
 """LLM: the offline face. Same engine core, same process, no server."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ from tqdm import tqdm
 from quire_engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, next_logprobs
 from quire_engine.config import EngineConfig
 from quire_engine.core.client import InprocClient
+from quire_engine.errors import RequestError
 from quire_engine.input_processor import InputProcessor, ProcessedRequest, Prompt
 from quire_engine.output_processor import OutputProcessor
 from quire_engine.outputs import RequestOutput
@@ -18,6 +19,9 @@ from quire_engine.stats import SchedulerStats
 from quire_engine.tokenizer import load_tokenizer
 
 __all__ = ["LLM"]
+
+MAX_LIVE_REQUESTS = 256
+"""Of `generate_each`; more than run at once, and no more than may have their grammars compiled."""
 
 
 class LLM:
@@ -93,6 +97,41 @@ class LLM:
             RequestError: the prompt or its parameters cannot be served.
         """
         return self._run([self._inputs.process(prompt, sampling_params or SamplingParams())])
+
+    def generate_each(
+        self, entries: Iterable[tuple[Prompt, SamplingParams]]
+    ) -> Iterator[tuple[int, RequestOutput | RequestError]]:
+        """Complete any number of prompts, each by itself: one that cannot be served is no harm to the others.
+
+        Args:
+            entries: prompts, or conversations as `{"messages": [...]}`, and their parameters; taken as there is room.
+
+        Yields:
+            Which entry it was, counted from 0, and its finished output or why it was refused; as they finish.
+        """
+        numbers: dict[str, int] = {}
+        results: dict[str, RequestOutput] = {}
+        refused: list[tuple[int, RequestError]] = []
+
+        def requests() -> Iterator[ProcessedRequest]:
+            for number, (prompt, params) in enumerate(entries):
+                request = self._process_or_refuse(prompt, params)
+                if isinstance(request, RequestError):
+                    refused.append((number, request))
+                else:
+                    numbers[request.request_id] = number
+                    yield request
+
+        for delta in self._run(requests(), MAX_LIVE_REQUESTS):
+            yield from refused
+            refused.clear()
+            if delta.request_id in results:
+                results[delta.request_id].merge(delta)
+            else:
+                results[delta.request_id] = delta
+            if delta.finished:
+                yield numbers.pop(delta.request_id), results.pop(delta.request_id)
+        yield from refused
 
     def chat(
         self,
@@ -192,16 +231,30 @@ class LLM:
         """Give the workers and their memory back, that of a GPU, too. Nothing can be generated any more."""
         self._core.shutdown()
 
-    def _run(self, requests: list[ProcessedRequest]) -> Iterator[RequestOutput]:
-        """Add the requests and step until all are finished, yielding every delta."""
+    def _process_or_refuse(self, prompt: Prompt, params: SamplingParams) -> ProcessedRequest | RequestError:
+        try:
+            if isinstance(prompt, Mapping) and set(prompt) == {"messages"}:
+                prompt = self._inputs.apply_chat_template(prompt["messages"])
+            return self._inputs.process(prompt, params)
+        except RequestError as error:
+            return error
+
+    def _run(self, requests: Iterable[ProcessedRequest], most: int | None = None) -> Iterator[RequestOutput]:
+        """Add the requests, at most so many at a time, and step until all are finished, yielding every delta."""
         if self._outputs.has_requests():
             raise RuntimeError("another generation of this LLM is under way; finish or close it first")
         deltas: list[RequestOutput] = []
+        waiting = iter(requests)
         try:
-            for request in requests:
-                for core_request in self._outputs.add_request(request, deltas.append):
-                    self._core.add_request(core_request.to_core())
-            while self._outputs.has_requests():
+            while True:
+                while most is None or len(self._outputs.request_ids) < most:
+                    request = next(waiting, None)
+                    if request is None:
+                        break
+                    for core_request in self._outputs.add_request(request, deltas.append):
+                        self._core.add_request(core_request.to_core())
+                if not self._outputs.has_requests():
+                    break
                 _, to_abort = self._outputs.process(self._core.get_output())
                 for request_id in to_abort:
                     self._core.abort_request(request_id)

@@ -1,9 +1,11 @@
 """How much of the weights is loaded, told in the log: whoever waits reads it there, in whichever process that is."""
 
+import contextlib
 import logging
 import time
+from collections.abc import Callable, Iterator
 
-__all__ = ["LoadProgress"]
+__all__ = ["LoadProgress", "reported_progress"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,3 +35,28 @@ class LoadProgress:
             self._next = now + INTERVAL_S
             share = 100 * self._loaded_bytes // max(self._total_bytes, 1)
             logger.info("loading weights: %d%% of %.0f MB", share, self._total_bytes / 1e6)
+
+
+class _Reporter(logging.Handler):
+    def __init__(self, report: Callable[[int], None]) -> None:
+        super().__init__()
+        self._report = report
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if isinstance(record.args, tuple) and isinstance(share := record.args[0], int):
+            self._report(share)
+
+
+@contextlib.contextmanager
+def reported_progress(report: Callable[[int], None]) -> Iterator[None]:
+    """While it lasts, the share that this process has loaded, in percent, goes to a function instead of the log."""
+    handler, level, propagates = _Reporter(report), logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagates

@@ -17,7 +17,8 @@ CHATTER = [
     "",
 ]
 OURS = f'I{STAMP} triton_api.py:119] "model tinypy is served"'
-ENGINE = "quire engine[11172] INFO quire_engine.worker.worker: KV cache: 4096 blocks"
+ENGINE = "quire engine[11172] INFO: KV cache: 4096 blocks"
+RANK = "quire worker[rank 1, 11180] WARNING: slow"
 WARNING = f'W{STAMP} model_lifecycle.cc:111] "ignored"'
 ERROR = f'E{STAMP} server.cc:1] "bad"'
 PRINTED = "Traceback (most recent call last):"
@@ -37,9 +38,19 @@ def test_chatter_and_tables_are_dropped(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_errors_wait_until_the_server_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [ERROR, PRINTED, ENGINE, WARNING]
-    assert passed_on(lines, capsys, ready=False, everything=False) == [ENGINE, WARNING]
-    assert passed_on(lines, capsys, ready=True, everything=False) == [ENGINE, WARNING, ERROR, PRINTED]
+    lines = [ERROR, PRINTED, ENGINE, RANK, WARNING]
+    assert passed_on(lines, capsys, ready=False, everything=False) == [ENGINE, RANK, WARNING]
+    assert passed_on(lines, capsys, ready=True, everything=False) == [ENGINE, RANK, WARNING, ERROR, PRINTED]
+
+
+def test_the_share_that_is_loaded_is_for_the_waiting_line(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = (f"quire engine[{pid}] INFO: loading weights: %d%% of 1234 MB" for pid in (7, 8))
+    lines = [ENGINE, first % 10, second % 70, f"{OURS} loading weights: 3% of a request", first % 40]
+    log = ServerLog(io.BytesIO("\n".join(lines).encode()), Console(), everything=False)
+    log.finish()
+    assert log.loading_percent() == 40
+    assert capsys.readouterr().err.splitlines() == [ENGINE, lines[3]]
+    assert ServerLog(io.BytesIO(ENGINE.encode()), Console(), everything=False).loading_percent() is None
 
 
 def test_errors_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

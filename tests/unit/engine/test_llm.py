@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -275,3 +276,26 @@ def test_parameters_that_leave_no_token_are_refused(llm: LLM) -> None:
         with pytest.raises(RequestError, match="allowed_token_ids holds no token"):
             llm.generate("a", params, use_tqdm=False)
     assert llm.generate("a", SamplingParams(allowed_token_ids=[1, 7], min_tokens=1), use_tqdm=False)[0].finished
+
+
+def test_each_entry_of_many_is_generated_or_refused_by_itself(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few may be live at a time."""
+    monkeypatch.setattr("quire_engine.llm.MAX_LIVE_REQUESTS", 2)
+    said = [{"role": "user", "content": "a"}]
+    good: list[Any] = ["def f(", {"prompt_token_ids": [5, 6]}, {"messages": said}, "import "]
+    entries: list[tuple[Any, SamplingParams]] = [(prompt, GREEDY) for prompt in good]
+    entries.insert(0, ("", GREEDY))
+    entries.insert(3, ({"prompt_token_ids": [-1]}, GREEDY))
+    entries.append(({"messages": []}, GREEDY))
+    outcomes = dict(llm.generate_each(iter(entries)))
+    refused = {number for number, outcome in outcomes.items() if isinstance(outcome, RequestError)}
+    assert refused == {0, 3, 6}
+    assert set(outcomes) == set(range(7))
+    expected = [*llm.generate(good[:2], GREEDY, use_tqdm=False), *llm.chat(said, GREEDY, use_tqdm=False),
+                *llm.generate(good[3:], GREEDY, use_tqdm=False)]  # fmt: skip
+    for number, output in zip((1, 2, 4, 5), expected, strict=True):
+        outcome = outcomes[number]
+        assert not isinstance(outcome, RequestError)
+        assert outcome.finished
+        assert outcome.outputs[0].token_ids == output.outputs[0].token_ids
+    assert list(llm.generate_each([])) == []
