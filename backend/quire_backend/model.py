@@ -1,7 +1,8 @@
 """TritonPythonModel: the five calls of the server's Python stub."""
 
+import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -9,6 +10,7 @@ from quire_engine.config import EngineConfig
 from quire_engine.errors import EngineError
 from quire_engine.stats import FinishedRequestStats, StatLogger
 from quire_monitoring import MetricDefinition, TritonStatLogger
+from quire_monitoring.triton import MetricFamily
 
 from quire_backend import model_config, triton_api
 from quire_backend.engine_number import EngineNumber
@@ -50,9 +52,27 @@ def make_otel(config: EngineConfig, labels: Mapping[str, str]) -> "OtelStatLogge
     return OtelStatLogger(endpoint, labels, trace_sample_ratio=config.frontend.otlp_trace_sample_ratio)
 
 
-def _no_family(definition: MetricDefinition) -> NoReturn:
-    """In the place of `triton_api.metric_family` when no metrics are wanted."""
-    raise RuntimeError("they are switched off by the setting metrics")
+def family_maker(config: EngineConfig, pbtxt: Mapping[str, Any]) -> Callable[[MetricDefinition], MetricFamily | None]:
+    """What makes the families of custom metrics; where none are wanted, it raises, and says what switches them off.
+
+    Args:
+        config: all settings.
+        pbtxt: the model's configuration.
+
+    Raises:
+        ValueError: the configuration cannot be understood.
+    """
+    switches = {
+        "the setting metrics": not config.frontend.metrics,
+        "the setting disable_log_stats": config.frontend.disable_log_stats,
+        "REPORT_CUSTOM_METRICS in config.pbtxt": not model_config.reports_metrics(pbtxt),
+    }
+    off = [name for name, is_off in switches.items() if is_off]
+
+    def no_family(definition: MetricDefinition) -> NoReturn:
+        raise RuntimeError(f"they are switched off by {off[0]}")
+
+    return no_family if off else triton_api.metric_family
 
 
 class TritonPythonModel:
@@ -99,7 +119,7 @@ class TritonPythonModel:
             )
         labels = {"model": args["model_name"], "version": args["model_version"], "engine": self._number.label}
         self._metrics = TritonStatLogger(
-            triton_api.metric_family if config.frontend.metrics else _no_family,
+            family_maker(config, json.loads(args["model_config"])),
             labels,
             slo_classes=config.frontend.slo,
             num_ranks=config.parallel.world_size,
@@ -114,6 +134,7 @@ class TritonPythonModel:
             engine,
             config.frontend,
             on_rejected=self._record_rejection,
+            when_counted=self._metrics.when_written,
             model=labels["model"],
             version=labels["version"],
             status=status,

@@ -3,10 +3,24 @@
 They hold all of vllm_backend's but its `image` and `embedding_request`, so clients that generate text run unchanged.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["INPUTS", "OUTPUTS", "RETURN_FLAGS", "SAMPLING_INPUTS", "TYPED_INPUTS", "TensorSpec", "complete"]
+__all__ = [
+    "INPUTS",
+    "OUTPUTS",
+    "RETURN_FLAGS",
+    "SAMPLING_INPUTS",
+    "TYPED_INPUTS",
+    "TensorSpec",
+    "complete",
+    "reports_metrics",
+]
+
+
+METRICS_PARAMETER = "REPORT_CUSTOM_METRICS"
+"""vllm_backend's, in `config.pbtxt`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +152,22 @@ def _wants_typed_inputs(declared: dict[str, Any]) -> bool:
     if value not in ("true", "false"):
         raise ValueError(f'the parameter {TYPED_INPUTS_OPTION} is {value!r}; it must be "true" or "false"')
     return bool(value == "true")
+
+
+def reports_metrics(config: Mapping[str, Any]) -> bool:
+    """Whether the model shows custom metrics, as far as `config.pbtxt` says: unlike in vllm_backend, unless it says no.
+
+    Args:
+        config: the model's configuration.
+
+    Raises:
+        ValueError: its parameter means neither yes nor no.
+    """
+    value = config.get("parameters", {}).get(METRICS_PARAMETER, {}).get("string_value", "true")
+    wanted = {"true": True, "yes": True, "false": False, "no": False}.get(value.strip().lower())
+    if wanted is None:
+        raise ValueError(f"parameter {METRICS_PARAMETER} of config.pbtxt is {value!r}; it must be true or false")
+    return wanted
 
 
 def _property(spec: TensorSpec, declared: dict[str, Any] | None, **own: bool) -> dict[str, Any]:

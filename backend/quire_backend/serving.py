@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -88,6 +89,8 @@ class Serving:
         config: how often streams are sent, and who may look inside.
         on_rejected: called for every request that is refused before it reaches the engine, with the class of objectives
             that it would have been judged by; without one when the fault was the request's own.
+        when_counted: calls back when all that the engine and `on_rejected` have told so far is in the metrics. A client
+            that has its last response and looks there finds its request.
         model: the model's name, for snapshots.
         version: its version.
         status: where to show `quire serve` that this moves; closed with the serving.
@@ -98,6 +101,7 @@ class Serving:
         engine: Engine,
         config: FrontendConfig,
         on_rejected: Callable[[FinishedRequestStats], None] = lambda request: None,
+        when_counted: Callable[[Callable[[], None]], None] = lambda callback: callback(),
         *,
         model: str = "",
         version: str = "",
@@ -110,6 +114,7 @@ class Serving:
         self._model, self._version = model, version
         self._introspections: set[asyncio.Task[None]] = set()
         self._on_rejected = on_rejected
+        self._when_counted = when_counted
         self._is_traced = config.otlp_endpoint is not None
         self._draining = False
         self._live: set[ResponseStream] = set()
@@ -193,11 +198,11 @@ class Serving:
         )  # fmt: skip
         if code not in (ErrorCode.INVALID_ARG, ErrorCode.NOT_FOUND):  # or else the fault is the caller's
             rejected.slo_class, rejected.slo_verdict, rejected.slo_cause = stream.slo_class, "miss", "rejected"
-        self._responses.fail(stream, code, message)
         try:
             self._on_rejected(rejected)
         except Exception:
             logger.exception("a refused request was not recorded")
+        self._when_counted(partial(self._responses.fail, stream, code, message))
 
     def _introspect(self, request: TritonRequest, stream: ResponseStream) -> bool:
         """Answer an operator; False when it is a client's request. Engines that are away can be asked about as well."""
@@ -295,13 +300,18 @@ class Serving:
         return snapshot
 
     def _on_output(self, stream: ResponseStream, output: "RequestOutput") -> None:
-        failure = failure_of(output, cancelled=stream.cancelled, draining=self._draining) if output.finished else None
+        if not output.finished:
+            self._responses.put(stream, output)
+            return
+        failure = failure_of(output, cancelled=stream.cancelled, draining=self._draining)
         if failure is not None:
             if stream.cancelled:
                 logger.debug("[vllm] Successfully cancelled the request %r", stream.label)
-            self._responses.fail(stream, *failure)
+            end = partial(self._responses.fail, stream, *failure)
         else:
-            self._responses.put(stream, output)
+            end = partial(self._responses.put, stream, output)
+        # The engine records a step once all its outputs are given out: after this turn of the loop.
+        self._call(self._when_counted, end)
 
     def _abort_all(self) -> None:
         with self._live_changed:

@@ -240,7 +240,8 @@ class FrontendConfig:
     """Share of the requests that have a trace, 0 to 1, where the caller has not decided that itself."""
     metrics: bool = True
     """Whether statistics are kept at all; without them goodput is not known either."""
-
+    disable_log_stats: bool = False
+    """vLLM's way to say that they are not."""
     report_cached_tokens: bool = True
     """Whether the performance metrics of a request say how many of its prompt's tokens came from the cache. Who sees
     that can find out what others have sent."""
@@ -261,6 +262,7 @@ class FrontendConfig:
         _check(self.metric_aliases in METRIC_ALIASES, "metric_aliases", self.metric_aliases,
                f"one of {', '.join(METRIC_ALIASES)}")  # fmt: skip
         _check_bool("metrics", self.metrics)
+        _check_bool("disable_log_stats", self.disable_log_stats)
         _check_bool("report_cached_tokens", self.report_cached_tokens)
         _check(self.otlp_endpoint is None or (isinstance(self.otlp_endpoint, str) and self.otlp_endpoint != ""),
                "otlp_endpoint", self.otlp_endpoint, "an address, such as http://localhost:4317")  # fmt: skip

@@ -13,7 +13,7 @@ from typing import TypeVar
 from quire_engine.slo import DEFAULT_CLASS
 from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats
 
-from quire_monitoring.definitions import OUTCOMES, WINDOWS, Series, alias_of, series
+from quire_monitoring.definitions import OUTCOMES, WINDOWS, Series, aliases_of, series
 from quire_monitoring.goodput import Goodput
 
 __all__ = ["Accumulator"]
@@ -123,6 +123,7 @@ class Accumulator:
             observations[_DECODE].append(request.decode_seconds)
             observations[_REQUEST_PROMPT].append(request.num_prompt_tokens)
             observations[_REQUEST_GENERATION].append(request.num_output_tokens)
+            observations[_SEQUENCES].append(request.num_sequences)
         if request.time_per_output_token_seconds is not None:
             observations[_PER_TOKEN].append(request.time_per_output_token_seconds)
         if request.slo_class in self._slo_classes and request.slo_verdict and request.slo_cause:
@@ -144,8 +145,7 @@ class Accumulator:
         grown = Counter({one: growth for one, growth in taken.items() if growth})
         if self._aliases:
             for one, growth in list(grown.items()):
-                alias = alias_of(one)
-                if alias is not None:
+                for alias in aliases_of(one):
                     grown[alias] += growth
         return grown
 
@@ -154,8 +154,7 @@ class Accumulator:
         with self._lock:
             taken, self._observations = self._observations, defaultdict(list)
         if self._aliases:
-            aliases = {alias: values for one, values in taken.items() if (alias := alias_of(one)) is not None}
-            taken.update(aliases)
+            taken.update({alias: values for one, values in taken.items() for alias in aliases_of(one)})
         return taken
 
     def gauges(self, is_up: bool, workers_up: Sequence[bool]) -> dict[Series, float]:
@@ -175,8 +174,7 @@ class Accumulator:
         }
         if self._aliases:
             for one, value in list(gauges.items()):
-                alias = alias_of(one)
-                if alias is not None:
+                for alias in aliases_of(one):
                     gauges[alias] = gauges.get(alias, 0.0) + value
         for rank, worker_is_up in enumerate(workers_up):
             gauges[series("quire_worker_up", rank=str(rank))] = float(worker_is_up)
@@ -224,6 +222,7 @@ _PREFILL = series("quire_request_prefill_time_seconds")
 _DECODE = series("quire_request_decode_time_seconds")
 _REQUEST_PROMPT = series("quire_request_prompt_tokens")
 _REQUEST_GENERATION = series("quire_request_generation_tokens")
+_SEQUENCES = series("quire_request_params_n")
 _STEP_TOKENS = series("quire_iteration_tokens")
 _SCHEDULE = series("quire_step_seconds", phase="schedule")
 _EXECUTE = series("quire_step_seconds", phase="execute")

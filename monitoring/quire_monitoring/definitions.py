@@ -6,11 +6,11 @@ Times are in seconds, ratios from 0 to 1.
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 
-__all__ = ["METRICS", "OUTCOMES", "WINDOWS", "MetricDefinition", "MetricKind", "Series", "alias_of", "make_aliases",
+__all__ = ["METRICS", "OUTCOMES", "WINDOWS", "MetricDefinition", "MetricKind", "Series", "aliases_of", "make_aliases",
            "make_metrics", "series"]  # fmt: skip
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
@@ -41,6 +41,7 @@ _STEP_BUCKETS = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
 _LENGTH_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+_SEQUENCES_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 _STEP_TOKENS_BUCKETS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
 
 
@@ -130,6 +131,7 @@ _ENGINE: tuple[MetricDefinition, ...] = (
     _histogram("quire_request_decode_time_seconds", "From the request's first token to its last", _REQUEST_BUCKETS),
     _histogram("quire_request_prompt_tokens", "Prompt tokens per request", _LENGTH_BUCKETS),
     _histogram("quire_request_generation_tokens", "Generated tokens per request", _LENGTH_BUCKETS),
+    _histogram("quire_request_params_n", "Sequences per request", _SEQUENCES_BUCKETS),
     _histogram("quire_iteration_tokens", "Tokens computed per step", _STEP_TOKENS_BUCKETS, is_frequent=True),
     _histogram("quire_step_seconds", "What a step of the engine core took, by phase", _STEP_BUCKETS, is_frequent=True,
                phase=PHASES),
@@ -192,9 +194,12 @@ _ALIASES = {
     "quire_request_decode_time_seconds": "vllm:request_decode_time_seconds",
     "quire_request_prompt_tokens": "vllm:request_prompt_tokens",
     "quire_request_generation_tokens": "vllm:request_generation_tokens",
+    "quire_request_params_n": "vllm:request_params_n",
     "quire_iteration_tokens": "vllm:iteration_tokens_total",
 }
 """Our name → vLLM's, of a metric that means the same. (`iteration_tokens_total` is a histogram there, too.)"""
+_OLD_ALIASES = {"quire_inter_token_latency_seconds": "vllm:time_per_output_token_seconds"}
+"""What vLLM called some of them before. vllm_backend and many boards still do."""
 
 _ALIAS_LABELS = {"quire_requests_waiting": {}, "quire_requests_total": {"outcome": "finished_reason"}}
 """Where the labels differ, what becomes of each; one that is not there is summed over."""
@@ -202,27 +207,25 @@ _WITHOUT_ALIAS = {series("quire_requests_total", outcome="rejected")}
 
 
 @cache
-def alias_of(of: Series) -> Series | None:
-    """The series of vLLM's that a series is part of, if there is one."""
+def aliases_of(of: Series) -> tuple[Series, ...]:
+    """The series of vLLM's that a series is part of."""
     name, labels = of
-    if name not in _ALIASES or of in _WITHOUT_ALIAS:
-        return None
+    if of in _WITHOUT_ALIAS:
+        return ()
     renamed: Mapping[str, str] = _ALIAS_LABELS.get(name, {label: label for label, _ in labels})
-    return series(_ALIASES[name], **{renamed[label]: value for label, value in labels if label in renamed})
+    own = {renamed[label]: value for label, value in labels if label in renamed}
+    return tuple(series(table[name], **own) for table in (_ALIASES, _OLD_ALIASES) if name in table)
 
 
 def make_aliases(metrics: Sequence[MetricDefinition]) -> tuple[MetricDefinition, ...]:
     """The same metrics under vLLM's names, as far as vLLM has them. Their series have the label `model_name`, too."""
     aliases = []
     for metric in metrics:
-        of_series = [alias_of(series(metric.name, **own)) for own in metric.label_sets()]
-        found = [dict(labels) for _, labels in filter(None, of_series)]
-        if found:
-            labels = {label: tuple(dict.fromkeys(own[label] for own in found)) for label in found[0]}
-            aliases.append(
-                MetricDefinition(
-                    name=_ALIASES[metric.name], kind=metric.kind, help=metric.help, labels=labels,
-                    buckets=metric.buckets, is_frequent=metric.is_frequent,
-                )
-            )  # fmt: skip
+        found: dict[str, list[dict[str, str]]] = {}
+        for own in metric.label_sets():
+            for name, labels in aliases_of(series(metric.name, **own)):
+                found.setdefault(name, []).append(dict(labels))
+        for name, label_sets in found.items():
+            values = {label: tuple(dict.fromkeys(own[label] for own in label_sets)) for label in label_sets[0]}
+            aliases.append(replace(metric, name=name, labels=values, combinations=()))
     return tuple(aliases)

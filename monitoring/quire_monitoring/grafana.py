@@ -184,8 +184,11 @@ CACHE = Dashboard(
                   description="Prompt tokens of requests whose first token came."),
             Panel(title="Prompt lengths", queries=_quantiles("quire_request_prompt_tokens"),
                   description="Tokens per prompt."),
-            Panel(title="Answer lengths", queries=_quantiles("quire_request_generation_tokens"),
-                  description="Generated tokens per request."),
+            Panel(title="Answer lengths",
+                  queries=(*_quantiles("quire_request_generation_tokens"),
+                           (f"{_rate('quire_request_params_n_sum', 'model')} / "
+                            f"{_rate('quire_request_params_n_count', 'model')}", "{{model}} sequences")),
+                  description="Generated tokens per request, and of how many sequences (`n`) they are in the mean."),
         )),
         Row(panels=(
             Panel(title="Running and waiting",

@@ -5,6 +5,8 @@ there is none that takes several values. So `record` only adds up in memory, and
 
 * gauges and counters four times a second, each once, and again as soon as the engine is idle;
 * histograms of requests one observation per finished request;
+* counters and these at once when the end of a request waits for them (`when_written`): all that end meanwhile share one
+  flush, so that a request costs no round trips of its own for it;
 * histograms of steps and tokens (`MetricDefinition.is_frequent`) once a second, in a number of round trips that does
   not depend on how much happened. Triton's own histograms cannot do that: theirs is one per observation, thousands a
   second. So these are three families of counters each, which make the same samples: `_bucket{le}`, `_sum`, `_count`.
@@ -31,13 +33,15 @@ logger = logging.getLogger(__name__)
 
 SHORTEST_INTERVAL_SECONDS = 0.1
 FLUSH_INTERVAL_SECONDS = 0.25
-"""Between two flushes of a busy engine. What makes it idle is written after the shortest interval."""
+"""Between two flushes of a busy engine. What makes it idle, or up again, is written after the shortest interval."""
 FREQUENT_INTERVAL_SECONDS = 1.0
 """Between two flushes of what happens with every step."""
 HEALTH_INTERVAL_SECONDS = 0.25
 """How often health and goodput are looked at while nothing else happens."""
 STOP_SECONDS = 10.0
 """What the last flush may take. It is done in milliseconds, unless the server does not answer."""
+HEALTH = {"quire_engine_up", "quire_worker_up"}
+"""What is written whenever anything is."""
 WARNING_INTERVAL_SECONDS = 60.0
 """How often failed writes are told of, at most."""
 
@@ -83,8 +87,10 @@ class TritonStatLogger:
         self._workers_up: Callable[[], Sequence[bool]] = lambda: self._nobody_up
         self._condition = threading.Condition()
         self._has_changed = False
-        self._is_idle = False
+        self._is_urgent = False
         self._stopping = False
+        self._is_writing = False
+        self._waiting: list[Callable[[], None]] = []
         # Of the writing thread:
         self._flushed_at = -FLUSH_INTERVAL_SECONDS
         self._written: dict[Series, float] = {}
@@ -116,6 +122,7 @@ class TritonStatLogger:
         self._declare_all()
         self._is_kept = self.enabled
         if self.enabled:
+            self._is_writing = True
             self._thread.start()
 
     def stop(self) -> None:
@@ -144,22 +151,31 @@ class TritonStatLogger:
         if not self._is_kept:
             return
         self._accumulator.record(scheduler_stats, iteration_stats)
-        self._note_change()
+        self._note_change(is_urgent=self._accumulator.is_idle or iteration_stats.num_engine_restarts > 0)
 
     def record_rejection(self, slo_class: str | None = None) -> None:
         """Count a request that was refused before it reached the engine; see `Accumulator.record_rejection`."""
         if not self._is_kept:
             return
         self._accumulator.record_rejection(slo_class)
-        self._note_change()
+        self._note_change(is_urgent=self._accumulator.is_idle)
 
-    def _note_change(self) -> None:
-        is_idle = self._accumulator.is_idle
-        if self._has_changed and (self._is_idle or not is_idle):
+    def when_written(self, callback: Callable[[], None]) -> None:
+        """Call back, from the writing thread, when the counters hold all that was recorded until now; at once where
+        nothing is written. Must not raise."""
+        with self._condition:
+            if self._is_writing:
+                self._waiting.append(callback)
+                self._condition.notify()
+                return
+        callback()
+
+    def _note_change(self, is_urgent: bool) -> None:
+        if self._has_changed and (self._is_urgent or not is_urgent):
             return  # it is known already
         with self._condition:
             self._has_changed = True
-            self._is_idle = self._is_idle or is_idle
+            self._is_urgent = self._is_urgent or is_urgent
             self._condition.notify()
 
     # -- writing ----------------------------------------------------------------------------------------------------
@@ -215,32 +231,64 @@ class TritonStatLogger:
         return True
 
     def _run(self) -> None:
-        while self._wait():
-            self._flush()
-        self._flush()
+        is_last = False
+        while not is_last:
+            is_last = not self._wait()
+            try:
+                self._flush(is_last)
+            except Exception:
+                logger.exception("metrics were not written")
+            with self._condition:
+                self._is_writing = not is_last
+        _call_all(self._take_waiting())
 
     def _wait(self) -> bool:
         """Sleep until something is to be written; False when that is for the last time."""
         with self._condition:
-            while not self._stopping:
+            while not (self._stopping or self._waiting):
                 rest = self._flushed_at + self._interval - time.monotonic()
                 if rest <= 0:
                     break
                 self._condition.wait(rest)
-            self._flushed_at = time.monotonic()
-            self._has_changed = self._is_idle = False
+            self._has_changed = self._is_urgent = False
             return not self._stopping
 
     @property
     def _interval(self) -> float:
         if not self._has_changed:
             return HEALTH_INTERVAL_SECONDS
-        return SHORTEST_INTERVAL_SECONDS if self._is_idle else FLUSH_INTERVAL_SECONDS
+        return SHORTEST_INTERVAL_SECONDS if self._is_urgent else FLUSH_INTERVAL_SECONDS
 
-    def _flush(self) -> None:
-        # Read first and written last, so that whoever sees an idle engine finds all that it did in the counters.
-        is_idle = self._accumulator.is_idle
-        gauges = self._accumulator.gauges(self._is_up(), self._workers_up())
+    def _flush(self, is_last: bool = False) -> None:
+        """Write what is due: growth always, and what changes all the time at its intervals and of an idle engine."""
+        waiting, now = self._take_waiting(), time.monotonic()
+        try:
+            # Read first and written last, so that whoever sees an idle engine finds all that it did in the counters.
+            is_idle = self._accumulator.is_idle or is_last
+            gauges = self._accumulator.gauges(self._is_up(), self._workers_up())
+            self._set({one: value for one, value in gauges.items() if one[0] in HEALTH})
+            self._write_growth()
+            if is_idle or now >= self._next_frequent:
+                self._next_frequent = now + FREQUENT_INTERVAL_SECONDS
+                self._write_pending()
+        finally:
+            _call_all(waiting)
+        if is_idle or now >= self._flushed_at + FLUSH_INTERVAL_SECONDS:
+            self._flushed_at = now
+            self._set(gauges)
+
+    def _set(self, gauges: Mapping[Series, float]) -> None:
+        """Write those that are not as they were written last."""
+        for one, value in gauges.items():
+            if self._written.get(one) != value and self._write(one, "set", value):
+                self._written[one] = value
+
+    def _take_waiting(self) -> list[Callable[[], None]]:
+        with self._condition:
+            waiting, self._waiting = self._waiting, []
+        return waiting
+
+    def _write_growth(self) -> None:
         for one, growth in self._accumulator.take_counters().items():
             self._write(one, "increment", growth)
         for one, values in self._accumulator.take_observations().items():
@@ -249,13 +297,6 @@ class TritonStatLogger:
                 continue
             for value in values:
                 self._write(one, "observe", value)
-        now = time.monotonic()
-        if is_idle or now >= self._next_frequent or self._stopping:
-            self._next_frequent = now + FREQUENT_INTERVAL_SECONDS
-            self._write_pending()
-        for one, value in gauges.items():
-            if self._written.get(one) != value and self._write(one, "set", value):
-                self._written[one] = value
 
     def _write_pending(self) -> None:
         """Write the frequent histograms: whatever was observed, one increment for each bucket that grew."""
@@ -282,3 +323,8 @@ class TritonStatLogger:
                 self._next_warning = time.monotonic() + WARNING_INTERVAL_SECONDS
                 logger.warning("%s was not written: %s", one[0], error)
             return False
+
+
+def _call_all(callbacks: Iterable[Callable[[], None]]) -> None:
+    for callback in callbacks:
+        callback()

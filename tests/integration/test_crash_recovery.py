@@ -176,6 +176,20 @@ def test_every_stream_ends_as_if_nothing_had_happened(
     record_property("pause_seconds", load.pauses)
 
 
+def test_whether_an_engine_is_up_is_told_at_once(crash_server: Server) -> None:
+    """Nobody asks anything of it: what is seen is not a side effect of requests."""
+
+    def up() -> tuple[float, float]:
+        engine, worker = ("quire_engine_up", {}), ("quire_worker_up", {"rank": "0"})
+        return tuple(metric(crash_server, name, model="alone", **labels) for name, labels in (engine, worker))
+
+    assert up() == (1, 1)
+    kill_core(crash_server, "alone")
+    wait_until(lambda: up() == (0, 0), "the death is seen", 2)
+    assert run(crash_server, model="alone", text_input="def f(x):", max_tokens=1).text
+    assert up() == (1, 1)
+
+
 def test_a_poison_request_ends_alone(
     crash_server: Server, undisturbed: dict[str, list[Answer]], fault_file: Path
 ) -> None:

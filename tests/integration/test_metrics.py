@@ -94,7 +94,10 @@ def test_steps_and_tokens_are_counted_under_both_names(server: Server) -> None:
         key = name, frozenset(labels.items())
         return scrape(server, "judged")[0][key] - before[key]
 
-    wait_until(lambda: growth("vllm:request_success_total", finished_reason="length") == 1, "it is counted")
+    assert growth("vllm:request_success_total", finished_reason="length") == 1
+    for name in ("vllm:time_per_output_token_seconds_count", "vllm:time_per_output_token_seconds_bucket"):
+        assert growth(name, **({"le": "+Inf"} if name.endswith("bucket") else {})) == 6
+    assert growth("vllm:request_params_n_sum") == 1
     for prefix in ("quire_", "vllm:"):
         for name, count in {
             "generation_tokens_total": 7, "prompt_tokens_total": 5, "inter_token_latency_seconds_count": 6,
@@ -102,13 +105,44 @@ def test_steps_and_tokens_are_counted_under_both_names(server: Server) -> None:
             "request_decode_time_seconds_count": 1,
             "request_generation_tokens_sum": 7, "request_prefill_time_seconds_count": 1,
         }.items():  # fmt: skip
-            wait_until(lambda name=prefix + name, count=count: growth(name) == count, prefix + name)
+            assert growth(prefix + name) == count, prefix + name
     assert growth("quire_iteration_tokens_sum") == growth("vllm:iteration_tokens_total_sum") == 5 + 6
     for phase in ("schedule", "execute", "update"):
         assert growth("quire_step_seconds_count", phase=phase) == 7
         assert growth("quire_step_seconds_bucket", phase=phase, le="+Inf") == 7
         assert 0 < growth("quire_step_seconds_sum", phase=phase) < 10
     assert value(server, "quire_worker_up", rank="0") == 1
+
+
+def test_who_has_the_last_response_finds_the_request_counted(server: Server) -> None:
+    """One of several that run, not only the last one, and one that is refused."""
+
+    def counted() -> tuple[float, float]:
+        samples = scrape(server, "plain")[0]
+        ended = sum(value for (name, _), value in samples.items() if name == "quire_requests_total")
+        return ended, samples["quire_e2e_request_latency_seconds_count", frozenset()]
+
+    ended, timed = counted()
+    lock = asyncio.Lock()
+    num_done = num_refused = 0
+
+    async def work(client: grpc_aio.InferenceServerClient) -> None:
+        async def one(index: int) -> None:
+            nonlocal num_done, num_refused
+            is_bad = index % 4 == 0
+            answer = await ask(client, model="plain", text_input="x = ", max_tokens=3 + 3 * index, ignore_eos=True,
+                               stream=True, parameters={"slo_class": "gold"} if is_bad else None)  # fmt: skip
+            assert (answer.error is not None) == is_bad
+            async with lock:
+                num_done, num_refused = num_done + 1, num_refused + is_bad
+                now = await asyncio.to_thread(counted)
+                assert now[0] >= ended + num_done
+                assert now[1] >= timed + num_done - num_refused
+
+        await asyncio.gather(*(one(index) for index in range(16)))
+
+    asyncio.run(with_client(server, work))
+    assert counted() == (ended + 16, timed + 12)
 
 
 def test_goodput_is_exact(server: Server) -> None:

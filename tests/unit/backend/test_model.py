@@ -196,7 +196,7 @@ def arguments(tmp_path):
     return {
         "model_repository": str(tmp_path), "model_version": "1", "model_name": "m",
         "model_instance_kind": "MODEL", "model_instance_device_id": "0",
-        "model_instance_name": "m_0_0",
+        "model_instance_name": "m_0_0", "model_config": "{}",
     }  # fmt: skip
 
 
@@ -314,6 +314,49 @@ def test_living_engines_of_a_model_have_numbers_of_their_own(engine: Any, argume
     assert numbers == [("m", "0"), ("m", "1"), ("other", "0"), ("m", "0"), ("m", "2"), ("m", "2")]
     for model in (second, third, other):
         model.finalize()
+
+
+@pytest.mark.parametrize(
+    ("settings", "parameter", "reason"),
+    [
+        ({}, None, None),
+        ({"disable_log_stats": False}, "true", None),
+        ({}, "YES", None),
+        ({"metrics": False}, "true", "the setting metrics"),
+        ({"disable_log_stats": True}, "true", "the setting disable_log_stats"),
+        ({}, "false", "REPORT_CUSTOM_METRICS in config.pbtxt"),
+        ({"metrics": True}, "no", "REPORT_CUSTOM_METRICS in config.pbtxt"),
+    ],
+)
+def test_metrics_are_switched_off_as_in_vllm_backend_too(
+    settings: Any,
+    parameter: Any,
+    reason: Any,
+    engine: Any,
+    arguments: Any,
+    monkeypatch: Any,
+    caplog: Any,
+    tmp_path: Any,
+) -> None:
+    (tmp_path / "1" / "model.json").write_text(json.dumps({"model": "weights", **settings}))
+    pbtxt = {} if parameter is None else {"parameters": {"REPORT_CUSTOM_METRICS": {"string_value": parameter}}}
+    loggers = []
+    monkeypatch.setattr(
+        model_module, "make_engine", lambda config, stat_loggers: loggers.extend(stat_loggers) or engine
+    )
+    monkeypatch.setattr(triton_api, "install_log_handler", lambda: None)
+    model = TritonPythonModel()
+    model.initialize({**arguments, "model_config": json.dumps(pbtxt)})
+    assert loggers[0].enabled == (reason is None)
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("quire_monitoring")]
+    assert told == ([] if reason is None else [f"no custom metrics: they are switched off by {reason}"])
+    model.finalize()
+
+
+def test_report_custom_metrics_is_yes_or_no(arguments: Any) -> None:
+    pbtxt = {"parameters": {"REPORT_CUSTOM_METRICS": {"string_value": "maybe"}}}
+    with pytest.raises(Exception, match=r"REPORT_CUSTOM_METRICS of config.pbtxt is 'maybe'; it must be true or false"):
+        TritonPythonModel().initialize({**arguments, "model_config": json.dumps(pbtxt)})
 
 
 def test_missing_settings_are_a_load_error(arguments: Any, tmp_path: Any) -> None:

@@ -2,11 +2,14 @@
 
 import json
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from quire_backend.cancellation import POLL_INTERVAL_SECONDS
+from quire_backend.serving import Serving
+from quire_engine.config import FrontendConfig
 from quire_engine.errors import EngineDeadError
 from quire_engine.stats import FinishedRequestStats
 
@@ -260,3 +263,38 @@ def test_what_was_refused_belongs_to_its_callers_trace(engine: Any, request_of: 
         assert error_of(request)
     serving.shutdown()
     assert [one.traceparent for one in rejected] == ["the caller's"] * 2 + [None, "the server's", "the caller's"]
+
+
+def test_a_client_hears_of_the_end_when_it_is_counted(engine: Any, request_of: Any) -> None:
+    """And before that, of all else."""
+    waiting: list[Callable[[], None]] = []
+    rejections: list[FinishedRequestStats] = []
+    asked = threading.Semaphore(0)
+
+    def when_counted(callback: Callable[[], None]) -> None:
+        waiting.append(callback)
+        asked.release()
+
+    serving = Serving(engine, FrontendConfig(), on_rejected=rejections.append, when_counted=when_counted)
+    serving.start()
+    streamed, failed, refused = request_of(text_input="Hi", stream=True), request_of(text_input="Hi"), request_of()
+    for number, request in enumerate((streamed, failed), start=1):
+        serving.submit(request)
+        with engine.changed:
+            assert engine.changed.wait_for(lambda number=number: len(engine.sinks) == number, timeout=10)
+    first, second = engine.sinks
+    engine.emit(first, "He")
+    assert streamed.sender.wait(lambda: bool(streamed.sender.responses))[0].text == "He"
+    engine.emit(first, "llo", finish_reason="stop")
+    engine.emit(second, finish_reason="error", error="by design")
+    serving.submit(refused)
+    for _ in range(3):
+        assert asked.acquire(timeout=10)
+    assert len(rejections) == 1
+    assert not any(request.sender.finished for request in (streamed, failed, refused))
+    for callback in waiting:
+        callback()
+    assert streamed.sender.wait()[-1].text == "llo"
+    assert error_of(failed)[1] == "by design"
+    assert error_of(refused)[0] == "INVALID_ARG"
+    serving.shutdown()

@@ -158,8 +158,7 @@ def test_both_exporters_agree(seed: int, aliases: bool) -> None:
             triton._flush()
         if rng.random() < 0.05:
             scrape(prometheus)
-    triton._next_frequent = 0.0
-    triton._flush()
+    triton._flush(is_last=True)
     expected = scrape(prometheus)
     assert server.samples.keys() == expected.keys()
     for key, value in expected.items():

@@ -223,7 +223,11 @@ def test_engine_up_falls_when_it_dies_and_when_it_stops(server: Any) -> None:
     healthy.clear()
     server.wait_for(("quire_engine_up",), 0)
     healthy.set()
-    server.wait_for(("quire_engine_up",), 1)
+    found: list[float] = []
+    called = threading.Event()
+    stat_logger.when_written(lambda: (found.append(server.values[("quire_engine_up",)]), called.set()))
+    assert called.wait(5)
+    assert found == [1]  # whoever hears from an engine finds it up
     stat_logger.stop()
     assert server.values[("quire_engine_up",)] == 0
 
@@ -278,6 +282,62 @@ def test_failed_write_loses_nothing_else_and_is_told_once(server: Any, failing: 
     if failing == "quire_requests_running":
         server.wait_for(("quire_requests_running",), 2)  # the present is told as soon as that works again
     stat_logger.stop()
+
+
+def test_what_waits_for_the_counters_finds_them_final_and_shares_their_round_trips(server: Any) -> None:
+    stat_logger = TritonStatLogger(server.make_family, LABELS)
+    stat_logger.start(is_up=lambda: True)
+    server.wait_for(("quire_engine_up",), 1)
+    found: list[tuple[float, int]] = []
+    done = FinishedRequestStats("length", num_output_tokens=5, e2e_seconds=2.0)
+    changed = threading.Condition()
+
+    def look() -> None:
+        with changed:
+            observed = len(server.observed["quire_e2e_request_latency_seconds"])
+            found.append((server.values["quire_requests_total", "length"], observed))
+            changed.notify()
+
+    def record(number: int) -> None:
+        iteration = IterationStats(num_generation_tokens=number, finished_requests=[done] * number)
+        stat_logger.record(SchedulerStats(num_running=1), iteration)
+
+    for count in (1, 2):  # the second comes before the next flush of a busy engine is due
+        record(1)
+        stat_logger.when_written(look)
+        with changed:
+            assert changed.wait_for(lambda count=count: len(found) == count, timeout=5)
+        assert found[-1] == (count, count)
+    calls = server.calls
+    with server.changed:  # the server takes its time, and many requests end meanwhile
+        record(1)
+        stat_logger.when_written(look)
+        for _ in range(50):
+            record(1)
+            stat_logger.when_written(look)
+    with changed:
+        assert changed.wait_for(lambda: len(found) == 53, timeout=5)
+    assert found[-1] == (53, 53)
+    num_counters, observations = 4, 4 * 51  # two histograms and two counters, each under both names
+    assert server.calls - calls <= observations + 3 * num_counters
+    stat_logger.stop()
+    stat_logger.when_written(look)
+    assert len(found) == 54  # nothing is written any more, and nobody waits for ever
+
+
+def test_an_engine_whose_health_cannot_be_told_delays_no_end_of_a_request(server: Any, caplog: Any) -> None:
+    def is_up() -> bool:
+        raise OSError("no descriptors")
+
+    stat_logger = TritonStatLogger(server.make_family, LABELS)
+    stat_logger.start(is_up=is_up)
+    called = threading.Event()
+    for _ in range(2):
+        called.clear()
+        stat_logger.when_written(called.set)
+        assert called.wait(5)
+    stat_logger.stop()
+    assert "metrics were not written" in caplog.text
 
 
 def test_server_without_metrics_is_noted_once(caplog: Any) -> None:
