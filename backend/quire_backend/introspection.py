@@ -13,7 +13,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from quire_engine.errors import RequestError
+from quire_engine.errors import MAX_QUOTED, RequestError, quote
 
 __all__ = ["IntrospectionRequest", "parse_introspection"]
 
@@ -47,12 +47,10 @@ def parse_introspection(parameters: str, token: str | None) -> IntrospectionRequ
     _authorize(values.get("introspection_token"), token)
     action = values.get("introspect")
     if action not in _ACTIONS:
-        raise RequestError(
-            "introspect", f"introspect is {str(action)[:100]!r}; it must be one of {', '.join(_ACTIONS)}"
-        )
+        raise RequestError("introspect", f"introspect is {quote(action)}; it must be one of {', '.join(_ACTIONS)}")
     for name in values:
         if name not in _PARAMETERS and not name.startswith("triton_"):
-            raise RequestError(name, f"{name} has no meaning in a request with introspect")
+            raise RequestError(name, f"{name[:MAX_QUOTED]} has no meaning in a request with introspect")
     request_id = values.get("cancel_request_id")
     if action == "snapshot" and request_id is None:
         return IntrospectionRequest()

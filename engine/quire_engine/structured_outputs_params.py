@@ -4,12 +4,13 @@ A leaf: it knows nothing of tokens and of the library that compiles grammars. Wh
 size of the result) comes back as an error of the request, see `structured_output`.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 import msgspec
 
-from quire_engine.errors import RequestError, json_type
+from quire_engine.errors import RequestError, json_type, quote
 
 __all__ = ["MAX_CHOICES", "MAX_STRUCTURED_OUTPUTS_BYTES", "MAX_SUBSCHEMAS", "StructuredOutputsParams"]
 
@@ -21,6 +22,9 @@ MAX_SUBSCHEMAS = 10_000
 MAX_PATH_CHARACTERS = 200
 """Of a place in a schema, in a message."""
 
+_JSON_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
+"""What msgspec's messages call JSON's types."""
+_MSGSPEC_TYPE = re.compile(rf"\b({'|'.join(_JSON_TYPES)})\b(?=[^`]*`)")
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -87,12 +91,17 @@ class StructuredOutputsParams(
             value = _decode_json("structured_outputs", value)
         if not isinstance(value, Mapping):
             _refuse(json_type(value), "a JSON object")
+        known = [field.name for field in msgspec.structs.fields(cls)]
+        unknown = next((name for name in value if name not in known), None)
+        if unknown is not None:
+            _refuse(f"given with the unknown field {quote(unknown)}", f"an object of {', '.join(known)}")
         try:
             return msgspec.convert(dict(value), cls)
         except msgspec.ValidationError as error:
             if isinstance(error.__cause__, RequestError):
                 raise error.__cause__ from None
-            raise RequestError("structured_outputs", f"structured_outputs: {error}") from None
+            reason = _MSGSPEC_TYPE.sub(lambda match: _JSON_TYPES[match[0]], str(error)).replace("`", "")
+            raise RequestError("structured_outputs", f"structured_outputs: {reason}") from None
 
     @property
     def kind(self) -> str:

@@ -243,7 +243,7 @@ class EngineCore:
         """Find out who is to blame for a failed step. What else is in flight is not trusted either."""
         logger.error("a step of %d requests failed", len(scheduler_output.num_scheduled_tokens), exc_info=error)
         self._drop_in_flight()
-        reason = f"the engine failed: {error!r}"
+        reason = "the engine failed at this request; its log has the cause"
         return self.scheduler.recover_from_failed_step(
             scheduler_output, reason, was_submitted=was_submitted, was_aborted=isinstance(error, AbortedError)
         )

@@ -219,7 +219,7 @@ def test_culprit_of_a_failed_step_ends_alone(core: Core) -> None:
     core.executor.poison.add("b")
     core.run()
     (error,) = [output for output in core.told if output.finish_reason is FinishReason.ERROR]
-    assert (error.request_id, error.error) == ("b", "the engine failed: RuntimeError('b made the step fail')")
+    assert (error.request_id, error.error) == ("b", "the engine failed at this request; its log has the cause")
     assert core.tokens("b") == core.expected["b"][0][:2], "what was in flight behind the first token had no poison yet"
     core.check("a", "c")
 
