@@ -43,7 +43,9 @@ BYTES_PER_OUTPUT = 1024
 BYTES_PER_TOKEN = 8
 """Text and id."""
 BYTES_PER_LOGPROB = 64
-"""As JSON: a token's id, text, log-probability and rank."""
+"""As JSON, which waits in the server: a token's id, text, log-probability and rank."""
+BYTES_PER_PENDING_LOGPROB = 256
+"""As objects, which wait here until the end of a request that does not stream."""
 
 
 class ResponseStream:
@@ -158,7 +160,7 @@ class ResponseQueue:
         with self._condition:
             if stream.ending:
                 return
-            stream.num_bytes += _size(output)
+            stream.num_bytes += _size(output, stream.options.stream)
             if stream.num_bytes <= self._max_response_bytes:
                 if stream.pending is None:
                     stream.pending = output
@@ -270,9 +272,9 @@ class ResponseQueue:
                 logger.warning("request %r could not be ended: %s", stream.label, error)
 
 
-def _size(output: "RequestOutput") -> int:
-    """About how much memory a response takes that holds this alone."""
+def _size(output: "RequestOutput", streams: bool) -> int:
+    """About how much memory it takes where it waits."""
     positions = [*(output.prompt_logprobs or ()), *(at for item in output.outputs for at in item.logprobs or ())]
     num_logprobs = sum(len(position) for position in positions if position is not None)
     num_tokens = sum(len(item.token_ids) for item in output.outputs)
-    return BYTES_PER_TOKEN * num_tokens + BYTES_PER_LOGPROB * num_logprobs
+    return BYTES_PER_TOKEN * num_tokens + (BYTES_PER_LOGPROB if streams else BYTES_PER_PENDING_LOGPROB) * num_logprobs

@@ -82,6 +82,17 @@ def test_an_answer_that_grows_beyond_the_limit_ends_with_an_error(
     assert stream.pending is None
 
 
+def test_log_probabilities_that_wait_for_the_end_count_as_the_objects_that_they_are(
+    make_queue: Any, request_of: Any
+) -> None:
+    queue, _ = make_queue(max_response_bytes=10_000)
+    for streams, fits in ((True, True), (False, False)):
+        stream, sender = make_stream(request_of, streams)
+        queue.put(stream, with_logprobs("aaaa", 20, "stop"))
+        (response,) = sender.wait()
+        assert (response.error is None) is fits
+
+
 def test_many_small_responses_count_too(make_queue: Any, request_of: Any) -> None:
     queue, events = make_queue(max_response_bytes=10_000)
     stream, sender = make_stream(request_of)
