@@ -43,6 +43,10 @@ PLACEMENT_SECONDS = 60.0
 """How long the cluster may take to find room for all ranks."""
 POLL_SECONDS = 1.0
 TEMP_DIR_PREFIX = "quire-ray-"
+LONGEST_TEMP_DIR = 43
+"""Bytes of the path of a cluster's folder: Ray's sockets lie 64 deeper, and no socket's path has more than 107."""
+SHORT_ROOT = "/tmp"
+"""Where the folder goes if the temporary folder's path is too long: that of `quire serve`'s processes always is."""
 OBJECT_STORE_BYTES = 80 << 20
 """Of a cluster of our own: nothing is kept there. Ray takes no less."""
 
@@ -167,8 +171,7 @@ class RayExecutor:
         address = os.environ.get("RAY_ADDRESS")
         if address is None:
             _remove_left_behind()
-            prefix = f"{TEMP_DIR_PREFIX}{os.getpid()}-"
-            self._temp_dir = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
+            self._temp_dir = _make_folder()
             options |= {
                 "address": "local",
                 "num_cpus": self._config.parallel.world_size,
@@ -335,12 +338,24 @@ class RayWorker:
             self._worker.wake_up()
 
 
+def _make_folder() -> tempfile.TemporaryDirectory[str]:
+    """A private folder for a cluster: in the temporary folder, or in a shorter one if Ray's sockets would not fit."""
+    prefix = f"{TEMP_DIR_PREFIX}{os.getpid()}-"
+    for root in (tempfile.gettempdir(), SHORT_ROOT):
+        folder = tempfile.TemporaryDirectory(prefix=prefix, dir=root, ignore_cleanup_errors=True)
+        if len(os.fsencode(folder.name)) <= LONGEST_TEMP_DIR:
+            break
+        folder.cleanup()
+    return folder
+
+
 def _remove_left_behind() -> None:
     """Remove the folders of engines that were killed: their clusters are gone with them."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{TEMP_DIR_PREFIX}*"):
-        pid = folder.name.removeprefix(TEMP_DIR_PREFIX).partition("-")[0]
-        if not Path("/proc", pid).exists():
-            shutil.rmtree(folder, ignore_errors=True)
+    for root in {tempfile.gettempdir(), SHORT_ROOT}:
+        for folder in Path(root).glob(f"{TEMP_DIR_PREFIX}*"):
+            pid = folder.name.removeprefix(TEMP_DIR_PREFIX).partition("-")[0]
+            if not Path("/proc", pid).exists():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
