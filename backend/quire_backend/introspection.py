@@ -49,7 +49,7 @@ def parse_introspection(parameters: str, token: str | None) -> IntrospectionRequ
     if action not in _ACTIONS:
         raise RequestError("introspect", f"introspect is {quote(action)}; it must be one of {', '.join(_ACTIONS)}")
     for name in values:
-        if name not in _PARAMETERS and not name.startswith("triton_"):
+        if name not in (*_PARAMETERS, "id") and not name.startswith("triton_"):  # an HTTP body's id comes along
             raise RequestError(name, f"{name[:MAX_QUOTED]} has no meaning in a request with introspect")
     request_id = values.get("cancel_request_id")
     if action == "snapshot" and request_id is None:

@@ -24,7 +24,9 @@ def test_requests_of_clients_are_none_of_these(text: str) -> None:
 
 
 def test_what_may_be_asked() -> None:
-    text = parameters(introspect="snapshot", introspection_token=TOKEN, triton_enable_empty_final_response=False)
+    text = parameters(
+        introspect="snapshot", introspection_token=TOKEN, triton_enable_empty_final_response=False, id="x"
+    )
     snapshot = parse_introspection(text, TOKEN)
     assert snapshot is not None
     assert snapshot.cancel_request_id is None
