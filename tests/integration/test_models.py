@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import shutil
 import signal
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
+from support.checkpoints import POINTER, edit_json
 from support.clients import Answer, ask, http, metric, run, with_client
 from support.processes import command_line
 from support.serving import ROOT, Server, serve, wait_until
@@ -43,12 +46,6 @@ def add_model(repository: Path, name: str, settings: dict[str, Any] | str) -> Pa
     return folder
 
 
-def edit_config(folder: Path, **changes: Any) -> None:
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").unlink()
-    (folder / "config.json").write_text(json.dumps({**values, **changes}))
-
-
 def break_model(repository: Path, name: str) -> None:
     """A model that cannot be served, in the way that its name says."""
     settings = {
@@ -70,8 +67,16 @@ def break_model(repository: Path, name: str) -> None:
         (folder / "model.safetensors").unlink()
         index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif name == "git-lfs-pointer":
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors").write_text(POINTER)
+    elif name == "weights-nan":
+        tensors = load_file(CHECKPOINT / "model.safetensors")
+        tensors["model.norm.weight"][3] = math.nan
+        (folder / "model.safetensors").unlink()
+        save_file(tensors, folder / "model.safetensors")
     elif name == "unknown-architecture":
-        edit_config(folder, architectures=["MysteryForCausalLM"], model_type="mystery")
+        edit_json(folder / "config.json", architectures=["MysteryForCausalLM"], model_type="mystery")
 
 
 BROKEN = {
@@ -83,6 +88,8 @@ BROKEN = {
     "truncated": "model.safetensors",
     "missing-shard": "model-00001-of-00002.safetensors",
     "unknown-architecture": "MysteryForCausalLM",
+    "git-lfs-pointer": "model.safetensors is a git-LFS pointer, not the file itself; fetch it with: git lfs pull",
+    "weights-nan": "model.safetensors: tensor model.norm.weight holds nan; weights must be finite numbers",
 }
 
 
