@@ -10,12 +10,22 @@ in `text_output`::
 
 import hmac
 import json
+import logging
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from quire_engine.errors import MAX_QUOTED, RequestError, quote
 
-__all__ = ["IntrospectionRequest", "parse_introspection"]
+__all__ = ["IntrospectionRequest", "TokenGuard", "TooManyAttemptsError", "parse_introspection"]
+
+logger = logging.getLogger(__name__)
+
+MOST_WRONG = 10
+"""Wrong tokens in one window."""
+WINDOW_S = 1.0
+_WARN_S = 60.0
 
 _ACTIONS = ("snapshot", "cancel")
 _PARAMETERS = ("introspect", "introspection_token", "cancel_request_id")
@@ -29,22 +39,23 @@ class IntrospectionRequest:
     """The request that is to end; None: a snapshot is wanted."""
 
 
-def parse_introspection(parameters: str, token: str | None) -> IntrospectionRequest | None:
+def parse_introspection(parameters: str, guard: "TokenGuard") -> IntrospectionRequest | None:
     """Read the request parameters of any request; None for the usual ones, which ask for nothing of this.
 
     Args:
         parameters: a JSON object, or nothing.
-        token: what has to be shown; None: nobody is allowed.
+        guard: knows what has to be shown.
 
     Raises:
         RequestError: it asks for introspection and is not allowed to, or asks for what there is not.
+        TooManyAttemptsError: others have shown too many wrong tokens just now.
     """
     if '"introspect' not in parameters and '"cancel_request_id"' not in parameters:  # cheaper than to parse them all
         return None
     values: dict[str, Any] = json.loads(parameters)
     if not any(name in values for name in _PARAMETERS):
         return None
-    _authorize(values.get("introspection_token"), token)
+    guard.check(values.get("introspection_token"))
     action = values.get("introspect")
     if action not in _ACTIONS:
         raise RequestError("introspect", f"introspect is {quote(action)}; it must be one of {', '.join(_ACTIONS)}")
@@ -61,18 +72,55 @@ def parse_introspection(parameters: str, token: str | None) -> IntrospectionRequ
     )
 
 
-def _authorize(shown: object, token: str | None) -> None:
-    """Compare in a time that does not tell how much of it was right.
+class TooManyAttemptsError(Exception):
+    """Nobody's token is looked at just now."""
 
-    Raises:
-        RequestError: it is not allowed; the message does not repeat what was shown.
+
+class TokenGuard:
+    """Lets in who shows the token, and makes guessing it slow.
+
+    Of who asks, nothing is known but what he shows: a limit is one for all. So it is for a moment only; while somebody
+    guesses, operators have to ask more than once, and the log says why.
+
+    Args:
+        token: what has to be shown; None: nobody is allowed.
+        clock: in seconds.
     """
-    name = "introspection_token"
-    if token is None:
-        raise RequestError(
-            "introspect",
-            f"introspect is refused: this model has no {name}; set {name} in its model.json, or the environment "
-            "variable QUIRE_INTROSPECTION_TOKEN of the server",
-        )
-    if not isinstance(shown, str) or not hmac.compare_digest(shown.encode(errors="replace"), token.encode()):
-        raise RequestError(name, f"unauthorized: {name} is {'missing' if shown is None else 'wrong'}")
+
+    def __init__(self, token: str | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._token = token
+        self._clock = clock
+        self._window_end = 0.0
+        self._num_wrong = 0
+        self._next_warning = 0.0
+
+    def check(self, shown: object) -> None:
+        """Compare in a time that does not tell how much of it was right.
+
+        Raises:
+            RequestError: it is not allowed; the message does not repeat what was shown.
+            TooManyAttemptsError: it was not looked at.
+        """
+        name = "introspection_token"
+        if self._token is None:
+            raise RequestError(
+                "introspect",
+                f"introspect is refused: this model has no {name}; set {name} in its model.json, or the environment "
+                "variable QUIRE_INTROSPECTION_TOKEN of the server",
+            )
+        if shown is None:
+            raise RequestError(name, f"unauthorized: {name} is missing")
+        now = self._clock()
+        if now >= self._window_end:
+            self._window_end, self._num_wrong = now + WINDOW_S, 0
+        if self._num_wrong >= MOST_WRONG:
+            self._warn(now)
+            raise TooManyAttemptsError(f"too many wrong tokens were shown; send {name} again in {WINDOW_S:.0f} s")
+        if not isinstance(shown, str) or not hmac.compare_digest(shown.encode(errors="replace"), self._token.encode()):
+            self._num_wrong += 1
+            raise RequestError(name, f"unauthorized: {name} is wrong")
+
+    def _warn(self, now: float) -> None:
+        if now >= self._next_warning:
+            self._next_warning = now + _WARN_S
+            logger.warning("somebody guesses the introspection_token: more than %d wrong ones per second", MOST_WRONG)

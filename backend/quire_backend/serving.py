@@ -21,7 +21,12 @@ from quire_engine.slo import DEFAULT_CLASS, RequestSLO
 from quire_engine.stats import FinishedRequestStats
 
 from quire_backend.cancellation import CancellationPoller
-from quire_backend.introspection import IntrospectionRequest, parse_introspection
+from quire_backend.introspection import (
+    IntrospectionRequest,
+    TokenGuard,
+    TooManyAttemptsError,
+    parse_introspection,
+)
 from quire_backend.request import GenerateRequest, UnknownLoRAError, parse_request, traceparent_parameter
 from quire_backend.response_queue import ResponseQueue, ResponseStream
 from quire_backend.responses import answer_of, failure_of
@@ -109,7 +114,7 @@ class Serving:
     ) -> None:
         self._engine = engine
         self._status = status
-        self._introspection_token = config.introspection_token
+        self._token_guard = TokenGuard(config.introspection_token)
         self._report_cached_tokens = config.report_cached_tokens
         self._model, self._version = model, version
         self._introspections: set[asyncio.Task[None]] = set()
@@ -206,7 +211,7 @@ class Serving:
 
     def _introspect(self, request: TritonRequest, stream: ResponseStream) -> bool:
         """Answer an operator; False when it is a client's request. Engines that are away can be asked about as well."""
-        introspection = parse_introspection(request_parameters(request), self._introspection_token)
+        introspection = parse_introspection(request_parameters(request), self._token_guard)
         if introspection is None:
             return False
         if self._draining:
@@ -353,6 +358,6 @@ def _explain(error: Exception) -> tuple[ErrorCode, str]:
         return ErrorCode.NOT_FOUND, str(error)
     if isinstance(error, RequestError):
         return ErrorCode.INVALID_ARG, str(error)
-    if isinstance(error, _UnavailableError | EngineDeadError | EngineUnavailableError):
+    if isinstance(error, _UnavailableError | EngineDeadError | EngineUnavailableError | TooManyAttemptsError):
         return ErrorCode.UNAVAILABLE, str(error)
     return ErrorCode.INTERNAL, "the backend failed at this request; the server's log has the cause"

@@ -48,8 +48,9 @@ def load_engine_config(version_dir: Path, instance_kind: str = "MODEL", instance
     if not isinstance(settings, dict):
         raise ValueError(f"{path} must hold a JSON object of settings, not a {type(settings).__name__}")
     token = os.environ.get(TOKEN_VARIABLE)
-    if token:
-        settings.setdefault("introspection_token", token)
+    is_given_outside = bool(token) and "introspection_token" not in settings
+    if is_given_outside:
+        settings["introspection_token"] = token
     endpoint = os.environ.get(OTLP_VARIABLE)
     if endpoint and "otlp_endpoint" not in settings:
         if _has_otel():
@@ -60,7 +61,8 @@ def load_engine_config(version_dir: Path, instance_kind: str = "MODEL", instance
         settings |= _device_settings(settings, instance_kind, instance_device_id)
         return EngineConfig.from_settings(settings, base_dir=version_dir)
     except ValueError as error:
-        raise ValueError(f"{path}: {one_line(error)}") from None
+        is_outside = is_given_outside and str(error).startswith("introspection_token ")
+        raise ValueError(f"{TOKEN_VARIABLE if is_outside else path}: {one_line(error)}") from None
 
 
 def _device_settings(settings: Mapping[str, Any], kind: str, device_id: int) -> dict[str, Any]:

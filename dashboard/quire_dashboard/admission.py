@@ -3,16 +3,45 @@
 import hmac
 import threading
 import time
+from collections.abc import Callable
 
 import streamlit as st
 
 from quire_dashboard.settings import Settings
 
-__all__ = ["is_admitted", "matches"]
+__all__ = ["Door", "is_admitted"]
 
-_WRONG_TOKEN_S = 1.0
-"""How long a wrong token takes, one at a time over all visitors: too slow to guess."""
-_one_at_a_time = threading.Lock()
+MOST_WRONG = 10
+"""Wrong tokens in one window, of all visitors together."""
+WINDOW_S = 1.0
+
+
+class Door:
+    """Compares what is shown with the token, and makes guessing it slow.
+
+    After too many wrong ones nobody's is looked at, for a moment: whoever has the token tries again.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._window_end = 0.0
+        self._num_wrong = 0
+
+    def opens(self, shown: str, token: str) -> bool | None:
+        """Whether it is the token; None: it was not looked at."""
+        with self._lock:
+            now = self._clock()
+            if now >= self._window_end:
+                self._window_end, self._num_wrong = now + WINDOW_S, 0
+            if self._num_wrong >= MOST_WRONG:
+                return None
+            is_right = hmac.compare_digest(shown.encode(errors="replace"), token.encode())
+            self._num_wrong += not is_right
+            return is_right
+
+
+_door = Door()
 
 
 def is_admitted() -> bool:
@@ -29,17 +58,9 @@ def is_admitted() -> bool:
         given = st.text_input("Token", type="password", help="What the dashboard was started with.")
     if not given:
         return False
-    if matches(given, token):
+    opens = _door.opens(given, token)
+    if opens:
         st.session_state["admitted"] = True
         st.rerun()
-    st.error("This is not the token.")
-    return False
-
-
-def matches(given: str, token: str) -> bool:
-    """Compare in constant time; a wrong one takes a while."""
-    if hmac.compare_digest(given.encode(), token.encode()):
-        return True
-    with _one_at_a_time:
-        time.sleep(_WRONG_TOKEN_S)
+    st.error("This is not the token." if opens is False else "Too many wrong tokens just now; try again in a moment.")
     return False

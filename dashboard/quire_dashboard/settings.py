@@ -8,6 +8,7 @@ __all__ = ["DASHBOARD_TOKEN_VARIABLE", "INTROSPECTION_TOKEN_VARIABLE", "LOOPBACK
 
 DASHBOARD_TOKEN_VARIABLE = "QUIRE_DASHBOARD_TOKEN"
 INTROSPECTION_TOKEN_VARIABLE = "QUIRE_INTROSPECTION_TOKEN"
+MIN_TOKEN_CHARACTERS = 16
 _PREFIX = "QUIRE_DASHBOARD_"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -33,6 +34,11 @@ class Settings:
             host, _, port = value.rpartition(":")
             if not host or not port.isdecimal() or "/" in value:
                 raise ValueError(f"{name} is {value!r}; it must be HOST:PORT, such as {Settings.default(name)}")
+        if self.token and len(self.token) < MIN_TOKEN_CHARACTERS:
+            raise ValueError(
+                f"{DASHBOARD_TOKEN_VARIABLE} has {len(self.token)} characters; it must have at least "
+                f"{MIN_TOKEN_CHARACTERS}, such as openssl rand -hex 16 makes"
+            )
         if self.prometheus and not self.prometheus.startswith(("http://", "https://")):
             raise ValueError(f"prometheus is {self.prometheus!r}; it must be a URL, such as http://127.0.0.1:9090")
 

@@ -32,6 +32,7 @@ _NEEDS = ("quire_dashboard", "streamlit", "prometheus_client", "tritonclient")
 _START_S = 30.0
 """How long the ready line waits for the dashboard; the server is what matters."""
 _STOP_S = 3.0
+_MIN_TOKEN_CHARACTERS = 16
 
 
 def how_to_install() -> str:
@@ -79,6 +80,7 @@ def run_dashboard(options: DashboardOptions) -> int:
             f"on {options.host} others reach the dashboard, which shows requests and can cancel them; "
             f"give it a token with --token or {DASHBOARD_TOKEN}"
         )
+    _check(token)
     port = reserve({"port": Endpoint(options.host, options.port)})["port"].port
     print(f"quire: dashboard at http://{Endpoint(options.host, port)}/", flush=True)
     return os.execve(sys.executable, options.command(port), {**os.environ, DASHBOARD_TOKEN: token})
@@ -91,6 +93,9 @@ class Dashboard:
         endpoint: where it listens; of another host than loopback, it asks its visitors for a token.
         server: the server's endpoints by service, `grpc` and `metrics` among them.
         console: is told when the dashboard ends by itself.
+
+    Raises:
+        UsageError: the token that it was given is too short.
     """
 
     def __init__(self, endpoint: Endpoint, server: Mapping[str, Endpoint], console: Console) -> None:
@@ -98,6 +103,7 @@ class Dashboard:
         self._console = console
         self._introspection_token = os.environ.get(INTROSPECTION_TOKEN) or secrets.token_urlsafe(24)
         self._token = os.environ.get(DASHBOARD_TOKEN, "")
+        _check(self._token)
         self._is_given = bool(self._token)
         if not is_loopback(endpoint.host) and not self._token:
             self._token = secrets.token_urlsafe(24)
@@ -193,6 +199,14 @@ class Dashboard:
                 "quire: the dashboard has ended; the server goes on, and another one starts with: quire dashboard "
                 f"--url {self._options.url} --metrics {self._options.metrics}"
             )
+
+
+def _check(token: str) -> None:
+    if token and len(token) < _MIN_TOKEN_CHARACTERS:
+        raise UsageError(
+            f"{DASHBOARD_TOKEN} (or --token) has {len(token)} characters; it must have at least "
+            f"{_MIN_TOKEN_CHARACTERS}, such as openssl rand -hex 16 makes"
+        )
 
 
 def _client(endpoint: Endpoint) -> str:

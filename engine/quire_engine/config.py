@@ -22,6 +22,7 @@ KV_CACHE_DTYPES = ("auto", "fp8")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_NUM_SEQS = 4096
 SECRETS = ("introspection_token",)
+MIN_TOKEN_CHARACTERS = 16
 DEVICES = ("auto", "cpu", "cuda")
 EXECUTOR_BACKENDS = ("uni", "mp", "ray")
 METRIC_ALIASES = ("vllm", "none")
@@ -369,6 +370,11 @@ def _check_token(value: object) -> None:
     """Its value is in no message: these end up in logs."""
     if value is not None and not (isinstance(value, str) and value.isascii() and value.isprintable() and value.strip()):
         raise ValueError("introspection_token must be a string of printable ASCII characters, and not empty")
+    if isinstance(value, str) and len(value) < MIN_TOKEN_CHARACTERS:
+        raise ValueError(
+            f"introspection_token has {len(value)} characters; it must have at least {MIN_TOKEN_CHARACTERS}, such as "
+            "openssl rand -hex 16 makes"
+        )
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:

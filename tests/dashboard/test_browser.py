@@ -36,7 +36,7 @@ PAGES = {
     "Playground": "Prompt",
     "Load": "No load has been started.",
 }
-DASHBOARD_TOKEN = "open sesame"
+DASHBOARD_TOKEN = "open sesame, please"
 
 
 @pytest.fixture(scope="module")

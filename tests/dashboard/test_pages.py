@@ -250,20 +250,20 @@ def test_load_runs_and_is_watched(fake: FakeTriton) -> None:
 
 
 def test_nothing_is_shown_without_the_token(fake: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUIRE_DASHBOARD_TOKEN", "open sesame")
+    monkeypatch.setenv("QUIRE_DASHBOARD_TOKEN", "open sesame, please")
     app = open_page("requests")
     assert len(app.text_input) == 1
     assert not app.dataframe
     app.text_input[0].set_value("guess")
     assert "This is not the token." in text_of(app.run())
     assert not app.dataframe
-    app.text_input[0].set_value("open sesame")
+    app.text_input[0].set_value("open sesame, please")
     assert "**2 requests**" in text_of(app.run())
 
 
 def test_the_token_may_come_by_address_and_leaves_it(fake: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUIRE_DASHBOARD_TOKEN", "open sesame")
+    monkeypatch.setenv("QUIRE_DASHBOARD_TOKEN", "open sesame, please")
     app = AppTest.from_string(PAGE.format(page="requests"), default_timeout=TIMEOUT_S)
-    app.query_params["token"] = "open sesame"
+    app.query_params["token"] = "open sesame, please"
     assert "**2 requests**" in text_of(app.run())
     assert "token" not in app.query_params

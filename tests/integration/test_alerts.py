@@ -30,7 +30,7 @@ from tritonclient.grpc import aio as grpc_aio
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
-TOKEN = "for-the-tests"
+TOKEN = "a-token-for-the-tests"
 FACTOR = 60
 """A minute is a second."""
 CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"

@@ -24,7 +24,7 @@ LONG = {"max_tokens": 900, "ignore_eos": True, "temperature": 0}
 def open_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two models: one with a token of its own, and one that gets it from the environment."""
     repository = tmp_path_factory.mktemp("models")
-    for name, settings in {"own": {"introspection_token": "its own"}, "tinypy": {}}.items():
+    for name, settings in {"own": {"introspection_token": "a token of its own"}, "tinypy": {}}.items():
         folder = repository / name / "1"
         folder.mkdir(parents=True)
         (repository / name / "config.pbtxt").write_text('backend: "quire"\n')
@@ -63,7 +63,7 @@ def test_off_by_default(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "token"), [("tinypy", "wrong"), ("tinypy", "its own"), ("own", TOKEN), ("tinypy", None)]
+    ("model", "token"), [("tinypy", "wrong"), ("tinypy", "a token of its own"), ("own", TOKEN), ("tinypy", None)]
 )
 def test_wrong_token(open_server: Server, model: str, token: str | None) -> None:
     parameters = {"introspect": "snapshot"} | ({} if token is None else {"introspection_token": token})
@@ -75,7 +75,7 @@ def test_wrong_token(open_server: Server, model: str, token: str | None) -> None
 
 
 def test_snapshot_over_http(open_server: Server) -> None:
-    body = {"introspect": "snapshot", "introspection_token": "its own"}
+    body = {"introspect": "snapshot", "introspection_token": "a token of its own"}
     for path in ("generate", "generate_stream"):
         status, content = http(open_server, f"/v2/models/own/{path}", {"parameters": body})
         assert status == 200, content
@@ -84,7 +84,7 @@ def test_snapshot_over_http(open_server: Server) -> None:
         assert (seen["model"], seen["version"]) == ("own", "1")
         assert seen["engine"]["up"]
         assert seen["requests"] == []
-        assert "its own" not in json.dumps(seen)
+        assert "a token of its own" not in json.dumps(seen)
         assert len(seen["blocks"]["owner"]) == seen["blocks"]["num_blocks"] > 0
     status, content = http(open_server, "/v2/models/own/generate", {"parameters": body | {"introspection_token": "x"}})
     assert status == 400

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_backend.introspection import parse_introspection
+from quire_backend.introspection import MOST_WRONG, WINDOW_S, TokenGuard, TooManyAttemptsError, parse_introspection
 from quire_backend.settings import load_engine_config
 from quire_engine.errors import RequestError
 from quire_engine.snapshot import BlocksSnapshot, EngineSnapshot, PrefixTreeSnapshot, RequestSnapshot, Snapshot
 
-TOKEN = "open sesame"
+TOKEN = "open sesame, now"
 
 
 def parameters(**values: Any) -> str:
@@ -19,19 +19,19 @@ def parameters(**values: Any) -> str:
 
 @pytest.mark.parametrize("text", ["", "{}", parameters(max_tokens=3), parameters(stop='"introspect"')])
 def test_requests_of_clients_are_none_of_these(text: str) -> None:
-    assert parse_introspection(text, TOKEN) is None
-    assert parse_introspection(text, None) is None
+    assert parse_introspection(text, TokenGuard(TOKEN)) is None
+    assert parse_introspection(text, TokenGuard(None)) is None
 
 
 def test_what_may_be_asked() -> None:
     text = parameters(
         introspect="snapshot", introspection_token=TOKEN, triton_enable_empty_final_response=False, id="x"
     )
-    snapshot = parse_introspection(text, TOKEN)
+    snapshot = parse_introspection(text, TokenGuard(TOKEN))
     assert snapshot is not None
     assert snapshot.cancel_request_id is None
     cancel = parse_introspection(
-        parameters(introspect="cancel", introspection_token=TOKEN, cancel_request_id="r"), TOKEN
+        parameters(introspect="cancel", introspection_token=TOKEN, cancel_request_id="r"), TokenGuard(TOKEN)
     )
     assert cancel is not None
     assert cancel.cancel_request_id == "r"
@@ -41,7 +41,7 @@ def test_what_may_be_asked() -> None:
     ("said", "parameter"),
     [
         ({"introspect": "snapshot"}, "introspection_token"),
-        ({"introspect": "snapshot", "introspection_token": "open sesam"}, "introspection_token"),
+        ({"introspect": "snapshot", "introspection_token": "open sesame, no"}, "introspection_token"),
         ({"introspect": "snapshot", "introspection_token": ""}, "introspection_token"),
         ({"introspect": "snapshot", "introspection_token": 1}, "introspection_token"),
         ({"introspect": "snapshot", "introspection_token": "\ud800"}, "introspection_token"),
@@ -56,7 +56,7 @@ def test_what_may_be_asked() -> None:
 )
 def test_what_is_refused(said: dict[str, Any], parameter: str) -> None:
     with pytest.raises(RequestError) as error:
-        parse_introspection(parameters(**said), TOKEN)
+        parse_introspection(parameters(**said), TokenGuard(TOKEN))
     assert error.value.parameter == parameter
     assert "sesam" not in str(error.value), "no message repeats a token"
 
@@ -64,7 +64,7 @@ def test_what_is_refused(said: dict[str, Any], parameter: str) -> None:
 def test_without_a_token_nobody_is_let_in_and_is_told_how_to_allow_it() -> None:
     for shown in ({}, {"introspection_token": ""}, {"introspection_token": "None"}):
         with pytest.raises(RequestError, match=r"model\.json.*QUIRE_INTROSPECTION_TOKEN"):
-            parse_introspection(parameters(introspect="snapshot", **shown), None)
+            parse_introspection(parameters(introspect="snapshot", **shown), TokenGuard(None))
 
 
 def test_token_comes_from_the_settings_or_else_the_environment(tmp_path: Path, monkeypatch: Any) -> None:
@@ -76,13 +76,46 @@ def test_token_comes_from_the_settings_or_else_the_environment(tmp_path: Path, m
     assert token() is None
     monkeypatch.setenv("QUIRE_INTROSPECTION_TOKEN", "")
     assert token() is None
-    monkeypatch.setenv("QUIRE_INTROSPECTION_TOKEN", "outside")
-    assert token() == "outside"
-    assert token(introspection_token="inside") == "inside"
+    monkeypatch.setenv("QUIRE_INTROSPECTION_TOKEN", "from the outside")
+    assert token() == "from the outside"
+    assert token(introspection_token="from the inside.") == "from the inside."
     for bad in ("", " ", "söt", "a\nb"):
         with pytest.raises(ValueError, match=r"introspection_token must be") as error:
             token(introspection_token=bad)
         assert "söt" not in str(error.value)
+
+
+def test_a_short_token_is_refused_where_it_was_said(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "model.json").write_text('{"model": "m", "introspection_token": "fifteen letters"}')
+    with pytest.raises(
+        ValueError, match=r"model\.json: introspection_token has 15 characters.*16.*openssl rand"
+    ) as error:
+        load_engine_config(tmp_path)
+    assert "letters" not in str(error.value)
+    (tmp_path / "model.json").write_text('{"model": "m"}')
+    monkeypatch.setenv("QUIRE_INTROSPECTION_TOKEN", "fifteen letters")
+    with pytest.raises(ValueError, match=r"^QUIRE_INTROSPECTION_TOKEN: introspection_token has 15 characters"):
+        load_engine_config(tmp_path)
+
+
+def test_guesses_are_limited_and_lock_nobody_out_for_long(caplog: pytest.LogCaptureFixture) -> None:
+    now = 100.0
+    guard = TokenGuard(TOKEN, clock=lambda: now)
+    for _ in range(3):
+        guard.check(TOKEN)
+        for _ in range(MOST_WRONG):
+            with pytest.raises(RequestError, match="wrong"):
+                guard.check("guess")
+        for shown in ("guess", TOKEN):
+            with pytest.raises(TooManyAttemptsError):
+                guard.check(shown)
+        now += WINDOW_S
+    guard.check(TOKEN)
+    for _ in range(1000):
+        with pytest.raises(RequestError, match="missing"):
+            guard.check(None)
+    guard.check(TOKEN)
+    assert len([record for record in caplog.records if "guesses" in record.message]) == 1
 
 
 def snapshot(**changes: Any) -> Snapshot:
@@ -143,6 +176,12 @@ def test_refusals_and_failures_are_answered_and_count_as_no_request(engine: Any,
     engine.cancel = lambda request_id: False
     answer = ask(serving, request_of, introspect="cancel", introspection_token=TOKEN, cancel_request_id="r")
     assert json.loads(answer.text) == {"cancelled": False}, "an engine that is gone can still be asked about"
+    codes = [
+        ask(serving, request_of, introspect="snapshot", introspection_token="guess").error.code
+        for _ in range(10 * MOST_WRONG)
+    ]
+    assert set(codes) == {"INVALID_ARG", "UNAVAILABLE"}
+    serving._token_guard = TokenGuard(TOKEN)
     serving._draining = True
     assert ask(serving, request_of, introspect="snapshot", introspection_token=TOKEN).error.code == "UNAVAILABLE"
     assert not rejected

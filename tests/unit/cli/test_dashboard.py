@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from quire_cli import dashboard
 from quire_cli.console import Console
-from quire_cli.dashboard import Dashboard, DashboardOptions
+from quire_cli.dashboard import Dashboard, DashboardOptions, run_dashboard
+from quire_cli.errors import UsageError
 from quire_cli.ports import Endpoint, reserve
 from support.serving import wait_until
 
@@ -51,7 +52,7 @@ def test_one_that_does_not_start_in_time_holds_nobody_up_and_another_one_is_not_
             assert running.ready_word() == ""
 
 
-@pytest.mark.parametrize("given", ["", "open sesame"])
+@pytest.mark.parametrize("given", ["", "open sesame, please"])
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_token_of_the_operators_own_never_comes_into_a_log(
     given: str, is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
@@ -65,8 +66,20 @@ def test_a_token_of_the_operators_own_never_comes_into_a_log(
         said = capsys.readouterr().err
     assert "http://0.0.0.0:9/" in said
     if is_terminal:
-        assert f"/?token={'open%20sesame' if given else 'made-here'}\n" in said
+        assert f"/?token={'open%20sesame%2C%20please' if given else 'made-here'}\n" in said
     else:
         assert "?token=" not in said
         assert "sesame" not in said
         assert ("is that of QUIRE_DASHBOARD_TOKEN" if given else "made-here") in said
+
+
+def test_a_short_token_is_refused_and_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_DASHBOARD_TOKEN", "fifteen letters")
+    for start in (
+        lambda: Dashboard(Endpoint("127.0.0.1", 9), SERVER, Console()),
+        lambda: run_dashboard(DashboardOptions()),
+        lambda: run_dashboard(DashboardOptions(host="0.0.0.0", token="fifteen letters")),
+    ):
+        with pytest.raises(UsageError, match=r"QUIRE_DASHBOARD_TOKEN .* has 15 characters.*at least 16") as error:
+            start()
+        assert "letters" not in str(error.value)

@@ -268,7 +268,11 @@ def test_engine_under_load_tells_of_itself(checkpoint: Callable[[str], Path], te
         assert idle.requests == []
         assert set(idle.blocks.owner) == {-1}
 
-    settings = {"dtype": "float32", "introspection_token": "secret", "tensor_parallel_size": tensor_parallel_size}
+    settings = {
+        "dtype": "float32",
+        "introspection_token": "a secret of operators",
+        "tensor_parallel_size": tensor_parallel_size,
+    }
     llm = AsyncLLM(EngineConfig.from_settings({"model": str(folder), **settings}))
     try:
         asyncio.run(main(llm))
