@@ -153,6 +153,8 @@ class Serving:
     def shutdown(self) -> None:
         """Refuse what comes, abort what lives, tell its clients, and end the engine and all threads."""
         self._draining = True
+        if self._status is not None:
+            self._call(self._show, self._status)
         self._call(self._abort_all)
         with self._live_changed:
             if not self._live_changed.wait_for(lambda: not self._live, DRAIN_TIMEOUT_SECONDS):
@@ -262,7 +264,11 @@ class Serving:
         self._loop.close()
 
     def _beat(self, status: StatusPage) -> None:
-        """Show how it is, again and again."""
+        self._show(status)
+        self._loop.call_later(BEAT_SECONDS, self._beat, status)
+
+    def _show(self, status: StatusPage) -> None:
+        """Show how it is."""
         outage = self._engine.outage
         if self._draining:
             status.beat(StubState.ENDING, len(self._live), "the model is being unloaded")
@@ -271,7 +277,6 @@ class Serving:
         else:
             state = StubState.DOWN if self._engine.dead_error is None else StubState.DEAD
             status.beat(state, len(self._live), outage)
-        self._loop.call_later(BEAT_SECONDS, self._beat, status)
 
     def _add(self, processed: "ProcessedRequest", stream: ResponseStream) -> None:
         try:

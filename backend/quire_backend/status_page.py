@@ -68,7 +68,7 @@ class StatusPage:
     """
 
     def __init__(self, folder: Path, *, model: str, version: str, instance: str) -> None:
-        self._path = folder / f"stub-{os.getpid()}-{_start_time()}.status"
+        self._path = folder / _file_name(os.getpid(), _start_time())
         self._name = {"model": model, "version": version, "instance": instance}
         self._reason: str | None = None
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -142,6 +142,11 @@ class StubStatus:
     num_in_flight: int
     sending: int
 
+    @property
+    def file_name(self) -> str:
+        """Where it was read from."""
+        return _file_name(self.pid, self.start_time)
+
 
 def read_status_pages(folder: Path) -> list[StubStatus]:
     """All pages in a folder, of stubs that live and of those that were killed; in the order of their start."""
@@ -179,6 +184,10 @@ def _read(path: Path, pid: int, start_time: int) -> StubStatus | None:
                 num_in_flight=words[_IN_FLIGHT], sending=words[_SENDING],
             )  # fmt: skip
     return None
+
+
+def _file_name(pid: int, start_time: int) -> str:
+    return f"stub-{pid}-{start_time}.status"
 
 
 def _start_time() -> int:

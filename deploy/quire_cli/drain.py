@@ -8,9 +8,10 @@ wait. What is really in flight the models' processes show on their status pages.
 import http.client
 import json
 import time
+from collections.abc import Collection
 from pathlib import Path
 
-from quire_backend.status_page import StubStatus, read_status_pages
+from quire_backend.status_page import StubState, StubStatus, read_status_pages
 
 from quire_cli import process
 from quire_cli.ports import Endpoint
@@ -29,24 +30,29 @@ class DrainWatch:
         server: the server.
         endpoint: its HTTP endpoint.
         folder: where the processes of its models have their status pages.
+        given_up: names of models whose process was ended though the server still has them.
     """
 
-    def __init__(self, server: ServerProcess, endpoint: Endpoint, folder: Path) -> None:
+    def __init__(self, server: ServerProcess, endpoint: Endpoint, folder: Path, given_up: Collection[str] = ()) -> None:
         self._folder = folder
+        self._given_up = given_up
         pages = read_status_pages(folder)
         # A model that is not ours may have requests that nobody here knows of.
         models = _loaded_models(endpoint)
         self._sees_all = (
             models is not None
-            and models <= {page.model for page in pages}
+            and models <= {page.model for page in pages} | set(given_up)
             and server.stubs() <= {(page.pid, page.start_time) for page in pages}
         )
         self._idle_since: float | None = None
 
     def idle_s(self) -> float:
-        """For how long nothing has been in flight, as far as that is known; call it often."""
-        in_flight = any(page.num_in_flight for page in read_status_pages(self._folder) if _lives(page))
-        if in_flight or not self._sees_all:
+        """For how long nothing has been in flight, and no model been ending; call it often."""
+        pages = read_status_pages(self._folder)
+        is_busy = any(_lives(page) and (page.num_in_flight or page.state is StubState.ENDING) for page in pages)
+        # Without pages all stubs have ended in good order, and the server is about to.
+        is_ending = not pages and not self._given_up
+        if is_busy or is_ending or not self._sees_all:
             self._idle_since = None
             return 0.0
         if self._idle_since is None:

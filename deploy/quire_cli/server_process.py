@@ -104,7 +104,8 @@ class ServerProcess:
 
     def stubs(self) -> set[Stub]:
         """The stubs that live."""
-        return {(pid, stat.start_time) for pid, stat in self._children() if stat.name == _STUB_NAME}
+        children = self._children()
+        return {(pid, stat.start_time) for pid, stat in children if stat.name == _STUB_NAME and not stat.is_dead}
 
     def dead_children(self) -> dict[int, int]:
         """Children that have died and that tritonserver has not noticed: id → wait status."""

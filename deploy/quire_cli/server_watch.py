@@ -9,6 +9,7 @@ nobody is found to hang.
 """
 
 import http.client
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from quire_backend.status_page import StubState, StubStatus, read_status_pages
 from quire_cli import process
 from quire_cli.ports import Endpoint
 from quire_cli.server_process import ServerProcess, Stub
+from quire_cli.unloads import StuckUnloads, end_stub
 
 __all__ = ["LiveProbe", "Patience", "Problem", "ServerWatch"]
 
@@ -27,7 +29,10 @@ LOOK_S = 0.2
 NOTICE_S = 1.5
 """After so long a silence is told of."""
 _PROBE_INTERVAL_S = 0.5
-_PROBE_TIMEOUT_S = 5.0
+# A call that loads a model holds up the connections that share its thread; another connection has another thread.
+_PROBE_TIMEOUT_S = 1.0
+_LOADS_S = 60.0
+"""Where models are loaded over HTTP, several such calls can hold up all threads for as long as a load takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +78,20 @@ class Patience:
 
 
 class LiveProbe:
-    """Asks a server over HTTP whether it is live, in a thread of its own.
+    """Asks a server over HTTP whether it is live, and if need be for its models, in a thread of its own.
 
     Over one connection for as long as that holds: a server that has no descriptor left for another one may serve its
     clients well.
     """
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, *, asks_for_models: bool) -> None:
         self._endpoint = endpoint
+        self._asks_for_models = asks_for_models
         self._stopping = threading.Event()
         self.num_answers = 0
         self.says_live = True
+        self.unloading: frozenset[tuple[str, str]] = frozenset()
+        """Name and version of the models that it is unloading."""
         threading.Thread(target=self._run, name="live-probe", daemon=True).start()
 
     def close(self) -> None:
@@ -104,6 +112,12 @@ class LiveProbe:
             answer.read()
             self.says_live = answer.status == http.client.OK
             self.num_answers += 1
+            if self._asks_for_models:
+                connection.request("POST", "/v2/repository/index")
+                models = json.loads(connection.getresponse().read())
+                self.unloading = frozenset((m["name"], m["version"]) for m in models if m.get("state") == "UNLOADING")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            self.unloading = frozenset()  # it does not tell
         except (OSError, http.client.HTTPException):
             connection.close()  # the next question opens it again
 
@@ -115,22 +129,28 @@ class ServerWatch:
         server: the server.
         endpoint: its HTTP endpoint.
         folder: where the processes of its models have their status pages.
+        tell: takes a line for the log, of what was done.
         hung_s: a silence of so long is a hang.
         stubs_stay: whether models neither come nor go, so that the end of a model's process is a death.
     """
 
     def __init__(
-        self, server: ServerProcess, endpoint: Endpoint, folder: Path, *, hung_s: float, stubs_stay: bool
-    ) -> None:
+        self, server: ServerProcess, endpoint: Endpoint, folder: Path, tell: Callable[[str], None], *,
+        hung_s: float, stubs_stay: bool,
+    ) -> None:  # fmt: skip
         self._server = server
         self._folder = folder
+        self._tell = tell
         self._hung_s = hung_s
         self._stubs_stay = stubs_stay
         self._stubs: set[Stub] = server.stubs() if stubs_stay else set()
         self._patience = Patience()
-        self._probe = LiveProbe(endpoint)
+        self._stuck_unloads = StuckUnloads()
+        self._probe = LiveProbe(endpoint, asks_for_models=not stubs_stay)
         self.pages: list[StubStatus] = []
         """What the models' processes said at the last look."""
+        self.given_up: set[str] = set()
+        """Models whose process was ended though the server still has them."""
 
     def close(self) -> None:
         """Look no more."""
@@ -139,11 +159,23 @@ class ServerWatch:
     def look(self) -> list[Problem]:
         """All that is wrong now; call it every `LOOK_S`."""
         self.pages = read_status_pages(self._folder)
+        if not self._stubs_stay:
+            self._end_stuck()
         named = {(page.pid, page.start_time): page for page in self.pages}
         problems = self._look_at_server()
         for stub in sorted(self._stubs | named.keys()):
             problems += self._look_at_stub(stub, named.get(stub))
         return problems
+
+    def _end_stuck(self) -> None:
+        for page in self._stuck_unloads.find(self.pages, self._probe.unloading):
+            end_stub(page, self._folder)
+            self.pages.remove(page)
+            self.given_up.add(page.model)
+            self._tell(
+                f"model {page.model!r} version {page.version} was unloaded, and tritonserver does not end its stub "
+                f"process {page.pid}, which has nothing to do: it is ended"
+            )
 
     def _look_at_server(self) -> list[Problem]:
         stopped = process.is_stopped(self._server.pid)
@@ -151,7 +183,12 @@ class ServerWatch:
         if stopped:
             return [self._silent("tritonserver has been stopped (SIGSTOP)", silence_s)]
         if silence_s > NOTICE_S:
-            return [self._silent("tritonserver does not answer /v2/health/live", silence_s)]
+            limit_s = self._hung_s if self._stubs_stay else max(self._hung_s, _LOADS_S)
+            return [
+                Problem(f"tritonserver has not answered /v2/health/live for {silence_s:.0f} s", is_fatal=True)
+                if silence_s > limit_s
+                else Problem("tritonserver does not answer /v2/health/live")
+            ]
         return [] if self._probe.says_live else [Problem("tritonserver says that it is not live")]
 
     def _look_at_stub(self, stub: Stub, page: StubStatus | None) -> list[Problem]:

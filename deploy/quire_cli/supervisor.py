@@ -10,7 +10,7 @@ Signals are blocked and waited for (`sigtimedwait`), never handled: everything h
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +136,7 @@ class Supervisor:
                     problems = self._look(watch, set())
                     self._announce(server)
                     self._serve(server, watch, problems)
-                return self._drain(server)
+                return self._drain(server, watch.given_up)
             except (ServerDiedError, _StartError) as death:
                 if isinstance(death, _StartError) and crash_loop.num_deaths == 0:
                     raise
@@ -176,8 +176,9 @@ class Supervisor:
 
     def _watch(self, server: ServerProcess) -> ServerWatch:
         return ServerWatch(
-            server, self.endpoints["http"], self.status_folder, hung_s=self.hung_s, stubs_stay=self.watch_stubs
-        )
+            server, self.endpoints["http"], self.status_folder, lambda text: self.console.line(f"quire: {text}"),
+            hung_s=self.hung_s, stubs_stay=self.watch_stubs,
+        )  # fmt: skip
 
     def _look(self, watch: ServerWatch, known: set[str]) -> set[str]:
         """See how the server is, and tell of it; returns what has been written to the log.
@@ -207,12 +208,12 @@ class Supervisor:
                 raise CommandError(f"tritonserver {server.how_it_ended}; its log is above, start it again")
             problems = self._look(watch, problems)
 
-    def _drain(self, server: ServerProcess) -> int:
+    def _drain(self, server: ServerProcess, given_up: Collection[str]) -> int:
         self.console.line(
             f"quire: draining: running requests have {self.drain_timeout_s} s; a second signal stops at once"
         )
         self.health.write(["the server is draining: it takes no new requests"])
-        watch = DrainWatch(server, self.endpoints["http"], self.status_folder)
+        watch = DrainWatch(server, self.endpoints["http"], self.status_folder, given_up)
         server.terminate()
         timeout = time.monotonic() + self.drain_timeout_s
         while server.exit_code is None:

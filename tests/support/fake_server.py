@@ -4,9 +4,10 @@ It runs as a program: `python fake_server.py FOLDER SERVICE=PORT...`. A test ste
 
     plan.json       "log": lines to print; "exit_code": what to end with at once; "no_stub": true; "stub_argument": what
                     the stub, a copy of `sleep`, gets; "delayed": services whose port opens once there is a file `open`
-                    "models": names of its models, which makes it have a repository index; "in_flight": the stub has a
-                    status page with so many requests, which beats while there is no file `hang`; "outage": why the
-                    model's engine is down; "ends": false, it does not end at SIGTERM
+                    "models": names of its models, which makes it have a repository index;
+                    "model_state": of all of them; "in_flight": the stub has a
+                    status page with so many requests, which beats while there is no file `hang`; "is_ending": the
+                    model is being unloaded; "outage": why its engine is down; "ends": false, it does not end at SIGTERM
     starts          it writes one line for each of its starts: the id of its process
 """
 
@@ -60,7 +61,8 @@ def _show(folder: Path, stub: int, plan: dict[str, Any]) -> None:
     outage = plan.get("outage", "")
     while True:
         if not (folder / "hang").exists():
-            page.beat(StubState.DOWN if outage else StubState.UP, plan["in_flight"], outage)
+            state = StubState.ENDING if plan.get("is_ending") else StubState.DOWN if outage else StubState.UP
+            page.beat(state, plan["in_flight"], outage)
         time.sleep(BEAT_SECONDS)
 
 
@@ -77,7 +79,8 @@ def main(folder: Path, *services: str) -> None:
     if not plan.get("no_stub"):
         stubs.append(subprocess.Popen([str(folder / "triton_python_backend_stub"), plan.get("stub_argument", "600")]))
     if "models" in plan:
-        _Answer.index = json.dumps([{"name": name, "state": "READY"} for name in plan["models"]]).encode()
+        model = {"version": "1", "state": plan.get("model_state", "READY")}
+        _Answer.index = json.dumps([{"name": name, **model} for name in plan["models"]]).encode()
     if "in_flight" in plan:
         threading.Thread(target=_show, args=(folder, stubs[0].pid, plan), daemon=True).start()
     for service in services:

@@ -22,6 +22,7 @@ from quire_cli.ports import Endpoint, reserve
 from quire_cli.run_directory import RunId
 from quire_cli.supervisor import CrashLoop
 from support import fake_server
+from support.processes import is_gone
 from support.serving import wait_until
 
 HUNG_S = 2.0
@@ -47,7 +48,7 @@ try:
             endpoints={name: Endpoint("127.0.0.1", port) for name, port in ports.items()},
             ready_line="ready", console=Console(), what="loading", clean_up=run.clean_up,
             silence_s=float(sys.argv[4]), status_folder=run.temporary, health=health,
-            hung_s=float(sys.argv[6]), drain_timeout_s=int(sys.argv[7]),
+            hung_s=float(sys.argv[6]), drain_timeout_s=int(sys.argv[7]), watch_stubs=sys.argv[8] == "True",
         ).run())
 except CommandError as error:
     print(f"quire: {error}", file=sys.stderr)
@@ -58,7 +59,7 @@ except CommandError as error:
 class Supervised:
     """A supervisor in a process of its own, as it takes over signals and orphans."""
 
-    def __init__(self, folder: Path, silence_s: float = 600, **plan: Any) -> None:
+    def __init__(self, folder: Path, silence_s: float = 600, watch_stubs: bool = True, **plan: Any) -> None:
         self.folder = folder
         self.plan(**plan)
         # A program of the stub's name; what is started by a link has the link's name.
@@ -70,7 +71,7 @@ class Supervised:
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", SUPERVISE, str(folder), str(fake_server.__file__), json.dumps(self.ports),
-                 str(silence_s), str(self.health_port), str(HUNG_S), str(DRAIN_TIMEOUT_S)],
+                 str(silence_s), str(self.health_port), str(HUNG_S), str(DRAIN_TIMEOUT_S), str(watch_stubs)],
                 stdout=subprocess.PIPE, stderr=log,
             )  # fmt: skip
         self.run_id = RunId.of(self.process.pid)
@@ -261,7 +262,7 @@ def test_a_server_that_does_not_end_is_ended_once_nothing_is_in_flight(supervise
 
 
 @pytest.mark.parametrize(
-    "unseen", [{"in_flight": 1}, {"models": ["m", "somebody's"]}, {"in_flight": 0, "models": None}]
+    "unseen", [{"in_flight": 1}, {"is_ending": True}, {"models": ["m", "somebody's"]}, {"models": None}]
 )
 def test_it_is_not_while_something_may_be_in_flight(supervise: Callable[..., Supervised], unseen: Any) -> None:
     plan = {key: value for key, value in {"in_flight": 0, "models": ["m"], **unseen}.items() if value is not None}
@@ -273,6 +274,20 @@ def test_it_is_not_while_something_may_be_in_flight(supervise: Callable[..., Sup
         supervised.process.wait(3)
     assert supervised.stop() == 1
     assert supervised.log()[-1].startswith("quire: stopped at once by a second signal")
+
+
+def test_the_stub_of_a_model_that_was_unloaded_is_ended_when_the_server_does_not(
+    supervise: Callable[..., Supervised],
+) -> None:
+    supervised = supervise(watch_stubs=False, in_flight=0, models=["m"], model_state="UNLOADING", ends=False)
+    assert supervised.is_announced(within_s=30), supervised.log()
+    stub = supervised.stub()
+    wait_until(lambda: is_gone(stub), "it is ended")
+    wait_until(lambda: "was unloaded, and tritonserver does not end its stub" in supervised.log()[-1], "it is told")
+    assert len(supervised.starts()) == 1
+    began = time.monotonic()
+    assert supervised.stop() == 0, supervised.log()
+    assert time.monotonic() - began < DRAIN_TIMEOUT_S, "there is nothing to wait for"
 
 
 def test_a_stub_that_dies_while_it_drains_ends_the_drain(supervise: Callable[..., Supervised]) -> None:
