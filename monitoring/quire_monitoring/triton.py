@@ -236,8 +236,9 @@ class TritonStatLogger:
             is_last = not self._wait()
             try:
                 self._flush(is_last)
-            except Exception:
-                logger.exception("metrics were not written")
+            except Exception as error:
+                self._flushed_at = time.monotonic()
+                self._warn("metrics were not written: %s", error)
             with self._condition:
                 self._is_writing = not is_last
         _call_all(self._take_waiting())
@@ -319,10 +320,13 @@ class TritonStatLogger:
             getattr(self._metrics[one], method)(value)
             return True
         except Exception as error:
-            if time.monotonic() >= self._next_warning:
-                self._next_warning = time.monotonic() + WARNING_INTERVAL_SECONDS
-                logger.warning("%s was not written: %s", one[0], error)
+            self._warn("%s was not written: %s", one[0], error)
             return False
+
+    def _warn(self, message: str, *args: object) -> None:
+        if time.monotonic() >= self._next_warning:
+            self._next_warning = time.monotonic() + WARNING_INTERVAL_SECONDS
+            logger.warning(message, *args)
 
 
 def _call_all(callbacks: Iterable[Callable[[], None]]) -> None:
