@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 WAITING_TURN_MS = 100
 """While requests wait for their grammars, the loop turns at least so often: to the watch, one that does not is hung."""
+START_NICENESS = 5
+"""Of the grammar compiler at the first start: the loading of weights comes first when there are not enough cores."""
 IDLE_CHECK_MS = 1000
 """After this long without work, the block pool's integrity is checked, once per idle period."""
 
@@ -68,7 +70,7 @@ class EngineCoreProcess:
         self._utility_outputs: list[UtilityOutput] = []
         self._freed: list[str] = []
         self._stopping = False
-        structured_output = _start_grammar_compiler(arguments.config)
+        structured_output = _start_grammar_compiler(arguments.config, arguments.num_blocks is not None)
         with paused_gc():
             from quire_engine.core.engine_core import EngineCore
         if structured_output is not None:
@@ -201,15 +203,23 @@ class EngineCoreProcess:
         return socket
 
 
-def _start_grammar_compiler(config: EngineConfig) -> StructuredOutputManager | None:
-    """Have it start beside the engine, so that it is ready when the engine is; None: the checkpoint cannot be read."""
+def _start_grammar_compiler(config: EngineConfig, is_restart: bool) -> StructuredOutputManager | None:
+    """Have it start beside the engine, so that it is ready when the engine is.
+
+    Args:
+        config: all settings.
+        is_restart: whether requests may be waiting for both; at the first start the loading of weights comes first.
+
+    Returns:
+        None when the checkpoint cannot be read.
+    """
     try:
         checkpoint = CheckpointConfig.from_folder(Path(config.model.model))
     except (CheckpointError, OSError, ValueError):
         return None  # the engine meets it again, and says so
-    structured_output = StructuredOutputManager(
-        CompilerArguments.for_model(config.model.tokenizer_path, checkpoint.vocab_size, checkpoint.eos_token_ids)
-    )
+    compiler = CompilerArguments.for_model(config.model.tokenizer_path, checkpoint.vocab_size, checkpoint.eos_token_ids)
+    compiler.niceness = 0 if is_restart else START_NICENESS
+    structured_output = StructuredOutputManager(compiler)
     structured_output.start()
     return structured_output
 

@@ -10,6 +10,7 @@ loaded again::
 When the engine core ends, however it ends, stdin ends; then this process kills its jobs and ends too.
 """
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -47,7 +48,7 @@ OVERDUE_SECONDS = COMPILE_SECONDS + 1.0
 COMPILE_MEMORY_BYTES = 1 << 30
 """How much one grammar may take beyond what this process has."""
 NICENESS = 5
-"""Steps come first when there are not enough cores, and so does the loading of weights."""
+"""Of jobs: steps come first when there are not enough cores."""
 
 
 _libc = ctypes.CDLL(None)
@@ -195,7 +196,8 @@ class CompilerServer:
 
 
 def _limit_job() -> None:
-    """Wall clock, memory, no core file, and an end when this process ends, however it does."""
+    """Wall clock, memory, priority, no core file, and an end when this process ends, however it does."""
+    os.nice(NICENESS - os.nice(0))
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.setitimer(signal.ITIMER_REAL, COMPILE_SECONDS)  # SIGALRM's default action ends the process, in C++ too
     with open("/proc/self/statm") as file:
@@ -226,7 +228,6 @@ def _write_all(descriptor: int, data: bytes) -> None:
 def main() -> None:
     """Entry point of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine core decides
-    os.nice(NICENESS)
     output = os.dup(1)
     os.dup2(2, 1)  # whatever prints something must not print it into our messages
     frames, payloads = FrameReader(), list[bytes]()
@@ -236,6 +237,7 @@ def main() -> None:
             return
         payloads = frames.feed(data)
     arguments = msgspec.msgpack.decode(payloads.pop(0), type=CompilerArguments)
+    os.nice(arguments.niceness)
     try:
         from quire_engine.tokenizer import load_tokenizer
 
@@ -247,8 +249,9 @@ def main() -> None:
     except Exception as error:
         _write_all(output, to_frame(CompilerReady(error=f"{type(error).__name__}: {error}")))
         return
-    _write_all(output, to_frame(CompilerReady(compiler.tokenizer_info.serialize_json())))
-    CompilerServer(compiler, output, frames, payloads).run(0)
+    with contextlib.suppress(BrokenPipeError):  # nobody is there any more
+        _write_all(output, to_frame(CompilerReady(compiler.tokenizer_info.serialize_json())))
+        CompilerServer(compiler, output, frames, payloads).run(0)
     os._exit(0)  # libraries complain on stderr when Python takes them down, and there is nothing to save
 
 

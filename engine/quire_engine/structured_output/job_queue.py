@@ -26,7 +26,7 @@ __all__ = ["MAX_JOBS", "MAX_SLOW_JOBS", "QUICK_SECONDS", "JobQueue"]
 MAX_JOBS = 4
 """Grammars compiled at once, so that one that takes all its time does not hold up the others."""
 MAX_SLOW_JOBS = 2
-QUICK_SECONDS = 0.25
+QUICK_SECONDS = 0.5
 """Longer than this takes a usual schema only on a busy machine."""
 
 

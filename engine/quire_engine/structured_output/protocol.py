@@ -35,6 +35,8 @@ class CompilerArguments(msgspec.Struct, array_like=True):
     """Of the logits, padding included."""
     stop_token_ids: list[int]
     """End-of-sequence ids; empty: the tokenizer's own."""
+    niceness: int = 0
+    """While it starts and waits; its jobs are always nice."""
 
     @classmethod
     def for_model(cls, tokenizer_path: str, vocab_size: int, eos_token_ids: Sequence[int]) -> "CompilerArguments":
