@@ -112,8 +112,8 @@ class CpuAttentionPlan:
 class GpuAttentionPlan:
     """What the host needs to know of one step's sequences to launch the kernels of `gpu/attention.py`."""
 
-    has_prefills: bool
-    """Some sequence has more query rows than one tile of a decode."""
+    prefill_programs: int
+    """Of each tile of rows and KV head, if a sequence has more query rows than one tile of a decode; 0 if none has."""
     decode_rows: int
     """Of the other sequences with any row: most query rows for each KV head; 0 if there is no such sequence."""
     max_splits: int
@@ -122,6 +122,10 @@ class GpuAttentionPlan:
     """Where the splits' results are left: [S, K, decode_rows, max_splits, D] float32, empty if there is one split."""
     partial_lse: torch.Tensor
     """[S, K, decode_rows, max_splits] float32, the base-2 logarithms of their sums of exponentials."""
+    prefill_parts: torch.Tensor
+    """Where programs that share a tile leave theirs: [T, H, parts, D] float32, empty if each tile has one."""
+    prefill_parts_lse: torch.Tensor
+    """[T, H, parts] float32, likewise."""
 
 
 AttentionPlan: TypeAlias = CpuAttentionPlan | GpuAttentionPlan

@@ -43,11 +43,13 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) 
     print(json.dumps({**row, "cubin": len(kernel.asm["cubin"]), "hash": kernel.hash}), flush=True)
 
 
-def attention(dtype: torch.dtype, head_size: int, cache_dtype: torch.dtype | None = None, **options: Any) -> None:
-    """A prompt and a long decode, of 4 query heads for each KV head."""
+def attention(
+    dtype: torch.dtype, head_size: int, cache_dtype: torch.dtype | None = None, prefix: int = 90, **options: Any
+) -> None:
+    """A prompt on a prefix, and a long decode, of 4 query heads for each KV head."""
     cache = torch.zeros(40, 32, 2, head_size).to(cache_dtype or dtype).transpose(1, 2)
     query, starts = torch.zeros(71, 8, head_size, dtype=dtype), torch.tensor([0, 70, 71])
-    table, lens = torch.zeros(2, 48, dtype=torch.int64), torch.tensor([160, 1200])
+    table, lens = torch.zeros(2, 48, dtype=torch.int64), torch.tensor([prefix + 70, 1200])
     paged_attention(query, cache, cache, table, starts, lens, head_size**-0.5, **options)
 
 
@@ -100,7 +102,7 @@ def main() -> None:
     JITFunction.run = compile_only
     attention(BF16, 128)
     attention(BF16, 256)
-    attention(BF16, 128, FP8)
+    attention(BF16, 128, FP8, prefix=1100)
     attention(FP16, 80, window=1024, soft_cap=30.0)
     attention(FP32, 256)
     decode(3, 100)

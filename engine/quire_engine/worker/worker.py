@@ -34,6 +34,8 @@ __all__ = ["Worker"]
 
 logger = logging.getLogger(__name__)
 
+SUFFIX_TOKENS = 64
+"""Of a prompt that follows a cached one: about as many as have parts of their attention left in memory."""
 QUANTIZED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """By the setting `quantization`."""
 
@@ -242,7 +244,7 @@ class Worker:
             blocks = range(-(-min(num_tokens + 1, self.max_model_len) // block_size))
             batches.append([_profile_request(num_tokens, blocks)])
         # Of the longest sequences there can be, attention leaves parts in memory that these short ones do not need.
-        parts = self._plan_longest_decodes(num_seqs) if decodes else None
+        parts = self._plan_longest(num_seqs) if decodes else None
         with self.runner.model.first_layer_only():
             for requests in batches:
                 self._profile_batch(requests, decodes)
@@ -250,10 +252,13 @@ class Worker:
         self._recorded_bytes = self.num_layers * self.runner.recorded_bytes
         self.runner.kv_caches = []
 
-    def _plan_longest_decodes(self, num_seqs: int) -> AttentionPlan | None:
-        query_start_loc = torch.arange(num_seqs + 1)
-        seq_lens = torch.full((num_seqs,), self.max_model_len)
-        table = torch.zeros(num_seqs, 1, dtype=torch.int64)
+    def _plan_longest(self, num_seqs: int) -> AttentionPlan | None:
+        """Of the longest sequences there can be: decodes, and a short suffix."""
+        query_lens = torch.ones(num_seqs + 1, dtype=torch.int64)
+        query_lens[-1] = min(SUFFIX_TOKENS, self.max_model_len)
+        query_start_loc = torch.cat((query_lens.new_zeros(1), query_lens.cumsum(0)))
+        seq_lens = torch.full_like(query_lens, self.max_model_len)
+        table = torch.zeros(num_seqs + 1, 1, dtype=torch.int64)
         num_heads, key_cache = self.runner.model.num_heads, self.runner.kv_caches[0][0]
         return plan_attention(table, query_start_loc, seq_lens, num_heads, key_cache)
 

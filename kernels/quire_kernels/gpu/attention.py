@@ -9,24 +9,30 @@ tile is head r % G of token r // G, with G = H / K. A sequence goes one of two w
 ::
 
     more than DECODE_ROWS rows                         at most DECODE_ROWS rows
-    one program per tile of rows and KV head           one program per split of the keys and KV head
+    a chain for each tile of rows and KV head          a chain for each split of the keys and KV head
 
               keys ─────────────────────────►                    keys ─────────────────────────────────►
     tile 0   │full│full│diag│ skipped                  rows     │  split 0   │  split 1   │  split 2  │
-    tile 1   │full│full│full│full│diag│ skipped                   part, lse    part, lse    part, lse
-    tile 2   │full│full│full│full│full│full│diag│                     └────────────┴────────────┘
+    tile 1   │full│full║full│full│diag│ skipped                   part, lse    part, lse    part, lse
+    tile 2   │full│full║full│full│full║full│diag│                     └────────────┴────────────┘
                                                                         _combine ─► out
     full   every row sees every key: no mask
     diag   masked, row by row
+    ║      every PREFILL_SPLIT keys a chain ends, and its result is merged with what came before
 
-A split holds `MIN_SPLIT` keys or more; how many there are depends on the sequence alone, and each is one chain of
-operations. So a row's result is the same in any batch, and with any number of programs: these take splits in turns. It
-is the same, too, however a prompt is cut into chunks of more than DECODE_ROWS rows; but the two ways round otherwise.
+On the right a split holds `MIN_SPLIT` keys or more; how many there are depends on the sequence alone. All splits of all
+sequences stand in one line, by their keys, of which each of a fixed number of programs takes an equal length. On the
+left one program goes through a tile's chains, one after the other; where there are few tiles, as of a short prompt that
+follows a long cached one, several do, and leave the parts for `_merge_parts_kernel`, which merges them in that order.
 
-Both launches cover all sequences, and the programs of those that go the other way end at once: nothing is sorted, and
-the host needs to know no more than the two maxima of `GpuAttentionPlan`.
+So a row's result is the same in any batch, and with any number of programs. It is the same, too, however a prompt is
+cut into chunks of more than DECODE_ROWS rows; but the two ways round otherwise.
+
+Both launches cover all sequences, and pass over those that go the other way: nothing is sorted, and the host needs to
+know no more than what is in `GpuAttentionPlan`.
 """
 
+import functools
 import math
 
 import torch
@@ -41,12 +47,25 @@ __all__ = ["paged_attention", "plan_attention"]
 LOG2_E = tl.constexpr(math.log2(math.e))
 DECODE_ROWS = 16
 """Rows of the smallest tile that the tensor cores multiply."""
-MIN_SPLIT = 512
-"""Keys: a partial result is then 1/30 of the keys' and values' bytes, with G = 4."""
+MIN_SPLIT = 256
+"""Keys: with G = 4 a partial result is then 1/64 of the keys' and values' bytes, and is written and read once. Not
+measured yet; `tests/benchmarks/gpu.py` has others beside it."""
 MAX_SPLITS = 32
-"""Of a sequence: with 8 KV heads, enough for two programs on each of 132 multiprocessors."""
-ENOUGH_PROGRAMS = 1024
-"""To fill the device: where there are more splits than that, a program takes several."""
+"""Of a sequence: with 8 KV heads, enough for one program on each of 132 multiprocessors."""
+DECODE_STAGES = 5
+"""Block ids and the keys and values that they lead to are stages of their own: of 5, two are of keys and values."""
+PREFILL_SPLIT = 1024
+"""Keys: a suffix on a prefix of 8k is then 8 chains for each KV head and tile."""
+MAX_PREFILL_PARTS_BYTES = 64 << 20
+"""What parts of prefills may take; where they would take more, each tile has one program."""
+PROGRAMS_EACH = 2
+"""Of a multiprocessor, whose shared memory has room for two programs of a decode."""
+MULTIPROCESSORS = 132
+"""Of the device that stands for a GPU where there is none: an H100's."""
+MERGED_ROWS = 16
+"""Rows of a program that merges parts."""
+SEQUENCES = 256
+"""How many a program of a decode looks at in one go, to find its splits."""
 
 
 @triton.jit
@@ -171,28 +190,50 @@ def _attend(
     return out_MD * (1.0 / some_M)[:, None], tl.where(sum_M > 0, max_M + tl.log2(some_M), float("-inf"))
 
 
-@triton.jit(do_not_specialize=["num_seqs", "window"])
-def _prefill_kernel(
-    query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, num_seqs,
-    query_strides, key_strides, value_strides, out_strides, block_table_stride, scale, soft_cap, window, value_scale,
-    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
-):  # fmt: skip
-    """Program (tile, KV head). The last tiles of a sequence see most keys, and so come first."""
-    TOKENS: tl.constexpr = BLOCK_M // GROUP
-    tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+@triton.jit
+def _merge(out_MD, lse_M, part_MD, part_lse_M):
+    """One result over the keys of two, as of `_attend`. A part that saw nothing changes no bit; what is added to a
+    product is asked for, and not left to the compiler, so that two kernels do the same."""
+    base_M = tl.maximum(lse_M, part_lse_M)
+    is_seen_M = part_lse_M != float("-inf")
+    base_M = tl.where(is_seen_M, base_M, 0.0)
+    old_M, new_M = tl.exp2(lse_M - base_M), tl.exp2(part_lse_M - base_M)
+    share_M = 1.0 / tl.where(is_seen_M, old_M + new_M, 1.0)
+    merged_MD = tl.fma(part_MD, (new_M * share_M)[:, None], out_MD * (old_M * share_M)[:, None])
+    merged_lse_M = base_M + tl.log2(tl.where(is_seen_M, old_M + new_M, 1.0))
+    return tl.where(is_seen_M[:, None], merged_MD, out_MD), tl.where(is_seen_M, merged_lse_M, lse_M)
+
+
+@triton.jit
+def _tile_of_prefill(tile, query_start_loc, num_seqs, TOKENS: tl.constexpr):
+    """The tile's sequence s, the sequence's first row, its number of rows, and the tile's first token within it."""
     s = _sequence_of_tile(tile, query_start_loc, num_seqs, TOKENS)
     row_start = tl.load(query_start_loc + s).to(tl.int32)
     query_len = tl.load(query_start_loc + s + 1).to(tl.int32) - row_start
-    first_token = (tile - row_start // TOKENS - s) * TOKENS
+    return s, row_start, query_len, (tile - row_start // TOKENS - s) * TOKENS
+
+
+@triton.jit(do_not_specialize=["num_seqs", "window", "partial_splits"])
+def _prefill_kernel(
+    query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, num_seqs,
+    parts, parts_lse, partial_splits,
+    query_strides, key_strides, value_strides, out_strides, block_table_stride, scale, soft_cap, window, value_scale,
+    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, IN_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, KV head, which chains). The last tiles of a sequence see most keys, and so come first."""
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    s, row_start, query_len, first_token = _tile_of_prefill(tile, query_start_loc, num_seqs, TOKENS)
     if (query_len <= DECODE_TOKENS) | (first_token >= query_len):
         return
     first_position = tl.load(seq_lens + s).to(tl.int32) - query_len + first_token
 
     rows_M, dims_D = tl.arange(0, BLOCK_M), tl.arange(0, PADDED_SIZE)
     tokens_M, heads_M = first_token + rows_M // GROUP, kv_head * GROUP + rows_M % GROUP
-    mask_MD = ((rows_M < TOKENS * GROUP) & (tokens_M < query_len))[:, None] & (dims_D < HEAD_SIZE)[None, :]
+    real_M = (rows_M < TOKENS * GROUP) & (tokens_M < query_len)
+    mask_MD = real_M[:, None] & (dims_D < HEAD_SIZE)[None, :]
     tokens_M += row_start
     query_offsets_M = tokens_M.to(tl.int64) * query_strides[0] + heads_M * query_strides[1]
     query_MD = tl.load(query + query_offsets_M[:, None] + dims_D[None, :], mask=mask_MD, other=0.0)
@@ -202,62 +243,156 @@ def _prefill_kernel(
     positions_M = first_position + tl.minimum(rows_M // GROUP, num_tokens - 1)
     end_key = first_position + num_tokens
     first_key = _first_key(first_position, window, BLOCK_N, HAS_WINDOW)
-    out_MD, _ = _attend(
-        query_MD, positions_M, first_key, end_key,
-        key_cache + kv_head * key_strides[2], value_cache + kv_head * value_strides[2],
-        block_table + s * block_table_stride, key_strides, value_strides, scale, soft_cap, window,
-        HEAD_SIZE, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFT_CAP,
-    )  # fmt: skip
-    out_offsets_M = tokens_M.to(tl.int64) * out_strides[0] + heads_M * out_strides[1]
+    first_split = first_key // SPLIT
+    lse_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    out_MD = tl.zeros([BLOCK_M, PADDED_SIZE], tl.float32)
+    for split in range(first_split + tl.program_id(2), tl.cdiv(end_key, SPLIT), tl.num_programs(2)):
+        part_MD, part_lse_M = _attend(
+            query_MD, positions_M, tl.maximum(first_key, split * SPLIT), tl.minimum(end_key, (split + 1) * SPLIT),
+            key_cache + kv_head * key_strides[2], value_cache + kv_head * value_strides[2],
+            block_table + s * block_table_stride, key_strides, value_strides, scale, soft_cap, window,
+            HEAD_SIZE, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFT_CAP,
+        )  # fmt: skip
+        if IN_PARTS:
+            num_heads = tl.num_programs(1) * GROUP
+            part_M = (tokens_M.to(tl.int64) * num_heads + heads_M) * partial_splits + (split - first_split)
+            tl.store(parts + part_M[:, None] * HEAD_SIZE + dims_D[None, :], part_MD, mask=mask_MD)
+            tl.store(parts_lse + part_M, part_lse_M, mask=real_M)
+        else:
+            out_MD, lse_M = _merge(out_MD, lse_M, part_MD, part_lse_M)
+    if not IN_PARTS:
+        out_offsets_M = tokens_M.to(tl.int64) * out_strides[0] + heads_M * out_strides[1]
+        out_MD *= value_scale
+        tl.store(out + out_offsets_M[:, None] + dims_D[None, :], cast(out_MD, out.dtype.element_ty), mask=mask_MD)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "window", "partial_splits"])
+def _merge_parts_kernel(
+    parts, parts_lse, query_start_loc, seq_lens, out, num_seqs, partial_splits, out_strides, window, value_scale,
+    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, KV head, rows of it): what `_prefill_kernel` does with its parts if it does not leave them."""
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    s, row_start, query_len, first_token = _tile_of_prefill(tile, query_start_loc, num_seqs, TILE_TOKENS)
+    if (query_len <= DECODE_TOKENS) | (first_token >= query_len):
+        return
+    first_position = tl.load(seq_lens + s).to(tl.int32) - query_len + first_token
+    num_tokens = tl.minimum(TILE_TOKENS, query_len - first_token)
+    rows_M, dims_D = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED_SIZE)
+    real_M = rows_M < num_tokens * GROUP
+    mask_MD = real_M[:, None] & (dims_D < HEAD_SIZE)[None, :]
+    tokens_M, heads_M = (row_start + first_token + rows_M // GROUP).to(tl.int64), kv_head * GROUP + rows_M % GROUP
+    first_part_M = (tokens_M * (tl.num_programs(1) * GROUP) + heads_M) * partial_splits
+
+    first_split = _first_key(first_position, window, BLOCK_N, HAS_WINDOW) // SPLIT
+    lse_M = tl.full([ROWS], float("-inf"), tl.float32)
+    out_MD = tl.zeros([ROWS, PADDED_SIZE], tl.float32)
+    for i in range(tl.cdiv(first_position + num_tokens, SPLIT) - first_split):
+        part_M = first_part_M + i
+        part_MD = tl.load(parts + part_M[:, None] * HEAD_SIZE + dims_D[None, :], mask=mask_MD, other=0.0)
+        part_lse_M = tl.load(parts_lse + part_M, mask=real_M, other=float("-inf"))
+        out_MD, lse_M = _merge(out_MD, lse_M, part_MD, part_lse_M)
+    out_offsets_M = tokens_M * out_strides[0] + heads_M * out_strides[1]
     out_MD *= value_scale
     tl.store(out + out_offsets_M[:, None] + dims_D[None, :], cast(out_MD, out.dtype.element_ty), mask=mask_MD)
 
 
-@triton.jit(do_not_specialize=["window", "partial_rows", "partial_splits"])
+@triton.jit
+def _decode_lengths(
+    s, num_seqs, query_start_loc, seq_lens, window,
+    BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Of sequence s, or of several: the first row, how many there are, how many tokens, the first key that is seen, and
+    the tiles of keys from there on; none for one that goes the other way."""
+    row_start = tl.load(query_start_loc + s, mask=s < num_seqs, other=0).to(tl.int32)
+    query_len = tl.load(query_start_loc + s + 1, mask=s < num_seqs, other=0).to(tl.int32) - row_start
+    seq_len = tl.load(seq_lens + s, mask=s < num_seqs, other=0).to(tl.int32)
+    first_key = _first_key(seq_len - query_len, window, BLOCK_N, HAS_WINDOW)
+    is_decode = (query_len > 0) & (query_len <= DECODE_TOKENS)
+    return row_start, query_len, seq_len, first_key, tl.where(is_decode, tl.cdiv(seq_len - first_key, BLOCK_N), 0)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "window", "partial_rows", "partial_splits"])
 def _decode_kernel(
-    query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out,
+    query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, num_seqs,
     partials, partial_lse, partial_rows, partial_splits,
     query_strides, key_strides, value_strides, out_strides, block_table_stride, scale, soft_cap, window, value_scale,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, KV head, which splits)."""
-    s, kv_head = tl.program_id(0), tl.program_id(1)
-    row_start = tl.load(query_start_loc + s).to(tl.int32)
-    query_len = tl.load(query_start_loc + s + 1).to(tl.int32) - row_start
-    if (query_len == 0) | (query_len > DECODE_TOKENS):
+    """Program (part of the line, KV head): the splits that begin in it.
+
+    ::
+
+        tiles of keys, of all sequences    │ s = 0 │ 1 │ 2                         │ 3   │
+        splits                             ├───┬───┼───┼─────────┬─────────┬───────┼───┬─┤
+        programs                           │ 0       │ 1         │ 2         │ 3         │
+
+    A part's length is that of the line by the number of programs, which the host need not know.
+    """
+    kv_head = tl.program_id(1)
+    total = 0
+    for start in range(0, num_seqs, SEQUENCES):
+        _, _, _, _, tiles_S = _decode_lengths(
+            start + tl.arange(0, SEQUENCES), num_seqs, query_start_loc, seq_lens, window,
+            BLOCK_N, DECODE_TOKENS, HAS_WINDOW,
+        )  # fmt: skip
+        total += tl.sum(tiles_S, 0)
+    first = (tl.program_id(0).to(tl.int64) * total // tl.num_programs(0)).to(tl.int32)
+    end = ((tl.program_id(0) + 1).to(tl.int64) * total // tl.num_programs(0)).to(tl.int32)
+    if first >= end:
         return
-    seq_len = tl.load(seq_lens + s).to(tl.int32)
-    first_position = seq_len - query_len
+
+    # The sequence that has the first tile, and the tiles before it.
+    s, tile, counted = 0, 0, 0
+    for start in range(0, num_seqs, SEQUENCES):
+        _, _, _, _, tiles_S = _decode_lengths(
+            start + tl.arange(0, SEQUENCES), num_seqs, query_start_loc, seq_lens, window,
+            BLOCK_N, DECODE_TOKENS, HAS_WINDOW,
+        )  # fmt: skip
+        ends_S = counted + tl.cumsum(tiles_S, 0)
+        s += tl.sum((ends_S <= first).to(tl.int32), 0)
+        tile = tl.maximum(tile, tl.max(tl.where(ends_S <= first, ends_S, 0), 0))
+        counted += tl.sum(tiles_S, 0)
 
     rows_M, dims_D = tl.arange(0, BLOCK_M), tl.arange(0, PADDED_SIZE)
-    tokens_M, heads_M = row_start + rows_M // GROUP, kv_head * GROUP + rows_M % GROUP
-    real_M = rows_M < query_len * GROUP
-    mask_MD = real_M[:, None] & (dims_D < HEAD_SIZE)[None, :]
-    query_offsets_M = tokens_M.to(tl.int64) * query_strides[0] + heads_M * query_strides[1]
-    query_MD = tl.load(query + query_offsets_M[:, None] + dims_D[None, :], mask=mask_MD, other=0.0)
-    positions_M = first_position + tl.minimum(rows_M // GROUP, query_len - 1)
-
-    first_key = _first_key(first_position, window, BLOCK_N, HAS_WINDOW)
-    keys_each = _keys_per_split(first_key, seq_len, BLOCK_N, MIN_SPLIT, MAX_SPLITS)
-    splits = tl.cdiv(seq_len - first_key, keys_each)
-    for split in range(tl.program_id(2), splits, tl.num_programs(2)):
-        start = first_key + split * keys_each
-        out_MD, lse_M = _attend(
-            query_MD, positions_M, start, tl.minimum(start + keys_each, seq_len),
-            key_cache + kv_head * key_strides[2], value_cache + kv_head * value_strides[2],
-            block_table + s * block_table_stride, key_strides, value_strides, scale, soft_cap, window,
-            HEAD_SIZE, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFT_CAP,
-        )  # fmt: skip
-        out_MD *= value_scale
-        if splits == 1:
-            out_offsets_M = tokens_M.to(tl.int64) * out_strides[0] + heads_M * out_strides[1]
-            tl.store(out + out_offsets_M[:, None] + dims_D[None, :], cast(out_MD, out.dtype.element_ty), mask=mask_MD)
-        else:
-            part_M = ((s * tl.num_programs(1) + kv_head) * partial_rows + rows_M).to(tl.int64) * partial_splits + split
-            tl.store(partials + part_M[:, None] * HEAD_SIZE + dims_D[None, :], out_MD, mask=mask_MD)
-            tl.store(partial_lse + part_M, lse_M, mask=real_M)
+    heads_M = kv_head * GROUP + rows_M % GROUP
+    while tile < end:
+        row_start, query_len, seq_len, first_key, tiles = _decode_lengths(
+            s, num_seqs, query_start_loc, seq_lens, window, BLOCK_N, DECODE_TOKENS, HAS_WINDOW
+        )
+        if tiles > 0:
+            tokens_M, real_M = row_start + rows_M // GROUP, rows_M < query_len * GROUP
+            mask_MD = real_M[:, None] & (dims_D < HEAD_SIZE)[None, :]
+            query_offsets_M = tokens_M.to(tl.int64) * query_strides[0] + heads_M * query_strides[1]
+            query_MD = tl.load(query + query_offsets_M[:, None] + dims_D[None, :], mask=mask_MD, other=0.0)
+            positions_M = seq_len - query_len + tl.minimum(rows_M // GROUP, query_len - 1)
+            keys_each = _keys_per_split(first_key, seq_len, BLOCK_N, MIN_SPLIT, MAX_SPLITS)
+            splits, tiles_each = tl.cdiv(seq_len - first_key, keys_each), keys_each // BLOCK_N
+            first_split = tl.cdiv(tl.maximum(first - tile, 0), tiles_each)
+            for split in range(first_split, tl.minimum(tl.cdiv(end - tile, tiles_each), splits)):
+                start = first_key + split * keys_each
+                out_MD, lse_M = _attend(
+                    query_MD, positions_M, start, tl.minimum(start + keys_each, seq_len),
+                    key_cache + kv_head * key_strides[2], value_cache + kv_head * value_strides[2],
+                    block_table + s * block_table_stride, key_strides, value_strides, scale, soft_cap, window,
+                    HEAD_SIZE, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFT_CAP,
+                )  # fmt: skip
+                out_MD *= value_scale
+                if splits == 1:
+                    out_M = out + (tokens_M.to(tl.int64) * out_strides[0] + heads_M * out_strides[1])
+                    tl.store(out_M[:, None] + dims_D[None, :], cast(out_MD, out.dtype.element_ty), mask=mask_MD)
+                else:
+                    part_M = (s * tl.num_programs(1) + kv_head).to(tl.int64) * partial_rows + rows_M
+                    part_M = part_M * partial_splits + split
+                    tl.store(partials + part_M[:, None] * HEAD_SIZE + dims_D[None, :], out_MD, mask=mask_MD)
+                    tl.store(partial_lse + part_M, lse_M, mask=real_M)
+        tile += tiles
+        s += 1
 
 
 @triton.jit(do_not_specialize=["window", "partial_rows", "partial_splits"])
@@ -296,6 +431,14 @@ def _decode_shape(group: int) -> tuple[int, int]:
     return rows, rows // group
 
 
+@functools.cache
+def _num_programs(device: torch.device) -> int:
+    """That the device runs at the same time."""
+    if device.type != "cuda":
+        return PROGRAMS_EACH * MULTIPROCESSORS
+    return PROGRAMS_EACH * int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def plan_attention(
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_heads: int, key_cache_NKBD: torch.Tensor
 ) -> GpuAttentionPlan:
@@ -303,25 +446,45 @@ def plan_attention(
     num_kv_heads, head_size = key_cache_NKBD.shape[1], key_cache_NKBD.shape[3]
     group = num_heads // num_kv_heads
     query_lens, lens = query_start_loc.cpu().diff(), seq_lens.cpu()
-    is_decode = (query_lens > 0) & (query_lens <= _decode_shape(group)[1])
-    rows = splits = 0
+    decode_tokens = _decode_shape(group)[1]
+    is_decode, is_prefill = (query_lens > 0) & (query_lens <= decode_tokens), query_lens > decode_tokens
+    rows = splits = prefill_programs = prefill_splits = 0
     if bool(is_decode.any()):
         rows = int(query_lens[is_decode].max()) * group
         splits = min(MAX_SPLITS, -(-int(lens[is_decode].max()) // MIN_SPLIT))
+    num_tokens = int(query_lens.sum())
+    if bool(is_prefill.any()):
+        tokens = _prefill_tiles(max(2, key_cache_NKBD.element_size()), _padded(head_size), group)["BLOCK_M"] // group
+        num_tiles = int((-(-query_lens[is_prefill] // tokens)).sum())
+        most_splits = -(-int(lens[is_prefill].max()) // PREFILL_SPLIT)
+        wanted = -(-_num_programs(key_cache_NKBD.device) // (num_tiles * num_kv_heads))
+        prefill_programs = min(wanted, most_splits)
+        if num_tokens * num_heads * most_splits * (head_size + 1) * 4 > MAX_PREFILL_PARTS_BYTES:
+            prefill_programs = 1
+        prefill_splits = most_splits if prefill_programs > 1 else 0
     parts = (len(lens), num_kv_heads, rows, splits if splits > 1 else 0)
+    prefill_parts = (num_tokens, num_heads, prefill_splits)
+    new_empty = functools.partial(torch.empty, dtype=torch.float32, device=key_cache_NKBD.device)
     return GpuAttentionPlan(
-        has_prefills=bool((query_lens > 0).logical_and_(~is_decode).any()),
+        prefill_programs=prefill_programs,
         decode_rows=rows,
         max_splits=splits,
-        partials=torch.empty(*parts, head_size, dtype=torch.float32, device=key_cache_NKBD.device),
-        partial_lse=torch.empty(parts, dtype=torch.float32, device=key_cache_NKBD.device),
+        partials=new_empty(*parts, head_size),
+        partial_lse=new_empty(parts),
+        prefill_parts=new_empty(*prefill_parts, head_size),
+        prefill_parts_lse=new_empty(prefill_parts),
     )
+
+
+def _padded(head_size: int) -> int:
+    return max(16, int(triton.next_power_of_2(head_size)))
 
 
 def _prefill_tiles(element_size: int, padded_size: int, group: int) -> dict[str, int]:
     """Shape of the tiles; of nothing that changes with the batch, so that results do not either."""
     if element_size == 2:
-        rows, keys, warps, stages = 128, 64, 8, 3 if padded_size <= 128 else 2
+        # Of a row two results are in registers at the same time, and those of 128 rows of 256 have no room there.
+        rows, keys, warps, stages = (128, 64, 8, 3) if padded_size <= 128 else (64, 32, 8, 2)
     else:
         rows, keys, warps, stages = (64, 32, 8, 2) if padded_size <= 128 else (32, 16, 8, 1)
     return {
@@ -349,7 +512,7 @@ def paged_attention(
     )
     num_tokens, num_heads, head_size = query_THD.shape
     num_seqs, num_kv_heads, block_size = len(seq_lens), key_cache_NKBD.shape[1], key_cache_NKBD.shape[2]
-    group, padded_size = num_heads // num_kv_heads, max(16, triton.next_power_of_2(head_size))
+    group, padded_size = num_heads // num_kv_heads, _padded(head_size)
     out_THD = query_THD.new_empty(num_tokens, num_heads, head_size)
     decode_block, decode_tokens = _decode_shape(group)
     shared = {
@@ -363,19 +526,29 @@ def paged_attention(
         query_THD.stride()[:2], _cache_strides(key_cache_NKBD), _cache_strides(value_cache_NKBD), out_THD.stride()[:2],
         block_table_SM.stride(0), score_scale, soft_cap or 0.0, window or 0, value_scale,
     )  # fmt: skip
-    if plan.has_prefills:
+    if plan.prefill_programs:
         tiles = _prefill_tiles(query_THD.element_size(), padded_size, group)
-        num_tiles = num_tokens // (tiles["BLOCK_M"] // group) + num_seqs
-        _prefill_kernel[(num_tiles, num_kv_heads)](*tensors, num_seqs, *numbers, **both, **tiles)
+        tile_tokens = tiles["BLOCK_M"] // group
+        num_tiles, in_parts = num_tokens // tile_tokens + num_seqs, plan.prefill_programs > 1
+        prefill_parts = (plan.prefill_parts, plan.prefill_parts_lse)
+        _prefill_kernel[(num_tiles, num_kv_heads, plan.prefill_programs)](
+            *tensors, num_seqs, *prefill_parts, plan.prefill_parts.shape[2], *numbers, **both, **tiles,
+            SPLIT=PREFILL_SPLIT, IN_PARTS=in_parts,
+        )  # fmt: skip
+        if in_parts:
+            _merge_parts_kernel[(num_tiles, num_kv_heads, tiles["BLOCK_M"] // MERGED_ROWS)](
+                *prefill_parts, query_start_loc, seq_lens, out_THD, num_seqs, plan.prefill_parts.shape[2],
+                out_THD.stride()[:2], window or 0, value_scale, **shared, TILE_TOKENS=tile_tokens,
+                BLOCK_N=tiles["BLOCK_N"], SPLIT=PREFILL_SPLIT, ROWS=MERGED_ROWS, num_warps=4,
+            )  # fmt: skip
     if plan.decode_rows:
         splits = {"MIN_SPLIT": MIN_SPLIT, "MAX_SPLITS": MAX_SPLITS, "BLOCK_N": 64 if padded_size <= 128 else 32}
         parts = (plan.partials, plan.partial_lse)
         part_sizes = (plan.decode_rows, plan.partials.shape[3])
-        in_turns = min(plan.max_splits, max(1, math.ceil(ENOUGH_PROGRAMS / (num_seqs * num_kv_heads))))
-        # Block ids and the keys and values that they lead to are stages of their own: of 5, two are of keys and values.
-        _decode_kernel[(num_seqs, num_kv_heads, in_turns)](
-            *tensors, *parts, *part_sizes, *numbers, **both, **splits, BLOCK_M=decode_block, num_warps=4,
-            num_stages=5 if query_THD.element_size() == 2 else 3,
+        programs = min(max(1, _num_programs(query_THD.device) // num_kv_heads), num_seqs * plan.max_splits)
+        _decode_kernel[(programs, num_kv_heads)](
+            *tensors, num_seqs, *parts, *part_sizes, *numbers, **both, **splits, BLOCK_M=decode_block,
+            SEQUENCES=SEQUENCES, num_warps=4, num_stages=DECODE_STAGES if query_THD.element_size() == 2 else 3,
         )  # fmt: skip
         if plan.max_splits > 1:
             _combine_kernel[(num_seqs, num_kv_heads, plan.decode_rows)](

@@ -51,9 +51,9 @@ def plan_attention(
     table: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor, num_heads: int, key_cache: torch.Tensor
 ) -> GpuAttentionPlan:
     assert starts.device.type == lens.device.type == "cpu", "the host would wait for these"
-    sizes = (len(table), key_cache.shape[1], num_heads, 2)
-    partials = torch.empty(*sizes, key_cache.shape[3], device=GPU)
-    return GpuAttentionPlan(True, num_heads, 2, partials, torch.empty(sizes, device=GPU))
+    decodes, prefills = (len(table), key_cache.shape[1], num_heads, 2), (8, num_heads, 2)
+    sizes = [(*decodes, key_cache.shape[3]), decodes, (*prefills, key_cache.shape[3]), prefills]
+    return GpuAttentionPlan(2, num_heads, 2, *(torch.empty(size, device=GPU) for size in sizes))
 
 
 class FakeDownload:

@@ -1,10 +1,12 @@
 """Paged attention against dense attention, over ragged batches on odd shapes."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from quire_kernels import paged_attention, plan_attention
+from quire_kernels.attention import GpuAttentionPlan
 from quire_kernels.kv_cache import new_kv_cache
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -143,7 +145,7 @@ def test_long_decodes_are_split(dtype: torch.dtype, device: torch.device) -> Non
     shapes = [(1, 512), (1, 513), (3, 1400), (2, 1025), (1, 1), (16, 1100)]
     batch = make_batch(shapes, 2, 1, 64, 16, dtype, device)
     plan = plan_attention(batch.table, batch.query_start_loc, batch.seq_lens, 2, batch.caches[0])
-    assert plan.max_splits == 3
+    assert plan.max_splits == 6
     assert_near(batch.attend(), batch.dense())
 
 
@@ -155,8 +157,63 @@ def test_splits_have_a_bound(device: torch.device, monkeypatch: pytest.MonkeyPat
     batch = make_batch([(1, 1000), (2, 300), (1, 20), (1, 257)], 4, 2, 64, 32, FP32, device)
     whole = batch.attend()
     assert_near(whole, batch.dense())
-    monkeypatch.setattr(attention, "ENOUGH_PROGRAMS", 1)  # each program takes all splits of a sequence in turn
-    assert torch.equal(batch.attend(), whole)
+    for programs in (1, 10, 18):  # for both KV heads: one takes all in turn, or some begin within a sequence
+        monkeypatch.setattr(attention, "_num_programs", lambda device, programs=programs: programs)
+        monkeypatch.setattr(attention, "SEQUENCES", 2)
+        assert torch.equal(batch.attend(), whole)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU nobody sees what a program does")
+def test_programs_share_the_keys_evenly(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One long sequence among short ones and a prompt: no program does a split more than its share."""
+    from quire_kernels.gpu import attention
+    from triton.runtime.interpreter import interpreter_builder
+
+    keys = [0] * 6
+    attend = attention._attend
+
+    def count(query: Any, positions: Any, first_key: Any, end_key: Any, *arguments: Any) -> Any:
+        if query.shape[0] == attention.DECODE_ROWS:
+            keys[interpreter_builder.grid_idx[0]] += int(end_key) - int(first_key)
+        return attend(query, positions, first_key, end_key, *arguments)
+
+    monkeypatch.setattr(attention, "_attend", count)
+    monkeypatch.setattr(attention, "_num_programs", lambda device: len(keys))
+    shapes = [(1, 60), (1, 64), (20, 30), (1, 2600), (1, 5), (0, 90), (1, 100)]
+    batch = make_batch(shapes, 2, 1, 16, 16, FP32, device)
+    assert_near(batch.attend(), batch.dense())
+    assert sum(keys) == 60 + 64 + 2600 + 5 + 100
+    padded = 64 + 64 + 2624 + 64 + 128  # in tiles of 64
+    assert max(keys) < padded / len(keys) + attention.MIN_SPLIT
+    assert min(keys) > padded / len(keys) - attention.MIN_SPLIT
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@DTYPES
+def test_prefills_by_several_programs(
+    dtype: torch.dtype, window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short suffixes on long prefixes: to the last bit what one program for each tile makes of them."""
+    from quire_kernels.gpu import attention
+
+    monkeypatch.setattr(attention, "PREFILL_SPLIT", 64)
+    batch = make_batch([(10, 270), (1, 40), (9, 64), (75, 150), (11, 65), (0, 9)], 4, 2, 64, 16, dtype, device)
+    plan = plan_attention(batch.table, batch.query_start_loc, batch.seq_lens, 4, batch.caches[0])
+    assert isinstance(plan, GpuAttentionPlan)
+    assert plan.prefill_programs == 5, "one for each split of the longest"
+    shared = batch.attend(window=window)
+    assert_near(shared, batch.dense(window))
+    for programs, expected in ((1, 1), (20, 2)):
+        monkeypatch.setattr(attention, "_num_programs", lambda device, programs=programs: programs)
+        plan = plan_attention(batch.table, batch.query_start_loc, batch.seq_lens, 4, batch.caches[0])
+        assert isinstance(plan, GpuAttentionPlan)
+        assert plan.prefill_programs == expected
+        assert torch.equal(batch.attend(window=window), shared)
+    monkeypatch.setattr(attention, "_num_programs", lambda device: 1000)
+    monkeypatch.setattr(attention, "MAX_PREFILL_PARTS_BYTES", 106 * 4 * 5 * 65 * 4 - 1)
+    plan = plan_attention(batch.table, batch.query_start_loc, batch.seq_lens, 4, batch.caches[0])
+    assert isinstance(plan, GpuAttentionPlan)
+    assert plan.prefill_programs == 1, "their parts would take more memory than they may"
 
 
 @pytest.mark.parametrize("window", [1, 5, 64, 100])
@@ -195,11 +252,20 @@ def test_the_same_in_any_batch(dtype: torch.dtype, device: torch.device) -> None
         assert torch.equal(batch.attend(order), expected), order
 
 
+@pytest.mark.parametrize("prefill_split", [None, 64])
 @DTYPES
-def test_the_same_however_a_prompt_is_cut(dtype: torch.dtype, device: torch.device) -> None:
-    """Into chunks that are too long to be decodes."""
+def test_the_same_however_a_prompt_is_cut(
+    dtype: torch.dtype, prefill_split: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into chunks that are too long to be decodes, and whether a chunk's tiles have one program each or several."""
+    from quire_kernels.gpu import attention
+
+    if prefill_split:
+        monkeypatch.setattr(attention, "PREFILL_SPLIT", prefill_split)
     batch = make_batch([(150, 150)], 4, 2, 64, 16, dtype, device)
-    whole = batch.attend()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_num_programs", lambda device: 1)
+        whole = batch.attend()
     for start, end in ((0, 9), (9, 70), (70, 150), (20, 150), (33, 43)):
         out = paged_attention(
             batch.query[start:end], *batch.caches, batch.table, torch.tensor([0, end - start], device=device),
