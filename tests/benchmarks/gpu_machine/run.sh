@@ -3,7 +3,8 @@
 #
 #     tests/benchmarks/gpu_machine/run.sh tests|bench|server [ARGUMENTS]
 #
-#     tests     the kernels' numeric tests on the device, and the engine's tests that know of one
+#     tests     on one device: the kernels' numeric tests; the engine token for token as transformers in float32, and
+#               in bf16 as without CUDA graphs and steps ahead; what a GPU's memory is divided into, and given back
 #     bench     tests/benchmarks/gpu.py; ARGUMENTS go there (--only decode steps)
 #     server    a whole tritonserver with a dummy of 1B under 64 gRPC streams; ARGUMENTS go to server.py beside this
 #
@@ -41,9 +42,18 @@ case $stage in
   tests)
     # With a GPU, kernels are compiled, whatever the devices are called.
     if grep -q "^no GPU" "$OUT/machine-tests.txt"; then interpret=1; else interpret=0; fi
-    mapfile -t engine < <(grep -rliE 'cuda|triton_kernels' tests/unit/engine --include='test_*.py')
+    files=(
+      tests/unit/kernels/gpu
+      tests/unit/engine/test_triton_kernels.py
+      tests/unit/engine/test_token_exact.py
+      tests/unit/engine/test_shutdown.py
+      tests/unit/engine/worker/test_device.py
+      tests/unit/engine/worker/test_cache_memory.py
+      tests/unit/engine/worker/test_decode_graphs.py
+      tests/unit/engine/worker/test_on_device.py
+    )
     TRITON_INTERPRET=$interpret timeout 580 "$PYTHON" -m pytest -q -p no:cacheprovider -n "${WORKERS:-8}" \
-      tests/unit/kernels/gpu "${engine[@]}" "$@" 2>&1 | tee "$OUT/tests.log"
+      "${files[@]}" "$@" 2>&1 | tee "$OUT/tests.log"
     ;;
   bench)
     timeout 595 "$PYTHON" tests/benchmarks/gpu.py --output "$OUT/gpu.md" --json "$OUT/gpu.json" "$@" 2>&1 \

@@ -1,6 +1,7 @@
 """tests/benchmarks/gpu_machine: what can be known without a GPU machine, and without its packages."""
 
 import importlib
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 from support.measured_load import Measured
 
+NEEDED = ["token_exact", "triton_kernels", "shutdown"]
+"""In float32 as transformers; steps ahead and graphs in bf16; memory that is given back."""
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu_machine"
 
 
@@ -22,6 +25,17 @@ def test_a_stage_has_to_be_named(arguments: list[str]) -> None:
     done = subprocess.run([str(FOLDER / "run.sh"), *arguments], capture_output=True, text=True)
     assert done.returncode == 2
     assert "run.sh tests|bench|server" in done.stderr
+
+
+def test_the_tests_for_a_device_are_named_and_take_no_more_than_one() -> None:
+    files = re.findall(r"^ +(tests/unit/\S+)$", (FOLDER / "run.sh").read_text(), re.MULTILINE)
+    root = FOLDER.parents[2]
+    assert {"tests/unit/kernels/gpu", *(f"tests/unit/engine/test_{name}.py" for name in NEEDED)} <= set(files)
+    for path in (root / file for file in files):
+        assert path.exists()
+        for file in [path] if path.is_file() else path.glob("test_*.py"):
+            several = re.search(r"import ray|support\.multiproc|support\.distributed_rank", file.read_text())
+            assert several is None, f"{file.name} takes several processes, each with a GPU of its own"
 
 
 @pytest.mark.parametrize("script", ["pack"], indirect=True)
