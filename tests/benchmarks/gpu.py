@@ -8,9 +8,10 @@ by failing; what a section has measured when its time is up counts. The roofline
     roofline     copy bandwidth (bytes read and bytes written), read bandwidth, rate of a bf16 product
     decode       paged attention, one token per sequence: bytes of keys and values by time, next to the copy
     prefill      paged attention over whole prompts, next to torch's scaled_dot_product_attention
+    splits       one long sequence among short ones, a short suffix, a mixed step; other constants of the decode kernel
     steps        decode steps of dummies of 1B and 8B, by the time that reading weights and KV cache takes
     throughput   offline, next to transformers' continuous batching
-    switches     what CUDA graphs and scheduling one step ahead gain
+    switches     what CUDA graphs and scheduling one step ahead gain, and what top-p costs
     ops          RoPE and cache write, norms, SiLU · mul, sampling, linears: next to the least that they have to move
 
 Exit codes: 0 all was measured, whether a bar was met or not, or there is no GPU; 1 a section failed or was stopped.
@@ -59,9 +60,10 @@ SECTIONS = {
         title="Paged attention: decode, of the copy bandwidth", seconds=75, measure=kernels.measure_decode
     ),
     "prefill": Section(title="Paged attention: prefill", seconds=60, measure=kernels.measure_prefill),
+    "splits": Section(title="Paged attention: uneven work", seconds=75, measure=kernels.measure_splits),
     "steps": Section(title="Decode steps", seconds=150, measure=engine.measure_steps),
     "throughput": Section(title="Offline throughput", seconds=150, measure=engine.measure_throughput),
-    "switches": Section(title="CUDA graphs, scheduling ahead", seconds=120, measure=engine.measure_switches),
+    "switches": Section(title="CUDA graphs, scheduling ahead, top-p", seconds=120, measure=engine.measure_switches),
     "ops": Section(title="Other kernels, of their floor", seconds=90, measure=kernels.measure_ops),
 }
 

@@ -60,9 +60,10 @@ def prompts_of(name: str, count: int, length: int, seed: int = 0) -> list[dict[s
     return [{"prompt_token_ids": [rng.randrange(2, vocab_size) for _ in range(length)]} for _ in range(count)]
 
 
-def run_seconds(llm: LLM, prompts: list[dict[str, list[int]]], num_tokens: int) -> float:
-    """Of a greedy generation of so many tokens for each prompt, without text."""
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+def run_seconds(llm: LLM, prompts: list[dict[str, list[int]]], num_tokens: int, top_p: float | None = None) -> float:
+    """Of a generation of so many tokens for each prompt, without text: greedy, or drawn from the top p."""
+    drawn = {"temperature": 0} if top_p is None else {"temperature": 1, "top_p": top_p, "seed": 0}
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, detokenize=False, **drawn)
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - start
@@ -71,13 +72,13 @@ def run_seconds(llm: LLM, prompts: list[dict[str, list[int]]], num_tokens: int) 
     return seconds
 
 
-def step_seconds(bench: Bench, llm: LLM, name: str, batch: int, context: int) -> float:
+def step_seconds(bench: Bench, llm: LLM, name: str, batch: int, context: int, top_p: float | None = None) -> float:
     """Median time of a decode step of `batch` requests, all with about `context` tokens; all that a user waits for."""
     steps = 4 if bench.is_smoke else STEPS
     prompts = prompts_of(name, batch, context - FIRST_STEPS - steps // 2)
-    run_seconds(llm, prompts, FIRST_STEPS + steps)
+    run_seconds(llm, prompts, FIRST_STEPS + steps, top_p)
     differences = [
-        run_seconds(llm, prompts, FIRST_STEPS + steps) - run_seconds(llm, prompts, FIRST_STEPS)
+        run_seconds(llm, prompts, FIRST_STEPS + steps, top_p) - run_seconds(llm, prompts, FIRST_STEPS, top_p)
         for _ in range(1 if bench.is_smoke else TRIALS)
     ]
     return statistics.median(differences) / steps
@@ -109,7 +110,7 @@ def measure_steps(bench: Bench) -> Iterator[Figure]:
 
 
 def measure_switches(bench: Bench) -> Iterator[Figure]:
-    """Steps with CUDA graphs and without, scheduled one ahead and not."""
+    """Steps with CUDA graphs and without, scheduled one ahead and not; and greedy ones next to such with top-p."""
     name, batches = ("tiny", [1, 2]) if bench.is_smoke else ("1B", [1, 16, 64])
     context = 64 if bench.is_smoke else CONTEXT
     kinds = {
@@ -123,6 +124,14 @@ def measure_switches(bench: Bench) -> Iterator[Figure]:
         for kind, settings in kinds.items():
             with engine(folder, max_num_seqs=max(batches), tokens_each=2 * context, **settings) as llm:
                 seconds[kind] = [step_seconds(bench, llm, name, batch, context) for batch in batches]
+        largest = 2 if bench.is_smoke else 256
+        with engine(folder, max_num_seqs=largest, tokens_each=2 * context) as llm:
+            for batch in (1, largest):
+                greedy, drawn = (step_seconds(bench, llm, name, batch, context, top_p) for top_p in (None, 0.9))
+                note = f"{1e3 * drawn:.2f} ms, {1e3 * greedy:.2f} greedy"
+                yield Figure(
+                    name=f"{name}, batch {batch}, top-p 0.9: greedy = 1", value=drawn / greedy, unit="x", note=note
+                )
     for without, what in (("no graphs", "CUDA graphs"), ("not ahead", "scheduling one step ahead")):
         for batch, best, other in zip(batches, seconds["both"], seconds[without], strict=True):
             note = f"{1e3 * other:.2f} ms without, {1e3 * best:.2f} with"

@@ -22,7 +22,7 @@ from quire_kernels.kv_cache import new_kv_cache
 from .bench import Bench, Roofline
 from .figures import Figure, at_least
 
-__all__ = ["measure_decode", "measure_ops", "measure_prefill", "measure_roofline"]
+__all__ = ["measure_decode", "measure_ops", "measure_prefill", "measure_roofline", "measure_splits"]
 
 DECODE_BAR = at_least(80)
 """Percent of the copy bandwidth."""
@@ -33,8 +33,13 @@ DECODES = [
     BAR_SHAPE, (64, 4096, 64, 128), (64, 4096, 16, 64), (1, 4096, 16, 128), (1, 32768, 16, 128), (16, 4096, 16, 128),
     (64, 512, 16, 128), (256, 1024, 16, 128), (256, 4096, 16, 128),
 ]  # fmt: skip
+SMOKE_SHAPE = (2, 40, 16, 64)
 #           sequences, tokens each, head size
 PREFILLS = [(1, 2048, 128), (4, 2048, 128), (1, 8192, 128), (1, 16384, 128), (4, 2048, 64)]
+SWEPT: dict[str, list[int]] = {"DECODE_STAGES": [5, 7], "MIN_SPLIT": [64, 128, 256, 512]}
+"""Constants of `quire_kernels.gpu.attention`, by name, with the values to try."""
+SWEEPS = [(1, 512, 16, 128), (1, 4096, 16, 128), BAR_SHAPE, (256, 1024, 16, 128)]
+"""As of `DECODES`."""
 EPS = 1e-5
 
 
@@ -71,42 +76,97 @@ def _product_rate(bench: Bench, size: int) -> float:
 
 def measure_decode(bench: Bench) -> Iterator[Figure]:
     """One query row for each sequence, 32 query heads on 8 KV heads: bytes of keys and values, by time."""
-    for shape in [(2, 40, 16, 64)] if bench.is_smoke else DECODES:
-        num_seqs, seq_len, block_size, head_size = shape
-        heads, kv_heads = (4, 2) if bench.is_smoke else (32, 8)
-        num_bytes = 2 * num_seqs * seq_len * kv_heads * head_size * 2
-        seconds = bench.seconds(*_decode_calls(bench, shape, heads, kv_heads, bench.num_sets(num_bytes)))
-        rate = num_bytes / seconds
-        yield Figure(
-            name=f"{num_seqs} x {seq_len:,} tokens, heads {heads}/{kv_heads} of {head_size}, blocks of {block_size}",
-            value=100 * rate / bench.machine.copy_bytes_per_second,
-            unit="%",
-            note=f"{1e6 * seconds:,.1f} µs, {rate / 1e9:,.0f} GB/s",
-            bar=DECODE_BAR if shape == BAR_SHAPE else None,
-        )
+    yield from (_decode_figure(bench, shape) for shape in ([SMOKE_SHAPE] if bench.is_smoke else DECODES))
 
 
-def _decode_calls(
-    bench: Bench, shape: tuple[int, int, int, int], num_heads: int, num_kv_heads: int, num_sets: int
-) -> list[Callable[[], torch.Tensor]]:
-    """A step for each of several sets of sequences, whose blocks lie anywhere in one cache."""
+def _decode_figure(bench: Bench, shape: tuple[int, int, int, int], what: str = "") -> Figure:
     num_seqs, seq_len, block_size, head_size = shape
-    blocks_each = -(-seq_len // block_size)
-    num_blocks = num_sets * num_seqs * blocks_each
+    heads, kv_heads = _heads(bench)
+    rate, note = _attend_rate(bench, [1] * num_seqs, [seq_len] * num_seqs, block_size, head_size)
+    return Figure(
+        name=what
+        or f"{num_seqs} x {seq_len:,} tokens, heads {heads}/{kv_heads} of {head_size}, blocks of {block_size}",
+        value=100 * rate / bench.machine.copy_bytes_per_second,
+        unit="%",
+        note=note,
+        bar=DECODE_BAR if shape == BAR_SHAPE and not what else None,
+    )
+
+
+def _heads(bench: Bench) -> tuple[int, int]:
+    return (4, 2) if bench.is_smoke else (32, 8)
+
+
+def _attend_seconds(bench: Bench, query_lens: list[int], lens: list[int], block_size: int, head_size: int) -> float:
+    """A step for each of several sets of such sequences, whose blocks lie anywhere in one cache."""
+    num_heads, num_kv_heads = _heads(bench)
+    num_sets = bench.num_sets(2 * sum(lens) * num_kv_heads * head_size * 2)
+    blocks_each = [-(-length // block_size) for length in lens]
+    num_blocks = num_sets * sum(blocks_each)
     caches = [
         new_kv_cache(num_blocks, num_kv_heads, block_size, head_size, torch.bfloat16, bench.device).normal_()
         for _ in range(2)
     ]
-    tables = torch.randperm(num_blocks, device=bench.device).view(num_sets, num_seqs, blocks_each)
-    starts, lens = torch.arange(num_seqs + 1), torch.full((num_seqs,), seq_len)
-    query = bench.randn(num_seqs, num_heads, head_size)
-    on_device = (starts.to(bench.device), lens.to(bench.device))
+    starts, seq_lens = torch.tensor([0, *query_lens]).cumsum(0), torch.tensor(lens)
+    query = bench.randn(sum(query_lens), num_heads, head_size)
+    on_device = (starts.to(bench.device), seq_lens.to(bench.device))
 
-    def call_of(table: torch.Tensor) -> Callable[[], torch.Tensor]:
-        plan = plan_attention(table, starts, lens, num_heads, caches[0])
-        return lambda: paged_attention(query, *caches, table, *on_device, head_size**-0.5, plan)
+    def call_of(ids: torch.Tensor) -> Callable[[], torch.Tensor]:
+        rows = torch.nn.utils.rnn.pad_sequence(ids.split(blocks_each), batch_first=True).to(bench.device)
+        plan = plan_attention(rows, starts, seq_lens, num_heads, caches[0])
+        return lambda: paged_attention(query, *caches, rows, *on_device, head_size**-0.5, plan)
 
-    return [call_of(table) for table in tables]
+    return bench.seconds(*(call_of(ids) for ids in torch.randperm(num_blocks).view(num_sets, -1)))
+
+
+def _attend_rate(
+    bench: Bench, query_lens: list[int], lens: list[int], block_size: int, head_size: int
+) -> tuple[float, str]:
+    """Bytes of keys and values per second, and that in words."""
+    seconds = _attend_seconds(bench, query_lens, lens, block_size, head_size)
+    rate = 2 * sum(lens) * _heads(bench)[1] * head_size * 2 / seconds
+    return rate, f"{1e6 * seconds:,.1f} µs, {rate / 1e9:,.0f} GB/s"
+
+
+def measure_splits(bench: Bench) -> Iterator[Figure]:
+    """Sequences of which one is longer than all others; a short suffix on a long prefix; a prompt among decodes; and
+    decodes with other constants than those that the kernels have."""
+    short, long, context, suffix = (20, 300, 120, 20) if bench.is_smoke else (512, 32768, 8192, 64)
+    size = SMOKE_SHAPE[3] if bench.is_smoke else 128
+    for what, query_lens, lens in (
+        (f"{255 if not bench.is_smoke else 3} x {short:,} tokens and one of {long:,}",
+         [1] * (4 if bench.is_smoke else 256), [short] * (3 if bench.is_smoke else 255) + [long]),
+        (f"{suffix} tokens on {context:,}", [suffix], [context + suffix]),
+    ):  # fmt: skip
+        rate, note = _attend_rate(bench, query_lens, lens, 16, size)
+        yield Figure(name=what, value=100 * rate / bench.machine.copy_bytes_per_second, unit="%", note=note)
+    decodes, prompt = ([1] * 3, 40) if bench.is_smoke else ([1] * 63, 2048)
+    apart = [
+        _attend_seconds(bench, query_lens, lens, 16, size)
+        for query_lens, lens in ((decodes, [context // 2] * len(decodes)), ([prompt], [prompt]))
+    ]
+    mixed = _attend_seconds(bench, [*decodes, prompt], [*[context // 2] * len(decodes), prompt], 16, size)
+    yield Figure(
+        name=f"{len(decodes)} x {context // 2:,} tokens and a prompt of {prompt:,}: each alone = 1",
+        value=mixed / sum(apart),
+        unit="x",
+        note=f"{1e6 * mixed:,.1f} µs; alone {1e6 * apart[0]:,.1f} and {1e6 * apart[1]:,.1f}",
+    )
+    yield from _sweep(bench)
+
+
+def _sweep(bench: Bench) -> Iterator[Figure]:
+    from quire_kernels.gpu import attention
+
+    for name, values in SWEPT.items():
+        usual = getattr(attention, name)
+        try:
+            for value in values:
+                setattr(attention, name, value)
+                for shape in [SMOKE_SHAPE] if bench.is_smoke else SWEEPS:
+                    yield _decode_figure(bench, shape, f"{name} = {value}: {shape[0]} x {shape[1]:,} tokens")
+        finally:
+            setattr(attention, name, usual)
 
 
 def measure_prefill(bench: Bench) -> Iterator[Figure]:
