@@ -182,11 +182,16 @@ def test_start_up_errors_are_the_engines_own(checkpoint: Callable[[str], Path], 
 
 
 def test_an_idle_engine_uses_no_cpu(checkpoint: Callable[[str], Path]) -> None:
-    async def main(llm: AsyncLLM) -> float:
-        await collect(llm, [5], SamplingParams(max_tokens=2))
+    """Once it has taken in the grammar compiler, which is ready some time after it."""
+
+    async def in_an_interval(llm: AsyncLLM) -> float:
         before = cpu_seconds(llm.engine_pid)
         await asyncio.sleep(1.5)  # the interval that is measured, idle check included
         return cpu_seconds(llm.engine_pid) - before
+
+    async def main(llm: AsyncLLM) -> float:
+        await collect(llm, [5], SamplingParams(max_tokens=2))
+        return min([await in_an_interval(llm) for _ in range(2)])
 
     with engine(checkpoint("tied-gqa")) as (llm, _):
         assert asyncio.run(main(llm)) < 0.035, "it is counted in ticks of 10 ms"

@@ -129,7 +129,9 @@ def test_chat_uses_the_checkpoints_template(llm: LLM) -> None:
     assert one[0].outputs[0].text == many[1].outputs[0].text
 
 
-def test_a_failing_step_ends_only_the_request_that_fails(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_step_ends_only_the_request_that_fails(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     prompts = [f"def f{i}(x):" for i in range(6)]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     expected = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
@@ -148,7 +150,8 @@ def test_a_failing_step_ends_only_the_request_that_fails(llm: LLM, monkeypatch: 
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 2 + ["error"] + ["length"] * 3
     assert outputs[2].error is not None
-    assert "a kernel failed" in outputs[2].error
+    assert "its log has the cause" in outputs[2].error
+    assert "RuntimeError: a kernel failed" in caplog.text
     monkeypatch.undo()
     assert [o.outputs[0].text for i, o in enumerate(outputs) if i != 2] == expected[:2] + expected[3:]
     assert llm.get_stats().num_blocks_used == 0
