@@ -27,6 +27,8 @@ STALE_S = 5.0
 _REQUEST_S = 5.0
 _MOST_CONNECTIONS = 64
 _MOST_BYTES = 8192
+_MOST_DROPPED_BYTES = 64 * 2**10
+"""What may follow a request, and is thrown away; a client that sends more is cut off."""
 
 
 class Health:
@@ -71,7 +73,7 @@ class HealthServer:
         health: what it tells.
 
     Raises:
-        CommandError: it cannot listen there.
+        CommandError: it cannot listen there, or cannot start.
     """
 
     def __init__(self, endpoint: Endpoint, health: Health) -> None:
@@ -80,30 +82,52 @@ class HealthServer:
         self.endpoint = Endpoint(endpoint.host, self._socket.getsockname()[1])
         self._ends = asyncio.Event()
         self._started = threading.Event()
-        self._connections: dict[asyncio.StreamWriter, None] = {}
+        self._failure: Exception | None = None
+        self._connections: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
         """In the order in which they came."""
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="health", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="health", daemon=True)
 
     def __enter__(self) -> "HealthServer":
         self._thread.start()
         self._started.wait()
+        if self._failure is not None:
+            self._thread.join()
+            raise CommandError(f"cannot answer /health on {self.endpoint}: {self._failure}")
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._ends.set)
         self._thread.join()
 
+    def _work(self) -> None:
+        try:
+            asyncio.run(self._run())
+        except Exception as error:  # such as no descriptor left for the event loop
+            if self._started.is_set():
+                raise
+            self._failure = error
+        finally:
+            self._socket.close()
+            self._started.set()  # whoever waits has its signals blocked: it must not wait for nothing
+
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
-        server = await asyncio.start_server(self._serve, sock=self._socket, limit=_MOST_BYTES)
+        server = await asyncio.start_server(self._accept, sock=self._socket, limit=_MOST_BYTES)
         self._started.set()
         await self._ends.wait()
         server.close()
+        while self._connections:
+            for writer in self._connections:
+                writer.transport.abort()
+            await asyncio.wait(self._connections.values())
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connections[writer] = None
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # A task that asyncio makes of a coroutine function would be told of with a traceback when it is cancelled.
+        self._connections[writer] = asyncio.create_task(self._serve(reader, writer))
         if len(self._connections) > _MOST_CONNECTIONS:
             next(iter(self._connections)).transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             # One request per connection, in which whoever asks has some seconds for all of it.
             await asyncio.wait_for(self._answer(reader, writer), _REQUEST_S)
@@ -129,7 +153,10 @@ class HealthServer:
         writer.write_eof()
         with contextlib.suppress(ConnectionError):
             await writer.drain()
-            await reader.read()  # until the other side has closed: what it has not read yet is not cut off
+            # Until the other side has closed: what it has not read yet is not cut off.
+            num_dropped = 0
+            while num_dropped <= _MOST_DROPPED_BYTES and (dropped := await reader.read(_MOST_BYTES)):
+                num_dropped += len(dropped)
 
 
 _PHRASES = {200: "OK", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}

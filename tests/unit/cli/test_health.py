@@ -1,10 +1,13 @@
 """The health address: what it says, and that nobody keeps it from saying it."""
 
+import asyncio
 import contextlib
+import errno
 import http.client
 import json
 import socket
 import time
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -98,6 +101,42 @@ def test_slow_and_hostile_clients_keep_nobody_waiting(server: HealthServer, heal
     finally:
         for client in clients:
             client.close()
+
+
+def test_what_follows_a_request_is_not_kept(server: HealthServer) -> None:
+    much = bytes(50 * 2**20)
+    tracemalloc.start()
+    try:
+        with socket.create_connection(("127.0.0.1", server.endpoint.port), timeout=10) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+            with pytest.raises(ConnectionError):  # cut off
+                client.sendall(much)
+        assert tracemalloc.get_traced_memory()[1] < 5 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_thread_that_cannot_start_is_told_of(health: Health, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_descriptor_left(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(asyncio, "start_server", no_descriptor_left)
+    with (
+        pytest.raises(CommandError, match=r"cannot answer /health on 127\.0\.0\.1:\d+: .*Too many open files"),
+        HealthServer(Endpoint("127.0.0.1", 0), health),
+    ):
+        pass
+
+
+def test_a_connection_that_is_open_at_the_end_is_no_news(health: Health, caplog: pytest.LogCaptureFixture) -> None:
+    with HealthServer(Endpoint("127.0.0.1", 0), health) as running:
+        client = socket.create_connection(("127.0.0.1", running.endpoint.port), timeout=10)
+        client.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+        assert client.recv(8) == b"HTTP/1.1", "it is open, and served"
+    with client, contextlib.suppress(ConnectionResetError):
+        while client.recv(2**16):
+            pass
+    assert caplog.text == ""
 
 
 def test_a_port_that_is_taken_is_named(server: HealthServer, health: Health) -> None:
