@@ -12,20 +12,19 @@ and again after each end.
 """
 
 import contextlib
-import resource
 import signal
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from quire_engine.child_process import start_module
 from quire_engine.errors import EngineError
+from quire_engine.memory import limit_memory_growth
 
 __all__ = ["ChatTemplateError", "ChatTemplateRenderer"]
 
@@ -159,10 +158,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the parent decides
         signal.signal(number, signal.SIG_IGN)
     _render(_Job("", [{}], {}, 0))  # imports what is needed, before there are limits
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + RENDER_MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory_growth(RENDER_MEMORY_BYTES)
     decoder = msgspec.json.Decoder(_Job)
     for line in sys.stdin.buffer:
         job = decoder.decode(line)

@@ -13,17 +13,18 @@ When the engine core ends, however it ends, stdin ends; then this process kills 
 import contextlib
 import ctypes
 import os
-import resource
 import selectors
 import signal
 import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire_engine.process_state import is_stopped
+from quire_engine.memory import limit_memory_growth
+from quire_engine.process_state import how_it_ended, is_stopped
 from quire_engine.structured_output.job_queue import JobQueue
 from quire_engine.structured_output.protocol import (
     CancelRequest,
@@ -49,7 +50,10 @@ COMPILE_MEMORY_BYTES = 1 << 30
 """How much one grammar may take beyond what this process has."""
 NICENESS = 5
 """Of jobs: steps come first when there are not enough cores."""
-
+_OUT_OF_MEMORY = 2
+"""Exit code of a job that ran into its limit after it had compiled."""
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
+"""Signals by which a job ends of its grammar. Any other comes from outside."""
 
 _libc = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
@@ -166,6 +170,10 @@ class CompilerServer:
                 _limit_job()
                 _write_all(writer, msgspec.msgpack.encode(self._compiler.compile(request)))
                 os._exit(0)
+            except MemoryError:
+                os._exit(_OUT_OF_MEMORY)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(1)
         os.close(writer)
@@ -197,19 +205,20 @@ class CompilerServer:
 
 def _limit_job() -> None:
     """Wall clock, memory, priority, no core file, and an end when this process ends, however it does."""
-    os.nice(NICENESS - os.nice(0))
+    os.nice(max(NICENESS - os.nice(0), 0))  # a process that was itself started nice has no right to be less so
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.setitimer(signal.ITIMER_REAL, COMPILE_SECONDS)  # SIGALRM's default action ends the process, in C++ too
-    with open("/proc/self/statm") as file:
-        used_bytes = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + COMPILE_MEMORY_BYTES,) * 2)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory_growth(COMPILE_MEMORY_BYTES)
 
 
 def _explain(request: CompileRequest, status: int) -> CompileResult:
     """What to say of a job that did not live to say it itself."""
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
+    exit_code = os.waitstatus_to_exitcode(status)
+    if exit_code == -signal.SIGALRM:
         return _took_too_long(request)
+    if exit_code != _OUT_OF_MEMORY and -exit_code not in _CRASHES:
+        error = f"the process that compiled the {request.kind} {how_it_ended(exit_code)}; the server's log may say why"
+        return CompileResult(request.job_id, error=error, cacheable=False, is_our_fault=True)
     error = f"the {request.kind} is too complex: compiling it takes too much memory or nests too deeply; simplify it"
     return CompileResult(request.job_id, error=error)
 

@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 from quire_engine import AsyncLLM, SamplingParams
+from quire_engine.core.process import START_NICENESS
 from quire_engine.errors import DeadlineExceededError, EngineError, RequestError
 from quire_engine.outputs import RequestOutput
 from quire_engine.structured_output.compiler import COMPILE_SECONDS
@@ -339,6 +341,59 @@ def test_a_stopped_job_is_begun_again(checkpoint: Callable[[str], Path]) -> None
         assert process.begun.get(timeout=60) == 1
         assert eventually(lambda: is_gone(job), 10)
         process.cancel(1)
+    finally:
+        process.shutdown()
+
+
+def test_a_job_that_somebody_kills_is_our_fault(checkpoint: Callable[[str], Path]) -> None:
+    results: dict[int, CompileResult] = {}
+    arrived = threading.Condition()
+    process = recorded(checkpoint("tinypy"), results, arrived)
+    try:
+        process.submit(CompileRequest(1, "json", SLOW))
+        assert process.begun.get(timeout=60) == 1
+        assert process.pid is not None
+        assert eventually(lambda: len(children(process.pid)) == 1, 10)
+        os.kill(children(process.pid)[0], signal.SIGKILL)
+        with arrived:
+            assert arrived.wait_for(lambda: 1 in results, 60)
+        assert "was killed by SIGKILL" in (results[1].error or "")
+        assert results[1].is_our_fault
+        assert not results[1].cacheable
+    finally:
+        process.shutdown()
+
+
+LIMITED = """#!{python}
+import ctypes, os, resource, sys
+os.nice(3)
+resource.setrlimit(resource.RLIMIT_NICE, (0, 0))
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+libc = ctypes.CDLL(None)
+for capability in (23, 24):  # to raise priorities and limits: root has them, and no other user
+    libc.prctl(24, capability)  # PR_CAPBSET_DROP
+os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+"""
+
+
+def test_it_compiles_where_it_was_started_with_low_priority_and_little_memory(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(LIMITED.format(python=sys.executable))
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    results: dict[int, CompileResult] = {}
+    arrived = threading.Condition()
+    process = compiler(checkpoint("tinypy"), results, arrived)
+    process._arguments.niceness = START_NICENESS
+    try:
+        process.submit(CompileRequest(1, "regex", "a"))
+        with arrived:
+            assert arrived.wait_for(lambda: 1 in results, 60)
+        assert results[1].error is None
+        assert process.pid is not None
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) >= START_NICENESS + 3, "else this shows nothing"
     finally:
         process.shutdown()
 
