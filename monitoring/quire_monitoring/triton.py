@@ -5,8 +5,8 @@ there is none that takes several values. So `record` only adds up in memory, and
 
 * gauges and counters four times a second, each once, and again as soon as the engine is idle;
 * histograms of requests one observation per finished request;
-* counters and these at once when the end of a request waits for them (`when_written`): all that end meanwhile share one
-  flush, so that a request costs no round trips of its own for it;
+* counters and these at once when the end of a request waits for them (`when_written`), and nothing else before it is
+  called back: all that end meanwhile share one flush, so that a request costs no round trips of its own for it;
 * histograms of steps and tokens (`MetricDefinition.is_frequent`) once a second, in a number of round trips that does
   not depend on how much happened. Triton's own histograms cannot do that: theirs is one per observation, thousands a
   second. So these are three families of counters each, which make the same samples: `_bucket{le}`, `_sum`, `_count`.
@@ -37,7 +37,7 @@ FLUSH_INTERVAL_SECONDS = 0.25
 FREQUENT_INTERVAL_SECONDS = 1.0
 """Between two flushes of what happens with every step."""
 HEALTH_INTERVAL_SECONDS = 0.25
-"""How often health and goodput are looked at while nothing else happens."""
+"""How often health and goodput are looked at while nothing else happens, and the ranks' processes at most."""
 STOP_SECONDS = 10.0
 """What the last flush may take. It is done in milliseconds, unless the server does not answer."""
 HEALTH = {"quire_engine_up", "quire_worker_up"}
@@ -92,7 +92,9 @@ class TritonStatLogger:
         self._is_writing = False
         self._waiting: list[Callable[[], None]] = []
         # Of the writing thread:
-        self._flushed_at = -FLUSH_INTERVAL_SECONDS
+        self._flushed_at = self._workers_looked_at = -FLUSH_INTERVAL_SECONDS
+        self._health: tuple[bool, Sequence[bool]] = (False, ())
+        """The engine's and the ranks', as they were last looked at."""
         self._written: dict[Series, float] = {}
         self._pending: dict[Series, list[float]] = {}
         """Observations of frequent histograms that are not written yet."""
@@ -162,7 +164,7 @@ class TritonStatLogger:
 
     def when_written(self, callback: Callable[[], None]) -> None:
         """Call back, from the writing thread, when the counters hold all that was recorded until now; at once where
-        nothing is written. Must not raise."""
+        nothing is written."""
         with self._condition:
             if self._is_writing:
                 self._waiting.append(callback)
@@ -266,17 +268,27 @@ class TritonStatLogger:
         try:
             # Read first and written last, so that whoever sees an idle engine finds all that it did in the counters.
             is_idle = self._accumulator.is_idle or is_last
-            gauges = self._accumulator.gauges(self._is_up(), self._workers_up())
+            gauges = self._accumulator.gauges(*self._look(now))
             self._set({one: value for one, value in gauges.items() if one[0] in HEALTH})
             self._write_growth()
-            if is_idle or now >= self._next_frequent:
-                self._next_frequent = now + FREQUENT_INTERVAL_SECONDS
-                self._write_pending()
         finally:
             _call_all(waiting)
+        if is_idle or now >= self._next_frequent:
+            self._write_pending(is_last)
+            if not self._pending:
+                self._next_frequent = now + FREQUENT_INTERVAL_SECONDS
         if is_idle or now >= self._flushed_at + FLUSH_INTERVAL_SECONDS:
             self._flushed_at = now
             self._set(gauges)
+
+    def _look(self, now: float) -> tuple[bool, Sequence[bool]]:
+        """Whether the engine and the ranks are up. A rank is a look at its process, and requests may end by the
+        thousand: it is asked for when the engine has died or is back, and at its interval."""
+        is_up = self._is_up()
+        if is_up != self._health[0] or now >= self._workers_looked_at + HEALTH_INTERVAL_SECONDS or self._stopping:
+            self._workers_looked_at = now
+            self._health = (is_up, self._workers_up())
+        return self._health
 
     def _set(self, gauges: Mapping[Series, float]) -> None:
         """Write those that are not as they were written last."""
@@ -299,18 +311,24 @@ class TritonStatLogger:
             for value in values:
                 self._write(one, "observe", value)
 
-    def _write_pending(self) -> None:
-        """Write the frequent histograms: whatever was observed, one increment for each bucket that grew."""
-        pending, self._pending = self._pending, {}
-        for (name, labels), values in pending.items():
-            buckets = self._frequent[name, labels]
-            own = dict(labels)
-            for bound, growth in zip((*buckets, float("inf")), cumulative_counts(buckets, values), strict=True):
-                if growth:
-                    self._write(series(name + "_bucket", **own, le=bucket_bound(bound)), "increment", growth)
-            if (total := sum(values)) > 0:
-                self._write(series(name + "_sum", **own), "increment", total)
-            self._write(series(name + "_count", **own), "increment", len(values))
+    def _write_pending(self, is_last: bool) -> None:
+        """Write the frequent histograms: whatever was observed, one increment for each bucket that grew.
+
+        After each of them, the end of a request that has come meanwhile goes first, and the next flush goes on.
+        """
+        while self._pending:
+            name, labels = next(iter(self._pending))
+            self._write_histogram(name, dict(labels), self._pending.pop((name, labels)), self._frequent[name, labels])
+            if self._waiting and not is_last:
+                return
+
+    def _write_histogram(self, name: str, own: dict[str, str], values: list[float], buckets: Sequence[float]) -> None:
+        for bound, growth in zip((*buckets, float("inf")), cumulative_counts(buckets, values), strict=True):
+            if growth:
+                self._write(series(name + "_bucket", **own, le=bucket_bound(bound)), "increment", growth)
+        if (total := sum(values)) > 0:
+            self._write(series(name + "_sum", **own), "increment", total)
+        self._write(series(name + "_count", **own), "increment", len(values))
 
     def _write(self, one: Series, method: str, value: float) -> bool:
         """Write one value; False when that failed. A series that the server does not have is passed over."""
@@ -331,4 +349,7 @@ class TritonStatLogger:
 
 def _call_all(callbacks: Iterable[Callable[[], None]]) -> None:
     for callback in callbacks:
-        callback()
+        try:
+            callback()
+        except Exception:  # noqa: PERF203  the others' have to be told all the same
+            logger.exception("the end of a request that is counted could not be told")

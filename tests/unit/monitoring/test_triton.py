@@ -7,8 +7,9 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats
+from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats, StepStats
 from quire_monitoring import METRICS, MetricKind, TritonStatLogger, make_aliases
+from quire_monitoring.triton import HEALTH_INTERVAL_SECONDS
 
 LABELS = {"model": "m", "version": "1", "engine": "0"}
 ALIASES = make_aliases(METRICS)
@@ -37,6 +38,7 @@ class Server:
         self.broken = broken
         self.missing = missing
         self.failing = ""
+        self.on_call = lambda key: None
         self.changed = threading.Condition()
         self.alive = weakref.WeakSet()
 
@@ -79,6 +81,7 @@ class Server:
                         raise RuntimeError("no answer")
                     server.values[self.key] = value
                     server.changed.notify_all()
+                server.on_call(self.key)
 
         class Family:
             def __init__(self):
@@ -323,6 +326,91 @@ def test_what_waits_for_the_counters_finds_them_final_and_shares_their_round_tri
     stat_logger.stop()
     stat_logger.when_written(look)
     assert len(found) == 54  # nothing is written any more, and nobody waits for ever
+
+
+def test_an_end_waits_for_what_it_needs_and_not_for_what_happens_with_every_step(server: Server) -> None:
+    """Those that come with the last step of an engine, too, which is when all the rest is written as well."""
+    stat_logger = TritonStatLogger(server.make_family, LABELS)
+    stat_logger.start(is_up=lambda: True)
+    server.wait_for(("quire_engine_up",), 1)
+    step = StepStats(num_tokens=1, schedule_seconds=0.001, execute_seconds=0.02, update_seconds=0.001)
+    done = FinishedRequestStats("length", num_output_tokens=5, e2e_seconds=2.0)
+    last = IterationStats(
+        num_generation_tokens=1, inter_token_seconds=[0.01] * 5, step=step, finished_requests=[done]
+    )  # fmt: skip
+    found: list[int] = []
+    called = threading.Event()
+    with server.changed:  # the writing thread writes all of this in one flush
+        before = server.calls
+        stat_logger.record(SchedulerStats(num_running=1), IterationStats(num_generation_tokens=1))
+        stat_logger.record(SchedulerStats(), last)
+        stat_logger.when_written(lambda: (found.append(server.calls - before), called.set()))
+    assert called.wait(5)
+    assert found[0] <= 20  # two counters, and what is observed of a request, under both names
+    server.wait_for(("quire_step_seconds_count", "execute"), 1)
+    server.wait_for(("vllm:iteration_tokens_total_count",), 1)
+    assert server.calls - before > 100
+    stat_logger.stop()
+
+
+def test_ends_go_before_the_histograms_that_are_being_written(server: Server) -> None:
+    stat_logger = TritonStatLogger(server.make_family, LABELS)
+    stat_logger.start(is_up=lambda: True)
+    server.wait_for(("quire_engine_up",), 1)
+    step = StepStats(num_tokens=1, schedule_seconds=0.001, execute_seconds=0.02, update_seconds=0.001)
+    found: list[int] = []
+    called = threading.Event()
+
+    def end(key: tuple[str, ...]) -> None:
+        if key == ("quire_inter_token_latency_seconds_count",) and not before:  # the first of some twenty histograms
+            before.append(server.calls)
+            stat_logger.when_written(lambda: (found.append(server.calls), called.set()))
+
+    before: list[int] = []
+    server.on_call = end
+    stat_logger.record(SchedulerStats(), IterationStats(inter_token_seconds=[0.01], step=step))
+    assert called.wait(5)
+    assert found == before
+    for phase in ("schedule", "execute", "update"):
+        server.wait_for(("quire_step_seconds_count", phase), 1)
+    stat_logger.stop()
+
+
+def test_ranks_are_not_looked_at_for_every_end(server: Server) -> None:
+    looks: list[float] = []
+    up = threading.Event()
+    up.set()
+
+    def workers_up() -> list[bool]:
+        looks.append(time.monotonic())
+        return [up.is_set()]
+
+    stat_logger = TritonStatLogger(server.make_family, LABELS)
+    stat_logger.start(up.is_set, workers_up)
+    server.wait_for(("quire_worker_up", "0"), 1)
+    started, called = time.monotonic(), threading.Event()
+    for _ in range(200):
+        stat_logger.record_rejection()
+        stat_logger.when_written(called.set)
+        assert called.wait(5)
+        called.clear()
+    assert len(looks) <= 2 + (time.monotonic() - started) / HEALTH_INTERVAL_SECONDS
+    up.clear()
+    stat_logger.when_written(called.set)
+    assert called.wait(5)
+    assert server.values["quire_worker_up", "0"] == 0  # and at once when the engine has died
+    stat_logger.stop()
+
+
+def test_a_callback_that_raises_loses_no_other(server: Server, stat_logger: TritonStatLogger, caplog: Any) -> None:
+    called = threading.Event()
+    with server.changed:
+        stat_logger.record(SchedulerStats(), IterationStats(num_generation_tokens=1))
+        stat_logger.when_written(lambda: 1 / 0)
+        stat_logger.when_written(called.set)
+    assert called.wait(5)
+    stat_logger.stop()
+    assert [record.exc_info and record.exc_info[0] for record in caplog.records] == [ZeroDivisionError]
 
 
 def test_an_engine_whose_health_cannot_be_told_delays_no_end_of_a_request(server: Any, caplog: Any) -> None:
