@@ -149,13 +149,17 @@ class StubStatus:
 
 
 def read_status_pages(folder: Path) -> list[StubStatus]:
-    """All pages in a folder, of stubs that live and of those that were killed; in the order of their start."""
+    """All pages in a folder, of stubs that live and of those that were killed; in the order of their start.
+
+    Raises:
+        OSError: they cannot be read, such as where this process has no descriptor left.
+    """
     return sorted(_read_all(folder), key=lambda status: (status.start_time, status.pid))
 
 
 def _read_all(folder: Path) -> Iterator[StubStatus]:
-    with contextlib.suppress(FileNotFoundError):  # the run is being tidied up
-        for entry in os.scandir(folder):
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:  # the run may be being tidied up
+        for entry in entries:
             match = _NAME.fullmatch(entry.name)
             if match and (status := _read(Path(entry.path), int(match[1]), int(match[2]))):
                 yield status
@@ -166,7 +170,7 @@ def _read(path: Path, pid: int, start_time: int) -> StubStatus | None:
     for _ in range(_MOST_READS):
         try:
             data = path.read_bytes()
-        except OSError:
+        except FileNotFoundError:
             return None
         if len(data) < _NUM_BYTES:
             return None

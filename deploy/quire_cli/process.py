@@ -44,10 +44,14 @@ class ProcessStat:
 
 
 def process_stat(pid: int) -> ProcessStat | None:
-    """The state of a process, or None when there is none of that id."""
+    """The state of a process, or None when there is none of that id, or none that this user may see.
+
+    Raises:
+        OSError: it is not known, such as where this process has no descriptor left to read it.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     # The name stands in parentheses and may hold any character, parentheses too.
     name_end = text.rindex(")")

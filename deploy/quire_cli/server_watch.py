@@ -158,6 +158,13 @@ class ServerWatch:
 
     def look(self) -> list[Problem]:
         """All that is wrong now; call it every `LOOK_S`."""
+        try:
+            return self._look()
+        except OSError as error:
+            # No descriptor is left here, or no memory: nothing is known, least of all that something has died.
+            return [Problem(f"quire serve cannot see how its server is: {error.strerror}")]
+
+    def _look(self) -> list[Problem]:
         self.pages = read_status_pages(self._folder)
         if not self._stubs_stay:
             self._end_stuck()

@@ -1,6 +1,7 @@
 """What a stub shows of itself to `quire serve`."""
 
 import os
+import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,19 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     page.close()
     page.close()
     assert read_status_pages(tmp_path) == []
+
+
+def test_a_page_that_cannot_be_read_is_not_taken_for_none(tmp_path: Path) -> None:
+    make_page(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    one_more = os.dup(0)
+    os.close(one_more)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (one_more + 1, hard))  # enough to list the folder
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            read_status_pages(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_page_is_whole_however_often_it_changes(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,16 @@ def child() -> Iterator[int]:
         assert running.stdout is not None
         running.stdout.readline()
         yield running.pid
+
+
+def test_without_a_descriptor_nobody_is_taken_for_dead() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            process.process_stat(os.getpid())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def nice_values(pid: int) -> list[int]:

@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import re
+import resource
 import select
 import shutil
 import signal
@@ -240,6 +241,24 @@ def test_a_stub_that_no_longer_moves_is_noticed(supervise: Callable[..., Supervi
     (supervised.folder / "hang").unlink()
     supervised.plan()
     wait_until(lambda: supervised.health()[0] == 200, "all is well, by itself or after a restart")
+    assert supervised.stop() == 0, supervised.log()
+
+
+def test_a_supervisor_without_descriptors_takes_nobody_for_dead(supervise: Callable[..., Supervised]) -> None:
+    supervised = supervise(in_flight=0)
+    assert supervised.is_announced(within_s=30), supervised.log()
+    wait_until(lambda: supervised.health() == (200, []), "all is well")
+    pid = supervised.process.pid
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))
+    says = "quire serve cannot see how its server is: Too many open files"
+    try:
+        wait_until(lambda: f"quire: {says}" in supervised.log(), "the truth is told")
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+    wait_until(lambda: f"quire: no longer: {says}" in supervised.log(), "it sees again")
+    wait_until(lambda: supervised.health() == (200, []), "all is well again")
+    assert len(supervised.starts()) == 1
     assert supervised.stop() == 0, supervised.log()
 
 
