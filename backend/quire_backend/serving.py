@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_SECONDS = 60.0
 DRAIN_TIMEOUT_SECONDS = 5.0
 """How long `shutdown` waits for the last responses of the requests that it has aborted."""
+COUNTING_TIMEOUT_SECONDS = 1.0
+"""How long the end of a request waits until it is counted: milliseconds, unless the server takes no metrics."""
 
 _INPUT_NAMES = {"prompt": "text_input", "prompt_token_ids": "input_ids"}
 """What our clients know the engine's parameters as, where it is not the same."""
@@ -95,7 +97,7 @@ class Serving:
         on_rejected: called for every request that is refused before it reaches the engine, with the class of objectives
             that it would have been judged by; without one when the fault was the request's own.
         when_counted: calls back when all that the engine and `on_rejected` have told so far is in the metrics. A client
-            that has its last response and looks there finds its request.
+            that has its last response and looks there finds its request, unless that takes too long.
         model: the model's name, for snapshots.
         version: its version.
         status: where to show `quire serve` that this moves; closed with the serving.
@@ -121,6 +123,8 @@ class Serving:
         self._on_rejected = on_rejected
         self._when_counted = when_counted
         self._is_traced = config.otlp_endpoint is not None
+        self._counting_hangs = False
+        """Whether ends are sent uncounted, since the last one waited for too long."""
         self._draining = False
         self._live: set[ResponseStream] = set()
         self._live_changed = threading.Condition()
@@ -209,7 +213,7 @@ class Serving:
             self._on_rejected(rejected)
         except Exception:
             logger.exception("a refused request was not recorded")
-        self._when_counted(partial(self._responses.fail, stream, code, message))
+        self._end(stream, partial(self._responses.fail, stream, code, message))
 
     def _introspect(self, request: TritonRequest, stream: ResponseStream) -> bool:
         """Answer an operator; False when it is a client's request. Engines that are away can be asked about as well."""
@@ -321,7 +325,7 @@ class Serving:
         else:
             end = partial(self._responses.put, stream, output)
         # The engine records a step once all its outputs are given out: after this turn of the loop.
-        self._call(self._when_counted, end)
+        self._call(self._end, stream, end)
 
     def _abort_all(self) -> None:
         with self._live_changed:
@@ -331,6 +335,30 @@ class Serving:
                 self._engine.abort(stream.request_id)
 
     # -- any thread -------------------------------------------------------------------------------------------------
+
+    def _end(self, stream: ResponseStream, end: Callable[[], None]) -> None:
+        """Send a request's last response as soon as it is counted, or else a while later."""
+        if self._counting_hangs:
+            end()
+            return
+        self._when_counted(end)
+        self._call(self._loop.call_later, COUNTING_TIMEOUT_SECONDS, self._end_uncounted, stream, end)
+
+    def _end_uncounted(self, stream: ResponseStream, end: Callable[[], None]) -> None:
+        if stream.ending:
+            return
+        if not self._counting_hangs:
+            logger.warning(
+                "the server has taken no metrics for %g s: until it does, requests end before they are counted",
+                COUNTING_TIMEOUT_SECONDS,
+            )
+            self._counting_hangs = True
+            self._when_counted(self._counting_goes_on)
+        end()
+
+    def _counting_goes_on(self) -> None:
+        self._counting_hangs = False
+        logger.info("the server takes metrics again")
 
     def _cancel(self, stream: ResponseStream) -> None:
         logger.debug("[vllm] Cancelling the request %r: its client has left", stream.label)  # vllm_backend's words

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from quire_backend import serving as serving_module
 from quire_backend.cancellation import POLL_INTERVAL_SECONDS
 from quire_backend.serving import Serving
 from quire_engine.config import FrontendConfig
 from quire_engine.errors import EngineDeadError
 from quire_engine.stats import FinishedRequestStats
+from support.serving import wait_until
 
 
 def emit_hello(engine, request_id):
@@ -298,3 +300,38 @@ def test_a_client_hears_of_the_end_when_it_is_counted(engine: Any, request_of: A
     assert error_of(failed)[1] == "by design"
     assert error_of(refused)[0] == "INVALID_ARG"
     serving.shutdown()
+
+
+def test_a_server_that_takes_no_metrics_delays_the_end_of_a_request_and_holds_none_up(
+    engine: Any, request_of: Any, monkeypatch: Any, caplog: Any
+) -> None:
+    waiting: list[Callable[[], None]] = []
+    monkeypatch.setattr(serving_module, "COUNTING_TIMEOUT_SECONDS", 0.05)
+    engine.on_add = emit_hello
+    serving = Serving(engine, FrontendConfig(), when_counted=waiting.append)
+    serving.start()
+
+    def answered(**inputs: Any) -> Any:
+        request = request_of(**inputs)
+        serving.submit(request)
+        return request.sender.wait()[-1]
+
+    assert answered(text_input="Hi").text == "HiHello"
+    num_waiting = len(waiting)
+    assert answered(text_input="Hi").text == "HiHello"
+    assert answered(text_input="").error.code == "INVALID_ARG"
+    assert len(waiting) == num_waiting, "ends pile up while nothing is counted"
+    for callback in waiting:
+        callback()
+    waiting.clear()
+    request = request_of(text_input="Hi")
+    monkeypatch.setattr(serving_module, "COUNTING_TIMEOUT_SECONDS", 600.0)
+    serving.submit(request)
+    wait_until(lambda: bool(waiting), "it is to be counted again")
+    assert not request.sender.finished
+    waiting.pop()()
+    assert len(request.sender.wait()) == 1
+    serving.shutdown()
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "the server has taken no metrics for 0.05 s: until it does, requests end before they are counted"
+    ]
