@@ -51,7 +51,7 @@ class _Job(msgspec.Struct, array_like=True):
 
 class _Result(msgspec.Struct, array_like=True):
     text: str = ""
-    error: str = ""
+    error: str | None = None
 
 
 class ChatTemplateRenderer:
@@ -88,7 +88,7 @@ class ChatTemplateRenderer:
         if not answer:
             raise ChatTemplateError(f"it takes more than {self._seconds:.0f} s of processor time, or crashes")
         result = msgspec.json.decode(answer, type=_Result)
-        if result.error:
+        if result.error is not None:
             raise ChatTemplateError(result.error)
         return result.text
 
@@ -147,7 +147,7 @@ def _render(job: _Job) -> _Result:
     except RecursionError:
         return _Result(error="it is nested too deeply")
     except Exception as error:  # a template raises what it likes
-        return _Result(error=f"{error or type(error).__name__}"[:1000])
+        return _Result(error=str(error).strip()[:1000] or "it gives no reason")
     if len(text) > MAX_CHARACTERS:
         return _Result(error=f"it makes {len(text)} characters; at most {MAX_CHARACTERS} are taken")
     return _Result(text)

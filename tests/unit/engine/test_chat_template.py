@@ -61,10 +61,11 @@ def test_the_text_is_that_of_transformers(template: str, renderer: ChatTemplateR
         ("{{ 9 ** (9 ** 9) }}", "more than 1 s of processor time"),
         ("{{ 'x' * 20000000 }}", "makes 20000000 characters; at most 16777216"),
         ("{{ raise_exception('no tools\nhere') }}", "no tools"),
+        ("{{ raise_exception('') }}", "it gives no reason"),
         ("{% for %}", "Expected"),
         ("{{ messages[0].content.__class__.__mro__ }}{{ ''.__class__.__subclasses__() }}", "unsafe"),
     ],
-    ids=["loops", "recursion", "product", "doubling", "power", "long", "raises", "syntax", "escape"],
+    ids=["loops", "recursion", "product", "doubling", "power", "long", "raises", "raises nothing", "syntax", "escape"],
 )  # fmt: skip
 def test_a_template_that_would_never_end_is_ended_and_the_next_one_is_rendered(
     template: str, reason: str, renderer: ChatTemplateRenderer
