@@ -170,8 +170,9 @@ class TritonPythonModel:
             self._stop_exporters()
 
     def _stop_exporters(self) -> None:
-        for exporter in (getattr(self, "_metrics", None), getattr(self, "_otel", None)):
-            if exporter is not None:
-                exporter.stop()
-        if hasattr(self, "_number"):
-            self._number.release()  # after its series are gone
+        are_gone = self._metrics.stop() if hasattr(self, "_metrics") else True
+        otel: OtelStatLogger | None = getattr(self, "_otel", None)
+        if otel is not None:
+            otel.stop()
+        if hasattr(self, "_number") and are_gone:
+            self._number.release()  # the next engine makes the same series; or else the end of this process does it

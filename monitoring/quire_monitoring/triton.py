@@ -127,10 +127,13 @@ class TritonStatLogger:
             self._is_writing = True
             self._thread.start()
 
-    def stop(self) -> None:
+    def stop(self) -> bool:
         """Write what is left, the engine as gone, end the thread, and take the metrics away from the server.
 
-        No other engine may have the same labels: a series goes with the first who takes it away.
+        No other engine may have the same labels before that: a series goes with the first who takes it away.
+
+        Returns:
+            Whether they are gone; they stay where the server does not take the last of them.
         """
         with self._condition:
             self._is_kept, self._stopping = False, True
@@ -140,11 +143,12 @@ class TritonStatLogger:
             self._thread.join(STOP_SECONDS)
         if self._thread.is_alive():
             logger.warning("the server does not take the last of the metrics, and keeps them as they are")
-            return
+            return False
         # Each deregisters itself when it goes, through memory that the stub shares with the server: it crashes if they
         # live until the stub's interpreter ends.
         self._metrics = {}
         self._families = []
+        return True
 
     # -- what happened ----------------------------------------------------------------------------------------------
 

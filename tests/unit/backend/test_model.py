@@ -3,6 +3,8 @@
 import json
 import logging
 import sys
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from quire_backend.model import TritonPythonModel
 from quire_backend.model_config import INPUTS, OUTPUTS, RETURN_FLAGS, SAMPLING_INPUTS, TYPED_INPUTS, complete
 from quire_backend.settings import load_engine_config
 from quire_engine.errors import CheckpointError
-from quire_monitoring import METRICS, MetricKind, TritonStatLogger
+from quire_monitoring import METRICS, MetricKind, TritonStatLogger, triton
 
 
 class Config:
@@ -314,6 +316,46 @@ def test_living_engines_of_a_model_have_numbers_of_their_own(engine: Any, argume
     assert numbers == [("m", "0"), ("m", "1"), ("other", "0"), ("m", "0"), ("m", "2"), ("m", "2")]
     for model in (second, third, other):
         model.finalize()
+
+
+def test_a_number_stays_taken_while_the_server_keeps_its_series(engine: Any, arguments: Any, monkeypatch: Any) -> None:
+    """The next engine would write to series that this process may still take away."""
+    labels, stuck, goes_on = [], threading.Event(), threading.Event()
+
+    class Logger(TritonStatLogger):
+        def __init__(self, make_family, own, **options):
+            labels.append(own["engine"])
+            super().__init__(make_family, own, **options)
+
+    class Metric:
+        def __init__(self, labels, buckets=None):
+            self.increment = self.observe = lambda value: None
+            self.is_stuck = labels["engine"] == "0"
+
+        def set(self, value):
+            if self.is_stuck:
+                stuck.set()
+                goes_on.wait()
+
+    def load():
+        model = TritonPythonModel()
+        model.initialize(arguments)
+        return model
+
+    monkeypatch.setattr(triton, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(triton_api, "metric_family", lambda definition: SimpleNamespace(Metric=Metric))
+    monkeypatch.setattr(model_module, "TritonStatLogger", Logger)
+    monkeypatch.setattr(model_module, "make_engine", lambda config, stat_loggers: engine)
+    first = load()
+    assert stuck.wait(5)
+    first.finalize()
+    second = load()
+    second.finalize()
+    goes_on.set()
+    monkeypatch.setattr(triton, "STOP_SECONDS", 60.0)
+    first.finalize()
+    load().finalize()
+    assert labels == ["0", "1", "0"]
 
 
 @pytest.mark.parametrize(
