@@ -73,7 +73,7 @@ class StatusPage:
         self._reason: str | None = None
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            os.truncate(descriptor, _NUM_BYTES)
+            os.posix_fallocate(descriptor, 0, _NUM_BYTES)  # a hole that a full disk cannot fill is SIGBUS, later
             self._map = mmap.mmap(descriptor, _NUM_BYTES)
         except OSError:
             self._path.unlink(missing_ok=True)

@@ -1,7 +1,9 @@
 """What a stub shows of itself to `quire serve`."""
 
+import errno
 import os
 import resource
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -87,6 +89,27 @@ def test_without_quire_serve_there_is_no_page(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.delenv("QUIRE_RUN_ID", raising=False)
     assert StatusPage.of_run(model="m", version="1", instance="m_0_0") is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_page_has_its_room_from_the_start(tmp_path: Path) -> None:
+    """Memory that is mapped from a hole in a file, on a disk that is full, ends the process when it is written."""
+    make_page(tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert path.stat().st_blocks * 512 >= path.stat().st_size == 8192
+
+
+def test_a_full_disk_is_only_a_warning(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    def no_room(descriptor: int, offset: int, num_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv("QUIRE_RUN_ID", "run")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    assert StatusPage.of_run(model="m", version="1", instance="m_0_0") is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "quire serve will not see how this model is: [Errno 28] No space left on device"
+    ]
     assert list(tmp_path.iterdir()) == []
 
 
