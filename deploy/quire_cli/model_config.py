@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,13 @@ _NO_VALUE = re.compile(r'Enum type "(?P<type>[^"]+)" has no value named (?P<name
 _PLACE = re.compile(r"^\d+:\d+ : ")
 
 
-def check_model_configs(repository: Path) -> None:
-    """Check that the `config.pbtxt` of every model can be read. Where tritonclient is not installed nothing is checked.
+def check_model_configs(repository: Path, tell: Callable[[str], None]) -> None:
+    """Check that the `config.pbtxt` of every model can be read. Where there is no tritonclient that works with the
+    protobuf that is installed, nothing is checked.
+
+    Args:
+        repository: the model repository.
+        tell: takes a line about a name that may be right all the same: a newer server has fields of its own.
 
     Raises:
         CommandError: one cannot; it names the line and the field.
@@ -25,22 +31,33 @@ def check_model_configs(repository: Path) -> None:
     schema = _schema() if paths else None
     if schema is None:
         return
-    from google.protobuf import text_format
-
     for path in paths:
         if not path.is_file():
             raise CommandError(f"{path} is no regular file")
         try:
-            text_format.Parse(path.read_text(encoding="utf-8", errors="replace"), schema.ModelConfig())
-        except text_format.ParseError as error:
-            place = f"{path}, line {error.GetLine()}" if error.GetLine() else str(path)
-            raise CommandError(f"{place}: {_explained(schema, str(error))}") from None
+            text = path.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             raise CommandError(f"{path} cannot be read: {error.strerror}") from None
+        _check(schema, path, text, tell)
+
+
+def _check(schema: Any, path: Path, text: str, tell: Callable[[str], None], *, skips_new: bool = False) -> None:
+    from google.protobuf import text_format
+
+    try:
+        text_format.Parse(text, schema.ModelConfig(), allow_unknown_field=skips_new)
+    except text_format.ParseError as error:
+        place = f"{path}, line {error.GetLine()}" if error.GetLine() else str(path)
+        what, what_is_new = _explained(schema, str(error))
+        if not what_is_new:
+            raise CommandError(f"{place}: {what}") from None
+        tell(f"{place}: {what}, as far as the installed tritonclient knows; a newer server may have it")
+        if what_is_new == "field":  # behind it, there may be a slip; values cannot be skipped
+            _check(schema, path, text, tell, skips_new=True)
 
 
 def _schema() -> Any:
-    """The module of `ModelConfig`; None where there is none.
+    """The module of `ModelConfig`; None where there is none that can be imported.
 
     By its file: importing it by its name would import all of tritonclient and gRPC with it.
     """
@@ -50,21 +67,27 @@ def _schema() -> Any:
         spec = importlib.util.spec_from_file_location("quire_cli._model_config_pb2", file)
         if file.is_file() and spec is not None and spec.loader is not None:
             module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            try:
+                spec.loader.exec_module(module)
+            except Exception:  # no protobuf is installed, or one that is too old or too new for it
+                return None
             return module
     return None
 
 
-def _explained(schema: Any, message: str) -> str:
-    """The parser's message without the place, and with the name that was probably meant."""
+def _explained(schema: Any, message: str) -> tuple[str, str]:
+    """The parser's message without the place, and with the name that was probably meant; of what a newer server may
+    know, whether it is a `field` or a `value`."""
     pool = schema.DESCRIPTOR.pool
     if found := _NO_FIELD.search(message):
         known = [field.name for field in pool.FindMessageTypeByName(found["type"]).fields]
-        return f"{_last(found['type'])} has no field {found['name']!r}{_meant(found['name'], known)}"
+        meant = _meant(found["name"], known)
+        return f"{_last(found['type'])} has no field {found['name']!r}{meant}", "" if meant else "field"
     if found := _NO_VALUE.search(message):
         known = [value.name for value in pool.FindEnumTypeByName(found["type"]).values]
-        return f"{found['name']} is none of {', '.join(known)}{_meant(found['name'], known)}"
-    return " ".join(_PLACE.sub("", message).split()).rstrip(".")
+        meant = _meant(found["name"], known)
+        return f"{found['name']} is none of {', '.join(known)}{meant}", "" if meant else "value"
+    return " ".join(_PLACE.sub("", message).split()).rstrip("."), ""
 
 
 def _meant(name: str, known: list[str]) -> str:

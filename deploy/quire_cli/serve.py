@@ -142,7 +142,7 @@ def _repository(options: ServeOptions) -> Path | None:
 def _check_model_configs(repository: Path, flags: ServerFlags, console: Console) -> None:
     """Raises what is wrong with a model's `config.pbtxt`, or tells it, where the server starts all the same."""
     try:
-        check_model_configs(repository)
+        check_model_configs(repository, lambda text: console.line(f"quire: {text}"))
     except CommandError as error:
         if flags.values.get("model-control-mode", "none") == "none" and not flags.is_off("exit-on-error"):
             raise
