@@ -24,7 +24,6 @@ from quire_backend.cancellation import CancellationPoller
 from quire_backend.introspection import (
     IntrospectionRequest,
     TokenGuard,
-    TooManyAttemptsError,
     parse_introspection,
 )
 from quire_backend.request import GenerateRequest, UnknownLoRAError, parse_request, traceparent_parameter
@@ -391,6 +390,6 @@ def _explain(error: Exception) -> tuple[ErrorCode, str]:
         return ErrorCode.NOT_FOUND, str(error)
     if isinstance(error, RequestError):
         return ErrorCode.INVALID_ARG, str(error)
-    if isinstance(error, _UnavailableError | EngineDeadError | EngineUnavailableError | TooManyAttemptsError):
+    if isinstance(error, _UnavailableError | EngineDeadError | EngineUnavailableError):
         return ErrorCode.UNAVAILABLE, str(error)
     return ErrorCode.INTERNAL, "the backend failed at this request; the server's log has the cause"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_backend.introspection import MOST_WRONG, WINDOW_S, TokenGuard, TooManyAttemptsError, parse_introspection
+from quire_backend.introspection import TokenGuard, parse_introspection
 from quire_backend.settings import load_engine_config
 from quire_engine.errors import RequestError
 from quire_engine.snapshot import BlocksSnapshot, EngineSnapshot, PrefixTreeSnapshot, RequestSnapshot, Snapshot
@@ -98,24 +98,20 @@ def test_a_short_token_is_refused_where_it_was_said(tmp_path: Path, monkeypatch:
         load_engine_config(tmp_path)
 
 
-def test_guesses_are_limited_and_lock_nobody_out_for_long(caplog: pytest.LogCaptureFixture) -> None:
+def test_guesses_are_told_of_and_lock_nobody_out(caplog: pytest.LogCaptureFixture) -> None:
     now = 100.0
     guard = TokenGuard(TOKEN, clock=lambda: now)
-    for _ in range(3):
-        guard.check(TOKEN)
-        for _ in range(MOST_WRONG):
-            with pytest.raises(RequestError, match="wrong"):
-                guard.check("guess")
-        for shown in ("guess", TOKEN):
-            with pytest.raises(TooManyAttemptsError):
-                guard.check(shown)
-        now += WINDOW_S
+    for _ in range(100):
+        with pytest.raises(RequestError, match="wrong"):
+            guard.check("guess")
     guard.check(TOKEN)
-    for _ in range(1000):
+    for _ in range(100):
         with pytest.raises(RequestError, match="missing"):
             guard.check(None)
-    guard.check(TOKEN)
-    assert len([record for record in caplog.records if "guesses" in record.message]) == 1
+    now += 60.0
+    with pytest.raises(RequestError, match="wrong"):
+        guard.check(["guess"])
+    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == ["1 times", "100 times"]
 
 
 def snapshot(**changes: Any) -> Snapshot:
@@ -176,12 +172,8 @@ def test_refusals_and_failures_are_answered_and_count_as_no_request(engine: Any,
     engine.cancel = lambda request_id: False
     answer = ask(serving, request_of, introspect="cancel", introspection_token=TOKEN, cancel_request_id="r")
     assert json.loads(answer.text) == {"cancelled": False}, "an engine that is gone can still be asked about"
-    codes = [
-        ask(serving, request_of, introspect="snapshot", introspection_token="guess").error.code
-        for _ in range(10 * MOST_WRONG)
-    ]
-    assert set(codes) == {"INVALID_ARG", "UNAVAILABLE"}
-    serving._token_guard = TokenGuard(TOKEN)
+    answer = ask(serving, request_of, introspect="snapshot", introspection_token="guess")
+    assert answer.error.code == "INVALID_ARG"
     serving._draining = True
     assert ask(serving, request_of, introspect="snapshot", introspection_token=TOKEN).error.code == "UNAVAILABLE"
     assert not rejected

@@ -1,22 +1,16 @@
-"""The door of the dashboard: who has the token comes in, and guessing it takes for ever."""
+"""The door of the dashboard: who has the token comes in, and nobody else."""
 
 import pytest
-from quire_dashboard.admission import MOST_WRONG, WINDOW_S, Door
+from quire_dashboard.admission import is_token
 from quire_dashboard.settings import Settings
 
-TOKEN = "open sesame, please"
+TOKEN = "öpen sesame, please"
 
 
-def test_guesses_are_limited_and_lock_nobody_out_for_long() -> None:
-    now = 100.0
-    door = Door(clock=lambda: now)
-    for _ in range(3):
-        assert door.opens(TOKEN, TOKEN)
-        assert [door.opens("\ud800 guess", TOKEN) for _ in range(MOST_WRONG)] == [False] * MOST_WRONG
-        assert door.opens("guess", TOKEN) is None
-        assert door.opens(TOKEN, TOKEN) is None
-        now += WINDOW_S
-    assert door.opens(TOKEN, TOKEN)
+def test_only_the_token_opens_and_guesses_of_others_do_not_matter() -> None:
+    for shown in ("guess", "\ud800 guess", TOKEN[:-1], TOKEN + ".") * 100:
+        assert not is_token(shown, TOKEN)
+    assert is_token(TOKEN, TOKEN)
 
 
 def test_a_short_token_is_refused() -> None:
