@@ -5,6 +5,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,8 @@ class AsyncLLM:
             self._client.shutdown()
             raise
         self.input_processor = InputProcessor(tokenizer, ready, config.frontend.slo)
+        # Of its own: the loop's executor has few threads, and starts the next engine when one has died.
+        self._renderer = ThreadPoolExecutor(1, thread_name_prefix="chat-template")
         self._output_processor = OutputProcessor(tokenizer)
 
     @property
@@ -209,7 +212,7 @@ class AsyncLLM:
         Raises:
             RequestError: the checkpoint has no chat template, or the conversation cannot be served.
         """
-        prompt = await asyncio.to_thread(self.input_processor.apply_chat_template, messages)
+        prompt = await self._render(messages)
         outputs = self.generate(
             prompt, sampling_params, request_id,
             priority=priority, deadline_ms=deadline_ms, slo=slo, traceparent=traceparent,
@@ -217,6 +220,21 @@ class AsyncLLM:
         async with aclosing(outputs):  # leaving this iteration early leaves that one too
             async for output in outputs:
                 yield output
+
+    async def _render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation. One is rendered at a time, and nothing but other conversations waits for it."""
+
+        def render() -> list[int]:
+            if self.dead_error is not None:
+                raise EngineDeadError(self.dead_error)
+            return self.input_processor.apply_chat_template(messages)
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._renderer, render)
+        except (RequestError, RuntimeError):
+            if self.dead_error is not None:  # it was shut down meanwhile
+                raise EngineDeadError(self.dead_error) from None
+            raise
 
     async def beam_search(
         self, prompt: Prompt, params: BeamSearchParams, request_id: str | None = None
@@ -329,6 +347,8 @@ class AsyncLLM:
         if loop is not None and loop.is_running():
             loop.call_soon_threadsafe(self._die, "the engine was shut down")
         self.dead_error = self.dead_error or "the engine was shut down"
+        self._renderer.shutdown(wait=False)
+        self.input_processor.shutdown()
         self._client.shutdown()
 
     async def _take_outputs(self) -> None:

@@ -92,6 +92,14 @@ class ChatTemplateRenderer:
             raise ChatTemplateError(result.error)
         return result.text
 
+    def shutdown(self) -> None:
+        """End the process, and with it what is being rendered. Idempotent."""
+        process = self._process
+        if process is not None:
+            process.kill()
+        with self._lock:
+            self._stop()
+
     def _ask(self, job: bytes) -> bytes:
         """The answer to a job; nothing when the process died of it."""
         if self._process is None or self._process.poll() is not None:

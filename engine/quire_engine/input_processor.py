@@ -169,6 +169,10 @@ class InputProcessor:
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return token_ids
 
+    def shutdown(self) -> None:
+        """End the process that renders conversations. Idempotent."""
+        self._chat_template.shutdown()
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of whole sequences of token ids."""
         text = self.tokenizer.decode(

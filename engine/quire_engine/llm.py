@@ -229,6 +229,7 @@ class LLM:
 
     def shutdown(self) -> None:
         """Give the workers and their memory back, that of a GPU, too. Nothing can be generated any more."""
+        self._inputs.shutdown()
         self._core.shutdown()
 
     def _process_or_refuse(self, prompt: Prompt, params: SamplingParams) -> ProcessedRequest | RequestError:

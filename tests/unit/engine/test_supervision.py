@@ -6,16 +6,19 @@ import resource
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
+from quire_engine.chat_template import RENDER_SECONDS
 from quire_engine.core import restart_policy, supervisor
 from quire_engine.errors import EngineDeadError, EngineUnavailableError
 from support.engines import Stream, assert_same, engine, kill, offline, params, run, until
-from support.processes import children, open_descriptors, state
+from support.processes import children, is_gone, open_descriptors, state
 
 pytestmark = pytest.mark.slow
 
@@ -157,6 +160,57 @@ def test_shutdown_while_an_engine_is_being_started(folder: Path) -> None:
     with engine(folder) as (llm, _):
         run(llm, main)
         assert state(llm.engine_pid) == ""
+
+
+def test_an_engine_is_started_again_while_conversations_are_rendered(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendering, may_end = threading.Event(), threading.Event()
+
+    def slow(messages: Any) -> list[int]:
+        rendering.set()
+        assert may_end.wait(60)
+        return [5, 6, 7]
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))  # has few threads, on a small machine
+        chat = asyncio.ensure_future(anext(llm.chat([{"role": "user", "content": "a"}], params(max_tokens=1))))
+        await until(rendering.is_set)
+        kill(llm)
+        try:
+            await until(lambda: not llm.is_healthy)
+            await until(lambda: llm.is_healthy)
+        finally:
+            may_end.set()
+        assert (await chat).finished
+
+    with engine(checkpoint("tied-gqa")) as (llm, _):
+        monkeypatch.setattr(llm.input_processor, "apply_chat_template", slow)
+        run(llm, main)
+
+
+def test_shutdown_ends_what_is_rendered(checkpoint: Callable[[str], Path]) -> None:
+    loops = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+
+    async def main() -> None:
+        chats = [
+            asyncio.ensure_future(anext(llm.chat([{"role": "user", "content": "a"}], params(max_tokens=1))))
+            for _ in range(3)
+        ]
+        renderer = llm.input_processor._chat_template
+        await until(lambda: renderer._process is not None)
+        pid = renderer._process.pid
+        began_at = time.monotonic()
+        await asyncio.to_thread(llm.shutdown)
+        for chat in chats:
+            with pytest.raises(EngineDeadError, match="the engine was shut down"):
+                await chat
+        assert time.monotonic() - began_at < 3 * RENDER_SECONDS, "each would take so much processor time"
+        assert is_gone(pid)
+
+    with engine(checkpoint("tied-gqa")) as (llm, _):
+        llm.input_processor.tokenizer.chat_template = loops
+        run(llm, main)
 
 
 def test_an_engine_that_slept_sleeps_again(folder: Path) -> None:
