@@ -21,7 +21,7 @@ from quire_cli import process
 from quire_cli.console import Console
 from quire_cli.errors import CommandError, UsageError
 from quire_cli.listening import listens
-from quire_cli.ports import Endpoint, reserve, resolve
+from quire_cli.ports import Endpoint, is_loopback, reserve, resolve
 from quire_cli.server_process import SIGNALS
 
 __all__ = ["Dashboard", "DashboardOptions", "how_to_install", "run_dashboard"]
@@ -39,11 +39,6 @@ def how_to_install() -> str:
     """Empty when the dashboard can be started here, else what is missing and how it comes."""
     missing = [name for name in _NEEDS if find_spec(name) is None]
     return f"there is no {missing[0]} here; pip install 'quire[dashboard]' brings it" if missing else ""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
-    return host.startswith("127.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,8 @@
     200   {"status": "ok", "problems": [], "models": […]}           requests are served
     503   {"status": "unavailable", "problems": ["…", …], …}        they are not, or not all of them
 
+Whoever asks from another machine gets the status alone: problems name files, and models are nobody's business there.
+
 It runs in a thread with an event loop of its own, so that a slow or hostile client costs it one connection for some
 seconds and nobody else anything: connections are few, short, and the oldest makes place for a new one.
 """
@@ -18,7 +20,7 @@ from collections.abc import Callable, Sequence
 from quire_backend.status_page import StubStatus
 
 from quire_cli.errors import CommandError
-from quire_cli.ports import Endpoint
+from quire_cli.ports import Endpoint, is_loopback
 
 __all__ = ["Health", "HealthServer"]
 
@@ -147,6 +149,9 @@ class HealthServer:
             code, body = 405, {"error": "only GET and HEAD"}
         elif path == b"/health":
             code, body = self._health.answer()
+            peer = writer.get_extra_info("peername")  # None of one that has gone already
+            if peer is None or not is_loopback(peer[0]):
+                body = {"status": body["status"]}
         else:
             code, body = 404, {"error": "there is only /health"}
         writer.write(_response(code, body, with_body=method != b"HEAD"))

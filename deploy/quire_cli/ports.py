@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from quire_cli.errors import CommandError, UsageError
 
-__all__ = ["Endpoint", "reserve", "resolve"]
+__all__ = ["Endpoint", "is_loopback", "reserve", "resolve"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,11 @@ class Endpoint:
     def client_host(self) -> str:
         """Where a client on this machine reaches it."""
         return "127.0.0.1" if self.host == "0.0.0.0" else self.host
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches, or has, an address."""
+    return host.startswith("127.")
 
 
 def resolve(host: str) -> str:

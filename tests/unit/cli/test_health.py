@@ -72,6 +72,23 @@ def test_it_names_what_is_wrong_until_nothing_is(server: HealthServer, health: H
     assert ask(server, method="HEAD") == (503, None)
 
 
+def test_another_machine_learns_no_more_than_the_status(
+    server: HealthServer, health: Health, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def is_loopback(host: str) -> bool:
+        asked.append(host)
+        return False
+
+    monkeypatch.setattr("quire_cli.health.is_loopback", is_loopback)
+    health.write(["there is no /home/somebody/model.safetensors"], [STUB])
+    assert ask(server) == (503, {"status": "unavailable"})
+    health.write([], [STUB])
+    assert ask(server) == (200, {"status": "ok"})
+    assert asked == ["127.0.0.1"] * 2
+
+
 def test_what_is_old_is_not_believed(health: Health, clock: Clock) -> None:
     health.write([])
     assert health.answer()[0] == 200

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import typer.main
 import yaml
-from quire_cli.dashboard import is_loopback
 from quire_cli.main import app
+from quire_cli.ports import is_loopback
 from quire_monitoring import grafana
 from quire_monitoring.definitions import MetricKind, make_metrics
 from support.promql import run_tool, selectors
