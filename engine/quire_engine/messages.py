@@ -92,7 +92,7 @@ class ErrorCode(enum.Enum):
     """What kind of error ended a request, where the caller can do something about it."""
 
     UNAVAILABLE = "unavailable"
-    """Never started, for want of capacity: the same request can succeed later."""
+    """For want of capacity, or of an engine: the same request can succeed later."""
     DEADLINE = "deadline"
     """Its own deadline passed while it waited or ran."""
 

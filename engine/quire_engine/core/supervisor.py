@@ -12,9 +12,9 @@
 4. The journal's requests are sent to it with their tokens so far as output, and go on with the next token. Nothing is
    sent twice: a token counts as sent when `get_output` has given it out, and what the dead engine had sampled beyond
    that is sampled again, the same (sampling depends on seed and position alone).
-5. While engines die one after the other without having done anything, nobody waits for ever: live requests end with an
-   error, and new ones are refused. The next engine is tried all the same, until one stays up: what was wrong (a file
-   that was moved, no descriptors, no memory) is often mended from outside.
+5. While engines die one after the other without having done anything, nobody waits for ever: live requests end with the
+   error that new ones are refused with. The next engine is tried all the same, until one stays up: what was wrong (a
+   file that was moved, no descriptors, no memory) is often mended from outside.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from quire_engine.core.client import AsyncMPClient
 from quire_engine.core.journal import Journal
 from quire_engine.core.restart_policy import Outage, RestartPolicy
 from quire_engine.errors import EngineDeadError, EngineError
-from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
+from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest, ErrorCode
 from quire_engine.request import FinishReason
 from quire_engine.snapshot import EngineCoreSnapshot
 
@@ -225,10 +225,24 @@ class SupervisedClient:
             self._start_again(self._outage, num_replayed), name="engine-restart"
         )
 
-    def _end(self, request_ids: Iterable[str], error: str) -> None:
+    def _end(
+        self,
+        request_ids: Iterable[str],
+        error: str,
+        error_code: ErrorCode | None = None,
+        retry_after_seconds: float | None = None,
+    ) -> None:
         for request_id in request_ids:
             self._journal.remove(request_id)
-            self._outputs.append(EngineCoreOutput(request_id, finish_reason=FinishReason.ERROR, error=error))
+            self._outputs.append(
+                EngineCoreOutput(
+                    request_id,
+                    finish_reason=FinishReason.ERROR,
+                    error=error,
+                    error_code=error_code,
+                    retry_after_seconds=retry_after_seconds,
+                )
+            )
             self._has_outputs.set()
 
     async def _start_again(self, outage: Outage, num_replayed: int) -> None:
@@ -272,7 +286,8 @@ class SupervisedClient:
         outage.num_deaths = self._policy.num_fruitless_deaths
         live = self._journal.request_ids
         logger.error("%s; %d requests fail, and new ones are refused until then", outage, len(live))
-        self._end(live, str(outage))
+        error = outage.error()
+        self._end(live, str(error), ErrorCode.UNAVAILABLE, error.retry_after_seconds)
         self._gave_up_waiting.set()
 
     def _watch_new_client(self) -> None:
