@@ -43,15 +43,17 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def keep_memory_private() -> None:
+def keep_memory_private() -> bool:
     """In a new child, before it becomes the server: what it and its own children make is for this user alone.
 
-    Where the kernel or the machine has no such filters, the regions are open until the model's code has closed them.
+    Returns:
+        False where the kernel or the machine has no such filters: then the regions are open until the model's code has
+        closed them.
     """
     os.umask(_UMASK)
     machine = _MACHINES.get(platform.machine())
     if machine is None:
-        return
+        return False
     architecture, fchmod, seccomp = machine
     program = _assemble([
         (_LOAD, 0, 0, _MACHINE_AT),
@@ -63,9 +65,14 @@ def keep_memory_private() -> None:
         (_RETURN, 0, 0, _ANSWER_SUCCESS),
         (_RETURN, 0, 0, _ALLOW),
     ])  # fmt: skip
-    # Without it, only root may set a filter.
-    _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    _libc.syscall(seccomp, _SECCOMP_SET_MODE_FILTER, _SECCOMP_FILTER_FLAG_SPEC_ALLOW, ctypes.byref(program))
+
+    def is_set() -> bool:
+        flags = _SECCOMP_FILTER_FLAG_SPEC_ALLOW
+        return bool(_libc.syscall(seccomp, _SECCOMP_SET_MODE_FILTER, flags, ctypes.byref(program)) == 0)
+
+    # Only who has CAP_SYS_ADMIN may set a filter without giving up setuid programs, such as those of a driver, for all
+    # that it will start.
+    return is_set() or (_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 and is_set())
 
 
 def _assemble(instructions: Sequence[tuple[int, int, int, int]]) -> _Program:

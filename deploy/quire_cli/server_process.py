@@ -6,6 +6,7 @@ waited for for ever; and a server whose stub dies while it serves calls itself r
 """
 
 import http.client
+import mmap
 import os
 import resource
 import signal
@@ -44,12 +45,13 @@ class ServerProcess:
         self, command: Sequence[str], environment: Mapping[str, str], console: Console, *, show_whole_log: bool
     ) -> None:
         parent = os.getpid()
+        is_private = mmap.mmap(-1, 1)  # which the child shares
 
         def in_child() -> None:
             # SIGTERM, not SIGKILL: an orphaned server then still ends its models itself.
             process.die_with_parent(parent, signal.SIGTERM)
             _raise_stack_limit()
-            keep_memory_private()
+            is_private[0] = keep_memory_private()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
         self._popen = subprocess.Popen(
@@ -62,6 +64,11 @@ class ServerProcess:
             start_new_session=True,
             preexec_fn=in_child,
         )
+        if not is_private[0]:
+            console.line(
+                "quire: this system has no seccomp filter for the server: each time a model starts, other users of the "
+                "machine can open its shared memory for about a second"
+            )
         assert self._popen.stdout is not None
         self.log = ServerLog(self._popen.stdout, console, everything=show_whole_log)
 
