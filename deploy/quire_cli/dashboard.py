@@ -32,7 +32,6 @@ _NEEDS = ("quire_dashboard", "streamlit", "prometheus_client", "tritonclient")
 _START_S = 30.0
 """How long the ready line waits for the dashboard; the server is what matters."""
 _STOP_S = 3.0
-_MIN_TOKEN_CHARACTERS = 16
 
 
 def how_to_install() -> str:
@@ -197,11 +196,14 @@ class Dashboard:
 
 
 def _check(token: str) -> None:
-    if token and len(token) < _MIN_TOKEN_CHARACTERS:
-        raise UsageError(
-            f"{DASHBOARD_TOKEN} (or --token) has {len(token)} characters; it must have at least "
-            f"{_MIN_TOKEN_CHARACTERS}, such as openssl rand -hex 16 makes"
-        )
+    if not token:
+        return
+    from quire_engine.config import check_token_length
+
+    try:
+        check_token_length(f"{DASHBOARD_TOKEN} (or --token)", token)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def _client(endpoint: Endpoint) -> str:
