@@ -24,6 +24,7 @@ from quire_engine.messages import (
     EngineCoreOutputs,
     EngineCoreReady,
     EngineCoreRequest,
+    ErrorCode,
     SchedulerOutput,
     UtilityOutput,
     UtilityRequest,
@@ -379,6 +380,7 @@ class EngineCore:
                 finish_reason=FinishReason.ERROR,
                 error=str(error),
                 error_parameter=error.parameter,
+                error_code=ErrorCode.UNAVAILABLE if error.is_unavailable else None,
                 num_preemptions=request.num_preemptions,
             )
         ]

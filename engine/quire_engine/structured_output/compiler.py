@@ -25,7 +25,7 @@ import msgspec
 
 from quire_engine.memory import limit_memory_growth
 from quire_engine.process_state import how_it_ended, is_stopped
-from quire_engine.structured_output.job_queue import JobQueue
+from quire_engine.structured_output.job_queue import TRY_SECONDS, JobQueue
 from quire_engine.structured_output.protocol import (
     CancelRequest,
     CompilerArguments,
@@ -64,6 +64,7 @@ class _Job:
     """One forked compilation."""
 
     request: CompileRequest
+    job_round: int
     pid: int
     started_at: float
     result: bytearray = field(default_factory=bytearray)
@@ -99,11 +100,11 @@ class CompilerServer:
         while True:
             now = time.monotonic()
             self._end_overdue(now)
-            for job_id in self._queue.make_way(now):
+            for job_id in self._queue.make_way():
                 self._kill(job_id)
-                self._send(JobState(job_id, is_running=False))
-            while (request := self._queue.take_next(now)) is not None:
-                self._start(request, now)
+                self._send(JobState(job_id, is_running=False, num_tries=len(TRY_SECONDS)))
+            while (taken := self._queue.take_next()) is not None:
+                self._start(*taken, now)
             for key, _ in self._selector.select(self._seconds_until_due()):
                 if key.fd in self._jobs:
                     self._read_result(key.fd)
@@ -116,9 +117,6 @@ class CompilerServer:
         """How long to wait when nothing comes; None: until something does."""
         now = time.monotonic()
         due = [job.started_at + OVERDUE_SECONDS - now for job in self._jobs.values() if not job.is_over]
-        seconds = self._queue.seconds_until_due(now)
-        if seconds is not None:
-            due.append(seconds)
         return max(min(due), 0.0) if due else None
 
     def _read_requests(self, descriptor: int) -> bool:
@@ -146,8 +144,8 @@ class CompilerServer:
             self._kill(job_id)
             if again:
                 self._stopped.add(job_id)
-                self._queue.add(job.request)
-                self._send(JobState(job_id, is_running=False))
+                self._queue.add(job.request, job.job_round)
+                self._send(JobState(job_id, is_running=False, num_tries=job.job_round))
             else:
                 self._stopped.discard(job_id)
                 self._send(_took_too_long(job.request))
@@ -159,15 +157,15 @@ class CompilerServer:
                 job.is_over = True
                 os.kill(job.pid, signal.SIGKILL)
 
-    def _start(self, request: CompileRequest, now: float) -> None:
-        self._send(JobState(request.job_id, is_running=True))
+    def _start(self, request: CompileRequest, job_round: int, now: float) -> None:
+        self._send(JobState(request.job_id, is_running=True, num_tries=job_round))
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
             try:
                 os.close(0)  # else the engine core would not see that this process has died before its jobs did
                 os.close(self._output)
-                _limit_job()
+                _limit_job(TRY_SECONDS[job_round] if job_round < len(TRY_SECONDS) else None)
                 _write_all(writer, msgspec.msgpack.encode(self._compiler.compile(request)))
                 os._exit(0)
             except MemoryError:
@@ -177,7 +175,7 @@ class CompilerServer:
             finally:
                 os._exit(1)
         os.close(writer)
-        self._jobs[reader] = _Job(request, pid, now)
+        self._jobs[reader] = _Job(request, job_round, pid, now)
         self._selector.register(reader, selectors.EVENT_READ)
 
     def _read_result(self, descriptor: int) -> None:
@@ -192,8 +190,13 @@ class CompilerServer:
         _, status = os.waitpid(job.pid, 0)
         if job.is_over:
             return
-        self._queue.remove(job.request.job_id)
-        self._stopped.discard(job.request.job_id)
+        job_id, job_round = job.request.job_id, job.job_round
+        self._queue.remove(job_id)
+        if job_round < len(TRY_SECONDS) and os.waitstatus_to_exitcode(status) == -signal.SIGPROF:
+            self._queue.add(job.request, job_round + 1)
+            self._send(JobState(job_id, is_running=False, num_tries=job_round + 1))
+            return
+        self._stopped.discard(job_id)
         if status == 0:
             _write_all(self._output, to_frame(bytes(job.result)))
         else:
@@ -203,8 +206,13 @@ class CompilerServer:
         _write_all(self._output, to_frame(message))
 
 
-def _limit_job() -> None:
-    """Wall clock, memory, priority, no core file, and an end when this process ends, however it does."""
+def _limit_job(try_seconds: float | None) -> None:
+    """Wall clock, memory, priority, no core file, and an end when this process ends, however it does.
+
+    A try has its CPU time limited, too, which a machine's load does not change; SIGPROF tells of it.
+    """
+    if try_seconds is not None:
+        signal.setitimer(signal.ITIMER_PROF, try_seconds)
     os.nice(max(NICENESS - os.nice(0), 0))  # a process that was itself started nice has no right to be less so
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.setitimer(signal.ITIMER_REAL, COMPILE_SECONDS)  # SIGALRM's default action ends the process, in C++ too

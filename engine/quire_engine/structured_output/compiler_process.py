@@ -54,6 +54,7 @@ class _Pending:
     request: CompileRequest
     frame: bytes
     is_running: bool = False
+    num_tries: int = 0
     num_deaths: int = 0
 
 
@@ -119,6 +120,12 @@ class CompilerProcess:
             if self._pending.pop(job_id, None) is not None:
                 self._outbox.put(to_frame(CancelRequest(job_id)))
                 self._send_next_suspect(job_id)
+
+    def slow_jobs(self) -> list[int]:
+        """Those that have proved slow, the slowest first, and of the same kind the newest."""
+        with self._lock:
+            slow = [(pending.num_tries, job_id) for job_id, pending in self._pending.items() if pending.num_tries]
+        return [job_id for _, job_id in sorted(slow, reverse=True)]
 
     def shutdown(self) -> None:
         """End the process and the threads. Idempotent."""
@@ -268,7 +275,7 @@ class CompilerProcess:
         with self._lock:
             pending = self._pending.get(message.job_id)
             if pending is not None and isinstance(message, JobState):
-                pending.is_running = message.is_running
+                pending.is_running, pending.num_tries = message.is_running, message.num_tries
         if pending is not None and isinstance(message, CompileResult):
             self._on_result(message)
             with self._lock:

@@ -15,13 +15,22 @@ class GrammarError(Exception):
     Attributes:
         parameter: `structured_outputs` when the request is to blame, None when we are.
         cacheable: whether the same would come of another try.
+        is_unavailable: whether there was no place for it, and the same request can succeed later.
         expires_at: on `time.monotonic`: until when it is worth remembering nevertheless.
     """
 
-    def __init__(self, message: str, parameter: str | None = "structured_outputs", *, cacheable: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        parameter: str | None = "structured_outputs",
+        *,
+        cacheable: bool = False,
+        is_unavailable: bool = False,
+    ) -> None:
         super().__init__(f"{parameter}: {message}" if parameter else message)
         self.parameter = parameter
         self.cacheable = cacheable
+        self.is_unavailable = is_unavailable
         self.expires_at: float | None = None
 
 

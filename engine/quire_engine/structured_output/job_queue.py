@@ -1,91 +1,78 @@
-"""JobQueue: which grammars are compiled now, and which wait. It knows no process, and time is what it is told.
+"""JobQueue: which grammars are compiled now, and which wait. It knows no process and no clock.
 
-Nobody knows beforehand how long a grammar takes, and most take milliseconds. So each is tried for `QUICK_SECONDS`, in
-the order of arrival. Those that take longer are slow, and no more than `MAX_SLOW_JOBS` of them have a place while
-others wait to be tried: the last to be started then make way, and begin anew behind all other slow ones. When nobody
-waits to be tried, slow ones may have all places.
+Nobody knows beforehand how long a grammar takes, and most take milliseconds. So each is tried, in the order of arrival,
+and ended when it has used the processor for the first of `TRY_SECONDS`; then it is tried for longer, behind all others
+that have come as far; and at last to its end. Each of these rounds has `PLACES` of its own, and may use those that
+nobody wants. Only the last round has to give such places back at once, for the others end soon.
 
 ::
 
-    add ──► untried ──► running ──► (ends)           a try: as many as there are places
-                           │  ▲
-                  makes way ▼  │
-                          slow ┘                      MAX_SLOW_JOBS, or all places that nobody else wants
+    add ──► round 0 ──► round 1 ──► round 2 ──► (ends)         or ends in any round
+            0.05 s      0.5 s         ▲  │
+                                      └──┘ makes way
 
-So one that takes milliseconds waits for no more than `QUICK_SECONDS` of those that came before it, shared among the
-places that slow ones do not have, however slow they are; and slow ones always have `MAX_SLOW_JOBS` places.
+So one that takes milliseconds waits for no more than the first of `TRY_SECONDS` of each that came before it, shared
+among the places of round 0, however slow they are; and no stream of quick ones keeps the slow ones from going on.
 """
 
 from collections import deque
-from dataclasses import dataclass
 
 from quire_engine.structured_output.protocol import CompileRequest
 
-__all__ = ["MAX_JOBS", "MAX_SLOW_JOBS", "QUICK_SECONDS", "JobQueue"]
+__all__ = ["MAX_JOBS", "TRY_SECONDS", "JobQueue"]
 
-MAX_JOBS = 4
+TRY_SECONDS = (0.05, 0.5)
+"""CPU time of each round but the last. Usual schemas take less than the first; of a large vocabulary, the second."""
+PLACES = (2, 1, 1)
+MAX_JOBS = sum(PLACES)
 """Grammars compiled at once, so that one that takes all its time does not hold up the others."""
-MAX_SLOW_JOBS = 2
-QUICK_SECONDS = 0.5
-"""Longer than this takes a usual schema only on a busy machine."""
-
-
-@dataclass(slots=True)
-class _Running:
-    request: CompileRequest
-    started_at: float
-    slow_from: float
 
 
 class JobQueue:
-    """Requests by job id, waiting or running. Times are seconds of one monotonic clock."""
+    """Requests by job id, waiting or running, each in a round."""
 
     def __init__(self) -> None:
-        self._untried: deque[CompileRequest] = deque()
-        self._slow: deque[CompileRequest] = deque()
-        self._running: dict[int, _Running] = {}
+        self._waiting: tuple[deque[CompileRequest], ...] = tuple(deque() for _ in PLACES)
+        self._running: dict[int, tuple[CompileRequest, int]] = {}
+        """The request and its round, in the order of their starts."""
 
-    def add(self, request: CompileRequest) -> None:
-        """A new grammar."""
-        self._untried.append(request)
+    def add(self, request: CompileRequest, job_round: int = 0) -> None:
+        """A new grammar, or one that has to be tried for longer."""
+        self._waiting[job_round].append(request)
 
     def remove(self, job_id: int) -> bool:
         """Forget a job that has ended or that nobody waits for; True when it was running."""
-        self._untried = deque(request for request in self._untried if request.job_id != job_id)
-        self._slow = deque(request for request in self._slow if request.job_id != job_id)
+        for waiting in self._waiting:
+            for request in [request for request in waiting if request.job_id == job_id]:
+                waiting.remove(request)
         return self._running.pop(job_id, None) is not None
 
-    def take_next(self, now: float) -> CompileRequest | None:
-        """The job to start now, if there is one and a place for it."""
+    def take_next(self) -> tuple[CompileRequest, int] | None:
+        """The job to start now and its round, if there is one and a place for it."""
         if len(self._running) >= MAX_JOBS:
             return None
-        if self._slow and (not self._untried or self._num_slow(now) < MAX_SLOW_JOBS):
-            request = self._slow.popleft()
-            self._running[request.job_id] = _Running(request, now, slow_from=now)
-        elif self._untried:
-            request = self._untried.popleft()
-            self._running[request.job_id] = _Running(request, now, slow_from=now + QUICK_SECONDS)
-        else:
+        wanted = [number for number, waiting in enumerate(self._waiting) if waiting]
+        if not wanted:
             return None
-        return request
+        job_round = next((number for number in wanted if self._num_running(number) < PLACES[number]), wanted[0])
+        request = self._waiting[job_round].popleft()
+        self._running[request.job_id] = request, job_round
+        return request, job_round
 
-    def make_way(self, now: float) -> list[int]:
-        """Running jobs that have to stop, so that others can be tried. They wait again, behind the other slow ones."""
-        slow = [one for one in self._running.values() if now >= one.slow_from]
-        slow.sort(key=lambda one: one.started_at)
-        num_places = MAX_JOBS - len(self._running)
-        num_wanted = max(min(len(self._untried) - num_places, len(slow) - MAX_SLOW_JOBS), 0)
-        stopped = slow[len(slow) - num_wanted :]
-        for one in stopped:
-            del self._running[one.request.job_id]
-            self._slow.append(one.request)
-        return [one.request.job_id for one in stopped]
+    def make_way(self) -> list[int]:
+        """Running jobs of the last round that have to stop, the last started first. They wait behind their like."""
+        last = len(PLACES) - 1
+        spare = [request for request, job_round in self._running.values() if job_round == last][PLACES[last] :]
+        num_wanted = sum(
+            min(len(waiting), max(places - self._num_running(number), 0))
+            for number, (waiting, places) in enumerate(zip(self._waiting[:last], PLACES, strict=False))
+        )
+        num_stopped = max(min(num_wanted - (MAX_JOBS - len(self._running)), len(spare)), 0)
+        stopped = spare[len(spare) - num_stopped :]
+        for request in stopped:
+            del self._running[request.job_id]
+            self._waiting[last].append(request)
+        return [request.job_id for request in stopped]
 
-    def seconds_until_due(self, now: float) -> float | None:
-        """When to look again, though nothing has happened: another job becomes slow, and others wait. None: no need."""
-        if not self._untried:
-            return None
-        return min((one.slow_from - now for one in self._running.values() if now < one.slow_from), default=None)
-
-    def _num_slow(self, now: float) -> int:
-        return sum(now >= one.slow_from for one in self._running.values())
+    def _num_running(self, number: int) -> int:
+        return sum(job_round == number for _, job_round in self._running.values())

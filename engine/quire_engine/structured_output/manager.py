@@ -170,7 +170,7 @@ class StructuredOutputManager:
         else:
             if len(self._jobs) >= MAX_PENDING_JOBS:
                 self.drop_abandoned()
-            if len(self._jobs) >= MAX_PENDING_JOBS and not request.is_replay:
+            if len(self._jobs) >= MAX_PENDING_JOBS and not request.is_replay and not self._drop_slow():
                 raise EngineUnavailableError(f"{len(self._jobs)} other grammars wait to be compiled; try again later")
             job_id = self._num_jobs + 1
             try:
@@ -190,9 +190,24 @@ class StructuredOutputManager:
             if all(request.status is RequestStatus.FINISHED for request in requests)
         ]
         for job_id in abandoned:
-            key, _ = self._jobs.pop(job_id)
-            del self._job_of[key]
-            self._compiler.cancel(job_id)
+            self._drop(job_id)
+
+    def _drop_slow(self) -> bool:
+        """Refuse who waits for the slowest grammar, for one that may be quick; False: none is known as slow."""
+        for job_id in self._compiler.slow_jobs():
+            if job_id in self._jobs and not any(request.is_replay for request in self._jobs[job_id][1]):
+                message = f"the grammar is slow to compile, and {len(self._jobs)} others wait; try again later"
+                error = GrammarError(message, None, is_unavailable=True)
+                self._refused += [(request, error) for request in self._drop(job_id)]
+                return True
+        return False
+
+    def _drop(self, job_id: int) -> list[Request]:
+        """Stop compiling a grammar; returns who waited for it."""
+        key, requests = self._jobs.pop(job_id)
+        del self._job_of[key]
+        self._compiler.cancel(job_id)
+        return requests
 
     def take_finished(self, on_begin: Callable[[int], None]) -> list[tuple[Request, GrammarError | None]]:
         """The requests whose grammar has been compiled since the last call: now they have it, or the error.

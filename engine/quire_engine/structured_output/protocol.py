@@ -71,6 +71,8 @@ class JobState(msgspec.Struct, array_like=True, tag=True):
 
     job_id: int
     is_running: bool
+    num_tries: int = 0
+    """How often it has already taken longer than it was given: see `job_queue`."""
 
 
 class CompileResult(msgspec.Struct, array_like=True, tag=True):

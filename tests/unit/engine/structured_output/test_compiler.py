@@ -21,6 +21,7 @@ from quire_engine.errors import DeadlineExceededError, EngineError, RequestError
 from quire_engine.outputs import RequestOutput
 from quire_engine.structured_output.compiler import COMPILE_SECONDS
 from quire_engine.structured_output.compiler_process import CompilerProcess
+from quire_engine.structured_output.job_queue import TRY_SECONDS
 from quire_engine.structured_output.protocol import CompilerArguments, CompileRequest, CompileResult, JobState
 from support.engines import Recorder, engine, until
 from support.processes import children, command_line, cpu_seconds, eventually, is_gone
@@ -221,13 +222,13 @@ def test_a_tokenizer_that_does_not_load_is_our_fault(tmp_path: Path) -> None:
 
 
 class Recorded(CompilerProcess):
-    """Tells what has been begun: tests strike then."""
+    """Tells what has been begun and goes on to its end: tests strike then."""
 
     begun: "queue.Queue[int]"
 
     def _take(self, message: JobState | CompileResult) -> None:
         super()._take(message)
-        if isinstance(message, JobState) and message.is_running:
+        if isinstance(message, JobState) and message.is_running and message.num_tries == len(TRY_SECONDS):
             self.begun.put(message.job_id)
 
 
@@ -323,6 +324,23 @@ def test_a_stopped_compiler_is_found_and_started_again(
         assert results[2].error is None
         assert process.pid != pid
         assert "the grammar compiler was stopped (SIGSTOP)" in caplog.text
+    finally:
+        process.shutdown()
+
+
+def test_what_proves_slow_is_known(checkpoint: Callable[[str], Path]) -> None:
+    results: dict[int, CompileResult] = {}
+    arrived = threading.Condition()
+    process = recorded(checkpoint("tinypy"), results, arrived)
+    try:
+        process.submit(CompileRequest(1, "json", SLOW))
+        process.submit(CompileRequest(2, "regex", "a"))
+        assert process.begun.get(timeout=60) == 1, "in the last round"
+        with arrived:
+            assert arrived.wait_for(lambda: 2 in results, 60)
+        assert process.slow_jobs() == [1]
+        process.cancel(1)
+        assert process.slow_jobs() == []
     finally:
         process.shutdown()
 

@@ -13,8 +13,9 @@ import numpy.typing as npt
 import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.errors import EngineUnavailableError
+from quire_engine.messages import ErrorCode
 from quire_engine.outputs import CompletionOutput
-from quire_engine.request import RequestStatus
+from quire_engine.request import Request, RequestStatus
 from quire_engine.structured_output import manager as manager_module
 from quire_engine.structured_output.protocol import CompileRequest, CompileResult
 from quire_engine.structured_output.xgrammar import XGrammar
@@ -399,6 +400,39 @@ def test_the_backlog_is_bounded_and_without_those_who_left(llm: LLM, monkeypatch
         request.status = RequestStatus.FINISHED
     manager.drop_abandoned()
     assert (manager._jobs, manager._job_of) == ({}, {})
+
+
+def test_a_full_backlog_refuses_what_is_known_as_slow_rather_than_newcomers(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = llm._core._core.structured_output
+    monkeypatch.setattr(manager_module, "MAX_PENDING_JOBS", 3)
+    slow_jobs: list[int] = []
+    monkeypatch.setattr(manager._compiler, "submit", lambda request: None)
+    monkeypatch.setattr(manager._compiler, "slow_jobs", lambda: slow_jobs)
+    requests = [make_request([1], params=params({"regex": f"slow backlog {i}"})) for i in range(5)]
+    for request in requests[:3]:
+        manager.init_grammar(request)
+    first = manager._num_jobs - 2
+    requests[1].is_replay = True
+    slow_jobs += [first + 1, first]
+    manager.init_grammar(requests[3])
+    ((refused, error),) = manager.take_finished(lambda message_number: None)
+    assert refused is requests[0], "the slowest, of which no replay waits"
+    assert error is not None
+    assert error.is_unavailable
+    (output,) = llm._core._core._refuse(_live(llm, refused), error)
+    assert output.error_code is ErrorCode.UNAVAILABLE
+    with pytest.raises(EngineUnavailableError, match="3 other grammars"):
+        manager.init_grammar(requests[4])
+    for request in requests:
+        request.status = RequestStatus.FINISHED
+    manager.drop_abandoned()
+
+
+def _live(llm: LLM, request: Request) -> Request:
+    llm._core._core.scheduler.add_request(request)
+    return request
 
 
 def test_unstructured_requests_start_nothing(checkpoint: Callable[[str], Path]) -> None:
