@@ -26,8 +26,13 @@ __all__ = [
 ]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
-READ_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".safetensors")
-"""Of what is read from a folder, here or by the tokenizer's library."""
+READ_NAMES = (
+    "config.json", "generation_config.json", "model.safetensors.index.json",
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model", "tiktoken.model", "tekken.json", "processor_config.json",
+)  # fmt: skip
+"""What is read from a folder, here or by the tokenizer's library, besides the weights."""
 MAX_JSON_BYTES = 16 << 20
 """Of a configuration, an index or a header; those of the largest models take a tenth of it."""
 POINTER_START = b"version https://git-lfs.github.com/spec/"
@@ -47,13 +52,13 @@ class StoredTensor:
 
 
 def check_files(folder: Path) -> None:
-    """Check that whatever may be read from a folder is a regular file, and is there in full.
+    """Check that whatever may be read from a folder, but for the weights, is a regular file, and is there in full.
 
     Raises:
         CheckpointError: one is a FIFO, a device, a link to nothing, or a git-LFS pointer.
     """
     try:
-        paths = sorted(path for path in folder.iterdir() if path.suffix in READ_SUFFIXES)
+        paths = sorted(path for path in folder.iterdir() if path.name in READ_NAMES)
     except FileNotFoundError:
         raise CheckpointError(
             f"model: there is no folder {folder}; give the path of a Hugging Face checkpoint"

@@ -199,6 +199,14 @@ def test_a_git_lfs_pointer_is_named_as_one(name: str, folder: Path) -> None:
     assert f"{folder / name} is a git-LFS pointer, not the file itself; fetch it with: git lfs pull" in refusal(folder)
 
 
+def test_files_that_nobody_reads_may_be_anything(folder: Path) -> None:
+    (folder / "NOTICE.txt").symlink_to("../../blobs/gone")
+    (folder / "consolidated.safetensors").write_text(POINTER)
+    os.mkfifo(folder / "log.txt")
+    check_checkpoint(folder)
+    load(folder)
+
+
 def test_files_of_a_cache_are_links_to_elsewhere(folder: Path, tmp_path: Path) -> None:
     """As Hugging Face's hub lays them out: snapshots/REVISION/FILE -> ../../blobs/HASH."""
     snapshot, blobs = tmp_path / "hub" / "snapshots" / "0a1b", tmp_path / "hub" / "blobs"
