@@ -354,9 +354,9 @@ class EngineCore:
             if error is None:
                 try:
                     self.scheduler.grammar_is_ready(request)
-                except Exception as failure:
+                except Exception:
                     logger.exception("a grammar cannot be given to request %s", request.request_id)
-                    error = GrammarError(f"the grammar failed: {failure!r}", None)
+                    error = GrammarError("the grammar failed; the server's log says why", None)
             if error is not None:
                 outputs += self._refuse(request, error)
         return outputs

@@ -143,7 +143,7 @@ class CompilerProcess:
         """Whatever goes wrong here, nobody is left waiting, and the next request starts anew."""
         try:
             self._keep_alive()
-        except Exception as error:
+        except Exception:
             logger.exception("the grammar compiler's thread failed")
             with self._lock:
                 process, self._process, self._reader = self._process, None, None
@@ -152,7 +152,7 @@ class CompilerProcess:
                 process.kill()
                 process.wait()
             for job_id in failed:
-                self._fail(job_id, f"the grammar compiler failed: {error!r}")
+                self._fail(job_id, "the grammar compiler failed; the server's log says why")
 
     def _keep_alive(self) -> None:
         """Keep a process alive for as long as there is something to compile, or always when it is to be warm."""
@@ -182,7 +182,7 @@ class CompilerProcess:
         if error is not None:
             logger.error("the grammar compiler cannot start: %s", error)
         for job_id in failed:
-            self._fail(job_id, f"the grammar compiler cannot start: {error}")
+            self._fail(job_id, "the grammar compiler cannot start; the server's log says why")
 
     def _ensure_reader(self) -> None:
         if self._reader is None:

@@ -10,6 +10,7 @@
 """
 
 import contextlib
+import logging
 import os
 import select
 import threading
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from quire_engine.structured_output.xgrammar import XGrammarBackend
 
 __all__ = ["StructuredOutputManager"]
+
+logger = logging.getLogger(__name__)
 
 MAX_CACHED_GRAMMARS = 256
 MAX_CACHED_BYTES = 256 << 20
@@ -87,8 +90,9 @@ class _Results:
             try:
                 assert self._backend is not None
                 grammar = self._backend.load(result.grammar)
-            except Exception as error:
-                grammar = GrammarError(f"the compiled grammar cannot be read: {error}", None)
+            except Exception:
+                logger.exception("a compiled grammar cannot be read")
+                grammar = GrammarError("the compiled grammar cannot be read; the server's log says why", None)
         self.finished.append((result.job_id, grammar))
         with contextlib.suppress(OSError):  # closed: nobody waits any more
             os.eventfd_write(self.event, 1)
@@ -175,8 +179,10 @@ class StructuredOutputManager:
             job_id = self._num_jobs + 1
             try:
                 self._compiler.submit(CompileRequest(job_id, *key))
-            except Exception as error:
-                self._refused.append((request, GrammarError(f"the grammar cannot be compiled: {error!r}", None)))
+            except Exception:
+                logger.exception("a grammar cannot be given to the compiler")
+                error = GrammarError("the grammar cannot be compiled; the server's log says why", None)
+                self._refused.append((request, error))
                 return
             self._num_jobs = job_id
             self._jobs[job_id] = key, [request]
@@ -257,9 +263,7 @@ class StructuredOutputManager:
                     _forbid_stop(bitmask[row], request.eos_token_ids | request.stop_token_ids)
             except Exception as error:
                 bitmask[row] = -1
-                if not isinstance(error, GrammarError):
-                    error = GrammarError(f"the grammar failed: {error}", None)
-                failed.append((request, error))
+                failed.append((request, error if isinstance(error, GrammarError) else _failure(request)))
         if not requests:
             return None, failed
         return GrammarBitmask([request.request_id for request in requests], bitmask.tobytes()), failed
@@ -305,10 +309,16 @@ def _attach(compiled: Any, request: Request) -> GrammarError | None:
         grammar: Grammar = XGrammar(compiled)
         if not grammar.accept_tokens(request.all_token_ids[request.num_prompt_tokens :]):
             return GrammarError("the output so far does not follow the grammar", None)
-    except Exception as error:
-        return GrammarError(f"the grammar failed: {error!r}", None)
+    except Exception:
+        return _failure(request)
     request.grammar = grammar
     return None
+
+
+def _failure(request: Request) -> GrammarError:
+    """What to say of an exception that is no news to a client: the log has it."""
+    logger.exception("the grammar of request %s failed", request.request_id)
+    return GrammarError("the grammar failed; the server's log says why", None)
 
 
 def _forbid_stop(row: npt.NDArray[np.int32], token_ids: Iterable[int]) -> None:

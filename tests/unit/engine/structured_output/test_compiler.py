@@ -290,7 +290,9 @@ def test_kills_while_it_starts_fail_nobody(checkpoint: Callable[[str], Path]) ->
         process.shutdown()
 
 
-def test_one_that_never_starts_is_our_fault(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_never_starts_is_our_fault(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     results: dict[int, CompileResult] = {}
     arrived = threading.Condition()
     process = compiler(checkpoint("tinypy"), results, arrived)
@@ -300,7 +302,8 @@ def test_one_that_never_starts_is_our_fault(checkpoint: Callable[[str], Path], m
         process.submit(CompileRequest(1, "regex", "a"))
         with arrived:
             assert arrived.wait_for(lambda: 1 in results, 60)
-        assert "cannot start: it was killed by SIGKILL, for the 5th time in a row" in (results[1].error or "")
+        assert results[1].error == "the grammar compiler cannot start; the server's log says why"
+        assert "cannot start: it was killed by SIGKILL, for the 5th time in a row" in caplog.text
         assert results[1].is_our_fault
     finally:
         process.shutdown()
@@ -476,7 +479,7 @@ def test_a_cancelled_job_makes_room_and_says_nothing(checkpoint: Callable[[str],
 
 
 def test_a_failure_in_the_readers_thread_fails_what_waits_and_starts_afresh(
-    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     results: dict[int, CompileResult] = {}
     arrived = threading.Condition()
@@ -492,7 +495,8 @@ def test_a_failure_in_the_readers_thread_fails_what_waits_and_starts_afresh(
             with arrived:
                 assert arrived.wait_for(lambda: 1 in results, 60)
         assert results[1].is_our_fault
-        assert "no process to be had" in (results[1].error or "")
+        assert results[1].error == "the grammar compiler failed; the server's log says why"
+        assert "no process to be had" in caplog.text
         with pytest.raises(UnicodeEncodeError):
             process.submit(CompileRequest(2, "regex", "\ud800"))
         process.submit(CompileRequest(3, "regex", "a"))

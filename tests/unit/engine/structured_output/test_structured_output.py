@@ -344,7 +344,9 @@ def test_slow_rows_of_one_step_are_bounded(llm: LLM) -> None:
     assert {error.parameter for _, error in failed} == {"structured_outputs"}
 
 
-def test_a_grammar_that_fails_ends_its_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_fails_ends_its_request_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     free = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     expected = llm.generate("import os", free, use_tqdm=False)[0].outputs
     complete(llm, {"regex": "warm"})
@@ -356,7 +358,9 @@ def test_a_grammar_that_fails_ends_its_request_alone(llm: LLM, monkeypatch: pyte
         with monkeypatch.context() as patch:
             patch.setattr(XGrammar, target, fail)
             outputs = llm.generate(["x = ", "import os"], [params({"regex": f"{target}"}), free], use_tqdm=False)
-        assert "deliberate" in (outputs[0].error or "")
+        assert outputs[0].error == "the grammar failed; the server's log says why"
+        assert "deliberate" in caplog.text
+        caplog.clear()
         assert outputs[0].error_parameter is None
         assert outputs[1].outputs == expected
     assert complete(llm, {"regex": "well"}).text == "well"
