@@ -261,4 +261,6 @@ def serve_for_long(server: Server) -> None:
 
 def assert_not_grown(first: Held, last: Held) -> None:
     assert last.memory_bytes - first.memory_bytes < MOST_GROWTH_BYTES
-    assert (last.num_files, last.num_threads) == (first.num_files, first.num_threads)
+    assert last.num_threads == first.num_threads
+    # The connection of the probe is there or not; what grows with each death grows by more.
+    assert last.num_files <= first.num_files + 1
