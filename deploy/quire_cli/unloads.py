@@ -19,7 +19,8 @@ from quire_cli.server_process import Stub
 
 __all__ = ["StuckUnloads", "end_stub"]
 
-STUCK_S = 1.5
+STUCK_S = 5.0
+"""An instance of several waits while the one before it takes its metrics away and its process ends."""
 _MAPPED = re.compile(r" (/dev/shm/quire-\S+)$", re.MULTILINE)
 
 
@@ -42,12 +43,14 @@ class StuckUnloads:
             unloading: name and version of the models that tritonserver is unloading.
         """
         newest = {(page.model, page.version, page.instance): page for page in pages}
+        # tritonserver ends the instances of a model one after the other: the next one is idle, and not forgotten.
+        ending = {(page.model, page.version) for page in pages if page.state is StubState.ENDING}
         now, idle_since = self._clock(), {}
         for page in pages:
             is_left = newest[page.model, page.version, page.instance] is not page or (
                 (page.model, page.version) in unloading
             )
-            if is_left and not page.num_in_flight and page.state is not StubState.ENDING:
+            if is_left and not page.num_in_flight and (page.model, page.version) not in ending:
                 stub = page.pid, page.start_time
                 idle_since[stub] = self._idle_since.get(stub, now)
         self._idle_since = idle_since

@@ -35,8 +35,9 @@ class Clock:
         ([STUB, replace(SUCCESSOR, instance="m_0_1")], set(), []),
         ([replace(STUB, num_in_flight=1), SUCCESSOR], set(), []),
         ([replace(STUB, state=StubState.ENDING), SUCCESSOR], set(), []),
+        ([replace(STUB, state=StubState.ENDING), replace(STUB, pid=9, instance="m_0_1")], UNLOADING, []),
     ],
-    ids=["unloaded", "reloaded", "both", "serving", "another", "two-instances", "busy", "ending"],
+    ids=["unloaded", "reloaded", "both", "serving", "another", "two-instances", "busy", "ending", "its-turn-comes"],
 )
 def test_a_stub_is_stuck_when_it_has_no_model_and_no_request_for_long(
     pages: list[StubStatus], unloading: set[tuple[str, str]], expected: list[StubStatus]
