@@ -7,35 +7,65 @@ from typing import Any
 
 import pytest
 from quire_backend.status_page import StatusPage, StubState, read_status_pages
-from quire_cli.drain import DrainWatch
+from quire_cli.console import Console
+from quire_cli.errors import CommandError
+from quire_cli.health import Health
 from quire_cli.ports import Endpoint
+from quire_cli.supervisor import Supervisor
 
-LONG_S = 100.0
+TIMEOUT_S = 20
+
+
+class Server:
+    """One that does not end by itself. Waiting for it takes no time."""
+
+    pid = 0
+    exit_code = None
+
+    def __init__(self, stubs: set[tuple[int, int]]) -> None:
+        self._stubs = stubs
+        self.now = 0.0
+
+    def stubs(self) -> set[tuple[int, int]]:
+        return self._stubs
+
+    def terminate(self) -> None:
+        pass
+
+    kill = terminate
+
+    def wait_for_signal(self, timeout_s: float) -> bool:
+        self.now += timeout_s
+        return False
 
 
 @pytest.fixture
-def idle_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., float]:
-    """For how long a server counts as idle of which nothing changes for `LONG_S`. This process stands for its stub."""
-    now = 0.0
-    monkeypatch.setattr("quire_cli.drain.time", SimpleNamespace(monotonic=lambda: now))
+def drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., float]:
+    """How long it takes to end a server. This process stands for its stub."""
 
-    def wait(*, in_flight: int = 0, state: StubState = StubState.UP, models: set[str] | None, others: int = 0) -> float:
-        nonlocal now
+    def end(*, in_flight: int = 0, state: StubState = StubState.UP, models: set[str] | None, others: int = 0) -> float:
         page = StatusPage(tmp_path, model="m", version="1", instance="m_0_0")
         page.beat(state, in_flight, "")
         stubs = {(status.pid, status.start_time) for status in read_status_pages(tmp_path)}
-        server: Any = SimpleNamespace(stubs=lambda: stubs | {(1, number) for number in range(others)})
+        server: Any = Server(stubs | {(1, number) for number in range(others)})
+        clock = SimpleNamespace(monotonic=lambda: server.now)
+        monkeypatch.setattr("quire_cli.drain.time", clock)
+        monkeypatch.setattr("quire_cli.supervisor.time", clock)
         monkeypatch.setattr("quire_cli.drain._loaded_models", lambda endpoint: models)
-        watch = DrainWatch(server, Endpoint("127.0.0.1", 1), tmp_path)
-        watch.idle_s()
-        now += LONG_S
-        return watch.idle_s()
+        unused: Any = None
+        with Console() as console:
+            supervisor = Supervisor(
+                command=unused, environment={}, endpoints={"http": Endpoint("127.0.0.1", 1)}, ready_line="", what="",
+                drain_timeout_s=TIMEOUT_S, console=console, clean_up=unused, status_folder=tmp_path, health=Health(),
+            )  # fmt: skip
+            assert supervisor._drain(server, ()) == 0
+        return float(server.now)
 
-    return wait
+    return end
 
 
-def test_a_server_of_which_all_is_seen_is_idle_without_requests(idle_s: Callable[..., float]) -> None:
-    assert idle_s(models={"m"}) == LONG_S
+def test_a_server_of_which_all_is_seen_is_ended_once_nothing_is_in_flight(drain: Callable[..., float]) -> None:
+    assert drain(models={"m"}) < 2
 
 
 @pytest.mark.parametrize(
@@ -49,5 +79,6 @@ def test_a_server_of_which_all_is_seen_is_idle_without_requests(idle_s: Callable
     ],
     ids=["request", "ending", "model", "index", "stub"],
 )
-def test_it_is_not_while_something_may_be_in_flight(idle_s: Callable[..., float], unseen: Any) -> None:
-    assert idle_s(**unseen) == 0.0
+def test_it_is_not_while_something_may_be_in_flight(drain: Callable[..., float], unseen: Any) -> None:
+    with pytest.raises(CommandError, match=f"not drained within {TIMEOUT_S} s"):
+        drain(**unseen)
