@@ -14,6 +14,7 @@ __all__ = [
     "EngineSleepingError",
     "EngineUnavailableError",
     "RequestError",
+    "cut",
     "json_type",
     "quote",
 ]
@@ -27,6 +28,11 @@ def quote(value: object) -> str:
         text = repr(value) if isinstance(value, str | float) else json.dumps(value, ensure_ascii=False, default=_plain)
     except (ValueError, TypeError, RecursionError):  # no JSON, or a number of thousands of digits
         return f"of a kind that cannot be shown ({json_type(value)})"
+    return cut(text)
+
+
+def cut(text: str) -> str:
+    """What somebody else wrote, as long as a message may quote it."""
     return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}… ({len(text)} characters)"
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quire_engine.chat_template import ChatTemplateError, ChatTemplateRenderer
-from quire_engine.errors import RequestError
+from quire_engine.errors import RequestError, quote
 from quire_engine.messages import EngineCoreReady, EngineCoreRequest
 from quire_engine.request import validate_request
 from quire_engine.sampling_params import SamplingParams
@@ -156,7 +156,7 @@ class InputProcessor:
         for message in messages:
             if not isinstance(message, Mapping):
                 raise RequestError(
-                    "messages", f"messages holds {message!r:.60}; it must hold objects with role and content"
+                    "messages", f"messages holds {quote(message)}; it must hold objects with role and content"
                 )
         if not messages:
             raise RequestError("messages", "messages is empty; it must hold at least one message")

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from quire_engine.errors import MAX_QUOTED, RequestError, quote
+from quire_engine.errors import MAX_QUOTED, RequestError, cut, quote
 from quire_engine.structured_outputs_params import StructuredOutputsParams
 
 __all__ = [
@@ -269,10 +269,7 @@ def _require_type(name: str, value: object, kind: Any) -> None:
 
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:
     if not ok:
-        text = str(value)
-        if len(text) > MAX_QUOTED:
-            text = f"{text[:MAX_QUOTED]}… ({len(text)} characters)"
-        raise RequestError(name, f"{name} is {text}; it must be {allowed}")
+        raise RequestError(name, f"{name} is {cut(str(value))}; it must be {allowed}")
 
 
 def convert_parameter(name: str, value: Any) -> Any:

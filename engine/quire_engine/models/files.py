@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from quire_engine.errors import CheckpointError
+from quire_engine.errors import CheckpointError, cut
 
 __all__ = [
     "TOKENIZER_FILES",
@@ -157,8 +157,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 def brief(value: object) -> str:
     """A value as a message shows it: on one line, and cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
+    return cut(repr(value))
 
 
 def _stored_tensor(path: Path, name: str, entry: Any) -> StoredTensor:
