@@ -54,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m quire_dashboard", description=__doc__)
     parser.add_argument("--url", default=Settings.default("url"))
     parser.add_argument("--metrics", default=Settings.default("metrics"))
+    parser.add_argument("--health", default="")
     parser.add_argument("--prometheus", default="")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8501)
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         settings = Settings(
-            url=given.url, metrics=given.metrics, prometheus=given.prometheus, token=token,
+            url=given.url, metrics=given.metrics, health=given.health, prometheus=given.prometheus, token=token,
             introspection_token=os.environ.get(INTROSPECTION_TOKEN_VARIABLE, ""),
         )  # fmt: skip
     except ValueError as error:

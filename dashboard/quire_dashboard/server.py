@@ -2,7 +2,7 @@
 
 Streamlit takes a websocket from any page of `localhost`, on whichever port, so that another user of the machine, or any
 program that shows a page there, could move the dashboard of whoever opens it; and for a page of an unknown host it asks
-the Internet for its own address.
+the Internet for its own address. Beside the pages there is `/health`, for probes.
 """
 
 from pathlib import Path
@@ -12,8 +12,11 @@ from urllib.parse import urlsplit
 import streamlit as st
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from streamlit import config
+
+from quire_dashboard.health_relay import health
 
 __all__ = ["OwnPagesOnly", "app"]
 
@@ -40,4 +43,6 @@ def _is_own(headers: Headers) -> bool:
     return urlsplit(origin).netloc == headers.get("host") or origin in allowed
 
 
-app = st.App(Path(__file__).with_name("app.py"), middleware=[Middleware(OwnPagesOnly)])
+app = st.App(
+    Path(__file__).with_name("app.py"), middleware=[Middleware(OwnPagesOnly)], routes=[Route("/health", health)]
+)

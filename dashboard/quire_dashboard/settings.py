@@ -21,6 +21,8 @@ class Settings:
     """HOST:PORT of tritonserver's gRPC."""
     metrics: str = "127.0.0.1:8002"
     """HOST:PORT of tritonserver's /metrics."""
+    health: str = ""
+    """HOST:PORT of the health address of the `quire serve` that has started it; empty: none has."""
     prometheus: str = ""
     """Base URL of a Prometheus that scrapes the server; empty: the dashboard remembers what it has seen itself."""
     token: str = ""
@@ -29,7 +31,7 @@ class Settings:
     """What the model asks of whoever wants to see its requests, or to cancel one."""
 
     def __post_init__(self) -> None:
-        for name in ("url", "metrics"):
+        for name in ("url", "metrics", *(["health"] if self.health else [])):
             value = getattr(self, name)
             host, _, port = value.rpartition(":")
             if not host or not port.isdecimal() or "/" in value:
@@ -45,7 +47,7 @@ class Settings:
     @staticmethod
     def default(name: str) -> str:
         """The default of the field `name`."""
-        return {"url": "127.0.0.1:8001", "metrics": "127.0.0.1:8002"}[name]
+        return {"url": "127.0.0.1:8001", "metrics": "127.0.0.1:8002", "health": "127.0.0.1:8003"}[name]
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Settings":
@@ -53,6 +55,7 @@ class Settings:
         given = {
             "url": environment.get(f"{_PREFIX}URL"),
             "metrics": environment.get(f"{_PREFIX}METRICS"),
+            "health": environment.get(f"{_PREFIX}HEALTH"),
             "prometheus": environment.get(f"{_PREFIX}PROMETHEUS"),
             "token": environment.get(DASHBOARD_TOKEN_VARIABLE),
             "introspection_token": environment.get(INTROSPECTION_TOKEN_VARIABLE),
@@ -64,6 +67,7 @@ class Settings:
         return {
             f"{_PREFIX}URL": self.url,
             f"{_PREFIX}METRICS": self.metrics,
+            f"{_PREFIX}HEALTH": self.health,
             f"{_PREFIX}PROMETHEUS": self.prometheus,
             DASHBOARD_TOKEN_VARIABLE: self.token,
             INTROSPECTION_TOKEN_VARIABLE: self.introspection_token,

@@ -32,6 +32,7 @@ _NEEDS = ("quire_dashboard", "streamlit", "prometheus_client", "tritonclient")
 _START_S = 30.0
 """How long the ready line waits for the dashboard; the server is what matters."""
 _STOP_S = 3.0
+_MIN_TOKEN_CHARACTERS = 16
 
 
 def how_to_install() -> str:
@@ -46,6 +47,8 @@ class DashboardOptions:
 
     url: str = "127.0.0.1:8001"
     metrics: str = "127.0.0.1:8002"
+    health: str = ""
+    """Of the `quire serve` that starts it."""
     prometheus: str = ""
     host: str = "127.0.0.1"
     port: int = 8501
@@ -54,6 +57,7 @@ class DashboardOptions:
     def command(self, port: int) -> list[str]:
         """What is run; the tokens go by environment, as a command line is seen by every user."""
         arguments = ["--url", self.url, "--metrics", self.metrics, "--prometheus", self.prometheus]
+        arguments += ["--health", self.health]
         return [sys.executable, "-m", "quire_dashboard", *arguments, "--host", self.host, "--port", str(port)]
 
 
@@ -85,7 +89,7 @@ class Dashboard:
 
     Args:
         endpoint: where it listens; of another host than loopback, it asks its visitors for a token.
-        server: the server's endpoints by service, `grpc` and `metrics` among them.
+        server: the server's endpoints by service, `grpc`, `metrics` and `health` among them.
         console: is told when the dashboard ends by itself.
 
     Raises:
@@ -102,8 +106,9 @@ class Dashboard:
         if not is_loopback(endpoint.host) and not self._token:
             self._token = secrets.token_urlsafe(24)
         self._options = DashboardOptions(
-            url=_client(server["grpc"]), metrics=_client(server["metrics"]), host=endpoint.host, port=endpoint.port
-        )
+            url=_client(server["grpc"]), metrics=_client(server["metrics"]), health=_client(server["health"]),
+            host=endpoint.host, port=endpoint.port,
+        )  # fmt: skip
         self._popen: subprocess.Popen[bytes] | None = None
         self._start = 0.0
         self._listens = False
@@ -196,14 +201,11 @@ class Dashboard:
 
 
 def _check(token: str) -> None:
-    if not token:
-        return
-    from quire_engine.config import check_token_length
-
-    try:
-        check_token_length(f"{DASHBOARD_TOKEN} (or --token)", token)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    if token and len(token) < _MIN_TOKEN_CHARACTERS:
+        raise UsageError(
+            f"{DASHBOARD_TOKEN} (or --token) has {len(token)} characters; it must have at least "
+            f"{_MIN_TOKEN_CHARACTERS}, such as openssl rand -hex 16 makes"
+        )
 
 
 def _client(endpoint: Endpoint) -> str:

@@ -166,7 +166,7 @@ def serve(
     metrics=HOST:PORT health=HOST:PORT dashboard=HOST:PORT". A port of 0 means any free one.
 
     /health on the health port answers 200 only while the server is live and every model's process moves and has its
-    engine, and else 503 with what is wrong; it answers while the server does not.
+    engine, and else 503 with what is wrong; it answers while the server does not. The dashboard's port passes it on.
 
     The dashboard is on --host as well; where that is not loopback, it asks for a token: that of QUIRE_DASHBOARD_TOKEN,
     else one of its own, which is printed.

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.serving import Server, run_cli, serve, start, wait_until
+from support.serving import Server, health, run_cli, serve, start, wait_until
 
 pytestmark = pytest.mark.server
 
@@ -33,6 +33,7 @@ def server() -> Iterator[Server]:
 def test_the_ready_line_names_a_dashboard_that_answers(server: Server) -> None:
     assert server.dashboard.startswith("127.0.0.1:")
     assert answers(server.dashboard)
+    wait_until(lambda: health(server) == health(server, server.dashboard), "it says what quire serve says")
     # The engine comes first: the dashboard has what it leaves.
     dashboard = _dashboard(server)
     wait_until(lambda: set(_nice_values(dashboard)) == {10}, "the dashboard is nice")

@@ -8,8 +8,6 @@ import shutil
 import signal
 import struct
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,9 @@ import grpc
 import pytest
 from quire_cli import process
 from quire_cli.run_directory import RunId
-from support.clients import Answer, ask, with_client
+from support.clients import Answer, ask, run, with_client
 from support.processes import command_line
-from support.serving import ROOT, Server, serve, wait_until
+from support.serving import ROOT, Server, health, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
@@ -46,15 +44,6 @@ def health_server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) ->
     (version / "model.json").write_text(json.dumps({"model": str(checkpoint), "kv_cache_memory_bytes": 64 << 20}))
     with serve("--model-repository", str(version.parent.parent), step_seconds=0.01) as server:
         yield server
-
-
-def health(server: Server) -> tuple[int, dict[str, Any]]:
-    try:
-        with urllib.request.urlopen(f"http://{server.health}/health", timeout=10) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, json.load(error)
 
 
 def is_well(server: Server) -> bool:
@@ -113,10 +102,19 @@ def test_a_model_whose_file_was_moved_away_serves_when_it_is_back(health_server:
     stream = Stream(health_server)
     weights.rename(away)
     os.kill(core(health_server), signal.SIGKILL)
-    wait_until(lambda: tells(health_server, "there is no model.safetensors"), "the health address tells why")
+    wait_until(lambda: tells(health_server, "it is being started again"), "the health address tells of it", 10)
+    message = stream.end().message
+    assert "times in a row without an output; the last time:" in message
+    assert "there is no model.safetensors" in message
+    refused = run(health_server, text_input="x", max_tokens=1)
+    assert refused.error is not None
+    assert "the engine is not running" in refused.message
+    assert "there is no model.safetensors" in refused.message
+    assert "it is tried again" in refused.message
+    assert tells(health_server, "there is no model.safetensors")
     away.rename(weights)
     wait_until(lambda: is_well(health_server), "the next try", 60)
-    assert len(stream.end().token_ids) == NUM_TOKENS, "it was held for that"
+    assert run(health_server, text_input="def f(", max_tokens=4).text
     assert find(health_server.run_id, "triton_python_backend_stub") == stub, "nothing else was started again"
 
 

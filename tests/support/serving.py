@@ -1,5 +1,6 @@
 """A real tritonserver for tests, started by `quire serve` as a user would, and proof that nothing is left of it."""
 
+import json
 import os
 import re
 import select
@@ -8,16 +9,19 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quire_cli.run_directory import RunId
 from support.faults import put_fault
 
-__all__ = ["ANY_PORTS", "ROOT", "Server", "run_cli", "serve", "start", "wait_until"]
+__all__ = ["ANY_PORTS", "ROOT", "Server", "health", "run_cli", "serve", "start", "wait_until"]
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_DEADLINE_S = 120.0
@@ -128,6 +132,16 @@ def run_cli(
         stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=ROOT, timeout=timeout_s,
         env={**os.environ, **(env or {})}, check=False,
     )  # fmt: skip
+
+
+def health(server: Server, endpoint: str = "") -> tuple[int, dict[str, Any]]:
+    """Status and body of `/health`: of `quire serve` itself unless told otherwise."""
+    try:
+        with urllib.request.urlopen(f"http://{endpoint or server.health}/health", timeout=10) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
 
 
 def wait_until(is_true: Callable[[], object], what: str, deadline_s: float = 30.0) -> None:

@@ -13,7 +13,7 @@ from quire_cli.errors import UsageError
 from quire_cli.ports import Endpoint, reserve
 from support.serving import wait_until
 
-SERVER = {"grpc": Endpoint("127.0.0.1", 8001), "metrics": Endpoint("127.0.0.1", 8002)}
+SERVER = {service: Endpoint("127.0.0.1", 8001 + number) for number, service in enumerate(("grpc", "metrics", "health"))}
 
 
 LISTEN = """

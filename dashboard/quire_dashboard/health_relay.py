@@ -1,0 +1,72 @@
+"""HealthRelay: `GET /health` of the dashboard's port, which passes on what `quire serve` says of its server.
+
+The dashboard itself sees less than `quire serve` does, so without one behind it there is nothing to say: 404.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from quire_dashboard.settings import Settings
+
+__all__ = ["HealthRelay", "health"]
+
+_ANSWER_S = 2.0
+_MOST_BYTES = 1 << 20
+
+
+class HealthRelay:
+    """Asks one health address. Whoever asks while an answer is under way gets that one.
+
+    Args:
+        address: HOST:PORT of `quire serve`'s.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._asking: asyncio.Task[tuple[int, Mapping[str, object]]] | None = None
+
+    async def answer(self) -> tuple[int, Mapping[str, object]]:
+        """Status code and body."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask())
+        return await asyncio.shield(self._asking)
+
+    async def _ask(self) -> tuple[int, Mapping[str, object]]:
+        try:
+            return await asyncio.wait_for(self._read(), _ANSWER_S)
+        except (OSError, ValueError, IndexError, asyncio.TimeoutError):
+            return 503, {"status": "unavailable", "problems": [f"quire serve does not answer at {self._address}"]}
+
+    async def _read(self) -> tuple[int, Mapping[str, object]]:
+        host, _, port = self._address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        try:
+            writer.write(f"GET /health HTTP/1.1\r\nHost: {self._address}\r\nConnection: close\r\n\r\n".encode())
+            answer = bytearray()
+            while (chunk := await reader.read(_MOST_BYTES)) and len(answer) < _MOST_BYTES:
+                answer += chunk
+        finally:
+            writer.transport.abort()
+        head, _, body = bytes(answer).partition(b"\r\n\r\n")
+        code, said = int(head.split()[1]), json.loads(body)
+        if code not in (200, 503) or not isinstance(said, dict):
+            raise ValueError(code)  # somebody else listens there
+        return code, said
+
+
+_relays: dict[str, HealthRelay] = {}
+
+
+async def health(request: Request) -> JSONResponse:
+    """The endpoint. Where the dashboard asks for a token, a stranger hears no more than whether all is well."""
+    settings = Settings.from_environment()
+    if not settings.health:
+        error = "only a dashboard that quire serve has started knows how its server is"
+        return JSONResponse({"error": error}, 404)
+    code, body = await _relays.setdefault(settings.health, HealthRelay(settings.health)).answer()
+    shown = {"status": body.get("status")} if settings.token else body
+    return JSONResponse(shown, code, headers={"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"})
