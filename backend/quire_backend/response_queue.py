@@ -38,10 +38,8 @@ __all__ = ["ResponseQueue", "ResponseStream"]
 logger = logging.getLogger(__name__)
 
 NOT_DUE = math.inf
-BYTES_PER_RESPONSE = 1024
-"""What the server keeps for a response that waits, besides its contents: 1.1 KB (2.51)."""
-BYTES_PER_SEQUENCE = 32
-"""Its place in every output of a response, though nothing is new of it: 7 with text alone (gRPC), 21 with two more."""
+BYTES_PER_OUTPUT = 1024
+"""What the server keeps for a response that waits, besides its contents: 1.1 KB with one sequence (2.51)."""
 BYTES_PER_TOKEN = 8
 """Text and id."""
 BYTES_PER_LOGPROB = 64
@@ -219,7 +217,7 @@ class ResponseQueue:
                 output, stream.pending = stream.pending, None
                 failure, final = stream.failure, stream.ending
                 stream.due = NOT_DUE
-                stream.num_bytes += BYTES_PER_RESPONSE + BYTES_PER_SEQUENCE * stream.options.num_sequences
+                stream.num_bytes += BYTES_PER_OUTPUT * stream.options.num_sequences
                 stream.last_sent_at = time.monotonic()
             self._num_sent += 1
             self._on_sending(self._num_sent)

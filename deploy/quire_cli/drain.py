@@ -6,7 +6,6 @@ wait. What is really in flight the models' processes show on their status pages.
 """
 
 import http.client
-import json
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -15,10 +14,15 @@ from quire_backend.status_page import StubState, StubStatus, read_status_pages
 
 from quire_cli import process
 from quire_cli.ports import Endpoint
+from quire_cli.repository_index import ask_index
 from quire_cli.server_process import ServerProcess
 
 __all__ = ["DrainWatch"]
 
+# A server that has nothing in flight tells its models within a second to end. They send what they have to tell.
+_IDLE_S = 1.5
+# Once all stubs have ended, nobody has anything left to do.
+_ALL_ENDED_S = 0.3
 _INDEX_TIMEOUT_S = 1.0
 _LOADED = ("READY", "LOADING", "UNLOADING")
 
@@ -46,18 +50,19 @@ class DrainWatch:
         )
         self._idle_since: float | None = None
 
-    def idle_s(self) -> float:
-        """For how long nothing has been in flight, and no model been ending; call it often."""
+    def is_over(self) -> bool:
+        """Whether nothing has been in flight for long enough, and no model been ending; call it often."""
         pages = read_status_pages(self._folder)
-        is_busy = any(_lives(page) and (page.num_in_flight or page.state is StubState.ENDING) for page in pages)
+        living = [page for page in pages if _lives(page)]
+        is_busy = any(page.num_in_flight or page.state is StubState.ENDING for page in living)
         # Without pages all stubs have ended in good order, and the server is about to.
         is_ending = not pages and not self._given_up
         if is_busy or is_ending or not self._sees_all:
             self._idle_since = None
-            return 0.0
+            return False
         if self._idle_since is None:
             self._idle_since = time.monotonic()
-        return time.monotonic() - self._idle_since
+        return time.monotonic() - self._idle_since > (_IDLE_S if living else _ALL_ENDED_S)
 
     def cut_off(self) -> str | None:
         """The stub that died with requests in flight, if one did; one that ends in good order takes its page along."""
@@ -75,10 +80,9 @@ def _loaded_models(endpoint: Endpoint) -> set[str] | None:
     """Names of the models that the server has; None when it does not say."""
     connection = http.client.HTTPConnection(endpoint.client_host, endpoint.port, timeout=_INDEX_TIMEOUT_S)
     try:
-        connection.request("POST", "/v2/repository/index")
-        models = json.loads(connection.getresponse().read())
-        return {model["name"] for model in models if model.get("state") in _LOADED}
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError):
+        models = ask_index(connection)
+    except (OSError, http.client.HTTPException):
         return None
     finally:
         connection.close()
+    return None if models is None else {model.name for model in models if model.state in _LOADED}

@@ -57,6 +57,21 @@ class ServerFlags:
                 items[-1] = (items[-1][0], token)
         return items
 
+    def without(self, name: str) -> "ServerFlags":
+        """All but those of one name."""
+        kept: list[str] = []
+        is_kept = True
+        for token in self.tokens:
+            if token.startswith("--"):
+                is_kept = token[2:].partition("=")[0] != name
+            if is_kept:
+                kept.append(token)
+        return ServerFlags(tuple(kept))
+
+    def plus(self, *flags: tuple[str, str]) -> "ServerFlags":
+        """These, and then some more."""
+        return ServerFlags((*self.tokens, *(f"--{name}={value}" for name, value in flags)))
+
     def is_off(self, name: str) -> bool:
         """True when a boolean flag was given and says no."""
         return self.values.get(name, "true").lower() in ("false", "0")

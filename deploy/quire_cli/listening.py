@@ -12,7 +12,7 @@ from pathlib import Path
 
 from quire_cli import process
 
-__all__ = ["listens", "sockets_of"]
+__all__ = ["listens"]
 
 _LISTENS = "0A"
 """A state of TCP, as /proc/net/tcp writes it."""
@@ -26,7 +26,7 @@ def listens(session: int, port: int) -> bool:
         port: on any address.
     """
     wanted = set(_listening_sockets(port))
-    return bool(wanted) and any(not wanted.isdisjoint(sockets_of(pid)) for pid in _members(session))
+    return bool(wanted) and any(not wanted.isdisjoint(_sockets(pid)) for pid in _members(session))
 
 
 def _listening_sockets(port: int) -> Iterator[str]:
@@ -51,7 +51,7 @@ def _members(session: int) -> Iterator[int]:
                 yield pid
 
 
-def sockets_of(pid: int) -> set[str]:
+def _sockets(pid: int) -> set[str]:
     """Inodes of a process' sockets; none of one that has ended."""
     found: set[str] = set()
     with contextlib.suppress(FileNotFoundError, PermissionError):

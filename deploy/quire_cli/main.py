@@ -180,7 +180,8 @@ def serve(
     the whole log is passed on.
 
     When the server or the process of a model dies or does not move for ten seconds, the server is started again on the
-    same ports, and the ready line printed again; the fifth death in a row ends it.
+    same ports, and the ready line printed again; the fifth death in a row ends it. Under explicit model control, the
+    models that were loaded at that moment are loaded again.
 
     SIGTERM, SIGINT and SIGHUP drain: no new requests, running ones have --drain-timeout seconds. A second one stops at
     once. Nothing is left behind, and what a killed run had to leave is removed by the next.

@@ -57,7 +57,7 @@ def reserve(wanted: Mapping[str, Endpoint]) -> dict[str, Endpoint]:
     """Check that every endpoint is free, and replace each port 0 by a free one.
 
     Args:
-        wanted: option name without its dashes, such as `grpc-port` → endpoint, whose host is an address.
+        wanted: option name without its dashes, such as `grpc-port` → endpoint.
 
     Raises:
         CommandError: a port is taken, or the host is not one of this machine.
@@ -93,7 +93,7 @@ def _bind(option: str, endpoint: Endpoint) -> socket.socket:
 
 
 def _explain(option: str, endpoint: Endpoint, error: OSError) -> CommandError:
-    if error.errno == errno.EADDRNOTAVAIL:
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return _no_address(endpoint.host)
     if error.errno == errno.EADDRINUSE:
         return CommandError(f"port {endpoint.port} is in use; free it, or choose another with --{option} (0: any free)")

@@ -10,6 +10,7 @@ from quire_cli.dashboard import Dashboard, how_to_install
 from quire_cli.errors import CommandError, UsageError, has_working_directory
 from quire_cli.health import Health, HealthServer
 from quire_cli.launch import ServerFlags, compose_backends, has_gpu, server_environment
+from quire_cli.loaded_models import LoadedModels
 from quire_cli.model_config import check_model_configs
 from quire_cli.model_repository import default_repository, write_model
 from quire_cli.ports import Endpoint, reserve, resolve
@@ -89,8 +90,10 @@ def serve(options: ServeOptions) -> int:
             repository = run.path / "models"
             write_model(repository, options.model, options.name)
         served = repository and _plain_path(repository, run)
+        defaults = _defaults(options, flags, server, run, served, endpoints)
+        models = _loaded_models(flags)
         return Supervisor(
-            command=_command(options, flags, server, run, served, endpoints),
+            command=lambda: [str(server.binary), *(models.flags(flags) if models else flags).merge(defaults)],
             environment=server_environment(
                 server, {**run.environment, **(dashboard.server_environment if dashboard else {})}
             ),
@@ -107,7 +110,7 @@ def serve(options: ServeOptions) -> int:
             clean_up=run.clean_up,
             needs_stub=_needs_stub(repository, flags),
             ready_word=dashboard.ready_word if dashboard else lambda: "",
-            watch_stubs=flags.values.get("model-control-mode", "none") == "none",
+            models=models,
         ).run()
 
 
@@ -226,10 +229,17 @@ def _port(flag: str, flags: ServerFlags, default: int) -> int:
     return int(text)
 
 
-def _command(
+def _loaded_models(flags: ServerFlags) -> LoadedModels | None:
+    """Keeps account of the models, where they come and go while the server runs."""
+    mode = flags.values.get("model-control-mode", "none")
+    return None if mode == "none" else LoadedModels(flags.all_values("load-model"), follow_repository=mode == "poll")
+
+
+def _defaults(
     options: ServeOptions, flags: ServerFlags, server: TritonServer, run: RunDirectory, repository: Path | None,
     endpoints: dict[str, Endpoint],
-) -> list[str]:  # fmt: skip
+) -> list[tuple[str, str]]:  # fmt: skip
+    """Our flags for tritonserver."""
     defaults = [
         ("model-repository", str(repository)),
         ("backend-directory", str(compose_backends(server, run.path))),
@@ -244,7 +254,7 @@ def _command(
     if not has_gpu():
         # Without a driver, both only fail, at the length of several lines of log.
         defaults += [("allow-gpu-metrics", "false"), ("pinned-memory-pool-byte-size", "0")]
-    return [str(server.binary), *flags.merge(defaults)]
+    return defaults
 
 
 def _ready_line(endpoints: dict[str, Endpoint]) -> str:

@@ -28,6 +28,8 @@ SIGNALS = {*STOP_SIGNALS, signal.SIGCHLD}
 _STUB_NAME = "triton_python_backend_stub"[:15]
 # What is asked of a service that speaks HTTP; of another one it is enough that it accepts a connection.
 _PROBES = {"http": "/v2/health/ready", "metrics": "/metrics"}
+# Not ready is also a server of which one model cannot be loaded. It opens its ports once it has tried all of them.
+_PROBES_OF_SOME = {**_PROBES, "http": "/v2/health/live"}
 _PROBE_TIMEOUT_S = 2.0
 # tritonserver 2.51 puts a request's body on the stack of the thread that reads it, and parses JSON recursively: on the
 # usual 8 MiB, 4.2 MB of body end it with SIGSEGV. Its threads take their size from this limit, and memory only as they
@@ -102,10 +104,16 @@ class ServerProcess:
         """In words, once it has."""
         return process.how_it_ended(self._popen.returncode)
 
-    def is_ready(self, endpoints: Mapping[str, Endpoint]) -> bool:
-        """Whether the models are loaded, and all ports open, by this server: it opens them one after the other."""
+    def is_ready(self, endpoints: Mapping[str, Endpoint], *, with_all_models: bool = True) -> bool:
+        """Whether the models are loaded, and all ports open, by this server: it opens them one after the other.
+
+        Args:
+            endpoints: by service.
+            with_all_models: whether one that could not be loaded makes it not ready.
+        """
+        probes = _PROBES if with_all_models else _PROBES_OF_SOME
         return all(
-            _answers(endpoint, _PROBES[service]) if service in _PROBES else _accepts(endpoint)
+            _answers(endpoint, probes[service]) if service in probes else _accepts(endpoint)
             for service, endpoint in endpoints.items()
         ) and all(listens(self._popen.pid, endpoint.port) for endpoint in endpoints.values())
 

@@ -9,19 +9,20 @@ nobody is found to hang.
 """
 
 import http.client
-import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire_backend.status_page import StubState, StubStatus, read_status_pages
 
 from quire_cli import process
+from quire_cli.loaded_models import LoadedModels
 from quire_cli.ports import Endpoint
+from quire_cli.repository_index import IndexedModel, ask_index
 from quire_cli.server_process import ServerProcess, Stub
-from quire_cli.unloads import StuckUnloads, end_stub
+from quire_cli.unloads import StuckUnloads, end_stub, left_behind
 
 __all__ = ["LiveProbe", "Patience", "Problem", "ServerWatch"]
 
@@ -33,6 +34,8 @@ _PROBE_INTERVAL_S = 0.5
 _PROBE_TIMEOUT_S = 1.0
 _LOADS_S = 60.0
 """Where models are loaded over HTTP, several such calls can hold up all threads for as long as a load takes."""
+_INDEX_S = 3.0
+"""How long a stub's death is not judged for want of an index that is younger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +93,11 @@ class LiveProbe:
         self._stopping = threading.Event()
         self.num_answers = 0
         self.says_live = True
-        self.unloading: frozenset[tuple[str, str]] = frozenset()
-        """Name and version of the models that it is unloading."""
+        self.index: list[IndexedModel] | None = None
+        """What it said last of its models."""
+        self.is_fresh = False
+        """Whether it still answers."""
+        self.num_indexes = 0
         threading.Thread(target=self._run, name="live-probe", daemon=True).start()
 
     def close(self) -> None:
@@ -113,12 +119,11 @@ class LiveProbe:
             self.says_live = answer.status == http.client.OK
             self.num_answers += 1
             if self._asks_for_models:
-                connection.request("POST", "/v2/repository/index")
-                models = json.loads(connection.getresponse().read())
-                self.unloading = frozenset((m["name"], m["version"]) for m in models if m.get("state") == "UNLOADING")
-        except (ValueError, KeyError, TypeError, AttributeError):
-            self.unloading = frozenset()  # it does not tell
+                self.index = ask_index(connection)
+                self.num_indexes += 1
+            self.is_fresh = True
         except (OSError, http.client.HTTPException):
+            self.is_fresh = False
             connection.close()  # the next question opens it again
 
 
@@ -131,22 +136,24 @@ class ServerWatch:
         folder: where the processes of its models have their status pages.
         tell: takes a line for the log, of what was done.
         hung_s: a silence of so long is a hang.
-        stubs_stay: whether models neither come nor go, so that the end of a model's process is a death.
+        models: is told which models are loaded; None where they neither come nor go, so that the end of any stub is a
+            death.
     """
 
     def __init__(
         self, server: ServerProcess, endpoint: Endpoint, folder: Path, tell: Callable[[str], None], *,
-        hung_s: float, stubs_stay: bool,
+        hung_s: float, models: LoadedModels | None,
     ) -> None:  # fmt: skip
         self._server = server
         self._folder = folder
         self._tell = tell
         self._hung_s = hung_s
-        self._stubs_stay = stubs_stay
-        self._stubs: set[Stub] = server.stubs() if stubs_stay else set()
+        self._models = models
+        self._stubs: set[Stub] = server.stubs() if models is None else set()
         self._patience = Patience()
         self._stuck_unloads = StuckUnloads()
-        self._probe = LiveProbe(endpoint, asks_for_models=not stubs_stay)
+        self._died_at_index: dict[Stub, int] = {}
+        self._probe = LiveProbe(endpoint, asks_for_models=models is not None)
         self.pages: list[StubStatus] = []
         """What the models' processes said at the last look."""
         self.given_up: set[str] = set()
@@ -166,23 +173,37 @@ class ServerWatch:
 
     def _look(self) -> list[Problem]:
         self.pages = read_status_pages(self._folder)
-        if not self._stubs_stay:
-            self._end_stuck()
+        left: set[Stub] = set()
+        missing: list[Problem] = []
+        if self._models is not None:
+            index = self._probe.index
+            # A server that is held up may have loaded anew what it was unloading when it last answered.
+            left = self._look_at_unloads(index if index is not None and self._probe.is_fresh else [])
+            self._models.update(self.pages, index)
+            missing = [Problem(text) for text in self._models.problems]
         named = {(page.pid, page.start_time): page for page in self.pages}
-        problems = self._look_at_server()
+        problems = self._look_at_server() + missing
         for stub in sorted(self._stubs | named.keys()):
-            problems += self._look_at_stub(stub, named.get(stub))
+            problems += self._look_at_stub(stub, named.get(stub), is_left=stub in left)
         return problems
 
-    def _end_stuck(self) -> None:
-        for page in self._stuck_unloads.find(self.pages, self._probe.unloading):
-            end_stub(page, self._folder)
-            self.pages.remove(page)
-            self.given_up.add(page.model)
-            self._tell(
+    def _look_at_unloads(self, index: Sequence[IndexedModel]) -> set[Stub]:
+        """End what does not end by itself; returns the stubs whose model has been unloaded, or loaded anew."""
+        unloading = {(model.name, model.version) for model in index if model.state == "UNLOADING"}
+        left = left_behind(self.pages, unloading)
+        for page in self._stuck_unloads.find(left):
+            self._end(
+                page,
                 f"model {page.model!r} version {page.version} was unloaded, and tritonserver does not end its stub "
-                f"process {page.pid}, which has nothing to do: it is ended"
+                f"process {page.pid}, which has nothing to do: it is ended",
             )
+        return {(page.pid, page.start_time) for page in left}
+
+    def _end(self, page: StubStatus, why: str) -> None:
+        end_stub(page, self._folder)
+        self.pages.remove(page)
+        self.given_up.add(page.model)
+        self._tell(why)
 
     def _look_at_server(self) -> list[Problem]:
         stopped = process.is_stopped(self._server.pid)
@@ -190,7 +211,7 @@ class ServerWatch:
         if stopped:
             return [self._silent("tritonserver has been stopped (SIGSTOP)", silence_s)]
         if silence_s > NOTICE_S:
-            limit_s = self._hung_s if self._stubs_stay else max(self._hung_s, _LOADS_S)
+            limit_s = self._hung_s if self._models is None else max(self._hung_s, _LOADS_S)
             return [
                 Problem(f"tritonserver has not answered /v2/health/live for {silence_s:.0f} s", is_fatal=True)
                 if silence_s > limit_s
@@ -198,12 +219,12 @@ class ServerWatch:
             ]
         return [] if self._probe.says_live else [Problem("tritonserver says that it is not live")]
 
-    def _look_at_stub(self, stub: Stub, page: StubStatus | None) -> list[Problem]:
+    def _look_at_stub(self, stub: Stub, page: StubStatus | None, *, is_left: bool) -> list[Problem]:
         pid, start_time = stub
         name = f"the stub process {pid} of " + (f"model {page.model!r}" if page else "a model")
         if not process.is_alive(pid, start_time):
             # tritonserver would go on, call itself ready, and refuse every request of this model.
-            return [Problem(f"{name} died", is_fatal=self._stubs_stay)]
+            return self._look_at_dead(stub, page, f"{name} died", is_left=is_left)
         stopped = process.is_stopped(pid)
         silences_s = [0.0]
         if stopped or page is not None:
@@ -212,18 +233,39 @@ class ServerWatch:
             # A response that is on its way stays the same while the server does not take it.
             sign = object() if not page.sending else page.sending
             silences_s.append(self._patience.silence_s((stub, "sending"), sign))
-        if stopped:
-            return [self._silent(f"{name} has been stopped (SIGSTOP)", max(silences_s), mends=self._stubs_stay)]
-        if max(silences_s) > NOTICE_S:
-            return [self._silent(f"{name} does not move", max(silences_s), mends=self._stubs_stay)]
-        if page is None or page.state is StubState.UP:
+        silence_s = max(silences_s)
+        if stopped or silence_s > NOTICE_S:
+            text = f"{name} has been stopped (SIGSTOP)" if stopped else f"{name} does not move"
+            if page is not None and is_left and silence_s > self._hung_s:
+                self._end(page, f"{text} for {silence_s:.0f} s, and its model was unloaded: it is ended")
+                return []
+            return [self._silent(text, silence_s)]
+        if page is None or page.state is StubState.UP or is_left:
             return []
         what = f"model {page.model!r} version {page.version}: {page.reason}"
-        if page.state is StubState.ENDING:
-            return [] if not self._stubs_stay else [Problem(what)]
-        return [Problem(what, page.state is StubState.DEAD and self._stubs_stay, is_news=False)]
+        return [Problem(what, page.state is StubState.DEAD, is_news=False)]
 
-    def _silent(self, text: str, silence_s: float, *, mends: bool = True) -> Problem:
-        if silence_s > self._hung_s and mends:
+    def _look_at_dead(self, stub: Stub, page: StubStatus | None, text: str, *, is_left: bool) -> list[Problem]:
+        if page is None or self._models is None:
+            return [Problem(text, is_fatal=True)]
+        if is_left:
+            self._end(page, f"{text} while its model was being unloaded")
+            return []
+        # What the server has said of its models may be older than an unload: what it says next is not.
+        since = self._died_at_index.setdefault(stub, self._probe.num_indexes)
+        if self._probe.num_indexes < since + 2 and self._patience.silence_s((stub, "dead"), None) < _INDEX_S:
+            return [Problem(text, is_news=False)]
+        states = {
+            model.state
+            for model in self._probe.index or ()
+            if (model.name, model.version) == (page.model, page.version)
+        }
+        if self._probe.index is not None and "READY" not in states:
+            self._end(page, f"{text} before its model was loaded")
+            return []
+        return [Problem(text, is_fatal=True)]
+
+    def _silent(self, text: str, silence_s: float) -> Problem:
+        if silence_s > self._hung_s:
             return Problem(f"{text} for {silence_s:.0f} s", is_fatal=True)
         return Problem(text)

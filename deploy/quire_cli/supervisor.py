@@ -20,6 +20,7 @@ from quire_cli.console import Console, waiting_line
 from quire_cli.drain import DrainWatch
 from quire_cli.errors import CommandError
 from quire_cli.health import Health
+from quire_cli.loaded_models import LoadedModels
 from quire_cli.ports import Endpoint
 from quire_cli.server_process import SIGNALS, ServerProcess
 from quire_cli.server_watch import LOOK_S, ServerWatch
@@ -30,8 +31,6 @@ _READY_POLL_S = 0.05
 _START_LOOK_S = 0.2
 # tritonserver counts its drain timeout in whole seconds, then ends its models.
 _GRACE_S = 5.0
-# A server that has nothing in flight ends its models within a second, and then itself.
-_IDLE_S = 1.5
 # tritonserver collects the children that it expects to end within milliseconds.
 _UNNOTICED_S = 5.0
 _VERBOSE = "see its whole log with: quire serve --verbose"
@@ -86,7 +85,8 @@ class CrashLoop:
 class Supervisor:
     """Supervises the servers of one run. Use `run` once, inside `blocked_signals` and a `RunDirectory`."""
 
-    command: Sequence[str]
+    command: Callable[[], Sequence[str]]
+    """Called for each start."""
     environment: Mapping[str, str]
     endpoints: Mapping[str, Endpoint]
     """By service, `http` among them: ready means that each of these answers."""
@@ -100,8 +100,8 @@ class Supervisor:
     ready_word: Callable[[], str | None] = lambda: ""
     """What a companion of the server adds to the ready line; None while it is not ready itself."""
     show_whole_log: bool = False
-    watch_stubs: bool = True
-    """Start again when a stub dies; not where models come and go while the server runs."""
+    models: LoadedModels | None = None
+    """Is told which models are loaded, where they come and go while the server runs."""
     needs_stub: bool = True
     """Whether a model of the repository must have a stub."""
     silence_s: float = 120.0
@@ -127,7 +127,7 @@ class Supervisor:
         while True:
             ready_at = None
             self.health.write(["the server is being started"])
-            server = ServerProcess(self.command, self.environment, self.console, show_whole_log=self.show_whole_log)
+            server = ServerProcess(self.command(), self.environment, self.console, show_whole_log=self.show_whole_log)
             try:
                 if not self._wait_until_ready(server):
                     return 0
@@ -148,6 +148,8 @@ class Supervisor:
             finally:
                 server.close()
             pause_s = crash_loop.pause_s(0.0 if ready_at is None else time.monotonic() - ready_at, cause)
+            if self.models is not None:
+                self.models.start_again()
             when = f"in {pause_s:.0f} s" if pause_s else "now"
             self.console.line(f"quire: {cause}; starting the server again {when}, on the same ports")
             if _is_told_to_stop(server, pause_s):
@@ -160,8 +162,10 @@ class Supervisor:
     def _wait_until_ready(self, server: ServerProcess) -> bool:
         """Wait for the models; False when asked to stop meanwhile."""
         watch = _StartWatch(server, needs_stub=self.needs_stub, silence_s=self.silence_s)
+        # A server that is started again is told to serve what it can; what is missing, the health address says.
+        with_all_models = self.models is None or not self.models.has_served
         with waiting_line(self.console, self.what) as waiting:
-            while not server.is_ready(self.endpoints) or self.ready_word() is None:
+            while not server.is_ready(self.endpoints, with_all_models=with_all_models) or self.ready_word() is None:
                 if server.wait_for_signal(_READY_POLL_S):
                     return False
                 if server.exit_code is not None:
@@ -177,7 +181,7 @@ class Supervisor:
     def _watch(self, server: ServerProcess) -> ServerWatch:
         return ServerWatch(
             server, self.endpoints["http"], self.status_folder, lambda text: self.console.line(f"quire: {text}"),
-            hung_s=self.hung_s, stubs_stay=self.watch_stubs,
+            hung_s=self.hung_s, models=self.models,
         )  # fmt: skip
 
     def _look(self, watch: ServerWatch, known: set[str]) -> set[str]:
@@ -219,7 +223,7 @@ class Supervisor:
         while server.exit_code is None:
             if server.wait_for_signal(_READY_POLL_S):
                 raise CommandError("stopped at once by a second signal; running requests were cut off")
-            if watch.idle_s() > _IDLE_S:
+            if watch.is_over():
                 return self._end_idle(server, watch)
             if time.monotonic() > timeout + _GRACE_S:
                 break

@@ -13,10 +13,7 @@ from typing import Any
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, parse_classes
 from quire_engine.vllm_settings import without_vllm_names
 
-__all__ = [
-    "CacheConfig", "EngineConfig", "FrontendConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig",
-    "check_token_length",
-]  # fmt: skip
+__all__ = ["CacheConfig", "EngineConfig", "FrontendConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
@@ -373,19 +370,9 @@ def _check_token(value: object) -> None:
     """Its value is in no message: these end up in logs."""
     if value is not None and not (isinstance(value, str) and value.isascii() and value.isprintable() and value.strip()):
         raise ValueError("introspection_token must be a string of printable ASCII characters, and not empty")
-    if isinstance(value, str):
-        check_token_length("introspection_token", value)
-
-
-def check_token_length(name: str, token: str) -> None:
-    """Whether a token that admits operators is too long to be guessed.
-
-    Raises:
-        ValueError: it is not; the message does not repeat it.
-    """
-    if len(token) < MIN_TOKEN_CHARACTERS:
+    if isinstance(value, str) and len(value) < MIN_TOKEN_CHARACTERS:
         raise ValueError(
-            f"{name} has {len(token)} characters; it must have at least {MIN_TOKEN_CHARACTERS}, such as "
+            f"introspection_token has {len(value)} characters; it must have at least {MIN_TOKEN_CHARACTERS}, such as "
             "openssl rand -hex 16 makes"
         )
 

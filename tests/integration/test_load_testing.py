@@ -41,43 +41,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def repository(folder: Path) -> Path:
-    """The repository that the page makes."""
+def measured(folder: Path) -> Iterator[Server]:
+    """The server that the page starts, on free ports."""
     program, *arguments = shlex.split(command("model add").replace(FOLDER_ON_PAGE, str(folder)))
     assert program == ".venv/bin/quire"
     added = run_cli(*arguments)
     assert added.returncode == 0, added.stderr
-    return folder
-
-
-@pytest.fixture(scope="module")
-def measured(folder: Path, repository: Path) -> Iterator[Server]:
-    """The server that the page starts, on free ports."""
     program, subcommand, *flags = shlex.split(command("quire serve").replace(FOLDER_ON_PAGE, str(folder)))
     assert (program, subcommand) == (".venv/bin/quire", "serve")
     with serve(*flags) as running:
         yield running
 
 
-def test_the_model_has_the_page_s_settings(repository: Path) -> None:
-    settings = json.loads((repository / "tinypy" / "1" / "model.json").read_text())
+def test_the_model_has_the_page_s_settings(measured: Server, folder: Path) -> None:
+    settings = json.loads((folder / "tinypy" / "1" / "model.json").read_text())
     assert settings["stream_interval_ms"] == 0
     assert settings["max_queued_requests"] == 256
 
 
-def test_genai_perf_s_requests_are_answered(server: Server) -> None:
-    answer = run(server, text_input="def f(", stream=True, exclude_input_in_output=True, return_token_ids=True,
+def test_genai_perf_s_requests_are_answered(measured: Server) -> None:
+    answer = run(measured, text_input="def f(", stream=True, exclude_input_in_output=True, return_token_ids=True,
                  sampling_parameters={"max_tokens": "32", "min_tokens": "32"})  # fmt: skip
     assert len(answer.token_ids) == 32
 
 
-def test_aiperf_s_template_is_a_request(server: Server) -> None:
+def test_aiperf_s_template_is_a_request(measured: Server) -> None:
     arguments = shlex.split(command("/aiperf/bin/aiperf"))
     extra = json.loads(arguments[arguments.index("--extra-inputs") + 1])
     template = jinja2.Environment(autoescape=True).from_string(extra["payload_template"])  # as aiperf does it
     payload = json.loads(template.render(text='print("<a & b>")\n', max_tokens=8))
     assert payload["text_input"] == 'print("<a & b>")\n'
-    events = sse(server, {**payload, "return_token_ids": True})
+    events = sse(measured, {**payload, "return_token_ids": True})
     token_ids = [event["token_ids"] for event in events]
     assert sum(len(ids) if isinstance(ids, list) else 1 for ids in token_ids) == 8
     assert all(isinstance(event[extra["response_field"]], str) for event in events)
@@ -92,11 +86,10 @@ def test_aiperf_s_template_is_a_request(server: Server) -> None:
     ],
 )
 def test_a_load_generator_gets_all_its_answers(
-    request: pytest.FixtureRequest, folder: Path, peer: str, words: str, report: str
+    measured: Server, folder: Path, peer: str, words: str, report: str
 ) -> None:
     if reason := find_peer(PEERS, peer):
         pytest.skip(reason)
-    measured: Server = request.getfixturevalue("measured")  # a server of its own only where there is a tool for it
     line = command(words)
     here: Mapping[str, str] = {
         PEERS_ON_PAGE: str(PEERS), FOLDER_ON_PAGE: str(folder),

@@ -6,6 +6,7 @@ a region that is open only for a moment is read by whoever waits for it.
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
 import threading
@@ -13,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from quire_cli.listening import sockets_of
 from support.clients import MODEL, http, run
 from support.processes import ended, start_python
 from support.serving import Server, serve
@@ -136,31 +136,21 @@ def of_process(pid: int) -> set[Path]:
     }
 
 
-def all_of(server: Server, temporary: Path) -> set[Path]:
+def all_of(server: Server, temporary_before: set[Path]) -> set[Path]:
     """Every place where something of the server is, by its run id and by what its processes have."""
     pids = [server.process.pid, *server.run_id.processes()]
-    found = set(server.run_id.shared_memory()).union(*map(below, temporary.iterdir()))
-    assert found.issuperset(server.run_id.directories())
-    sockets = {inode for pid in pids for inode in sockets_of(pid)}
+    temporary = set(Path(tempfile.gettempdir()).iterdir()) - temporary_before
+    found = set(server.run_id.shared_memory()).union(*map(below, [*server.run_id.directories(), *temporary]))
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
-        _, _, _, _, kind, _, inode, *path = line.split()
+        _, _, _, _, kind, _, _, *path = line.split()
         # What is sent to the address that stands for an engine's number (`engine_number`) is read by nobody.
-        if path and inode in sockets and not (kind == "0002" and path[0].startswith("@quire-engine-")):
+        if path and not (kind == "0002" and path[0].startswith("@quire-engine-")):
             assert not path[0].startswith("@"), f"anybody can connect to an abstract socket: {path[0]}"
     return found.union(*map(of_process, pids))
 
 
-@pytest.fixture
-def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where temporary files go, in place of /tmp: open to all, as that is, and holding nothing of anybody else."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o1777)
-        monkeypatch.setenv("TMPDIR", folder)
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        yield Path(folder)
-
-
-def test_nothing_is_open_to_another_user(stranger: Stranger, temporary: Path) -> None:
+def test_nothing_is_open_to_another_user(stranger: Stranger, tmp_path: Path) -> None:
+    before = set(Path(tempfile.gettempdir()).iterdir())
     environment = {"QUIRE_INTROSPECTION_TOKEN": TOKEN}
     flags = ("--", "--model-control-mode=explicit", f"--load-model={MODEL}")
     with serve(*flags, env=environment, step_seconds=0.002) as server:
@@ -168,19 +158,27 @@ def test_nothing_is_open_to_another_user(stranger: Stranger, temporary: Path) ->
         client.start()
         try:
             assert client.first_token.wait(60)
-            assert_closed(server, stranger, temporary, num_regions=1)
-            # The region of a model that is loaded later. A server that is started again is started as the first was.
+            assert_closed(server, stranger, before, num_regions=1)
+            # A model that is loaded later, and a server that is started again.
             assert http(server, f"/v2/repository/models/{MODEL}/unload", {})[0] == 200
             assert http(server, f"/v2/repository/models/{MODEL}/load", {})[0] == 200
+            assert_closed(server, stranger, before, num_regions=2)
+            (tritonserver,) = (pid for pid in server.run_id.processes() if is_tritonserver(pid))
+            os.kill(tritonserver, signal.SIGKILL)
+            server.wait_for_ready_line()
             assert run(server, text_input=PROMPT, max_tokens=3).text
-            assert_closed(server, stranger, temporary, num_regions=2)
+            assert_closed(server, stranger, before, num_regions=3)
         finally:
             client.stop()
 
 
-def assert_closed(server: Server, stranger: Stranger, temporary: Path, *, num_regions: int) -> None:
+def is_tritonserver(pid: int) -> bool:
+    return Path(f"/proc/{pid}/comm").read_text().strip() == "tritonserver"
+
+
+def assert_closed(server: Server, stranger: Stranger, before: set[Path], *, num_regions: int) -> None:
     """The stranger has seen so many regions at least, and opened nothing."""
-    seen = stranger.look(all_of(server, temporary))
+    seen = stranger.look(all_of(server, before))
     assert len([name for name in seen["seen"] if name.startswith(server.run_id.shared_memory_prefix)]) >= num_regions
     assert seen["opened"] == []
     assert seen["found"] == []

@@ -6,19 +6,20 @@ Every load makes a new engine before the old one ends, in one server that keeps 
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import re
+import signal
 import threading
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.clients import Answer, ask, ask_all, http
-from support.serving import ROOT, Server, serve, wait_until
+from support.serving import ROOT, Server, health, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
 RELOADS = int(os.environ.get("QUIRE_RELOADS", "3"))
@@ -59,7 +60,7 @@ def request(model: str) -> dict[str, Any]:
             "return_token_ids": True}  # fmt: skip
 
 
-@contextmanager
+@contextlib.contextmanager
 def streams(server: Server, model: str) -> Iterator[list[Answer]]:
     """Some requests at a time, one after the other, until the block is left; what each was answered."""
     answers: list[Answer] = []
@@ -176,3 +177,36 @@ def test_two_instances_are_loaded_again_unloaded_and_loaded(server: Server, repo
     ours = re.compile(r'(quire_|vllm:).*model="two"')
     wait_until(lambda: not any(map(ours.match, scrape(server))), "all its series go with it")
     assert num_ended(server, "one"), "and another model keeps its own"
+
+
+def test_what_was_loaded_is_loaded_again_when_a_stub_dies(server: Server, repository: Path) -> None:
+    assert http(server, "/v2/repository/models/two/load", {})[0] == 200
+    settings, away = repository / "one" / "1" / "model.json", repository / "away"
+    settings.rename(away)
+    stub = next(model["pid"] for model in health(server)[1]["models"] if model["name"] == "two")
+    os.kill(stub, signal.SIGKILL)
+    server.wait_for_ready_line()
+    assert num_whole(ask_all(server, [request("two")] * 4)) == 4
+    status, body = health(server)
+    assert (status, [model["name"] for model in body["models"]]) == (503, ["two", "two"])
+    wait_until(lambda: "model.json" in " ".join(health(server)[1]["problems"]), "the reason is told")
+    assert [problem.partition(":")[0] for problem in health(server)[1]["problems"]] == ["model 'one' is not loaded"]
+    away.rename(settings)
+    assert http(server, "/v2/repository/models/one/load", {})[0] == 200
+    wait_until(lambda: health(server)[0] == 200, "all is well again")
+    assert num_whole(ask_all(server, [request("one")])) == 1
+
+
+def test_the_stub_of_an_unloaded_model_is_no_loss(server: Server) -> None:
+    """It is killed while the server waits for its last requests."""
+    num_starts = server.log().count("starting the server again")
+    with streams(server, "two"):
+        pages = [model for model in health(server)[1]["models"] if model["name"] == "two"]
+        assert http(server, "/v2/repository/models/two/unload", {})[0] == 200
+        with contextlib.suppress(ProcessLookupError):  # it was faster
+            os.kill(pages[0]["pid"], signal.SIGKILL)
+        wait_until(lambda: [model["name"] for model in health(server)[1]["models"]] == ["one"], "both are gone")
+    wait_until(lambda: health(server)[0] == 200, "nobody misses it")
+    assert server.log().count("starting the server again") == num_starts
+    assert http(server, "/v2/repository/models/two/load", {})[0] == 200
+    assert num_whole(ask_all(server, [request("two")] * 2)) == 2

@@ -1,14 +1,16 @@
 """A stand-in for tritonserver, to test what watches over one: ports, a stub and a log, but no models and no GPU.
 
-It runs as a program: `python fake_server.py FOLDER SERVICE=PORT...`. A test steers it with files in FOLDER:
+It runs as a program: `python fake_server.py FOLDER SERVICE=PORT... --FLAG=VALUE...`. A test steers it with
+files in FOLDER:
 
     plan.json       "log": lines to print; "exit_code": what to end with at once; "no_stub": true; "stub_argument": what
                     the stub, a copy of `sleep`, gets; "delayed": services whose port opens once there is a file `open`
-                    "models": names of its models, which makes it have a repository index;
-                    "model_state": of all of them; "in_flight": the stub has a
+                    "models": its models, name -> state and reason, which makes it have a repository index; it is read
+                    anew for each answer; "unready": true, for /v2/health/ready; "in_flight": the stub has a
                     status page with so many requests, which beats while there is no file `hang`; "is_ending": the
                     model is being unloaded; "outage": why its engine is down; "ends": false, it does not end at SIGTERM
     starts          it writes one line for each of its starts: the id of its process
+    flags           and one with the flags that it was given
 """
 
 import json
@@ -34,14 +36,22 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 class _Answer(socketserver.StreamRequestHandler):
-    index: bytes | None = None
+    folder: Path
 
     def handle(self) -> None:
         line = self.rfile.readline()
-        if line.startswith(b"GET"):
+        plan = json.loads((self.folder / "plan.json").read_text())
+        if line.startswith(b"GET /v2/health/ready ") and plan.get("unready"):
+            self.wfile.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        elif line.startswith(b"GET"):
             self.wfile.write(ANSWER % (0, b""))
-        elif line.startswith(b"POST /v2/repository/index ") and self.index is not None:
-            self.wfile.write(ANSWER % (len(self.index), self.index))
+        elif line.startswith(b"POST /v2/repository/index ") and "models" in plan:
+            index = json.dumps([_indexed(name, *says.split(" ", 1)) for name, says in plan["models"].items()]).encode()
+            self.wfile.write(ANSWER % (len(index), index))
+
+
+def _indexed(name: str, state: str, reason: str = "") -> dict[str, str]:
+    return {"name": name, "version": "1", "state": state, "reason": reason}
 
 
 def _listen(port: int, opens: Path | None) -> None:
@@ -66,11 +76,14 @@ def _show(folder: Path, stub: int, plan: dict[str, Any]) -> None:
         time.sleep(BEAT_SECONDS)
 
 
-def main(folder: Path, *services: str) -> None:
+def main(folder: Path, *arguments: str) -> None:
     """Open the ports, start the stub, and serve until SIGTERM."""
     plan = json.loads((folder / "plan.json").read_text())
     with (folder / "starts").open("a") as starts:
         starts.write(f"{os.getpid()}\n")
+    with (folder / "flags").open("a") as flags:
+        flags.write(f"{' '.join(argument for argument in arguments if argument.startswith('--'))}\n")
+    _Answer.folder = folder
     for line in plan.get("log", []):
         print(line, flush=True)
     if "exit_code" in plan:
@@ -78,12 +91,9 @@ def main(folder: Path, *services: str) -> None:
     stubs = []  # kept, as a Popen that goes collects its child if that is dead already, which tritonserver does not
     if not plan.get("no_stub"):
         stubs.append(subprocess.Popen([str(folder / "triton_python_backend_stub"), plan.get("stub_argument", "600")]))
-    if "models" in plan:
-        model = {"version": "1", "state": plan.get("model_state", "READY")}
-        _Answer.index = json.dumps([{"name": name, **model} for name in plan["models"]]).encode()
     if "in_flight" in plan:
         threading.Thread(target=_show, args=(folder, stubs[0].pid, plan), daemon=True).start()
-    for service in services:
+    for service in (argument for argument in arguments if "=" in argument and not argument.startswith("--")):
         name, _, port = service.partition("=")
         opens = folder / "open" if name in plan.get("delayed", []) else None
         threading.Thread(target=_listen, args=(int(port), opens), daemon=True).start()

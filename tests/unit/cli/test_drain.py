@@ -43,7 +43,10 @@ class Server:
 def drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., float]:
     """How long it takes to end a server. This process stands for its stub."""
 
-    def end(*, in_flight: int = 0, state: StubState = StubState.UP, models: set[str] | None, others: int = 0) -> float:
+    def end(
+        *, in_flight: int = 0, state: StubState = StubState.UP, models: set[str] | None, others: int = 0,
+        given_up: tuple[str, ...] = (), ends: bool = False,
+    ) -> float:  # fmt: skip
         page = StatusPage(tmp_path, model="m", version="1", instance="m_0_0")
         page.beat(state, in_flight, "")
         stubs = {(status.pid, status.start_time) for status in read_status_pages(tmp_path)}
@@ -58,7 +61,9 @@ def drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., floa
                 command=unused, environment={}, endpoints={"http": Endpoint("127.0.0.1", 1)}, ready_line="", what="",
                 drain_timeout_s=TIMEOUT_S, console=console, clean_up=unused, status_folder=tmp_path, health=Health(),
             )  # fmt: skip
-            assert supervisor._drain(server, ()) == 0
+            if ends:
+                server.terminate = page.close
+            assert supervisor._drain(server, given_up) == 0
         return float(server.now)
 
     return end
@@ -66,6 +71,12 @@ def drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., floa
 
 def test_a_server_of_which_all_is_seen_is_ended_once_nothing_is_in_flight(drain: Callable[..., float]) -> None:
     assert drain(models={"m"}) < 2
+
+
+def test_a_server_that_keeps_an_unloaded_model_is_ended_at_once_when_its_stubs_have_ended(
+    drain: Callable[..., float],
+) -> None:
+    assert drain(models={"m", "unloaded"}, given_up=("unloaded",), ends=True) < 0.5
 
 
 @pytest.mark.parametrize(
@@ -76,8 +87,9 @@ def test_a_server_of_which_all_is_seen_is_ended_once_nothing_is_in_flight(drain:
         {"models": {"m", "somebody's"}},
         {"models": None},
         {"models": {"m"}, "others": 1},
+        {"models": {"m"}, "ends": True},
     ],
-    ids=["request", "ending", "model", "index", "stub"],
+    ids=["request", "ending", "model", "index", "stub", "in-good-order"],
 )
 def test_it_is_not_while_something_may_be_in_flight(drain: Callable[..., float], unseen: Any) -> None:
     with pytest.raises(CommandError, match=f"not drained within {TIMEOUT_S} s"):

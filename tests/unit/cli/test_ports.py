@@ -1,7 +1,6 @@
 """Ports are checked, and free ones found, before anything starts."""
 
 import socket
-from typing import Any
 
 import pytest
 from quire_cli.errors import CommandError, UsageError
@@ -32,9 +31,10 @@ def test_one_port_for_two_services_is_refused() -> None:
         reserve({"grpc-port": free, "http-port": free})
 
 
-def test_host_that_is_not_ours() -> None:
-    with pytest.raises(CommandError, match=r"--host 192\.0\.2\.1"):
-        reserve({"grpc-port": Endpoint("192.0.2.1", 0)})
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_host_that_is_not_ours(host: str) -> None:
+    with pytest.raises(CommandError, match=f"--host {host}"):
+        reserve({"grpc-port": Endpoint(host, 0)})
 
 
 def test_clients_reach_a_server_on_all_addresses_over_loopback() -> None:
@@ -42,7 +42,7 @@ def test_clients_reach_a_server_on_all_addresses_over_loopback() -> None:
     assert Endpoint("192.0.2.1", 1).client_host == "192.0.2.1"
 
 
-def test_a_host_is_an_address_of_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_is_an_address_of_ipv4() -> None:
     """Of a name, tritonserver makes 255.255.255.255."""
     assert resolve("localhost") == HOST
     for address in (HOST, "0.0.0.0", "192.0.2.1"):
@@ -50,14 +50,6 @@ def test_a_host_is_an_address_of_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
     for host in ("::1", "[::1]"):
         with pytest.raises(CommandError, match=r"is an IPv6 address.*try 127\.0\.0\.1"):
             resolve(host)
-    resolve_really = socket.getaddrinfo
-
-    def ask_no_name_server(host: str, *rest: Any) -> Any:
-        if host.endswith(".invalid"):
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return resolve_really(host, *rest)
-
-    monkeypatch.setattr(socket, "getaddrinfo", ask_no_name_server)
     for host in ("no.such.host.invalid", "a..b", "x" * 300):
         with pytest.raises(CommandError, match=r"--host .* is no IPv4 address"):
             resolve(host)

@@ -29,27 +29,33 @@ from support.serving import wait_until
 HUNG_S = 2.0
 DRAIN_TIMEOUT_S = 20
 SERVICES = ("grpc", "http", "metrics")
+EXPLICIT = ("--model-control-mode=explicit",)
 SUPERVISE = """
 import json, os, sys
 from quire_cli.console import Console
 from quire_cli.errors import CommandError
 from quire_cli.health import Health, HealthServer
 from quire_cli import process
+from quire_cli.launch import ServerFlags
+from quire_cli.loaded_models import LoadedModels
 from quire_cli.ports import Endpoint
 from quire_cli.run_directory import RunDirectory
 from quire_cli.supervisor import Supervisor, blocked_signals
 
 folder, fake, ports = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+own = [sys.executable, fake, folder, *(f"{name}={port}" for name, port in ports.items())]
+given = ServerFlags(tuple(sys.argv[8:]))
+models = LoadedModels(given.all_values("load-model")) if given.tokens else None
 try:
     health = Health()
     with blocked_signals(), RunDirectory() as run, HealthServer(Endpoint("127.0.0.1", int(sys.argv[5])), health):
         sys.exit(Supervisor(
-            command=[sys.executable, fake, folder, *(f"{name}={port}" for name, port in ports.items())],
+            command=lambda: own + list((models.flags(given) if models else given).tokens),
             environment={**os.environ, **run.environment},
             endpoints={name: Endpoint("127.0.0.1", port) for name, port in ports.items()},
             ready_line="ready", console=Console(), what="loading", clean_up=run.clean_up,
             silence_s=float(sys.argv[4]), status_folder=run.temporary, health=health,
-            hung_s=float(sys.argv[6]), drain_timeout_s=int(sys.argv[7]), watch_stubs=sys.argv[8] == "True",
+            hung_s=float(sys.argv[6]), drain_timeout_s=int(sys.argv[7]), models=models,
         ).run())
 except CommandError as error:
     print(f"quire: {error}", file=sys.stderr)
@@ -60,7 +66,7 @@ except CommandError as error:
 class Supervised:
     """A supervisor in a process of its own, as it takes over signals and orphans."""
 
-    def __init__(self, folder: Path, silence_s: float = 600, watch_stubs: bool = True, **plan: Any) -> None:
+    def __init__(self, folder: Path, silence_s: float = 600, flags: tuple[str, ...] = (), **plan: Any) -> None:
         self.folder = folder
         self.plan(**plan)
         # A program of the stub's name; what is started by a link has the link's name.
@@ -72,14 +78,16 @@ class Supervised:
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", SUPERVISE, str(folder), str(fake_server.__file__), json.dumps(self.ports),
-                 str(silence_s), str(self.health_port), str(HUNG_S), str(DRAIN_TIMEOUT_S), str(watch_stubs)],
+                 str(silence_s), str(self.health_port), str(HUNG_S), str(DRAIN_TIMEOUT_S), *flags],
                 stdout=subprocess.PIPE, stderr=log,
             )  # fmt: skip
         self.run_id = RunId.of(self.process.pid)
 
     def plan(self, **plan: Any) -> None:
         """How the servers that are started from now on behave."""
-        (self.folder / "plan.json").write_text(json.dumps(plan))
+        new = self.folder / "plan.new"
+        new.write_text(json.dumps(plan))
+        new.rename(self.folder / "plan.json")  # the server reads it at any moment
 
     def stub(self) -> int:
         """The stub of the present server."""
@@ -117,6 +125,10 @@ class Supervised:
         """The processes that have been this run's server."""
         file = self.folder / "starts"
         return [int(line) for line in file.read_text().split()] if file.exists() else []
+
+    def flags(self) -> list[list[str]]:
+        """The flags of each start, but for the first one's."""
+        return [line.split() for line in (self.folder / "flags").read_text().splitlines()[1:]]
 
     def stop(self, signal_number: int = signal.SIGTERM) -> int:
         """Send a signal, and wait for the end."""
@@ -231,10 +243,7 @@ def test_a_stopped_stub_is_noticed_and_the_server_started_again(supervise: Calla
     assert supervised.stop() == 0, supervised.log()
 
 
-def test_a_stub_that_no_longer_moves_is_noticed(
-    supervise: Callable[..., Supervised], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "HUNG_S", 600.0)  # it is to be seen for as long as it lasts
+def test_a_stub_that_no_longer_moves_is_noticed(supervise: Callable[..., Supervised]) -> None:
     supervised = supervise(in_flight=0)
     assert supervised.is_announced(within_s=30), supervised.log()
     wait_until(lambda: supervised.health() == (200, []), "it moves")
@@ -242,8 +251,8 @@ def test_a_stub_that_no_longer_moves_is_noticed(
     says = f"the stub process {supervised.stub()} of model 'm' does not move"
     wait_until(lambda: supervised.health() == (503, [says]), "the truth is told")
     (supervised.folder / "hang").unlink()
-    wait_until(lambda: supervised.health() == (200, []), "it moves again")
-    assert len(supervised.starts()) == 1
+    supervised.plan()
+    wait_until(lambda: supervised.health()[0] == 200, "all is well, by itself or after a restart")
     assert supervised.stop() == 0, supervised.log()
 
 
@@ -275,7 +284,7 @@ def test_an_engine_that_is_down_is_told_of_and_waited_for(supervise: Callable[..
 
 
 def test_a_server_that_does_not_end_is_ended_once_nothing_is_in_flight(supervise: Callable[..., Supervised]) -> None:
-    supervised = supervise(in_flight=0, models=["m"], ends=False)
+    supervised = supervise(in_flight=0, models={"m": "READY"}, ends=False)
     assert supervised.is_announced(within_s=30), supervised.log()
     wait_until(lambda: supervised.health() == (200, []), "its stub shows itself")
     began = time.monotonic()
@@ -284,7 +293,7 @@ def test_a_server_that_does_not_end_is_ended_once_nothing_is_in_flight(supervise
 
 
 def test_it_is_not_while_something_is_in_flight(supervise: Callable[..., Supervised]) -> None:
-    supervised = supervise(in_flight=1, models=["m"], ends=False)
+    supervised = supervise(in_flight=1, models={"m": "READY"}, ends=False)
     assert supervised.is_announced(within_s=30), supervised.log()
     supervised.process.send_signal(signal.SIGTERM)
     wait_until(lambda: "draining" in supervised.log()[-1], "it drains")
@@ -297,7 +306,7 @@ def test_it_is_not_while_something_is_in_flight(supervise: Callable[..., Supervi
 def test_the_stub_of_a_model_that_was_unloaded_is_ended_when_the_server_does_not(
     supervise: Callable[..., Supervised],
 ) -> None:
-    supervised = supervise(watch_stubs=False, in_flight=0, models=["m"], model_state="UNLOADING", ends=False)
+    supervised = supervise(flags=EXPLICIT, in_flight=0, models={"m": "UNLOADING"}, ends=False)
     assert supervised.is_announced(within_s=30), supervised.log()
     stub = supervised.stub()
     wait_until(lambda: is_gone(stub), "it is ended")
@@ -308,8 +317,61 @@ def test_the_stub_of_a_model_that_was_unloaded_is_ended_when_the_server_does_not
     assert time.monotonic() - began < DRAIN_TIMEOUT_S, "there is nothing to wait for"
 
 
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+def test_models_that_were_loaded_are_loaded_again(
+    supervise: Callable[..., Supervised], signal_number: signal.Signals
+) -> None:
+    asked = ("--load-model=unloaded", "--load-model", "kept")
+    loaded = {"m": "READY", "kept": "READY", "by-api": "READY", "unloaded": "UNAVAILABLE unloaded", "never": ""}
+    supervised = supervise(flags=(*EXPLICIT, *asked), in_flight=0, models=loaded)
+    assert supervised.is_announced(within_s=30), supervised.log()
+    os.kill(supervised.stub(), signal_number)
+    wait_until(lambda: supervised.health()[0] == 503, "it is told")
+    assert supervised.is_announced(within_s=30), supervised.log()
+    again = [f"--load-model={name}" for name in ("by-api", "kept", "m")]
+    assert supervised.flags() == [[*EXPLICIT, *again, "--exit-on-error=false"]]
+    wait_until(lambda: supervised.health() == (200, []), "all is well again")
+    assert supervised.stop() == 0, supervised.log()
+
+
+def test_a_model_that_cannot_be_loaded_again_is_named_until_it_is(supervise: Callable[..., Supervised]) -> None:
+    plan: dict[str, Any] = {"in_flight": 0, "models": {"m": "READY", "other": "READY"}}
+    supervised = supervise(flags=EXPLICIT, **plan)
+    assert supervised.is_announced(within_s=30), supervised.log()
+    wait_until(lambda: supervised.health() == (200, []), "all is well")
+    supervised.plan(**plan, delayed=["http"])
+    os.kill(supervised.stub(), signal.SIGKILL)
+    wait_until(lambda: len(supervised.starts()) == 2, "it is started again")
+    gone = {"m": "READY", "other": "UNAVAILABLE there is no model.json"}
+    supervised.plan(**{**plan, "models": gone, "unready": True})
+    (supervised.folder / "open").touch()
+    assert supervised.is_announced(within_s=30), supervised.log()
+    says = "model 'other' is not loaded: there is no model.json"
+    wait_until(lambda: supervised.health() == (503, [says]), "the truth is told")
+    supervised.plan(**plan)
+    wait_until(lambda: supervised.health() == (200, []), "it is loaded")
+    assert supervised.log()[-2:] == [f"quire: {says}", f"quire: no longer: {says}"]
+    assert supervised.stop() == 0, supervised.log()
+
+
+@pytest.mark.parametrize(
+    "plan", [{"models": {"m": "UNLOADING"}}, {"models": {"m": "READY"}, "is_ending": True}, {"is_ending": True}]
+)
+def test_the_stub_of_an_unloaded_model_may_be_killed(supervise: Callable[..., Supervised], plan: Any) -> None:
+    supervised = supervise(flags=EXPLICIT, in_flight=1, **plan)
+    assert supervised.is_announced(within_s=30), supervised.log()
+    stub = supervised.stub()
+    wait_until(lambda: supervised.health() == (200, []), "all is well")
+    os.kill(stub, signal.SIGKILL)
+    says = f"quire: the stub process {stub} of model 'm' died while its model was being unloaded"
+    wait_until(lambda: says in supervised.log(), "it is told")
+    wait_until(lambda: supervised.health() == (200, []), "nobody misses it")
+    assert len(supervised.starts()) == 1
+    assert supervised.stop() == 0, supervised.log()
+
+
 def test_a_stub_that_dies_while_it_drains_ends_the_drain(supervise: Callable[..., Supervised]) -> None:
-    supervised = supervise(in_flight=2, models=["m"], ends=False)
+    supervised = supervise(in_flight=2, models={"m": "READY"}, ends=False)
     assert supervised.is_announced(within_s=30), supervised.log()
     stub = supervised.stub()
     supervised.process.send_signal(signal.SIGTERM)

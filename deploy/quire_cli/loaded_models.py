@@ -1,0 +1,128 @@
+"""LoadedModels: which models a server has that loads and unloads them while it runs, and which its successor must load.
+
+Two tell of it. The status pages of our own models are always up to date. The repository index tells of all others as
+well, is up to half a second old, and may be closed. What neither tells is how a model was loaded: one whose
+configuration came with the call that loaded it is loaded again with that of the repository.
+"""
+
+from collections.abc import Collection, Sequence
+
+from quire_backend.status_page import StubState, StubStatus
+
+from quire_cli import process
+from quire_cli.launch import ServerFlags
+from quire_cli.repository_index import IndexedModel
+
+__all__ = ["LoadedModels"]
+
+_ALL = "*"
+
+
+class LoadedModels:
+    """What is loaded, over all servers of one run.
+
+    Args:
+        asked: what the first server is told to load by name.
+        follow_repository: whether a server loads whatever is in the repository, and unloads what no longer is.
+    """
+
+    def __init__(self, asked: Collection[str] = (), *, follow_repository: bool = False) -> None:
+        self._follow_repository = follow_repository
+        self.wanted = set(asked) - {_ALL}
+        """What the next server must load: all that was loaded and has not been unloaded since."""
+        self.has_served = False
+        """Whether a server of this run was ready."""
+        self._has_unloaded = False
+        self._knows_all = False
+        self._ours: set[str] = set()
+        self._seen: set[str] = set()
+        self._missing: dict[str, str] = {}
+
+    def start_again(self) -> None:
+        """A server has died; the next one has loaded nothing yet."""
+        self._seen.clear()
+        self._missing.clear()
+
+    def update(self, pages: Sequence[StubStatus], index: Sequence[IndexedModel] | None) -> None:
+        """Take note of what a server that is ready has.
+
+        Args:
+            pages: of the stubs that live, and of those that have just died.
+            index: what the server said last, if anything.
+        """
+        self.has_served = True
+        self._knows_all |= index is not None
+        versions: dict[str, list[IndexedModel]] = {}
+        for version in index or ():
+            versions.setdefault(version.name, []).append(version)
+        serves = self._look_at_pages(pages, versions)
+        for name, serving in serves.items():
+            self._note(name, serving)
+        for name, found in versions.items():
+            states = {version.state for version in found}
+            if name in serves:
+                continue
+            if "READY" in states:
+                # One of ours without a page has just been unloaded: the index is older than that.
+                if name not in self._ours:
+                    self._note(name, True)
+            elif "UNLOADING" in states or any(version.reason == "unloaded" for version in found):
+                self._note(name, False)
+        for name in self.wanted - serves.keys() - versions.keys():
+            if name in self._seen if index is None else self._follow_repository:
+                self._note(name, False)
+        self._missing = {
+            name: _reason(versions.get(name, []))
+            for name in self.wanted
+            if serves.get(name, False) is False
+            and not any(version.state == "READY" for version in versions.get(name, []))
+            and (index is not None or name in self._ours)
+        }
+
+    @property
+    def problems(self) -> list[str]:
+        """The models that should be there and are not, in words."""
+        return [f"model {name!r} is not loaded: {reason}" for name, reason in sorted(self._missing.items())]
+
+    def flags(self, given: ServerFlags) -> ServerFlags:
+        """What the next server is given in the place of the user's own flags."""
+        if not self.has_served:
+            return given
+        flags = given
+        names = given.all_values("load-model")
+        # All of the repository remain all of it, unless one was unloaded that would come back.
+        if not self._follow_repository and (_ALL not in names or (self._has_unloaded and self._knows_all)):
+            flags = flags.without("load-model").plus(*(("load-model", name) for name in sorted(self.wanted)))
+        # One model that can no longer be loaded must not keep the others away.
+        return flags if "exit-on-error" in given.values else flags.plus(("exit-on-error", "false"))
+
+    def _look_at_pages(
+        self, pages: Sequence[StubStatus], versions: dict[str, list[IndexedModel]]
+    ) -> dict[str, bool | None]:
+        """Our models that have a stub → whether one of these serves; None where that has died."""
+        stubs: dict[str, set[bool | None]] = {}
+        for page in pages:
+            is_unloaded = page.state is StubState.ENDING or any(
+                version.version == page.version and version.state == "UNLOADING"
+                for version in versions.get(page.model, ())
+            )
+            serves = False if is_unloaded else process.is_alive(page.pid, page.start_time) or None
+            stubs.setdefault(page.model, set()).add(serves)
+        self._ours |= stubs.keys()
+        self._seen |= stubs.keys()
+        return {name: True if True in found else None if None in found else False for name, found in stubs.items()}
+
+    def _note(self, name: str, is_loaded: bool | None) -> None:
+        if is_loaded:
+            self.wanted.add(name)
+        elif is_loaded is False and name in self.wanted:
+            self.wanted.remove(name)
+            self._has_unloaded = True
+
+
+def _reason(versions: Sequence[IndexedModel]) -> str:
+    if not versions:
+        return "it is not in the repository, or the server does not tell of it"
+    if any(version.state == "LOADING" for version in versions):
+        return "it is being loaded"
+    return next((version.reason for version in versions if version.reason), "the server's log says why")

@@ -1,0 +1,36 @@
+"""The repository index: which models tritonserver has, as it says itself over HTTP."""
+
+import http.client
+import json
+from dataclasses import dataclass
+
+__all__ = ["IndexedModel", "ask_index"]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexedModel:
+    """One version of a model, or a model that has none."""
+
+    name: str
+    version: str = ""
+    state: str = ""
+    """`READY`, `LOADING`, `UNLOADING` or `UNAVAILABLE`; empty when it was never loaded."""
+    reason: str = ""
+    """Why it is unavailable: `unloaded`, or what a load failed of."""
+
+
+def ask_index(connection: http.client.HTTPConnection) -> list[IndexedModel] | None:
+    """All models of the repository; None when the server does not tell, as where that API is closed.
+
+    Raises:
+        OSError, http.client.HTTPException: there is no answer.
+    """
+    connection.request("POST", "/v2/repository/index")
+    answer = connection.getresponse().read()
+    try:
+        return [
+            IndexedModel(*(str(entry.get(key, "")) for key in ("name", "version", "state", "reason")))
+            for entry in json.loads(answer)
+        ]
+    except (ValueError, TypeError, AttributeError):
+        return None
