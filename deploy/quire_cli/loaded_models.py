@@ -5,7 +5,7 @@ well, is up to half a second old, and may be closed. What neither tells is how a
 configuration came with the call that loaded it is loaded again with that of the repository.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from quire_backend.status_page import StubState, StubStatus
 
@@ -42,6 +42,10 @@ class LoadedModels:
         """A server has died; the next one has loaded nothing yet."""
         self._seen.clear()
         self._missing.clear()
+
+    def add(self, names: Iterable[str]) -> None:
+        """Take note of models that were loaded at the server's end."""
+        self.wanted.update(names)
 
     def update(self, pages: Sequence[StubStatus], index: Sequence[IndexedModel] | None) -> None:
         """Take note of what a server that is ready has.

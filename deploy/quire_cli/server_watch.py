@@ -9,6 +9,7 @@ nobody is found to hang.
 """
 
 import http.client
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from quire_cli.repository_index import IndexedModel, ask_index
 from quire_cli.server_process import ServerProcess, Stub
 from quire_cli.unloads import StuckUnloads, end_stub, left_behind
 
-__all__ = ["LiveProbe", "Patience", "Problem", "ServerWatch"]
+__all__ = ["LiveProbe", "Patience", "Problem", "ServerWatch", "without_past_unloads"]
 
 LOOK_S = 0.2
 NOTICE_S = 1.5
@@ -97,6 +98,8 @@ class LiveProbe:
         """What it said last of its models."""
         self.is_fresh = False
         """Whether it still answers."""
+        self.asked_at = 0.0
+        """When, in seconds since the machine started."""
         self.num_indexes = 0
         threading.Thread(target=self._run, name="live-probe", daemon=True).start()
 
@@ -119,12 +122,33 @@ class LiveProbe:
             self.says_live = answer.status == http.client.OK
             self.num_answers += 1
             if self._asks_for_models:
+                now = time.clock_gettime(time.CLOCK_BOOTTIME)
                 self.index = ask_index(connection)
+                self.asked_at = now
                 self.num_indexes += 1
             self.is_fresh = True
         except (OSError, http.client.HTTPException):
             self.is_fresh = False
             connection.close()  # the next question opens it again
+
+
+def without_past_unloads(
+    index: Sequence[IndexedModel], pages: Sequence[StubStatus], asked_at: float
+) -> list[IndexedModel]:
+    """The index without the unloads that are over, as a stub of that model has been started since it was asked.
+
+    Args:
+        index: what the server has said.
+        pages: of all stubs.
+        asked_at: when it was asked, in seconds since the machine started.
+    """
+    loaded_since = {
+        (page.model, page.version) for page in pages if page.start_time > asked_at * os.sysconf("SC_CLK_TCK")
+    }
+    return [
+        model for model in index
+        if model.state != "UNLOADING" or (model.name, model.version) not in loaded_since
+    ]  # fmt: skip
 
 
 class ServerWatch:
@@ -171,12 +195,20 @@ class ServerWatch:
             # No descriptor is left here, or no memory: nothing is known, least of all that something has died.
             return [Problem(f"quire serve cannot see how its server is: {error.strerror}")]
 
+    def note_what_was_loaded(self) -> None:
+        """The server has just died: what it had loaded since the last look is on the pages that its stubs have left."""
+        if self._models is not None:
+            pages = read_status_pages(self._folder)
+            self._models.add(page.model for page in pages if page.state is not StubState.ENDING)
+
     def _look(self) -> list[Problem]:
         self.pages = read_status_pages(self._folder)
         left: set[Stub] = set()
         missing: list[Problem] = []
         if self._models is not None:
             index = self._probe.index
+            if index is not None:
+                index = without_past_unloads(index, self.pages, self._probe.asked_at)
             # A server that is held up may have loaded anew what it was unloading when it last answered.
             left = self._look_at_unloads(index if index is not None and self._probe.is_fresh else [])
             self._models.update(self.pages, index)

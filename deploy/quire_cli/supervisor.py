@@ -207,6 +207,7 @@ class Supervisor:
         while not server.wait_for_signal(LOOK_S):
             if server.exit_code is not None:
                 if server.exit_code < 0:
+                    watch.note_what_was_loaded()
                     raise ServerDiedError(f"tritonserver {server.how_it_ended}")
                 server.log.finish()
                 raise CommandError(f"tritonserver {server.how_it_ended}; its log is above, start it again")

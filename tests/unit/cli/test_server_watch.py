@@ -1,6 +1,11 @@
 """When a silence is a hang, and when this process was only late itself."""
 
-from quire_cli.server_watch import LOOK_S, Patience
+import os
+
+import pytest
+from quire_backend.status_page import StubState, StubStatus
+from quire_cli.repository_index import IndexedModel
+from quire_cli.server_watch import LOOK_S, Patience, without_past_unloads
 
 
 class Clock:
@@ -37,3 +42,14 @@ def test_each_has_a_silence_of_its_own() -> None:
         clock.now += LOOK_S
     assert patience.silence_s("a", 1) > 0
     assert patience.silence_s("b", 5) == 0
+
+
+@pytest.mark.parametrize(("started_s", "is_over"), [(99.0, False), (101.0, True)])
+def test_an_unload_is_over_when_a_stub_was_started_since(started_s: float, is_over: bool) -> None:
+    """A load over HTTP holds up the connection that asks: what was said last may be older than the load."""
+    page = StubStatus(
+        pid=1, start_time=int(started_s * os.sysconf("SC_CLK_TCK")), model="m", version="1", instance="m_0_0", beats=1,
+        state=StubState.UP, reason="", num_in_flight=0, sending=0,
+    )  # fmt: skip
+    index = [IndexedModel("m", "1", "UNLOADING"), IndexedModel("other", "1", "UNLOADING")]
+    assert without_past_unloads(index, [page], 100.0) == index[is_over:]
