@@ -17,7 +17,9 @@ from tritonclient.grpc import InferInput, InferRequestedOutput
 from tritonclient.grpc import aio as grpc_aio
 from tritonclient.utils import InferenceServerException
 
-__all__ = ["Answer", "ask", "ask_all", "http", "infer_inputs", "metric", "run", "sse", "with_client"]
+__all__ = [
+    "Answer", "Sample", "ask", "ask_all", "http", "infer_inputs", "metric", "run", "scrape", "sse", "with_client",
+]  # fmt: skip
 
 MODEL = "tinypy"
 DEADLINE_SECONDS = 60.0
@@ -163,13 +165,29 @@ def sse(server: Server, body: dict[str, Any], model: str = MODEL) -> list[dict[s
     return [json.loads(line.removeprefix("data: ")) for line in content.splitlines() if line]
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One line of /metrics."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+def scrape(server: Server) -> list[Sample]:
+    """All of /metrics as it is now."""
+    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=DEADLINE_SECONDS) as response:
+        lines = response.read().decode().splitlines()
+    matches = (re.fullmatch(r"([\w:]+)\{(.*)\} (\S+)", line) for line in lines)
+    return [
+        Sample(match[1], dict(re.findall(r'(\w+)="(.*?)"', match[2])), float(match[3])) for match in matches if match
+    ]
+
+
 def metric(server: Server, name: str, model: str = MODEL, **labels: str) -> float:
     """One series of /metrics as it is now."""
-    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=DEADLINE_SECONDS) as response:
-        text = response.read().decode()
     wanted = {"model": model, "version": "1", "engine": "0", **labels}
-    for line in text.splitlines():
-        match = re.fullmatch(r"(\w+)\{(.*)\} (\S+)", line)
-        if match and match[1] == name and dict(re.findall(r'(\w+)="(.*?)"', match[2])) == wanted:
-            return float(match[3])
+    for sample in scrape(server):
+        if sample.name == name and sample.labels == wanted:
+            return sample.value
     raise AssertionError(f"{name}{wanted} is not in /metrics")
