@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from random import Random
 from typing import Any
 
-from support.clients import ask, http, infer_inputs
+from support.clients import ask, http, infer_inputs, run
 from support.drill.stage import CHANGING, RECOVERY_DEADLINE_S, STEADY, Stage, write_instances, write_settings
 from support.processes import is_gone
 from support.serving import wait_until
@@ -102,7 +102,7 @@ def stop_compiler(stage: Stage, random: Random) -> None:
     body = {"text_input": "x", "max_tokens": 30, "structured_outputs": {"regex": f"[a-f]{{{random.randint(9, 20)}}}"}}
     with _stopped(pids):
         for model in +stage.instances:
-            answer = asyncio.run(_ask_alone(stage, model=model, **body))
+            answer = run(stage.server, model=model, **body)
             assert answer.error is None, f"a new grammar while the compiler is stopped: {answer.message}"
 
 
@@ -298,10 +298,5 @@ def hostile_requests(stage: Stage, random: Random) -> None:
     status, answer = http(stage.server, "/v2/systemsharedmemory/region/own/register", region)
     assert status >= 400, f"a region was registered: {answer}"
     for inputs in random.sample(_HOSTILE_INPUTS, 3):
-        answer = asyncio.run(_ask_alone(stage, model=model, request_id="h" * 10_000, **inputs))
+        answer = run(stage.server, model=model, request_id="h" * 10_000, **inputs)
         assert answer.error is not None, f"{str(inputs)[:100]} was answered {answer.responses}"
-
-
-async def _ask_alone(stage: Stage, **request: Any) -> Any:
-    async with grpc_aio.InferenceServerClient(stage.server.grpc) as client:
-        return await ask(client, **request)
