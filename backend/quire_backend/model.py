@@ -2,6 +2,7 @@
 
 import json
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -91,6 +92,7 @@ class TritonPythonModel:
             TritonModelException: it cannot be served; the message says in one line why.
         """
         triton_api.install_log_handler()
+        self._ending = threading.Lock()
         failure = None
         try:
             make_private()
@@ -138,6 +140,7 @@ class TritonPythonModel:
             model=labels["model"],
             version=labels["version"],
             status=status,
+            on_asked_to_end=self._end,
         )
         try:
             self._serving.start()
@@ -166,13 +169,20 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """End everything that `initialize` has started."""
         if hasattr(self, "_serving"):
+            self._end()
             self._serving.shutdown()
+
+    def _end(self) -> None:
+        """End the engine, and take away what it shows of itself. Idempotent, in any thread."""
+        with self._ending:
+            self._serving.end_engine()
             self._stop_exporters()
 
     def _stop_exporters(self) -> None:
         are_gone = self._metrics.stop() if hasattr(self, "_metrics") else True
         otel: OtelStatLogger | None = getattr(self, "_otel", None)
         if otel is not None:
+            self._otel = None
             otel.stop()
         if hasattr(self, "_number") and are_gone:
             self._number.release()  # the next engine makes the same series; or else the end of this process does it

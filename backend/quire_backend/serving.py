@@ -100,6 +100,8 @@ class Serving:
         model: the model's name, for snapshots.
         version: its version.
         status: where to show `quire serve` that this moves; closed with the serving.
+        on_asked_to_end: called once, in a thread of its own, when `quire serve` wants the engine to be ended because
+            the server has forgotten this stub.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Serving:
         model: str = "",
         version: str = "",
         status: StatusPage | None = None,
+        on_asked_to_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._status = status
@@ -124,6 +127,8 @@ class Serving:
         self._is_traced = config.otlp_endpoint is not None
         self._counting_hangs = False
         """Whether ends are sent uncounted, since the last one waited for too long."""
+        self._on_asked_to_end = on_asked_to_end
+        self._is_retired = False
         self._draining = False
         self._live: set[ResponseStream] = set()
         self._live_changed = threading.Condition()
@@ -153,8 +158,10 @@ class Serving:
         if self._status is not None:
             self._call(self._beat, self._status)
 
-    def shutdown(self) -> None:
-        """Refuse what comes, abort what lives, tell its clients, and end the engine and all threads."""
+    def end_engine(self) -> None:
+        """Refuse what comes, abort what lives, tell its clients, and end the engine. Idempotent."""
+        if self._draining:
+            return
         self._draining = True
         if self._status is not None:
             self._call(self._show, self._status)
@@ -162,9 +169,13 @@ class Serving:
         with self._live_changed:
             if not self._live_changed.wait_for(lambda: not self._live, DRAIN_TIMEOUT_SECONDS):
                 logger.warning("%d requests were still open when the model was unloaded", len(self._live))
+        self._engine.shutdown()
+
+    def shutdown(self) -> None:
+        """End the engine and all threads."""
+        self.end_engine()
         self._poller.stop()
         self._responses.stop()
-        self._engine.shutdown()
         if self._loop_thread.is_alive():
             self._call(self._loop.stop)
             self._loop_thread.join(timeout=5.0)
@@ -182,6 +193,7 @@ class Serving:
             return
         with self._live_changed:
             self._live.add(stream)
+            self._show_in_flight()
         try:
             if self._introspect(request, stream):
                 return
@@ -267,19 +279,23 @@ class Serving:
         self._loop.close()
 
     def _beat(self, status: StatusPage) -> None:
+        if status.is_asked_to_end and not self._is_retired:
+            self._is_retired = True
+            threading.Thread(target=self._on_asked_to_end, name="quire-end", daemon=True).start()
         self._show(status)
         self._loop.call_later(BEAT_SECONDS, self._beat, status)
 
     def _show(self, status: StatusPage) -> None:
         """Show how it is."""
         outage = self._engine.outage
-        if self._draining:
-            status.beat(StubState.ENDING, len(self._live), "the model is being unloaded")
+        if self._draining or self._is_retired:
+            state = StubState.RETIRED if self._is_retired else StubState.ENDING
+            status.beat(state, "the model is being unloaded")
         elif outage is None:
-            status.beat(StubState.UP, len(self._live), "")
+            status.beat(StubState.UP, "")
         else:
             state = StubState.DOWN if self._engine.dead_error is None else StubState.DEAD
-            status.beat(state, len(self._live), outage)
+            status.beat(state, outage)
 
     def _add(self, processed: "ProcessedRequest", stream: ResponseStream) -> None:
         try:
@@ -370,7 +386,12 @@ class Serving:
     def _forget(self, stream: ResponseStream) -> None:
         with self._live_changed:
             self._live.discard(stream)
+            self._show_in_flight()
             self._live_changed.notify()
+
+    def _show_in_flight(self) -> None:
+        if self._status is not None:
+            self._status.in_flight(len(self._live))
 
     def _call(self, function: Callable[..., object], *args: object) -> None:
         """Run a function in the loop's thread; a loop that has ended runs nothing."""

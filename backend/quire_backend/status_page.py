@@ -1,18 +1,20 @@
-"""StatusPage: what the process of a model shows of itself to the `quire serve` that started it.
+"""StatusPage: what the process of a model and the `quire serve` that started it tell each other.
 
 A page of memory in a file of the run's own directory, mapped by the stub and read by `quire serve`. It can be read when
 the stub does nothing any more, costs tritonserver nothing, and needs no descriptor once it is there.
 
 ::
 
-    bytes 0        8       16       24            32      40           48
-          │ version │ beats │ state │ num_in_flight │ sending │ text_bytes │ text: JSON │   int64 each
+    bytes 0        8       16       24            32      40           48             56
+          │ version │ beats │ state │ num_in_flight │ sending │ text_bytes │ asked_to_end │ text: JSON │   int64 each
 
 * `version` is odd while the text is being written: whoever read it then reads it again.
 * `beats` counts turns of the event loop, one every `BEAT_SECONDS`.
 * `state` is one of `StubState`.
-* `num_in_flight` are the requests whose last response is not on its way yet.
+* `num_in_flight` are the requests whose last response is not on its way yet, at this moment: the server never ends
+  those of a stub that dies.
 * `sending` is 0, or the number of the response that the send thread is handing to the server; it changes.
+* `asked_to_end` is 0, or 1 once `quire serve` wants the stub to end its engine: the one word that the stub only reads.
 
 A stub that ends by itself removes its page; one that is killed leaves it, with what it had.
 """
@@ -24,20 +26,21 @@ import logging
 import mmap
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["BEAT_SECONDS", "StatusPage", "StubState", "StubStatus", "read_status_pages"]
+__all__ = ["BEAT_SECONDS", "StatusPage", "StubState", "StubStatus", "ask_to_end", "read_status_pages"]
 
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 0.25
 _RUN_VARIABLE = "QUIRE_RUN_ID"
 _NUM_BYTES = 8192
-_TEXT_START = 48
-_VERSION, _BEATS, _STATE, _IN_FLIGHT, _SENDING, _TEXT_BYTES = range(6)
+_TEXT_START = 56
+_VERSION, _BEATS, _STATE, _IN_FLIGHT, _SENDING, _TEXT_BYTES, _ASKED_TO_END = range(7)
 _MOST_READS = 10
 _NAME = re.compile(r"stub-(\d+)-(\d+)\.status")
 
@@ -52,10 +55,13 @@ class StubState(enum.IntEnum):
     """And none will be."""
     ENDING = 4
     """The model is being unloaded."""
+    RETIRED = 5
+    """`quire serve` has asked it to end its engine and to take its metrics away; it waits for the server to end it."""
 
 
 class StatusPage:
-    """The stub's side of the page. Only the event loop's thread writes, but for `sending`, which is the send thread's.
+    """The stub's side of the page. Its event loop's thread writes, but for `sending`, which is the send thread's, and
+    `in_flight`, which is whoever's the lock of the requests is.
 
     Args:
         folder: where the file is made.
@@ -81,7 +87,7 @@ class StatusPage:
         finally:
             os.close(descriptor)
         self._words = memoryview(self._map)[:_TEXT_START].cast("q")
-        self.beat(StubState.UP, 0, "")
+        self.beat(StubState.UP, "")
 
     @classmethod
     def of_run(cls, *, model: str, version: str, instance: str) -> "StatusPage | None":
@@ -94,20 +100,27 @@ class StatusPage:
             logger.warning("quire serve will not see how this model is: %s", error)
             return None
 
-    def beat(self, state: StubState, num_in_flight: int, reason: str) -> None:
+    def beat(self, state: StubState, reason: str) -> None:
         """Another turn of the loop.
 
         Args:
             state: the engine's.
-            num_in_flight: see above.
             reason: why the state is not `UP`.
         """
         if reason != self._reason:
             self._reason = reason
             self._write_text(reason)
         self._words[_STATE] = state
-        self._words[_IN_FLIGHT] = num_in_flight
         self._words[_BEATS] += 1
+
+    @property
+    def is_asked_to_end(self) -> bool:
+        """Whether `quire serve` wants the engine to be ended."""
+        return self._words[_ASKED_TO_END] != 0
+
+    def in_flight(self, number: int) -> None:
+        """How many requests are, from now on."""
+        self._words[_IN_FLIGHT] = number
 
     def sending(self, number: int) -> None:
         """The send thread begins to send a response, or with 0 has ended that."""
@@ -132,7 +145,7 @@ class StubStatus:
 
     pid: int
     start_time: int
-    """Of the process, in clock ticks since the machine started: with the id, it names a process for good."""
+    """Of the process, in clock ticks since the machine started."""
     model: str
     version: str
     instance: str
@@ -141,6 +154,16 @@ class StubStatus:
     reason: str
     num_in_flight: int
     sending: int
+
+    @property
+    def stub(self) -> tuple[int, int]:
+        """The process: its id and start time, which together name it for good."""
+        return self.pid, self.start_time
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it takes no requests any more, and will not again."""
+        return self.state in (StubState.ENDING, StubState.RETIRED)
 
     @property
     def file_name(self) -> str:
@@ -155,6 +178,20 @@ def read_status_pages(folder: Path) -> list[StubStatus]:
         OSError: they cannot be read, such as where this process has no descriptor left.
     """
     return sorted(_read_all(folder), key=lambda status: (status.start_time, status.pid))
+
+
+def ask_to_end(folder: Path, status: StubStatus) -> None:
+    """Have a stub that the server has no more use for end its engine and take its metrics away; it tells by its state.
+
+    Raises:
+        OSError: its page cannot be written to.
+    """
+    with contextlib.suppress(FileNotFoundError):  # it has ended meanwhile
+        descriptor = os.open(folder / status.file_name, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.pwrite(descriptor, (1).to_bytes(8, sys.byteorder), 8 * _ASKED_TO_END)
+        finally:
+            os.close(descriptor)
 
 
 def _read_all(folder: Path) -> Iterator[StubStatus]:

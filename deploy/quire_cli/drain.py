@@ -43,11 +43,9 @@ class DrainWatch:
         pages = read_status_pages(folder)
         # A model that is not ours may have requests that nobody here knows of.
         models = _loaded_models(endpoint)
-        self._sees_all = (
-            models is not None
-            and models <= {page.model for page in pages} | set(given_up)
-            and server.stubs() <= {(page.pid, page.start_time) for page in pages}
-        )
+        self._knows_all_models = models is not None and models <= {page.model for page in pages} | set(given_up)
+        self._unseen = server.stubs() - {page.stub for page in pages}
+        """Of another backend, or one of ours that is about to end: its page goes before it does."""
         self._idle_since: float | None = None
 
     def is_over(self) -> bool:
@@ -57,7 +55,8 @@ class DrainWatch:
         is_busy = any(page.num_in_flight or page.state is StubState.ENDING for page in living)
         # Without pages all stubs have ended in good order, and the server is about to.
         is_ending = not pages and not self._given_up
-        if is_busy or is_ending or not self._sees_all:
+        sees_all = self._knows_all_models and not any(process.is_alive(*stub) for stub in self._unseen)
+        if is_busy or is_ending or not sees_all:
             self._idle_since = None
             return False
         if self._idle_since is None:
@@ -73,7 +72,7 @@ class DrainWatch:
 
 
 def _lives(page: StubStatus) -> bool:
-    return process.is_alive(page.pid, page.start_time)
+    return process.is_alive(*page.stub)
 
 
 def _loaded_models(endpoint: Endpoint) -> set[str] | None:

@@ -7,7 +7,7 @@ configuration came with the call that loaded it is loaded again with that of the
 
 from collections.abc import Collection, Iterable, Sequence
 
-from quire_backend.status_page import StubState, StubStatus
+from quire_backend.status_page import StubStatus
 
 from quire_cli import process
 from quire_cli.launch import ServerFlags
@@ -106,11 +106,11 @@ class LoadedModels:
         """Our models that have a stub → whether one of these serves; None where that has died."""
         stubs: dict[str, set[bool | None]] = {}
         for page in pages:
-            is_unloaded = page.state is StubState.ENDING or any(
+            is_unloaded = page.is_leaving or any(
                 version.version == page.version and version.state == "UNLOADING"
                 for version in versions.get(page.model, ())
             )
-            serves = False if is_unloaded else process.is_alive(page.pid, page.start_time) or None
+            serves = False if is_unloaded else process.is_alive(*page.stub) or None
             stubs.setdefault(page.model, set()).add(serves)
         self._ours |= stubs.keys()
         self._seen |= stubs.keys()

@@ -14,9 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from quire_backend.status_page import StubState, StubStatus, read_status_pages
+from quire_backend.status_page import StubState, StubStatus, ask_to_end, read_status_pages
 
 from quire_cli import process
 from quire_cli.loaded_models import LoadedModels
@@ -175,7 +176,7 @@ class ServerWatch:
         self._models = models
         self._stubs: set[Stub] = server.stubs() if models is None else set()
         self._patience = Patience()
-        self._stuck_unloads = StuckUnloads()
+        self._stuck_unloads = StuckUnloads(partial(ask_to_end, folder))
         self._died_at_index: dict[Stub, int] = {}
         self._probe = LiveProbe(endpoint, asks_for_models=models is not None)
         self.pages: list[StubStatus] = []
@@ -199,7 +200,7 @@ class ServerWatch:
         """The server has just died: what it had loaded since the last look is on the pages that its stubs have left."""
         if self._models is not None:
             pages = read_status_pages(self._folder)
-            self._models.add(page.model for page in pages if page.state is not StubState.ENDING)
+            self._models.add(page.model for page in pages if not page.is_leaving)
 
     def _look(self) -> list[Problem]:
         self.pages = read_status_pages(self._folder)
@@ -213,7 +214,7 @@ class ServerWatch:
             left = self._look_at_unloads(index if index is not None and self._probe.is_fresh else [])
             self._models.update(self.pages, index)
             missing = [Problem(text) for text in self._models.problems]
-        named = {(page.pid, page.start_time): page for page in self.pages}
+        named = {page.stub: page for page in self.pages}
         problems = self._look_at_server() + missing
         for stub in sorted(self._stubs | named.keys()):
             problems += self._look_at_stub(stub, named.get(stub), is_left=stub in left)
@@ -223,13 +224,13 @@ class ServerWatch:
         """End what does not end by itself; returns the stubs whose model has been unloaded, or loaded anew."""
         unloading = {(model.name, model.version) for model in index if model.state == "UNLOADING"}
         left = left_behind(self.pages, unloading)
-        for page in self._stuck_unloads.find(left):
+        for page in self._stuck_unloads.find(left, unloading):
             self._end(
                 page,
                 f"model {page.model!r} version {page.version} was unloaded, and tritonserver does not end its stub "
                 f"process {page.pid}, which has nothing to do: it is ended",
             )
-        return {(page.pid, page.start_time) for page in left}
+        return {page.stub for page in left}
 
     def _end(self, page: StubStatus, why: str) -> None:
         end_stub(page, self._folder)
@@ -268,7 +269,7 @@ class ServerWatch:
         silence_s = max(silences_s)
         if stopped or silence_s > NOTICE_S:
             text = f"{name} has been stopped (SIGSTOP)" if stopped else f"{name} does not move"
-            if page is not None and is_left and silence_s > self._hung_s:
+            if page is not None and is_left and not page.num_in_flight and silence_s > self._hung_s:
                 self._end(page, f"{text} for {silence_s:.0f} s, and its model was unloaded: it is ended")
                 return []
             return [self._silent(text, silence_s)]
@@ -281,7 +282,10 @@ class ServerWatch:
         if page is None or self._models is None:
             return [Problem(text, is_fatal=True)]
         if is_left:
-            self._end(page, f"{text} while its model was being unloaded")
+            text = f"{text} while its model was being unloaded"
+            if page.num_in_flight:  # the server will never end them: their clients would wait for ever
+                return [Problem(text, is_fatal=True)]
+            self._end(page, text)
             return []
         # What the server has said of its models may be older than an unload: what it says next is not.
         since = self._died_at_index.setdefault(stub, self._probe.num_indexes)

@@ -3,12 +3,14 @@
 tritonserver 2.51 keeps a gRPC request for good whose client cancelled just as its stream ended. The model of such a
 request is never let go of: after an unload it stays UNLOADING, after a reload its process stays beside the new one's,
 with its engine and all their memory. Such a process gets no request any more and will never be told to end, so it is
-ended from here; what tritonserver itself keeps is little.
+ended from here; what tritonserver itself keeps is little. First it is asked to end its engine: its metrics only it can
+take away from the server, which would show an engine that is up for ever.
 """
 
 import contextlib
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
@@ -19,8 +21,12 @@ from quire_cli.server_process import Stub
 
 __all__ = ["StuckUnloads", "end_stub", "left_behind"]
 
-STUCK_S = 5.0
-"""An instance of several waits while the one before it takes its metrics away and its process ends."""
+IDLE_S = 0.8
+"""What may still be on its way to a stub whose model is being unloaded has arrived by then."""
+REPLACED_S = 5.0
+"""Until its successor has been warmed up, the server may still send requests to the one that it replaces."""
+GRACE_S = 4.0
+"""tritonserver asks a stub for a second how it is before it ends it, one instance after the other."""
 _MAPPED = re.compile(r" (/dev/shm/quire-\S+)$", re.MULTILINE)
 
 
@@ -37,16 +43,15 @@ def left_behind(pages: Sequence[StubStatus], unloading: Collection[tuple[str, st
     left: list[StubStatus] = []
     for name, stubs in versions.items():
         replaced = [] if name in unloading else _replaced(stubs)
-        left += [page for page in stubs if name in unloading or page.state is StubState.ENDING or page in replaced]
+        left += [page for page in stubs if name in unloading or page.is_leaving or page in replaced]
     return left
 
 
 def _replaced(stubs: Sequence[StubStatus]) -> list[StubStatus]:
     """Those of one model's stubs that a later load has replaced: with all of its instances, or it may yet fail."""
-    order = {(page.pid, page.start_time): number for number, page in enumerate(stubs)}
-    alive = [page for page in stubs if process.is_alive(page.pid, page.start_time)]
-    newest = {page.instance: order[page.pid, page.start_time] for page in alive}
-    replaced = [page for page in stubs if order[page.pid, page.start_time] < newest.get(page.instance, 0)]
+    order = {page.stub: number for number, page in enumerate(stubs)}
+    newest = {page.instance: order[page.stub] for page in stubs if process.is_alive(*page.stub)}
+    replaced = [page for page in stubs if order[page.stub] < newest.get(page.instance, 0)]
     successors = {newest[page.instance] for page in replaced}
     # An older instance that has no successor yet waits for one.
     is_whole = all(number in successors or number > min(successors, default=0) for number in newest.values())
@@ -56,34 +61,50 @@ def _replaced(stubs: Sequence[StubStatus]) -> list[StubStatus]:
 class StuckUnloads:
     """Finds those that have nothing to do and do not end, by their status pages.
 
+    ::
+
+        nothing in flight ── IDLE_S or REPLACED_S ── asked to end: no engine, no metrics ── GRACE_S ── to be killed
+                 ▲                                                                            │
+                 └── begins anew with each request, and while the server ends another one of the model
+
     Args:
+        ask: has a stub end its engine and take its metrics away.
         clock: seconds, monotonic.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, ask: Callable[[StubStatus], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._ask = ask
         self._clock = clock
-        self._idle_since: dict[Stub, float] = {}
+        self._idle_since: dict[Stub, tuple[int, float]] = {}
+        """With how many of the model were left then."""
         self._ending: dict[Stub, tuple[str, str]] = {}
 
-    def find(self, left: Sequence[StubStatus]) -> list[StubStatus]:
-        """Those that have had nothing to do for `STUCK_S` since they were left behind.
+    def find(self, left: Sequence[StubStatus], unloading: Collection[tuple[str, str]]) -> list[StubStatus]:
+        """Ask those that have had nothing to do since they were left behind; returns the ones to be killed.
 
         Args:
             left: all that are.
+            unloading: name and version of the models that tritonserver is unloading.
         """
-        now, idle_since = self._clock(), {}
+        now, idle_since, stuck = self._clock(), {}, []
         # tritonserver ends the instances of a model one after the other, and waits for each one's process.
-        self._ending |= {
-            (page.pid, page.start_time): (page.model, page.version) for page in left if page.state is StubState.ENDING
-        }
+        self._ending |= {page.stub: (page.model, page.version) for page in left if page.state is StubState.ENDING}
         self._ending = {stub: name for stub, name in self._ending.items() if process.is_alive(*stub)}
-        ending = self._ending.values()
+        num_left = Counter((page.model, page.version) for page in left)
         for page in left:
-            if not page.num_in_flight and (page.model, page.version) not in ending:
-                stub = page.pid, page.start_time
-                idle_since[stub] = self._idle_since.get(stub, now)
+            name = page.model, page.version
+            if page.num_in_flight or name in self._ending.values():
+                continue
+            num, since = self._idle_since.get(page.stub, (num_left[name], now))
+            idle_since[page.stub] = num_left[name], since if num == num_left[name] else now
+            idle_s = now - idle_since[page.stub][1]
+            wait_s = IDLE_S if name in unloading else REPLACED_S
+            if idle_s > wait_s + GRACE_S:
+                stuck.append(page)
+            elif idle_s > wait_s and page.state is not StubState.RETIRED:
+                self._ask(page)
         self._idle_since = idle_since
-        return [page for page in left if now - idle_since.get((page.pid, page.start_time), now) > STUCK_S]
+        return stuck
 
 
 def end_stub(page: StubStatus, folder: Path) -> None:

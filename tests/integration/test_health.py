@@ -6,21 +6,17 @@ import os
 import resource
 import shutil
 import signal
-import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
 from quire_cli import process
 from quire_cli.run_directory import RunId
-from support.clients import Answer, ask, run, with_client
+from support.clients import Answer, ask, cancel_at_the_end, run, with_client
 from support.processes import command_line
 from support.serving import ROOT, Server, health, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
-from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -145,31 +141,7 @@ def test_what_is_stopped_is_named_within_two_seconds(health_server: Server, name
 
 
 def test_clients_that_cancel_as_their_streams_end_do_not_keep_the_server_from_ending(health_server: Server) -> None:
-    """tritonserver 2.51 keeps one in fifty such requests for ever, and would wait for it at its end."""
-    with grpc.insecure_channel(health_server.grpc) as channel:
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        for _ in range(NUM_CANCELLED):
-            is_over = threading.Event()
-            request = _request()
-            call = stub.ModelStreamInfer(_held_open(request, is_over), timeout=60)
-            for response in call:
-                if response.infer_response.parameters["triton_final_response"].bool_param:
-                    break
-            call.cancel()
-            is_over.set()
+    """It would wait for those that it keeps."""
+    cancel_at_the_end(health_server, NUM_CANCELLED)
     # What the end of the server must be is said in `support.serving.serve`, which the fixture uses.
     assert is_well(health_server)
-
-
-def _request() -> Any:
-    request = service_pb2.ModelInferRequest(model_name="tinypy")
-    request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
-    request.raw_input_contents.append(struct.pack("<I", 1) + b"x")
-    request.parameters["max_tokens"].int64_param = 2
-    return request
-
-
-def _held_open(request: Any, is_over: threading.Event) -> Iterator[Any]:
-    """A stream whose client could send more, as tritonclient's."""
-    yield request
-    is_over.wait(60)

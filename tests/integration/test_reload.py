@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 import urllib.request
@@ -18,15 +19,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.clients import Answer, ask, ask_all, http
+from support.clients import Answer, ask, ask_all, cancel_at_the_end, http
 from support.serving import ROOT, Server, health, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
 RELOADS = int(os.environ.get("QUIRE_RELOADS", "3"))
 NUM_STREAMS = 3
+NUM_CANCELLED = 60
+MOST_UNLOADS = 3
+"""Until the server has kept a request: nearly always the first time."""
 NUM_TOKENS = 30
 FREED = "has no available versions|is not ready|is not found"
 """What a client hears between an unload and the next load."""
+CUT_OFF = "Socket closed|failed to connect|Connection reset|recvmsg"
+"""And when the server is started again."""
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(120 + 30 * RELOADS)]
 
@@ -197,16 +203,54 @@ def test_what_was_loaded_is_loaded_again_when_a_stub_dies(server: Server, reposi
     assert num_whole(ask_all(server, [request("one")])) == 1
 
 
-def test_the_stub_of_an_unloaded_model_is_no_loss(server: Server) -> None:
-    """It is killed while the server waits for its last requests."""
-    num_starts = server.log().count("starting the server again")
-    with streams(server, "two"):
-        pages = [model for model in health(server)[1]["models"] if model["name"] == "two"]
+def test_a_model_of_which_the_server_keeps_a_request_leaves_nothing_when_it_is_unloaded(server: Server) -> None:
+    """The server goes on waiting for that request's end, and would never end the model's engine."""
+    for _ in range(MOST_UNLOADS):
+        assert http(server, "/v2/repository/models/two/load", {})[0] == 200
+        cancel_at_the_end(server, NUM_CANCELLED, "two")
+        wait_for_engines(server, "two", 2)
+        assert http(server, "/v2/repository/models/two/unload", {})[0] == 200
+        wait_until(lambda: not series(server, "two", "quire_engine_up"), "its series are gone")
+        wait_until(lambda: [model["name"] for model in health(server)[1]["models"]] == ["one"], "its stubs are gone")
+        index = {model["name"]: model["state"] for model in http(server, "/v2/repository/index")[1]}
+        if index["two"] == "UNLOADING":
+            break
+    assert health(server)[0] == 200
+
+
+def test_a_stub_that_is_killed_while_its_model_is_unloaded_keeps_no_client_waiting(server: Server) -> None:
+    """tritonserver would wait for its requests for ever. Nobody misses one that has none."""
+    assert http(server, "/v2/repository/models/two/load", {})[0] == 200
+    with streams(server, "two") as answers:
+        wait_until(lambda: len(answers) >= NUM_STREAMS, "requests end")
+        stub = next(model["pid"] for model in health(server)[1]["models"] if model["name"] == "two")
         assert http(server, "/v2/repository/models/two/unload", {})[0] == 200
         with contextlib.suppress(ProcessLookupError):  # it was faster
-            os.kill(pages[0]["pid"], signal.SIGKILL)
+            os.kill(stub, signal.SIGKILL)
         wait_until(lambda: [model["name"] for model in health(server)[1]["models"]] == ["one"], "both are gone")
-    wait_until(lambda: health(server)[0] == 200, "nobody misses it")
-    assert server.log().count("starting the server again") == num_starts
+        wait_until(lambda: health(server)[0] == 200, "nobody misses it")
+    num_whole(answers, but=f"{FREED}|{CUT_OFF}")
     assert http(server, "/v2/repository/models/two/load", {})[0] == 200
     assert num_whole(ask_all(server, [request("two")] * 2)) == 2
+
+
+def test_a_server_that_polls_its_repository_loads_what_has_changed(repository: Path, tmp_path: Path) -> None:
+    shutil.copytree(repository / "two", tmp_path / "two")
+    polling = ("--", "--model-control-mode=poll", "--repository-poll-secs=1")
+    with (
+        serve("--model-repository", str(tmp_path), *polling) as server,
+        streams(server, "two") as answers,
+    ):
+
+        def refusal() -> str:
+            """It names the limit that is in force."""
+            return ask_all(server, [{**request("two"), "max_tokens": 410 + RELOADS}])[0].message
+
+        for number in range(max(RELOADS // 3, 1)):
+            num_before = len(answers)
+            write_settings(tmp_path / "two", 400 + number)
+            says = rf"\b{400 + number}\b"
+            wait_until(lambda says=says: re.search(says, refusal()), "it has been loaded", 60)
+            wait_until(lambda before=num_before: len(answers) >= before + 2 * NUM_STREAMS, "requests end", 60)
+        assert len(wait_for_engines(server, "two", 2)) == 2
+    assert num_whole(answers) == len(answers)

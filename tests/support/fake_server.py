@@ -72,7 +72,8 @@ def _show(folder: Path, stub: int, plan: dict[str, Any]) -> None:
     while True:
         if not (folder / "hang").exists():
             state = StubState.ENDING if plan.get("is_ending") else StubState.DOWN if outage else StubState.UP
-            page.beat(state, plan["in_flight"], outage)
+            page.beat(state, outage)
+            page.in_flight(plan["in_flight"])
         time.sleep(BEAT_SECONDS)
 
 

@@ -16,7 +16,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from random import Random
 from typing import Any
 
-from support.clients import ask, http, infer_inputs, run
+from support import clients
+from support.clients import ask, http, run
 from support.drill.stage import CHANGING, RECOVERY_DEADLINE_S, STEADY, Stage, write_instances, write_settings
 from support.processes import is_gone
 from support.serving import wait_until
@@ -210,24 +211,7 @@ def unload_and_load(stage: Stage, random: Random) -> None:
 @_event
 def cancel_at_the_end(stage: Stage, random: Random) -> None:
     """Clients that break off with the last response, and cancel then."""
-
-    async def one(client: grpc_aio.InferenceServerClient, number: int) -> None:
-        async def requests() -> Any:
-            yield {"model_name": random.choice(list(+stage.instances)), "request_id": f"cancelled at the end {number}",
-                   "inputs": infer_inputs(text_input="x", max_tokens=random.randint(1, 4), stream=True),
-                   "enable_empty_final_response": True}  # fmt: skip
-
-        call = client.stream_infer(requests())
-        async for result, _ in call:
-            if result is None or result.get_response().parameters["triton_final_response"].bool_param:
-                break
-        call.cancel()
-
-    async def work() -> None:
-        async with grpc_aio.InferenceServerClient(stage.server.grpc) as client:
-            await asyncio.gather(*(one(client, number) for number in range(8)), return_exceptions=True)
-
-    asyncio.run(work())
+    clients.cancel_at_the_end(stage.server, random.randint(4, 40), random.choice(list(+stage.instances)))
 
 
 @_event

@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+import tempfile
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,10 @@ from quire_backend import triton_api
 from quire_backend.model import TritonPythonModel
 from quire_backend.model_config import INPUTS, OUTPUTS, RETURN_FLAGS, SAMPLING_INPUTS, TYPED_INPUTS, complete
 from quire_backend.settings import load_engine_config
+from quire_backend.status_page import StubState, ask_to_end, read_status_pages
 from quire_engine.errors import CheckpointError
 from quire_monitoring import METRICS, MetricKind, TritonStatLogger, triton
+from support.serving import wait_until
 
 
 class Config:
@@ -288,6 +291,25 @@ def test_a_model_has_metrics_once_it_is_loaded(engine: Any, arguments: Any, monk
     assert loggers[0].enabled
     model.finalize()
     assert not loggers[0].enabled
+
+
+def test_a_model_that_the_server_has_forgotten_ends_its_engine_and_takes_its_metrics_away(
+    engine: Any, arguments: Any, tmp_path: Any, monkeypatch: Any
+) -> None:
+    loggers = []
+    monkeypatch.setattr(model_module, "make_engine", lambda config, own: loggers.extend(own) or engine)
+    monkeypatch.setenv("QUIRE_RUN_ID", "run")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    model = TritonPythonModel()
+    model.initialize(arguments)
+    (page,) = read_status_pages(tmp_path)
+    ask_to_end(tmp_path, page)
+    wait_until(lambda: "shutdown" in engine.events and not loggers[0].enabled, "all of it is gone")
+    (page,) = read_status_pages(tmp_path)
+    assert page.state is StubState.RETIRED
+    model.finalize()  # the server remembers it after all
+    assert engine.events.count("shutdown") == 1
+    assert read_status_pages(tmp_path) == []
 
 
 def test_living_engines_of_a_model_have_numbers_of_their_own(engine: Any, arguments: Any, monkeypatch: Any) -> None:

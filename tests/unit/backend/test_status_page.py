@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from quire_backend.serving import Serving
-from quire_backend.status_page import StatusPage, StubState, StubStatus, read_status_pages
+from quire_backend.status_page import StatusPage, StubState, StubStatus, ask_to_end, read_status_pages
 from quire_engine.config import FrontendConfig
 from support.serving import wait_until
 
@@ -35,7 +35,8 @@ def serving(engine: Any, tmp_path: Path) -> Any:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     page = make_page(tmp_path)
-    page.beat(StubState.DOWN, 7, "no file \u20ac" + 5000 * "\U0001f600")
+    page.in_flight(7)
+    page.beat(StubState.DOWN, "no file \u20ac" + 5000 * "\U0001f600")
     page.sending(3)
     status = read(tmp_path)
     assert (status.pid, status.model, status.version, status.instance) == (os.getpid(), "m", "1", "m_0_0")
@@ -65,7 +66,7 @@ def test_a_page_is_whole_however_often_it_changes(tmp_path: Path) -> None:
     def write() -> None:
         while not ends.is_set():
             for reason in ("a" * 300, "b" * 30):
-                page.beat(StubState.DOWN, 0, reason)
+                page.beat(StubState.DOWN, reason)
 
     thread = threading.Thread(target=write)
     thread.start()
@@ -160,6 +161,43 @@ def test_a_server_that_takes_no_response_is_seen(
     wait_until(lambda: read(tmp_path).sending == 1, "a response is on its way")
     takes_it.set()
     wait_until(lambda: read(tmp_path).sending == 0, "it has arrived")
+
+
+def test_a_stub_that_is_asked_to_end_its_engine_does_and_refuses_what_still_comes(
+    engine: Any, tmp_path: Path, request_of: Callable[..., Any]
+) -> None:
+    threads: list[str] = []
+
+    def end() -> None:
+        threads.append(threading.current_thread().name)
+        serving.end_engine()
+
+    serving = Serving(engine, FrontendConfig(), status=make_page(tmp_path), on_asked_to_end=end)
+    serving.start()
+    try:
+        wait_until(lambda: read(tmp_path).beats > 2, "it beats")
+        assert (threads, read(tmp_path).is_leaving) == ([], False)
+        ask_to_end(tmp_path, read(tmp_path))
+        wait_until(
+            lambda: read(tmp_path).state is StubState.RETIRED and "shutdown" in engine.events, "it has no engine"
+        )
+        beats = read(tmp_path).beats
+        wait_until(lambda: read(tmp_path).beats > beats + 1, "it beats on")
+        request = request_of(text_input="Hi")
+        serving.submit(request)
+        assert "the model is being unloaded" in request.sender.wait()[-1].error.message
+    finally:
+        serving.shutdown()
+    assert threads == ["quire-end"]
+    assert read_status_pages(tmp_path) == []
+
+
+def test_one_that_has_ended_meanwhile_cannot_be_asked(tmp_path: Path) -> None:
+    page = make_page(tmp_path)
+    status = read(tmp_path)
+    page.close()
+    ask_to_end(tmp_path, status)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_stub_that_ends_takes_its_page_with_it(engine: Any, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """When a server that was told to end has nothing left to do, and when that is not known."""
 
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,6 +9,7 @@ from typing import Any
 
 import pytest
 from quire_backend.status_page import StatusPage, StubState, read_status_pages
+from quire_cli import process
 from quire_cli.console import Console
 from quire_cli.errors import CommandError
 from quire_cli.health import Health
@@ -39,18 +42,25 @@ class Server:
         return False
 
 
+def start_time(pid: int) -> int:
+    stat = process.process_stat(pid)
+    assert stat is not None
+    return stat.start_time
+
+
 @pytest.fixture
 def drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., float]:
     """How long it takes to end a server. This process stands for its stub."""
 
     def end(
-        *, in_flight: int = 0, state: StubState = StubState.UP, models: set[str] | None, others: int = 0,
+        *, in_flight: int = 0, state: StubState = StubState.UP, models: set[str] | None, others: tuple[int, ...] = (),
         given_up: tuple[str, ...] = (), ends: bool = False,
     ) -> float:  # fmt: skip
         page = StatusPage(tmp_path, model="m", version="1", instance="m_0_0")
-        page.beat(state, in_flight, "")
+        page.beat(state, "")
+        page.in_flight(in_flight)
         stubs = {(status.pid, status.start_time) for status in read_status_pages(tmp_path)}
-        server: Any = Server(stubs | {(1, number) for number in range(others)})
+        server: Any = Server(stubs | {(pid, start_time(pid)) for pid in others})
         clock = SimpleNamespace(monotonic=lambda: server.now)
         monkeypatch.setattr("quire_cli.drain.time", clock)
         monkeypatch.setattr("quire_cli.supervisor.time", clock)
@@ -79,6 +89,12 @@ def test_a_server_that_keeps_an_unloaded_model_is_ended_at_once_when_its_stubs_h
     assert drain(models={"m", "unloaded"}, given_up=("unloaded",), ends=True) < 0.5
 
 
+def test_a_stub_that_has_taken_its_page_away_and_is_about_to_end_is_waited_for(drain: Callable[..., float]) -> None:
+    with subprocess.Popen(["true"]) as about_to_end:
+        os.waitid(os.P_PID, about_to_end.pid, os.WEXITED | os.WNOWAIT)
+        assert drain(models={"m"}, others=(about_to_end.pid,)) < 2
+
+
 @pytest.mark.parametrize(
     "unseen",
     [
@@ -86,7 +102,7 @@ def test_a_server_that_keeps_an_unloaded_model_is_ended_at_once_when_its_stubs_h
         {"models": {"m"}, "state": StubState.ENDING},
         {"models": {"m", "somebody's"}},
         {"models": None},
-        {"models": {"m"}, "others": 1},
+        {"models": {"m"}, "others": (os.getppid(),)},
         {"models": {"m"}, "ends": True},
     ],
     ids=["request", "ending", "model", "index", "stub", "in-good-order"],

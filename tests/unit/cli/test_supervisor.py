@@ -358,7 +358,8 @@ def test_a_model_that_cannot_be_loaded_again_is_named_until_it_is(supervise: Cal
     "plan", [{"models": {"m": "UNLOADING"}}, {"models": {"m": "READY"}, "is_ending": True}, {"is_ending": True}]
 )
 def test_the_stub_of_an_unloaded_model_may_be_killed(supervise: Callable[..., Supervised], plan: Any) -> None:
-    supervised = supervise(flags=EXPLICIT, in_flight=1, **plan)
+    """It has no requests left, which its death would keep from ever ending."""
+    supervised = supervise(flags=EXPLICIT, in_flight=0, **plan)
     assert supervised.is_announced(within_s=30), supervised.log()
     stub = supervised.stub()
     wait_until(lambda: supervised.health() == (200, []), "all is well")
@@ -367,6 +368,19 @@ def test_the_stub_of_an_unloaded_model_may_be_killed(supervise: Callable[..., Su
     wait_until(lambda: says in supervised.log(), "it is told")
     wait_until(lambda: supervised.health() == (200, []), "nobody misses it")
     assert len(supervised.starts()) == 1
+    assert supervised.stop() == 0, supervised.log()
+
+
+def test_requests_of_a_stub_that_is_killed_during_an_unload_are_ended_by_another_start(
+    supervise: Callable[..., Supervised],
+) -> None:
+    supervised = supervise(flags=EXPLICIT, in_flight=1, models={"m": "UNLOADING"})
+    assert supervised.is_announced(within_s=30), supervised.log()
+    stub = supervised.stub()
+    wait_until(lambda: supervised.health() == (200, []), "all is well")
+    os.kill(stub, signal.SIGKILL)
+    says = f"{stub} of model 'm' died while its model was being unloaded; starting the server again"
+    wait_until(lambda: any(says in line for line in supervised.log()), "it is told")
     assert supervised.stop() == 0, supervised.log()
 
 

@@ -1,13 +1,14 @@
 """Which stubs tritonserver has forgotten."""
 
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from quire_backend.status_page import StubState, StubStatus
 from quire_cli import process
-from quire_cli.unloads import STUCK_S, StuckUnloads, end_stub, left_behind
+from quire_cli.unloads import GRACE_S, IDLE_S, REPLACED_S, StuckUnloads, end_stub, left_behind
 
 STUB = StubStatus(
     pid=7, start_time=1, model="m", version="1", instance="m_0_0", beats=3, state=StubState.UP, reason="",
@@ -16,6 +17,7 @@ STUB = StubStatus(
 SUCCESSOR = replace(STUB, pid=8, start_time=2)
 OTHER = replace(STUB, pid=9, instance="m_0_1")
 UNLOADING = {("m", "1")}
+RETIRED = replace(STUB, state=StubState.RETIRED)
 
 
 class Clock:
@@ -23,6 +25,29 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class Asked(list[StubStatus]):
+    """Those that were asked to end their engines, and what is to be done with them at each look."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.unloads = StuckUnloads(self.append, self.clock)
+
+    def find(self, *left: StubStatus, after: float = 0.0, unloading: set[tuple[str, str]] = UNLOADING) -> Sequence[int]:
+        """The ids of those that are to be killed."""
+        self.clock.now += after
+        self.clear()
+        return [page.pid for page in self.unloads.find(left, unloading)]
+
+    @property
+    def pids(self) -> list[int]:
+        return [page.pid for page in self]
+
+
+@pytest.fixture
+def asked() -> Asked:
+    return Asked()
 
 
 @pytest.fixture(autouse=True)
@@ -53,13 +78,16 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     ],
 )  # fmt: skip
 def test_a_stub_is_stuck_when_it_has_no_model_and_no_request_for_long(
-    pages: list[StubStatus], unloading: set[tuple[str, str]], expected: list[StubStatus]
+    asked: Asked, pages: list[StubStatus], unloading: set[tuple[str, str]], expected: list[StubStatus]
 ) -> None:
-    clock = Clock()
-    unloads = StuckUnloads(clock)
-    assert unloads.find(left_behind(pages, unloading)) == []
-    clock.now += STUCK_S + 0.1
-    assert unloads.find(left_behind(pages, unloading)) == expected
+    left = left_behind(pages, unloading)
+    wait_s = IDLE_S if unloading else REPLACED_S
+    assert asked.find(*left, unloading=unloading) == []
+    assert asked.find(*left, after=wait_s - 0.1, unloading=unloading) == []
+    assert asked == []
+    assert asked.find(*left, after=0.2, unloading=unloading) == []
+    assert asked == expected
+    assert asked.find(*left, after=GRACE_S, unloading=unloading) == [page.pid for page in expected]
 
 
 def test_a_successor_that_died_replaces_nobody(alive: set[int]) -> None:
@@ -68,26 +96,39 @@ def test_a_successor_that_died_replaces_nobody(alive: set[int]) -> None:
     assert left_behind([STUB, SUCCESSOR], set()) == []
 
 
-def test_the_wait_begins_anew_with_every_request() -> None:
-    clock = Clock()
-    unloads = StuckUnloads(clock)
-    unloads.find([STUB])
-    clock.now += STUCK_S - 1
-    unloads.find([replace(STUB, num_in_flight=1)])
-    clock.now += STUCK_S - 0.1
-    assert unloads.find([STUB]) == []
+def test_one_that_has_retired_is_left_and_waited_for_whatever_the_index_says(asked: Asked) -> None:
+    assert left_behind([RETIRED, OTHER], set()) == [RETIRED]
+    asked.find(RETIRED)
+    assert asked.find(RETIRED, after=IDLE_S + 0.1) == []
+    assert asked == [], "it knows"
+    assert asked.find(RETIRED, after=GRACE_S) == [STUB.pid]
 
 
-def test_instances_that_end_one_after_the_other_are_waited_for(alive: set[int]) -> None:
-    clock = Clock()
-    unloads = StuckUnloads(clock)
-    for pages in ([replace(STUB, state=StubState.ENDING), OTHER], [OTHER], [OTHER]):  # its page goes before its process
-        assert unloads.find(pages) == []
-        clock.now += STUCK_S + 0.1
+def test_the_wait_begins_anew_with_every_request(asked: Asked) -> None:
+    asked.find(STUB)
+    asked.find(replace(STUB, num_in_flight=1), after=IDLE_S - 0.1)
+    asked.find(STUB, after=0.2)
+    asked.find(STUB, after=IDLE_S - 0.1)
+    assert asked == []
+
+
+def test_instances_that_end_one_after_the_other_are_waited_for(asked: Asked, alive: set[int]) -> None:
+    """Each takes its time, and its page goes before its process."""
+    asked.find(STUB, OTHER)
+    asked.find(STUB, OTHER, after=IDLE_S + 0.1)
+    assert asked.pids == [STUB.pid, OTHER.pid], "their engines can end at once"
+    other = replace(OTHER, state=StubState.RETIRED)
+    for pages in ([replace(STUB, state=StubState.ENDING), other], [other], [other]):
+        assert asked.find(*pages, after=GRACE_S + 0.1) == []
     alive.remove(STUB.pid)
-    assert unloads.find([OTHER]) == []
-    clock.now += STUCK_S + 0.1
-    assert unloads.find([OTHER]) == [OTHER]
+    assert asked.find(other) == []
+    assert asked.find(other, after=IDLE_S + GRACE_S + 0.1) == [OTHER.pid]
+
+
+def test_one_that_ended_between_two_looks_has_the_others_waited_for(asked: Asked) -> None:
+    other = replace(OTHER, state=StubState.RETIRED)
+    asked.find(RETIRED, other)
+    assert asked.find(other, after=IDLE_S + GRACE_S + 0.1) == []
 
 
 def test_a_stub_is_ended_with_all_that_it_had(tmp_path: Path, alive: set[int]) -> None:
