@@ -205,8 +205,7 @@ class Serving:
         try:
             self._submit(request, stream)
         except Exception as error:
-            if _explain(error)[0] is ErrorCode.INTERNAL:
-                logger.exception("request %r could not be taken", stream.label)
+            _log_if_unforeseen(stream, error)
             if self._is_traced and stream.traceparent is None:
                 stream.traceparent = traceparent_parameter(request) or trace_context(request)
             self._reject(stream, error)
@@ -301,6 +300,7 @@ class Serving:
         try:
             self._engine.add_request(processed, lambda output: self._on_output(stream, output))
         except Exception as error:
+            _log_if_unforeseen(stream, error)
             self._reject(stream, error)
 
     def _start_answer(self, introspection: IntrospectionRequest, stream: ResponseStream) -> None:
@@ -403,6 +403,11 @@ class Serving:
 
 class _UnavailableError(Exception):
     """Not now."""
+
+
+def _log_if_unforeseen(stream: ResponseStream, error: Exception) -> None:
+    if _explain(error)[0] is ErrorCode.INTERNAL:
+        logger.error("request %r could not be taken", stream.label, exc_info=error)
 
 
 def _explain(error: Exception) -> tuple[ErrorCode, str]:

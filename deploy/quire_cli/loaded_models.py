@@ -24,10 +24,14 @@ class LoadedModels:
     Args:
         asked: what the first server is told to load by name.
         follow_repository: whether a server loads whatever is in the repository, and unloads what no longer is.
+        may_miss_some: whether the first server, too, may serve without a model that cannot be loaded.
     """
 
-    def __init__(self, asked: Collection[str] = (), *, follow_repository: bool = False) -> None:
+    def __init__(
+        self, asked: Collection[str] = (), *, follow_repository: bool = False, may_miss_some: bool = False
+    ) -> None:
         self._follow_repository = follow_repository
+        self._may_miss_some = may_miss_some
         self.wanted = set(asked) - {_ALL}
         """What the next server must load: all that was loaded and has not been unloaded since."""
         self.has_served = False
@@ -37,6 +41,11 @@ class LoadedModels:
         self._ours: set[str] = set()
         self._seen: set[str] = set()
         self._missing: dict[str, str] = {}
+
+    @property
+    def may_miss_some(self) -> bool:
+        """Whether a server serves without a model that cannot be loaded: what is missing is told as a problem."""
+        return self._may_miss_some or self.has_served
 
     def start_again(self) -> None:
         """A server has died; the next one has loaded nothing yet."""
@@ -95,7 +104,9 @@ class LoadedModels:
         flags = given
         names = given.all_values("load-model")
         # All of the repository remain all of it, unless one was unloaded that would come back.
-        if not self._follow_repository and (_ALL not in names or (self._has_unloaded and self._knows_all)):
+        if given.values.get("model-control-mode") == "explicit" and (
+            _ALL not in names or (self._has_unloaded and self._knows_all)
+        ):
             flags = flags.without("load-model").plus(*(("load-model", name) for name in sorted(self.wanted)))
         # One model that can no longer be loaded must not keep the others away.
         return flags if "exit-on-error" in given.values else flags.plus(("exit-on-error", "false"))

@@ -29,7 +29,7 @@ def ask_index(connection: http.client.HTTPConnection) -> list[IndexedModel] | No
     answer = connection.getresponse().read()
     try:
         return [
-            IndexedModel(*(str(entry.get(key, "")) for key in ("name", "version", "state", "reason")))
+            IndexedModel(*(" ".join(str(entry.get(key, "")).split()) for key in ("name", "version", "state", "reason")))
             for entry in json.loads(answer)
         ]
     except (ValueError, TypeError, AttributeError):

@@ -91,7 +91,7 @@ def serve(options: ServeOptions) -> int:
             write_model(repository, options.model, options.name)
         served = repository and _plain_path(repository, run)
         defaults = _defaults(options, flags, server, run, served, endpoints)
-        models = _loaded_models(flags)
+        models = _loaded_models(flags, repository)
         return Supervisor(
             command=lambda: [str(server.binary), *(models.flags(flags) if models else flags).merge(defaults)],
             environment=server_environment(
@@ -229,10 +229,15 @@ def _port(flag: str, flags: ServerFlags, default: int) -> int:
     return int(text)
 
 
-def _loaded_models(flags: ServerFlags) -> LoadedModels | None:
-    """Keeps account of the models, where they come and go while the server runs."""
-    mode = flags.values.get("model-control-mode", "none")
-    return None if mode == "none" else LoadedModels(flags.all_values("load-model"), follow_repository=mode == "poll")
+def _loaded_models(flags: ServerFlags, repository: Path | None) -> LoadedModels | None:
+    """Keeps account of the models, where they come and go while the server runs or may be missing from the start."""
+    mode, may_miss_some = flags.values.get("model-control-mode", "none"), flags.is_off("exit-on-error")
+    asked = flags.all_values("load-model")
+    if mode == "none":
+        if not may_miss_some:
+            return None
+        asked = [folder.name for folder in repository.iterdir() if _is_model(folder)] if repository else []
+    return LoadedModels(asked, follow_repository=mode == "poll", may_miss_some=may_miss_some)
 
 
 def _defaults(

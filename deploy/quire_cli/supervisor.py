@@ -163,7 +163,7 @@ class Supervisor:
         """Wait for the models; False when asked to stop meanwhile."""
         watch = _StartWatch(server, needs_stub=self.needs_stub, silence_s=self.silence_s)
         # A server that is started again is told to serve what it can; what is missing, the health address says.
-        with_all_models = self.models is None or not self.models.has_served
+        with_all_models = self.models is None or not self.models.may_miss_some
         with waiting_line(self.console, self.what) as waiting:
             while not server.is_ready(self.endpoints, with_all_models=with_all_models) or self.ready_word() is None:
                 if server.wait_for_signal(_READY_POLL_S):

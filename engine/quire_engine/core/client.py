@@ -299,8 +299,7 @@ class AsyncMPClient:
         self._closing.set()
         if self._watch is not None:
             self._watch.close()
-        with contextlib.suppress(zmq.ZMQError):
-            self._send(RequestType.SHUTDOWN, "")
+        self._send(RequestType.SHUTDOWN, "")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(SHUTDOWN_SECONDS if self.ready.num_blocks else 0.1)
         if self._process.returncode is None:
@@ -322,8 +321,10 @@ class AsyncMPClient:
         return address
 
     def _send(self, request_type: RequestType, request_id: str, payload: bytes = b"") -> None:
+        """Send a message, or drop it where the engine core is gone: what it was part of, its death ends or replays."""
         self._num_sent += 1
-        self._input.send_multipart((request_type.value, request_id.encode(), payload), zmq.NOBLOCK)
+        with contextlib.suppress(zmq.Again):  # its socket goes some moments before the death is noticed
+            self._input.send_multipart((request_type.value, request_id.encode(), payload), zmq.NOBLOCK)
 
 
 def _end_context(context: "zmq.Context[Any]") -> None:

@@ -45,7 +45,8 @@ from quire_cli.supervisor import Supervisor, blocked_signals
 folder, fake, ports = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 own = [sys.executable, fake, folder, *(f"{name}={port}" for name, port in ports.items())]
 given = ServerFlags(tuple(sys.argv[8:]))
-models = LoadedModels(given.all_values("load-model")) if given.tokens else None
+is_off = given.is_off("exit-on-error")
+models = LoadedModels(given.all_values("load-model"), may_miss_some=is_off) if given.tokens else None
 try:
     health = Health()
     with blocked_signals(), RunDirectory() as run, HealthServer(Endpoint("127.0.0.1", int(sys.argv[5])), health):
@@ -331,6 +332,16 @@ def test_models_that_were_loaded_are_loaded_again(
     again = [f"--load-model={name}" for name in ("by-api", "kept", "m")]
     assert supervised.flags() == [[*EXPLICIT, *again, "--exit-on-error=false"]]
     wait_until(lambda: supervised.health() == (200, []), "all is well again")
+    assert supervised.stop() == 0, supervised.log()
+
+
+def test_who_wants_to_be_served_without_a_broken_model_is_and_it_is_named(supervise: Callable[..., Supervised]) -> None:
+    models = {"m": "READY", "broken": "UNAVAILABLE there is no model.json"}
+    flags = (*EXPLICIT, "--load-model=m", "--load-model=broken", "--exit-on-error=false")
+    supervised = supervise(flags=flags, in_flight=0, models=models, unready=True)
+    assert supervised.is_announced(within_s=30), supervised.log()
+    says = "model 'broken' is not loaded: there is no model.json"
+    wait_until(lambda: supervised.health() == (503, [says]), "the truth is told")
     assert supervised.stop() == 0, supervised.log()
 
 

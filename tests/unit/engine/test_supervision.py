@@ -19,6 +19,7 @@ from quire_engine.core import restart_policy, supervisor
 from quire_engine.errors import EngineDeadError, EngineUnavailableError
 from support.engines import Stream, assert_same, engine, kill, offline, params, run, until
 from support.processes import children, is_gone, open_descriptors, state
+from support.serving import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -290,6 +291,28 @@ def test_shutdown_as_the_next_engine_is_ready(folder: Path, monkeypatch: pytest.
     monkeypatch.setattr(supervisor.SupervisedClient, "_replace_client", replace_client)
     with engine(folder) as (llm, _):
         run(llm, main)
+
+
+def test_a_request_that_comes_between_a_death_and_its_notice_is_replayed(folder: Path) -> None:
+    """The socket of an engine that is gone takes nothing: that is no error of a request."""
+    expected = offline(folder, PROMPTS[:2], params())
+
+    async def main() -> None:
+        stream = Stream(llm, PROMPTS[0], params())
+        await until(lambda: stream.num_tokens > 0)
+        kill(llm)
+        wait_until(lambda: not socket.poll(0, zmq.POLLOUT), "the socket takes nothing")  # and the loop hears of nothing
+        llm.add_request(llm.input_processor.process(PROMPTS[1], params()), outputs.append)
+        llm.abort("nobody's")
+        await until(lambda: bool(outputs) and outputs[-1].finished, 60)
+        assert_same((await stream.task).outputs, expected[0])
+
+    outputs: list[Any] = []
+    with engine(folder, step_seconds=0.01) as (llm, recorder):
+        socket = llm._client._client._input
+        run(llm, main)
+        assert recorder.num_restarts == 1
+    assert [token_id for output in outputs for token_id in output.outputs[0].token_ids] == expected[1][0].token_ids
 
 
 def test_sockets_that_never_close_keep_no_engine_from_being_started(
