@@ -1,10 +1,16 @@
-"""Engine cores are killed and stopped under live requests: nothing is lost, said twice, or begun anew."""
+"""Engine cores are killed and stopped under live requests: nothing is lost, said twice, or begun anew.
+
+QUIRE_KILLS=100 make test ARGS="tests/unit/engine/test_crash_recovery.py -k random"     more of it
+"""
 
 import asyncio
+import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,6 +22,10 @@ from support.processes import state
 pytestmark = pytest.mark.slow
 
 NUM_TOKENS = 6
+NUM_KILLS = int(os.environ.get("QUIRE_KILLS", "2"))
+KILLS_IN_A_ROW = 3
+"""At most: with five that die before they give out anything, clients are told that there is no engine."""
+SEED = int(os.environ.get("QUIRE_SEED", "1"))
 PROMPTS = [[2 + i, 3, 5 * i + 2] for i in range(16)]
 
 
@@ -142,6 +152,43 @@ def test_grammars_and_stop_strings_go_on(checkpoint: Callable[[str], Path]) -> N
     with engine(tinypy, step_seconds=0.005) as (llm, _):
         outputs = run(llm, main)
     assert [output.outputs for output in outputs] == expected
+
+
+@pytest.mark.timeout(120 + 15 * NUM_KILLS)
+def test_kills_at_random_convict_and_change_nobody(checkpoint: Callable[[str], Path]) -> None:
+    """Whatever the engine is at, also while it starts."""
+    tinypy = checkpoint("tinypy")
+    random = Random(SEED)
+    print(f"seed {SEED}")
+    kinds = [params(temperature=0.9, seed=number, max_tokens=200) for number in range(4)] + [
+        params(temperature=0.9, seed=number, max_tokens=200, structured_outputs={"regex": rf"[a-z]{{{150 + number}}}"},
+               ignore_eos=False)
+        for number in range(4)
+    ]  # fmt: skip
+    undisturbed = LLM(tinypy, dtype="float32")
+    expected = [output.outputs for output in undisturbed.generate([[5, 6, 7]] * len(kinds), kinds, use_tqdm=False)]
+    undisturbed.shutdown()
+
+    async def ask(number: int) -> None:
+        while not ends:
+            assert_same((await Stream(llm, [5, 6, 7], kinds[number]).task).outputs, expected[number])
+
+    async def main() -> None:
+        clients = [asyncio.ensure_future(ask(number)) for number in range(len(kinds))]
+        for number in range(NUM_KILLS):
+            num_steps = len(recorder.iterations)
+            if number % KILLS_IN_A_ROW == 0:
+                await until(lambda before=num_steps: len(recorder.iterations) > before, 120)
+            await asyncio.wait(clients, timeout=random.uniform(0.1, 9.0), return_when=asyncio.FIRST_EXCEPTION)
+            with contextlib.suppress(ProcessLookupError):  # the next one is not there yet
+                kill(llm)
+        ends.append(True)
+        await asyncio.gather(*clients)
+
+    ends: list[bool] = []
+    with engine(tinypy, step_seconds=0.01) as (llm, recorder):
+        run(llm, main)
+        assert recorder.num_restarts <= NUM_KILLS
 
 
 def test_aborts_while_there_is_no_engine(folder: Path) -> None:
