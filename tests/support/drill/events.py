@@ -85,12 +85,15 @@ def stop_engine_process(stage: Stage, random: Random) -> None:
 
 @_event
 def stop_and_continue(stage: Stage, random: Random) -> None:
-    """For moments, any process at all; a server that was away for so short a time is not started again."""
+    """For moments, any process at all; a server that was away for so short a time is not started again.
+
+    tritonserver itself kills a stub that has not moved for a second when a request comes.
+    """
     kind = random.choice(["core", "worker", "stub", "tritonserver", "compiler"])
     pids = stage.processes(kind)
     if pids:
         with _stopped([random.choice(pids)]):
-            _pause(random.uniform(0.05, 2.0))
+            _pause(random.uniform(0.05, 0.5 if kind == "stub" else 2.0))
 
 
 @_event
