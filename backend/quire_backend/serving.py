@@ -33,7 +33,7 @@ from quire_backend.status_page import BEAT_SECONDS, StatusPage, StubState
 from quire_backend.triton_api import ErrorCode, TritonRequest, request_id, request_parameters, trace_context
 
 if TYPE_CHECKING:
-    from quire_engine.input_processor import ProcessedRequest
+    from quire_engine.frontend.input_processor import ProcessedRequest
     from quire_engine.outputs import RequestOutput
     from quire_engine.snapshot import Snapshot
 

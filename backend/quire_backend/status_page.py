@@ -32,6 +32,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire_engine.system.process_state import process_stat
+
 __all__ = ["BEAT_SECONDS", "StatusPage", "StubState", "StubStatus", "ask_to_end", "read_status_pages"]
 
 logger = logging.getLogger(__name__)
@@ -74,7 +76,9 @@ class StatusPage:
     """
 
     def __init__(self, folder: Path, *, model: str, version: str, instance: str) -> None:
-        self._path = folder / _file_name(os.getpid(), _start_time())
+        own = process_stat(os.getpid())
+        assert own is not None, "a process can see itself"
+        self._path = folder / _file_name(os.getpid(), own.start_time)
         self._name = {"model": model, "version": version, "instance": instance}
         self._reason: str | None = None
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -229,8 +233,3 @@ def _read(path: Path, pid: int, start_time: int) -> StubStatus | None:
 
 def _file_name(pid: int, start_time: int) -> str:
     return f"stub-{pid}-{start_time}.status"
-
-
-def _start_time() -> int:
-    # The name stands in parentheses and may hold any character, parentheses too.
-    return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire_dashboard.snapshot import Blocks, RequestState
+from quire_dashboard.snapshot_answer import Blocks, RequestState
 
 __all__ = ["BlockMap", "Cell", "blocks_by_state", "draw", "lay_out"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from quire_dashboard.history import Point
-from quire_dashboard.snapshot import RequestState
+from quire_dashboard.snapshot_answer import RequestState
 
 __all__ = [
     "PHASE_COLOURS",

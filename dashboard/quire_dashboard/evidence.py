@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from quire_dashboard.health import Evidence
 from quire_dashboard.history import View
 from quire_dashboard.queries import Gauge, Quantile, Rate, latest
-from quire_dashboard.snapshot import Snapshot
+from quire_dashboard.snapshot_answer import Snapshot
 
 __all__ = ["gather"]
 

@@ -15,7 +15,7 @@ from quire_dashboard.monitor import Monitor
 from quire_dashboard.queries import Query
 from quire_dashboard.scrape import ScrapeError
 from quire_dashboard.settings import Settings
-from quire_dashboard.snapshot import RequestState, Snapshot
+from quire_dashboard.snapshot_answer import RequestState, Snapshot
 from quire_dashboard.words import as_text, printable, seconds
 
 __all__ = [

@@ -16,7 +16,7 @@ from quire_dashboard.prometheus import Prometheus
 from quire_dashboard.queries import Query, evaluate
 from quire_dashboard.scrape import Key, ScrapeError, fetch, parse
 from quire_dashboard.settings import Settings
-from quire_dashboard.snapshot import Snapshot
+from quire_dashboard.snapshot_answer import Snapshot
 from quire_dashboard.triton_client import Triton, TritonError
 
 __all__ = ["Monitor", "Seen", "StepState"]

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from quire_dashboard.snapshot import Snapshot
+from quire_dashboard.snapshot_answer import Snapshot
 
 __all__ = ["Chunk", "Triton", "TritonError"]
 

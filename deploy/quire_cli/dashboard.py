@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from urllib.parse import quote
 
+from quire_engine.system.child_process import die_with_parent
+
 from quire_cli import process
 from quire_cli.console import Console
 from quire_cli.errors import CommandError, UsageError
@@ -124,7 +126,7 @@ class Dashboard:
         parent = os.getpid()
 
         def in_child() -> None:
-            process.die_with_parent(parent, signal.SIGKILL)
+            die_with_parent(parent, signal.SIGKILL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
         self._start = time.monotonic()

@@ -131,7 +131,7 @@ def _cores() -> Check:
 
 
 def _memory() -> Check:
-    from quire_engine.memory import available_memory_bytes  # what the engine sizes its KV cache by
+    from quire_engine.system.memory import available_memory_bytes  # what the engine sizes its KV cache by
 
     available = available_memory_bytes()
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -11,8 +11,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from quire_backend.status_page import StubState, StubStatus, read_status_pages
+from quire_engine.system import process_state
 
-from quire_cli import process
 from quire_cli.ports import Endpoint
 from quire_cli.repository_index import ask_index
 from quire_cli.server_process import ServerProcess
@@ -55,7 +55,7 @@ class DrainWatch:
         is_busy = any(page.num_in_flight or page.state is StubState.ENDING for page in living)
         # Without pages all stubs have ended in good order, and the server is about to.
         is_ending = not pages and not self._given_up
-        sees_all = self._knows_all_models and not any(process.is_alive(*stub) for stub in self._unseen)
+        sees_all = self._knows_all_models and not any(process_state.is_alive(*stub) for stub in self._unseen)
         if is_busy or is_ending or not sees_all:
             self._idle_since = None
             return False
@@ -72,7 +72,7 @@ class DrainWatch:
 
 
 def _lives(page: StubStatus) -> bool:
-    return process.is_alive(*page.stub)
+    return process_state.is_alive(*page.stub)
 
 
 def _loaded_models(endpoint: Endpoint) -> set[str] | None:

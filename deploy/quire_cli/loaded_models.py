@@ -8,8 +8,8 @@ configuration came with the call that loaded it is loaded again with that of the
 from collections.abc import Collection, Iterable, Sequence
 
 from quire_backend.status_page import StubStatus
+from quire_engine.system import process_state
 
-from quire_cli import process
 from quire_cli.launch import ServerFlags
 from quire_cli.repository_index import IndexedModel
 
@@ -121,7 +121,7 @@ class LoadedModels:
                 version.version == page.version and version.state == "UNLOADING"
                 for version in versions.get(page.model, ())
             )
-            serves = False if is_unloaded else process.is_alive(*page.stub) or None
+            serves = False if is_unloaded else process_state.is_alive(*page.stub) or None
             stubs.setdefault(page.model, set()).add(serves)
         self._ours |= stubs.keys()
         self._seen |= stubs.keys()

@@ -1,4 +1,4 @@
-"""Small facts about Linux processes, read from /proc, and the two prctl flags that tie a tree of them together."""
+"""What `quire serve` does to the processes that it has started, and how it finds those that somebody else did."""
 
 import contextlib
 import ctypes
@@ -6,75 +6,21 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from quire_engine.system.process_state import process_stat
+
 __all__ = [
-    "ProcessStat", "adopt_orphans", "command_line", "die_with_parent", "environment_value", "how_it_ended", "is_alive",
-    "is_stopped", "kill", "lineage", "own_processes", "process_stat", "wait_gone", "yield_to_others",
+    "adopt_orphans", "command_line", "environment_value", "kill", "lineage", "own_processes", "wait_gone",
+    "yield_to_others",
 ]  # fmt: skip
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LOW_PRIORITY = 10
 _MOST_ROUNDS = 5
 _BETWEEN_AUTOGROUPS_S = 0.15
 """The kernel takes one nice value of a session per 100 ms from all of its users together."""
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessStat:
-    """What /proc/PID/stat says."""
-
-    name: str
-    """At most 15 characters of the program's name."""
-    state: str
-    """`R`, `S`, `D`, …; `Z` and `X` are dead."""
-    parent: int
-    start_time: int
-    """In clock ticks since the machine started: with the id, it names a process for good."""
-    wait_status: int
-    """Of a dead process: how it ended, as `os.waitpid` tells its parent."""
-
-    @property
-    def is_dead(self) -> bool:
-        """True for a process that only waits for its parent to notice."""
-        return self.state in "ZX"
-
-
-def process_stat(pid: int) -> ProcessStat | None:
-    """The state of a process, or None when there is none of that id, or none that this user may see.
-
-    Raises:
-        OSError: it is not known, such as where this process has no descriptor left to read it.
-    """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return None
-    # The name stands in parentheses and may hold any character, parentheses too.
-    name_end = text.rindex(")")
-    rest = text[name_end + 2 :].split()
-    return ProcessStat(
-        name=text[text.index("(") + 1 : name_end],
-        state=rest[0],
-        parent=int(rest[1]),
-        start_time=int(rest[19]),
-        wait_status=int(rest[49]),
-    )
-
-
-def is_alive(pid: int, start_time: int) -> bool:
-    """Whether the process of this id is the one that started then, and has not ended."""
-    now = process_stat(pid)
-    return now is not None and not now.is_dead and now.start_time == start_time
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal. One that a debugger looks at is not."""
-    now = process_stat(pid)
-    return now is not None and now.state == "T"
 
 
 def command_line(pid: int) -> list[str]:
@@ -84,11 +30,6 @@ def command_line(pid: int) -> list[str]:
     except OSError:
         return []
     return [os.fsdecode(argument) for argument in text.split(b"\0")]
-
-
-def how_it_ended(exit_code: int) -> str:
-    """In words; negative: the signal that killed it."""
-    return f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
 
 def own_processes() -> Iterator[int]:
@@ -163,13 +104,6 @@ def wait_gone(find: Callable[[], list[int]], deadline_s: float) -> bool:
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent dies (instead of process 1)."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def die_with_parent(parent: int, signal_number: int) -> None:
-    """In a new child: have `signal_number` sent to it when the parent thread that started it is gone."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
-    if os.getppid() != parent:  # it was already gone
-        os._exit(1)
 
 
 def yield_to_others(pid: int) -> None:

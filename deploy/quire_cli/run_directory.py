@@ -23,6 +23,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire_engine.system import process_state
+
 from quire_cli import process
 from quire_cli.errors import CommandError
 
@@ -52,7 +54,7 @@ class RunId:
     @classmethod
     def of(cls, pid: int) -> "RunId":
         """The id of a run that a living process owns."""
-        owner = process.process_stat(pid)
+        owner = process_state.process_stat(pid)
         if owner is None:
             raise ProcessLookupError(pid)
         return cls(pid, owner.start_time, _pid_namespace())
@@ -68,7 +70,7 @@ class RunId:
         """True when the owner is gone for certain."""
         if self.namespace != _pid_namespace():
             return False
-        return not process.is_alive(self.pid, self.start_time)
+        return not process_state.is_alive(self.pid, self.start_time)
 
     @property
     def shared_memory_prefix(self) -> str:

@@ -14,6 +14,9 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 
+from quire_engine.system import process_state
+from quire_engine.system.child_process import die_with_parent
+
 from quire_cli import process
 from quire_cli.console import Console
 from quire_cli.listening import listens
@@ -51,7 +54,7 @@ class ServerProcess:
 
         def in_child() -> None:
             # SIGTERM, not SIGKILL: an orphaned server then still ends its models itself.
-            process.die_with_parent(parent, signal.SIGTERM)
+            die_with_parent(parent, signal.SIGTERM)
             _raise_stack_limit()
             is_private[0] = keep_memory_private()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -102,7 +105,7 @@ class ServerProcess:
     @property
     def how_it_ended(self) -> str:
         """In words, once it has."""
-        return process.how_it_ended(self._popen.returncode)
+        return process_state.how_it_ended(self._popen.returncode)
 
     def is_ready(self, endpoints: Mapping[str, Endpoint], *, with_all_models: bool = True) -> bool:
         """Whether the models are loaded, and all ports open, by this server: it opens them one after the other.
@@ -137,8 +140,8 @@ class ServerProcess:
                 os.waitpid(dead, 0)
         return received is not None and received.si_signo in STOP_SIGNALS
 
-    def _children(self) -> list[tuple[int, process.ProcessStat]]:
-        stats = ((pid, process.process_stat(pid)) for pid in process.own_processes())
+    def _children(self) -> list[tuple[int, process_state.ProcessStat]]:
+        stats = ((pid, process_state.process_stat(pid)) for pid in process.own_processes())
         return [(pid, stat) for pid, stat in stats if stat is not None and stat.parent == self._popen.pid]
 
 

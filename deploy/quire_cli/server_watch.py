@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 
 from quire_backend.status_page import StubState, StubStatus, ask_to_end, read_status_pages
+from quire_engine.system import process_state
 
-from quire_cli import process
 from quire_cli.loaded_models import LoadedModels
 from quire_cli.ports import Endpoint
 from quire_cli.repository_index import IndexedModel, ask_index
@@ -239,7 +239,7 @@ class ServerWatch:
         self._tell(why)
 
     def _look_at_server(self) -> list[Problem]:
-        stopped = process.is_stopped(self._server.pid)
+        stopped = process_state.is_stopped(self._server.pid)
         silence_s = self._patience.silence_s("server", None if stopped else self._probe.num_answers)
         if stopped:
             return [self._silent("tritonserver has been stopped (SIGSTOP)", silence_s)]
@@ -255,10 +255,10 @@ class ServerWatch:
     def _look_at_stub(self, stub: Stub, page: StubStatus | None, *, is_left: bool) -> list[Problem]:
         pid, start_time = stub
         name = f"the stub process {pid} of " + (f"model {page.model!r}" if page else "a model")
-        if not process.is_alive(pid, start_time):
+        if not process_state.is_alive(pid, start_time):
             # tritonserver would go on, call itself ready, and refuse every request of this model.
             return self._look_at_dead(stub, page, f"{name} died", is_left=is_left)
-        stopped = process.is_stopped(pid)
+        stopped = process_state.is_stopped(pid)
         silences_s = [0.0]
         if stopped or page is not None:
             silences_s.append(self._patience.silence_s(stub, None if stopped or page is None else page.beats))

@@ -15,6 +15,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire_engine.system import process_state
+
 from quire_cli import process
 from quire_cli.console import Console, waiting_line
 from quire_cli.drain import DrainWatch
@@ -298,4 +300,4 @@ def _is_told_to_stop(server: ServerProcess, within_s: float) -> bool:
 
 
 def _how(wait_status: int) -> str:
-    return process.how_it_ended(os.waitstatus_to_exitcode(wait_status))
+    return process_state.how_it_ended(os.waitstatus_to_exitcode(wait_status))

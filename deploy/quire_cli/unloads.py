@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from quire_backend.status_page import StubState, StubStatus
+from quire_engine.system import process_state
 
 from quire_cli import process
 from quire_cli.server_process import Stub
@@ -50,7 +51,7 @@ def left_behind(pages: Sequence[StubStatus], unloading: Collection[tuple[str, st
 def _replaced(stubs: Sequence[StubStatus]) -> list[StubStatus]:
     """Those of one model's stubs that a later load has replaced: with all of its instances, or it may yet fail."""
     order = {page.stub: number for number, page in enumerate(stubs)}
-    newest = {page.instance: order[page.stub] for page in stubs if process.is_alive(*page.stub)}
+    newest = {page.instance: order[page.stub] for page in stubs if process_state.is_alive(*page.stub)}
     replaced = [page for page in stubs if order[page.stub] < newest.get(page.instance, 0)]
     successors = {newest[page.instance] for page in replaced}
     # An older instance that has no successor yet waits for one.
@@ -89,7 +90,7 @@ class StuckUnloads:
         now, idle_since, stuck = self._clock(), {}, []
         # tritonserver ends the instances of a model one after the other, and waits for each one's process.
         self._ending |= {page.stub: (page.model, page.version) for page in left if page.state is StubState.ENDING}
-        self._ending = {stub: name for stub, name in self._ending.items() if process.is_alive(*stub)}
+        self._ending = {stub: name for stub, name in self._ending.items() if process_state.is_alive(*stub)}
         num_left = Counter((page.model, page.version) for page in left)
         for page in left:
             name = page.model, page.version
@@ -113,7 +114,7 @@ def end_stub(page: StubStatus, folder: Path) -> None:
         mapped = set(_MAPPED.findall(Path(f"/proc/{page.pid}/maps").read_text()))
     except OSError:
         mapped = set()  # it has ended meanwhile
-    if process.kill(page.pid, lambda pid: process.is_alive(pid, page.start_time)):
+    if process.kill(page.pid, lambda pid: process_state.is_alive(pid, page.start_time)):
         for path in mapped:
             with contextlib.suppress(OSError):
                 Path(path).unlink()

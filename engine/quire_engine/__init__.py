@@ -10,7 +10,7 @@ from quire_engine.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from quire_engine.async_llm import AsyncLLM
-    from quire_engine.beam_search import BeamSearchParams
+    from quire_engine.frontend.beam_search import BeamSearchParams
     from quire_engine.llm import LLM
     from quire_engine.outputs import CompletionOutput, RequestOutput
 
@@ -28,7 +28,7 @@ __all__ = [
 _HOMES = {
     "LLM": "quire_engine.llm",
     "AsyncLLM": "quire_engine.async_llm",
-    "BeamSearchParams": "quire_engine.beam_search",
+    "BeamSearchParams": "quire_engine.frontend.beam_search",
     "CompletionOutput": "quire_engine.outputs",
     "RequestOutput": "quire_engine.outputs",
 }

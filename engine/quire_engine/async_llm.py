@@ -10,18 +10,17 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from quire_engine.beam_search import BeamSearch, BeamSearchParams, next_logprobs
 from quire_engine.config import EngineConfig
-from quire_engine.core.supervisor import SupervisedClient
+from quire_engine.core.supervised_client import SupervisedClient
 from quire_engine.errors import DeadlineExceededError, EngineDeadError, EngineUnavailableError, RequestError
-from quire_engine.input_processor import InputProcessor, ProcessedRequest, Prompt
-from quire_engine.introspection import combine_blocks, combine_requests
-from quire_engine.messages import ErrorCode
+from quire_engine.frontend.beam_search import BeamSearch, BeamSearchParams, next_logprobs
+from quire_engine.frontend.input_processor import InputProcessor, ProcessedRequest, Prompt
+from quire_engine.frontend.introspection import combine_blocks, combine_requests
+from quire_engine.frontend.output_processor import OutputProcessor
+from quire_engine.frontend.tokenizer import load_tokenizer
+from quire_engine.messages import ErrorCode, FinishReason
 from quire_engine.models import check_checkpoint
-from quire_engine.output_processor import OutputProcessor
 from quire_engine.outputs import OnOutput, RequestOutput
-from quire_engine.process_state import is_running
-from quire_engine.request import FinishReason
 from quire_engine.sampling_params import RequestOutputKind, SamplingParams
 from quire_engine.slo import RequestSLO
 from quire_engine.snapshot import (
@@ -33,7 +32,7 @@ from quire_engine.snapshot import (
     Snapshot,
 )
 from quire_engine.stats import IterationStats, SchedulerStats, StatLogger
-from quire_engine.tokenizer import load_tokenizer
+from quire_engine.system.process_state import is_running
 
 __all__ = ["AsyncLLM"]
 

@@ -6,17 +6,17 @@ from typing import Any
 
 from tqdm import tqdm
 
-from quire_engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, next_logprobs
 from quire_engine.config import EngineConfig
 from quire_engine.core.client import InprocClient
 from quire_engine.errors import RequestError
-from quire_engine.input_processor import InputProcessor, ProcessedRequest, Prompt
-from quire_engine.output_processor import OutputProcessor
+from quire_engine.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, next_logprobs
+from quire_engine.frontend.input_processor import InputProcessor, ProcessedRequest, Prompt
+from quire_engine.frontend.output_processor import OutputProcessor
+from quire_engine.frontend.tokenizer import load_tokenizer
+from quire_engine.messages import FinishReason
 from quire_engine.outputs import RequestOutput
-from quire_engine.request import FinishReason
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.stats import SchedulerStats
-from quire_engine.tokenizer import load_tokenizer
 
 __all__ = ["LLM"]
 

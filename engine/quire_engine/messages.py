@@ -11,7 +11,6 @@ import enum
 import msgspec
 
 from quire_engine.config import EngineConfig
-from quire_engine.request import FinishReason
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.snapshot import EngineCoreSnapshot
 from quire_engine.stats import SchedulerStats, StepStats
@@ -23,6 +22,7 @@ __all__ = [
     "EngineCoreReady",
     "EngineCoreRequest",
     "ErrorCode",
+    "FinishReason",
     "GrammarBitmask",
     "ModelRunnerOutput",
     "NewRequestData",
@@ -39,6 +39,18 @@ __all__ = [
 
 TokenLogprobs = list[tuple[int, float, int]]
 """One position's log-probabilities as `(token id, logprob, rank)`: the sampled token first, then the most likely."""
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended; `str()` gives vLLM's (and OpenAI's) word for it."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+    ERROR = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
 
 
 class PromptLogprobs(msgspec.Struct, array_like=True):

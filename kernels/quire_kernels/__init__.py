@@ -11,7 +11,8 @@ throughout:
 """
 
 from quire_kernels.activation import silu_and_mul
-from quire_kernels.attention import AttentionPlan, paged_attention, plan_attention
+from quire_kernels.attention import paged_attention, plan_attention
+from quire_kernels.attention_plan import AttentionPlan
 from quire_kernels.embedding import embedding
 from quire_kernels.layernorm import add_rms_norm, rms_norm
 from quire_kernels.linear import LinearWeight, linear, pack_linear

@@ -18,13 +18,12 @@ import torch.nn.functional as F
 from quire_kernels.activation import silu_and_mul
 from quire_kernels.cpu import FLOATS, GROUPS, PANEL, Call, launch, library, library_for, pointer, with_dense_rows
 from quire_kernels.dispatch import uses_triton
+from quire_kernels.quantized import LARGEST
 
 __all__ = ["LinearWeight", "linear", "pack_linear", "quantize_per_token"]
 
 BAND = 32 * PANEL
 """Rows that plain torch quantises at a time, so that temporaries are small beside the weight."""
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""Number of each type that weights are quantised to."""
 
 
 class _LinearCall(Call):

@@ -22,10 +22,10 @@ from harness.engines import cache_folder
 from harness.machine import describe_machine
 from harness.roofline import Ceilings, ModelShape, decode_roofline_seconds, measure_ceilings
 from quire_engine.config import EngineConfig
-from quire_engine.memory import available_memory_bytes
 from quire_engine.messages import CachedRequestData, NewRequestData, SchedulerOutput
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.sampling_params import SamplingParams
+from quire_engine.system.memory import available_memory_bytes
 from quire_engine.worker import Worker
 from quire_kernels import cpu
 

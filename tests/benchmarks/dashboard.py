@@ -34,7 +34,7 @@ from tritonclient.grpc import aio as grpc_aio  # noqa: E402
 BAR = 0.02
 PAGES = ("", "kv-cache", "requests", "engine", "playground", "load")
 PROCESSES = {
-    "quire_engine.core.process": "engine",
+    "quire_engine.core.core_process": "engine",
     "python_backend_stub": "stub",
     "bin/tritonserver": "tritonserver",
     "streamlit": "dashboard",

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from quire_engine.config import EngineConfig
 from quire_engine.core.engine_core import EngineCore
-from quire_engine.introspection import combine_blocks
+from quire_engine.frontend.introspection import combine_blocks
 from quire_engine.messages import EngineCoreRequest
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.snapshot import EngineCoreSnapshot

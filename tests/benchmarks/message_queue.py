@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import msgspec  # noqa: E402
 import zmq  # noqa: E402
-from quire_engine.executor.message_queue import MessageQueueHandle, MessageReader, MessageWriter  # noqa: E402
+from quire_engine.ipc.message_queue import MessageQueueHandle, MessageReader, MessageWriter  # noqa: E402
 from support.processes import cpu_seconds  # noqa: E402
 
 SIZES = {"1 KB": 1024, "1 MB": 1024 * 1024}

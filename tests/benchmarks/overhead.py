@@ -30,7 +30,7 @@ from tritonclient.grpc import aio as grpc_aio  # noqa: E402
 CONFIG = 'backend: "quire"\ninstance_group [ { count: 1 kind: KIND_MODEL } ]\n'
 KV_CACHE_BYTES = 256 * 2**20
 PROCESSES = {
-    "quire_engine.core.process": "engine",
+    "quire_engine.core.core_process": "engine",
     "python_backend_stub": "stub",
     "bin/tritonserver": "tritonserver",
 }

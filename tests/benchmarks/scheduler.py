@@ -14,9 +14,9 @@ from collections import deque
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
-from quire_engine.request import Request
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
+from quire_engine.scheduler.request import Request
 
 PROMPT_LENGTH = 100
 BLOCK_SIZE = 16

@@ -63,8 +63,8 @@ def requests(model: str, **changes: Any) -> list[dict[str, Any]]:
 def processes(server: Server, model: str, module: str) -> list[int]:
     """Processes of one model's engine that run a module: each is told its settings, but not by its command line."""
     running = [pid for pid in server.run_id.processes() if not is_gone(pid)]
-    workers = {pid for pid in running if "quire_engine.worker.process" in command_line(pid)}
-    cores = {pid for pid in running if "quire_engine.core.process" in command_line(pid)}
+    workers = {pid for pid in running if "quire_engine.worker.worker_process" in command_line(pid)}
+    cores = {pid for pid in running if "quire_engine.core.core_process" in command_line(pid)}
     with_workers = {parent(pid) for pid in workers}
     if module == "worker":
         return sorted(workers)

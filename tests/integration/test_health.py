@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from quire_cli import process
 from quire_cli.run_directory import RunId
+from quire_engine.system import process_state
 from support.clients import Answer, ask, cancel_at_the_end, run, with_client
 from support.processes import command_line
 from support.serving import ROOT, Server, health, serve, wait_until
@@ -52,12 +52,12 @@ def tells(server: Server, what: str) -> bool:
 
 
 def find(run_id: RunId, name: str) -> int:
-    stats = ((pid, process.process_stat(pid)) for pid in run_id.processes())
+    stats = ((pid, process_state.process_stat(pid)) for pid in run_id.processes())
     return next(pid for pid, stat in stats if stat and stat.name == name[:15])
 
 
 def core(server: Server) -> int:
-    return next(pid for pid in server.run_id.processes() if "quire_engine.core.process" in command_line(pid))
+    return next(pid for pid in server.run_id.processes() if "quire_engine.core.core_process" in command_line(pid))
 
 
 class Stream(threading.Thread):

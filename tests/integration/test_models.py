@@ -319,7 +319,7 @@ def test_metrics_show_the_present(small_server: Server) -> None:
 
 
 def engine_pids(server: Server) -> set[int]:
-    return {pid for pid in server.run_id.processes() if "quire_engine.core.process" in command_line(pid)}
+    return {pid for pid in server.run_id.processes() if "quire_engine.core.core_process" in command_line(pid)}
 
 
 def test_models_that_failed_to_load_left_nothing_behind(small_server: Server) -> None:

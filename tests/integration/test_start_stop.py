@@ -23,7 +23,8 @@ import pytest
 from quire_cli import process
 from quire_cli.ports import Endpoint, reserve
 from quire_cli.run_directory import sweep
-from quire_engine.memory import resident_memory_bytes
+from quire_engine.system import process_state
+from quire_engine.system.memory import resident_memory_bytes
 from support.clients import Answer, ask, run, with_client
 from support.serving import ROOT, Server, wait_until
 from tritonclient.grpc import aio as grpc_aio
@@ -89,7 +90,7 @@ def find(server: Server, is_it: Callable[[int], bool]) -> int:
 
 def is_named(name: str) -> Callable[[int], bool]:
     def is_it(pid: int) -> bool:
-        stat = process.process_stat(pid)
+        stat = process_state.process_stat(pid)
         return stat is not None and stat.name == name[:15]
 
     return is_it
@@ -100,7 +101,7 @@ def victim(server: Server, name: str) -> int:
     if name == "serve":
         return server.process.pid
     if name == "engine":
-        return find(server, lambda pid: "quire_engine.core.process" in process.command_line(pid))
+        return find(server, lambda pid: "quire_engine.core.core_process" in process.command_line(pid))
     return find(server, is_named({"server": "tritonserver", "stub": "triton_python_backend_stub"}[name]))
 
 

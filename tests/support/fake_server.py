@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_backend.status_page import BEAT_SECONDS, StatusPage, StubState
-from quire_cli import process
+from quire_engine.system import process_state
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s"
 
@@ -65,7 +65,7 @@ def _show(folder: Path, stub: int, plan: dict[str, Any]) -> None:
     temporary = Path(tempfile.gettempdir())
     page = StatusPage(temporary, model="m", version="1", instance="m_0_0")
     (made,) = temporary.glob(f"stub-{os.getpid()}-*.status")
-    stat = process.process_stat(stub)
+    stat = process_state.process_stat(stub)
     assert stat is not None
     made.rename(temporary / f"stub-{stub}-{stat.start_time}.status")
     outage = plan.get("outage", "")

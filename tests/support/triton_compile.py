@@ -25,7 +25,7 @@ from quire_kernels import (
     sample,
     silu_and_mul,
 )
-from quire_kernels.attention import GpuAttentionPlan
+from quire_kernels.attention_plan import GpuAttentionPlan
 from quire_kernels.gpu.sampling import gumbel_noise
 from quire_kernels.kv_cache import copy_blocks
 from triton.backends.compiler import GPUTarget

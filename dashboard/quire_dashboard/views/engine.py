@@ -20,7 +20,7 @@ from quire_dashboard.frame import (
 )
 from quire_dashboard.monitor import StepState
 from quire_dashboard.queries import Gauge, Quantile, Rate
-from quire_dashboard.snapshot import Snapshot
+from quire_dashboard.snapshot_answer import Snapshot
 
 __all__ = ["show"]
 

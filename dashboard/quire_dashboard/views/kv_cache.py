@@ -18,7 +18,7 @@ from quire_dashboard.frame import (
     table,
 )  # fmt: skip
 from quire_dashboard.queries import Gauge, Rate, Ratio, latest
-from quire_dashboard.snapshot import Snapshot
+from quire_dashboard.snapshot_answer import Snapshot
 
 __all__ = ["show"]
 

@@ -7,7 +7,7 @@ from quire_dashboard.evidence import gather
 from quire_dashboard.frame import CHARTS_S, SECONDS_AXIS, Line, chart, figures, live, monitor, selection, server_away
 from quire_dashboard.health import Evidence, Health, Level, assess
 from quire_dashboard.queries import Gauge, Quantile, Rate, Ratio, latest
-from quire_dashboard.snapshot import Snapshot
+from quire_dashboard.snapshot_answer import Snapshot
 
 __all__ = ["show"]
 

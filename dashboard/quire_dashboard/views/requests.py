@@ -17,7 +17,7 @@ from quire_dashboard.frame import (
     snapshot_or_reason,
     table,
 )
-from quire_dashboard.snapshot import RequestState
+from quire_dashboard.snapshot_answer import RequestState
 from quire_dashboard.triton_client import TritonError
 
 __all__ = ["show"]

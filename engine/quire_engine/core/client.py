@@ -23,12 +23,10 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from quire_engine.child_process import start_module
 from quire_engine.config import EngineConfig
+from quire_engine.core.engine_watch import EngineWatch, kill_group
 from quire_engine.core.heartbeat import Heartbeat
-from quire_engine.core.watch import EngineWatch, kill_group
 from quire_engine.errors import EngineDeadError, EngineError
-from quire_engine.memory import paused_gc
 from quire_engine.messages import (
     EngineCoreOutputs,
     EngineCoreReady,
@@ -38,9 +36,11 @@ from quire_engine.messages import (
     UtilityOutput,
     UtilityRequest,
 )
-from quire_engine.process_state import is_stopped
 from quire_engine.snapshot import EngineCoreSnapshot
 from quire_engine.stats import SchedulerStats
+from quire_engine.system.child_process import start_module
+from quire_engine.system.memory import paused_gc
+from quire_engine.system.process_state import is_stopped
 
 __all__ = ["AsyncMPClient", "InprocClient"]
 
@@ -145,7 +145,7 @@ class AsyncMPClient:
             self._output = zmq.asyncio.Socket(self._context, zmq.PULL)
             input_address, output_address = self._bind(self._input, "input"), self._bind(self._output, "output")
             self._process = start_module(
-                "quire_engine.core.process",
+                "quire_engine.core.core_process",
                 ProcessArguments(config, input_address, output_address, self._heartbeat.descriptor, num_blocks),
                 pass_fds=[self._heartbeat.descriptor],
                 start_new_session=True,

@@ -25,18 +25,20 @@ from quire_engine.messages import (
     EngineCoreReady,
     EngineCoreRequest,
     ErrorCode,
+    FinishReason,
     SchedulerOutput,
     UtilityOutput,
     UtilityRequest,
 )
 from quire_engine.models.checkpoint import CheckpointConfig
-from quire_engine.request import FinishReason, Request, validate_request
 from quire_engine.scheduler import Scheduler
+from quire_engine.scheduler.grammar import GrammarError
+from quire_engine.scheduler.request import Request
+from quire_engine.scheduler.validation import validate_request
 from quire_engine.snapshot import MAX_WAITING_REQUESTS, EngineCoreSnapshot, RankSnapshot
 from quire_engine.stats import SchedulerStats, StepStats
-from quire_engine.structured_output.grammar import GrammarError
+from quire_engine.structured_output.compiler_messages import CompilerArguments
 from quire_engine.structured_output.manager import StructuredOutputManager
-from quire_engine.structured_output.protocol import CompilerArguments
 
 __all__ = ["EngineCore"]
 

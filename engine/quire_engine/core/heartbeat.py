@@ -20,7 +20,7 @@ Memory, and not a message: it can be read when the other side does nothing any m
 
 import os
 
-from quire_engine.semaphore import SharedMemory
+from quire_engine.ipc.semaphore import SharedMemory
 
 __all__ = ["Heartbeat"]
 

@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from quire_engine.messages import EngineCoreOutput, EngineCoreRequest
-from quire_engine.request import FinishReason, max_output_tokens
+from quire_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from quire_engine.scheduler.validation import max_output_tokens
 
 __all__ = ["Journal"]
 

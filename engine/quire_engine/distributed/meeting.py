@@ -8,7 +8,7 @@ import os
 
 import msgspec
 
-from quire_engine.semaphore import SharedMemory
+from quire_engine.ipc.semaphore import SharedMemory
 
 __all__ = ["MeetingPlace"]
 

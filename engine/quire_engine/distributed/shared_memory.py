@@ -33,7 +33,7 @@ import msgspec
 import torch
 
 from quire_engine.errors import AbortedError
-from quire_engine.semaphore import WORD_BYTES, Semaphore, SemaphoreHandle, SharedMemory, Waiter, Watch
+from quire_engine.ipc.semaphore import WORD_BYTES, Semaphore, SemaphoreHandle, SharedMemory, Waiter, Watch
 
 __all__ = ["AbortFlag", "AbortFlagHandle", "SharedMemoryCommunicator", "SharedMemoryGroup"]
 

@@ -22,10 +22,10 @@ import msgspec
 from quire_engine.config import EngineConfig
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import AbortedError, CheckpointError, EngineDeadError, EngineError
-from quire_engine.executor.message_queue import MessageReader, MessageWriter
 from quire_engine.executor.worker_processes import WorkerProcesses
+from quire_engine.ipc.message_queue import MessageReader, MessageWriter
+from quire_engine.ipc.semaphore import Waiter, Watch
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput, WorkerCall, WorkerResponse
-from quire_engine.semaphore import Waiter, Watch
 
 __all__ = ["MultiProcExecutor"]
 

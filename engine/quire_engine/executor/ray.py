@@ -28,11 +28,11 @@ import msgspec
 import torch
 
 from quire_engine.config import EngineConfig
+from quire_engine.device.placement import has_cuda, on_device, prepare_device
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
 from quire_engine.models.checkpoint import CheckpointConfig
-from quire_engine.worker.device import has_cuda, on_device, prepare_device
 
 __all__ = ["RayExecutor"]
 
@@ -295,7 +295,7 @@ class RayWorker:
         )
         parallel, state = self._config.parallel, ParallelState()
         checkpoint = CheckpointConfig.from_folder(Path(self._config.model.model))
-        self._device = prepare_device(self._config, checkpoint, rank=0)  # Ray lets it see its own GPU alone
+        self._device = prepare_device(self._config, checkpoint.dtype, rank=0)  # Ray lets it see its own GPU alone
         if parallel.world_size > 1:
             state = initialize_parallel_state(
                 rank=self._rank,

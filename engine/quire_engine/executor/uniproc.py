@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from quire_engine.config import EngineConfig
+from quire_engine.device.placement import on_device, prepare_device
 from quire_engine.errors import EngineDeadError
-from quire_engine.memory import return_freed_memory
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
 from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.system.memory import return_freed_memory
 from quire_engine.worker import Worker
 from quire_engine.worker.busy_time import StepClock
-from quire_engine.worker.device import on_device, prepare_device
 from quire_engine.worker.submitted_step import SubmittedStep
 
 __all__ = ["UniProcExecutor"]
@@ -36,7 +36,7 @@ class UniProcExecutor:
     """
 
     def __init__(self, config: EngineConfig, checkpoint: CheckpointConfig, max_model_len: int) -> None:
-        self._device = prepare_device(config, checkpoint, rank=0)
+        self._device = prepare_device(config, checkpoint.dtype, rank=0)
         with on_device(self._device):
             self._the_worker: Worker | None = Worker(config, checkpoint, max_model_len, device=self._device)
         self._async_scheduling = config.async_scheduling(uses_gpu=self._device.type == "cuda")

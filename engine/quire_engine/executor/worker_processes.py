@@ -10,16 +10,16 @@ import subprocess
 import threading
 import weakref
 
-from quire_engine.child_process import start_module
 from quire_engine.config import EngineConfig
+from quire_engine.device.placement import rank_device
 from quire_engine.distributed import ParallelState
 from quire_engine.distributed.meeting import MeetingPlace
 from quire_engine.distributed.shared_memory import AbortFlag, AbortFlagHandle, SharedMemoryGroup
-from quire_engine.executor.message_queue import MessageQueueHandle
-from quire_engine.process_state import how_it_ended, is_stopped
+from quire_engine.ipc.message_queue import MessageQueueHandle
+from quire_engine.system.child_process import start_module
+from quire_engine.system.process_state import how_it_ended, is_stopped
+from quire_engine.worker.arguments import WorkerArguments
 from quire_engine.worker.busy_time import BusyTime
-from quire_engine.worker.device import rank_device
-from quire_engine.worker.protocol import WorkerArguments
 
 __all__ = ["WorkerProcesses"]
 
@@ -130,7 +130,7 @@ class WorkerProcesses:
             descriptors += arguments.pipeline_group.descriptors(state.stage)
         if self._meeting_place is not None:
             descriptors.append(self._meeting_place.descriptor)
-        process = start_module("quire_engine.worker.process", arguments, pass_fds=descriptors)
+        process = start_module("quire_engine.worker.worker_process", arguments, pass_fds=descriptors)
         self._processes.append(process)
         with contextlib.suppress(OSError):
             self.pidfds.append(os.pidfd_open(process.pid))

@@ -11,9 +11,10 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
 
-from quire_engine.request import MultimodalHash
+__all__ = ["NONE_HASH", "MultimodalHash", "encode_extra_keys", "hash_block_tokens"]
 
-__all__ = ["NONE_HASH", "encode_extra_keys", "hash_block_tokens"]
+MultimodalHash = tuple[bytes, int, int]
+"""An image or other input that takes the place of tokens: `(hash of its content, first position, number of tokens)`."""
 
 NONE_HASH = hashlib.sha256(b"quire block hash chain, version 1").digest()
 """The parent of a sequence's first block."""

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 from quire_engine.kv_cache.block_pool import BlockPool, KVCacheBlock
 from quire_engine.kv_cache.hashing import NONE_HASH, encode_extra_keys, hash_block_tokens
-from quire_engine.request import Request
+from quire_engine.kv_cache.sequence import CachedSequence
 from quire_engine.snapshot import PackedBlocks
 
 __all__ = ["KVCacheManager"]
@@ -60,7 +60,7 @@ class KVCacheManager:
             array("q", [hash(block.root_hash) for block in cached]).tobytes(),
         )
 
-    def get_computed_blocks(self, request: Request) -> list[KVCacheBlock]:
+    def get_computed_blocks(self, request: CachedSequence) -> list[KVCacheBlock]:
         """The longest cached prefix of a request that holds no blocks yet, as blocks that are not yet referenced.
 
         The last token is always left to compute: without it there would be no logits to sample from.
@@ -78,7 +78,7 @@ class KVCacheManager:
         return computed
 
     def allocate_slots(
-        self, request: Request, num_new_tokens: int, computed_blocks: list[KVCacheBlock] | None = None
+        self, request: CachedSequence, num_new_tokens: int, computed_blocks: list[KVCacheBlock] | None = None
     ) -> list[int] | None:
         """Make room for the next `num_new_tokens` of a request.
 
@@ -120,7 +120,7 @@ class KVCacheManager:
             request.settled_until = min(request.settled_until, next_full - 1)
         return [block.block_id for block in added]
 
-    def free(self, request: Request) -> None:
+    def free(self, request: CachedSequence) -> None:
         """Drop the request's references. Its last blocks are reused first: they are the least likely to be shared."""
         if self.enable_prefix_caching and request.request_id in self._blocks:
             self._cache_full_blocks(request, min(request.num_computed_tokens, request.num_tokens))
@@ -144,7 +144,7 @@ class KVCacheManager:
         for block in self.block_pool.blocks:
             assert block.ref_cnt == references[block.block_id], f"{block} has {references[block.block_id]} owners"
 
-    def _cache_full_blocks(self, request: Request, num_tokens: int) -> None:
+    def _cache_full_blocks(self, request: CachedSequence, num_tokens: int) -> None:
         """File the blocks that will be full once `num_tokens`, all of them known, are computed.
 
         That is before they are: every layer writes the keys and values of the whole step before any request attends
@@ -160,7 +160,7 @@ class KVCacheManager:
             self.block_pool.cache(blocks[i], request.block_hashes[i], request.block_hashes[0], i)
         self._num_cached_blocks[request.request_id] = num_full
 
-    def _extend_block_hashes(self, request: Request, num_blocks: int) -> None:
+    def _extend_block_hashes(self, request: CachedSequence, num_blocks: int) -> None:
         hashes, size = request.block_hashes, self.block_size
         for i in range(len(hashes), num_blocks):
             parent = hashes[-1] if hashes else NONE_HASH
@@ -168,7 +168,7 @@ class KVCacheManager:
             extra_keys = self._extra_keys(request, i) if i == 0 or request.mm_hashes else b""
             hashes.append(hash_block_tokens(parent, token_ids, extra_keys))
 
-    def _extra_keys(self, request: Request, index: int) -> bytes:
+    def _extra_keys(self, request: CachedSequence, index: int) -> bytes:
         """What the content of the request's block depends on besides its tokens; see `encode_extra_keys`."""
         start, end = index * self.block_size, (index + 1) * self.block_size
         mm_hashes = [

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
-from quire_engine.memory import release_pages, trim_heap
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.files import StoredTensor
 from quire_engine.models.llama import LlamaForCausalLM
@@ -24,7 +24,7 @@ from quire_engine.models.parallel import Packable, load_targets
 from quire_engine.models.progress import LoadProgress
 from quire_engine.models.registry import MODELS
 from quire_engine.models.weights import check_weights
-from quire_engine.transfer import CPU
+from quire_engine.system.memory import release_pages, trim_heap
 
 __all__ = ["load_model"]
 

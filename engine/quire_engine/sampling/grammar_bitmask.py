@@ -5,7 +5,7 @@ import numpy.typing as npt
 import torch
 from quire_kernels import apply_token_bitmask
 
-from quire_engine.transfer import upload
+from quire_engine.device.transfer import upload
 
 __all__ = ["apply_grammar_bitmask"]
 

@@ -5,7 +5,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from quire_engine.transfer import upload
+from quire_engine.device.transfer import upload
 
 __all__ = ["apply_min_tokens", "mask_tokens"]
 

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from quire_kernels import argmax, sample
 
+from quire_engine.device.transfer import Download, upload
 from quire_engine.messages import TokenLogprobs
 from quire_engine.sampling.grammar_bitmask import apply_grammar_bitmask
 from quire_engine.sampling.logits_processors import apply_min_tokens
@@ -13,7 +14,6 @@ from quire_engine.sampling.logprobs import TopLogprobs, to_entries, top_logprobs
 from quire_engine.sampling.metadata import SamplingMetadata
 from quire_engine.sampling.penalties import apply_penalties
 from quire_engine.sampling.token_constraints import apply_token_constraints
-from quire_engine.transfer import Download, upload
 
 __all__ = ["SampledTokens", "Sampler", "SamplerOutput"]
 

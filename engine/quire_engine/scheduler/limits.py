@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 
 from quire_engine.config import SchedulerConfig
-from quire_engine.messages import EngineCoreOutput, ErrorCode
-from quire_engine.request import FinishReason, Request
+from quire_engine.messages import EngineCoreOutput, ErrorCode, FinishReason
+from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.request_queue import RequestQueue, priority_key
 
 __all__ = ["RequestLimits"]

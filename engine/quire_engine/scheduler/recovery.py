@@ -8,7 +8,7 @@
 
 from collections.abc import Sequence
 
-from quire_engine.request import Request
+from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.request_queue import FCFSRequestQueue
 
 __all__ = ["Trials"]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Protocol
 
-from quire_engine.request import Request
+from quire_engine.scheduler.request import Request
 
 __all__ = ["FCFSRequestQueue", "PriorityRequestQueue", "RequestQueue", "make_request_queue", "priority_key"]
 

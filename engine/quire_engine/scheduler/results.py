@@ -18,8 +18,8 @@ position alone. Steps are numbered for this, and `void_until_step` is the last w
 import logging
 from collections.abc import Mapping
 
-from quire_engine.messages import EngineCoreOutput, ModelRunnerOutput
-from quire_engine.request import FinishReason, Request
+from quire_engine.messages import EngineCoreOutput, FinishReason, ModelRunnerOutput
+from quire_engine.scheduler.request import Request
 
 __all__ = ["take_result"]
 

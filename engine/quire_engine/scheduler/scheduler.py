@@ -30,13 +30,13 @@ from itertools import chain, count, islice
 
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheManager
-from quire_engine.messages import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
-from quire_engine.request import FinishReason, Request, RequestStatus
+from quire_engine.messages import EngineCoreOutput, FinishReason, ModelRunnerOutput, SchedulerOutput
 from quire_engine.scheduler.limits import RequestLimits
 from quire_engine.scheduler.recovery import Trials
+from quire_engine.scheduler.request import Request, RequestStatus
 from quire_engine.scheduler.request_queue import FCFSRequestQueue, RequestQueue, make_request_queue, priority_key
+from quire_engine.scheduler.request_snapshots import request_snapshot
 from quire_engine.scheduler.results import take_result
-from quire_engine.scheduler.snapshot import request_snapshot
 from quire_engine.scheduler.step_budget import StepBudget
 from quire_engine.scheduler.worker_knowledge import WorkerKnowledge
 from quire_engine.snapshot import RequestSnapshot

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import msgspec
 
 from quire_engine.messages import NewRequestData, SchedulerOutput
-from quire_engine.request import Request
 from quire_engine.sampling_params import SamplingParams
+from quire_engine.scheduler.request import Request
 
 __all__ = ["WorkerKnowledge"]
 

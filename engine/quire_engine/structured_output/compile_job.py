@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quire_engine.structured_output.grammar import GrammarError
+from quire_engine.scheduler.grammar import GrammarError
+from quire_engine.structured_output.compiler_messages import CompilerArguments, CompileRequest, CompileResult
 from quire_engine.structured_output.library import xgrammar
-from quire_engine.structured_output.protocol import CompilerArguments, CompileRequest, CompileResult
 from quire_engine.structured_output.xgrammar import SharedGrammar, XGrammar
 
 if TYPE_CHECKING:

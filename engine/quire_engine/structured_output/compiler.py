@@ -11,7 +11,6 @@ When the engine core ends, however it ends, stdin ends; then this process kills 
 """
 
 import contextlib
-import ctypes
 import os
 import selectors
 import signal
@@ -23,10 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire_engine.memory import limit_memory_growth
-from quire_engine.process_state import how_it_ended, is_stopped
-from quire_engine.structured_output.job_queue import TRY_SECONDS, JobQueue
-from quire_engine.structured_output.protocol import (
+from quire_engine.structured_output.compiler_messages import (
     CancelRequest,
     CompilerArguments,
     CompileRequest,
@@ -36,6 +32,10 @@ from quire_engine.structured_output.protocol import (
     JobState,
     to_frame,
 )
+from quire_engine.structured_output.job_queue import TRY_SECONDS, JobQueue
+from quire_engine.system.child_process import die_with_parent
+from quire_engine.system.memory import limit_memory_growth
+from quire_engine.system.process_state import how_it_ended, is_stopped
 
 if TYPE_CHECKING:
     from quire_engine.structured_output.compile_job import GrammarCompiler
@@ -54,9 +54,6 @@ _OUT_OF_MEMORY = 2
 """Exit code of a job that ran into its limit after it had compiled."""
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 """Signals by which a job ends of its grammar. Any other comes from outside."""
-
-_libc = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(slots=True)
@@ -214,7 +211,7 @@ def _limit_job(try_seconds: float | None) -> None:
     if try_seconds is not None:
         signal.setitimer(signal.ITIMER_PROF, try_seconds)
     os.nice(max(NICENESS - os.nice(0), 0))  # a process that was itself started nice has no right to be less so
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(os.getppid(), signal.SIGKILL)
     signal.setitimer(signal.ITIMER_REAL, COMPILE_SECONDS)  # SIGALRM's default action ends the process, in C++ too
     limit_memory_growth(COMPILE_MEMORY_BYTES)
 
@@ -256,7 +253,7 @@ def main() -> None:
     arguments = msgspec.msgpack.decode(payloads.pop(0), type=CompilerArguments)
     os.nice(arguments.niceness)
     try:
-        from quire_engine.tokenizer import load_tokenizer
+        from quire_engine.frontend.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(Path(arguments.tokenizer_path))  # first: see `library`
 

@@ -24,9 +24,7 @@ from typing import IO
 
 import msgspec
 
-from quire_engine.child_process import start_module
-from quire_engine.process_state import how_it_ended
-from quire_engine.structured_output.protocol import (
+from quire_engine.structured_output.compiler_messages import (
     CancelRequest,
     CompilerArguments,
     CompileRequest,
@@ -36,7 +34,9 @@ from quire_engine.structured_output.protocol import (
     JobState,
     to_frame,
 )
-from quire_engine.structured_output.watch import LOOK_SECONDS, CompilerWatch
+from quire_engine.structured_output.compiler_watch import LOOK_SECONDS, CompilerWatch
+from quire_engine.system.child_process import start_module
+from quire_engine.system.process_state import how_it_ended
 
 __all__ = ["CompilerProcess"]
 

@@ -17,7 +17,7 @@ among the places of round 0, however slow they are; and no stream of quick ones 
 
 from collections import deque
 
-from quire_engine.structured_output.protocol import CompileRequest
+from quire_engine.structured_output.compiler_messages import CompileRequest
 
 __all__ = ["MAX_JOBS", "TRY_SECONDS", "JobQueue"]
 

@@ -25,10 +25,10 @@ import numpy.typing as npt
 
 from quire_engine.errors import EngineUnavailableError
 from quire_engine.messages import GrammarBitmask
-from quire_engine.request import Request, RequestStatus
+from quire_engine.scheduler.grammar import Grammar, GrammarError
+from quire_engine.scheduler.request import Request, RequestStatus
+from quire_engine.structured_output.compiler_messages import CompilerArguments, CompileRequest, CompileResult
 from quire_engine.structured_output.compiler_process import CompilerProcess
-from quire_engine.structured_output.grammar import Grammar, GrammarError
-from quire_engine.structured_output.protocol import CompilerArguments, CompileRequest, CompileResult
 from quire_engine.structured_outputs_params import StructuredOutputsParams
 
 if TYPE_CHECKING:

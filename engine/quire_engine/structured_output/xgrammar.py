@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from quire_engine.structured_output.grammar import GrammarError
+from quire_engine.scheduler.grammar import GrammarError
 from quire_engine.structured_output.library import xgrammar
 
 __all__ = ["SharedGrammar", "XGrammar", "XGrammarBackend"]

@@ -13,7 +13,7 @@ for it, and it can be read of a rank that hangs.
 import os
 import time
 
-from quire_engine.semaphore import WORD_BYTES, SharedMemory
+from quire_engine.ipc.semaphore import WORD_BYTES, SharedMemory
 
 __all__ = ["BusyTime", "StepClock"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from quire_engine.config import EngineConfig
-from quire_engine.memory import available_memory_bytes, peak_memory_growth, total_memory_bytes, trim_heap
+from quire_engine.system.memory import available_memory_bytes, peak_memory_growth, total_memory_bytes, trim_heap
 
 __all__ = ["CPU_MEMORY_SHARE", "CacheMemory", "CpuCacheMemory", "GpuCacheMemory", "check_tables"]
 

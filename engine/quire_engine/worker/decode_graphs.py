@@ -28,12 +28,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from quire_kernels import plan_attention, sample
-from quire_kernels.attention import GpuAttentionPlan
+from quire_kernels.attention_plan import GpuAttentionPlan
 from tqdm import tqdm
 
+from quire_engine.device.transfer import upload
 from quire_engine.models.layers import AttentionMetadata
 from quire_engine.models.llama import LlamaForCausalLM
-from quire_engine.transfer import upload
 from quire_engine.worker.input_batch import InputBatch
 
 __all__ = ["Capture", "CudaCapture", "DecodeGraphs", "capture_sizes", "run_as_captured"]

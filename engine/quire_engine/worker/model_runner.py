@@ -7,13 +7,13 @@ import numpy.typing as npt
 import torch
 from quire_kernels import plan_attention
 
+from quire_engine.device.transfer import CPU, upload, upload_tensors
 from quire_engine.distributed import ParallelState
 from quire_engine.messages import CachedRequestData, GrammarBitmask, PromptLogprobs, SchedulerOutput
 from quire_engine.models.layers import AttentionMetadata
 from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.sampling import Sampler, SamplerOutput, SamplingMetadata
 from quire_engine.sampling.prompt_logprobs import compute_prompt_logprobs
-from quire_engine.transfer import CPU, upload, upload_tensors
 from quire_engine.worker.decode_graphs import DecodeGraphs
 from quire_engine.worker.input_batch import NO_LOGPROBS, TABLE_STEP, InputBatch
 from quire_engine.worker.recorded_forward import RecordedForward

@@ -4,7 +4,7 @@ import logging
 
 import torch
 from quire_kernels import NotRecordableError, Recording, plan_attention, record
-from quire_kernels.attention import CpuAttentionPlan
+from quire_kernels.attention_plan import CpuAttentionPlan
 
 from quire_engine.models.layers import AttentionMetadata
 from quire_engine.models.llama import LlamaForCausalLM

@@ -11,9 +11,8 @@ from quire_kernels.dispatch import uses_triton
 from quire_kernels.kv_cache import is_tiled, new_kv_cache
 
 from quire_engine.config import EngineConfig
+from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
-from quire_engine.kv_cache.sizing import block_bytes, num_blocks_for
-from quire_engine.memory import return_freed_memory
 from quire_engine.messages import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.llama import LlamaForCausalLM
@@ -21,8 +20,9 @@ from quire_engine.models.loader import load_model
 from quire_engine.models.mapped import mapped_zeros
 from quire_engine.models.parallel import num_parameters, shard, stage_layers
 from quire_engine.sampling_params import SamplingParams
-from quire_engine.transfer import CPU
+from quire_engine.system.memory import return_freed_memory
 from quire_engine.worker.cache_memory import CpuCacheMemory, GpuCacheMemory, check_tables
+from quire_engine.worker.cache_sizing import block_bytes, num_blocks_for
 from quire_engine.worker.decode_graphs import CudaCapture, DecodeGraphs, capture_sizes, run_as_captured
 from quire_engine.worker.fault_injection import FaultInjection
 from quire_engine.worker.input_batch import InputBatch

@@ -39,7 +39,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire_kernels.attention import GpuAttentionPlan
+from quire_kernels.attention_plan import GpuAttentionPlan
 from quire_kernels.gpu.interpreter import cast, dot
 
 __all__ = ["paged_attention", "plan_attention"]

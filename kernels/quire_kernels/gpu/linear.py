@@ -20,7 +20,7 @@ import triton.language as tl
 
 from quire_kernels.gpu.activation import silu
 from quire_kernels.gpu.interpreter import cast, round_even
-from quire_kernels.linear import LARGEST
+from quire_kernels.quantized import LARGEST
 
 __all__ = ["linear", "quantize_per_token"]
 

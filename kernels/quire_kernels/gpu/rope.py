@@ -13,12 +13,13 @@ import triton.language as tl
 
 from quire_kernels.gpu.interpreter import cast
 from quire_kernels.gpu.layernorm import normed
+from quire_kernels.quantized import LARGEST
 
 __all__ = ["rope_and_cache"]
 
 HEADS = 8
 """Of a program: with 64 pairs in each, 8 pairs for each of 64 threads."""
-LARGEST_FP8 = 448.0
+LARGEST_FP8 = LARGEST[torch.float8_e4m3fn]
 """Of e4m3 (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433, table 1)."""
 
 

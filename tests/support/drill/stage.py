@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quire_cli import process
+from quire_engine.system import process_state
 from support.clients import http, run, scrape
 from support.drill.streams import Streams
 from support.processes import command_line, is_gone, parent
@@ -37,8 +37,8 @@ RECOVERY_DEADLINE_S = 120.0
 _CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
 _SETTINGS: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 48 << 20, "max_model_len": 1024}
 _MODULES = {
-    "core": "quire_engine.core.process",
-    "worker": "quire_engine.worker.process",
+    "core": "quire_engine.core.core_process",
+    "worker": "quire_engine.worker.worker_process",
     "compiler": "quire_engine.structured_output.compiler",
     "stub": "triton_python_backend_stub",
 }
@@ -92,7 +92,7 @@ class Stage:
         """Living processes of a kind: `tritonserver`, `stub`, `core`, `worker` or `compiler`; of one model, or all."""
         pids = [pid for pid in self.server.run_id.processes() if not is_gone(pid)]
         if kind == "tritonserver":
-            stats = ((pid, process.process_stat(pid)) for pid in pids)
+            stats = ((pid, process_state.process_stat(pid)) for pid in pids)
             return [pid for pid, stat in stats if stat and stat.name == kind]
         return [pid for pid in pids if _MODULES[kind] in command_line(pid) and model in (None, self.model_of(pid))]
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from quire_backend.status_page import StatusPage, StubState, read_status_pages
-from quire_cli import process
 from quire_cli.console import Console
 from quire_cli.errors import CommandError
 from quire_cli.health import Health
 from quire_cli.ports import Endpoint
 from quire_cli.supervisor import Supervisor
+from quire_engine.system import process_state
 
 TIMEOUT_S = 20
 
@@ -43,7 +43,7 @@ class Server:
 
 
 def start_time(pid: int) -> int:
-    stat = process.process_stat(pid)
+    stat = process_state.process_stat(pid)
     assert stat is not None
     return stat.start_time
 

@@ -102,5 +102,5 @@ def test_environment_is_that_of_this_python(tmp_path: Path) -> None:
     if isinstance(own, Path):
         assert libraries.index(str(own.parent)) < libraries.index(str(tmp_path / "libs"))
     paths = environment["PYTHONPATH"].split(os.pathsep)
-    assert any((Path(path) / "quire_engine" / "config.py").is_file() for path in paths)
+    assert any((Path(path) / "quire_engine" / "llm.py").is_file() for path in paths)
     assert any((Path(path) / "numpy").is_dir() for path in paths)

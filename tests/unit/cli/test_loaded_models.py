@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 from quire_backend.status_page import StubState, StubStatus
-from quire_cli import process
 from quire_cli.launch import ServerFlags
 from quire_cli.loaded_models import LoadedModels
 from quire_cli.repository_index import IndexedModel
+from quire_engine.system import process_state
 
-stat = process.process_stat(os.getpid())
+stat = process_state.process_stat(os.getpid())
 assert stat is not None
 STUB = StubStatus(
     pid=os.getpid(), start_time=stat.start_time, model="ours", version="1", instance="ours_0_0", beats=3,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from quire_cli import process
+from quire_engine.system import process_state
 
 THREADS = """
 import sys, threading
@@ -36,7 +37,7 @@ def test_without_a_descriptor_nobody_is_taken_for_dead() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:
         with pytest.raises(OSError, match="Too many open files"):
-            process.process_stat(os.getpid())
+            process_state.process_stat(os.getpid())
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

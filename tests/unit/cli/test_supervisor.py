@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_cli import process
 from quire_cli.errors import CommandError
 from quire_cli.ports import Endpoint, reserve
 from quire_cli.run_directory import RunId
 from quire_cli.supervisor import CrashLoop
+from quire_engine.system import process_state
 from support import fake_server
 from support.processes import is_gone
 from support.serving import wait_until
@@ -92,7 +92,7 @@ class Supervised:
 
     def stub(self) -> int:
         """The stub of the present server."""
-        stats = ((pid, process.process_stat(pid)) for pid in self.run_id.processes())
+        stats = ((pid, process_state.process_stat(pid)) for pid in self.run_id.processes())
         return next(pid for pid, stat in stats if stat and stat.name == "triton_python_b")
 
     def health(self) -> tuple[int, list[str]]:

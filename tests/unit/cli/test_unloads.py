@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from quire_backend.status_page import StubState, StubStatus
-from quire_cli import process
 from quire_cli.unloads import GRACE_S, IDLE_S, REPLACED_S, StuckUnloads, end_stub, left_behind
+from quire_engine.system import process_state
 
 STUB = StubStatus(
     pid=7, start_time=1, model="m", version="1", instance="m_0_0", beats=3, state=StubState.UP, reason="",
@@ -54,7 +54,7 @@ def asked() -> Asked:
 def alive(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """The processes that live."""
     living = {STUB.pid, SUCCESSOR.pid, OTHER.pid}
-    monkeypatch.setattr("quire_cli.unloads.process.is_alive", lambda pid, start_time: pid in living)
+    monkeypatch.setattr("quire_cli.unloads.process_state.is_alive", lambda pid, start_time: pid in living)
     return living
 
 
@@ -134,7 +134,7 @@ def test_one_that_ended_between_two_looks_has_the_others_waited_for(asked: Asked
 def test_a_stub_is_ended_with_all_that_it_had(tmp_path: Path, alive: set[int]) -> None:
     victim = subprocess.Popen(["sleep", "600"])
     alive.add(victim.pid)
-    stat = process.process_stat(victim.pid)
+    stat = process_state.process_stat(victim.pid)
     assert stat is not None
     page = replace(STUB, pid=victim.pid, start_time=stat.start_time)
     (tmp_path / page.file_name).touch()

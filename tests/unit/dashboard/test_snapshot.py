@@ -10,7 +10,7 @@ from quire_dashboard.block_map import MOST_CELLS, blocks_by_state, draw, lay_out
 from quire_dashboard.charts import line_spec, points_table, timeline_table
 from quire_dashboard.chat import FORMATS, STOPS, chat_prompt
 from quire_dashboard.history import Point
-from quire_dashboard.snapshot import Blocks, RequestState, Segment, Snapshot
+from quire_dashboard.snapshot_answer import Blocks, RequestState, Segment, Snapshot
 from quire_dashboard.words import per_second, percent, seconds
 from support.fake_triton import make_request, make_snapshot
 

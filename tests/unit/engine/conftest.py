@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from quire_engine.tokenizer import load_tokenizer
+from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.worker.fault_injection import FAULT_INJECTION_VARIABLE
 from support.faults import put_fault
 from support.oracle import CHECKPOINTS, Expected, generate_greedily, make_checkpoint, make_prompts

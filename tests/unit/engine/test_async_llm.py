@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from quire_engine import LLM, AsyncLLM, EngineConfig, RequestOutputKind, SamplingParams
 from quire_engine.errors import CheckpointError, EngineDeadError, RequestError
-from quire_engine.input_processor import ProcessedRequest
+from quire_engine.frontend.input_processor import ProcessedRequest
 from quire_engine.messages import RequestType
 from quire_engine.outputs import RequestOutput
 from support.engines import Recorder, engine, until

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from quire_engine import LLM, BeamSearchParams
-from quire_engine.beam_search import BeamSearchSequence
 from quire_engine.errors import RequestError
+from quire_engine.frontend.beam_search import BeamSearchSequence
 from support.oracle import make_prompts
 from transformers import LlamaForCausalLM
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_engine import chat_template
-from quire_engine.chat_template import ChatTemplateError, ChatTemplateRenderer
 from quire_engine.errors import RequestError
-from quire_engine.input_processor import InputProcessor
+from quire_engine.frontend import chat_template
+from quire_engine.frontend.chat_template import ChatTemplateError, ChatTemplateRenderer
+from quire_engine.frontend.input_processor import InputProcessor
+from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.messages import EngineCoreReady
-from quire_engine.process_state import is_running
-from quire_engine.tokenizer import load_tokenizer
+from quire_engine.system.process_state import is_running
 
 TINYPY = Path(__file__).parents[3] / "model_repository" / "tinypy" / "1" / "model"
 SAID = [{"role": "user", "content": "Grüße \U0001f600\n", "name": None}, {"role": "assistant", "content": "b"}]

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from quire_engine.child_process import start_module
+from quire_engine.system.child_process import start_module
 
 CHILD = """
 import json, os, sys

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from quire_engine.input_processor import ProcessedRequest
+from quire_engine.frontend.input_processor import ProcessedRequest
 from quire_engine.sampling_params import SamplingParams
 
 

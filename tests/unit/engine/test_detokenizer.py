@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_engine.detokenizer import Decode, IncrementalDetokenizer
+from quire_engine.frontend.detokenizer import Decode, IncrementalDetokenizer
+from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.sampling_params import SamplingParams
-from quire_engine.tokenizer import load_tokenizer
 
 TINYPY = Path(__file__).parents[3] / "model_repository" / "tinypy" / "1" / "model"
 TOKENIZER = load_tokenizer(TINYPY)

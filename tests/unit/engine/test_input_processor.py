@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from quire_engine import SamplingParams
 from quire_engine.errors import RequestError
-from quire_engine.input_processor import InputProcessor
+from quire_engine.frontend.input_processor import InputProcessor
+from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.messages import EngineCoreReady
-from quire_engine.tokenizer import load_tokenizer
 from transformers import AutoTokenizer
 
 TINYPY = Path(__file__).parents[3] / "model_repository" / "tinypy" / "1" / "model"
@@ -147,7 +147,7 @@ def test_tokenizer_is_the_one_that_transformers_finds(tokenizer_class: str | Non
 
 def test_tokenizer_and_chat_template_do_without_torch() -> None:
     script = (
-        "import sys; from pathlib import Path; from quire_engine.tokenizer import load_tokenizer\n"
+        "import sys; from pathlib import Path; from quire_engine.frontend.tokenizer import load_tokenizer\n"
         "tokenizer = load_tokenizer(Path(sys.argv[1]))\n"
         "tokenizer.decode(tokenizer.encode('import os'))\n"
         "tokenizer.apply_chat_template([{'role': 'user', 'content': 'Hello'}], tokenize=False)\n"

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from quire_engine import LLM, AsyncLLM, EngineConfig, SamplingParams
 from quire_engine.core.step_history import StepHistory
-from quire_engine.introspection import LiveRequest, combine_blocks, combine_requests, slo_slack_seconds
+from quire_engine.frontend.introspection import LiveRequest, combine_blocks, combine_requests, slo_slack_seconds
 from quire_engine.messages import UtilityOutput
-from quire_engine.request import MAX_OWN_EVENTS
 from quire_engine.scheduler import Scheduler
+from quire_engine.scheduler.request import MAX_OWN_EVENTS
 from quire_engine.slo import SLOTargets
 from quire_engine.snapshot import (
     MAX_EVENTS,
@@ -26,7 +26,7 @@ from quire_engine.snapshot import (
     StepSeconds,
 )
 from quire_engine.stats import StepStats
-from quire_engine.testing import FakeModelRunner, make_request, make_scheduler, run_step
+from support.scheduling import FakeModelRunner, make_request, make_scheduler, run_step
 
 
 class Clock:

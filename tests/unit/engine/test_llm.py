@@ -158,7 +158,7 @@ def test_a_failing_step_ends_only_the_request_that_fails(
 
 
 def test_sharded_checkpoints_load(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    from quire_engine.tokenizer import load_tokenizer
+    from quire_engine.frontend.tokenizer import load_tokenizer
     from support.oracle import make_checkpoint
 
     folder = make_checkpoint(tmp_path, "tied-gqa", load_tokenizer(checkpoint("tinypy")), max_shard_size="100KB")

@@ -10,13 +10,13 @@ from quire_engine.messages import (
     EngineCoreOutputs,
     EngineCoreReady,
     EngineCoreRequest,
+    FinishReason,
     GrammarBitmask,
     ModelRunnerOutput,
     NewRequestData,
     PromptLogprobs,
     SchedulerOutput,
 )
-from quire_engine.request import FinishReason
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.stats import FinishedRequestStats, SchedulerStats
 

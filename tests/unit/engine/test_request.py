@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 from quire_engine.errors import RequestError
-from quire_engine.messages import PromptLogprobs
-from quire_engine.request import FinishReason, Request, max_output_tokens, validate_request
+from quire_engine.messages import FinishReason, PromptLogprobs
 from quire_engine.sampling_params import SamplingParams
+from quire_engine.scheduler.request import Request
+from quire_engine.scheduler.validation import max_output_tokens, validate_request
 
 EOS, STOP, OTHER = 2, 5, 9
 

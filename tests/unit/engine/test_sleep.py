@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.errors import EngineError, EngineSleepingError
-from quire_engine.memory import resident_memory_bytes
+from quire_engine.system.memory import resident_memory_bytes
 
 KV_CACHE_BYTES = 96 * 2**20
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

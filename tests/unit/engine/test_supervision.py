@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import zmq
-from quire_engine.chat_template import RENDER_SECONDS
-from quire_engine.core import restart_policy, supervisor
+from quire_engine.core import restart_policy
+from quire_engine.core import supervised_client as supervisor
 from quire_engine.errors import EngineDeadError, EngineUnavailableError
+from quire_engine.frontend.chat_template import RENDER_SECONDS
 from support.engines import Stream, assert_same, engine, kill, offline, params, run, until
 from support.processes import children, is_gone, open_descriptors, state
 from support.serving import wait_until

@@ -4,8 +4,7 @@ import logging
 from typing import Any
 
 import pytest
-from quire_engine import vllm_settings
-from quire_engine.config import EngineConfig, setting_names
+from quire_engine.config import EngineConfig, setting_names, vllm_settings
 
 DEFAULTS: dict[str, Any] = {
     "served_model_name": None, "task": "auto", "skip_tokenizer_init": False, "tokenizer_mode": "auto",

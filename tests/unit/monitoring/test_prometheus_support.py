@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from quire_cli.process import is_alive, process_stat
+from quire_engine.system.process_state import is_alive, process_stat
 from support.serving import wait_until
 
 TESTS = Path(__file__).resolve().parents[2]

@@ -2,8 +2,7 @@
 
 import pytest
 from quire_engine.core.journal import MAX_CRASHES, MAX_TRIAL_DEATHS, TRIAL_TOKENS, Journal
-from quire_engine.messages import EngineCoreOutput, EngineCoreRequest
-from quire_engine.request import FinishReason
+from quire_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire_engine.sampling_params import SamplingParams
 
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from quire_engine.core.journal import Journal
-from quire_engine.messages import EngineCoreOutput, EngineCoreRequest
-from quire_engine.request import FinishReason
+from quire_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire_engine.sampling_params import SamplingParams
 
 NUM_KILLS = 100

@@ -13,12 +13,12 @@ from quire_engine.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
     ErrorCode,
+    FinishReason,
     ModelRunnerOutput,
     SchedulerOutput,
 )
-from quire_engine.request import FinishReason
 from quire_engine.sampling_params import SamplingParams
-from quire_engine.testing import FakeModelRunner, make_request, undisturbed_output
+from support.scheduling import FakeModelRunner, make_request, undisturbed_output
 
 NUM_BLOCKS = 64
 

@@ -8,7 +8,7 @@ import pytest
 
 WORKER_PRELUDE = """
 import sys
-if "quire_engine.worker.process" in sys.orig_argv:
+if "quire_engine.worker.worker_process" in sys.orig_argv:
     import os, threading, time, torch
     from quire_engine.messages import ModelRunnerOutput
     from quire_engine.worker import worker

@@ -12,14 +12,14 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_engine.executor.message_queue import MessageQueueHandle, MessageReader, MessageWriter
-from quire_engine.semaphore import Watch
+from quire_engine.ipc.message_queue import MessageQueueHandle, MessageReader, MessageWriter
+from quire_engine.ipc.semaphore import Watch
 from support.processes import cpu_seconds, ended, eventually, open_descriptors, start_python, state
 
 CHUNK = 64
 READER = """
     import hashlib, sys, msgspec
-    from quire_engine.executor.message_queue import MessageQueueHandle, MessageReader
+    from quire_engine.ipc.message_queue import MessageQueueHandle, MessageReader
     handle = msgspec.json.decode(sys.argv[1], type=MessageQueueHandle)
     reader = MessageReader(handle, int(sys.argv[2]))
     print("ready", flush=True)

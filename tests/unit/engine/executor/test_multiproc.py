@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.errors import AbortedError, CheckpointError, EngineDeadError, EngineError
-from quire_engine.memory import resident_memory_bytes
 from quire_engine.messages import SchedulerOutput
+from quire_engine.system.memory import resident_memory_bytes
 from quire_engine.worker.fault_injection import FAULT_INJECTION_VARIABLE
 from support.faults import put_fault
 from support.multiproc import bad_step, executor, settings, step
@@ -346,7 +346,7 @@ def test_stacks_and_log_lines_of_a_rank(checkpoint: Callable[[str], Path], capfd
         def dumped() -> bool:
             nonlocal text
             text += capfd.readouterr().err
-            return "process.py" in text and "in main" in text
+            return "worker_process.py" in text and "in main" in text
 
         os.kill(workers.worker_pids[1], signal.SIGUSR1)
         assert eventually(dumped, 5)

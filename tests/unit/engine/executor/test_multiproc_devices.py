@@ -122,7 +122,7 @@ def test_rank_that_cannot_start_does_not_wait_for_the_others(
     checkpoint: Callable[[str], Path], in_workers: Callable[[str], None]
 ) -> None:
     in_workers("""
-        from quire_engine.worker import device
+        from quire_engine.device import placement as device
         prepare_device = device.prepare_device
 
         def fails(config, checkpoint, rank):

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 from quire_engine.kv_cache import KVCacheManager
-from quire_engine.kv_cache.hashing import encode_extra_keys
-from quire_engine.request import MultimodalHash, Request
+from quire_engine.kv_cache.hashing import MultimodalHash, encode_extra_keys
 from quire_engine.sampling_params import SamplingParams
-from quire_engine.testing import make_request
+from quire_engine.scheduler.request import Request
+from support.scheduling import make_request
 
 BLOCK_SIZE = 4
 

@@ -2,8 +2,8 @@
 
 import pytest
 from quire_engine.kv_cache import KVCacheBlock, KVCacheManager
-from quire_engine.request import Request
-from quire_engine.testing import make_request
+from quire_engine.scheduler.request import Request
+from support.scheduling import make_request
 
 BLOCK_SIZE = 4
 

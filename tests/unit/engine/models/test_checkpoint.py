@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from quire_engine.errors import CheckpointError
+from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.files import MAX_JSON_BYTES
 from quire_engine.models.loader import load_model
-from quire_engine.tokenizer import load_tokenizer
 from safetensors.torch import load_file, save_file
 from support.checkpoints import POINTER, edit_json, make_small_checkpoint
 

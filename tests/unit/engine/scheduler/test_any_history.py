@@ -4,10 +4,10 @@ import random
 from typing import Any
 
 import pytest
-from quire_engine.messages import EngineCoreOutput
-from quire_engine.request import FinishReason, Request, RequestStatus
+from quire_engine.messages import EngineCoreOutput, FinishReason
 from quire_engine.sampling_params import SamplingParams
-from quire_engine.testing import FakeModelRunner, make_request, make_scheduler, undisturbed_output
+from quire_engine.scheduler.request import Request, RequestStatus
+from support.scheduling import FakeModelRunner, make_request, make_scheduler, undisturbed_output
 
 NUM_STEPS = 2000
 MAX_MODEL_LEN = 40

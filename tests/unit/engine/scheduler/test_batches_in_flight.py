@@ -3,11 +3,10 @@
 from typing import Any
 
 import pytest
-from quire_engine.messages import ModelRunnerOutput, PromptLogprobs, SchedulerOutput
-from quire_engine.request import FinishReason
+from quire_engine.messages import FinishReason, ModelRunnerOutput, PromptLogprobs, SchedulerOutput
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
-from quire_engine.testing import make_request, make_requests, make_scheduler
+from support.scheduling import make_request, make_requests, make_scheduler
 
 
 def pipeline(num_requests: int = 0, num_batches: int = 2, **settings: Any) -> Scheduler:

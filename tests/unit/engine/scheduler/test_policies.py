@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
-from quire_engine.messages import EngineCoreOutput, ErrorCode
-from quire_engine.request import FinishReason, Request, RequestStatus
+from quire_engine.messages import EngineCoreOutput, ErrorCode, FinishReason
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import PriorityRequestQueue, Scheduler
-from quire_engine.testing import FakeModelRunner, make_request, make_scheduler, run_step, undisturbed_output
+from quire_engine.scheduler.request import Request, RequestStatus
+from support.scheduling import FakeModelRunner, make_request, make_scheduler, run_step, undisturbed_output
 
 
 class Clock:

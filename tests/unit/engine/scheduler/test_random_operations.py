@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from quire_engine.messages import EngineCoreOutput, ErrorCode, ModelRunnerOutput, SchedulerOutput
-from quire_engine.request import FinishReason, Request
+from quire_engine.messages import EngineCoreOutput, ErrorCode, FinishReason, ModelRunnerOutput, SchedulerOutput
 from quire_engine.sampling_params import SamplingParams
+from quire_engine.scheduler.request import Request
 from quire_engine.structured_outputs_params import StructuredOutputsParams
-from quire_engine.testing import FakeModelRunner, make_request, make_scheduler, undisturbed_output
+from support.scheduling import FakeModelRunner, make_request, make_scheduler, undisturbed_output
 
 NUM_SEQUENCES = 10_000
 NUM_PARTS = 10

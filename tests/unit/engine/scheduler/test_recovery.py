@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
-from quire_engine.messages import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
-from quire_engine.request import FinishReason, Request
+from quire_engine.messages import EngineCoreOutput, FinishReason, ModelRunnerOutput, SchedulerOutput
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
-from quire_engine.testing import (
+from quire_engine.scheduler.request import Request
+from support.scheduling import (
     FakeModelRunner,
     make_request,
     make_requests,

@@ -2,7 +2,7 @@
 
 import pytest
 from quire_engine.scheduler import FCFSRequestQueue
-from quire_engine.testing import make_request
+from support.scheduling import make_request
 
 
 def test_first_come_first_served_and_preempted_before_all() -> None:

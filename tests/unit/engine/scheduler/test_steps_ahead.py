@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_engine.messages import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
-from quire_engine.request import FinishReason, Request
+from quire_engine.messages import EngineCoreOutput, FinishReason, ModelRunnerOutput, SchedulerOutput
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
+from quire_engine.scheduler.request import Request
 from quire_engine.structured_outputs_params import StructuredOutputsParams
-from quire_engine.testing import FakeModelRunner, make_request, make_requests, make_scheduler, undisturbed_output
+from support.scheduling import FakeModelRunner, make_request, make_requests, make_scheduler, undisturbed_output
 
 NEEDS_VALUES = {
     "structured_outputs": StructuredOutputsParams(regex=".*"),

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 from quire_engine import AsyncLLM, SamplingParams
-from quire_engine.core.process import START_NICENESS
+from quire_engine.core.core_process import START_NICENESS
 from quire_engine.errors import DeadlineExceededError, EngineError, RequestError
 from quire_engine.outputs import RequestOutput
 from quire_engine.structured_output.compiler import COMPILE_SECONDS
+from quire_engine.structured_output.compiler_messages import CompilerArguments, CompileRequest, CompileResult, JobState
 from quire_engine.structured_output.compiler_process import CompilerProcess
 from quire_engine.structured_output.job_queue import TRY_SECONDS
-from quire_engine.structured_output.protocol import CompilerArguments, CompileRequest, CompileResult, JobState
 from support.engines import Recorder, engine, until
 from support.processes import children, command_line, cpu_seconds, eventually, is_gone
 

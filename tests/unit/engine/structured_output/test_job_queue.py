@@ -2,8 +2,8 @@
 
 import pytest
 from quire_engine.structured_output.compiler import COMPILE_SECONDS
+from quire_engine.structured_output.compiler_messages import CompileRequest
 from quire_engine.structured_output.job_queue import MAX_JOBS, PLACES, TRY_SECONDS, JobQueue
-from quire_engine.structured_output.protocol import CompileRequest
 
 FIRST_TRY = TRY_SECONDS[0]
 ALL_TRIES = sum(TRY_SECONDS)

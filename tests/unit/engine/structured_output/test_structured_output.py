@@ -15,11 +15,11 @@ from quire_engine import LLM, SamplingParams
 from quire_engine.errors import EngineUnavailableError
 from quire_engine.messages import ErrorCode
 from quire_engine.outputs import CompletionOutput
-from quire_engine.request import Request, RequestStatus
+from quire_engine.scheduler.request import Request, RequestStatus
 from quire_engine.structured_output import manager as manager_module
-from quire_engine.structured_output.protocol import CompileRequest, CompileResult
+from quire_engine.structured_output.compiler_messages import CompileRequest, CompileResult
 from quire_engine.structured_output.xgrammar import XGrammar
-from quire_engine.testing import make_request
+from support.scheduling import make_request
 from support.schemas import random_schema
 
 

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import pytest
-from quire_engine.messages import EngineCoreOutput, ErrorCode
-from quire_engine.request import FinishReason, Request, RequestStatus
+from quire_engine.messages import EngineCoreOutput, ErrorCode, FinishReason
 from quire_engine.sampling_params import SamplingParams
+from quire_engine.scheduler.request import Request, RequestStatus
 from quire_engine.structured_outputs_params import StructuredOutputsParams
-from quire_engine.testing import (
+from support.scheduling import (
     FakeModelRunner,
     make_request,
     make_requests,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from quire_engine.config import EngineConfig
+from quire_engine.device.placement import on_device, prepare_device, rank_device
 from quire_engine.errors import EngineDeadError
 from quire_engine.models.checkpoint import CheckpointConfig
-from quire_engine.worker.device import on_device, prepare_device, rank_device
 from quire_kernels import cpu
 
 
@@ -115,10 +115,10 @@ def test_a_gpu_without_a_dtype_refuses_it(
     gpus(1, capability)
     read = replace(CheckpointConfig.from_folder(checkpoint("tied-gqa")), dtype="bfloat16")
     if refused is None:
-        assert prepare_device(config(**settings), read, 0) == torch.device("cuda", 0)
+        assert prepare_device(config(**settings), read.dtype, 0) == torch.device("cuda", 0)
     else:
         with pytest.raises(ValueError, match="compute capability") as error:
-            prepare_device(config(**settings), read, 0)
+            prepare_device(config(**settings), read.dtype, 0)
         assert str(error.value).startswith(refused)
 
 

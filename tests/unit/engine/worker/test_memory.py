@@ -9,12 +9,12 @@ import pytest
 import torch
 from quire_engine import LLM, EngineConfig, SamplingParams
 from quire_engine.distributed import ParallelState
-from quire_engine.memory import paused_gc, release_pages, resident_memory_bytes
 from quire_engine.messages import SchedulerOutput
 from quire_engine.models import CheckpointConfig
 from quire_engine.models.loader import load_model
 from quire_engine.models.mapped import mapped_zeros
 from quire_engine.models.parallel import Packable
+from quire_engine.system.memory import paused_gc, release_pages, resident_memory_bytes
 from quire_engine.worker import Worker
 from quire_engine.worker.model_runner import ModelRunner
 from quire_engine.worker.submitted_step import SubmittedStep

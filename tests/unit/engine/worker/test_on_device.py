@@ -19,7 +19,7 @@ from quire_engine.worker.decode_graphs import DecodeGraphs, run_as_captured
 from quire_engine.worker.input_batch import InputBatch
 from quire_engine.worker.model_runner import ModelRunner
 from quire_kernels import cpu
-from quire_kernels.attention import GpuAttentionPlan
+from quire_kernels.attention_plan import GpuAttentionPlan
 from quire_kernels.gpu.interpreter import INTERPRETED
 from quire_kernels.kv_cache import new_kv_cache
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode

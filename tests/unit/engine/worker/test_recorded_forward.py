@@ -12,7 +12,7 @@ from quire_engine.outputs import CompletionOutput
 from quire_engine.worker import cache_memory, recorded_forward, worker
 from quire_engine.worker.recorded_forward import RecordedForward
 from quire_kernels import NotRecordableError, Recording, cpu
-from quire_kernels.attention import GpuAttentionPlan
+from quire_kernels.attention_plan import GpuAttentionPlan
 from support.oracle import make_prompts
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)

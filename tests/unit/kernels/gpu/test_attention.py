@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from quire_kernels import paged_attention, plan_attention
-from quire_kernels.attention import GpuAttentionPlan
+from quire_kernels.attention_plan import GpuAttentionPlan
 from quire_kernels.kv_cache import new_kv_cache
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

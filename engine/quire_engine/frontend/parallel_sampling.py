@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import msgspec
 
-from quire_engine.input_processor import ProcessedRequest
+from quire_engine.frontend.input_processor import ProcessedRequest
 from quire_engine.stats import FinishedRequestStats
 
 __all__ = ["ParentRequest", "child_seed"]

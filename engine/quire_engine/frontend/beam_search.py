@@ -20,8 +20,8 @@ from typing import Literal
 
 import msgspec
 
-from quire_engine.detokenizer import Decode
 from quire_engine.errors import EngineError, RequestError
+from quire_engine.frontend.detokenizer import Decode
 from quire_engine.outputs import CompletionOutput, Logprob, RequestOutput
 from quire_engine.sampling_params import MAX_BEAM_LOGPROBS, SamplingParams
 

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable
 
-from quire_engine import process_state
 from quire_engine.structured_output.compiler import OVERDUE_SECONDS
+from quire_engine.system import process_state
 
 __all__ = ["LOOK_SECONDS", "CompilerWatch"]
 

@@ -1,6 +1,7 @@
-"""Starts a module of this package as a child process, with the arguments that it reads from stdin."""
+"""Starts a module of this package as a child process, and ties children to the process that started them."""
 
 import contextlib
+import ctypes
 import os
 import subprocess
 import sys
@@ -8,9 +9,11 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
-__all__ = ["start_module"]
+__all__ = ["die_with_parent", "start_module"]
 
 _STDERR = 2
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def start_module(
@@ -57,3 +60,10 @@ def start_module(
         process.stdin.write(line)
         process.stdin.flush()
     return process
+
+
+def die_with_parent(parent: int, signal_number: int) -> None:
+    """In a new child: have `signal_number` sent to it when the parent thread that started it is gone."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
+    if os.getppid() != parent:  # it was already gone
+        os._exit(1)

@@ -1,4 +1,4 @@
-"""The process of one EngineCore: `python -m quire_engine.core.process`, started by `AsyncMPClient` alone.
+"""The process of one EngineCore: `python -m quire_engine.core.core_process`, started by `AsyncMPClient` alone.
 
 ::
 
@@ -27,22 +27,22 @@ import zmq
 from quire_engine.config import EngineConfig
 from quire_engine.core.heartbeat import Heartbeat
 from quire_engine.errors import CheckpointError, EngineDeadError, EngineError, EngineUnavailableError
-from quire_engine.memory import paused_gc
 from quire_engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreReady,
     EngineCoreRequest,
     ErrorCode,
+    FinishReason,
     ProcessArguments,
     RequestType,
     UtilityOutput,
     UtilityRequest,
 )
 from quire_engine.models import CheckpointConfig
-from quire_engine.request import FinishReason
+from quire_engine.structured_output.compiler_messages import CompilerArguments
 from quire_engine.structured_output.manager import StructuredOutputManager
-from quire_engine.structured_output.protocol import CompilerArguments
+from quire_engine.system.memory import paused_gc
 
 __all__ = ["EngineCoreProcess"]
 
@@ -224,7 +224,7 @@ def _start_grammar_compiler(config: EngineConfig, is_restart: bool) -> Structure
     return structured_output
 
 
-def _die_with_parent() -> None:
+def _end_with_parent() -> None:
     """The parent holds the other end of stdin and never writes to it again: its end means that the parent is gone."""
     while os.read(0, 4096):
         pass
@@ -238,7 +238,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # what the frontend's watch asks for before it kills
     arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=ProcessArguments)
-    threading.Thread(target=_die_with_parent, name="die-with-parent", daemon=True).start()
+    threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
     try:
         EngineCoreProcess(arguments).run()
     except EngineDeadError as error:

@@ -1,7 +1,7 @@
 """Sizing: blocks from bytes."""
 
 import pytest
-from quire_engine.kv_cache.sizing import block_bytes, num_blocks_for
+from quire_engine.worker.cache_sizing import block_bytes, num_blocks_for
 
 
 def test_block_holds_a_key_and_a_value_per_layer_head_and_token() -> None:

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from quire_engine.detokenizer import IncrementalDetokenizer
-from quire_engine.input_processor import ProcessedRequest
-from quire_engine.introspection import LiveRequest
+from quire_engine.frontend.detokenizer import IncrementalDetokenizer
+from quire_engine.frontend.input_processor import ProcessedRequest
+from quire_engine.frontend.introspection import LiveRequest
+from quire_engine.frontend.parallel_sampling import ParentRequest
 from quire_engine.messages import EngineCoreOutput, ErrorCode
 from quire_engine.outputs import OnOutput
-from quire_engine.parallel_sampling import ParentRequest
-from quire_engine.request import max_output_tokens
+from quire_engine.scheduler.validation import max_output_tokens
 from quire_engine.stats import FinishedRequestStats, IterationStats
 
 if TYPE_CHECKING:

@@ -1,29 +1,20 @@
-"""Request: one generation as the scheduler sees it, and the check that it can be served at all."""
+"""Request: one generation as the scheduler sees it."""
 
 import enum
 import time
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from quire_engine.errors import RequestError
+from quire_engine.kv_cache.hashing import MultimodalHash
+from quire_engine.messages import FinishReason, PromptLogprobs
 from quire_engine.sampling_params import SamplingParams
+from quire_engine.scheduler.grammar import Grammar
+from quire_engine.scheduler.validation import max_output_tokens
 from quire_engine.snapshot import MAX_EVENTS, EventKind
 
-if TYPE_CHECKING:
-    from quire_engine.messages import PromptLogprobs
-    from quire_engine.structured_output.grammar import Grammar
-
-__all__ = ["FinishReason", "MultimodalHash", "Request", "RequestStatus", "validate_request"]
-
-
-MultimodalHash = tuple[bytes, int, int]
-"""An image or other input that takes the place of tokens: `(hash of its content, first position, number of tokens)`."""
+__all__ = ["Request", "RequestStatus"]
 
 MAX_OWN_EVENTS = MAX_EVENTS - 2
 """The frontend adds the arrival, and the first token when an engine had given it that is no more."""
-
-MAX_PROMPT_LOGPROBS_ENTRIES = 500_000
-"""Log-probabilities that one request may ask for of its prompt: each becomes an object where the caller is."""
 
 
 class RequestStatus(enum.IntEnum):
@@ -42,18 +33,6 @@ class RequestStatus(enum.IntEnum):
     PREEMPTED = 2
     FINISHED = 3
     WAITING_FOR_FSM = 4
-
-
-class FinishReason(enum.IntEnum):
-    """Why a request ended; `str()` gives vLLM's (and OpenAI's) word for it."""
-
-    STOP = 0
-    LENGTH = 1
-    ABORT = 2
-    ERROR = 3
-
-    def __str__(self) -> str:
-        return self.name.lower()
 
 
 class Request:
@@ -195,14 +174,14 @@ class Request:
             del self.events[0]
         self.events.append((kind, time, num_tokens))
 
-    def add_prompt_logprobs(self, chunk: "PromptLogprobs") -> None:
+    def add_prompt_logprobs(self, chunk: PromptLogprobs) -> None:
         """Take in the next chunk; one that begins at the prompt's beginning starts anew, after a preemption."""
         if self.prompt_logprobs is not None:
             if chunk.start == 1:
                 self.prompt_logprobs.clear()
             self.prompt_logprobs.append(chunk)
 
-    def take_prompt_logprobs(self) -> "list[PromptLogprobs] | None":
+    def take_prompt_logprobs(self) -> list[PromptLogprobs] | None:
         """All of them, once."""
         taken, self.prompt_logprobs = self.prompt_logprobs, None
         return taken
@@ -242,94 +221,3 @@ def _needs_token_values(params: SamplingParams) -> bool:
         or params.has_penalties
         or any(len(token_ids) > 1 for token_ids in params.bad_words_token_ids)
     )
-
-
-def max_output_tokens(num_prompt_tokens: int, params: SamplingParams, max_model_len: int) -> int:
-    """How many tokens may be generated: `max_tokens`, or fewer where the context ends first."""
-    room = max_model_len - num_prompt_tokens
-    return room if params.max_tokens is None else min(params.max_tokens, room)
-
-
-def validate_request(
-    prompt_token_ids: Sequence[int],
-    params: SamplingParams,
-    *,
-    vocab_size: int,
-    max_model_len: int,
-    num_kv_cache_tokens: int,
-    prompt_name: str = "input_ids",
-    scheduling_policy: str = "fcfs",
-) -> None:
-    """Check what depends on the model; the edge and the core both call this.
-
-    Args:
-        prompt_token_ids: the prompt.
-        params: already valid in themselves.
-        vocab_size: token ids are in [0, vocab_size).
-        max_model_len: tokens that prompt and output may have together.
-        num_kv_cache_tokens: tokens that the whole KV cache holds.
-        prompt_name: what the caller knows the prompt as, for the message.
-        scheduling_policy: the engine's; only "priority" takes requests with a priority.
-
-    Raises:
-        RequestError: the request could never be served.
-    """
-    num_prompt = len(prompt_token_ids)
-    if num_prompt == 0:
-        raise RequestError(prompt_name, f"{prompt_name} is empty; it must hold at least one token")
-    low, high = min(prompt_token_ids), max(prompt_token_ids)
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        raise RequestError(prompt_name, f"{prompt_name} holds token id {bad}; ids must be in [0, {vocab_size})")
-    if num_prompt >= max_model_len:
-        raise RequestError(
-            prompt_name,
-            f"{prompt_name} has {num_prompt} tokens; with max_model_len={max_model_len} it must have fewer than that",
-        )
-    if params.max_tokens is not None and params.max_tokens > max_model_len:
-        raise RequestError(
-            "max_tokens", f"max_tokens is {params.max_tokens}; it must be at most max_model_len={max_model_len}"
-        )
-    if params.min_tokens > max_model_len - num_prompt:
-        raise RequestError(
-            "min_tokens",
-            f"min_tokens is {params.min_tokens}; after a prompt of {num_prompt} tokens max_model_len={max_model_len} "
-            f"leaves room for {max_model_len - num_prompt}",
-        )
-    _check_params(params, num_prompt, vocab_size)
-    if params.priority != 0 and scheduling_policy != "priority":
-        raise RequestError(
-            "priority",
-            f"priority is {params.priority}; it must be 0 unless the engine runs with scheduling_policy 'priority'",
-        )
-    # The last token's keys and values are never needed, so one token less has to fit.
-    num_tokens = num_prompt + max_output_tokens(num_prompt, params, max_model_len) - 1
-    if num_tokens > num_kv_cache_tokens:
-        name = prompt_name if num_prompt > num_kv_cache_tokens else "max_tokens"
-        raise RequestError(
-            name,
-            f"{name}: a prompt of {num_prompt} tokens with {num_tokens + 1 - num_prompt} to generate can never fit the "
-            f"KV cache of {num_kv_cache_tokens} tokens; shorten it, lower max_tokens, or raise kv_cache_memory_bytes",
-        )
-
-
-def _check_params(params: SamplingParams, num_prompt: int, vocab_size: int) -> None:
-    """Check the size of the prompt's log-probabilities, and that all token ids exist."""
-    num_entries = num_prompt * (1 + params.prompt_logprobs) if params.prompt_logprobs is not None else 0
-    if num_entries > MAX_PROMPT_LOGPROBS_ENTRIES:
-        raise RequestError(
-            "prompt_logprobs",
-            f"prompt_logprobs is {params.prompt_logprobs}; for a prompt of {num_prompt} tokens these are {num_entries} "
-            f"log-probabilities, and it must be at most {MAX_PROMPT_LOGPROBS_ENTRIES}",
-        )
-    _check_token_ids("stop_token_ids", params.stop_token_ids, vocab_size)
-    _check_token_ids("logit_bias", params.logit_bias or (), vocab_size)
-    _check_token_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
-    for token_ids in params.bad_words_token_ids:
-        _check_token_ids("bad_words", token_ids, vocab_size)
-
-
-def _check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise RequestError(name, f"{name} holds {token_id}; ids must be in [0, {vocab_size})")

@@ -28,8 +28,14 @@ from quire_engine.core.client import AsyncMPClient
 from quire_engine.core.journal import Journal
 from quire_engine.core.restart_policy import Outage, RestartPolicy
 from quire_engine.errors import EngineDeadError, EngineError
-from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreReady, EngineCoreRequest, ErrorCode
-from quire_engine.request import FinishReason
+from quire_engine.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreReady,
+    EngineCoreRequest,
+    ErrorCode,
+    FinishReason,
+)
 from quire_engine.snapshot import EngineCoreSnapshot
 
 __all__ = ["SupervisedClient"]

@@ -7,13 +7,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from quire_engine.errors import RequestError
-from quire_engine.input_processor import ProcessedRequest
-from quire_engine.introspection import LiveRequest
-from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, ErrorCode, PromptLogprobs, TokenLogprobs
+from quire_engine.frontend.input_processor import ProcessedRequest
+from quire_engine.frontend.introspection import LiveRequest
+from quire_engine.frontend.parallel_sampling import ParentRequest
+from quire_engine.frontend.request_state import RequestState
+from quire_engine.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    ErrorCode,
+    FinishReason,
+    PromptLogprobs,
+    TokenLogprobs,
+)
 from quire_engine.outputs import CompletionOutput, Logprob, OnOutput, RequestOutput
-from quire_engine.parallel_sampling import ParentRequest
-from quire_engine.request import FinishReason
-from quire_engine.request_state import RequestState
 from quire_engine.slo import SLOVerdict, judge
 from quire_engine.stats import FinishedRequestStats, IterationStats
 

@@ -1,6 +1,6 @@
 """A request of the scheduler as an operator sees it."""
 
-from quire_engine.request import Request, RequestStatus
+from quire_engine.scheduler.request import Request, RequestStatus
 from quire_engine.snapshot import Phase, RequestEvent, RequestSnapshot
 
 __all__ = ["request_snapshot"]

@@ -17,7 +17,7 @@ left in /dev/shm however they end.
 
 Two semaphores for each reader count the chunks in either state, and always `num_chunks` together: the writer has
 acquired `free` of all readers before it touches a chunk, a reader `filled` before it looks at one. Which chunk that is
-needs no saying, as both take them in turn. (Why semaphores, and how they wait: `quire_engine.semaphore`.)
+needs no saying, as both take them in turn. (Why semaphores, and how they wait: `quire_engine.ipc.semaphore`.)
 
 A message that is longer than a chunk goes as a run of chunks, and the writer waits for room as the readers take them.
 The first chunk's length is the whole message's:
@@ -33,7 +33,7 @@ from typing import TypeVar
 
 import msgspec
 
-from quire_engine.semaphore import WORD_BYTES, Semaphore, SemaphoreHandle, SharedMemory, Waiter, Watch
+from quire_engine.ipc.semaphore import WORD_BYTES, Semaphore, SemaphoreHandle, SharedMemory, Waiter, Watch
 
 __all__ = ["MessageQueueHandle", "MessageReader", "MessageWriter"]
 

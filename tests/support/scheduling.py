@@ -17,10 +17,10 @@ from typing import Any
 
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheManager
-from quire_engine.messages import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
-from quire_engine.request import FinishReason, Request
+from quire_engine.messages import EngineCoreOutput, FinishReason, ModelRunnerOutput, SchedulerOutput
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
+from quire_engine.scheduler.request import Request
 
 __all__ = [
     "FakeModelRunner",

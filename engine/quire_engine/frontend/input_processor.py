@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire_engine.chat_template import ChatTemplateError, ChatTemplateRenderer
 from quire_engine.errors import RequestError, quote
+from quire_engine.frontend.chat_template import ChatTemplateError, ChatTemplateRenderer
 from quire_engine.messages import EngineCoreReady, EngineCoreRequest
-from quire_engine.request import validate_request
 from quire_engine.sampling_params import SamplingParams
+from quire_engine.scheduler.validation import validate_request
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, RequestSLO, SLOTargets, resolve
 
 if TYPE_CHECKING:

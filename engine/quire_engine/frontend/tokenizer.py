@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire_engine.errors import CheckpointError
-from quire_engine.memory import paused_gc, trim_heap
 from quire_engine.models.files import check_tokenizer, read_json
+from quire_engine.system.memory import paused_gc, trim_heap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,7 +5,7 @@ import msgspec
 from quire_engine.config import EngineConfig
 from quire_engine.distributed.meeting import MeetingPlace
 from quire_engine.distributed.shared_memory import AbortFlagHandle, SharedMemoryGroup
-from quire_engine.executor.message_queue import MessageQueueHandle
+from quire_engine.ipc.message_queue import MessageQueueHandle
 
 __all__ = ["WorkerArguments"]
 

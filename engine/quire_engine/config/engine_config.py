@@ -10,8 +10,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from quire_engine.config.vllm_settings import without_vllm_names
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, parse_classes
-from quire_engine.vllm_settings import without_vllm_names
 
 __all__ = ["CacheConfig", "EngineConfig", "FrontendConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig"]
 

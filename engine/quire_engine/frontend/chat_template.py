@@ -1,4 +1,4 @@
-"""Chat templates, rendered in a process of their own: `python -m quire_engine.chat_template`.
+"""Chat templates, rendered in a process of their own: `python -m quire_engine.frontend.chat_template`.
 
 A template is a program that came with the checkpoint. Its sandbox keeps it from files and from Python itself, but not
 from loops in loops, nor from strings that fill the memory, and a single such operation cannot be interrupted from
@@ -22,9 +22,9 @@ from typing import Any
 
 import msgspec
 
-from quire_engine.child_process import start_module
 from quire_engine.errors import EngineError
-from quire_engine.memory import limit_memory_growth
+from quire_engine.system.child_process import start_module
+from quire_engine.system.memory import limit_memory_growth
 
 __all__ = ["ChatTemplateError", "ChatTemplateRenderer"]
 
@@ -124,7 +124,7 @@ class ChatTemplateRenderer:
 
     def _start(self) -> None:
         self._stop()
-        self._process = start_module("quire_engine.chat_template", stdout=subprocess.PIPE)
+        self._process = start_module("quire_engine.frontend.chat_template", stdout=subprocess.PIPE)
         self._end = weakref.finalize(self, _end, self._process)
 
     def _stop(self) -> None:

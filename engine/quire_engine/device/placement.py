@@ -16,7 +16,6 @@ import torch
 
 from quire_engine.config import EngineConfig
 from quire_engine.errors import EngineDeadError
-from quire_engine.models.checkpoint import CheckpointConfig
 
 __all__ = ["has_cuda", "on_device", "prepare_device", "rank_device"]
 
@@ -54,8 +53,13 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def prepare_device(config: EngineConfig, checkpoint: CheckpointConfig, rank: int) -> torch.device:
+def prepare_device(config: EngineConfig, checkpoint_dtype: str, rank: int) -> torch.device:
     """The device of the rank that this process is, made the current one before anything is allocated.
+
+    Args:
+        config: all settings.
+        checkpoint_dtype: what the setting `dtype` stands for where it is "auto".
+        rank: of the model's processes.
 
     Raises:
         ValueError: there is none such, or it cannot compute with the model's dtype.
@@ -63,7 +67,7 @@ def prepare_device(config: EngineConfig, checkpoint: CheckpointConfig, rank: int
     device = rank_device(config, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        _check_dtypes(config, checkpoint, device)
+        _check_dtypes(config, checkpoint_dtype, device)
     return device
 
 
@@ -105,7 +109,7 @@ def _why_no_gpu() -> str:
     return "torch finds no GPU; see what `quire doctor` says of them and whether CUDA_VISIBLE_DEVICES hides them"
 
 
-def _check_dtypes(config: EngineConfig, checkpoint: CheckpointConfig, device: torch.device) -> None:
+def _check_dtypes(config: EngineConfig, checkpoint_dtype: str, device: torch.device) -> None:
     capability = torch.cuda.get_device_capability(device)
 
     def check(setting: str, value: str, dtype: str, needed: tuple[int, int], mend: str) -> None:
@@ -116,7 +120,7 @@ def _check_dtypes(config: EngineConfig, checkpoint: CheckpointConfig, device: to
             )
 
     dtype, is_auto = config.model.dtype, config.model.dtype == "auto"
-    if (checkpoint.dtype if is_auto else dtype) == "bfloat16":
+    if (checkpoint_dtype if is_auto else dtype) == "bfloat16":
         value = f"{dtype!r}{' (the checkpoint has bfloat16)' if is_auto else ''}"
         check("dtype", value, "bfloat16", BFLOAT16_COMPUTE_CAPABILITY, "set dtype to 'float16'")
     settings = {"quantization": config.model.quantization, "kv_cache_dtype": config.cache.kv_cache_dtype}

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from quire_engine.core.heartbeat import Heartbeat
-from quire_engine.process_state import how_it_ended, is_stopped
+from quire_engine.system.process_state import how_it_ended, is_stopped
 
 __all__ = ["EngineWatch", "kill_group"]
 

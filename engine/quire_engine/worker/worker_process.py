@@ -1,4 +1,4 @@
-"""The process of one rank: `python -m quire_engine.worker.process`, started by `MultiProcExecutor` alone.
+"""The process of one rank: `python -m quire_engine.worker.worker_process`, started by `MultiProcExecutor` alone.
 
 ::
 
@@ -12,8 +12,6 @@ then, in the order of the calls. Methods are called when no step is under way.
 When there is nothing to do it blocks in poll and uses no CPU. SIGUSR1 writes every thread's stack to stderr.
 """
 
-import contextlib
-import ctypes
 import faulthandler
 import gc
 import logging
@@ -32,6 +30,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from quire_engine.device.placement import on_device, prepare_device
 from quire_engine.distributed import ParallelState
 from quire_engine.distributed.shared_memory import (
     AbortFlag,
@@ -39,12 +38,12 @@ from quire_engine.distributed.shared_memory import (
     SharedMemoryGroup,
 )
 from quire_engine.errors import AbortedError, EngineDeadError, EngineError
-from quire_engine.executor.message_queue import MessageReader, MessageWriter
+from quire_engine.ipc.message_queue import MessageReader, MessageWriter
 from quire_engine.messages import WorkerCall, WorkerResponse
 from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.system.child_process import die_with_parent
+from quire_engine.worker.arguments import WorkerArguments
 from quire_engine.worker.busy_time import BusyTime, StepClock
-from quire_engine.worker.device import on_device, prepare_device
-from quire_engine.worker.protocol import WorkerArguments
 from quire_engine.worker.responder import Responder
 from quire_engine.worker.submitted_step import SubmittedStep
 from quire_engine.worker.worker import Worker
@@ -53,7 +52,6 @@ __all__ = ["WorkerProcess"]
 
 logger = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1
 NUM_TIMED_STEPS = 128
 MAX_BEGUN_STEPS = 4
 """Steps that may wait for their end on a rank: more than are ever in flight, so that only one that is behind waits."""
@@ -89,7 +87,7 @@ class WorkerProcess:
         self._step_clock = StepClock()
         try:
             checkpoint = CheckpointConfig.from_folder(Path(config.model.model))
-            self._device = prepare_device(config, checkpoint, arguments.rank)
+            self._device = prepare_device(config, checkpoint.dtype, arguments.rank)
             with on_device(self._device):
                 self._state = self._make_state(arguments)
                 self._worker = Worker(config, checkpoint, arguments.max_model_len, self._state, self._device)
@@ -226,7 +224,7 @@ class WorkerProcess:
         self._responses.write(self._encoder.encode(response))
 
 
-def _die_with_parent(arguments: WorkerArguments) -> None:
+def _end_with_parent(arguments: WorkerArguments) -> None:
     """End when the parent does, in two ways.
 
     The parent holds the other end of stdin and never writes to it again: its end means that the parent is gone. That
@@ -238,12 +236,9 @@ def _die_with_parent(arguments: WorkerArguments) -> None:
             pass
         os._exit(0)
 
-    threading.Thread(target=wait_for_end_of_stdin, name="die-with-parent", daemon=True).start()
+    threading.Thread(target=wait_for_end_of_stdin, name="end-with-parent", daemon=True).start()
     if arguments.kill_with_parent:
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != arguments.parent_pid:
-            os._exit(0)
+        die_with_parent(arguments.parent_pid, signal.SIGKILL)
 
 
 def main() -> None:
@@ -254,7 +249,7 @@ def main() -> None:
     prefix = f"quire worker[rank {arguments.rank}, %(process)d]"
     logging.basicConfig(level=logging.INFO, format=f"{prefix} %(levelname)s: %(message)s")
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    _die_with_parent(arguments)
+    _end_with_parent(arguments)
     WorkerProcess(arguments).run()
     if arguments.meeting_place is not None:
         from quire_engine.distributed.torch_distributed import shutdown_parallel_state

@@ -1,0 +1,21 @@
+"""The engine's settings, and what is made of names that only vLLM has."""
+
+from quire_engine.config.engine_config import (
+    SECRETS,
+    CacheConfig,
+    EngineConfig,
+    FrontendConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+
+__all__ = [
+    "SECRETS",
+    "CacheConfig",
+    "EngineConfig",
+    "FrontendConfig",
+    "ModelConfig",
+    "ParallelConfig",
+    "SchedulerConfig",
+]

@@ -1,0 +1,1 @@
+"""Which device a rank computes on, and how tensors get there and back."""

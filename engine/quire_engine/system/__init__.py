@@ -1,0 +1,1 @@
+"""What the operating system says of processes and memory, and how a child process is started."""

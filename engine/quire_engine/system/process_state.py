@@ -1,0 +1,84 @@
+"""What the kernel says of a process, in /proc/PID/stat."""
+
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["ProcessStat", "how_it_ended", "is_alive", "is_running", "is_stopped", "process_stat"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessStat:
+    """What /proc/PID/stat says."""
+
+    name: str
+    """At most 15 characters of the program's name."""
+    state: str
+    """`R`, `S`, `D`, …; `Z` and `X` are dead."""
+    parent: int
+    start_time: int
+    """In clock ticks since the machine started: with the id, it names a process for good."""
+    wait_status: int
+    """Of a dead process: how it ended, as `os.waitpid` tells its parent."""
+
+    @property
+    def is_dead(self) -> bool:
+        """True for a process that only waits for its parent to notice."""
+        return self.state in "ZX"
+
+    @property
+    def is_stopped(self) -> bool:
+        """True after SIGSTOP."""
+        return self.state == "T"
+
+
+def process_stat(pid: int) -> ProcessStat | None:
+    """The state of a process, or None when there is none of that id, or none that this user may see.
+
+    Raises:
+        OSError: it is not known, such as where this process has no descriptor left to read it.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    # The name stands in parentheses and may hold any character, parentheses too.
+    name_end = text.rindex(")")
+    rest = text[name_end + 2 :].split()
+    return ProcessStat(
+        name=text[text.index("(") + 1 : name_end],
+        state=rest[0],
+        parent=int(rest[1]),
+        start_time=int(rest[19]),
+        wait_status=int(rest[49]),
+    )
+
+
+def is_alive(pid: int, start_time: int) -> bool:
+    """Whether the process of this id is the one that started then, and has not ended."""
+    now = process_stat(pid)
+    return now is not None and not now.is_dead and now.start_time == start_time
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there, and neither stopped nor dead. False where that is not known."""
+    now = _stat_or_none(pid)
+    return now is not None and not now.is_dead and not now.is_stopped
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal (SIGSTOP). One that a debugger looks at is not."""
+    now = _stat_or_none(pid)
+    return now is not None and now.is_stopped
+
+
+def how_it_ended(exit_code: int) -> str:
+    """In words; negative: the signal that killed it."""
+    return f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
+
+
+def _stat_or_none(pid: int) -> ProcessStat | None:
+    try:
+        return process_stat(pid)
+    except OSError:
+        return None
