@@ -119,9 +119,10 @@ class TritonPythonModel:
                 "Triton's own request priority does not reach a Python backend, and has no effect: "
                 "clients say priority in sampling_parameters, or over HTTP as a parameter of generate"
             )
+        pbtxt = json.loads(args["model_config"])
         labels = {"model": args["model_name"], "version": args["model_version"], "engine": self._number.label}
         self._metrics = TritonStatLogger(
-            family_maker(config, json.loads(args["model_config"])),
+            family_maker(config, pbtxt),
             labels,
             slo_classes=config.frontend.slo,
             num_ranks=config.parallel.world_size,
@@ -130,8 +131,9 @@ class TritonPythonModel:
         self._otel = make_otel(config, labels)
         engine = make_engine(config, [self._metrics] if self._otel is None else [self._metrics, self._otel])
         status = StatusPage.of_run(
-            model=labels["model"], version=labels["version"], instance=args["model_instance_name"]
-        )
+            model=labels["model"], version=labels["version"], instance=args["model_instance_name"],
+            num_instances=model_config.num_instances(pbtxt),
+        )  # fmt: skip
         self._serving = Serving(
             engine,
             config.frontend,

@@ -170,6 +170,12 @@ def reports_metrics(config: Mapping[str, Any]) -> bool:
     return wanted
 
 
+def num_instances(config: Mapping[str, Any]) -> int:
+    """How many instances of the model are loaded together; a group on GPUs has so many on each of them."""
+    groups = config.get("instance_group") or [{}]
+    return sum(group.get("count", 1) * max(1, len(group.get("gpus") or ())) for group in groups)
+
+
 def _property(spec: TensorSpec, declared: dict[str, Any] | None, **own: bool) -> dict[str, Any]:
     """The tensor as Triton wants it told; where `config.pbtxt` has it already, with its dims and `optional`."""
     wanted = {"name": spec.name, "data_type": spec.data_type, "dims": list(spec.dims), **own}

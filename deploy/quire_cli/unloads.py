@@ -43,7 +43,7 @@ def left_behind(pages: Sequence[StubStatus], unloading: Collection[tuple[str, st
         versions.setdefault((page.model, page.version), []).append(page)
     left: list[StubStatus] = []
     for name, stubs in versions.items():
-        replaced = [] if name in unloading else _replaced(stubs)
+        replaced = [] if name in unloading else [*_replaced(stubs), *_surplus(stubs)]
         left += [page for page in stubs if name in unloading or page.is_leaving or page in replaced]
     return left
 
@@ -57,6 +57,19 @@ def _replaced(stubs: Sequence[StubStatus]) -> list[StubStatus]:
     # An older instance that has no successor yet waits for one.
     is_whole = all(number in successors or number > min(successors, default=0) for number in newest.values())
     return replaced if is_whole else []
+
+
+def _surplus(stubs: Sequence[StubStatus]) -> list[StubStatus]:
+    """Those of one model's stubs that are more than its last load has: its instances may be fewer, or other ones.
+
+    The newest stubs are that load's, once each of them gets requests. Until then some of them may still be to come, and
+    those that they replace may be in service.
+    """
+    alive = [page for page in stubs if not page.is_leaving and process_state.is_alive(*page.stub)]
+    num_old = len(alive) - alive[-1].num_instances if alive else 0
+    if num_old <= 0 or not all(page.num_taken for page in alive[num_old:]):
+        return []
+    return alive[:num_old]
 
 
 class StuckUnloads:

@@ -12,7 +12,15 @@ import pytest
 from quire_backend import model as model_module
 from quire_backend import triton_api
 from quire_backend.model import TritonPythonModel
-from quire_backend.model_config import INPUTS, OUTPUTS, RETURN_FLAGS, SAMPLING_INPUTS, TYPED_INPUTS, complete
+from quire_backend.model_config import (
+    INPUTS,
+    OUTPUTS,
+    RETURN_FLAGS,
+    SAMPLING_INPUTS,
+    TYPED_INPUTS,
+    complete,
+    num_instances,
+)
 from quire_backend.settings import load_engine_config
 from quire_backend.status_page import StubState, ask_to_end, read_status_pages
 from quire_engine.errors import CheckpointError
@@ -77,6 +85,18 @@ def test_tables_agree() -> None:
     assert len(set(inputs)) == len(inputs)
     assert set(RETURN_FLAGS) | set(SAMPLING_INPUTS) <= set(inputs)
     assert set(RETURN_FLAGS.values()) | {"text_output"} == {spec.name for spec in OUTPUTS}
+
+
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        ({}, 1),
+        ({"instance_group": [{"count": 2, "kind": "KIND_MODEL", "gpus": []}, {"count": 1}]}, 3),
+        ({"instance_group": [{"count": 2, "kind": "KIND_GPU", "gpus": [0, 1]}]}, 4),
+    ],
+)
+def test_instances_are_counted(config: dict[str, Any], count: int) -> None:
+    assert num_instances(config) == count
 
 
 def test_what_is_declared_stays() -> None:

@@ -12,7 +12,7 @@ from quire_engine.system import process_state
 
 STUB = StubStatus(
     pid=7, start_time=1, model="m", version="1", instance="m_0_0", beats=3, state=StubState.UP, reason="",
-    num_in_flight=0, sending=0,
+    num_in_flight=0, sending=0, num_taken=0, num_instances=1,
 )  # fmt: skip
 SUCCESSOR = replace(STUB, pid=8, start_time=2)
 OTHER = replace(STUB, pid=9, instance="m_0_1")
@@ -94,6 +94,29 @@ def test_a_successor_that_died_replaces_nobody(alive: set[int]) -> None:
     assert left_behind([STUB, SUCCESSOR], set()) == [STUB]
     alive.remove(SUCCESSOR.pid)
     assert left_behind([STUB, SUCCESSOR], set()) == []
+
+
+A, B = replace(STUB, num_instances=2), replace(OTHER, start_time=2, num_instances=2)
+BUSY = replace(SUCCESSOR, start_time=3, num_taken=1)
+
+
+@pytest.mark.parametrize(
+    ("pages", "expected"),
+    [
+        ([A, B], []),
+        ([B, BUSY], [B]),
+        ([B, replace(BUSY, num_taken=0)], []),
+        ([A, B, replace(BUSY, num_instances=2)], []),
+        ([STUB, replace(BUSY, instance="m_0_1", num_instances=2)], []),
+        ([A, B, BUSY], [A, B]),
+        ([replace(RETIRED, instance="m_0_1"), BUSY], [replace(RETIRED, instance="m_0_1")]),
+    ],
+    ids=["two", "fewer", "not-in-service", "half-reloaded", "one-more", "fewer-of-that-name", "retired"],
+)  # fmt: skip
+def test_stubs_beyond_the_last_loads_instances_are_left_once_those_serve(
+    pages: list[StubStatus], expected: list[StubStatus]
+) -> None:
+    assert sorted(left_behind(pages, set()), key=lambda page: page.pid) == sorted(expected, key=lambda page: page.pid)
 
 
 def test_one_that_has_retired_is_left_and_waited_for_whatever_the_index_says(asked: Asked) -> None:
