@@ -53,7 +53,8 @@ def rope_and_cache(
     key_cache_NKBD: torch.Tensor,
     value_cache_NKBD: torch.Tensor,
     *,
-    norm_weights: tuple[torch.Tensor, torch.Tensor] | None = None,
+    query_norm_D: torch.Tensor | None = None,
+    key_norm_D: torch.Tensor | None = None,
     eps: float = 1e-6,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
@@ -69,9 +70,10 @@ def rope_and_cache(
         slot_mapping_T: int64; slot = block id * B + offset within the block. No two tokens share a slot.
         key_cache_NKBD: written in place, in the order of `kv_cache.py`.
         value_cache_NKBD: written in place.
-        norm_weights: [D] each, with which the heads of queries, and of keys, are RMS-normed before (Henry et al. 2020,
-            https://arxiv.org/abs/2010.04245, with RMSNorm as in Qwen 3); None for no such norm.
-        eps: of that norm.
+        query_norm_D: weight, of the queries' dtype, with which each of their heads is RMS-normed before it is rotated
+            (Henry et al. 2020, https://arxiv.org/abs/2010.04245, with RMSNorm as in Qwen 3); None for no such norm.
+        key_norm_D: likewise for the keys.
+        eps: of both norms.
         key_scale: the cache gets the keys divided by it, for its numbers may be fp8, up to 448.
         value_scale: likewise the values.
 
@@ -87,13 +89,9 @@ def rope_and_cache(
 
         return gpu.rope_and_cache(
             query_THD, key_TKD, value_TKD, positions_T, cos_sin, slot_mapping_T, key_cache_NKBD, value_cache_NKBD,
-            norm_weights, eps, key_scale, value_scale,
+            query_norm_D, key_norm_D, eps, key_scale, value_scale,
         )  # fmt: skip
-    if norm_weights is not None:
-        query_THD, key_TKD = (
-            rms_norm(x.flatten(0, 1), weight, eps).view(x.shape)
-            for x, weight in zip((query_THD, key_TKD), norm_weights, strict=True)
-        )
+    query_THD, key_TKD = _with_normed_heads(query_THD, query_norm_D, eps), _with_normed_heads(key_TKD, key_norm_D, eps)
     dtype = key_cache_NKBD.dtype
     is_scaled = key_scale != 1.0 or value_scale != 1.0
     if is_tiled(key_cache_NKBD) and not is_scaled and query_THD.dtype == key_TKD.dtype == value_TKD.dtype == dtype:
@@ -159,6 +157,10 @@ def _rope_and_cache_cpu(
     assert handle is not None
     launch(handle.quire_rope, call, rotated_THD)
     return rotated_THD
+
+
+def _with_normed_heads(x_THD: torch.Tensor, weight_D: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return x_THD if weight_D is None else rms_norm(x_THD.flatten(0, 1), weight_D, eps).view(x_THD.shape)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -72,10 +72,11 @@ def rows(dtype: torch.dtype) -> None:
     silu_and_mul(x)
     embedding(ids, x)
     apply_token_bitmask(x, ids, torch.zeros(4, 128, dtype=torch.int32))
-    for cache_dtype, norm_weights in ((dtype, None), (FP8, (x[0, :80], x[1, :80]))):
+    norms = {"query_norm_D": x[0, :80], "key_norm_D": x[1, :80]}
+    for cache_dtype, options in ((dtype, {}), (dtype, norms), (FP8, norms)):
         cache, heads = torch.zeros(4, 16, 8, 80).to(cache_dtype).transpose(1, 2), x[:, :3840].unflatten(1, (48, 80))
         parts = (heads[:, :32], heads[:, 32:40], heads[:, 40:])
-        rope_and_cache(*parts, ids, torch.zeros(9, 80), ids, cache, cache, norm_weights=norm_weights)
+        rope_and_cache(*parts, ids, torch.zeros(9, 80), ids, cache, cache, **options)
         copy_blocks(cache, ids[:1], ids[:1] + 1)
 
 

@@ -24,8 +24,9 @@ LARGEST_FP8 = LARGEST[torch.float8_e4m3fn]
 
 
 @triton.jit
-def _rotate(x_HP, weight, angles_P, real_HP, eps, HEAD_SIZE: tl.constexpr, HAS_NORM: tl.constexpr):
-    """The rotated halves of some heads; pointers to the first halves, and to the cosines."""
+def _rotate(x_HP, norm, angles_P, real_HP, eps, HEAD_SIZE: tl.constexpr):
+    """The rotated halves of some heads, normed before unless `norm` is None; pointers to the first halves, to the
+    norm's weight, and to the cosines."""
     first_HP, second_HP = (
         tl.load(x_HP, mask=real_HP, other=0.0),
         tl.load(x_HP + HEAD_SIZE // 2, mask=real_HP, other=0.0),
@@ -34,11 +35,11 @@ def _rotate(x_HP, weight, angles_P, real_HP, eps, HEAD_SIZE: tl.constexpr, HAS_N
     first_HP, second_HP = first_HP.to(tl.float32), second_HP.to(tl.float32)
     pairs_P = tl.arange(0, x_HP.shape[1])
     in_half_P = pairs_P < HEAD_SIZE // 2
-    if HAS_NORM:
+    if norm is not None:
         mean_square_H1 = tl.sum(first_HP * first_HP + second_HP * second_HP, 1, keep_dims=True) / HEAD_SIZE
-        weight_P = tl.load(weight + pairs_P, mask=in_half_P, other=0.0)
+        weight_P = tl.load(norm + pairs_P, mask=in_half_P, other=0.0)
         first_HP = normed(first_HP, weight_P[None, :], mean_square_H1, eps, dtype).to(tl.float32)
-        weight_P = tl.load(weight + HEAD_SIZE // 2 + pairs_P, mask=in_half_P, other=0.0)
+        weight_P = tl.load(norm + HEAD_SIZE // 2 + pairs_P, mask=in_half_P, other=0.0)
         second_HP = normed(second_HP, weight_P[None, :], mean_square_H1, eps, dtype).to(tl.float32)
     cos_HP = tl.load(angles_P, mask=in_half_P, other=0.0)[None, :]
     sin_HP = tl.load(angles_P + HEAD_SIZE // 2, mask=in_half_P, other=0.0)[None, :]
@@ -56,12 +57,11 @@ def _store(cache, x, mask, inverse_scale, IS_FP8: tl.constexpr, LARGEST_FP8: tl.
 
 @triton.jit
 def _rope_kernel(
-    query, key, value, query_weight, key_weight, positions, cos_sin, slot_mapping, out, key_cache, value_cache,
+    query, key, value, query_norm, key_norm, positions, cos_sin, slot_mapping, out, key_cache, value_cache,
     query_strides, key_strides, value_strides, key_cache_strides, value_cache_strides,
     eps, inverse_key_scale, inverse_value_scale,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, PAIRS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HAS_NORM: tl.constexpr, IS_FP8: tl.constexpr,
-    HEADS: tl.constexpr, LARGEST_FP8: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, IS_FP8: tl.constexpr, HEADS: tl.constexpr, LARGEST_FP8: tl.constexpr,
 ):  # fmt: skip
     """Program (token, group of heads)."""
     QUERY_PARTS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
@@ -72,7 +72,7 @@ def _rope_kernel(
         heads_H1 = (part * HEADS + tl.arange(0, HEADS))[:, None]
         real_HP = (heads_H1 < NUM_HEADS) & (pairs_P < HEAD_SIZE // 2)[None, :]
         query_HP = query + token * query_strides[0] + heads_H1 * query_strides[1] + pairs_P[None, :]
-        first_HP, second_HP = _rotate(query_HP, query_weight, angles_P, real_HP, eps, HEAD_SIZE, HAS_NORM)
+        first_HP, second_HP = _rotate(query_HP, query_norm, angles_P, real_HP, eps, HEAD_SIZE)
         out_HP = out + (token * NUM_HEADS + heads_H1) * HEAD_SIZE + pairs_P[None, :]
         tl.store(out_HP, first_HP, mask=real_HP)
         tl.store(out_HP + HEAD_SIZE // 2, second_HP, mask=real_HP)
@@ -83,7 +83,7 @@ def _rope_kernel(
 
     real_HP = (heads_H1 < NUM_KV_HEADS) & (pairs_P < HEAD_SIZE // 2)[None, :]
     key_HP = key + token * key_strides[0] + heads_H1 * key_strides[1] + pairs_P[None, :]
-    first_HP, second_HP = _rotate(key_HP, key_weight, angles_P, real_HP, eps, HEAD_SIZE, HAS_NORM)
+    first_HP, second_HP = _rotate(key_HP, key_norm, angles_P, real_HP, eps, HEAD_SIZE)
     key_cache += block * key_cache_strides[0] + offset * key_cache_strides[2]
     cache_HP = key_cache + heads_H1 * key_cache_strides[1] + pairs_P[None, :]
     _store(cache_HP, first_HP, real_HP, inverse_key_scale, IS_FP8, LARGEST_FP8)
@@ -107,7 +107,8 @@ def rope_and_cache(
     slot_mapping_T: torch.Tensor,
     key_cache_NKBD: torch.Tensor,
     value_cache_NKBD: torch.Tensor,
-    norm_weights: tuple[torch.Tensor, torch.Tensor] | None,
+    query_norm_D: torch.Tensor | None,
+    key_norm_D: torch.Tensor | None,
     eps: float,
     key_scale: float,
     value_scale: float,
@@ -122,13 +123,12 @@ def rope_and_cache(
     if num_tokens:
         parts = triton.cdiv(num_heads, HEADS) + triton.cdiv(num_kv_heads, HEADS)
         _rope_kernel[(num_tokens, parts)](
-            query_THD, key_TKD, value_TKD, *(norm_weights or (None, None)), positions_T, cos_sin, slot_mapping_T,
-            out_THD, key_cache_NKBD, value_cache_NKBD,
+            query_THD, key_TKD, value_TKD, query_norm_D, key_norm_D, positions_T, cos_sin, slot_mapping_T, out_THD,
+            key_cache_NKBD, value_cache_NKBD,
             query_THD.stride()[:2], key_TKD.stride()[:2], value_TKD.stride()[:2],
             key_cache_NKBD.stride()[:3], value_cache_NKBD.stride()[:3], eps, 1 / key_scale, 1 / value_scale,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size,
             PAIRS=triton.next_power_of_2(head_size // 2), BLOCK_SIZE=key_cache_NKBD.shape[2],
-            HAS_NORM=norm_weights is not None, IS_FP8=key_cache_NKBD.element_size() == 1,
-            HEADS=HEADS, LARGEST_FP8=LARGEST_FP8, num_warps=2,
+            IS_FP8=key_cache_NKBD.element_size() == 1, HEADS=HEADS, LARGEST_FP8=LARGEST_FP8, num_warps=2,
         )  # fmt: skip
     return out_THD

@@ -79,8 +79,9 @@ def test_rope_norms_heads_before_and_scales_the_cache_after(cpu_kernels: str) ->
     tables = (torch.arange(5), torch.cat((angles.cos(), angles.sin()), -1), torch.arange(5))
     caches = torch.zeros(4, 1, 2, 16, 32)
     out = rope_and_cache(
-        query, key, value, *tables, caches[0], caches[1], norm_weights=weights, eps=1e-6, key_scale=2.0, value_scale=0.5
-    )
+        query, key, value, *tables, caches[0], caches[1],
+        query_norm_D=weights[0], key_norm_D=weights[1], eps=1e-6, key_scale=2.0, value_scale=0.5,
+    )  # fmt: skip
     normed = [rms_norm(x.flatten(0, 1), w, 1e-6).view(x.shape) for x, w in zip((query, key), weights, strict=True)]
     expected = rope_and_cache(normed[0], normed[1], value, *tables, caches[2], caches[3])
     torch.testing.assert_close(out, expected)

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from quire_kernels import rope_and_cache
+from quire_kernels import rms_norm, rope_and_cache
 from quire_kernels.kv_cache import copy_blocks, new_kv_cache
 
+FP8 = torch.float8_e4m3fn
 #                                   H  K  D  block size
 SHAPES = [(4, 2, 64, 16), (9, 3, 80, 32), (3, 3, 96, 16), (20, 10, 128, 128), (8, 1, 256, 32), (2, 1, 6, 1)]
 
@@ -19,10 +20,10 @@ def rotated(x: torch.Tensor, weight: torch.Tensor | None, angles: torch.Tensor) 
     return torch.cat((turned.real, turned.imag), -1)
 
 
-@pytest.mark.parametrize("with_norm", [False, True], ids=["plain", "qk-norm"])
+@pytest.mark.parametrize("normed", ["", "query", "key", "query and key"], ids=lambda name: name or "plain")
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_size", "block_size"), SHAPES)
 def test_rope_and_cache(
-    num_heads: int, num_kv_heads: int, head_size: int, block_size: int, with_norm: bool,
+    num_heads: int, num_kv_heads: int, head_size: int, block_size: int, normed: str,
     device: torch.device, dtype: torch.dtype, tolerance: dict[str, float],
 ) -> None:  # fmt: skip
     torch.manual_seed(0)
@@ -37,22 +38,41 @@ def test_rope_and_cache(
     key_cache, value_cache = (
         new_kv_cache(num_blocks, num_kv_heads, block_size, head_size, dtype, device) for _ in range(2)
     )
-    weights = tuple(torch.randn(2, head_size).to(device, dtype)) if with_norm else None
+    weights = {
+        name: weight for name, weight in zip(("query", "key"), torch.randn(2, head_size).to(device, dtype), strict=True)
+        if name in normed
+    }  # fmt: skip
 
     out = rope_and_cache(
         query, key, value, positions, torch.cat((angles.cos(), angles.sin()), -1).float(), slots, key_cache,
-        value_cache, norm_weights=(weights[0], weights[1]) if weights else None,
+        value_cache, query_norm_D=weights.get("query"), key_norm_D=weights.get("key"),
     )  # fmt: skip
 
-    query_weight, key_weight = weights or (None, None)
-    if with_norm:  # rounded twice more
+    if normed:  # rounded twice more
         tolerance = {name: 3 * step for name, step in tolerance.items()}
-    torch.testing.assert_close(out.double(), rotated(query, query_weight, angles[positions]), **tolerance)
+    torch.testing.assert_close(out.double(), rotated(query, weights.get("query"), angles[positions]), **tolerance)
     blocks, offsets = slots // block_size, slots % block_size
-    expected = rotated(key, key_weight, angles[positions])
+    expected = rotated(key, weights.get("key"), angles[positions])
     torch.testing.assert_close(key_cache[blocks, :, offsets].double(), expected, **tolerance)
     assert torch.equal(value_cache[blocks, :, offsets], value)
     assert int((value_cache != 0).any(-1).sum()) == num_tokens * num_kv_heads, "something else was written to"
+
+
+def test_normed_heads_are_those_of_rms_norm(device: torch.device, dtype: torch.dtype) -> None:
+    """Rounded before the weight and after it, as `rms_norm` does; only the order of the sum of squares is another."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 6, 2, 80).to(device, dtype)
+    weights, slots = torch.randn(2, 80).to(device, dtype), torch.arange(6, device=device)
+    cos_sin = torch.ones(1, 80, device=device)
+    cos_sin[:, 40:] = 0  # an angle of 0
+    caches = [new_kv_cache(1, 2, 16, 80, dtype, device) for _ in range(2)]
+    tables = (torch.zeros_like(slots), cos_sin, slots, caches[0], caches[1])
+    out = rope_and_cache(query, key, value, *tables, query_norm_D=weights[0], key_norm_D=weights[1], eps=1e-5)
+    for got, x, weight in zip((out, caches[0][0, :, :6].transpose(0, 1)), (query, key), weights, strict=True):
+        expected = rms_norm(x.flatten(0, 1), weight, 1e-5).view(x.shape)
+        torch.testing.assert_close(got, expected)
+        if dtype != torch.float32:  # the same bits, but for numbers halfway between two
+            assert (got == expected).float().mean() > 0.98
 
 
 def test_an_fp8_cache(device: torch.device) -> None:
@@ -69,6 +89,23 @@ def test_an_fp8_cache(device: torch.device) -> None:
     for cache, x, scale in zip(caches, (key, value), (0.5, 4.0), strict=True):
         expected = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
         assert torch.equal(cache.float()[0, :, :6].transpose(0, 1), expected.float())
+
+
+def test_an_fp8_cache_of_normed_keys(device: torch.device) -> None:
+    """They are rounded to fp8 after all else."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 6, 2, 64).to(device, torch.bfloat16)
+    weights = torch.randn(2, 64).to(device, torch.bfloat16)
+    angles = torch.rand(6, 32, device=device)
+    slots, cos_sin = torch.arange(6, device=device), torch.cat((angles.cos(), angles.sin()), -1)
+    fp8, plain = ([new_kv_cache(1, 2, 16, 64, kind, device) for _ in range(2)] for kind in (FP8, torch.bfloat16))
+    for caches, key_scale, value_scale in ((fp8, 0.5, 4.0), (plain, 1.0, 1.0)):
+        rope_and_cache(
+            query, key, value, slots, cos_sin, slots, caches[0], caches[1],
+            query_norm_D=weights[0], key_norm_D=weights[1], key_scale=key_scale, value_scale=value_scale,
+        )  # fmt: skip
+    for cache, exact, scale in zip(fp8, plain, (0.5, 4.0), strict=True):
+        assert torch.equal(cache.float(), (exact.float() / scale).to(FP8).float())
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)

@@ -1,0 +1,98 @@
+"""The norm of each head of queries and keys, fused with their rotation: to the bits what `rms_norm` before it does."""
+
+import pytest
+import torch
+from quire_kernels import rms_norm, rope_and_cache
+from quire_kernels.kv_cache import natural_key_order
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+HEAD_SIZES = pytest.mark.parametrize("head_size", [6, 16, 80, 128, 272, 1024])
+H, K, B, EPS = 5, 2, 4, 1e-6
+
+
+class Inputs:
+    """Some tokens: slices of a merged projection, as in a model, and the tables for them."""
+
+    def __init__(self, num_tokens: int, head_size: int, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(num_tokens + head_size)
+
+        def randn(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator)
+
+        self.qkv = (randn(num_tokens, (H + 2 * K) * head_size) * 3).to(dtype)
+        heads = self.qkv.unflatten(-1, (-1, head_size))
+        self.query, self.key, self.value = heads[:, :H], heads[:, H : H + K], heads[:, H + K :]
+        self.query_norm, self.key_norm = (1 + randn(2, head_size) / 4).to(dtype)
+        self.angles = torch.outer(torch.arange(99), 10000 ** -(torch.arange(0, head_size, 2) / head_size))
+        self.positions = torch.randint(0, 99, (num_tokens,), generator=generator)
+        self.cos_sin = torch.cat((self.angles.cos(), self.angles.sin()), -1)
+        self.slots = torch.randperm(num_tokens + 6, generator=generator)[:num_tokens]
+        self.cache_shape = (2, -(-(num_tokens + 6) // B), K, B, head_size)
+
+    def rope(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        query_norm: torch.Tensor | None = None,
+        key_norm: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The queries, and both caches."""
+        caches = torch.zeros(self.cache_shape, dtype=query.dtype)
+        out = rope_and_cache(
+            query, key, self.value, self.positions, self.cos_sin, self.slots, caches[0], caches[1],
+            query_norm_D=query_norm, key_norm_D=key_norm, eps=EPS,
+        )  # fmt: skip
+        return out, caches
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return rms_norm(x.flatten(0, 1), weight, EPS).view(x.shape)
+
+
+@DTYPES
+@HEAD_SIZES
+@pytest.mark.parametrize("num_tokens", [1, 9, 90])  # the last is shared among threads
+def test_a_fused_norm_is_rms_norm(num_tokens: int, head_size: int, dtype: torch.dtype, cpu_kernels: str) -> None:
+    x = Inputs(num_tokens, head_size, dtype)
+    before = x.qkv.clone()
+    normed_query, normed_key = normed(x.query, x.query_norm), normed(x.key, x.key_norm)
+    for query, key, query_norm, key_norm in (
+        (normed_query, normed_key, x.query_norm, x.key_norm),
+        (normed_query, x.key, x.query_norm, None),
+        (x.query, normed_key, None, x.key_norm),
+    ):
+        out, caches = x.rope(x.query, x.key, query_norm, key_norm)
+        expected_out, expected_caches = x.rope(query, key)
+        assert torch.equal(out, expected_out)
+        assert torch.equal(caches, expected_caches)
+    assert torch.equal(x.qkv, before)
+
+
+@DTYPES
+def test_heads_with_gaps(dtype: torch.dtype, cpu_kernels: str) -> None:
+    x = Inputs(7, 48, dtype)
+    query, key = (torch.stack((part, torch.full_like(part, 1e9)), -1)[..., 0] for part in (x.query, x.key))
+    assert query.stride(-1) == 2
+    out, caches = x.rope(query, key, x.query_norm, x.key_norm)
+    expected_out, expected_caches = x.rope(x.query, x.key, x.query_norm, x.key_norm)
+    assert torch.equal(out, expected_out)
+    assert torch.equal(caches, expected_caches)
+
+
+@DTYPES
+@pytest.mark.parametrize("head_size", [6, 128])
+def test_it_is_what_qwen3_does(head_size: int, dtype: torch.dtype, cpu_kernels: str) -> None:
+    x = Inputs(9, head_size, dtype)
+    out, caches = x.rope(x.query, x.key, x.query_norm, x.key_norm)
+    parts = []
+    for part, weight in ((x.query, x.query_norm), (x.key, x.key_norm)):
+        norm = Qwen3RMSNorm(head_size, eps=EPS)
+        norm.weight.data = weight
+        parts.append(norm(part).transpose(0, 1)[None])
+    angles = torch.cat((x.angles, x.angles), -1)[x.positions][None]
+    expected = [part[0].transpose(0, 1) for part in apply_rotary_pos_emb(*parts, angles.cos(), angles.sin())]
+    keys = natural_key_order(caches[0])[x.slots // B, :, x.slots % B]
+    tolerance = {"atol": 3e-2, "rtol": 1.6e-2} if dtype == torch.bfloat16 else {"atol": 1e-5, "rtol": 1.3e-6}
+    for got, want in zip((out, keys), expected, strict=True):
+        torch.testing.assert_close(got, want.to(dtype), **tolerance)
