@@ -10,7 +10,7 @@ import enum
 
 import msgspec
 
-from quire_engine.config import EngineConfig
+from quire_engine.config import EngineCoreConfig
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.snapshot import EngineCoreSnapshot
 from quire_engine.stats import SchedulerStats, StepStats
@@ -167,7 +167,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
 class ProcessArguments(msgspec.Struct):
     """What the process of an engine core is told on its stdin, as one line of JSON."""
 
-    config: EngineConfig
+    config: EngineCoreConfig
     input_address: str
     output_address: str
     heartbeat_fd: int

@@ -1,6 +1,6 @@
 """EngineConfig: every setting of the engine, frozen and checked once.
 
-The flat names are vLLM's, as they stand in `model.json`. `EngineConfig.from_settings` sorts them into the four groups
+The flat names are vLLM's, as they stand in `model.json`. `EngineConfig.from_settings` sorts them into the five groups
 below; it knows nothing of where they came from (a file, `LLM(...)`, a command line).
 """
 
@@ -13,7 +13,15 @@ from typing import Any
 from quire_engine.config.vllm_settings import without_vllm_names
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, parse_classes
 
-__all__ = ["CacheConfig", "EngineConfig", "FrontendConfig", "ModelConfig", "ParallelConfig", "SchedulerConfig"]
+__all__ = [
+    "CacheConfig",
+    "EngineConfig",
+    "EngineCoreConfig",
+    "FrontendConfig",
+    "ModelConfig",
+    "ParallelConfig",
+    "SchedulerConfig",
+]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
@@ -216,7 +224,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrontendConfig:
-    """What the process that faces the clients does; the engine core never reads it."""
+    """What the process that faces the clients does; the engine core and its ranks are not told."""
 
     stream_interval: int = 1
     """Tokens per streamed response after the first, at least."""
@@ -272,14 +280,13 @@ class FrontendConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineConfig:
-    """All settings of one engine."""
+class EngineCoreConfig:
+    """The settings of an engine core and its ranks: all but the frontend's."""
 
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    frontend: FrontendConfig = field(default_factory=FrontendConfig)
 
     def __post_init__(self) -> None:
         if self.scheduler.async_scheduling and self.parallel.pipeline_parallel_size > 1:
@@ -298,6 +305,18 @@ class EngineConfig:
             return False
         wanted = self.scheduler.async_scheduling
         return uses_gpu if wanted is None else wanted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig(EngineCoreConfig):
+    """All settings of one engine."""
+
+    frontend: FrontendConfig = field(default_factory=FrontendConfig)
+
+    @property
+    def core(self) -> EngineCoreConfig:
+        """What the engine core and its ranks are told: nothing of the frontend, whose secrets stay in its process."""
+        return EngineCoreConfig(model=self.model, cache=self.cache, scheduler=self.scheduler, parallel=self.parallel)
 
     def settings(self) -> dict[str, Any]:
         """All settings but secrets, flat as in `model.json`."""

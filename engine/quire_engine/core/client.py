@@ -65,7 +65,7 @@ class InprocClient:
         with paused_gc():
             from quire_engine.core.engine_core import EngineCore  # brings torch, which a serving frontend does without
 
-        self._core = EngineCore(config)
+        self._core = EngineCore(config.core)
         self.ready = self._core.ready
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -146,7 +146,7 @@ class AsyncMPClient:
             input_address, output_address = self._bind(self._input, "input"), self._bind(self._output, "output")
             self._process = start_module(
                 "quire_engine.core.core_process",
-                ProcessArguments(config, input_address, output_address, self._heartbeat.descriptor, num_blocks),
+                ProcessArguments(config.core, input_address, output_address, self._heartbeat.descriptor, num_blocks),
                 pass_fds=[self._heartbeat.descriptor],
                 start_new_session=True,
             )

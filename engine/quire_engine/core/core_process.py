@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from quire_engine.config import EngineConfig
+from quire_engine.config import EngineCoreConfig
 from quire_engine.core.heartbeat import Heartbeat
 from quire_engine.errors import CheckpointError, EngineDeadError, EngineError, EngineUnavailableError
 from quire_engine.messages import (
@@ -203,11 +203,11 @@ class EngineCoreProcess:
         return socket
 
 
-def _start_grammar_compiler(config: EngineConfig, is_restart: bool) -> StructuredOutputManager | None:
+def _start_grammar_compiler(config: EngineCoreConfig, is_restart: bool) -> StructuredOutputManager | None:
     """Have it start beside the engine, so that it is ready when the engine is.
 
     Args:
-        config: all settings.
+        config: the engine core's settings.
         is_restart: whether requests may be waiting for both; at the first start the loading of weights comes first.
 
     Returns:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from quire_engine.config import EngineConfig
+from quire_engine.config import EngineCoreConfig
 from quire_engine.core.step_history import StepHistory
 from quire_engine.errors import AbortedError, EngineDeadError, EngineError, EngineSleepingError
 from quire_engine.executor import Executor, make_executor
@@ -49,14 +49,14 @@ class EngineCore:
     """Scheduler and executor under one roof. Knows token ids, never text.
 
     Args:
-        config: all settings.
+        config: its settings.
         num_blocks: size of the KV cache; unset: what the settings and the memory say.
         structured_output: gets requests their grammars; unset: a new one, which starts when it is needed.
     """
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: EngineCoreConfig,
         num_blocks: int | None = None,
         structured_output: StructuredOutputManager | None = None,
     ) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from quire_engine.config import EngineConfig
+from quire_engine.config import EngineCoreConfig
 from quire_engine.errors import EngineDeadError
 
 __all__ = ["has_cuda", "on_device", "prepare_device", "rank_device"]
@@ -27,7 +27,7 @@ LOST_DEVICE_MESSAGES = ("CUDA error", "Triton Error [CUDA]")
 """How the messages begin of errors of CUDA that have no class of their own: of its libraries, and of Triton's."""
 
 
-def rank_device(config: EngineConfig, rank: int) -> torch.device:
+def rank_device(config: EngineCoreConfig, rank: int) -> torch.device:
     """The device of one rank. Takes no memory on it, so that other processes can ask too.
 
     Raises:
@@ -53,11 +53,11 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def prepare_device(config: EngineConfig, checkpoint_dtype: str, rank: int) -> torch.device:
+def prepare_device(config: EngineCoreConfig, checkpoint_dtype: str, rank: int) -> torch.device:
     """The device of the rank that this process is, made the current one before anything is allocated.
 
     Args:
-        config: all settings.
+        config: the engine core's settings.
         checkpoint_dtype: what the setting `dtype` stands for where it is "auto".
         rank: of the model's processes.
 
@@ -109,7 +109,7 @@ def _why_no_gpu() -> str:
     return "torch finds no GPU; see what `quire doctor` says of them and whether CUDA_VISIBLE_DEVICES hides them"
 
 
-def _check_dtypes(config: EngineConfig, checkpoint_dtype: str, device: torch.device) -> None:
+def _check_dtypes(config: EngineCoreConfig, checkpoint_dtype: str, device: torch.device) -> None:
     capability = torch.cuda.get_device_capability(device)
 
     def check(setting: str, value: str, dtype: str, needed: tuple[int, int], mend: str) -> None:

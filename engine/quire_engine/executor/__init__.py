@@ -1,6 +1,6 @@
 """How a step reaches the workers, wherever they run."""
 
-from quire_engine.config import EngineConfig
+from quire_engine.config import EngineCoreConfig
 from quire_engine.executor.base import Executor
 from quire_engine.executor.uniproc import UniProcExecutor
 from quire_engine.models.checkpoint import CheckpointConfig
@@ -8,7 +8,7 @@ from quire_engine.models.checkpoint import CheckpointConfig
 __all__ = ["Executor", "UniProcExecutor", "make_executor"]
 
 
-def make_executor(config: EngineConfig, checkpoint: CheckpointConfig, max_model_len: int) -> Executor:
+def make_executor(config: EngineCoreConfig, checkpoint: CheckpointConfig, max_model_len: int) -> Executor:
     """The executor that `distributed_executor_backend` names, with its workers started and their models loaded.
 
     Raises:

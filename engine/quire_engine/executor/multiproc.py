@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from quire_engine.config import EngineConfig
+from quire_engine.config import EngineCoreConfig
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import AbortedError, CheckpointError, EngineDeadError, EngineError
 from quire_engine.executor.worker_processes import WorkerProcesses
@@ -45,7 +45,7 @@ ERRORS: dict[str, type[Exception]] = {
 class MultiProcExecutor:
     """Starts the workers, tells them what to do, and puts their answers together."""
 
-    def __init__(self, config: EngineConfig, max_model_len: int) -> None:
+    def __init__(self, config: EngineCoreConfig, max_model_len: int) -> None:
         self._config = config
         parallel = config.parallel
         self._output_rank = next(

@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 import torch
 
-from quire_engine.config import EngineConfig
+from quire_engine.config import EngineCoreConfig
 from quire_engine.device.placement import has_cuda, on_device, prepare_device
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import EngineDeadError, EngineError
@@ -59,7 +59,7 @@ class RayExecutor:
         ValueError: as a worker raises it.
     """
 
-    def __init__(self, config: EngineConfig, max_model_len: int) -> None:
+    def __init__(self, config: EngineCoreConfig, max_model_len: int) -> None:
         try:
             import ray
         except ImportError:
@@ -264,7 +264,7 @@ class RayWorker:
     """The actor of one rank: a `Worker`, called with bytes."""
 
     def __init__(self, config: bytes, rank: int) -> None:
-        self._config = msgspec.msgpack.decode(config, type=EngineConfig)
+        self._config = msgspec.msgpack.decode(config, type=EngineCoreConfig)
         self._rank = rank
         self._worker: Any = None
         self._device = torch.device("cpu")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire_engine.config import EngineConfig
+from quire_engine.config import EngineCoreConfig
 from quire_engine.device.placement import on_device, prepare_device
 from quire_engine.errors import EngineDeadError
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
@@ -35,7 +35,7 @@ class UniProcExecutor:
     `collect` either way: it belongs to that step.
     """
 
-    def __init__(self, config: EngineConfig, checkpoint: CheckpointConfig, max_model_len: int) -> None:
+    def __init__(self, config: EngineCoreConfig, checkpoint: CheckpointConfig, max_model_len: int) -> None:
         self._device = prepare_device(config, checkpoint.dtype, rank=0)
         with on_device(self._device):
             self._the_worker: Worker | None = Worker(config, checkpoint, max_model_len, device=self._device)

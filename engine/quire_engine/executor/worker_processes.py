@@ -10,7 +10,7 @@ import subprocess
 import threading
 import weakref
 
-from quire_engine.config import EngineConfig
+from quire_engine.config import EngineCoreConfig
 from quire_engine.device.placement import rank_device
 from quire_engine.distributed import ParallelState
 from quire_engine.distributed.meeting import MeetingPlace
@@ -26,7 +26,7 @@ __all__ = ["WorkerProcesses"]
 _Handle = MessageQueueHandle | AbortFlagHandle | SharedMemoryGroup | MeetingPlace | BusyTime
 
 
-def uses_shared_memory(config: EngineConfig) -> bool:
+def uses_shared_memory(config: EngineCoreConfig) -> bool:
     """Whether the ranks talk over shared memory: GPUs have a faster way."""
     return rank_device(config, 0).type == "cpu"
 
@@ -34,7 +34,7 @@ def uses_shared_memory(config: EngineConfig) -> bool:
 class WorkerProcesses:
     """All ranks of one engine. When this object is dropped, they are killed and the descriptors closed."""
 
-    def __init__(self, config: EngineConfig, max_model_len: int) -> None:
+    def __init__(self, config: EngineCoreConfig, max_model_len: int) -> None:
         parallel = config.parallel
         tensor_size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         shares_memory = parallel.world_size == 1 or uses_shared_memory(config)  # before anything is open: it may raise
@@ -106,7 +106,7 @@ class WorkerProcesses:
         """Kill what still runs, and close every descriptor. Idempotent."""
         self._finalizer()
 
-    def _start(self, rank: int, config: EngineConfig, max_model_len: int) -> None:
+    def _start(self, rank: int, config: EngineCoreConfig, max_model_len: int) -> None:
         state = ParallelState(rank=rank, tensor_parallel_size=config.parallel.tensor_parallel_size)
         arguments = WorkerArguments(
             config=config,

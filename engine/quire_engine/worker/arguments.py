@@ -2,7 +2,7 @@
 
 import msgspec
 
-from quire_engine.config import EngineConfig
+from quire_engine.config import EngineCoreConfig
 from quire_engine.distributed.meeting import MeetingPlace
 from quire_engine.distributed.shared_memory import AbortFlagHandle, SharedMemoryGroup
 from quire_engine.ipc.message_queue import MessageQueueHandle
@@ -13,7 +13,7 @@ __all__ = ["WorkerArguments"]
 class WorkerArguments(msgspec.Struct):
     """One line of JSON on the worker's stdin."""
 
-    config: EngineConfig
+    config: EngineCoreConfig
     max_model_len: int
     rank: int
     calls: MessageQueueHandle

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire_engine.config import EngineConfig
+from quire_engine.config import EngineCoreConfig
 from quire_engine.system.memory import available_memory_bytes, peak_memory_growth, total_memory_bytes, trim_heap
 
 __all__ = ["CPU_MEMORY_SHARE", "CacheMemory", "CpuCacheMemory", "GpuCacheMemory", "check_tables"]
@@ -55,7 +55,7 @@ def check_tables(max_num_seqs: int, max_model_len: int, head_size: int) -> None:
 class CpuCacheMemory:
     """Of the machine's memory that is free now."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineCoreConfig) -> None:
         self._config = config
 
     def check_setting(self) -> None:
@@ -91,7 +91,7 @@ class GpuCacheMemory:
         ValueError: others hold so much of it that the rank cannot have its share.
     """
 
-    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+    def __init__(self, config: EngineCoreConfig, device: torch.device) -> None:
         self._config, self._device = config, device
         self._free_at_start, total = torch.cuda.mem_get_info(device)
         self._total = total
@@ -134,7 +134,7 @@ class GpuCacheMemory:
         return torch.cuda.mem_get_info(self._device)[0]
 
 
-def _check_setting(config: EngineConfig, total: int, where: str) -> None:
+def _check_setting(config: EngineCoreConfig, total: int, where: str) -> None:
     asked = config.cache.kv_cache_memory_bytes
     if asked is not None and asked > total:
         raise ValueError(

@@ -10,7 +10,7 @@ from quire_kernels.cpu import status as kernel_status
 from quire_kernels.dispatch import uses_triton
 from quire_kernels.kv_cache import is_tiled, new_kv_cache
 
-from quire_engine.config import EngineConfig
+from quire_engine.config import EngineCoreConfig
 from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
 from quire_engine.messages import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
@@ -49,7 +49,7 @@ class Worker:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: EngineCoreConfig,
         checkpoint: CheckpointConfig,
         max_model_len: int,
         parallel: ParallelState = ParallelState(),

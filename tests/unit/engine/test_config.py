@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from quire_engine.config import EngineConfig, ModelConfig, SchedulerConfig, setting_names
+from quire_engine.config import EngineConfig, ModelConfig, SchedulerConfig
+from quire_engine.config.engine_config import setting_names
 
 
 def test_settings_are_sorted_into_their_groups() -> None:

@@ -4,7 +4,8 @@ import logging
 from typing import Any
 
 import pytest
-from quire_engine.config import EngineConfig, setting_names, vllm_settings
+from quire_engine.config import EngineConfig, vllm_settings
+from quire_engine.config.engine_config import setting_names
 
 DEFAULTS: dict[str, Any] = {
     "served_model_name": None, "task": "auto", "skip_tokenizer_init": False, "tokenizer_mode": "auto",
