@@ -5,9 +5,8 @@ the stub does nothing any more, costs tritonserver nothing, and needs no descrip
 
 ::
 
-    bytes 0        8       16       24            32      40           48             56        64
-          │ version │ beats │ state │ num_in_flight │ sending │ text_bytes │ asked_to_end │ num_taken │ text: JSON │
-          int64 each
+    bytes 0        8       16       24            32      40           48             56
+          │ version │ beats │ state │ num_in_flight │ sending │ text_bytes │ asked_to_end │ text: JSON │   int64 each
 
 * `version` is odd while the text is being written: whoever read it then reads it again.
 * `beats` counts turns of the event loop, one every `BEAT_SECONDS`.
@@ -15,7 +14,6 @@ the stub does nothing any more, costs tritonserver nothing, and needs no descrip
 * `num_in_flight` are the requests whose last response is not on its way yet, at this moment: the server never ends
   those of a stub that dies.
 * `sending` is 0, or the number of the response that the send thread is handing to the server; it changes.
-* `num_taken` are the requests that have come so far: an instance that gets some is in service.
 * `asked_to_end` is 0, or 1 once `quire serve` wants the stub to end its engine: the one word that the stub only reads.
 
 A stub that ends by itself removes its page; one that is killed leaves it, with what it had.
@@ -43,8 +41,8 @@ logger = logging.getLogger(__name__)
 BEAT_SECONDS = 0.25
 _RUN_VARIABLE = "QUIRE_RUN_ID"
 _NUM_BYTES = 8192
-_TEXT_START = 64
-_VERSION, _BEATS, _STATE, _IN_FLIGHT, _SENDING, _TEXT_BYTES, _ASKED_TO_END, _TAKEN = range(8)
+_TEXT_START = 56
+_VERSION, _BEATS, _STATE, _IN_FLIGHT, _SENDING, _TEXT_BYTES, _ASKED_TO_END = range(7)
 _MOST_READS = 10
 _NAME = re.compile(r"stub-(\d+)-(\d+)\.status")
 
@@ -127,8 +125,7 @@ class StatusPage:
         return self._words[_ASKED_TO_END] != 0
 
     def in_flight(self, number: int) -> None:
-        """How many requests are, from now on: one more, or one less."""
-        self._words[_TAKEN] += number > self._words[_IN_FLIGHT]
+        """How many requests are, from now on."""
         self._words[_IN_FLIGHT] = number
 
     def sending(self, number: int) -> None:
@@ -160,7 +157,6 @@ class StubStatus:
     instance: str
     num_instances: int
     """Of the load that it is part of."""
-    num_taken: int
     beats: int
     state: StubState
     reason: str
@@ -234,7 +230,7 @@ def _read(path: Path, pid: int, start_time: int) -> StubStatus | None:
             return StubStatus(
                 pid=pid, start_time=start_time, model=names["model"], version=names["version"],
                 instance=names["instance"], reason=names["reason"], beats=words[_BEATS], state=state,
-                num_in_flight=words[_IN_FLIGHT], sending=words[_SENDING], num_taken=words[_TAKEN],
+                num_in_flight=words[_IN_FLIGHT], sending=words[_SENDING],
                 num_instances=names["num_instances"],
             )  # fmt: skip
     return None

@@ -43,33 +43,28 @@ def left_behind(pages: Sequence[StubStatus], unloading: Collection[tuple[str, st
         versions.setdefault((page.model, page.version), []).append(page)
     left: list[StubStatus] = []
     for name, stubs in versions.items():
-        replaced = [] if name in unloading else [*_replaced(stubs), *_surplus(stubs)]
+        replaced = [] if name in unloading else _replaced(stubs)
         left += [page for page in stubs if name in unloading or page.is_leaving or page in replaced]
     return left
 
 
 def _replaced(stubs: Sequence[StubStatus]) -> list[StubStatus]:
-    """Those of one model's stubs that a later load has replaced: with all of its instances, or it may yet fail."""
-    order = {page.stub: number for number, page in enumerate(stubs)}
-    newest = {page.instance: order[page.stub] for page in stubs if process_state.is_alive(*page.stub)}
-    replaced = [page for page in stubs if order[page.stub] < newest.get(page.instance, 0)]
-    successors = {newest[page.instance] for page in replaced}
-    # An older instance that has no successor yet waits for one.
-    is_whole = all(number in successors or number > min(successors, default=0) for number in newest.values())
-    return replaced if is_whole else []
+    """Those of one model's stubs that a later load has replaced: with all of its instances, or it may yet fail.
 
+    ::
 
-def _surplus(stubs: Sequence[StubStatus]) -> list[StubStatus]:
-    """Those of one model's stubs that are more than its last load has: its instances may be fewer, or other ones.
-
-    The newest stubs are that load's, once each of them gets requests. Until then some of them may still be to come, and
-    those that they replace may be in service.
+        m_0_0  m_0_1 │ m_0_0  m_0_1      the first that has the name of an older one begins a load,
+                     │ of 2              and tells how many instances that has
     """
-    alive = [page for page in stubs if not page.is_leaving and process_state.is_alive(*page.stub)]
-    num_old = len(alive) - alive[-1].num_instances if alive else 0
-    if num_old <= 0 or not all(page.num_taken for page in alive[num_old:]):
-        return []
-    return alive[:num_old]
+    alive = [page for page in stubs if process_state.is_alive(*page.stub)]
+    names: set[str] = set()
+    first = 0
+    for number, page in enumerate(alive):
+        if page.instance in names:
+            first, names = number, set()
+        names.add(page.instance)
+    is_whole = first and len(alive) - first >= alive[first].num_instances
+    return [page for page in stubs if page.start_time < alive[first].start_time] if is_whole else []
 
 
 class StuckUnloads:

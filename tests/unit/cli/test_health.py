@@ -19,7 +19,7 @@ from quire_cli.ports import Endpoint
 
 STUB = StubStatus(
     pid=7, start_time=1, model="m", version="1", instance="m_0_0", beats=3, state=StubState.UP, reason="",
-    num_in_flight=2, sending=0, num_taken=0, num_instances=1,
+    num_in_flight=2, sending=0, num_instances=1,
 )  # fmt: skip
 
 

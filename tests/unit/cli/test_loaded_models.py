@@ -14,7 +14,7 @@ stat = process_state.process_stat(os.getpid())
 assert stat is not None
 STUB = StubStatus(
     pid=os.getpid(), start_time=stat.start_time, model="ours", version="1", instance="ours_0_0", beats=3,
-    state=StubState.UP, reason="", num_in_flight=0, sending=0, num_taken=0, num_instances=1,
+    state=StubState.UP, reason="", num_in_flight=0, sending=0, num_instances=1,
 )  # fmt: skip
 ENDING = replace(STUB, state=StubState.ENDING)
 DEAD = replace(STUB, start_time=STUB.start_time - 1)

@@ -49,7 +49,7 @@ def test_an_unload_is_over_when_a_stub_was_started_since(started_s: float, is_ov
     """A load over HTTP holds up the connection that asks: what was said last may be older than the load."""
     page = StubStatus(
         pid=1, start_time=int(started_s * os.sysconf("SC_CLK_TCK")), model="m", version="1", instance="m_0_0", beats=1,
-        state=StubState.UP, reason="", num_in_flight=0, sending=0, num_taken=0, num_instances=1,
+        state=StubState.UP, reason="", num_in_flight=0, sending=0, num_instances=1,
     )  # fmt: skip
     index = [IndexedModel("m", "1", "UNLOADING"), IndexedModel("other", "1", "UNLOADING")]
     assert without_past_unloads(index, [page], 100.0) == index[is_over:]
