@@ -190,8 +190,8 @@ def reload(stage: Stage, random: Random) -> None:
 def change_instances(stage: Stage, random: Random) -> None:
     """From one instance to two, or back, with other settings: else tritonserver adds or ends one in place.
 
-    Of two it may keep the second, whose name a later load of one does not have. That this has replaced it nobody can tell
-    then, and if the server does not end it, it stays.
+    Of two it may keep the second, whose name a later load of one does not have. Nobody can tell then that this has
+    replaced it, and if the server does not end it, it stays.
     """
     count = 3 - stage.instances[CHANGING]
     write_settings(stage.repository, CHANGING, max_model_len=random.randrange(900, 1024))
