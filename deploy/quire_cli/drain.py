@@ -5,6 +5,7 @@ stream whose client cancelled just as it ended, of which the server keeps the re
 wait. What is really in flight the models' processes show on their status pages.
 """
 
+import contextlib
 import http.client
 import time
 from collections.abc import Collection
@@ -15,7 +16,7 @@ from quire_engine.system import process_state
 
 from quire_cli.ports import Endpoint
 from quire_cli.repository_index import ask_index
-from quire_cli.server_process import ServerProcess
+from quire_cli.server_process import ServerProcess, Stub
 
 __all__ = ["DrainWatch"]
 
@@ -40,16 +41,31 @@ class DrainWatch:
     def __init__(self, server: ServerProcess, endpoint: Endpoint, folder: Path, given_up: Collection[str] = ()) -> None:
         self._folder = folder
         self._given_up = given_up
-        pages = read_status_pages(folder)
+        self._idle_since: float | None = None
+        self._knows_all_models, self._unseen = False, set[Stub]()
+        with contextlib.suppress(
+            OSError
+        ):  # no descriptor is left: then nothing is known, and the server's end waited for
+            self._look_at_all(server, endpoint)
+
+    def _look_at_all(self, server: ServerProcess, endpoint: Endpoint) -> None:
+        """See whether there is anything of which the status pages do not tell."""
+        pages = read_status_pages(self._folder)
         # A model that is not ours may have requests that nobody here knows of.
         models = _loaded_models(endpoint)
-        self._knows_all_models = models is not None and models <= {page.model for page in pages} | set(given_up)
+        self._knows_all_models = models is not None and models <= {page.model for page in pages} | set(self._given_up)
         self._unseen = server.stubs() - {page.stub for page in pages}
         """Of another backend, or one of ours that is about to end: its page goes before it does."""
-        self._idle_since: float | None = None
 
     def is_over(self) -> bool:
         """Whether nothing has been in flight for long enough, and no model been ending; call it often."""
+        try:
+            return self._is_over()
+        except OSError:  # as above
+            self._idle_since = None
+            return False
+
+    def _is_over(self) -> bool:
         pages = read_status_pages(self._folder)
         living = [page for page in pages if _lives(page)]
         is_busy = any(page.num_in_flight or page.state is StubState.ENDING for page in living)

@@ -167,7 +167,7 @@ class Supervisor:
         # A server that is started again is told to serve what it can; what is missing, the health address says.
         with_all_models = self.models is None or not self.models.may_miss_some
         with waiting_line(self.console, self.what) as waiting:
-            while not server.is_ready(self.endpoints, with_all_models=with_all_models) or self.ready_word() is None:
+            while not self._is_ready(server, watch, with_all_models):
                 if server.wait_for_signal(_READY_POLL_S):
                     return False
                 if server.exit_code is not None:
@@ -175,10 +175,20 @@ class Supervisor:
                     raise _StartError(
                         server.log.cause() or f"tritonserver {server.how_it_ended} before it was ready; {_VERBOSE}"
                     )
-                watch.look()
                 server.log.release_old()
                 waiting.tick(server.log.loading_percent())
         return True
+
+    def _is_ready(self, server: ServerProcess, watch: "_StartWatch", with_all_models: bool) -> bool:
+        """Raises where that will never be."""
+        try:
+            if server.is_ready(self.endpoints, with_all_models=with_all_models) and self.ready_word() is not None:
+                return True
+            if server.exit_code is None:
+                watch.look()
+        except OSError:
+            pass  # no descriptor is left here: nothing is known
+        return False
 
     def _watch(self, server: ServerProcess) -> ServerWatch:
         return ServerWatch(

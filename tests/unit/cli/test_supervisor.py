@@ -335,6 +335,30 @@ def test_models_that_were_loaded_are_loaded_again(
     assert supervised.stop() == 0, supervised.log()
 
 
+def test_descriptors_that_run_out_here_end_neither_a_start_nor_a_drain(supervise: Callable[..., Supervised]) -> None:
+    supervised = supervise(in_flight=0, models={"m": "READY"}, delayed=["http"], ends=False)
+    wait_until(lambda: len(supervised.starts()) == 1, "it is started")
+    pid = supervised.process.pid
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+
+    def limit(number: int) -> None:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (number, hard))
+
+    limit(3)
+    (supervised.folder / "open").touch()
+    assert not supervised.is_announced(within_s=1.5)
+    limit(soft)
+    assert supervised.is_announced(within_s=30), supervised.log()
+    limit(3)
+    supervised.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "draining" in supervised.log()[-1], "it drains")
+    with pytest.raises(subprocess.TimeoutExpired):
+        supervised.process.wait(1.0)
+    limit(soft)
+    assert supervised.stop() == 1
+    assert supervised.log()[-1].startswith("quire: stopped at once by a second signal")
+
+
 def test_who_wants_to_be_served_without_a_broken_model_is_and_it_is_named(supervise: Callable[..., Supervised]) -> None:
     models = {"m": "READY", "broken": "UNAVAILABLE there is no model.json"}
     flags = (*EXPLICIT, "--load-model=m", "--load-model=broken", "--exit-on-error=false")
