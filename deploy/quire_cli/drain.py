@@ -43,9 +43,7 @@ class DrainWatch:
         self._given_up = given_up
         self._idle_since: float | None = None
         self._knows_all_models, self._unseen = False, set[Stub]()
-        with contextlib.suppress(
-            OSError
-        ):  # no descriptor is left: then nothing is known, and the server's end waited for
+        with contextlib.suppress(OSError):  # no descriptor is left: nothing is known, so its end is waited for
             self._look_at_all(server, endpoint)
 
     def _look_at_all(self, server: ServerProcess, endpoint: Endpoint) -> None:
