@@ -138,10 +138,9 @@ def test_a_changed_model_is_loaded_again_and_again(server: Server, repository: P
             num_before = len(answers)
             write_settings(repository / "one", 300 + number)
             assert http(server, "/v2/repository/models/one/load", {})[0] == 200
-            up = series(server, "one", "quire_engine_up")
-            assert up, "the new engine has no series"
-            assert set(up.values()) == {1.0}  # the old one may still have requests
-            seen |= set(up)
+            # The old one may still have requests.
+            wait_until(lambda: set(series(server, "one", "quire_engine_up").values()) == {1.0}, "all engines are up")
+            seen |= set(series(server, "one", "quire_engine_up"))
             wait_until(lambda before=num_before: len(answers) >= before + 2 * NUM_STREAMS, "requests end", 60)
     assert num_whole(answers) == len(answers)
     assert seen <= {"0", "1", "2"}, "every load has new labels"
