@@ -54,6 +54,8 @@ struct RopeCall {
   const void* value;              // [rows, kv_heads, head_size]
   int64_t value_token_stride;
   int64_t value_head_stride;
+  const void* query_norm;         // [head_size], the weight of the norm of each head before its rotation; or null
+  const void* key_norm;           // likewise
   const int64_t* positions;       // [rows]
   const float* cos_sin;           // [max_position, head_size]
   const int64_t* slot_mapping;    // [rows]
@@ -65,6 +67,7 @@ struct RopeCall {
   int64_t kv_heads;
   int64_t head_size;
   int64_t block_size;
+  float eps;                      // of the norms
   int32_t is_float;
 };
 

@@ -7,7 +7,7 @@ import ctypes
 
 import torch
 
-from quire_kernels.cpu import Call, check_tensor, launch, library, with_dense_heads
+from quire_kernels.cpu import Call, check_tensor, launch, library, pointer, with_dense_heads
 from quire_kernels.dispatch import uses_triton
 from quire_kernels.kv_cache import check_caches, is_tiled, write_kv_cache
 from quire_kernels.layernorm import rms_norm
@@ -28,6 +28,8 @@ class _RopeCall(Call):
         ("value", ctypes.c_void_p),
         ("value_token_stride", ctypes.c_int64),
         ("value_head_stride", ctypes.c_int64),
+        ("query_norm", ctypes.c_void_p),
+        ("key_norm", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
         ("cos_sin", ctypes.c_void_p),
         ("slot_mapping", ctypes.c_void_p),
@@ -39,6 +41,7 @@ class _RopeCall(Call):
         ("kv_heads", ctypes.c_int64),
         ("head_size", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
+        ("eps", ctypes.c_float),
         ("is_float", ctypes.c_int32),
     )
 
@@ -91,12 +94,12 @@ def rope_and_cache(
             query_THD, key_TKD, value_TKD, positions_T, cos_sin, slot_mapping_T, key_cache_NKBD, value_cache_NKBD,
             query_norm_D, key_norm_D, eps, key_scale, value_scale,
         )  # fmt: skip
-    query_THD, key_TKD = _with_normed_heads(query_THD, query_norm_D, eps), _with_normed_heads(key_TKD, key_norm_D, eps)
     dtype = key_cache_NKBD.dtype
     is_scaled = key_scale != 1.0 or value_scale != 1.0
     if is_tiled(key_cache_NKBD) and not is_scaled and query_THD.dtype == key_TKD.dtype == value_TKD.dtype == dtype:
         tensors = (query_THD, key_TKD, value_TKD, positions_T, cos_sin, slot_mapping_T)
-        return _rope_and_cache_cpu(*tensors, key_cache_NKBD, value_cache_NKBD)
+        return _rope_and_cache_cpu(*tensors, key_cache_NKBD, value_cache_NKBD, query_norm_D, key_norm_D, eps)
+    query_THD, key_TKD = _with_normed_heads(query_THD, query_norm_D, eps), _with_normed_heads(key_TKD, key_norm_D, eps)
     cos, sin = cos_sin[positions_T].to(query_THD.dtype).unsqueeze(1).chunk(2, dim=-1)
     key_TKD, value_TKD = _rotate(key_TKD, cos, sin) / key_scale, value_TKD / value_scale
     write_kv_cache(key_TKD, value_TKD, slot_mapping_T, key_cache_NKBD, value_cache_NKBD)
@@ -112,6 +115,9 @@ def _rope_and_cache_cpu(
     slot_mapping_T: torch.Tensor,
     key_cache_NKBD: torch.Tensor,
     value_cache_NKBD: torch.Tensor,
+    query_norm_D: torch.Tensor | None,
+    key_norm_D: torch.Tensor | None,
+    eps: float,
 ) -> torch.Tensor:
     query_THD, query_token_stride, query_head_stride = with_dense_heads(query_THD)
     key_TKD, key_token_stride, key_head_stride = with_dense_heads(key_TKD)
@@ -123,6 +129,9 @@ def _rope_and_cache_cpu(
     check_tensor("positions_T", positions_T, torch.int64, num_tokens)
     check_tensor("slot_mapping_T", slot_mapping_T, torch.int64, num_tokens)
     check_tensor("cos_sin", cos_sin, torch.float32, cos_sin.shape[0], cache_head_size)
+    for name, weight_D in (("query_norm_D", query_norm_D), ("key_norm_D", key_norm_D)):
+        if weight_D is not None:
+            check_tensor(name, weight_D, query_THD.dtype, cache_head_size)
     wanted = (num_tokens, num_kv_heads, cache_head_size)
     if head_size != cache_head_size or key_TKD.shape != wanted or value_TKD.shape != wanted:
         shapes = ", ".join(str(list(x.shape)) for x in (query_THD, key_TKD, value_TKD))
@@ -140,6 +149,8 @@ def _rope_and_cache_cpu(
         value=value_TKD.data_ptr(),
         value_token_stride=value_token_stride,
         value_head_stride=value_head_stride,
+        query_norm=pointer(query_norm_D),
+        key_norm=pointer(key_norm_D),
         positions=positions_T.data_ptr(),
         cos_sin=cos_sin.data_ptr(),
         slot_mapping=slot_mapping_T.data_ptr(),
@@ -151,6 +162,7 @@ def _rope_and_cache_cpu(
         kv_heads=num_kv_heads,
         head_size=head_size,
         block_size=block_size,
+        eps=eps,
         is_float=query_THD.dtype == torch.float32,
     )
     handle = library()

@@ -57,6 +57,7 @@ GOOD: dict[Callable[..., Any], Callable[[], dict[str, Any]]] = {
         "query_THD": torch.zeros(T, H, D), "key_TKD": torch.zeros(T, K, D), "value_TKD": torch.zeros(T, K, D),
         "positions_T": ints(T), "cos_sin": torch.zeros(9, D), "slot_mapping_T": torch.arange(T),
         "key_cache_NKBD": torch.zeros(4, K, B, D), "value_cache_NKBD": torch.zeros(4, K, B, D),
+        "query_norm_D": torch.ones(D), "key_norm_D": torch.ones(D),
     },
     plan_attention: lambda: {
         "block_table_SM": ints(S, 1), "query_start_loc": torch.tensor([0, 1, T]), "seq_lens": torch.tensor([5, 2]),
@@ -111,6 +112,11 @@ BAD: list[tuple[Callable[..., Any], str, Any]] = [
     (rope_and_cache, "cos_sin", torch.zeros(9, D - 2)),
     (rope_and_cache, "cos_sin", torch.zeros(9, D, dtype=BFLOAT16)),
     (rope_and_cache, "cos_sin", gapped(9, D)),
+    *(
+        (rope_and_cache, name, weight)
+        for name in ("query_norm_D", "key_norm_D")
+        for weight in (torch.ones(D - 1), torch.ones(1, D), gapped(D), torch.ones(D, dtype=BFLOAT16), meta(D))
+    ),
     *((op, "key_cache_NKBD", gapped(4, K, B, D)) for op in (rope_and_cache, paged_attention)),
     *((op, "value_cache_NKBD", gapped(4, K, B, D)) for op in (rope_and_cache, paged_attention)),
     *((op, "value_cache_NKBD", torch.zeros(3, K, B, D)) for op in (rope_and_cache, paged_attention)),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from quire_kernels import NotRecordableError, add_rms_norm, argmax, cpu, linear, pack_linear, record
+from quire_kernels import NotRecordableError, add_rms_norm, argmax, cpu, linear, pack_linear, record, rope_and_cache
 from quire_kernels.linear import LinearWeight
 from support.processes import ended, start_python
 
@@ -102,6 +102,33 @@ def test_rows_are_never_mixed() -> None:
     hidden[:], residual[:] = 1.0, 0.0
     recording.run(ROWS)
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_normed_heads_are_recorded_as_one_kernel(dtype: torch.dtype) -> None:
+    heads = torch.empty(ROWS, 8, 32, dtype=dtype)  # of queries, keys and values
+    norms, caches = torch.rand(2, 32).to(dtype), torch.zeros(2, 2, 2, 16, 32, dtype=dtype)
+    positions, slots = torch.zeros(ROWS, dtype=torch.int64), torch.zeros(ROWS, dtype=torch.int64)
+    cos_sin = torch.rand(99, 32)
+
+    def rope(rows: int, caches: torch.Tensor) -> torch.Tensor:
+        query, key, value = (part[:rows] for part in heads.split([4, 2, 2], 1))
+        return rope_and_cache(
+            query, key, value, positions[:rows], cos_sin, slots[:rows], caches[0], caches[1],
+            query_norm_D=norms[0], key_norm_D=norms[1], eps=1e-5,
+        )  # fmt: skip
+
+    with record(ROWS) as recording:
+        out = rope(ROWS, caches)
+    assert len(recording._kernels) == 1
+    for rows in (1, ROWS, 3):
+        heads[:] = torch.randn(heads.shape)
+        positions[:], slots[:] = torch.randint(0, 99, (ROWS,)), torch.randperm(32)[:ROWS]
+        expected_caches = caches.clone()
+        expected = rope(rows, expected_caches)
+        recording.run(rows)
+        assert torch.equal(out[:rows], expected)
+        assert torch.equal(caches, expected_caches)
 
 
 def test_sampling_is_recorded_too() -> None:
