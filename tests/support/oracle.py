@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 __all__ = ["CHECKPOINTS", "Expected", "generate_greedily", "make_checkpoint", "make_prompts"]
 
@@ -29,21 +29,30 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         },
     },
+    "qwen2": {
+        "model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    },
+    "qwen3": {
+        "model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "num_hidden_layers": 3, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 
 
 def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast, max_shard_size: str = "1GB") -> Path:
-    """Write a seeded random Llama checkpoint in float32, with weights large enough that its choices are clear-cut."""
+    """Write a seeded random checkpoint in float32, with weights large enough that its choices are clear-cut."""
     settings = {
         "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
         "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.2,
-        **CHECKPOINTS[name],
+        "model_type": "llama", **CHECKPOINTS[name],
     }  # fmt: skip
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**settings)).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).eval()
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith(".bias"):  # which begin as zeros
             torch.nn.init.normal_(parameter, std=0.2)
+        elif parameter_name.endswith(("q_norm.weight", "k_norm.weight")):  # and ones
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     tokenizer.save_pretrained(folder)
     return folder
@@ -70,7 +79,7 @@ class Expected:
 
 
 @torch.inference_mode()
-def generate_greedily(model: LlamaForCausalLM, prompt: list[int], max_tokens: int) -> Expected:
+def generate_greedily(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> Expected:
     """Greedy decoding of one prompt, alone, to exactly `max_tokens` tokens, and each token's log-probability."""
     token_ids: list[int] = []
     logprobs: list[float] = []

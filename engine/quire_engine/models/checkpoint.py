@@ -9,10 +9,11 @@ from typing import Any
 from quire_engine.errors import CheckpointError
 from quire_engine.models.fields import Fields
 from quire_engine.models.files import brief, read_json
+from quire_engine.models.options import DecoderOptions
+from quire_engine.models.registry import ARCHITECTURES, read_options
 
-__all__ = ["ARCHITECTURES", "CheckpointConfig", "RopeConfig"]
+__all__ = ["CheckpointConfig", "RopeConfig"]
 
-ARCHITECTURES = ("LlamaForCausalLM",)
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "llama3")
 MAX_SIZE = 1 << 24
@@ -49,8 +50,8 @@ class CheckpointConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-    attention_bias: bool
-    mlp_bias: bool
+    options: DecoderOptions
+    """In what this family's layers differ from others'."""
     int8: bool
     """The linear layers' weights are int8 with a `weight_scale` per output feature, for int8 activations (W8A8)."""
     rope: RopeConfig
@@ -70,11 +71,12 @@ class CheckpointConfig:
         config = fields.values
         architectures = config.get("architectures")
         architecture = architectures[0] if isinstance(architectures, list) and architectures else "(none named)"
-        if architecture not in ARCHITECTURES:
+        if architecture not in tuple(ARCHITECTURES):
             raise CheckpointError(
                 f"{path}: unknown architecture {brief(architecture)}; known are {', '.join(ARCHITECTURES)}"
             )
         fields.choice("hidden_act", ("silu",), "silu")
+        options = read_options(architecture, fields)
         hidden_size, num_heads = (fields.integer(name, 1, MAX_SIZE) for name in ("hidden_size", "num_attention_heads"))
         checkpoint = cls(
             architecture=architecture,
@@ -85,12 +87,11 @@ class CheckpointConfig:
             num_layers=fields.integer("num_hidden_layers", 1, MAX_LAYERS),
             num_heads=num_heads,
             num_kv_heads=fields.integer("num_key_value_heads", 1, num_heads, num_heads),
-            head_size=fields.integer("head_dim", 2, MAX_SIZE, hidden_size // num_heads),
+            head_size=fields.integer("head_dim", 2, MAX_SIZE, options.default_head_size or hidden_size // num_heads),
             rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
             max_position_embeddings=fields.integer("max_position_embeddings", 1, MAX_POSITIONS, 2048),
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
-            attention_bias=fields.boolean("attention_bias", False),
-            mlp_bias=fields.boolean("mlp_bias", False),
+            options=options,
             int8=_is_int8(fields),
             rope=_rope_config(fields),
             eos_token_ids=_eos_token_ids(folder, fields),

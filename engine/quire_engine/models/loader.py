@@ -18,11 +18,10 @@ from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.decoder import Decoder
 from quire_engine.models.files import StoredTensor
-from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.models.parallel import Packable, load_targets
 from quire_engine.models.progress import LoadProgress
-from quire_engine.models.registry import MODELS
 from quire_engine.models.weights import check_weights
 from quire_engine.system.memory import release_pages, trim_heap
 
@@ -41,7 +40,7 @@ def load_model(
     quantized_dtype: torch.dtype | None = None,
     device: torch.device = CPU,
     load_format: str = "auto",
-) -> LlamaForCausalLM:
+) -> Decoder:
     """Build a rank's part of the model on a device, fill every parameter, and pack the matrices, quantised if a dtype
     is given.
 
@@ -58,7 +57,7 @@ def load_model(
     torch.set_default_dtype(dtype)
     try:
         with contextlib.nullcontext() if device.type == "cpu" else device:
-            model = MODELS[config.architecture](config, max_model_len, parallel)
+            model = Decoder(config, max_model_len, parallel)
     finally:
         torch.set_default_dtype(previous)
     loading = _Loading(model, quantized_dtype)
@@ -78,7 +77,7 @@ def load_model(
 class _Loading:
     """What a model still waits for."""
 
-    def __init__(self, model: LlamaForCausalLM, quantized_dtype: torch.dtype | None) -> None:
+    def __init__(self, model: Decoder, quantized_dtype: torch.dtype | None) -> None:
         self.targets = load_targets(model)
         """By name; of tensors that have not come yet."""
         self._quantized_dtype = quantized_dtype

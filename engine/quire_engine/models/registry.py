@@ -1,10 +1,26 @@
-"""Architecture name of `config.json` → model class."""
+"""Architecture name of `config.json` → the family that reads the rest of it."""
 
-from quire_engine.models.checkpoint import ARCHITECTURES
-from quire_engine.models.llama import LlamaForCausalLM
+from importlib import import_module
 
-__all__ = ["MODELS"]
+from quire_engine.models.fields import Fields
+from quire_engine.models.options import DecoderOptions
 
-MODELS = {"LlamaForCausalLM": LlamaForCausalLM}
+__all__ = ["ARCHITECTURES", "read_options"]
 
-assert set(MODELS) == set(ARCHITECTURES)
+ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+"""Architecture → file in `models/families/`."""
+
+
+def read_options(architecture: str, fields: Fields) -> DecoderOptions:
+    """What the family makes of `config.json`.
+
+    Args:
+        architecture: one of `ARCHITECTURES`.
+        fields: of `config.json`.
+
+    Raises:
+        CheckpointError: it describes a model that cannot be served.
+    """
+    family = import_module(f"quire_engine.models.families.{ARCHITECTURES[architecture]}")
+    options: DecoderOptions = family.read_options(fields)
+    return options

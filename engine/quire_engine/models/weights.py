@@ -8,7 +8,7 @@ from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.files import StoredTensor, check_files, check_tokenizer, read_header, weight_files
 
-__all__ = ["check_checkpoint", "check_weights"]
+__all__ = ["check_checkpoint", "check_weights", "expected_shapes"]
 
 FLOATING = ("F64", "F32", "BF16", "F16")
 """Types that weights are converted from; eight bits and less mean something only together with scales."""
@@ -49,10 +49,10 @@ def check_weights(folder: Path, config: CheckpointConfig) -> dict[Path, dict[str
     """
     files = {path: read_header(path) for path in weight_files(folder)}
     tensors = {name.removeprefix("model."): tensor for file in files.values() for name, tensor in file.items()}
-    missing = list(islice((name for name, _ in _expected_shapes(config) if name not in tensors), 3))
+    missing = list(islice((name for name, _ in expected_shapes(config) if name not in tensors), 3))
     if missing:
         raise CheckpointError(f"{folder}: its safetensors files hold no {', '.join(missing)}")
-    expected = dict(_expected_shapes(config))
+    expected = dict(expected_shapes(config))
     for path, file in files.items():
         for full_name, tensor in file.items():
             name = full_name.removeprefix("model.")
@@ -81,26 +81,30 @@ def _is_linear(name: str) -> bool:
     return name.endswith("_proj.weight")
 
 
-def _expected_shapes(config: CheckpointConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name of each tensor of a Llama checkpoint, without the leading `model.`, and its shape; layer by layer."""
+def expected_shapes(config: CheckpointConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name of each tensor of a checkpoint, without the leading `model.`, and its shape; layer by layer."""
     hidden, intermediate = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+    options = config.options
     linears = {
-        "self_attn.q_proj": (q_size, hidden, config.attention_bias),
-        "self_attn.k_proj": (kv_size, hidden, config.attention_bias),
-        "self_attn.v_proj": (kv_size, hidden, config.attention_bias),
-        "self_attn.o_proj": (hidden, q_size, config.attention_bias),
-        "mlp.gate_proj": (intermediate, hidden, config.mlp_bias),
-        "mlp.up_proj": (intermediate, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, intermediate, config.mlp_bias),
+        "self_attn.q_proj": (q_size, hidden, options.qkv_bias),
+        "self_attn.k_proj": (kv_size, hidden, options.qkv_bias),
+        "self_attn.v_proj": (kv_size, hidden, options.qkv_bias),
+        "self_attn.o_proj": (hidden, q_size, options.o_bias),
+        "mlp.gate_proj": (intermediate, hidden, options.mlp_bias),
+        "mlp.up_proj": (intermediate, hidden, options.mlp_bias),
+        "mlp.down_proj": (hidden, intermediate, options.mlp_bias),
     }
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if options.qk_norm:
+        norms |= {"self_attn.q_norm": config.head_size, "self_attn.k_norm": config.head_size}
     yield "embed_tokens.weight", (config.vocab_size, hidden)
     yield "norm.weight", (hidden,)
     if not config.tie_word_embeddings:
         yield "lm_head.weight", (config.vocab_size, hidden)
     for i in range(config.num_layers):
-        yield f"layers.{i}.input_layernorm.weight", (hidden,)
-        yield f"layers.{i}.post_attention_layernorm.weight", (hidden,)
+        for name, size in norms.items():
+            yield f"layers.{i}.{name}.weight", (size,)
         for name, (out_size, in_size, has_bias) in linears.items():
             yield f"layers.{i}.{name}.weight", (out_size, in_size)
             if config.int8:

@@ -32,8 +32,8 @@ from quire_kernels.attention_plan import GpuAttentionPlan
 from tqdm import tqdm
 
 from quire_engine.device.transfer import upload
+from quire_engine.models.base import CausalLM
 from quire_engine.models.layers import AttentionMetadata
-from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.worker.input_batch import InputBatch
 
 __all__ = ["Capture", "CudaCapture", "DecodeGraphs", "capture_sizes", "run_as_captured"]
@@ -151,7 +151,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: LlamaForCausalLM,
+        model: CausalLM,
         kv_caches: list[tuple[torch.Tensor, torch.Tensor]],
         batch: InputBatch,
         last_token_ids: torch.Tensor,

@@ -10,8 +10,8 @@ from quire_kernels import plan_attention
 from quire_engine.device.transfer import CPU, upload, upload_tensors
 from quire_engine.distributed import ParallelState
 from quire_engine.messages import CachedRequestData, GrammarBitmask, PromptLogprobs, SchedulerOutput
+from quire_engine.models.base import CausalLM
 from quire_engine.models.layers import AttentionMetadata
-from quire_engine.models.llama import LlamaForCausalLM
 from quire_engine.sampling import Sampler, SamplerOutput, SamplingMetadata
 from quire_engine.sampling.prompt_logprobs import compute_prompt_logprobs
 from quire_engine.worker.decode_graphs import DecodeGraphs
@@ -42,7 +42,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: LlamaForCausalLM,
+        model: CausalLM,
         batch: InputBatch,
         block_size: int,
         parallel: ParallelState = ParallelState(),

@@ -15,7 +15,7 @@ from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
 from quire_engine.messages import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from quire_engine.models.checkpoint import CheckpointConfig
-from quire_engine.models.llama import LlamaForCausalLM
+from quire_engine.models.decoder import Decoder
 from quire_engine.models.loader import load_model
 from quire_engine.models.mapped import mapped_zeros
 from quire_engine.models.parallel import num_parameters, shard, stage_layers
@@ -200,7 +200,7 @@ class Worker:
             self._weights_discarded = False
         self.initialize_cache(self._num_blocks)
 
-    def _load_model(self) -> LlamaForCausalLM:
+    def _load_model(self) -> Decoder:
         folder = Path(self.config.model.model)
         quantization = self.config.model.quantization
         quantized_dtype = None if quantization is None else QUANTIZED_DTYPES[quantization]

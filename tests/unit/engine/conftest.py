@@ -11,7 +11,7 @@ from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.worker.fault_injection import FAULT_INJECTION_VARIABLE
 from support.faults import put_fault
 from support.oracle import CHECKPOINTS, Expected, generate_greedily, make_checkpoint, make_prompts
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 TINYPY = Path(__file__).parents[3] / "model_repository" / "tinypy" / "1" / "model"
 
@@ -39,7 +39,7 @@ def workload(
 
     @cache
     def make(name: str) -> tuple[list[list[int]], list[int], list[Expected]]:
-        model = LlamaForCausalLM.from_pretrained(checkpoint(name), dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=torch.float32).eval()
         prompts = make_prompts(64, model.config.vocab_size, max_length=120)
         lengths = [8 + (i * 7) % 25 for i in range(len(prompts))]
         expected = [generate_greedily(model, prompt, n) for prompt, n in zip(prompts, lengths, strict=True)]

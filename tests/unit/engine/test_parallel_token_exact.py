@@ -30,6 +30,9 @@ LAYOUTS = [
     ("odd-sizes", 1, 2),
     ("tied-gqa", 2, 2),
     ("biased-mqa", 2, 2),
+    ("qwen2", 2, 1),
+    ("qwen3", 2, 1),
+    ("qwen3", 1, 2),
 ]
 """Checkpoint, tensor parallel size, pipeline parallel size."""
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_batched_tokens": 128}

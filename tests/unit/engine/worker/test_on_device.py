@@ -10,7 +10,7 @@ import pytest
 import torch
 from quire_engine.messages import CachedRequestData, GrammarBitmask, NewRequestData, SchedulerOutput
 from quire_engine.models import CheckpointConfig
-from quire_engine.models.llama import LlamaForCausalLM
+from quire_engine.models.decoder import Decoder
 from quire_engine.models.parallel import Packable
 from quire_engine.sampling import grammar_bitmask, logits_processors, sampler
 from quire_engine.sampling_params import SamplingParams
@@ -106,7 +106,7 @@ def runner(request: pytest.FixtureRequest, config: CheckpointConfig, _gpu: None)
     torch.set_default_dtype(request.param)
     try:
         with GPU:
-            model = LlamaForCausalLM(config, MAX_MODEL_LEN)
+            model = Decoder(config, MAX_MODEL_LEN)
     finally:
         torch.set_default_dtype(previous)
     for module in model.modules():

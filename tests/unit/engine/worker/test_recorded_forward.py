@@ -34,7 +34,7 @@ def generate(llm: LLM) -> list[CompletionOutput]:
     return [one.outputs[0] for one in llm.generate(prompts, PARAMS, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("name", ["tied-gqa", "untied-mha"])
+@pytest.mark.parametrize("name", ["tied-gqa", "untied-mha", "qwen2", "qwen3"])
 @pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"quantization": "int8"}])
 def test_the_same_to_the_last_bit(
     name: str,

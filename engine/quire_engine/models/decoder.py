@@ -1,4 +1,5 @@
-"""Llama (Touvron et al. 2023, https://arxiv.org/abs/2302.13971): RMSNorm, rotary GQA attention, SwiGLU.
+"""The decoder that most families are: RMSNorm, rotary GQA attention, SwiGLU, as in Llama (Touvron et al. 2023,
+https://arxiv.org/abs/2302.13971), with the options in which families differ (`models/options.py`).
 
 One layer, in calls::
 
@@ -17,6 +18,7 @@ from quire_kernels import add_rms_norm, paged_attention, rms_norm, rope_and_cach
 from torch import nn
 
 from quire_engine.distributed import ParallelState
+from quire_engine.models.base import KVCaches
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.layers import AttentionMetadata, Weight, rope_cos_sin
 from quire_engine.models.parallel import (
@@ -29,21 +31,25 @@ from quire_engine.models.parallel import (
     stage_layers,
 )
 
-__all__ = ["LlamaForCausalLM"]
+__all__ = ["Decoder"]
 
 
-class LlamaAttention(nn.Module):
+class Attention(nn.Module):
     """Grouped-query attention over the paged cache."""
 
     def __init__(self, config: CheckpointConfig, parallel: ParallelState) -> None:
         super().__init__()
-        self.head_size, bias = config.head_size, config.attention_bias
+        self.head_size, options = config.head_size, config.options
         self.qkv_proj = QKVParallel(
-            config.hidden_size, config.num_heads, config.num_kv_heads, self.head_size, bias, parallel, config.int8
-        )
+            config.hidden_size, config.num_heads, config.num_kv_heads, self.head_size, options.qkv_bias, parallel,
+            config.int8,
+        )  # fmt: skip
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         in_features = config.num_heads * self.head_size
-        self.o_proj = RowParallel(in_features, "o_proj", config.hidden_size, bias, parallel, config.int8)
+        self.o_proj = RowParallel(in_features, "o_proj", config.hidden_size, options.o_bias, parallel, config.int8)
+        self.eps = config.rms_norm_eps
+        self.q_norm = Weight(self.head_size) if options.qk_norm else None
+        self.k_norm = Weight(self.head_size) if options.qk_norm else None
 
     def forward(
         self,
@@ -64,6 +70,9 @@ class LlamaAttention(nn.Module):
             metadata.slot_mapping,
             key_cache_NKBD,
             value_cache_NKBD,
+            query_norm_D=None if self.q_norm is None else self.q_norm.weight,
+            key_norm_D=None if self.k_norm is None else self.k_norm.weight,
+            eps=self.eps,
         )
         out_THD = paged_attention(
             query_THD,
@@ -79,12 +88,12 @@ class LlamaAttention(nn.Module):
         return out_TE
 
 
-class LlamaMLP(nn.Module):
+class GatedMLP(nn.Module):
     """SwiGLU feed-forward."""
 
     def __init__(self, config: CheckpointConfig, parallel: ParallelState) -> None:
         super().__init__()
-        size, bias = config.intermediate_size, config.mlp_bias
+        size, bias = config.intermediate_size, config.options.mlp_bias
         parts = {"gate_proj": size, "up_proj": size}
         self.gate_up_proj = ColumnParallel(config.hidden_size, parts, bias, parallel, gated=True, int8=config.int8)
         self.down_proj = RowParallel(size, "down_proj", config.hidden_size, bias, parallel, config.int8)
@@ -95,20 +104,20 @@ class LlamaMLP(nn.Module):
         return out_TE
 
 
-class LlamaDecoderLayer(nn.Module):
+class DecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm, on one residual stream."""
 
     def __init__(self, config: CheckpointConfig, parallel: ParallelState) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
-        self.self_attn = LlamaAttention(config, parallel)
-        self.mlp = LlamaMLP(config, parallel)
+        self.self_attn = Attention(config, parallel)
+        self.mlp = GatedMLP(config, parallel)
         self.input_layernorm = Weight(config.hidden_size)
         self.post_attention_layernorm = Weight(config.hidden_size)
 
 
-class LlamaForCausalLM(nn.Module):
-    """One rank's part of the model, over a flattened batch of tokens; with one rank, all of it."""
+class Decoder(nn.Module):
+    """A `CausalLM`, whose members are explained there, of layers that are all alike."""
 
     def __init__(self, config: CheckpointConfig, max_model_len: int, parallel: ParallelState = ParallelState()) -> None:
         super().__init__()
@@ -122,7 +131,7 @@ class LlamaForCausalLM(nn.Module):
             self.embed_tokens = VocabParallel(vocab_size, self.hidden_size, parallel, is_head)
         # By their numbers in the checkpoint, whichever stage this is.
         numbers = stage_layers(config.num_layers, parallel)
-        self.layers = nn.ModuleDict({str(number): LlamaDecoderLayer(config, parallel) for number in numbers})
+        self.layers = nn.ModuleDict({str(number): DecoderLayer(config, parallel) for number in numbers})
         self.lm_head = None
         if parallel.is_last_stage:
             self.norm = Weight(self.hidden_size)
@@ -131,18 +140,9 @@ class LlamaForCausalLM(nn.Module):
         self.cos_sin = rope_cos_sin(config.rope, config.head_size, max_model_len)
 
     def forward(
-        self, token_ids_T: torch.Tensor, kv_caches: list[tuple[torch.Tensor, torch.Tensor]], metadata: AttentionMetadata
+        self, token_ids_T: torch.Tensor, kv_caches: KVCaches, metadata: AttentionMetadata
     ) -> torch.Tensor | None:
-        """Compute one step. All ranks take part.
-
-        Args:
-            token_ids_T: int64, the scheduled tokens of all requests, one after the other.
-            kv_caches: per layer of this stage, keys and values, each [N, K, B, D]; written in place.
-            metadata: whose tokens they are.
-
-        Returns:
-            [T, E] hidden states after the last norm; None on stages before the last.
-        """
+        """[T] -> [T, E], or None; from the stage before, and to the next one."""
         if self.parallel.is_first_stage:
             hidden, residual = self.embed(token_ids_T), None
         else:
@@ -161,22 +161,12 @@ class LlamaForCausalLM(nn.Module):
         self,
         hidden_TE: torch.Tensor,
         residual_TE: torch.Tensor | None,
-        kv_caches: list[tuple[torch.Tensor, torch.Tensor]],
+        kv_caches: KVCaches,
         metadata: AttentionMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layers of this stage: ops of `quire_kernels` and nothing else, so that they can be recorded.
-
-        Args:
-            hidden_TE: becomes the residual stream, in place, where there is none.
-            residual_TE: written in place.
-            kv_caches: as of `forward`.
-            metadata: as of `forward`.
-
-        Returns:
-            What the last layer adds to the residual stream, and the stream without it.
-        """
+        """[T, E] and the residual stream -> what the last layer adds to it, and the stream."""
         for layer, (key_cache, value_cache) in zip(self.layers.values(), kv_caches, strict=True):
-            assert isinstance(layer, LlamaDecoderLayer)
+            assert isinstance(layer, DecoderLayer)
             norm = layer.input_layernorm.weight
             if residual_TE is None:
                 residual_TE, hidden_TE = hidden_TE, rms_norm(hidden_TE, norm, self.eps)
@@ -194,10 +184,7 @@ class LlamaForCausalLM(nn.Module):
 
     @contextlib.contextmanager
     def first_layer_only(self) -> Iterator[None]:
-        """While it lasts, a step computes one layer, and needs the KV cache of one.
-
-        That is for measuring memory: all layers are alike, and each gives back what it took before the next one begins.
-        """
+        """One of them takes as much memory as all: each gives back what it took before the next one begins."""
         layers = self.layers
         number, layer = next(iter(layers.items()))
         self.layers = nn.ModuleDict({number: layer})
@@ -210,13 +197,10 @@ class LlamaForCausalLM(nn.Module):
     def num_heads(self) -> int:
         """Query heads of this rank, in each layer."""
         layer = next(iter(self.layers.values()))
-        assert isinstance(layer, LlamaDecoderLayer)
+        assert isinstance(layer, DecoderLayer)
         return layer.self_attn.num_heads
 
     def compute_logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
-        """[S, E] -> [S, V], for the positions that are sampled only.
-
-        All ranks of the last stage take part; those that do not sample get None.
-        """
+        """[S, E] -> [S, V], or None."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         return head.logits(hidden_SE)

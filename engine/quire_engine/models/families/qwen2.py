@@ -1,0 +1,16 @@
+"""Qwen2 and Qwen2.5 (https://arxiv.org/abs/2407.10671, section 2.2): Llama with biases of queries, keys and values."""
+
+from quire_engine.models.fields import Fields
+from quire_engine.models.options import DecoderOptions, refuse_sliding_window
+
+__all__ = ["read_options"]
+
+
+def read_options(fields: Fields) -> DecoderOptions:
+    """What `config.json` says of the layers.
+
+    Raises:
+        CheckpointError: it describes a model that cannot be served.
+    """
+    refuse_sliding_window(fields)
+    return DecoderOptions(qkv_bias=True)

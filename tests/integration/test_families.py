@@ -1,0 +1,37 @@
+"""Checkpoints of each family, served by a real tritonserver, say what transformers says."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from quire_engine.frontend.tokenizer import load_tokenizer
+from support.clients import ask_all
+from support.oracle import generate_greedily, make_checkpoint, make_prompts
+from support.serving import ROOT, serve
+from transformers import AutoModelForCausalLM
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+FAMILIES = ["qwen2", "qwen3"]
+NUM_TOKENS = 24
+
+
+def test_families_are_served(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(ROOT / "model_repository" / "tinypy" / "1" / "model")
+    requests, expected = [], []
+    for name in FAMILIES:
+        folder = make_checkpoint(tmp_path / "checkpoints" / name, name, tokenizer)
+        version = tmp_path / "models" / name / "1"
+        version.mkdir(parents=True)
+        (version.parent / "config.pbtxt").write_text('backend: "quire"\n')
+        settings = {"model": str(folder), "dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 16 << 20}
+        (version / "model.json").write_text(json.dumps(settings))
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        for prompt in make_prompts(8, model.config.vocab_size, max_length=100):
+            requests.append({"model": name, "input_ids": prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True,
+                             "temperature": 0.0, "stream": True, "return_token_ids": True})  # fmt: skip
+            expected.append(generate_greedily(model, prompt, NUM_TOKENS).token_ids)
+    with serve("--model-repository", str(tmp_path / "models")) as server:
+        answers = ask_all(server, requests)
+    assert [answer.token_ids for answer in answers] == expected

@@ -1,0 +1,91 @@
+"""Families of decoders: what each reads in `config.json`, and the tensors that its checkpoints hold."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quire_engine import LLM, SamplingParams
+from quire_engine.errors import CheckpointError
+from quire_engine.models import CheckpointConfig, check_checkpoint
+from quire_engine.models.decoder import Decoder
+from quire_engine.models.options import DecoderOptions
+from quire_engine.models.parallel import load_targets
+from quire_engine.models.weights import expected_shapes
+from safetensors.torch import load_file, save_file
+from support.checkpoints import edit_json, make_small_checkpoint
+from support.oracle import CHECKPOINTS
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_the_model_has_the_tensors_that_its_checkpoint_is_checked_for(
+    name: str, checkpoint: Callable[[str], Path]
+) -> None:
+    """The check knows nothing of torch, and so nothing of the model."""
+    config = CheckpointConfig.from_folder(checkpoint(name))
+    with torch.device("meta"):
+        model = Decoder(config, max_model_len=1)
+    assert {name: target.shape for name, target in load_targets(model).items()} == dict(expected_shapes(config))
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, DecoderOptions()),
+        ({"architectures": ["LlamaForCausalLM"], "attention_bias": True, "mlp_bias": True},
+         DecoderOptions(qkv_bias=True, o_bias=True, mlp_bias=True)),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096}, DecoderOptions(qkv_bias=True)),
+        ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False},
+         DecoderOptions(qk_norm=True, default_head_size=128)),
+    ],
+)  # fmt: skip
+def test_a_family_reads_its_options(changes: dict[str, Any], options: DecoderOptions, tmp_path: Path) -> None:
+    folder = make_small_checkpoint(tmp_path)
+    edit_json(folder / "config.json", **changes)
+    assert CheckpointConfig.from_folder(folder).options == options
+
+
+def test_heads_of_qwen3_have_128_features_where_nothing_is_said(tmp_path: Path) -> None:
+    folder = make_small_checkpoint(tmp_path)
+    edit_json(folder / "config.json", architectures=["Qwen3ForCausalLM"], head_dim=None)
+    assert CheckpointConfig.from_folder(folder).head_size == 128
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_a_sliding_window_is_refused(architecture: str, tmp_path: Path) -> None:
+    folder = make_small_checkpoint(tmp_path)
+    edit_json(folder / "config.json", architectures=[architecture], use_sliding_window=True)
+    with pytest.raises(CheckpointError, match="use_sliding_window is True; it must be false: sliding windows are not"):
+        CheckpointConfig.from_folder(folder)
+
+
+def test_a_norm_that_is_missing_is_named(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    whole = checkpoint("qwen3")
+    for file in whole.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    weights = load_file(whole / "model.safetensors")
+    del weights["model.layers.1.self_attn.k_norm.weight"]
+    (tmp_path / "model.safetensors").unlink()
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"hold no layers\.1\.self_attn\.k_norm\.weight$"):
+        check_checkpoint(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_int8_is_near_to_float32(name: str, checkpoint: Callable[[str], Path]) -> None:
+    prompts = [[2 + i, 3, 5 * i + 2, *range(7, 40)] for i in range(8)]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    results = []
+    for quantization in (None, "int8"):
+        llm = LLM(checkpoint(name), dtype="float32", max_model_len=64, quantization=quantization)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        llm.shutdown()
+        results.append(
+            torch.tensor(
+                [next(iter(one.values())).logprob for output in outputs for one in (output.prompt_logprobs or ())[1:]]
+            )
+        )
+    error = (results[1] - results[0]).abs().mean()
+    assert 0.001 < error < 0.2, "int8 was not used, or something is left out"
