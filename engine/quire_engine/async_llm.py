@@ -18,7 +18,16 @@ from quire_engine.frontend.input_processor import InputProcessor, ProcessedReque
 from quire_engine.frontend.introspection import combine_blocks, combine_requests
 from quire_engine.frontend.output_processor import OutputProcessor
 from quire_engine.frontend.tokenizer import load_tokenizer
-from quire_engine.messages import ErrorCode, FinishReason
+from quire_engine.messages import (
+    ErrorCode,
+    FinishReason,
+    IsSleeping,
+    ResetPrefixCache,
+    Sleep,
+    UtilityCall,
+    UtilityResult,
+    WakeUp,
+)
 from quire_engine.models import check_checkpoint
 from quire_engine.outputs import OnOutput, RequestOutput
 from quire_engine.sampling_params import RequestOutputKind, SamplingParams
@@ -276,7 +285,7 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, as after new weights; whatever is running goes on undisturbed."""
-        return await self._call_utility("reset_prefix_cache")
+        return bool(await self._call_utility(ResetPrefixCache()))
 
     async def sleep(self, level: int = 1) -> None:
         """Give memory back until `wake_up`; no request may be live. Those that come meanwhile are refused.
@@ -287,15 +296,15 @@ class AsyncLLM:
         Raises:
             EngineError: requests are live, or there is no such level.
         """
-        await self._call_utility("sleep", level)
+        await self._call_utility(Sleep(level))
 
     async def wake_up(self) -> None:
         """Undo `sleep`. The prefix cache is empty then. Does nothing to an engine that is awake."""
-        await self._call_utility("wake_up")
+        await self._call_utility(WakeUp())
 
     async def is_sleeping(self) -> bool:
         """Whether `sleep` was called, and `wake_up` was not."""
-        return await self._call_utility("is_sleeping")
+        return bool(await self._call_utility(IsSleeping()))
 
     async def snapshot(self, labels: Mapping[str, str] | None = None) -> Snapshot:
         """The engine at this moment, for an operator's eyes. It never waits for an engine that is being started.
@@ -334,11 +343,11 @@ class AsyncLLM:
             self.abort(caller_request_id)
         return caller_request_id is not None
 
-    async def _call_utility(self, method: str, *arguments: int) -> bool:
+    async def _call_utility(self, call: UtilityCall) -> UtilityResult:
         await self.start()
         if self.dead_error is not None:
             raise EngineDeadError(self.dead_error)
-        return await self._client.call_utility(method, *arguments)
+        return await self._client.call_utility(call)
 
     def shutdown(self) -> None:
         """End the engine core and wait for it. Live requests end with an error. Idempotent."""

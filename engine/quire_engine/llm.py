@@ -13,7 +13,7 @@ from quire_engine.frontend.beam_search import BeamSearch, BeamSearchOutput, Beam
 from quire_engine.frontend.input_processor import InputProcessor, ProcessedRequest, Prompt
 from quire_engine.frontend.output_processor import OutputProcessor
 from quire_engine.frontend.tokenizer import load_tokenizer
-from quire_engine.messages import FinishReason
+from quire_engine.messages import FinishReason, IsSleeping, ResetPrefixCache, Sleep, WakeUp
 from quire_engine.outputs import RequestOutput
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.stats import SchedulerStats
@@ -197,7 +197,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, as after new weights; whatever is running goes on undisturbed."""
-        return self._core.call_utility("reset_prefix_cache")
+        return bool(self._core.call_utility(ResetPrefixCache()))
 
     def sleep(self, level: int = 1) -> None:
         """Give memory back until `wake_up`; no request may be live, and none is taken meanwhile.
@@ -208,15 +208,15 @@ class LLM:
         Raises:
             EngineError: a `stream` is still being read, or there is no such level.
         """
-        self._core.call_utility("sleep", level)
+        self._core.call_utility(Sleep(level))
 
     def wake_up(self) -> None:
         """Undo `sleep`. The prefix cache is empty then. Does nothing to an engine that is awake."""
-        self._core.call_utility("wake_up")
+        self._core.call_utility(WakeUp())
 
     def is_sleeping(self) -> bool:
         """Whether `sleep` was called, and `wake_up` was not."""
-        return self._core.call_utility("is_sleeping")
+        return bool(self._core.call_utility(IsSleeping()))
 
     def get_stats(self) -> SchedulerStats:
         """The engine core's numbers of this moment."""

@@ -17,6 +17,7 @@ from quire_engine.stats import SchedulerStats, StepStats
 
 __all__ = [
     "CachedRequestData",
+    "Call",
     "EngineCoreOutput",
     "EngineCoreOutputs",
     "EngineCoreReady",
@@ -24,15 +25,21 @@ __all__ = [
     "ErrorCode",
     "FinishReason",
     "GrammarBitmask",
+    "IsSleeping",
     "ModelRunnerOutput",
     "NewRequestData",
     "ProcessArguments",
     "PromptLogprobs",
     "RequestType",
+    "ResetPrefixCache",
     "SchedulerOutput",
+    "Sleep",
+    "TakeSnapshot",
     "TokenLogprobs",
+    "UtilityCall",
     "UtilityOutput",
-    "UtilityRequest",
+    "UtilityResult",
+    "WakeUp",
     "WorkerCall",
     "WorkerResponse",
 ]
@@ -74,7 +81,10 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
 
 
 class RequestType(enum.Enum):
-    """First frame of a message to the engine core; the second is the request id, the third the payload."""
+    """First frame of a message to the engine core; the second is the request id, the third the payload.
+
+    With `UTILITY`, the second is the call's number and the third a `UtilityCall`.
+    """
 
     ADD = b"add"
     ABORT = b"abort"
@@ -135,22 +145,44 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     """With `ErrorCode.UNAVAILABLE`: an estimate of when it is worth trying again."""
 
 
-class UtilityRequest(msgspec.Struct, array_like=True):
-    """A call of one of the engine core's utilities, by name; the payload of `RequestType.UTILITY`."""
+class Call(msgspec.Struct, array_like=True, tag=True):
+    """What the engine core or its ranks are told to do, with its arguments: a class each."""
 
-    call_id: int
-    method: str
-    arguments: list[int] = []
+
+class ResetPrefixCache(Call):
+    """Forget all cached prefixes."""
+
+
+class Sleep(Call):
+    """Give memory back: the KV cache's (level 1), and the weights' as well (level 2)."""
+
+    level: int
+
+
+class WakeUp(Call):
+    """Have again what `Sleep` gave back."""
+
+
+class IsSleeping(Call):
+    """Say whether the last one of the two above was `Sleep`."""
+
+
+class TakeSnapshot(Call):
+    """Say all that an operator may want to see of this moment."""
+
+
+UtilityCall = ResetPrefixCache | Sleep | WakeUp | IsSleeping | TakeSnapshot
+"""What the engine core can be told between two steps."""
+UtilityResult = bool | EngineCoreSnapshot
+"""The snapshot, or whether it did what it was told to; of `IsSleeping`, whether it sleeps."""
 
 
 class UtilityOutput(msgspec.Struct, array_like=True):
-    """What came of a `UtilityRequest`."""
+    """What came of a `UtilityCall`."""
 
     call_id: int
-    result: bool = True
+    result: UtilityResult = True
     error: str | None = None
-    snapshot: EngineCoreSnapshot | None = None
-    """Of the method "snapshot"."""
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):

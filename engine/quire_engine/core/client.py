@@ -33,8 +33,9 @@ from quire_engine.messages import (
     EngineCoreRequest,
     ProcessArguments,
     RequestType,
-    UtilityOutput,
-    UtilityRequest,
+    TakeSnapshot,
+    UtilityCall,
+    UtilityResult,
 )
 from quire_engine.snapshot import EngineCoreSnapshot
 from quire_engine.stats import SchedulerStats
@@ -85,16 +86,13 @@ class InprocClient:
         self._core.wait_for_grammar()
         return self._core.step() if self._core.has_requests() else EngineCoreOutputs()
 
-    def call_utility(self, method: str, *arguments: int) -> bool:
-        """Call one of the engine core's utilities; see `EngineCore.call_utility`.
+    def call_utility(self, call: UtilityCall) -> UtilityResult:
+        """Have the engine core do something; see `EngineCore.call_utility`.
 
         Raises:
-            EngineError: it could not do what it was asked for.
+            EngineError: it could not.
         """
-        output = self._core.call_utility(UtilityRequest(0, method, list(arguments)))
-        if output.error is not None:
-            raise EngineError(output.error)
-        return output.result
+        return self._core.call_utility(call)
 
     def get_stats(self) -> SchedulerStats:
         """The numbers of this moment."""
@@ -129,7 +127,7 @@ class AsyncMPClient:
         self._watch: EngineWatch | None = None
         self._pending: asyncio.Future[bytes] | None = None
         self._call_ids = itertools.count()
-        self._calls: dict[int, asyncio.Future[UtilityOutput]] = {}
+        self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
         self._num_sent = 0
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
@@ -232,14 +230,21 @@ class AsyncMPClient:
         """End a request wherever it is. Never blocks."""
         self._send(RequestType.ABORT, request_id)
 
-    async def call_utility(self, method: str, *arguments: int) -> bool:
-        """Call one of the engine core's utilities, between two steps; somebody has to be taking outputs meanwhile.
+    async def call_utility(self, call: UtilityCall) -> UtilityResult:
+        """Have the engine core do something between two steps; somebody has to be taking outputs meanwhile.
 
         Raises:
-            EngineError: it could not do what it was asked for.
+            EngineError: it could not.
             EngineDeadError: the engine core died.
         """
-        return (await self._call(method, *arguments)).result
+        call_id = next(self._call_ids)
+        future: asyncio.Future[UtilityResult] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = future
+        self._send(RequestType.UTILITY, str(call_id), self._encoder.encode(call))
+        try:
+            return await future
+        finally:
+            self._calls.pop(call_id, None)
 
     async def snapshot(self) -> EngineCoreSnapshot:
         """The engine core between two steps; somebody has to be taking outputs meanwhile.
@@ -247,19 +252,9 @@ class AsyncMPClient:
         Raises:
             EngineDeadError: the engine core died.
         """
-        snapshot = (await self._call("snapshot")).snapshot
-        assert snapshot is not None
+        snapshot = await self.call_utility(TakeSnapshot())
+        assert isinstance(snapshot, EngineCoreSnapshot)
         return snapshot
-
-    async def _call(self, method: str, *arguments: int) -> UtilityOutput:
-        request = UtilityRequest(next(self._call_ids), method, list(arguments))
-        future: asyncio.Future[UtilityOutput] = asyncio.get_running_loop().create_future()
-        self._calls[request.call_id] = future
-        self._send(RequestType.UTILITY, "", self._encoder.encode(request))
-        try:
-            return await future
-        finally:
-            self._calls.pop(request.call_id, None)
 
     async def get_output(self) -> EngineCoreOutputs:
         """The next message of the engine core; waits for it.
@@ -276,7 +271,7 @@ class AsyncMPClient:
             if future is None or future.done():
                 continue  # the caller does not wait any more
             if answer.error is None:
-                future.set_result(answer)
+                future.set_result(answer.result)
             else:
                 future.set_exception(EngineError(answer.error))
         return outputs
@@ -320,11 +315,11 @@ class AsyncMPClient:
         socket.bind(address)
         return address
 
-    def _send(self, request_type: RequestType, request_id: str, payload: bytes = b"") -> None:
+    def _send(self, request_type: RequestType, message_id: str, payload: bytes = b"") -> None:
         """Send a message, or drop it where the engine core is gone: what it was part of, its death ends or replays."""
         self._num_sent += 1
         with contextlib.suppress(zmq.Again):  # its socket goes some moments before the death is noticed
-            self._input.send_multipart((request_type.value, request_id.encode(), payload), zmq.NOBLOCK)
+            self._input.send_multipart((request_type.value, message_id.encode(), payload), zmq.NOBLOCK)
 
 
 def _end_context(context: "zmq.Context[Any]") -> None:

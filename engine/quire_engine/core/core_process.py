@@ -36,8 +36,8 @@ from quire_engine.messages import (
     FinishReason,
     ProcessArguments,
     RequestType,
+    UtilityCall,
     UtilityOutput,
-    UtilityRequest,
 )
 from quire_engine.models import CheckpointConfig
 from quire_engine.structured_output.compiler_messages import CompilerArguments
@@ -65,7 +65,7 @@ class EngineCoreProcess:
         self._output = self._socket(zmq.PUSH, arguments.output_address)
         self._encoder = msgspec.msgpack.Encoder()
         self._request_decoder = msgspec.msgpack.Decoder(EngineCoreRequest)
-        self._utility_decoder = msgspec.msgpack.Decoder(UtilityRequest)
+        self._utility_decoder = msgspec.msgpack.Decoder[UtilityCall](UtilityCall)
         self._refused: list[EngineCoreOutput] = []
         self._utility_outputs: list[UtilityOutput] = []
         self._freed: list[str] = []
@@ -151,16 +151,16 @@ class EngineCoreProcess:
             except zmq.Again:
                 return
             number = self._heartbeat.received()
-            request_type, request_id = RequestType(frames[0]), frames[1].decode()
+            request_type, message_id = RequestType(frames[0]), frames[1].decode()
             if request_type is RequestType.ADD:
                 self._heartbeat.handle(number)
-                self._add(request_id, number, frames[2])
+                self._add(message_id, number, frames[2])
                 self._heartbeat.handle(0)
             elif request_type is RequestType.ABORT:
-                self._core.abort_request(request_id)
-                self._freed.append(request_id)
+                self._core.abort_request(message_id)
+                self._freed.append(message_id)
             elif request_type is RequestType.UTILITY:
-                self._call_utility(frames[2])
+                self._call_utility(int(message_id), frames[2])
             else:
                 self._stopping = True
                 return
@@ -178,13 +178,17 @@ class EngineCoreProcess:
                 output.error_code = ErrorCode.UNAVAILABLE
             self._refused.append(output)
 
-    def _call_utility(self, payload: bytes) -> None:
+    def _call_utility(self, call_id: int, payload: bytes) -> None:
+        """A call that does not decode, or that fails, is answered with its error; but a dead engine's is its end."""
         try:
-            request = self._utility_decoder.decode(payload)
-        except msgspec.MsgspecError:
-            logger.exception("a utility call does not decode; nobody can be answered")
-            return
-        self._utility_outputs.append(self._core.call_utility(request))
+            output = UtilityOutput(call_id, self._core.call_utility(self._utility_decoder.decode(payload)))
+        except EngineDeadError:
+            raise
+        except EngineError as error:
+            output = UtilityOutput(call_id, False, str(error))
+        except msgspec.MsgspecError as error:
+            output = UtilityOutput(call_id, False, f"the call is not valid: {error}")
+        self._utility_outputs.append(output)
 
     def _send_stats(self) -> None:
         stats = self._core.make_stats()

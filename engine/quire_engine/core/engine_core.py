@@ -26,9 +26,14 @@ from quire_engine.messages import (
     EngineCoreRequest,
     ErrorCode,
     FinishReason,
+    IsSleeping,
+    ResetPrefixCache,
     SchedulerOutput,
-    UtilityOutput,
-    UtilityRequest,
+    Sleep,
+    TakeSnapshot,
+    UtilityCall,
+    UtilityResult,
+    WakeUp,
 )
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.scheduler import Scheduler
@@ -262,27 +267,32 @@ class EngineCore:
             except Exception as error:
                 logger.warning("a step that is not needed any more failed as well: %r", error)
 
-    # -- utilities: each returns whether it did what it was asked for --------------------------------------------------
+    # -- utilities -----------------------------------------------------------------------------------------------------
 
-    def call_utility(self, request: UtilityRequest) -> UtilityOutput:
-        """Call one of the utilities below by its name; an error goes into the answer, but for a dead engine's."""
-        utilities: dict[str, Callable[..., bool]] = {
-            "reset_prefix_cache": self.reset_prefix_cache,
-            "sleep": self.sleep,
-            "wake_up": self.wake_up,
-            "is_sleeping": self.is_sleeping,
-        }
+    def call_utility(self, call: UtilityCall) -> UtilityResult:
+        """Do one of the things below.
+
+        Raises:
+            EngineDeadError: a worker is gone, and this engine core is of no use any more.
+            EngineError: it could not be done.
+        """
         try:
-            if request.method == "snapshot":
-                return UtilityOutput(request.call_id, snapshot=self.snapshot())
-            return UtilityOutput(request.call_id, utilities[request.method](*request.arguments))
-        except EngineDeadError:
+            match call:
+                case ResetPrefixCache():
+                    return self.reset_prefix_cache()
+                case Sleep(level=level):
+                    return self.sleep(level)
+                case WakeUp():
+                    return self.wake_up()
+                case IsSleeping():
+                    return self.is_sleeping()
+                case TakeSnapshot():
+                    return self.snapshot()
+        except EngineError:
             raise
         except Exception as error:
-            known = isinstance(error, EngineError)
-            if not known:
-                logger.exception("%s failed", request.method)
-            return UtilityOutput(request.call_id, False, str(error) if known else f"{request.method}: {error!r}")
+            logger.exception("%s failed", call)
+            raise EngineError(f"{type(call).__name__}: {error!r}") from error
 
     def snapshot(self) -> EngineCoreSnapshot:
         """All that an operator may want to see of this moment. Changes nothing."""

@@ -35,6 +35,10 @@ from quire_engine.messages import (
     EngineCoreRequest,
     ErrorCode,
     FinishReason,
+    Sleep,
+    UtilityCall,
+    UtilityResult,
+    WakeUp,
 )
 from quire_engine.snapshot import EngineCoreSnapshot
 
@@ -136,11 +140,11 @@ class SupervisedClient:
         self._send_unsent()
         return was_sent
 
-    async def call_utility(self, method: str, *arguments: int) -> bool:
+    async def call_utility(self, call: UtilityCall) -> UtilityResult:
         """See `AsyncMPClient.call_utility`; waits for an engine that is being started.
 
         Raises:
-            EngineError: it could not do what it was asked for.
+            EngineError: it could not do what it was told to.
             EngineDeadError: the engine core died before it could answer.
             EngineUnavailableError: engines do not stay alive.
         """
@@ -148,9 +152,12 @@ class SupervisedClient:
             await _first_of(self._restart, self._gave_up_waiting)
         if self._outage is not None:
             raise self._outage.error()
-        result = await self._client.call_utility(method, *arguments)
-        if method in ("sleep", "wake_up"):
-            self._sleep_level = max(self._sleep_level, *arguments) if method == "sleep" else 0
+        result = await self._client.call_utility(call)
+        match call:
+            case Sleep(level=level):
+                self._sleep_level = max(self._sleep_level, level)
+            case WakeUp():
+                self._sleep_level = 0
         return result
 
     async def snapshot(self) -> EngineCoreSnapshot | None:
@@ -306,7 +313,7 @@ class SupervisedClient:
     async def _fall_asleep(self, level: int) -> None:
         """The new engine is to sleep as the one before it did."""
         try:
-            await self._client.call_utility("sleep", level)
+            await self._client.call_utility(Sleep(level))
         except EngineError as error:
             logger.warning("the engine that was started again does not sleep: %s", error)
 

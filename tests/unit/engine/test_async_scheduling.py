@@ -199,6 +199,8 @@ def test_sleep_and_wake_up(checkpoint: Callable[[str], Path]) -> None:
             await llm.wake_up()
             assert not await llm.is_sleeping()
             assert (await collect(llm, PROMPT, GREEDY)).outputs[0].token_ids == want
+        with pytest.raises(EngineError, match=r"^the call is not valid: Expected `int`, got `str`"):
+            await asyncio.wait_for(llm.sleep("deeply"), 60)  # type: ignore[arg-type]
 
     with engine(checkpoint("tied-gqa")) as (llm, _):
         asyncio.run(main(llm))

@@ -214,7 +214,7 @@ def test_snapshot_survives_the_wire() -> None:
     scheduler = make_scheduler()
     scheduler.add_request(make_request(range(8)))
     scheduler.schedule()
-    output = UtilityOutput(7, snapshot=snapshot_of(scheduler))
+    output = UtilityOutput(7, snapshot_of(scheduler))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=UtilityOutput) == output
 
 

@@ -12,10 +12,17 @@ from quire_engine.messages import (
     EngineCoreRequest,
     FinishReason,
     GrammarBitmask,
+    IsSleeping,
     ModelRunnerOutput,
     NewRequestData,
     PromptLogprobs,
+    ResetPrefixCache,
     SchedulerOutput,
+    Sleep,
+    TakeSnapshot,
+    UtilityCall,
+    UtilityOutput,
+    WakeUp,
 )
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.stats import FinishedRequestStats, SchedulerStats
@@ -54,12 +61,18 @@ MESSAGES: list[Any] = [
     SchedulerOutput({"a": 1}, grammar_bitmask=GrammarBitmask(["a"], b"\xff\x00\x01\x80")),
     ModelRunnerOutput({"a": [5]}, {"a": [[(5, -0.1, 1)]]}),
     ModelRunnerOutput({}, prompt_logprobs={"a": PROMPT_LOGPROBS}),
+    UtilityOutput(3, error="why"),
 ]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_message_survives_the_wire(message: Any) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message)) == message
+
+
+@pytest.mark.parametrize("call", [ResetPrefixCache(), Sleep(2), WakeUp(), IsSleeping(), TakeSnapshot()], ids=str)
+def test_call_is_known_by_its_class(call: UtilityCall) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=UtilityCall) == call  # type: ignore[arg-type]
 
 
 def test_finish_reason_keeps_its_type_on_the_wire() -> None:

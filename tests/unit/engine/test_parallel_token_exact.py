@@ -11,7 +11,7 @@ import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.core import engine_core
 from quire_engine.errors import EngineDeadError
-from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
+from quire_engine.messages import ModelRunnerOutput, SchedulerOutput, Sleep
 from quire_engine.outputs import RequestOutput
 from quire_engine.sampling import SamplingMetadata
 from support.oracle import Expected
@@ -216,7 +216,7 @@ def test_aborted_requests_leave_nothing_in_flight(
         for i in range(len(prompts)):
             client.abort_request(f"r{i}")
         assert client._core.has_requests(), "what is in flight is still to be collected"
-        client.call_utility("sleep", 1)
+        client.call_utility(Sleep(1))
         assert not client._core.has_requests()
         assert not client._core._in_flight
 
