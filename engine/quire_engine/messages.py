@@ -18,13 +18,17 @@ from quire_engine.stats import SchedulerStats, StepStats
 __all__ = [
     "CachedRequestData",
     "Call",
+    "DetermineNumBlocks",
     "EngineCoreOutput",
     "EngineCoreOutputs",
     "EngineCoreReady",
     "EngineCoreRequest",
     "ErrorCode",
+    "ExecuteModel",
     "FinishReason",
+    "ForgetGroups",
     "GrammarBitmask",
+    "InitializeCache",
     "IsSleeping",
     "ModelRunnerOutput",
     "NewRequestData",
@@ -33,14 +37,19 @@ __all__ = [
     "RequestType",
     "ResetPrefixCache",
     "SchedulerOutput",
+    "Shutdown",
     "Sleep",
+    "StepNanoseconds",
     "TakeSnapshot",
     "TokenLogprobs",
+    "UsesGpu",
     "UtilityCall",
     "UtilityOutput",
     "UtilityResult",
     "WakeUp",
     "WorkerCall",
+    "WorkerProcessCall",
+    "WorkerRequest",
     "WorkerResponse",
 ]
 
@@ -290,18 +299,55 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     """Of the prompt tokens that this step came to, for requests that want them."""
 
 
-class WorkerCall(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What the executor tells all ranks to do: a step, or a method of the worker."""
+class DetermineNumBlocks(Call):
+    """Say how many KV blocks there is room for."""
+
+
+class InitializeCache(Call):
+    """Allocate the KV cache."""
+
+    num_blocks: int
+
+
+class UsesGpu(Call):
+    """Say whether it computes on a GPU."""
+
+
+WorkerCall = DetermineNumBlocks | InitializeCache | UsesGpu | Sleep | WakeUp
+"""What the ranks can be told between two steps, wherever they run. Each answers with a number, 0 for want of one."""
+
+
+class ExecuteModel(Call, tag=""):
+    """Compute a step. It has the shortest tag there is: it is sent some thousand times a second."""
+
+    scheduler_output: SchedulerOutput
+
+
+class StepNanoseconds(Call):
+    """Say the median time of the rank's own part of its last steps, 0 when there were none."""
+
+
+class ForgetGroups(Call):
+    """Expect the shared memory of the rank's groups to be as new: they are reset once all ranks have answered."""
+
+
+class Shutdown(Call):
+    """End. It is not answered."""
+
+
+WorkerProcessCall = ExecuteModel | WorkerCall | StepNanoseconds | ForgetGroups | Shutdown
+"""What the processes of the ranks can be told."""
+
+
+class WorkerRequest(msgspec.Struct, array_like=True):
+    """A call, the same to all ranks."""
 
     call_id: int
-    method: str = ""
-    """Empty: the step."""
-    arguments: list[int] = []
-    scheduler_output: SchedulerOutput | None = None
+    call: WorkerProcessCall
 
 
 class WorkerResponse(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What came of a `WorkerCall` on one rank. Of a step, only the output rank tells when nothing went wrong."""
+    """What came of a `WorkerRequest` on one rank. Of a step, only the output rank tells when nothing went wrong."""
 
     call_id: int
     """0, which no call has: the worker is ready, or could not start."""

@@ -1,13 +1,21 @@
 """Executor: the seam between one engine core and its workers."""
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
-from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
+from quire_engine.messages import (
+    DetermineNumBlocks,
+    InitializeCache,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    Sleep,
+    WakeUp,
+    WorkerCall,
+)
 
 __all__ = ["Executor"]
 
 
-class Executor(Protocol):
+class Executor(ABC):
     """Runs steps on all ranks.
 
     A step is submitted and collected; results come in the order of submission. An error that `collect` raises belongs
@@ -15,45 +23,20 @@ class Executor(Protocol):
     """
 
     @property
+    @abstractmethod
     def max_concurrent_batches(self) -> int:
         """Steps that may be submitted before the first is collected: one per stage, or two with async scheduling."""
-        ...
 
     @property
+    @abstractmethod
     def async_scheduling(self) -> bool:
         """Whether a step may be submitted that follows on from tokens of one that is not collected yet."""
-        ...
 
-    @property
-    def worker_pids(self) -> list[int]:
-        """Process ids by rank; empty when the worker is in this process."""
-        ...
-
-    @property
-    def death_descriptors(self) -> list[int]:
-        """Descriptors of which one becomes readable when a rank ends, for who waits for something else meanwhile."""
-        ...
-
-    def check_health(self) -> None:
-        """Look after the ranks, without waiting.
-
-        Raises:
-            EngineDeadError: a rank died or hangs.
-        """
-        ...
-
-    def determine_num_blocks(self) -> int:
-        """KV blocks that every rank has room for."""
-        ...
-
-    def initialize_cache(self, num_blocks: int) -> None:
-        """Allocate the KV cache on every rank."""
-        ...
-
+    @abstractmethod
     def submit(self, scheduler_output: SchedulerOutput) -> None:
         """Begin a step."""
-        ...
 
+    @abstractmethod
     def collect(self) -> ModelRunnerOutput:
         """The result of the oldest step that was submitted and not collected; waits for it.
 
@@ -62,24 +45,59 @@ class Executor(Protocol):
             AbortedError: the step failed because of another one in flight.
             Exception: the step failed.
         """
-        ...
 
-    def rank_step_seconds(self) -> list[float | None]:
-        """Median time of each rank's own part of its last steps, without waits for others; empty where not known."""
-        ...
+    @abstractmethod
+    def collective_rpc(self, call: WorkerCall) -> list[int]:
+        """Have all ranks do something between two steps, and return their answers by rank; see `Worker.call`.
 
-    def busy_seconds(self) -> list[float]:
-        """How long each rank has computed steps since it started, without waits for others; empty where not known."""
-        ...
+        Raises:
+            EngineDeadError: a rank died or hangs.
+            Exception: what it raised on a rank.
+        """
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End all workers. Idempotent."""
+
+    def determine_num_blocks(self) -> int:
+        """KV blocks that every rank has room for. The least of all ranks: a block is a block on each of them."""
+        return min(self.collective_rpc(DetermineNumBlocks()))
+
+    def initialize_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache on every rank."""
+        self.collective_rpc(InitializeCache(num_blocks))
 
     def sleep(self, level: int) -> None:
         """Give the KV cache's memory back on every rank, and with level 2 the weights' as well. No step may follow."""
-        ...
+        self.collective_rpc(Sleep(level))
 
     def wake_up(self) -> None:
         """Have again what `sleep` gave back: the weights from the checkpoint, the KV cache empty."""
-        ...
+        self.collective_rpc(WakeUp())
 
-    def shutdown(self) -> None:
-        """End all workers. Idempotent."""
-        ...
+    # -- for ranks that have processes which this one looks after ------------------------------------------------------
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids by rank; empty where there are none, or they may be on other machines."""
+        return []
+
+    @property
+    def death_descriptors(self) -> list[int]:
+        """Descriptors of which one becomes readable when a rank ends, for who waits for something else meanwhile."""
+        return []
+
+    def check_health(self) -> None:  # noqa: B027  # nothing to look after is no omission
+        """Look after the ranks, without waiting.
+
+        Raises:
+            EngineDeadError: a rank died or hangs.
+        """
+
+    def rank_step_seconds(self) -> list[float | None]:
+        """Median time of each rank's own part of its last steps, without waits for others; empty where not known."""
+        return []
+
+    def busy_seconds(self) -> list[float]:
+        """How long each rank has computed steps since it started, without waits for others; empty where not known."""
+        return []

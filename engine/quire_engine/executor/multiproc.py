@@ -15,17 +15,30 @@ with several ranks on GPUs: those that wait for it on their GPU cannot be called
 
 import collections
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
 from quire_engine.config import EngineCoreConfig
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import AbortedError, CheckpointError, EngineDeadError, EngineError
+from quire_engine.executor.base import Executor
 from quire_engine.executor.worker_processes import WorkerProcesses
 from quire_engine.ipc.message_queue import MessageReader, MessageWriter
 from quire_engine.ipc.semaphore import Waiter, Watch
-from quire_engine.messages import ModelRunnerOutput, SchedulerOutput, WorkerCall, WorkerResponse
+from quire_engine.messages import (
+    ExecuteModel,
+    ForgetGroups,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    Shutdown,
+    StepNanoseconds,
+    UsesGpu,
+    WorkerCall,
+    WorkerProcessCall,
+    WorkerRequest,
+    WorkerResponse,
+)
 
 __all__ = ["MultiProcExecutor"]
 
@@ -42,7 +55,7 @@ ERRORS: dict[str, type[Exception]] = {
 """Errors of a rank that keep their class; all others become an EngineError."""
 
 
-class MultiProcExecutor:
+class MultiProcExecutor(Executor):
     """Starts the workers, tells them what to do, and puts their answers together."""
 
     def __init__(self, config: EngineCoreConfig, max_model_len: int) -> None:
@@ -75,7 +88,7 @@ class MultiProcExecutor:
             error = self._first_error(READY)
             if error is not None:
                 raise error
-            self._async_scheduling = config.async_scheduling(uses_gpu=all(self.collective_rpc("uses_gpu")))
+            self._async_scheduling = config.async_scheduling(uses_gpu=all(self.collective_rpc(UsesGpu())))
         except BaseException:
             self._end()
             raise
@@ -106,33 +119,17 @@ class MultiProcExecutor:
             raise self._dead
         self._check_workers()
 
-    def determine_num_blocks(self) -> int:
-        """See `Executor`. The least of all ranks: a block is a block on each of them."""
-        return min(self.collective_rpc("determine_num_blocks"))
-
-    def initialize_cache(self, num_blocks: int) -> None:
-        """See `Executor`."""
-        self.collective_rpc("initialize_cache", num_blocks)
-
     def rank_step_seconds(self) -> list[float | None]:
         """See `Executor`. Every rank is asked, so it waits for the steps in flight."""
-        return [nanoseconds / 1e9 or None for nanoseconds in self.collective_rpc("step_nanoseconds")]
+        return [nanoseconds / 1e9 or None for nanoseconds in self.collective_rpc(StepNanoseconds())]
 
     def busy_seconds(self) -> list[float]:
         """See `Executor`."""
         return [] if self._is_shut_down else self._workers.busy_time.seconds()
 
-    def sleep(self, level: int) -> None:
-        """See `Executor`."""
-        self.collective_rpc("sleep", level)
-
-    def wake_up(self) -> None:
-        """See `Executor`."""
-        self.collective_rpc("wake_up")
-
     def submit(self, scheduler_output: SchedulerOutput) -> None:
         """See `Executor`."""
-        self._submitted.append(self._call("", scheduler_output=scheduler_output))
+        self._submitted.append(self._call(ExecuteModel(scheduler_output)))
 
     def collect(self) -> ModelRunnerOutput:
         """See `Executor`."""
@@ -145,14 +142,9 @@ class MultiProcExecutor:
         assert output is not None
         return output
 
-    def collective_rpc(self, method: str, *arguments: int) -> list[int]:
-        """Call a method of the worker on all ranks, and return their results by rank.
-
-        Raises:
-            EngineDeadError: a rank died or hangs.
-            Exception: what it raised on a rank: a ValueError, CheckpointError or OSError, or else an EngineError.
-        """
-        call_id = self._call(method, arguments)
+    def collective_rpc(self, call: WorkerCall | StepNanoseconds) -> list[int]:
+        """See `Executor`. Of what a rank raises, a ValueError, CheckpointError or OSError keeps its class."""
+        call_id = self._call(call)
         self._wait_for_all(call_id)
         answers = self._settle(call_id)
         return [answers[rank].result for rank in range(len(self._responses))]
@@ -164,7 +156,7 @@ class MultiProcExecutor:
         self._is_shut_down = True
         if self._dead is None:
             with contextlib.suppress(EngineDeadError, TimeoutError, RuntimeError):
-                self._calls.write(self._encoder.encode(WorkerCall(READY, "shutdown")), timeout=0.1)
+                self._calls.write(self._encoder.encode(WorkerRequest(READY, Shutdown())), timeout=0.1)
                 self._workers.wait(SHUTDOWN_SECONDS)
             self._dead = EngineDeadError("the executor was shut down")
         self._end()
@@ -177,12 +169,12 @@ class MultiProcExecutor:
 
     # -- calls and answers ---------------------------------------------------------------------------------------------
 
-    def _call(self, method: str, arguments: Sequence[int] = (), scheduler_output: SchedulerOutput | None = None) -> int:
+    def _call(self, call: WorkerProcessCall) -> int:
         if self._dead is not None:
             raise self._dead
         call_id = self._next_call_id
         self._next_call_id += 1
-        self._calls.write(self._encoder.encode(WorkerCall(call_id, method, list(arguments), scheduler_output)))
+        self._calls.write(self._encoder.encode(WorkerRequest(call_id, call)))
         return call_id
 
     def _wait_for_all(self, call_id: int) -> None:
@@ -240,8 +232,8 @@ class MultiProcExecutor:
         """The answers to a call, when no rank has failed; or else what remains is put in order before the error.
 
         Raises:
-            EngineDeadError: nothing remains. The error of a method, of which its caller waits to hear, is raised all
-                the same, and whatever comes next finds the end.
+            EngineDeadError: nothing remains. The error of a call between steps, whose caller waits to hear of it, is
+                raised all the same, and whatever comes next finds the end.
             Exception: the first cause among the errors.
         """
         error, has_others = self._first_error(call_id), len(self._responses) > 1
@@ -273,10 +265,10 @@ class MultiProcExecutor:
 
         1. The rank that failed has raised the abort flag, so all others fail as well, wherever they wait or come to.
            So do all ranks in the steps that were submitted after this one.
-        2. Every rank answers "forget" when it is through with those steps, and uses its groups no more.
+        2. Every rank answers `ForgetGroups` when it is through with those steps, and uses its groups no more.
         3. The groups are made new and the flag is lowered. The next call finds everything as it was at the start.
         """
-        call_id = self._call("forget")
+        call_id = self._call(ForgetGroups())
         self._wait_for_all(call_id)
         self._workers.reset_groups()
         self._answers.pop(call_id)

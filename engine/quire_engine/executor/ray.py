@@ -31,7 +31,8 @@ from quire_engine.config import EngineCoreConfig
 from quire_engine.device.placement import has_cuda, on_device, prepare_device
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import EngineDeadError, EngineError
-from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
+from quire_engine.executor.base import Executor
+from quire_engine.messages import ModelRunnerOutput, SchedulerOutput, UsesGpu, WorkerCall
 from quire_engine.models.checkpoint import CheckpointConfig
 
 __all__ = ["RayExecutor"]
@@ -51,7 +52,7 @@ OBJECT_STORE_BYTES = 80 << 20
 """Of a cluster of our own: nothing is kept there. Ray takes no less."""
 
 
-class RayExecutor:
+class RayExecutor(Executor):
     """Starts the actors, tells them what to do, and puts their answers together.
 
     Raises:
@@ -81,7 +82,7 @@ class RayExecutor:
             self._uses_gpu = self._choose_device()
             self._place()
             self._start(max_model_len)
-            self._async_scheduling = config.async_scheduling(uses_gpu=all(self._call_all("uses_gpu")))
+            self._async_scheduling = config.async_scheduling(uses_gpu=all(self.collective_rpc(UsesGpu())))
         except BaseException:
             self.shutdown()
             raise
@@ -96,28 +97,6 @@ class RayExecutor:
         """See `Executor`."""
         return self._async_scheduling
 
-    @property
-    def worker_pids(self) -> list[int]:
-        """See `Executor`. Ray looks after its processes itself, and they may be on other machines."""
-        return []
-
-    def check_health(self) -> None:
-        """See `Executor`."""
-
-    @property
-    def death_descriptors(self) -> list[int]:
-        """See `Executor`. That a rank is gone is only noticed at the next step."""
-        return []
-
-    def determine_num_blocks(self) -> int:
-        """See `Executor`. The least of all ranks: a block is a block on each of them."""
-        num_blocks: int = min(self._call_all("determine_num_blocks"))
-        return num_blocks
-
-    def initialize_cache(self, num_blocks: int) -> None:
-        """See `Executor`."""
-        self._call_all("initialize_cache", num_blocks)
-
     def submit(self, scheduler_output: SchedulerOutput) -> None:
         """See `Executor`."""
         message = self._encoder.encode(scheduler_output)
@@ -128,21 +107,10 @@ class RayExecutor:
         results = self._results(self._submitted.popleft(), is_step=True)
         return msgspec.msgpack.decode(results[self._output_rank], type=ModelRunnerOutput)
 
-    def rank_step_seconds(self) -> list[float | None]:
-        """See `Executor`. Not known here."""
-        return []
-
-    def busy_seconds(self) -> list[float]:
-        """See `Executor`. Not known here."""
-        return []
-
-    def sleep(self, level: int) -> None:
+    def collective_rpc(self, call: WorkerCall) -> list[int]:
         """See `Executor`."""
-        self._call_all("sleep", level)
-
-    def wake_up(self) -> None:
-        """See `Executor`."""
-        self._call_all("wake_up")
+        message = self._encoder.encode(call)
+        return self._results([actor.call.remote(message) for actor in self._actors])
 
     def shutdown(self) -> None:
         """See `Executor`."""
@@ -210,7 +178,7 @@ class RayExecutor:
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         actor_class = self._ray.remote(RayWorker)
         parallel = replace(self._config.parallel, device="cuda" if self._uses_gpu else "cpu")
-        config = msgspec.msgpack.encode(replace(self._config, parallel=parallel))
+        config = replace(self._config, parallel=parallel)
         for rank in range(self._config.parallel.world_size):
             self._actors.append(
                 actor_class.options(
@@ -218,17 +186,17 @@ class RayExecutor:
                     num_gpus=int(self._uses_gpu),
                     max_restarts=0,
                     scheduling_strategy=strategy(self._placement_group, placement_group_bundle_index=rank),
-                ).remote(config, rank)
+                ).remote()
             )
-        hosts = self._call_all("host")
+        hosts = self._results([actor.host.remote() for actor in self._actors])
         single = all(host == hosts[0] for host in hosts)
         (port,) = self._results([self._actors[0].free_port.remote()])
-        address = f"{LOOPBACK if single else hosts[0]}:{port}"
-        self._call_all("start", max_model_len, f"tcp://{address}", "lo" if single else None)
-
-    def _call_all(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of every actor; their results by rank."""
-        return self._results([getattr(actor, method).remote(*arguments) for actor in self._actors])
+        init_method, interface = f"tcp://{LOOPBACK if single else hosts[0]}:{port}", "lo" if single else None
+        starting = []
+        for rank, actor in enumerate(self._actors):
+            arguments = RayWorkerArguments(config, max_model_len, rank, init_method, interface)
+            starting.append(actor.start.remote(self._encoder.encode(arguments)))
+        self._results(starting)
 
     def _results(self, references: list[Any], is_step: bool = False) -> list[Any]:
         """Wait for the answers of several ranks.
@@ -260,16 +228,27 @@ class RayExecutor:
             raise EngineDeadError(f"rank {rank} failed: {cause!r}") from error
 
 
+class RayWorkerArguments(msgspec.Struct):
+    """What the actor of a rank is told when it starts. All else are calls and steps; see `messages`."""
+
+    config: EngineCoreConfig
+    max_model_len: int
+    rank: int
+    init_method: str
+    """Where the ranks meet."""
+    interface: str | None
+    """The network that they listen on; None: that of their machine's address."""
+
+
 class RayWorker:
     """The actor of one rank: a `Worker`, called with bytes."""
 
-    def __init__(self, config: bytes, rank: int) -> None:
-        self._config = msgspec.msgpack.decode(config, type=EngineCoreConfig)
-        self._rank = rank
+    def __init__(self) -> None:
         self._worker: Any = None
         self._device = torch.device("cpu")
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(SchedulerOutput)
+        self._call_decoder = msgspec.msgpack.Decoder[WorkerCall](WorkerCall)
+        self._step_decoder = msgspec.msgpack.Decoder(SchedulerOutput)
 
     def host(self) -> str:
         """Address of this machine in the cluster."""
@@ -283,59 +262,43 @@ class RayWorker:
         with socket.create_server(("", 0)) as server:
             return int(server.getsockname()[1])
 
-    def start(self, max_model_len: int, init_method: str, interface: str | None) -> None:
-        """Meet the other ranks, and load the model."""
+    def start(self, message: bytes) -> None:
+        """Meet the other ranks, and load the model; the message is a `RayWorkerArguments`."""
         from quire_engine.distributed.torch_distributed import initialize_parallel_state
         from quire_engine.worker import Worker
 
+        arguments = msgspec.msgpack.decode(message, type=RayWorkerArguments)
+        config = arguments.config
         # Ray has set this to the one CPU that it has put aside; how many threads compute is for the worker to say.
         os.environ.pop("OMP_NUM_THREADS", None)
         logging.basicConfig(
-            level=logging.INFO, format=f"quire worker[rank {self._rank}, %(process)d] %(levelname)s: %(message)s"
+            level=logging.INFO, format=f"quire worker[rank {arguments.rank}, %(process)d] %(levelname)s: %(message)s"
         )
-        parallel, state = self._config.parallel, ParallelState()
-        checkpoint = CheckpointConfig.from_folder(Path(self._config.model.model))
-        self._device = prepare_device(self._config, checkpoint.dtype, rank=0)  # Ray lets it see its own GPU alone
+        parallel, state = config.parallel, ParallelState()
+        checkpoint = CheckpointConfig.from_folder(Path(config.model.model))
+        self._device = prepare_device(config, checkpoint.dtype, rank=0)  # Ray lets it see its own GPU alone
         if parallel.world_size > 1:
             state = initialize_parallel_state(
-                rank=self._rank,
+                rank=arguments.rank,
                 tensor_parallel_size=parallel.tensor_parallel_size,
                 pipeline_parallel_size=parallel.pipeline_parallel_size,
-                init_method=init_method,
+                init_method=arguments.init_method,
                 device=self._device,
-                interface=interface,
+                interface=arguments.interface,
             )
         with on_device(self._device):
-            self._worker = Worker(self._config, checkpoint, max_model_len, state, self._device)
-
-    def uses_gpu(self) -> bool:
-        """Whether this rank computes on a GPU."""
-        return self._device.type == "cuda"
-
-    def determine_num_blocks(self) -> int:
-        """See `Worker`."""
-        with on_device(self._device):
-            return int(self._worker.determine_num_blocks())
-
-    def initialize_cache(self, num_blocks: int) -> None:
-        """See `Worker`."""
-        with on_device(self._device):
-            self._worker.initialize_cache(num_blocks)
+            self._worker = Worker(config, checkpoint, arguments.max_model_len, state, self._device)
 
     def execute_model(self, message: bytes) -> bytes:
         """See `Worker`; a `SchedulerOutput` in, a `ModelRunnerOutput` out."""
         with on_device(self._device):
-            return self._encoder.encode(self._worker.execute_model(self._decoder.decode(message)))
+            return self._encoder.encode(self._worker.execute_model(self._step_decoder.decode(message)))
 
-    def sleep(self, level: int) -> None:
-        """See `Worker`."""
+    def call(self, message: bytes) -> int:
+        """See `Worker`; the message is a `WorkerCall`."""
         with on_device(self._device):
-            self._worker.sleep(level)
-
-    def wake_up(self) -> None:
-        """See `Worker`."""
-        with on_device(self._device):
-            self._worker.wake_up()
+            answer: int = self._worker.call(self._call_decoder.decode(message))
+            return answer
 
 
 def _make_folder() -> tempfile.TemporaryDirectory[str]:

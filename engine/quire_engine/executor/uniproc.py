@@ -9,7 +9,8 @@ import torch
 from quire_engine.config import EngineCoreConfig
 from quire_engine.device.placement import on_device, prepare_device
 from quire_engine.errors import EngineDeadError
-from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
+from quire_engine.executor.base import Executor
+from quire_engine.messages import ModelRunnerOutput, SchedulerOutput, WorkerCall
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.system.memory import return_freed_memory
 from quire_engine.worker import Worker
@@ -28,7 +29,7 @@ class _BegunStep:
     """Or why it could not even begin."""
 
 
-class UniProcExecutor:
+class UniProcExecutor(Executor):
     """Calls the worker directly.
 
     With async scheduling a step begins when it is submitted, and else when it is collected. An error is raised by
@@ -60,29 +61,6 @@ class UniProcExecutor:
         """See `Executor`."""
         return self._async_scheduling
 
-    @property
-    def worker_pids(self) -> list[int]:
-        """See `Executor`."""
-        return []
-
-    @property
-    def death_descriptors(self) -> list[int]:
-        """See `Executor`."""
-        return []
-
-    def check_health(self) -> None:
-        """See `Executor`. It lives and dies with this process."""
-
-    def determine_num_blocks(self) -> int:
-        """See `Executor`."""
-        with on_device(self._device):
-            return self._worker.determine_num_blocks()
-
-    def initialize_cache(self, num_blocks: int) -> None:
-        """See `Executor`."""
-        with on_device(self._device):
-            self._worker.initialize_cache(num_blocks)
-
     def submit(self, scheduler_output: SchedulerOutput) -> None:
         """See `Executor`."""
         self._submitted.append(self._begin(scheduler_output) if self._async_scheduling else scheduler_output)
@@ -107,23 +85,14 @@ class UniProcExecutor:
         except Exception as error:
             return _BegunStep(began_at, error)
 
-    def rank_step_seconds(self) -> list[float | None]:
-        """See `Executor`. Not known here."""
-        return []
+    def collective_rpc(self, call: WorkerCall) -> list[int]:
+        """See `Executor`."""
+        with on_device(self._device):
+            return [self._worker.call(call)]
 
     def busy_seconds(self) -> list[float]:
         """See `Executor`."""
         return [self._busy_seconds]
-
-    def sleep(self, level: int) -> None:
-        """See `Executor`."""
-        with on_device(self._device):
-            self._worker.sleep(level)
-
-    def wake_up(self) -> None:
-        """See `Executor`."""
-        with on_device(self._device):
-            self._worker.wake_up()
 
     def shutdown(self) -> None:
         """See `Executor`. Gives back the weights, the KV cache, what was captured or recorded, and steps in flight."""

@@ -13,7 +13,18 @@ from quire_kernels.kv_cache import is_tiled, new_kv_cache
 from quire_engine.config import EngineCoreConfig
 from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
-from quire_engine.messages import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from quire_engine.messages import (
+    CachedRequestData,
+    DetermineNumBlocks,
+    InitializeCache,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+    Sleep,
+    UsesGpu,
+    WakeUp,
+    WorkerCall,
+)
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.loader import load_model
@@ -199,6 +210,23 @@ class Worker:
             self.runner.model = self._load_model()
             self._weights_discarded = False
         self.initialize_cache(self._num_blocks)
+
+    def call(self, call: WorkerCall) -> int:
+        """Do one of the things above between two steps, and answer with a number, 0 for want of one."""
+        match call:
+            case DetermineNumBlocks():
+                return self.determine_num_blocks()
+            case UsesGpu():
+                return int(self.device.type == "cuda")
+            case InitializeCache(num_blocks=num_blocks):
+                self.initialize_cache(num_blocks)
+                return 0
+            case Sleep(level=level):
+                self.sleep(level)
+                return 0
+            case WakeUp():
+                self.wake_up()
+                return 0
 
     def _load_model(self) -> Decoder:
         folder = Path(self.config.model.model)

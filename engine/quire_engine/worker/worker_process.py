@@ -3,11 +3,11 @@
 ::
 
     stdin                 one line of JSON (`WorkerArguments`), then open for as long as the parent lives
-    queue of calls        WorkerCall, the same to all ranks
-    queue of responses    WorkerResponse: one when ready, one per method called, and of steps the output or the error
+    queue of calls        WorkerRequest, the same to all ranks
+    queue of responses    WorkerResponse: one when ready, of steps the output or the error, one to every other call
 
 With async scheduling the main thread begins steps, and a `Responder` waits for what comes of them: it gives all answers
-then, in the order of the calls. Methods are called when no step is under way.
+then, in the order of the calls. Those between steps are made when no step is under way.
 
 When there is nothing to do it blocks in poll and uses no CPU. SIGUSR1 writes every thread's stack to stderr.
 """
@@ -23,7 +23,6 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,7 +38,15 @@ from quire_engine.distributed.shared_memory import (
 )
 from quire_engine.errors import AbortedError, EngineDeadError, EngineError
 from quire_engine.ipc.message_queue import MessageReader, MessageWriter
-from quire_engine.messages import WorkerCall, WorkerResponse
+from quire_engine.messages import (
+    ExecuteModel,
+    ForgetGroups,
+    SchedulerOutput,
+    Shutdown,
+    StepNanoseconds,
+    WorkerRequest,
+    WorkerResponse,
+)
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.system.child_process import die_with_parent
 from quire_engine.worker.arguments import WorkerArguments
@@ -61,7 +68,7 @@ MAX_BEGUN_STEPS = 4
 class _BegunStep:
     """A step that the worker has taken, and what the responder needs for its answer."""
 
-    call: WorkerCall
+    request: WorkerRequest
     step: SubmittedStep
     began_at: float
     waited_seconds: float
@@ -77,7 +84,7 @@ class WorkerProcess:
         config = arguments.config
         self._calls = MessageReader(arguments.calls, arguments.rank)
         self._responses = MessageWriter(arguments.responses)
-        self._decoder = msgspec.msgpack.Decoder(WorkerCall)
+        self._decoder = msgspec.msgpack.Decoder(WorkerRequest)
         self._encoder = msgspec.msgpack.Encoder()
         self._abort = AbortFlag(arguments.abort)
         self._busy_time = BusyTime(config.parallel.world_size, arguments.busy_time)
@@ -94,7 +101,7 @@ class WorkerProcess:
         except Exception as error:
             known = isinstance(error, EngineError | ValueError | OSError)
             logger.log(logging.ERROR, "cannot start: %s", error if known else traceback.format_exc())
-            self._send(self._failure(WorkerCall(0, "start"), error))
+            self._send(self._failure(None, error))
             raise SystemExit(1) from None
         self._responder: Responder[WorkerResponse | _BegunStep] | None = None
         if config.async_scheduling(uses_gpu=self._device.type == "cuda"):
@@ -137,43 +144,47 @@ class WorkerProcess:
         """Serve until told to stop."""
         gc.freeze()  # a full collection would walk all that the imports brought: 0.15 s in which no token comes
         while True:
-            call = self._calls.read_with(self._decoder.decode)
-            if self._responder is not None and call.scheduler_output is None:
+            request = self._calls.read_with(self._decoder.decode)
+            if self._responder is not None and not isinstance(request.call, ExecuteModel):
                 self._responder.wait_until_idle()
-            if call.method == "shutdown":
+            if isinstance(request.call, Shutdown):
                 self._worker.runner.graphs = None  # NCCL would wait for ever to leave a group that graphs refer to
                 return
             try:
                 with on_device(self._device):
-                    answer = self._call(call)
+                    answer = self._call(request)
             except Exception as error:
-                answer = self._failure(call, error)
+                answer = self._failure(request, error)
             if self._responder is not None:
                 self._responder.put(answer)
             else:
                 self._respond(answer)
 
-    def _call(self, call: WorkerCall) -> "WorkerResponse | _BegunStep":
-        """Call a method, or begin a step."""
-        if call.scheduler_output is not None:
-            began_at, waited_before = time.perf_counter(), self._waited_seconds
-            step = self._worker.submit_model(call.scheduler_output)
-            end = None
-            if self._device.type == "cuda" and not self._state.is_output_rank:
-                end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                end.record()
-            return _BegunStep(call, step, began_at, self._waited_seconds - waited_before, end)
-        methods: dict[str, Callable[..., int | None]] = {
-            "determine_num_blocks": self._worker.determine_num_blocks,
-            "initialize_cache": self._worker.initialize_cache,
-            "sleep": self._worker.sleep,
-            "wake_up": self._worker.wake_up,
-            "uses_gpu": lambda: int(self._device.type == "cuda"),
-            "forget": self._forget,
-            "step_nanoseconds": lambda: int(statistics.median(self._step_nanoseconds or (0,))),
-        }
-        result = methods[call.method](*call.arguments)
-        return WorkerResponse(call.call_id, result or 0)
+    def _call(self, request: WorkerRequest) -> "WorkerResponse | _BegunStep":
+        """Begin a step, or do what is to be done between two."""
+        result = 0
+        match request.call:
+            case ExecuteModel(scheduler_output=scheduler_output):
+                return self._begin(request, scheduler_output)
+            case StepNanoseconds():
+                result = int(statistics.median(self._step_nanoseconds or (0,)))
+            case ForgetGroups():
+                for group in self._groups:
+                    group.forget()
+            case Shutdown():
+                raise AssertionError("`run` returns")
+            case call:
+                result = self._worker.call(call)
+        return WorkerResponse(request.call_id, result)
+
+    def _begin(self, request: WorkerRequest, scheduler_output: SchedulerOutput) -> _BegunStep:
+        began_at, waited_before = time.perf_counter(), self._waited_seconds
+        step = self._worker.submit_model(scheduler_output)
+        end = None
+        if self._device.type == "cuda" and not self._state.is_output_rank:
+            end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            end.record()
+        return _BegunStep(request, step, began_at, self._waited_seconds - waited_before, end)
 
     def _respond(self, answer: "WorkerResponse | _BegunStep") -> None:
         """Wait for a step's result, and send what there is to tell."""
@@ -186,36 +197,40 @@ class WorkerProcess:
                 if answer.end is not None:
                     answer.end.synchronize()
         except Exception as error:
-            self._send(self._failure(answer.call, error))
+            self._send(self._failure(answer.request, error))
             return
         own_nanoseconds = max(int(1e9 * (self._step_clock.end(answer.began_at) - answer.waited_seconds)), 0)
         self._step_nanoseconds.append(own_nanoseconds)
         self._busy_time.add(self._state.rank, own_nanoseconds)
         if self._state.is_output_rank:
-            self._send(WorkerResponse(answer.call.call_id, output=output))
+            self._send(WorkerResponse(answer.request.call_id, output=output))
 
     @property
     def _waited_seconds(self) -> float:
         """What other ranks have cost this one so far."""
         return sum(group.waited_seconds for group in self._groups)
 
-    def _forget(self) -> None:
-        """The executor is about to make the groups new."""
-        for group in self._groups:
-            group.forget()
+    def _failure(self, request: WorkerRequest | None, error: Exception) -> WorkerResponse:
+        """What to tell of an error. Ranks that wait for this one are let go at once, before anybody is told.
 
-    def _failure(self, call: WorkerCall, error: Exception) -> WorkerResponse:
-        """What to tell of an error. Ranks that wait for this one are let go at once, before anybody is told."""
+        Args:
+            request: what failed; None: the start, which is in the log already.
+            error: its cause.
+        """
         self._abort.set()  # when all ranks have answered, the executor lowers it
         is_aborted = isinstance(error, AbortedError)
+        is_step = request is not None and isinstance(request.call, ExecuteModel)
+        what = "a step" if request is None or is_step else type(request.call).__name__
         if is_aborted:
-            logger.info("%s: %s", call.method or "a step", error)
-        elif call.method != "start":
-            logger.error("%s failed", call.method or "a step", exc_info=error)
+            logger.info("%s: %s", what, error)
+        elif request is not None:
+            logger.error("%s failed", what, exc_info=error)
         name = type(error).__name__
-        # Of a method the caller gets the error as if it had been called there; of a step it is for a log.
-        known = isinstance(error, EngineError | ValueError | OSError if call.method else EngineDeadError)
-        response = WorkerResponse(call.call_id, error=str(error) if known else f"{name}: {error}")
+        # Of a step the error is for a log; of all else the caller gets it as if it had been raised there.
+        known = isinstance(error, EngineDeadError if is_step else EngineError | ValueError | OSError)
+        response = WorkerResponse(
+            0 if request is None else request.call_id, error=str(error) if known else f"{name}: {error}"
+        )
         response.error_type = name if known else ""
         response.is_aborted = is_aborted
         return response

@@ -6,23 +6,33 @@ import msgspec
 import pytest
 from quire_engine.messages import (
     CachedRequestData,
+    DetermineNumBlocks,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreReady,
     EngineCoreRequest,
+    ExecuteModel,
     FinishReason,
+    ForgetGroups,
     GrammarBitmask,
+    InitializeCache,
     IsSleeping,
     ModelRunnerOutput,
     NewRequestData,
     PromptLogprobs,
     ResetPrefixCache,
     SchedulerOutput,
+    Shutdown,
     Sleep,
+    StepNanoseconds,
     TakeSnapshot,
+    UsesGpu,
     UtilityCall,
     UtilityOutput,
     WakeUp,
+    WorkerCall,
+    WorkerProcessCall,
+    WorkerRequest,
 )
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.stats import FinishedRequestStats, SchedulerStats
@@ -70,9 +80,23 @@ def test_message_survives_the_wire(message: Any) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message)) == message
 
 
-@pytest.mark.parametrize("call", [ResetPrefixCache(), Sleep(2), WakeUp(), IsSleeping(), TakeSnapshot()], ids=str)
-def test_call_is_known_by_its_class(call: UtilityCall) -> None:
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=UtilityCall) == call  # type: ignore[arg-type]
+CALLS: dict[Any, list[Any]] = {
+    UtilityCall: [ResetPrefixCache(), Sleep(2), WakeUp(), IsSleeping(), TakeSnapshot()],
+    WorkerCall: [DetermineNumBlocks(), InitializeCache(9), UsesGpu(), Sleep(1), WakeUp()],
+    WorkerProcessCall: [ExecuteModel(SchedulerOutput({"a": 1})), StepNanoseconds(), ForgetGroups(), Shutdown()],
+}
+
+
+@pytest.mark.parametrize("kind", CALLS, ids=["utility", "worker", "process"])
+def test_call_is_known_by_its_class(kind: Any) -> None:
+    for call in CALLS[kind]:
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=kind) == call
+
+
+def test_a_call_adds_four_bytes_to_a_step() -> None:
+    step = SchedulerOutput({"a": 1})
+    request = msgspec.msgpack.encode(WorkerRequest(1, ExecuteModel(step)))
+    assert len(request) == len(msgspec.msgpack.encode(step)) + 4, "two lists, the number, and an empty tag"
 
 
 def test_finish_reason_keeps_its_type_on_the_wire() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.errors import EngineError
-from quire_engine.messages import SchedulerOutput
+from quire_engine.messages import SchedulerOutput, StepNanoseconds, UsesGpu
 from support.multiproc import bad_step, executor, settings, step
 
 PROMPTS = [[5 + i % 60 for i in range(40)], [7, 8, 9], [11] * 100]
@@ -59,7 +59,7 @@ def test_answers_keep_the_order_of_the_calls(
     with executor(checkpoint("tied-gqa"), async_scheduling=True) as workers:
         for what in ("slow", "bad", "fails", "last"):
             workers.submit(named(what))
-        assert workers.collective_rpc("uses_gpu") == [0]
+        assert workers.collective_rpc(UsesGpu()) == [0]
         assert list(workers.collect().sampled_token_ids) == ["slow"]
         for cause in ("cannot begin", "cannot end"):
             with pytest.raises(EngineError, match=f"RuntimeError: {cause}"):
@@ -77,7 +77,7 @@ def test_time_of_two_steps_at_once_counts_once(
             workers.submit(named("slow"))
         for _ in range(3):
             workers.collect()
-        workers.collective_rpc("step_nanoseconds")  # the last step is counted before it is told
+        workers.collective_rpc(StepNanoseconds())  # the last step is counted before it is told
         assert 3 * 0.2 <= workers.busy_seconds()[0] - before <= time.perf_counter() - began_at
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from quire_engine import LLM, EngineConfig, SamplingParams
@@ -14,6 +15,7 @@ from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.executor import make_executor
 from quire_engine.executor import ray as ray_module
 from quire_engine.executor.ray import RayExecutor
+from quire_engine.messages import UsesGpu
 from quire_engine.models.checkpoint import CheckpointConfig
 
 pytestmark = pytest.mark.slow
@@ -44,12 +46,23 @@ def test_actors_give_the_same_tokens(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    told: list[ray_module.RayWorkerArguments] = []
+
+    def arguments(*values: Any) -> ray_module.RayWorkerArguments:
+        told.append(actual(*values))
+        return told[-1]
+
+    actual = ray_module.RayWorkerArguments
+    monkeypatch.setattr(ray_module, "RayWorkerArguments", arguments)
     # As under `quire serve`, whose temporary folder's path leaves no room for the paths of Ray's sockets.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert len(str(tmp_path)) > ray_module.LONGEST_TEMP_DIR
     expected = LLM(checkpoint("tied-gqa"), dtype="float32").generate(PROMPTS, GREEDY, use_tqdm=False)
-    outputs = ray_llm(**settings).generate(PROMPTS, GREEDY, use_tqdm=False)
+    token = "only-the-frontend-knows"
+    outputs = ray_llm(introspection_token=token, **settings).generate(PROMPTS, GREEDY, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
+    assert [item.rank for item in told] == list(range(settings.get("pipeline_parallel_size", 1)))
+    assert not any(token.encode() in msgspec.msgpack.encode(item) for item in told)
 
 
 def test_two_ranks_give_the_same_tokens_and_a_dead_one_is_noticed(
@@ -116,7 +129,7 @@ def test_each_rank_has_a_gpu_put_aside(
         RayExecutor(config_of(folder, device="cuda"), 64)
     for device in ("auto", "cpu"):
         executor = RayExecutor(config_of(folder, device=device, tensor_parallel_size=2), 64)
-        assert executor._call_all("uses_gpu") == [False, False]
+        assert executor.collective_rpc(UsesGpu()) == [False, False]
         assert cluster.available_resources()["GPU"] == 1
         executor.shutdown()
     assert cluster.is_initialized()
