@@ -81,6 +81,11 @@ class ParallelState:
         return self.stage == self.pipeline_parallel_size - 1
 
     @property
+    def output_rank(self) -> int:
+        """The rank that samples, and answers for all: the first one of the last stage."""
+        return (self.pipeline_parallel_size - 1) * self.tensor_parallel_size
+
+    @property
     def is_output_rank(self) -> bool:
-        """Whether this rank samples, and answers for all."""
-        return self.is_last_stage and self.tensor_rank == 0
+        """Whether it is this one."""
+        return self.rank == self.output_rank

@@ -61,14 +61,9 @@ class MultiProcExecutor(Executor):
     def __init__(self, config: EngineCoreConfig, max_model_len: int) -> None:
         self._config = config
         parallel = config.parallel
-        self._output_rank = next(
-            rank for rank in range(parallel.world_size)
-            if ParallelState(
-                rank=rank,
-                tensor_parallel_size=parallel.tensor_parallel_size,
-                pipeline_parallel_size=parallel.pipeline_parallel_size,
-            ).is_output_rank
-        )  # fmt: skip
+        self._output_rank = ParallelState(
+            tensor_parallel_size=parallel.tensor_parallel_size, pipeline_parallel_size=parallel.pipeline_parallel_size
+        ).output_rank
         self._next_call_id = READY + 1
         self._submitted: collections.deque[int] = collections.deque()
         self._answers: dict[int, dict[int, WorkerResponse]] = {}

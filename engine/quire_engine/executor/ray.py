@@ -71,7 +71,10 @@ class RayExecutor(Executor):
         self._ray = ray
         self._config = config
         self._encoder = msgspec.msgpack.Encoder()
-        self._output_rank = config.parallel.world_size - config.parallel.tensor_parallel_size
+        parallel = config.parallel
+        self._output_rank = ParallelState(
+            tensor_parallel_size=parallel.tensor_parallel_size, pipeline_parallel_size=parallel.pipeline_parallel_size
+        ).output_rank
         self._submitted: deque[list[Any]] = deque()
         self._actors: list[Any] = []
         self._placement_group: Any = None
