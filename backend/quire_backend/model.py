@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from quire_backend import model_config, triton_api
 from quire_backend.engine_number import EngineNumber
 from quire_backend.private_memory import make_private
 from quire_backend.serving import Serving
-from quire_backend.settings import load_engine_config, one_line
+from quire_backend.settings import TOKEN_VARIABLE, load_engine_config, one_line
 from quire_backend.status_page import StatusPage
 from quire_backend.triton_api import TritonRequest
 
@@ -113,6 +114,7 @@ class TritonPythonModel:
             args["model_instance_kind"],
             int(args["model_instance_device_id"]),
         )
+        os.environ.pop(TOKEN_VARIABLE, None)  # the engine's processes inherit the environment, and need no token
         self._number = EngineNumber(args["model_name"], args["model_version"])
         if config.scheduler.scheduling_policy == "priority":
             logger.warning(

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sys
 import tempfile
 import threading
@@ -237,6 +238,21 @@ def test_serves(engine: Any, request_of: Any, arguments: Any, monkeypatch: Any) 
     model.finalize()
     assert not model.is_ready()
     assert engine.events[-1] == "shutdown"
+
+
+def test_the_engines_processes_do_not_inherit_the_token(engine: Any, arguments: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("QUIRE_INTROSPECTION_TOKEN", "a token of 16 characters")
+    seen = []
+
+    def make(config: Any, stat_loggers: Any) -> Any:
+        seen.append((config.frontend.introspection_token, "QUIRE_INTROSPECTION_TOKEN" in os.environ))
+        return engine
+
+    monkeypatch.setattr(model_module, "make_engine", make)
+    model = TritonPythonModel()
+    model.initialize(arguments)
+    model.finalize()
+    assert seen == [("a token of 16 characters", False)]
 
 
 @pytest.mark.parametrize(("policy", "said"), [("priority", True), ("fcfs", False)])
