@@ -14,10 +14,8 @@ import faulthandler
 import gc
 import logging
 import math
-import os
 import signal
 import sys
-import threading
 import traceback
 from pathlib import Path
 
@@ -42,6 +40,7 @@ from quire_engine.messages import (
 from quire_engine.models import CheckpointConfig
 from quire_engine.structured_output.compiler_messages import CompilerArguments
 from quire_engine.structured_output.manager import StructuredOutputManager
+from quire_engine.system.child_process import end_with_stdin
 from quire_engine.system.memory import paused_gc
 
 __all__ = ["EngineCoreProcess"]
@@ -228,13 +227,6 @@ def _start_grammar_compiler(config: EngineCoreConfig, is_restart: bool) -> Struc
     return structured_output
 
 
-def _end_with_parent() -> None:
-    """The parent holds the other end of stdin and never writes to it again: its end means that the parent is gone."""
-    while os.read(0, 4096):
-        pass
-    os._exit(0)
-
-
 def main() -> None:
     """Entry point of the child process."""
     logging.basicConfig(level=logging.INFO, format="quire engine[%(process)d] %(levelname)s: %(message)s")
@@ -242,7 +234,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # what the frontend's watch asks for before it kills
     arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=ProcessArguments)
-    threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
+    end_with_stdin()
     try:
         EngineCoreProcess(arguments).run()
     except EngineDeadError as error:

@@ -5,11 +5,12 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Collection, Mapping
 
 import msgspec
 
-__all__ = ["die_with_parent", "start_module"]
+__all__ = ["die_with_parent", "end_with_stdin", "start_module"]
 
 _STDERR = 2
 _PR_SET_PDEATHSIG = 1
@@ -67,3 +68,17 @@ def die_with_parent(parent: int, signal_number: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
     if os.getppid() != parent:  # it was already gone
         os._exit(1)
+
+
+def end_with_stdin() -> None:
+    """In a child that `start_module` started, once it has read its arguments: have it end when its parent has ended.
+
+    The parent holds the other end of stdin and never writes to it again: its end means that the parent is gone.
+    """
+
+    def wait() -> None:
+        while os.read(0, 4096):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, name="end-with-stdin", daemon=True).start()

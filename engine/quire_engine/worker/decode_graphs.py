@@ -32,7 +32,7 @@ from quire_kernels.attention_plan import GpuAttentionPlan
 from tqdm import tqdm
 
 from quire_engine.device.transfer import upload
-from quire_engine.models.base import CausalLM
+from quire_engine.models.base import CausalLM, KVCaches
 from quire_engine.models.layers import AttentionMetadata
 from quire_engine.worker.input_batch import InputBatch
 
@@ -152,7 +152,7 @@ class DecodeGraphs:
     def __init__(
         self,
         model: CausalLM,
-        kv_caches: list[tuple[torch.Tensor, torch.Tensor]],
+        kv_caches: KVCaches,
         batch: InputBatch,
         last_token_ids: torch.Tensor,
         max_model_len: int,

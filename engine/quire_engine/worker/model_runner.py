@@ -10,7 +10,7 @@ from quire_kernels import plan_attention
 from quire_engine.device.transfer import CPU, upload, upload_tensors
 from quire_engine.distributed import ParallelState
 from quire_engine.messages import CachedRequestData, GrammarBitmask, PromptLogprobs, SchedulerOutput
-from quire_engine.models.base import CausalLM
+from quire_engine.models.base import CausalLM, KVCaches
 from quire_engine.models.layers import AttentionMetadata
 from quire_engine.sampling import Sampler, SamplerOutput, SamplingMetadata
 from quire_engine.sampling.prompt_logprobs import compute_prompt_logprobs
@@ -61,16 +61,16 @@ class ModelRunner:
         self._runs_ahead = runs_ahead
         self._lock = threading.Lock()
         """Held by who reads or changes the batch: a result may be waited for in another thread."""
-        self._kv_caches: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._kv_caches: KVCaches = []
         self._recorded: RecordedForward | None = None
 
     @property
-    def kv_caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def kv_caches(self) -> KVCaches:
         """Per layer of this rank's stage, keys and values."""
         return self._kv_caches
 
     @kv_caches.setter
-    def kv_caches(self, kv_caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def kv_caches(self, kv_caches: KVCaches) -> None:
         self._kv_caches = kv_caches
         self._recorded = self.graphs = None  # they point to the caches and the weights that were there before
 

@@ -6,7 +6,7 @@ import torch
 from quire_kernels import NotRecordableError, Recording, plan_attention, record
 from quire_kernels.attention_plan import CpuAttentionPlan
 
-from quire_engine.models.base import CausalLM
+from quire_engine.models.base import CausalLM, KVCaches
 from quire_engine.models.layers import AttentionMetadata
 
 __all__ = ["RECORDED_TOKENS", "RecordedForward"]
@@ -25,7 +25,7 @@ class RecordedForward:
         kv_caches: as of its `forward`. Like the weights they must stay where they are.
     """
 
-    def __init__(self, model: CausalLM, kv_caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(self, model: CausalLM, kv_caches: KVCaches) -> None:
         self._model = model
         self._kv_caches = kv_caches
         self._hidden = torch.empty(RECORDED_TOKENS, model.hidden_size, dtype=model.dtype)

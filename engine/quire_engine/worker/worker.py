@@ -25,6 +25,7 @@ from quire_engine.messages import (
     WakeUp,
     WorkerCall,
 )
+from quire_engine.models.base import KVCaches
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.loader import load_model
@@ -237,7 +238,7 @@ class Worker:
             self.config.model.load_format,
         )  # fmt: skip
 
-    def _allocate_caches(self, num_blocks: int, num_layers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _allocate_caches(self, num_blocks: int, num_layers: int) -> KVCaches:
         """Keys and values, by layer; on the CPU in huge pages, as a step reads all over them."""
         shape = (num_blocks, self.num_kv_heads, self.config.cache.block_size, self.checkpoint.head_size)
 

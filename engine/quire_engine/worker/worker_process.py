@@ -15,11 +15,9 @@ When there is nothing to do it blocks in poll and uses no CPU. SIGUSR1 writes ev
 import faulthandler
 import gc
 import logging
-import os
 import signal
 import statistics
 import sys
-import threading
 import time
 import traceback
 from collections import deque
@@ -48,7 +46,7 @@ from quire_engine.messages import (
     WorkerResponse,
 )
 from quire_engine.models.checkpoint import CheckpointConfig
-from quire_engine.system.child_process import die_with_parent
+from quire_engine.system.child_process import die_with_parent, end_with_stdin
 from quire_engine.worker.arguments import WorkerArguments
 from quire_engine.worker.busy_time import BusyTime, StepClock
 from quire_engine.worker.responder import Responder
@@ -242,16 +240,10 @@ class WorkerProcess:
 def _end_with_parent(arguments: WorkerArguments) -> None:
     """End when the parent does, in two ways.
 
-    The parent holds the other end of stdin and never writes to it again: its end means that the parent is gone. That
-    needs a thread which gets to run; the kernel's signal reaches a process that is stopped, too.
+    The end of stdin is noticed by a thread, which has to get to run; the kernel's signal reaches a process that is
+    stopped, too.
     """
-
-    def wait_for_end_of_stdin() -> None:
-        while os.read(0, 4096):
-            pass
-        os._exit(0)
-
-    threading.Thread(target=wait_for_end_of_stdin, name="end-with-parent", daemon=True).start()
+    end_with_stdin()
     if arguments.kill_with_parent:
         die_with_parent(arguments.parent_pid, signal.SIGKILL)
 
