@@ -53,17 +53,21 @@ def _replaced(stubs: Sequence[StubStatus]) -> list[StubStatus]:
 
     ::
 
-        m_0_0  m_0_1 │ m_0_0  m_0_1      the first that has the name of an older one begins a load,
-                     │ of 2              and tells how many instances that has
+        m_0_0 of 1 │ m_0_1 of 2  m_0_0 of 2      a load starts its instances at once, so in any order
+        m_0_0 of 2  m_0_1 of 2 │ m_0_1 of 2      one more, in place of one that died: not a whole load
+
+    A load begins with a stub that the one before it has no room for: that has all of its own, or one of that name, or
+    was to have another number.
     """
     alive = [page for page in stubs if process_state.is_alive(*page.stub)]
-    names: set[str] = set()
     first = 0
+    names: set[str] = set()
     for number, page in enumerate(alive):
-        if page.instance in names:
+        size = alive[first].num_instances
+        if page.num_instances != size or len(names) == size or page.instance in names:
             first, names = number, set()
         names.add(page.instance)
-    is_whole = first and len(alive) - first >= alive[first].num_instances
+    is_whole = first and len(names) == alive[first].num_instances
     return [page for page in stubs if page.start_time < alive[first].start_time] if is_whole else []
 
 

@@ -66,7 +66,7 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> set[int]:
         ([STUB, SUCCESSOR], UNLOADING, [STUB, SUCCESSOR]),
         ([STUB], set(), []),
         ([STUB], {("m", "2"), ("other", "1")}, []),
-        ([STUB, replace(SUCCESSOR, instance="m_0_1")], set(), []),
+        ([STUB, replace(SUCCESSOR, instance="m_0_1", num_instances=2)], set(), []),
         ([replace(STUB, num_in_flight=1), SUCCESSOR], set(), []),
         ([replace(STUB, state=StubState.ENDING), SUCCESSOR], set(), []),
         ([replace(STUB, state=StubState.ENDING), OTHER], UNLOADING, []),
@@ -97,7 +97,7 @@ def test_a_successor_that_died_replaces_nobody(alive: set[int]) -> None:
 
 
 A, B = replace(STUB, num_instances=2), replace(OTHER, start_time=2, num_instances=2)
-C, D = replace(SUCCESSOR, start_time=3, num_instances=2), replace(SUCCESSOR, pid=10, start_time=4, instance="m_0_1")
+C, D = replace(SUCCESSOR, start_time=3, num_instances=2), replace(B, pid=10, start_time=4)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,16 @@ C, D = replace(SUCCESSOR, start_time=3, num_instances=2), replace(SUCCESSOR, pid
         ([A, B, replace(C, num_instances=1)], [A, B]),
         ([STUB, replace(C, num_instances=2)], []),
         ([STUB, replace(C, num_instances=2), D], [STUB]),
-        ([STUB, replace(D, num_instances=1)], []),
+        ([STUB, D, replace(C, start_time=5)], [STUB]),
+        ([STUB, D], []),
+        ([B, STUB, D], []),
+        ([B, replace(C, num_instances=1)], [B]),
+        ([A, B, D], []),
     ],
-    ids=["two", "half-reloaded", "reloaded", "in-any-order", "fewer", "more-to-come", "more", "one-more"],
+    ids=[
+        "two", "half-reloaded", "reloaded", "in-any-order", "fewer", "more-to-come", "more", "more-in-any-order",
+        "one-more-in-place", "fewer-then-one-more-in-place", "fewer-in-place-then-reloaded", "one-in-place-of-another",
+    ],
 )  # fmt: skip
 def test_stubs_are_left_when_a_later_load_is_whole(pages: list[StubStatus], expected: list[StubStatus]) -> None:
     assert left_behind(pages, set()) == expected
