@@ -154,7 +154,7 @@ class Supervisor:
                 self.models.start_again()
             when = f"in {pause_s:.0f} s" if pause_s else "now"
             self.console.line(f"quire: {cause}; starting the server again {when}, on the same ports")
-            if _is_told_to_stop(server, pause_s):
+            if _wait_for_signal(server, pause_s):
                 return 0
 
     def _announce(self, server: ServerProcess) -> None:
@@ -301,7 +301,7 @@ class _StartWatch:
             )
 
 
-def _is_told_to_stop(server: ServerProcess, within_s: float) -> bool:
+def _wait_for_signal(server: ServerProcess, within_s: float) -> bool:
     end = time.monotonic() + within_s
     while not server.wait_for_signal(max(0.0, end - time.monotonic())):
         if time.monotonic() >= end:

@@ -110,13 +110,13 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     deadline_ms: float | None = None
     """Milliseconds from now in which it has to be finished; unset: it may take as long as it does."""
     output_token_ids: list[int] = []
-    """What an engine that is no more has sampled for it already: it goes on behind these."""
+    """What an earlier engine, which died, has sampled for it: generation goes on after these."""
     num_preemptions: int = 0
-    """Under engines that are no more."""
+    """Under earlier engines."""
     max_new_tokens: int | None = None
     """Tokens to sample now at most, whatever its parameters say."""
     is_replay: bool = False
-    """Whether an engine that is no more had taken it: then it is not refused for want of room."""
+    """Whether an earlier engine had accepted it: then it is not refused because the queue is full."""
 
 
 class ErrorCode(enum.Enum):
@@ -214,7 +214,7 @@ class ProcessArguments(msgspec.Struct):
     heartbeat_fd: int
     """Descriptor of the page where it shows that it moves; inherited."""
     num_blocks: int | None = None
-    """Size of the KV cache, when it takes the place of an engine that is no more: the same as that one's."""
+    """Size of the KV cache, when it replaces an engine that died: the same as that one's."""
 
 
 class EngineCoreReady(msgspec.Struct):

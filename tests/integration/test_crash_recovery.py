@@ -197,9 +197,9 @@ def test_a_poison_request_ends_alone(
     poison = next(token_id for token_id in range(100, 4000) if token_id not in sampled)
     put_fault(fault_file, action="kill", token_id=poison)
     params = {"allowed_token_ids": [poison], "max_tokens": 5}
-    culprit = {"model": "pair", "text_input": "x", "sampling_parameters": params}
+    faulty = {"model": "pair", "text_input": "x", "sampling_parameters": params}
     try:
-        *answers, ended = ask_all(crash_server, [*requests("pair")[1:], culprit])
+        *answers, ended = ask_all(crash_server, [*requests("pair")[1:], faulty])
     finally:
         fault_file.unlink()
     assert ended.error is not None

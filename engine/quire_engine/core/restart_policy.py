@@ -9,19 +9,19 @@ from quire_engine.errors import EngineUnavailableError
 
 __all__ = ["Outage", "RestartPolicy"]
 
-MAX_FRUITLESS_DEATHS = 5
+MAX_DEATHS_WITHOUT_PROGRESS = 5
 """After so many in a row, requests are no longer held for the next engine."""
 MAX_DELAY_SECONDS = 30.0
-FRUITFUL_SECONDS = 30.0
+STABLE_SECONDS = 30.0
 """An engine that was ready for so long counts as one that works, whether or not anybody asked anything of it."""
 
 
 class RestartPolicy:
     """Decides what follows the death of an engine: the crash-loop breaker.
 
-    An engine is fruitful when it gave out a token, convicted a request, or was ready for a while. After a fruitful one
-    the next starts at once. Fruitless ones are followed after 0, 1, 2, 4 … `MAX_DELAY_SECONDS`, for ever, and
-    `MAX_FRUITLESS_DEATHS` of them in a row trip the breaker.
+    An engine made progress when it gave out a token, showed which request is faulty, or was ready for a while. After
+    such a one the next starts at once. Others are followed after 0, 1, 2, 4 … `MAX_DELAY_SECONDS`, for ever, and
+    `MAX_DEATHS_WITHOUT_PROGRESS` of them in a row trip the breaker.
 
     Args:
         clock: seconds, monotonic.
@@ -30,37 +30,37 @@ class RestartPolicy:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._ready_at: float | None = None
-        self._is_fruitful = False
-        self.num_fruitless_deaths = 0
+        self._made_progress = False
+        self.num_deaths_without_progress = 0
 
     def engine_started(self) -> None:
         """An engine is about to be started."""
         self._ready_at = None
-        self._is_fruitful = False
+        self._made_progress = False
 
     def engine_is_ready(self) -> None:
         """It has started. From now on its life counts: a large model may take minutes to load, and die then."""
         self._ready_at = self._clock()
 
-    def engine_was_fruitful(self) -> None:
+    def note_progress(self) -> None:
         """It did something that nobody else has to do again."""
-        self._is_fruitful = True
+        self._made_progress = True
 
     @property
     def is_tripped(self) -> bool:
-        """Whether it would be dishonest to let requests wait for the next engine."""
-        return self.num_fruitless_deaths >= MAX_FRUITLESS_DEATHS
+        """Whether so many have died in a row that requests are no longer held for the next one."""
+        return self.num_deaths_without_progress >= MAX_DEATHS_WITHOUT_PROGRESS
 
     def delay_after_death(self) -> float:
         """Seconds to wait before the next start."""
-        lived_long = self._ready_at is not None and self._clock() - self._ready_at > FRUITFUL_SECONDS
-        if self._is_fruitful or lived_long:
-            self.num_fruitless_deaths = 0
+        lived_long = self._ready_at is not None and self._clock() - self._ready_at > STABLE_SECONDS
+        if self._made_progress or lived_long:
+            self.num_deaths_without_progress = 0
             return 0.0
-        self.num_fruitless_deaths += 1
-        if self.num_fruitless_deaths == 1:
+        self.num_deaths_without_progress += 1
+        if self.num_deaths_without_progress == 1:
             return 0.0
-        return float(min(2 ** (self.num_fruitless_deaths - 2), MAX_DELAY_SECONDS))
+        return float(min(2 ** (self.num_deaths_without_progress - 2), MAX_DELAY_SECONDS))
 
 
 @dataclass(slots=True)

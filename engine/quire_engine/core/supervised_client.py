@@ -174,7 +174,7 @@ class SupervisedClient:
             return None
 
     def is_held(self, request_id: str) -> bool:
-        """Whether no engine has this live request, because none is up or another request is on trial."""
+        """Whether no engine has this live request, because none is up or another request has it to itself."""
         return self._journal.is_held(request_id)
 
     @property
@@ -201,11 +201,11 @@ class SupervisedClient:
             except EngineDeadError as death:
                 if self._restart is not None:
                     raise
-                self._take_note_of_death(str(death))
+                self._handle_death(str(death))
                 continue
             if outputs.outputs:
-                self._journal.take_note(outputs.outputs)
-                self._policy.engine_was_fruitful()
+                self._journal.note_outputs(outputs.outputs)
+                self._policy.note_progress()
                 self._send_unsent()
             return outputs
 
@@ -220,15 +220,15 @@ class SupervisedClient:
             for request in self._journal.take_unsent():
                 self._journal.note_sent(request.request_id, self._client.add_request(request))
 
-    def _take_note_of_death(self, reason: str) -> None:
+    def _handle_death(self, reason: str) -> None:
         """End those who end with the engine, and begin to start the next one."""
         self._client.stop_listening()
         num_live = self._journal.num_sent
-        culprits = self._journal.engine_died(self._client.has_begun)
-        if culprits:
-            self._policy.engine_was_fruitful()
+        faulty_ids = self._journal.engine_died(self._client.has_begun)
+        if faulty_ids:
+            self._policy.note_progress()
         if self._config.frontend.replay_on_crash:
-            self._end(culprits, f"the engine died of this request again and again; the last time: {reason}")
+            self._end(faulty_ids, f"the engine died of this request again and again; the last time: {reason}")
         else:
             self._end(self._journal.request_ids, reason)
         num_replayed = max(num_live - len(self._outputs), 0)
@@ -296,7 +296,7 @@ class SupervisedClient:
 
     def _stop_waiting(self, outage: Outage) -> None:
         """Engines die one after the other: end those who wait, and refuse those who come."""
-        outage.num_deaths = self._policy.num_fruitless_deaths
+        outage.num_deaths = self._policy.num_deaths_without_progress
         live = self._journal.request_ids
         logger.error("%s; %d requests fail, and new ones are refused until then", outage, len(live))
         error = outage.error()

@@ -90,8 +90,8 @@ class KVCacheManager:
         Args:
             request: `num_computed_tokens` does not yet include the prefix hit.
             num_new_tokens: tokens to compute in the coming step, those in flight included. As long as
-                `num_computed_tokens` and these do not exceed `request.settled_until`, the call may be left out: it
-                would change nothing.
+                `num_computed_tokens` plus these do not exceed `request.no_allocation_until`, the call may be left
+                out: it would change nothing.
             computed_blocks: the prefix hit, for a request that is just being admitted.
 
         Returns:
@@ -113,18 +113,18 @@ class KVCacheManager:
             self._blocks[request.request_id] = blocks
             self._num_cached_blocks[request.request_id] = len(computed_blocks)
         blocks.extend(added)
-        request.settled_until = len(blocks) * self.block_size
+        request.no_allocation_until = len(blocks) * self.block_size
         if self.enable_prefix_caching:
             self._cache_full_blocks(request, min(num_tokens, request.num_tokens))
             next_full = (self._num_cached_blocks[request.request_id] + 1) * self.block_size
-            request.settled_until = min(request.settled_until, next_full - 1)
+            request.no_allocation_until = min(request.no_allocation_until, next_full - 1)
         return [block.block_id for block in added]
 
     def free(self, request: CachedSequence) -> None:
         """Drop the request's references. Its last blocks are reused first: they are the least likely to be shared."""
         if self.enable_prefix_caching and request.request_id in self._blocks:
             self._cache_full_blocks(request, min(request.num_computed_tokens, request.num_tokens))
-        request.settled_until = 0
+        request.no_allocation_until = 0
         blocks = self._blocks.pop(request.request_id, [])
         self._num_cached_blocks.pop(request.request_id, None)
         self.block_pool.free(reversed(blocks))

@@ -20,8 +20,8 @@ class CachedSequence(Protocol):
     """Of each full block, as far as it was needed so far; filled in here."""
     lora_id: str | None
     mm_hashes: list[MultimodalHash]
-    settled_until: int
-    """Up to this many tokens there is nothing to do: no block to add, none that has become full. Set here."""
+    no_allocation_until: int
+    """Up to this many tokens `allocate_slots`, which sets it, has no block to add and none that has become full."""
 
     @property
     def num_tokens(self) -> int:

@@ -138,7 +138,7 @@ class RequestLimits:
 
 
 def _may_be_refused(request: Request) -> bool:
-    """Whether nobody has promised it a turn: neither this engine by giving it one, nor one that is no more."""
+    """Whether nobody has promised it a turn: neither this engine by giving it one, nor an earlier one that died."""
     return request.scheduled_at is None and not request.is_replay
 
 

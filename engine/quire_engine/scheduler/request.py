@@ -14,7 +14,7 @@ from quire_engine.snapshot import MAX_EVENTS, EventKind
 __all__ = ["Request", "RequestStatus"]
 
 MAX_OWN_EVENTS = MAX_EVENTS - 2
-"""The frontend adds the arrival, and the first token when an engine had given it that is no more."""
+"""The frontend adds the arrival, and the first token when an earlier engine had sampled it."""
 
 
 class RequestStatus(enum.IntEnum):
@@ -59,11 +59,13 @@ class Request:
         "events",
         "grammar",
         "is_replay",
+        "last_stale_step",
         "lora_id",
         "max_tokens",
         "message_number",
         "mm_hashes",
         "needs_token_values",
+        "no_allocation_until",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_known_tokens",
@@ -75,10 +77,8 @@ class Request:
         "request_id",
         "sampling_params",
         "scheduled_at",
-        "settled_until",
         "status",
         "stop_token_ids",
-        "void_until_step",
     )
 
     def __init__(
@@ -108,7 +108,7 @@ class Request:
         """Prompt tokens found in the prefix cache when the request was first scheduled."""
         self.num_preemptions = 0
         self.is_replay = False
-        """Whether an engine that is no more had taken it: then it is not refused for want of room."""
+        """Whether an earlier engine had accepted it: then it is not refused because the queue is full."""
         wants_prompt_logprobs = sampling_params.prompt_logprobs is not None and not output_token_ids
         self.prompt_logprobs: list[PromptLogprobs] | None = [] if wants_prompt_logprobs else None
         """Those computed so far, until they are given out with the first token; None when there are none to give."""
@@ -128,12 +128,12 @@ class Request:
         """The adapter that its keys and values are computed with; part of the block hashes."""
         self.mm_hashes: list[MultimodalHash] = []
         """What stands behind placeholder tokens of the prompt; part of the hashes of the blocks they reach into."""
-        self.settled_until = 0
-        """Up to this many tokens the KVCacheManager has nothing to do: no block to add, none that has become full."""
+        self.no_allocation_until = 0
+        """Up to this many tokens `allocate_slots` has nothing to do: no block to add, none that has become full."""
         self.num_known_tokens = 0
         """Of its tokens, how many ranks that do not sample have been told of; counted only where there are such."""
-        self.void_until_step = 0
-        """Results of steps up to this number are not for it: they were scheduled before it was taken back, or came."""
+        self.last_stale_step = 0
+        """Results of steps up to this number are stale: they were scheduled before it was preempted, or added."""
         self.events: list[tuple[EventKind, float, int]] = []
         """What happened to it: kind, time of the scheduler's clock, number of tokens."""
 

@@ -12,7 +12,7 @@ With async scheduling the token of a request is followed up before it is known::
 
 A request that ends while a step with it is in flight is no longer known, and is passed over. One that is taken back
 (preempted, or a suspect) ignores the result; it samples the same token again later, as noise depends on seed and
-position alone. Steps are numbered for this, and `void_until_step` is the last whose result is not for the request.
+position alone. Steps are numbered for this, and `last_stale_step` is the last one whose result it ignores.
 """
 
 import logging
@@ -41,14 +41,14 @@ def take_result(
     """
     for request_id, chunk in runner_output.prompt_logprobs.items():
         request = requests.get(request_id)
-        if request is not None and request.void_until_step < step:
+        if request is not None and request.last_stale_step < step:
             request.add_prompt_logprobs(chunk)
     outputs: list[EngineCoreOutput] = []
     complete: list[str] = []
     logprobs = runner_output.logprobs
     for request_id, new_token_ids in runner_output.sampled_token_ids.items():
         request = requests.get(request_id)
-        if request is None or request.void_until_step >= step:
+        if request is None or request.last_stale_step >= step:
             continue
         token_ids, grammar = request.all_token_ids, request.grammar
         output = EngineCoreOutput(request_id, num_preemptions=request.num_preemptions)

@@ -31,8 +31,8 @@ from itertools import chain, count, islice
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.messages import EngineCoreOutput, FinishReason, ModelRunnerOutput, SchedulerOutput
+from quire_engine.scheduler.fault_isolation import FaultIsolation
 from quire_engine.scheduler.limits import RequestLimits
-from quire_engine.scheduler.recovery import Trials
 from quire_engine.scheduler.request import Request, RequestStatus
 from quire_engine.scheduler.request_queue import FCFSRequestQueue, RequestQueue, make_request_queue, priority_key
 from quire_engine.scheduler.request_snapshots import request_snapshot
@@ -85,7 +85,7 @@ class Scheduler:
         self._structured: dict[str, Request] = {}
         """Live requests with a grammar."""
         self._worker_knowledge = WorkerKnowledge(sends_new_token_ids)
-        self._trials = Trials()
+        self._isolation = FaultIsolation()
         self._clock = clock
         self._limits = RequestLimits(config, clock)
         self._arrivals = count()
@@ -98,7 +98,7 @@ class Scheduler:
         """Let a validated request wait for its turn."""
         request.arrival = next(self._arrivals)
         request.queued_at = self._clock()
-        request.void_until_step = self._num_steps  # one with the same id may have been in these
+        request.last_stale_step = self._num_steps  # one with the same id may have been in these
         self.requests[request.request_id] = request
         if request.is_replay:
             request.note_event("replayed", request.queued_at, request.num_output_tokens)
@@ -140,7 +140,7 @@ class Scheduler:
             self._limits.request_ended()
         else:
             next(queue for queue in self._queues if request in queue).remove(request)
-        self._trials.request_ended(request)
+        self._isolation.request_ended(request)
         request.status = RequestStatus.FINISHED
         self._structured.pop(request_id, None)
         self.kv_cache.free(request)
@@ -151,7 +151,7 @@ class Scheduler:
     @property
     def _queues(self) -> tuple[RequestQueue, ...]:
         """Everywhere that a request can wait."""
-        return self.waiting, self.waiting_for_fsm, self._trials.suspects, self._trials.acquitted
+        return self.waiting, self.waiting_for_fsm, self._isolation.suspects, self._isolation.cleared
 
     @property
     def _num_queued(self) -> int:
@@ -160,8 +160,8 @@ class Scheduler:
 
     @property
     def _runs_ahead(self) -> bool:
-        """Whether tokens of this step may be followed up before they are known. A trial ends with one that is."""
-        return self.async_scheduling and not self._trials.are_on
+        """Whether a step may follow on from tokens that are not known yet. In isolation each token has to be known."""
+        return self.async_scheduling and not self._isolation.is_active
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -177,15 +177,15 @@ class Scheduler:
                 self._ended.append(self._limits.overdue_output(request, code, self._num_queued))
         self._num_steps += 1
         output = SchedulerOutput(num_scheduled_tokens={}, step=self._num_steps)
-        trials = self._trials
-        for request in reversed(trials.take_acquitted()):
+        isolation = self._isolation
+        for request in reversed(isolation.take_cleared()):
             self.waiting.prepend(request)
         num_preemptions = self.num_preemptions
         budget = self._schedule_running(output)
-        if trials.suspects and trials.on_trial is None:
-            self._admit(trials.suspects, output, budget, max_running=1)
-            trials.on_trial = self.running[0]
-        elif trials.on_trial is None and self.num_preemptions == num_preemptions:
+        if isolation.suspects and isolation.isolated is None:
+            self._admit(isolation.suspects, output, budget, max_running=1)
+            isolation.isolated = self.running[0]
+        elif isolation.isolated is None and self.num_preemptions == num_preemptions:
             self._admit(self.waiting, output, budget, self.config.max_num_seqs)
         excess = self._limits.excess(self.waiting, self.waiting_for_fsm)
         for request in excess:
@@ -229,7 +229,7 @@ class Scheduler:
                 index += 1
                 continue
             block_ids: list[int] = []
-            if num_computed_tokens + num_new_tokens > request.settled_until:
+            if num_computed_tokens + num_new_tokens > request.no_allocation_until:
                 allocated = self._allocate_or_preempt(request, num_new_tokens)
                 if allocated is None:
                     break
@@ -320,7 +320,7 @@ class Scheduler:
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_output_placeholders = 0
-        request.void_until_step = self._num_steps
+        request.last_stale_step = self._num_steps
         self._worker_knowledge.drop(request.request_id)
 
     # -- what came of it --------------------------------------------------------------------------------------------
@@ -340,11 +340,11 @@ class Scheduler:
                 self.requests[output.request_id].note_event("first_token", self._clock(), 1)
         for request_id in complete:
             self.finish_request(request_id)
-        on_trial = self._trials.on_trial
-        if on_trial is not None and on_trial.request_id in runner_output.sampled_token_ids:
-            self.running.remove(on_trial)
-            self._release(on_trial)
-            self._trials.acquit()
+        isolated = self._isolation.isolated
+        if isolated is not None and isolated.request_id in runner_output.sampled_token_ids:
+            self.running.remove(isolated)
+            self._release(isolated)
+            self._isolation.clear()
         return outputs
 
     def recover_from_failed_step(
@@ -352,30 +352,31 @@ class Scheduler:
     ) -> list[EngineCoreOutput]:
         """Undo a step that raised, and find out whose fault it was. No other step may be in flight any more.
 
-        1. A request that failed alone is the culprit and ends with `error`; but not where the step was aborted because
-           of another one in flight, which may be another request's, unless it is on trial: then all are its own.
+        1. A request that failed alone is the faulty one and ends with `error`. Not so where the step was aborted
+           because of another one in flight, which may be another request's, unless it is isolated: then all are its
+           own.
         2. Of several, each is a suspect: they are computed again one at a time, ahead of everybody else, until each
-           has survived one token. The culprit comes to fail alone, and the others just go on.
+           has survived one token. The faulty one then fails alone, and the others go on.
         3. The blocks of the step may hold anything, so no cached prefix is trusted any more.
-        4. Workers that never heard of the step are told again who was dropped.
+        4. Workers that never received the step are told again who was dropped.
         """
         if not was_submitted:
-            self._worker_knowledge.was_not_told(scheduler_output)
+            self._worker_knowledge.step_was_not_sent(scheduler_output)
         scheduled = list(scheduler_output.num_scheduled_tokens)
         outputs, self._ended = self._ended, []
         if len(scheduled) == 1:
-            culprit = self.requests.get(scheduled[0])  # unless it ended, or was taken back, while the step ran
-            if culprit is not None and (
-                culprit.void_until_step < scheduler_output.step
-                and (not was_aborted or culprit is self._trials.on_trial)
+            faulty = self.requests.get(scheduled[0])  # unless it ended, or was taken back, while the step ran
+            if faulty is not None and (
+                faulty.last_stale_step < scheduler_output.step
+                and (not was_aborted or faulty is self._isolation.isolated)
             ):
-                self.finish_request(culprit.request_id)
+                self.finish_request(faulty.request_id)
                 outputs.append(EngineCoreOutput(scheduled[0], finish_reason=FinishReason.ERROR, error=error))
         self.num_failed_steps += 1
         suspects, self.running = self.running, []
         for request in reversed(suspects):
             self._release(request)
-        self._trials.add_suspects(suspects)
+        self._isolation.add_suspects(suspects)
         self.kv_cache.reset_prefix_cache()
         return outputs
 
@@ -387,7 +388,7 @@ class Scheduler:
     def request_snapshots(self, max_waiting: int) -> list[RequestSnapshot]:
         """The running requests in their order, then at most `max_waiting` of those that wait, in theirs."""
         now = self._clock()
-        waiting = chain(self._trials.acquitted, self._trials.suspects, self.waiting, self.waiting_for_fsm)
+        waiting = chain(self._isolation.cleared, self._isolation.suspects, self.waiting, self.waiting_for_fsm)
         return [
             request_snapshot(request, now, self.kv_cache.num_blocks_of(request.request_id))
             for request in chain(self.running, islice(waiting, max_waiting))

@@ -59,8 +59,8 @@ class WorkerKnowledge:
                 cached.new_token_ids.append(request.all_token_ids[request.num_known_tokens :])
                 request.num_known_tokens = request.num_tokens
 
-    def was_not_told(self, output: SchedulerOutput) -> None:
-        """The workers never heard of this step: tell them again who was dropped."""
+    def step_was_not_sent(self, output: SchedulerOutput) -> None:
+        """The workers never received this step: tell them again who was dropped."""
         self._dropped_request_ids[:0] = output.dropped_request_ids
 
 

@@ -135,23 +135,23 @@ class ModelRunner:
             graphs: that have computed the hidden states.
         """
         bitmask, batch = scheduler_output.grammar_bitmask, self.batch
-        is_told, output = False, None
+        is_stored, output = False, None
         if graphs is not None and graphs.samples and bitmask is None and batch.are_plain(slots):
-            output, is_told = SamplerOutput(graphs.sample(len(slots))), True
+            output, is_stored = SamplerOutput(graphs.sample(len(slots))), True
         else:
             logits_SV = self.model.compute_logits(hidden_SE)
             if logits_SV is not None:
                 grammar = self._grammar_rows(bitmask, slots)
                 output = self.sampler(logits_SV, self._sampling_metadata(slots, grammar))
-        if self._runs_ahead and not is_told:
-            self._tell_device(slots, output)
+        if self._runs_ahead and not is_stored:
+            self._store_last_token_ids(slots, output)
         if output is None and not self._runs_ahead:
             return SubmittedStep()  # the batch hears of the tokens in the step that follows on from them
         rows = None if output is None else SampledRows(batch, self._lock, request_ids, slots, output)
         batch.expect_tokens(slots)
         return SubmittedStep(rows)
 
-    def _tell_device(self, slots: Int64Array, output: SamplerOutput | None) -> None:
+    def _store_last_token_ids(self, slots: Int64Array, output: SamplerOutput | None) -> None:
         """Keep the tokens where the next step finds them, on all ranks: the sum of them all is the output rank's."""
         (slots_S,) = upload(self.device, slots)
         token_ids_S = torch.zeros_like(slots_S) if output is None else output.token_ids_S

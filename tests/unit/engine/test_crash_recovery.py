@@ -155,7 +155,7 @@ def test_grammars_and_stop_strings_go_on(checkpoint: Callable[[str], Path]) -> N
 
 
 @pytest.mark.timeout(120 + 15 * NUM_KILLS)
-def test_kills_at_random_convict_and_change_nobody(checkpoint: Callable[[str], Path]) -> None:
+def test_kills_at_random_blame_and_change_nobody(checkpoint: Callable[[str], Path]) -> None:
     """Whatever the engine is at, also while it starts."""
     tinypy = checkpoint("tinypy")
     random = Random(SEED)

@@ -138,11 +138,11 @@ def test_a_failing_step_ends_only_the_request_that_fails(
     worker = llm._core._core.executor._worker
     submit = worker.submit_model
     poison = llm.generate(prompts[2], params, use_tqdm=False)[0].prompt_token_ids
-    culprits: set[str] = set()
+    faulty_ids: set[str] = set()
 
     def fails(scheduler_output: SchedulerOutput) -> SubmittedStep:
-        culprits.update(r.request_id for r in scheduler_output.new_requests if r.token_ids[: len(poison)] == poison)
-        if culprits & set(scheduler_output.num_scheduled_tokens):
+        faulty_ids.update(r.request_id for r in scheduler_output.new_requests if r.token_ids[: len(poison)] == poison)
+        if faulty_ids & set(scheduler_output.num_scheduled_tokens):
             raise RuntimeError("a kernel failed")
         return submit(scheduler_output)
 

@@ -173,7 +173,7 @@ def test_all_ranks_sleep_and_wake_up(
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
-def test_culprit_ends_alone_whatever_is_in_flight(
+def test_faulty_request_ends_alone_whatever_is_in_flight(
     tensor: int, pipeline: int, checkpoint: Callable[[str], Path], workload: Callable[[str], Workload]
 ) -> None:
     prompts, lengths, expected = workload("tied-gqa")

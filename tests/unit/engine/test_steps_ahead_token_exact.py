@@ -134,7 +134,7 @@ def test_leaving_a_stream_early_leaves_nothing_and_disturbs_nobody(checkpoint: C
         assert output.outputs[0].token_ids == want.outputs[0].token_ids
 
 
-def test_failed_steps_disturb_nobody_but_the_culprit(
+def test_failed_steps_disturb_nobody_but_the_faulty_request(
     fault: Callable[..., Path], checkpoint: Callable[[str], Path]
 ) -> None:
     llm = make_llm(checkpoint("tinypy"), async_scheduling=True)

@@ -1,4 +1,4 @@
-"""The watch over an engine core: what hangs is found, what is at fault is convicted, what cannot live is given up."""
+"""The watch over an engine core: what hangs is found, what is at fault is blamed, what cannot live is given up."""
 
 import asyncio
 import os
@@ -40,9 +40,9 @@ def test_a_poison_request_ends_alone(folder: Path, fault: Callable[..., Path]) -
 
     async def main() -> None:
         streams = [Stream(llm, prompt, params()) for prompt in PROMPTS]
-        culprit = Stream(llm, [5, 6], params(allowed_token_ids=[poison]))
+        faulty = Stream(llm, [5, 6], params(allowed_token_ids=[poison]))
         with pytest.raises(EngineDeadError, match="died of this request again and again"):
-            await culprit.task
+            await faulty.task
         for stream, outputs in zip(streams, expected, strict=True):
             assert_same((await stream.task).outputs, outputs)
         assert llm.is_healthy
@@ -80,7 +80,7 @@ def own_copy(folder: Path, tmp_path: Path) -> Path:
 def test_nobody_waits_for_engines_that_die_and_the_next_that_lives_serves(
     own_copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restart_policy, "MAX_FRUITLESS_DEATHS", 2)
+    monkeypatch.setattr(restart_policy, "MAX_DEATHS_WITHOUT_PROGRESS", 2)
     weights, away = own_copy / "model.safetensors", own_copy / "away"
 
     async def main() -> None:
@@ -113,7 +113,7 @@ def test_nobody_waits_for_engines_that_die_and_the_next_that_lives_serves(
 def test_what_was_asked_of_an_engine_before_the_breaker_tripped_ends(
     own_copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restart_policy, "MAX_FRUITLESS_DEATHS", 2)
+    monkeypatch.setattr(restart_policy, "MAX_DEATHS_WITHOUT_PROGRESS", 2)
 
     async def main() -> None:
         (own_copy / "model.safetensors").unlink()
@@ -129,7 +129,7 @@ def test_what_was_asked_of_an_engine_before_the_breaker_tripped_ends(
 def test_engines_are_started_again_when_there_are_descriptors_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restart_policy, "MAX_FRUITLESS_DEATHS", 2)
+    monkeypatch.setattr(restart_policy, "MAX_DEATHS_WITHOUT_PROGRESS", 2)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     async def main() -> None:

@@ -1,7 +1,7 @@
 """The journal: who is sent to which engine, with which tokens, and who is to blame."""
 
 import pytest
-from quire_engine.core.journal import MAX_CRASHES, MAX_TRIAL_DEATHS, TRIAL_TOKENS, Journal
+from quire_engine.core.journal import ISOLATION_TOKENS, MAX_CRASHES, MAX_ISOLATED_DEATHS, Journal
 from quire_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire_engine.sampling_params import SamplingParams
 
@@ -35,7 +35,7 @@ def died(journal: Journal) -> list[str]:
 
 def tokens(journal: Journal, **token_ids: int) -> list[EngineCoreOutput]:
     outputs = [EngineCoreOutput(request_id, [token_id]) for request_id, token_id in token_ids.items()]
-    journal.take_note(outputs)
+    journal.note_outputs(outputs)
     return outputs
 
 
@@ -79,12 +79,12 @@ def test_ended_and_aborted_requests_are_forgotten() -> None:
     journal = journal_of("a", "b", "c")
     assert journal.remove("c") is False, "no engine has it"
     sent(journal)
-    journal.take_note([EngineCoreOutput("a", [3], FinishReason.STOP)])
+    journal.note_outputs([EngineCoreOutput("a", [3], FinishReason.STOP)])
     assert journal.remove("a") is False, "the engine knows already"
     assert journal.remove("b") is True
     assert journal.remove("unknown") is False
     assert journal.request_ids == []
-    journal.take_note([EngineCoreOutput("b", [3])])  # on its way when it was aborted
+    journal.note_outputs([EngineCoreOutput("b", [3])])  # on its way when it was aborted
     died(journal)
     assert sent(journal) == []
 
@@ -92,7 +92,7 @@ def test_ended_and_aborted_requests_are_forgotten() -> None:
 def test_counts_of_preemptions_go_on() -> None:
     journal = journal_of("a")
     sent(journal)
-    journal.take_note([EngineCoreOutput("a", [3], num_preemptions=2)])
+    journal.note_outputs([EngineCoreOutput("a", [3], num_preemptions=2)])
     died(journal)
     assert journal.take_unsent()[0].num_preemptions == 2
 
@@ -120,50 +120,50 @@ def test_after_two_deaths_suspects_are_tried_one_at_a_time() -> None:
     journal.add(request("late"))
     sent(journal)
     died(journal)  # the second for a, b and c, the first for late
-    (trial,) = journal.take_unsent()
-    assert (trial.request_id, trial.max_new_tokens) == ("a", TRIAL_TOKENS)
+    (alone,) = journal.take_unsent()
+    assert (alone.request_id, alone.max_new_tokens) == ("a", ISOLATION_TOKENS)
     assert sent(journal) == [], "it is alone"
     journal.add(request("new"))
     assert sent(journal) == [], "nobody joins it"
-    journal.take_note([])
+    journal.note_outputs([])
     assert sent(journal) == []
     outputs = [EngineCoreOutput("a", [4], FinishReason.LENGTH)]
-    journal.take_note(outputs)
-    assert outputs[0].finish_reason is None, "the trial's end is not the request's"
-    (trial,) = journal.take_unsent()
-    assert trial.request_id == "b"
+    journal.note_outputs(outputs)
+    assert outputs[0].finish_reason is None, "the end of its isolation is not the end of the request"
+    (alone,) = journal.take_unsent()
+    assert alone.request_id == "b"
     assert died(journal) == [], "it was alone when the engine died, but that can be chance"
     assert sent(journal) == ["b"]
     assert died(journal) == ["b"]
     journal.remove("b")
-    (trial,) = journal.take_unsent()
-    assert trial.request_id == "c", "nobody else was with that engine, so nobody else is blamed"
+    (alone,) = journal.take_unsent()
+    assert alone.request_id == "c", "nobody else was with that engine, so nobody else is blamed"
     tokens(journal, c=5)
     assert sent(journal) == [], "its second token comes of another kind of step, and may be the one that kills"
-    journal.take_note([EngineCoreOutput("c", [6], FinishReason.LENGTH)])
+    journal.note_outputs([EngineCoreOutput("c", [6], FinishReason.LENGTH)])
     rest = journal.take_unsent()
     assert [message.request_id for message in rest] == ["a", "c", "late", "new"]
     assert [message.output_token_ids for message in rest] == [[4], [5, 6], [], []]
     assert all(message.max_new_tokens is None for message in rest)
     died(journal)
-    assert sent(journal) == ["late"], "its second death; who was acquitted starts afresh"
+    assert sent(journal) == ["late"], "its second death; who was cleared starts afresh"
 
 
 @pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.ERROR])
-def test_an_end_on_trial_is_an_end(reason: FinishReason) -> None:
+def test_an_end_in_isolation_is_an_end(reason: FinishReason) -> None:
     journal = journal_of("a", "b")
     for _ in range(2):
         sent(journal)
         died(journal)
     assert sent(journal) == ["a"]
     outputs = [EngineCoreOutput("a", [4], reason)]
-    journal.take_note(outputs)
+    journal.note_outputs(outputs)
     assert outputs[0].finish_reason is reason
     assert "a" not in journal
     assert sent(journal) == ["b"]
 
 
-def test_on_trial_the_last_token_of_all_is_an_end() -> None:
+def test_in_isolation_the_last_token_of_all_is_an_end() -> None:
     journal = Journal(64, Clock())
     journal.add(request("a", max_tokens=3))
     sent(journal)
@@ -175,14 +175,14 @@ def test_on_trial_the_last_token_of_all_is_an_end() -> None:
     journal.add(request("b"))
     outputs = [EngineCoreOutput("a", [2], FinishReason.LENGTH)]
     journal.take_unsent()
-    journal.take_note(outputs)
+    journal.note_outputs(outputs)
     assert outputs[0].finish_reason is None
     for _ in range(2):
         sent(journal)
         died(journal)
     journal.take_unsent()
     outputs = [EngineCoreOutput("a", [3], FinishReason.LENGTH)]
-    journal.take_note(outputs)
+    journal.note_outputs(outputs)
     assert outputs[0].finish_reason is FinishReason.LENGTH
 
 
@@ -226,14 +226,14 @@ def test_who_goes_on_well_between_two_deaths_is_no_suspect() -> None:
     tokens(journal, b=2)
     died(journal)
     sent(journal)
-    for token_id in range(TRIAL_TOKENS):
+    for token_id in range(ISOLATION_TOKENS):
         tokens(journal, a=token_id)
     tokens(journal, b=3)
     died(journal)
     assert sent(journal) == ["b"], "one token after its return is too few; what it got before does not count"
-    journal.take_note([EngineCoreOutput("b", [4], FinishReason.LENGTH)])
+    journal.note_outputs([EngineCoreOutput("b", [4], FinishReason.LENGTH)])
     assert sent(journal) == ["c"]
-    journal.take_note([EngineCoreOutput("c", [4], FinishReason.LENGTH)])
+    journal.note_outputs([EngineCoreOutput("c", [4], FinishReason.LENGTH)])
     assert sent(journal) == ["a", "b", "c"]
     died(journal)
     assert sent(journal) == ["a"], "its second death without progress"
@@ -241,13 +241,13 @@ def test_who_goes_on_well_between_two_deaths_is_no_suspect() -> None:
 
 def test_a_death_counts_only_against_whom_the_engine_had_begun_with() -> None:
     journal = journal_of("runs", "waits")
-    for _ in range(MAX_CRASHES + MAX_TRIAL_DEATHS):
+    for _ in range(MAX_CRASHES + MAX_ISOLATED_DEATHS):
         for request_id in sent(journal):
             journal.note_sent(request_id, {"runs": 1, "waits": 2}[request_id])
-        culprits = journal.engine_died(lambda message_number: message_number == 1)
-    assert culprits == ["runs"]
+        faulty_ids = journal.engine_died(lambda message_number: message_number == 1)
+    assert faulty_ids == ["runs"]
     journal.remove("runs")
-    assert sent(journal) == ["waits"], "no suspect: it is not on trial, and others may join it"
+    assert sent(journal) == ["waits"], "no suspect: it is not isolated, and others may join it"
     journal.add(request("late"))
     assert sent(journal) == ["late"]
 

@@ -1,4 +1,4 @@
-"""Engines are killed from outside at random moments, in simulated time: nobody is convicted of it."""
+"""Engines are killed from outside at random moments, in simulated time: no request is blamed for it."""
 
 import random
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class Simulation:
     seed: int
     counts_all: bool = False
     """Whether deaths count against all that was sent."""
-    convicted: list[str] = field(default_factory=list)
+    blamed: list[str] = field(default_factory=list)
     num_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -67,9 +67,9 @@ class Simulation:
         while self._step(sent, killed_at):
             pass
         begun = {one.number for one in sent.values() if one.has_begun or self.counts_all}
-        for culprit in self._journal.engine_died(begun.__contains__):
-            self.convicted.append(culprit)
-            self._journal.remove(culprit)
+        for request_id in self._journal.engine_died(begun.__contains__):
+            self.blamed.append(request_id)
+            self._journal.remove(request_id)
             self._add()
 
     def _step(self, sent: dict[str, _Sent], killed_at: float) -> bool:
@@ -93,10 +93,10 @@ class Simulation:
             one.num_tokens += 1
             self.num_tokens += 1
             reason = FinishReason.LENGTH if one.num_tokens == _limit(one.message) else None
-            self._journal.take_note([EngineCoreOutput(one.message.request_id, [7], reason)])
+            self._journal.note_outputs([EngineCoreOutput(one.message.request_id, [7], reason)])
             if one.message.request_id not in self._journal:
                 self._add()
-            elif reason is not None:  # its trial is over: the engine gets it anew
+            elif reason is not None:  # its isolation is over: the engine gets it anew
                 del sent[one.message.request_id]
         return True
 
@@ -107,11 +107,11 @@ def _limit(message: EngineCoreRequest) -> int:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_kills_from_outside_convict_nobody(seed: int) -> None:
+def test_kills_from_outside_blame_nobody(seed: int) -> None:
     simulation = Simulation(seed)
     simulation.run()
-    print(f"seed {seed}: {simulation.num_tokens} tokens under {NUM_KILLS} kills, convicted: {simulation.convicted}")
-    assert simulation.convicted == []
+    print(f"seed {seed}: {simulation.num_tokens} tokens under {NUM_KILLS} kills, blamed: {simulation.blamed}")
+    assert simulation.blamed == []
     assert simulation.num_tokens > 1000
 
 
@@ -119,6 +119,6 @@ def test_they_would_if_deaths_counted_against_who_only_waits() -> None:
     simulations = [Simulation(seed, counts_all=True) for seed in range(10)]
     for simulation in simulations:
         simulation.run()
-    convicted = [request_id for simulation in simulations for request_id in simulation.convicted]
-    assert convicted
-    assert all(request_id.startswith("structured") for request_id in convicted)
+    blamed = [request_id for simulation in simulations for request_id in simulation.blamed]
+    assert blamed
+    assert all(request_id.startswith("structured") for request_id in blamed)

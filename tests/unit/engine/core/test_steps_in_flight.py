@@ -212,7 +212,7 @@ def test_step_that_cannot_be_submitted_disturbs_nobody(number: int, core: Core) 
     core.check("a", "b")
 
 
-def test_culprit_of_a_failed_step_ends_alone(core: Core) -> None:
+def test_faulty_request_of_a_failed_step_ends_alone(core: Core) -> None:
     for request_id in "abc":
         core.add(request_id)
     core.step()

@@ -123,7 +123,7 @@ def test_failure_makes_suspects_of_all_in_flight_who_are_then_tried_alone() -> N
     for _ in range(4):
         step = scheduler.schedule()
         batches.append(list(step.num_scheduled_tokens))
-        assert scheduler.schedule().num_scheduled_tokens == {}, "nobody besides the one on trial"
+        assert scheduler.schedule().num_scheduled_tokens == {}, "nobody besides the isolated one"
         update(scheduler, step)
     assert batches == [["r0"], ["r1"], ["r2"], ["r3"]]
 
@@ -136,13 +136,13 @@ def test_one_that_failed_alone_ends_though_others_were_in_flight() -> None:
     assert list(scheduler.schedule().num_scheduled_tokens) == ["r1"]
 
 
-def test_one_that_was_aborted_alone_is_a_suspect_like_all_and_ends_only_on_trial() -> None:
+def test_one_that_was_aborted_alone_is_a_suspect_like_all_and_ends_only_in_isolation() -> None:
     scheduler = pipeline(2)
     first, _ = scheduler.schedule(), scheduler.schedule()
     assert scheduler.recover_from_failed_step(first, "why", was_aborted=True) == []
-    trial = scheduler.schedule()
-    assert list(trial.num_scheduled_tokens) == ["r0"]
-    (output,) = scheduler.recover_from_failed_step(trial, "why", was_aborted=True)
+    alone = scheduler.schedule()
+    assert list(alone.num_scheduled_tokens) == ["r0"]
+    (output,) = scheduler.recover_from_failed_step(alone, "why", was_aborted=True)
     assert (output.request_id, output.finish_reason, output.error) == ("r0", FinishReason.ERROR, "why")
     assert list(scheduler.schedule().num_scheduled_tokens) == ["r1"]
 

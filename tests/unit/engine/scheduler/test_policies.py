@@ -411,8 +411,8 @@ def test_running_request_needs_the_kv_cache_manager_only_when_a_block_is_full_or
     settled = []
     for _ in range(6):
         run_step(scheduler, runner)
-        settled.append((request.num_computed_tokens, request.settled_until))
+        settled.append((request.num_computed_tokens, request.no_allocation_until))
     # At 8 tokens the second block is full and goes into the cache; at 9 a third one is needed.
     assert settled == [(5, 7), (6, 7), (7, 7), (8, 8), (9, 11), (10, 11)]
     scheduler.finish_request(request.request_id)
-    assert request.settled_until == 0
+    assert request.no_allocation_until == 0

@@ -192,7 +192,7 @@ class Life:
         scheduler = self.scheduler
         first = scheduler.running[0] if scheduler.running else None
         num_preemptions = first.num_preemptions if first else 0
-        on_trial = scheduler._trials.on_trial
+        isolated = scheduler._isolation.isolated
         scheduler_output = scheduler.schedule()
         scheduler.check_integrity()
         scheduled = scheduler_output.num_scheduled_tokens
@@ -202,11 +202,11 @@ class Life:
         assert len(scheduler.running) <= scheduler.config.max_num_seqs
         if first is not None and first.request_id in scheduler.requests:
             assert first.num_preemptions == num_preemptions, "the first in the order gave way"
-        if on_trial is not None and scheduler._trials.on_trial is on_trial:
-            assert set(scheduled) <= {on_trial.request_id}, "not alone on trial"
+        if isolated is not None and scheduler._isolation.isolated is isolated:
+            assert set(scheduled) <= {isolated.request_id}, "not alone in isolation"
         self._check_partial_prefills()
         for request in scheduler.running:
-            if request.needs_token_values or scheduler._trials.on_trial is request or not self.ahead:
+            if request.needs_token_values or scheduler._isolation.isolated is request or not self.ahead:
                 assert request.num_computed_tokens <= request.num_tokens, "computed from what is not known yet"
             elif "unknown" in self.counts:
                 self.counts["unknown"] += request.num_computed_tokens > request.num_tokens
@@ -243,7 +243,7 @@ class Life:
         if self.num_batches > 1:
             requests = [self.scheduler.requests.get(request_id) for request_id in runner_output.sampled_token_ids]
             self.counts["void"] += sum(
-                request is not None and request.void_until_step >= scheduler_output.step for request in requests
+                request is not None and request.last_stale_step >= scheduler_output.step for request in requests
             )
             self.counts["overlapping"] += bool(self.in_flight)
         for request_id in runner_output.sampled_token_ids:

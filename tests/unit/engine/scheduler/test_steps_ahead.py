@@ -198,13 +198,13 @@ def test_preempted_request_forgets_what_was_in_flight() -> None:
     assert victim.num_output_tokens == 0
 
 
-def test_trials_wait_for_their_token() -> None:
+def test_isolated_requests_wait_for_their_token() -> None:
     scheduler = ahead(*make_requests(3, max_tokens=9))
     scheduler.recover_from_failed_step(scheduler.schedule(), "why")
     for request_id in ("r0", "r1", "r2"):
         step = scheduler.schedule()
         assert list(step.num_scheduled_tokens) == [request_id]
-        assert scheduled(scheduler) == {}, "nobody besides the one on trial, and it not before it has survived"
+        assert scheduled(scheduler) == {}, "nobody besides the isolated one, and it not before it has survived"
         update(scheduler, step)
     assert [list(scheduled(scheduler)) for _ in range(2)] == [["r0", "r1", "r2"]] * 2
 

@@ -1,4 +1,4 @@
-"""A step that raises: the culprit ends alone, and nobody else notices."""
+"""A step that raises: the faulty request ends alone, and no other is affected."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def ids(requests: list[Request]) -> list[str]:
 
 
 @pytest.mark.parametrize("num_output", [0, 1, 5])
-@pytest.mark.parametrize("culprit", ["r0", "r2", "r4"])
+@pytest.mark.parametrize("faulty", ["r0", "r2", "r4"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -61,20 +61,20 @@ def ids(requests: list[Request]) -> list[str]:
     ],
     ids=str,
 )
-def test_culprit_ends_alone_and_its_neighbours_finish_undisturbed(
-    culprit: str, num_output: int, settings: dict[str, Any]
+def test_faulty_request_ends_alone_and_its_neighbours_finish_undisturbed(
+    faulty: str, num_output: int, settings: dict[str, Any]
 ) -> None:
     scheduler = make_scheduler(**settings)
-    runner = FakeModelRunner.for_scheduler(scheduler, lambda request_id, n: (request_id, n) == (culprit, num_output))
+    runner = FakeModelRunner.for_scheduler(scheduler, lambda request_id, n: (request_id, n) == (faulty, num_output))
     requests = make_requests(5, prompt_length=9, max_tokens=8)
     expected = {request.request_id: undisturbed_output(request) for request in requests}
     last = run_to_the_end(scheduler, runner, requests)
     for request in requests:
         output = last[request.request_id]
         tokens, reason = expected[request.request_id]
-        if request.request_id == culprit:
+        if request.request_id == faulty:
             assert output.finish_reason is FinishReason.ERROR
-            assert output.error == f"{culprit} made the step fail"
+            assert output.error == f"{faulty} made the step fail"
             assert request.all_token_ids[9:] == tokens[:num_output]
         else:
             assert (output.finish_reason, output.error) == (reason, None)
@@ -83,7 +83,7 @@ def test_culprit_ends_alone_and_its_neighbours_finish_undisturbed(
     assert scheduler.make_stats().num_blocks_used == 0
 
 
-def test_several_culprits_in_one_batch_all_end() -> None:
+def test_several_faulty_requests_in_one_batch_all_end() -> None:
     scheduler = make_scheduler()
     runner = FakeModelRunner.for_scheduler(scheduler, lambda request_id, n: request_id in ("r1", "r3") and n == 2)
     requests = make_requests(5, max_tokens=6)
@@ -97,7 +97,7 @@ def test_several_culprits_in_one_batch_all_end() -> None:
     ]
 
 
-def test_everybody_a_culprit_ends_everybody_and_leaves_a_working_engine() -> None:
+def test_everybody_faulty_ends_everybody_and_leaves_a_working_engine() -> None:
     scheduler = make_scheduler()
     runner = FakeModelRunner.for_scheduler(scheduler, lambda request_id, n: request_id.startswith("r"))
     last = run_to_the_end(scheduler, runner, make_requests(4))
@@ -170,7 +170,7 @@ def test_suspects_run_one_at_a_time_in_their_old_order_and_then_together() -> No
     assert sorted(batches[3]) == ["r0", "r1", "r2"]
 
 
-def test_acquitted_requests_go_on_in_their_old_order() -> None:
+def test_cleared_requests_go_on_in_their_old_order() -> None:
     scheduler, requests = failed_step()
     for _ in requests:
         sample(scheduler, scheduler.schedule())
@@ -226,7 +226,7 @@ def test_everybody_of_the_failed_step_is_dropped_once_and_introduced_again() -> 
     assert sorted(output.dropped_request_ids) == ["r0", "r1", "r2"]
     assert [new.request_id for new in output.new_requests] == ["r0"]
     sample(scheduler, output)
-    assert scheduler.schedule().dropped_request_ids == ["r0"], "acquitted, it makes room for the next trial"
+    assert scheduler.schedule().dropped_request_ids == ["r0"], "cleared, it makes room for the next suspect"
 
 
 @pytest.mark.parametrize("aborted", ["r0", "r1", "r2"])
@@ -243,7 +243,7 @@ def test_suspect_can_be_aborted_wherever_it_is(aborted: str, num_steps: int) -> 
     assert [request.num_output_tokens for request in requests if request.request_id != aborted] == [9, 9]
 
 
-def test_suspect_aborted_during_its_trial_ends_the_trial() -> None:
+def test_suspect_aborted_in_isolation_makes_room_for_the_next() -> None:
     scheduler, _ = failed_step()
     output = scheduler.schedule()
     scheduler.finish_request("r0")
