@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from quire_dashboard.settings import DASHBOARD_TOKEN_VARIABLE, INTROSPECTION_TOKEN_VARIABLE, LOOPBACK, Settings
+from quire_dashboard.settings import DASHBOARD_TOKEN_VARIABLE, INTROSPECTION_TOKEN_VARIABLE, Settings, is_loopback
 
 __all__ = ["main", "streamlit_flags"]
 
@@ -39,9 +39,10 @@ def streamlit_flags(host: str, port: int) -> list[str]:
         "theme.dark.primaryColor": _COLOUR,
     }
     flags = [f"--{name}={value}" for name, value in options.items()]
-    if host in LOOPBACK:
+    if is_loopback(host):
         # A page of another site whose name resolves to 127.0.0.1 must not get in.
-        flags += [f"--server.allowedHosts={name}" for name in ("127.0.0.1", "localhost", "[::1]")]
+        names = dict.fromkeys((host, "127.0.0.1", "localhost", "[::1]"))
+        flags += [f"--server.allowedHosts={name}" for name in names]
     return flags
 
 
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=8501)
     given = parser.parse_args(arguments)
     token = os.environ.get(DASHBOARD_TOKEN_VARIABLE, "")
-    if given.host not in LOOPBACK and not token:
+    if not is_loopback(given.host) and not token:
         print(f"quire: on {given.host} the dashboard needs a token; set {DASHBOARD_TOKEN_VARIABLE}", file=sys.stderr)
         return 2
     try:

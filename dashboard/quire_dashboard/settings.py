@@ -1,16 +1,24 @@
 """What the dashboard is pointed at. It comes by environment: a token on a command line is seen by every user."""
 
+import ipaddress
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["DASHBOARD_TOKEN_VARIABLE", "INTROSPECTION_TOKEN_VARIABLE", "LOOPBACK", "Settings"]
+__all__ = ["DASHBOARD_TOKEN_VARIABLE", "INTROSPECTION_TOKEN_VARIABLE", "Settings", "is_loopback"]
 
 DASHBOARD_TOKEN_VARIABLE = "QUIRE_DASHBOARD_TOKEN"
 INTROSPECTION_TOKEN_VARIABLE = "QUIRE_INTROSPECTION_TOKEN"
 MIN_TOKEN_CHARACTERS = 16
 _PREFIX = "QUIRE_DASHBOARD_"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host. Of names, only `localhost` is known to be one."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,8 +28,8 @@ class Endpoint:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches, or has, an address."""
-    return host.startswith("127.")
+    """Whether only this machine reaches, or has, an IP address; as `quire_dashboard.settings` says it, too."""
+    return ipaddress.ip_address(host).is_loopback
 
 
 def resolve(host: str) -> str:

@@ -2,7 +2,7 @@
 
 import socket
 import sys
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from quire_cli.console import Console
 from quire_cli.dashboard import Dashboard, DashboardOptions, run_dashboard
 from quire_cli.errors import UsageError
 from quire_cli.ports import Endpoint, reserve
+from quire_dashboard import __main__ as launcher
 from support.serving import wait_until
 
 SERVER = {service: Endpoint("127.0.0.1", 8001 + number) for number, service in enumerate(("grpc", "metrics", "health"))}
@@ -50,6 +51,19 @@ def test_one_that_does_not_start_in_time_holds_nobody_up_and_another_one_is_not_
             assert running.ready_word() is None
             monkeypatch.setattr(dashboard, "_START_S", 0.0)
             assert running.ready_word() == ""
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "127.255.255.254", "0.0.0.0", "192.0.2.1"])
+def test_the_dashboard_wants_a_token_where_this_program_gives_it_one(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither imports the other, so each asks the standard library."""
+    monkeypatch.delenv("QUIRE_DASHBOARD_TOKEN", raising=False)
+    environments: list[dict[str, str]] = []
+    monkeypatch.setattr(launcher.os, "execve", lambda _, command, environment: environments.append(environment))
+    is_refused = launcher.main(["--host", host]) == 2
+    with pytest.raises(UsageError, match="give it a token") if is_refused else nullcontext():
+        run_dashboard(DashboardOptions(host=host, port=0))
 
 
 @pytest.mark.parametrize("given", ["", "open sesame, please"])

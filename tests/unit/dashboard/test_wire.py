@@ -181,12 +181,25 @@ def test_streamlit_is_told_to_be_careful() -> None:
     for flag in ("--server.address=127.0.0.1", "--server.enableStaticServing=false", "--browser.gatherUsageStats=false",
                  "--client.showErrorDetails=none", "--server.allowedHosts=127.0.0.1"):  # fmt: skip
         assert flag in flags
+    assert "--server.allowedHosts=127.0.0.2" in launcher.streamlit_flags("127.0.0.2", 8501)
     assert not [flag for flag in launcher.streamlit_flags("0.0.0.0", 8501) if "allowedHosts" in flag]
 
 
-def test_an_open_host_needs_a_token(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
+def test_on_loopback_it_needs_no_token(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    started: list[list[str]] = []
     monkeypatch.delenv("QUIRE_DASHBOARD_TOKEN", raising=False)
-    assert launcher.main(["--host", "0.0.0.0"]) == 2
+    monkeypatch.setattr(launcher.os, "execve", lambda _, command, environment: started.append(command))
+    launcher.main(["--host", host])
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::", "127.example.com"])
+def test_an_open_host_needs_a_token(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], host: str
+) -> None:
+    monkeypatch.delenv("QUIRE_DASHBOARD_TOKEN", raising=False)
+    assert launcher.main(["--host", host]) == 2
     assert "needs a token" in capsys.readouterr().err
 
 
