@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire_engine.system import process_state
+from quire_engine.system.crash_loop import STABLE_SECONDS, CrashLoop
 
 from quire_cli import process
 from quire_cli.console import Console, waiting_line
@@ -27,7 +28,7 @@ from quire_cli.ports import Endpoint
 from quire_cli.server_process import SIGNALS, ServerProcess
 from quire_cli.server_watch import LOOK_S, ServerWatch
 
-__all__ = ["CrashLoop", "ServerDiedError", "Supervisor", "blocked_signals"]
+__all__ = ["ServerDiedError", "Supervisor", "blocked_signals", "delay_after_death"]
 
 _READY_POLL_S = 0.05
 _START_LOOK_S = 0.2
@@ -55,32 +56,19 @@ class ServerDiedError(CommandError):
     """The server, or a process without which it cannot serve, is gone. It can be started again."""
 
 
-class CrashLoop:
-    """Counts deaths in a row, and tells how long to wait before the next start.
+def delay_after_death(crash_loop: CrashLoop, served_s: float, cause: str) -> float:
+    """Seconds to wait before the next start, after one that was ready for so long.
 
-    Args:
-        most: deaths in a row that end it; a long service starts the count anew.
-        long_s: what counts as a long service, in seconds.
+    Raises:
+        CommandError: it has happened too often.
     """
-
-    def __init__(self, most: int = 5, long_s: float = 30.0) -> None:
-        self._most = most
-        self._long_s = long_s
-        self.num_deaths = 0
-
-    def pause_s(self, served_s: float, cause: str) -> float:
-        """Take note of a death: the first in a row waits for nothing, then for 1, 2, 4, … seconds.
-
-        Raises:
-            CommandError: it has happened too often.
-        """
-        self.num_deaths = 1 if served_s >= self._long_s else self.num_deaths + 1
-        if self.num_deaths >= self._most:
-            raise CommandError(
-                f"{cause}; that was death {self.num_deaths} in a row, each within {self._long_s:.0f} s of the server's "
-                "being ready; mend the cause, then start it again"
-            )
-        return 0.0 if self.num_deaths == 1 else 2.0 ** (self.num_deaths - 2)
+    delay = crash_loop.delay_after_death(served_s >= STABLE_SECONDS)
+    if crash_loop.is_tripped:
+        raise CommandError(
+            f"{cause}; that was death {crash_loop.num_deaths} in a row, each within {STABLE_SECONDS:.0f} s of the "
+            "server's being ready; mend the cause, then start it again"
+        )
+    return delay
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +114,7 @@ class Supervisor:
         """
         process.adopt_orphans()
         crash_loop = CrashLoop()
+        is_first = True
         while True:
             ready_at = None
             self.health.write(["the server is being started"])
@@ -140,8 +129,9 @@ class Supervisor:
                     self._serve(server, watch, problems)
                 return self._drain(server, watch.given_up)
             except (ServerDiedError, _StartError) as death:
-                if isinstance(death, _StartError) and crash_loop.num_deaths == 0:
+                if isinstance(death, _StartError) and is_first:
                     raise
+                is_first = False
                 cause = str(death)
                 self.health.write([f"{cause}; the server is being started again"])
                 # Before the end of its log is waited for: its stubs hold that open.
@@ -149,7 +139,7 @@ class Supervisor:
                 self.clean_up()
             finally:
                 server.close()
-            pause_s = crash_loop.pause_s(0.0 if ready_at is None else time.monotonic() - ready_at, cause)
+            pause_s = delay_after_death(crash_loop, 0.0 if ready_at is None else time.monotonic() - ready_at, cause)
             if self.models is not None:
                 self.models.start_again()
             when = f"in {pause_s:.0f} s" if pause_s else "now"

@@ -6,22 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire_engine.errors import EngineUnavailableError
+from quire_engine.system.crash_loop import STABLE_SECONDS, CrashLoop
 
 __all__ = ["Outage", "RestartPolicy"]
 
-MAX_DEATHS_WITHOUT_PROGRESS = 5
-"""After so many in a row, requests are no longer held for the next engine."""
-MAX_DELAY_SECONDS = 30.0
-STABLE_SECONDS = 30.0
-"""An engine that was ready for so long counts as one that works, whether or not anybody asked anything of it."""
-
 
 class RestartPolicy:
-    """Decides what follows the death of an engine: the crash-loop breaker.
+    """Decides what follows the death of an engine: a `CrashLoop` that knows when an engine has worked.
 
-    An engine made progress when it gave out a token, showed which request is faulty, or was ready for a while. After
-    such a one the next starts at once. Others are followed after 0, 1, 2, 4 … `MAX_DELAY_SECONDS`, for ever, and
-    `MAX_DEATHS_WITHOUT_PROGRESS` of them in a row trip the breaker.
+    It has when it gave out a token, showed which request is faulty, or was ready for a while.
 
     Args:
         clock: seconds, monotonic.
@@ -29,9 +22,9 @@ class RestartPolicy:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._crash_loop = CrashLoop()
         self._ready_at: float | None = None
         self._made_progress = False
-        self.num_deaths_without_progress = 0
 
     def engine_started(self) -> None:
         """An engine is about to be started."""
@@ -49,18 +42,17 @@ class RestartPolicy:
     @property
     def is_tripped(self) -> bool:
         """Whether so many have died in a row that requests are no longer held for the next one."""
-        return self.num_deaths_without_progress >= MAX_DEATHS_WITHOUT_PROGRESS
+        return self._crash_loop.is_tripped
+
+    @property
+    def num_deaths(self) -> int:
+        """In a row, of engines that had not worked."""
+        return self._crash_loop.num_deaths
 
     def delay_after_death(self) -> float:
         """Seconds to wait before the next start."""
         lived_long = self._ready_at is not None and self._clock() - self._ready_at > STABLE_SECONDS
-        if self._made_progress or lived_long:
-            self.num_deaths_without_progress = 0
-            return 0.0
-        self.num_deaths_without_progress += 1
-        if self.num_deaths_without_progress == 1:
-            return 0.0
-        return float(min(2 ** (self.num_deaths_without_progress - 2), MAX_DELAY_SECONDS))
+        return self._crash_loop.delay_after_death(self._made_progress or lived_long)
 
 
 @dataclass(slots=True)

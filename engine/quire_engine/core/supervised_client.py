@@ -296,7 +296,7 @@ class SupervisedClient:
 
     def _stop_waiting(self, outage: Outage) -> None:
         """Engines die one after the other: end those who wait, and refuse those who come."""
-        outage.num_deaths = self._policy.num_deaths_without_progress
+        outage.num_deaths = self._policy.num_deaths
         live = self._journal.request_ids
         logger.error("%s; %d requests fail, and new ones are refused until then", outage, len(live))
         error = outage.error()

@@ -36,6 +36,7 @@ from quire_engine.structured_output.compiler_messages import (
 )
 from quire_engine.structured_output.compiler_watch import LOOK_SECONDS, CompilerWatch
 from quire_engine.system.child_process import start_module
+from quire_engine.system.crash_loop import CrashLoop
 from quire_engine.system.process_state import how_it_ended
 
 __all__ = ["CompilerProcess"]
@@ -44,8 +45,6 @@ logger = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
 """A grammar that was being compiled when the process died this often is not tried again."""
-MAX_START_DEATHS = 5
-"""A process that dies this often in a row before it is ready cannot start."""
 SHUTDOWN_SECONDS = 2.0
 
 
@@ -156,7 +155,7 @@ class CompilerProcess:
 
     def _keep_alive(self) -> None:
         """Keep a process alive for as long as there is something to compile, or always when it is to be warm."""
-        num_start_deaths = 0
+        crash_loop = CrashLoop()
         while True:
             with self._lock:
                 if self._closing.is_set():
@@ -164,21 +163,23 @@ class CompilerProcess:
                 self._resubmit()
                 process = self._process = self._start()
             was_ready, error = self._serve(process)
+            delay = 0.0
             with self._lock:
                 if self._closing.is_set():
                     return
                 self._process = None
                 if error is None:
                     logger.warning("the grammar compiler %s; it is started again", how_it_ended(process.returncode))
-                    num_start_deaths = 0 if was_ready else num_start_deaths + 1
-                    if num_start_deaths >= MAX_START_DEATHS:
-                        error = f"it {how_it_ended(process.returncode)}, for the {num_start_deaths}th time in a row"
+                    delay = crash_loop.delay_after_death(was_ready)
+                    if crash_loop.is_tripped:
+                        error = (
+                            f"it {how_it_ended(process.returncode)}, for the {crash_loop.num_deaths}th time in a row"
+                        )
                 if error is not None or not (self._pending or self._keeps_warm):
                     self._reader = None  # the next request starts it again
                     failed, self._pending = self._pending, {}
                     break
-            if num_start_deaths > 1:
-                self._closing.wait(2.0 ** (num_start_deaths - 2))
+            self._closing.wait(delay)
         if error is not None:
             logger.error("the grammar compiler cannot start: %s", error)
         for job_id in failed:

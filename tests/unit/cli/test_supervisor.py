@@ -20,8 +20,9 @@ import pytest
 from quire_cli.errors import CommandError
 from quire_cli.ports import Endpoint, reserve
 from quire_cli.run_directory import RunId
-from quire_cli.supervisor import CrashLoop
+from quire_cli.supervisor import delay_after_death
 from quire_engine.system import process_state
+from quire_engine.system.crash_loop import CrashLoop
 from support import fake_server
 from support.processes import is_gone
 from support.serving import wait_until
@@ -484,13 +485,13 @@ def test_a_silent_start_without_a_stub_ends(supervise: Callable[..., Supervised]
 
 
 def test_pauses_grow_and_a_long_service_forgives() -> None:
-    crash_loop = CrashLoop(most=5, long_s=30)
-    assert [crash_loop.pause_s(served, "x") for served in (0, 1, 29, 0)] == [0, 1, 2, 4]
-    assert crash_loop.pause_s(30, "x") == 0
-    for _ in range(3):
-        crash_loop.pause_s(0, "x")
+    crash_loop = CrashLoop()
+    assert [delay_after_death(crash_loop, served, "x") for served in (0, 1, 29, 0)] == [0, 1, 2, 4]
+    assert delay_after_death(crash_loop, 30, "x") == 0
+    for _ in range(4):
+        delay_after_death(crash_loop, 0, "x")
     with pytest.raises(CommandError, match=r"^x; that was death 5 in a row"):
-        crash_loop.pause_s(0, "x")
+        delay_after_death(crash_loop, 0, "x")
 
 
 def accepts(port: int) -> bool:

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import zmq
-from quire_engine.core import restart_policy
 from quire_engine.core import supervised_client as supervisor
 from quire_engine.errors import EngineDeadError, EngineUnavailableError
 from quire_engine.frontend.chat_template import RENDER_SECONDS
+from quire_engine.system import crash_loop
 from support.engines import Stream, assert_same, engine, kill, offline, params, run, until
 from support.processes import children, is_gone, open_descriptors, state
 from support.serving import wait_until
@@ -80,7 +80,7 @@ def own_copy(folder: Path, tmp_path: Path) -> Path:
 def test_nobody_waits_for_engines_that_die_and_the_next_that_lives_serves(
     own_copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restart_policy, "MAX_DEATHS_WITHOUT_PROGRESS", 2)
+    monkeypatch.setattr(crash_loop, "MAX_DEATHS", 2)
     weights, away = own_copy / "model.safetensors", own_copy / "away"
 
     async def main() -> None:
@@ -113,7 +113,7 @@ def test_nobody_waits_for_engines_that_die_and_the_next_that_lives_serves(
 def test_what_was_asked_of_an_engine_before_the_breaker_tripped_ends(
     own_copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restart_policy, "MAX_DEATHS_WITHOUT_PROGRESS", 2)
+    monkeypatch.setattr(crash_loop, "MAX_DEATHS", 2)
 
     async def main() -> None:
         (own_copy / "model.safetensors").unlink()
@@ -129,7 +129,7 @@ def test_what_was_asked_of_an_engine_before_the_breaker_tripped_ends(
 def test_engines_are_started_again_when_there_are_descriptors_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restart_policy, "MAX_DEATHS_WITHOUT_PROGRESS", 2)
+    monkeypatch.setattr(crash_loop, "MAX_DEATHS", 2)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     async def main() -> None:
