@@ -5,7 +5,10 @@ They hold all of vllm_backend's but its `image` and `embedding_request`, so clie
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, get_origin
+
+from quire_engine.sampling_params import PARAMETER_TYPES
+from quire_engine.structured_outputs_params import StructuredOutputsParams
 
 __all__ = [
     "INPUTS",
@@ -32,44 +35,33 @@ class TensorSpec:
     dims: tuple[int, ...] = (1,)
 
 
-_LIST_PARAMETERS: tuple[tuple[str, TensorSpec], ...] = (
-    ("stop", TensorSpec("stop_words", "TYPE_STRING", (-1,))),
-    ("bad_words", TensorSpec("bad_words", "TYPE_STRING", (-1,))),
-    ("stop_token_ids", TensorSpec("stop_token_ids", "TYPE_INT64", (-1,))),
-    ("allowed_token_ids", TensorSpec("allowed_token_ids", "TYPE_INT64", (-1,))),
-)
-"""Sampling parameters that are lists, which Triton takes as an input alone. Ids are INT64, as tritonserver cuts what it
-reads from JSON to the width of the input, without a word."""
+_DATA_TYPES: dict[Any, str] = {
+    bool: "TYPE_BOOL",
+    int: "TYPE_INT32",
+    float: "TYPE_FP32",
+    str: "TYPE_STRING",
+    StructuredOutputsParams: "TYPE_STRING",
+    list[str]: "TYPE_STRING",
+    list[int]: "TYPE_INT64",
+}
+"""Of an input for a sampling parameter, by the parameter's type. Ids are INT64, as tritonserver cuts what it reads from
+JSON to the width of the input, without a word."""
 
-_SCALAR_PARAMETERS: tuple[tuple[str, TensorSpec], ...] = (
-    ("max_tokens", TensorSpec("max_tokens", "TYPE_INT32")),
-    ("min_tokens", TensorSpec("min_tokens", "TYPE_INT32")),
-    ("temperature", TensorSpec("temperature", "TYPE_FP32")),
-    ("top_p", TensorSpec("top_p", "TYPE_FP32")),
-    ("top_k", TensorSpec("top_k", "TYPE_INT32")),
-    ("min_p", TensorSpec("min_p", "TYPE_FP32")),
-    ("seed", TensorSpec("seed", "TYPE_UINT64")),
-    ("n", TensorSpec("n", "TYPE_INT32")),
-    ("presence_penalty", TensorSpec("presence_penalty", "TYPE_FP32")),
-    ("frequency_penalty", TensorSpec("frequency_penalty", "TYPE_FP32")),
-    ("repetition_penalty", TensorSpec("repetition_penalty", "TYPE_FP32")),
-    ("ignore_eos", TensorSpec("ignore_eos", "TYPE_BOOL")),
-    ("include_stop_str_in_output", TensorSpec("include_stop_str_in_output", "TYPE_BOOL")),
-    ("skip_special_tokens", TensorSpec("skip_special_tokens", "TYPE_BOOL")),
-    ("detokenize", TensorSpec("detokenize", "TYPE_BOOL")),
-    ("logprobs", TensorSpec("logprobs", "TYPE_INT32")),
-    ("prompt_logprobs", TensorSpec("prompt_logprobs", "TYPE_INT32")),
-    ("truncate_prompt_tokens", TensorSpec("truncate_prompt_tokens", "TYPE_INT32")),
-    ("cache_salt", TensorSpec("cache_salt", "TYPE_STRING")),
-    ("structured_outputs", TensorSpec("structured_outputs", "TYPE_STRING")),
-)
-"""Sampling parameters of one value, each with the input that a configuration may offer for it.
+_WITHOUT_INPUT = ("logit_bias", "output_kind", "priority")
 
-tritonserver's `generate` reads a key of the body as the input of that name where the model has one: it then takes
-nothing but JSON of the input's type (not "0.5", as clients of vllm_backend send it), cuts integers to the input's
-width, and its errors name nothing. A key that is no input becomes a request parameter of any type, and is read here."""
 
-SAMPLING_INPUTS: dict[str, str] = {spec.name: parameter for parameter, spec in _LIST_PARAMETERS + _SCALAR_PARAMETERS}
+def _sampling_input(parameter: str) -> TensorSpec:
+    kind = PARAMETER_TYPES[parameter]
+    return TensorSpec(
+        "stop_words" if parameter == "stop" else parameter,
+        "TYPE_UINT64" if parameter == "seed" else _DATA_TYPES[kind],
+        (-1,) if get_origin(kind) is list else (1,),
+    )
+
+
+_SAMPLING_SPECS = {name: _sampling_input(name) for name in PARAMETER_TYPES if name not in _WITHOUT_INPUT}
+
+SAMPLING_INPUTS: dict[str, str] = {spec.name: parameter for parameter, spec in _SAMPLING_SPECS.items()}
 """The input's name → the parameter's name."""
 
 TYPED_INPUTS_OPTION = "typed_inputs"
@@ -94,12 +86,16 @@ INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("sampling_parameters", "TYPE_STRING"),
     TensorSpec("exclude_input_in_output", "TYPE_BOOL"),
     *(TensorSpec(name, "TYPE_BOOL") for name in RETURN_FLAGS),
-    *(spec for _, spec in _LIST_PARAMETERS),
+    *(spec for spec in _SAMPLING_SPECS.values() if spec.dims == (-1,)),
 )
-"""What every model has."""
+"""What every model has; sampling parameters that are lists are among it, as Triton takes a list as an input alone."""
 
-TYPED_INPUTS: tuple[TensorSpec, ...] = tuple(spec for _, spec in _SCALAR_PARAMETERS)
-"""What a model also has whose `config.pbtxt` asks for it, all of them or single ones."""
+TYPED_INPUTS: tuple[TensorSpec, ...] = tuple(spec for spec in _SAMPLING_SPECS.values() if spec.dims == (1,))
+"""What a model also has whose `config.pbtxt` asks for it, all of them or single ones: sampling parameters of one value.
+
+tritonserver's `generate` reads a key of the body as the input of that name where the model has one: it then takes
+nothing but JSON of the input's type (not "0.5", as clients of vllm_backend send it), cuts integers to the input's
+width, and its errors name nothing. A key that is no input becomes a request parameter of any type, and is read here."""
 
 OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("text_output", "TYPE_STRING", (-1,)),

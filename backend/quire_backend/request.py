@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from quire_engine.errors import MAX_QUOTED, RequestError, json_type, quote
-from quire_engine.sampling_params import SamplingParams, convert_parameter
+from quire_engine.sampling_params import PARAMETER_TYPES, SamplingParams, convert_parameter
 from quire_engine.slo import RequestSLO
 
 from quire_backend.model_config import RETURN_FLAGS, SAMPLING_INPUTS
@@ -249,9 +249,9 @@ def _typed_parameters(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         if input_name not in tensors:
             continue
         array = tensors[input_name].as_numpy()
-        if name in ("stop", "bad_words"):
+        if PARAMETER_TYPES[name] == list[str]:
             values[name] = [_text(input_name, item) for item in array.reshape(-1)]
-        elif name in ("stop_token_ids", "allowed_token_ids"):
+        elif PARAMETER_TYPES[name] == list[int]:
             values[name] = array.reshape(-1).tolist()
         elif array.dtype == np.object_:
             values[name] = _text(input_name, _scalar(input_name, array))

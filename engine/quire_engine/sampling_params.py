@@ -8,7 +8,8 @@ checked by `Request.validate`, at the same two places.
 import enum
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args
 
 import msgspec
 
@@ -19,6 +20,7 @@ __all__ = [
     "MAX_LOGPROBS",
     "MAX_STOP_STRINGS",
     "MAX_STOP_STRING_LENGTH",
+    "PARAMETER_TYPES",
     "RequestOutputKind",
     "SamplingParams",
     "convert_parameter",
@@ -232,16 +234,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return cls(**{name: value for name, value in converted.items() if value is not None})
 
 
-_FIELD_TYPES: dict[str, Any] = {
-    "temperature": float, "top_p": float, "top_k": int, "min_p": float, "seed": int, "max_tokens": int,
-    "min_tokens": int, "stop": list[str], "stop_token_ids": list, "ignore_eos": bool,
-    "include_stop_str_in_output": bool, "skip_special_tokens": bool, "logprobs": int, "presence_penalty": float,
-    "frequency_penalty": float, "repetition_penalty": float, "logit_bias": dict, "allowed_token_ids": list,
-    "bad_words": list[str], "prompt_logprobs": int, "truncate_prompt_tokens": int, "detokenize": bool,
-    "output_kind": RequestOutputKind, "structured_outputs": StructuredOutputsParams, "n": int, "priority": int,
-    "cache_salt": str,
-}  # fmt: skip
+_NOT_FOR_CLIENTS = ("bad_words_token_ids", "beam_width")
 
+
+def _without_none(kind: Any) -> Any:
+    """`int | None` → `int`."""
+    (kind,) = set(get_args(kind)) - {NoneType} if isinstance(kind, UnionType) else {kind}
+    return kind
+
+
+PARAMETER_TYPES: dict[str, Any] = {
+    field.name: _without_none(field.type)
+    for field in msgspec.structs.fields(SamplingParams)
+    if field.name not in _NOT_FOR_CLIENTS
+}
+"""Name → type of each parameter that a client may give; it may leave each unset."""
 
 _NEUTRAL: dict[str, bool | float | None] = {
     "best_of": 1, "use_beam_search": False, "early_stopping": False, "length_penalty": 1.0,
@@ -281,22 +288,22 @@ def convert_parameter(name: str, value: Any) -> Any:
         RequestError: the name is not known (the nearest known one is named), the value has another type, or it asks
             for what is not offered.
     """
-    kind = _FIELD_TYPES.get(name)
+    kind = PARAMETER_TYPES.get(name)
     if name in _NEUTRAL:
         return _nothing(name, value)
     if kind is None:
-        near = get_close_matches(name[:MAX_QUOTED], _FIELD_TYPES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(_FIELD_TYPES))}"
+        near = get_close_matches(name[:MAX_QUOTED], PARAMETER_TYPES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(PARAMETER_TYPES))}"
         raise RequestError(name, f"unknown sampling parameter {quote(name)}{hint}")
     if value is None:
         return None
     if kind == list[str]:
         return _string_list(name, value)
-    if kind is list:
+    if kind == list[int]:
         if not isinstance(value, list | tuple):
             raise RequestError(name, f"{name} is {quote(value)}; it must be a list of token ids")
         return [_number(name, item, int) for item in value]
-    if kind is dict:
+    if kind == dict[int, float]:
         return _bias_of_token_ids(name, value)
     if kind is RequestOutputKind:
         return _output_kind(name, value)
