@@ -17,14 +17,11 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from urllib.parse import quote
 
-from quire_engine.system.child_process import die_with_parent
-
 from quire_cli import process
 from quire_cli.console import Console
 from quire_cli.errors import CommandError, UsageError
 from quire_cli.listening import listens
 from quire_cli.ports import Endpoint, is_loopback, reserve, resolve
-from quire_cli.server_process import SIGNALS
 
 __all__ = ["Dashboard", "DashboardOptions", "how_to_install", "run_dashboard"]
 
@@ -123,21 +120,11 @@ class Dashboard:
         return {INTROSPECTION_TOKEN: self._introspection_token}
 
     def __enter__(self) -> "Dashboard":
-        parent = os.getpid()
-
-        def in_child() -> None:
-            die_with_parent(parent, signal.SIGKILL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-
         self._start = time.monotonic()
-        self._popen = subprocess.Popen(
+        self._popen = process.start(
             self._options.command(self._endpoint.port),
-            env={**os.environ, **self.server_environment, DASHBOARD_TOKEN: self._token},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            # Ctrl-C is for this process, which then stops it.
-            start_new_session=True,
-            preexec_fn=in_child,
+            {**os.environ, **self.server_environment, DASHBOARD_TOKEN: self._token},
+            signal_when_orphaned=signal.SIGKILL,
         )
         threading.Thread(target=self._watch, args=(os.pidfd_open(self._popen.pid),), daemon=True).start()
         if self._token and not is_loopback(self._endpoint.host):

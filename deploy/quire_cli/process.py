@@ -4,14 +4,16 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from quire_engine.system.child_process import die_with_parent
 from quire_engine.system.process_state import process_stat
 
 __all__ = [
-    "adopt_orphans", "command_line", "environment_value", "kill", "lineage", "own_processes", "wait_gone",
+    "adopt_orphans", "command_line", "environment_value", "kill", "lineage", "own_processes", "start", "wait_gone",
     "yield_to_others",
 ]  # fmt: skip
 
@@ -21,6 +23,38 @@ _MOST_ROUNDS = 5
 _BETWEEN_AUTOGROUPS_S = 0.15
 """The kernel takes one nice value of a session per 100 ms from all of its users together."""
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def start(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    signal_when_orphaned: int,
+    stdout: int = subprocess.DEVNULL,
+    stderr: int | None = None,
+    prepare: Callable[[], None] = lambda: None,
+) -> "subprocess.Popen[bytes]":
+    """Start a program in a session of its own: Ctrl-C reaches this process alone, which then stops the other.
+
+    Args:
+        command: what is run.
+        environment: all of its variables.
+        signal_when_orphaned: sent to it when the thread that calls this has ended.
+        stdout: where its stdout goes.
+        stderr: where its stderr goes; None: to this process's.
+        prepare: called in the new process, before the program is run.
+    """
+    parent = os.getpid()
+
+    def in_child() -> None:
+        die_with_parent(parent, signal_when_orphaned)
+        prepare()
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # this process has blocked those that it waits for
+
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True,
+        preexec_fn=in_child,
+    )  # fmt: skip
 
 
 def command_line(pid: int) -> list[str]:

@@ -15,7 +15,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from quire_engine.system import process_state
-from quire_engine.system.child_process import die_with_parent
 
 from quire_cli import process
 from quire_cli.console import Console
@@ -49,25 +48,19 @@ class ServerProcess:
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], console: Console, *, show_whole_log: bool
     ) -> None:
-        parent = os.getpid()
         is_private = mmap.mmap(-1, 1)  # which the child shares
 
-        def in_child() -> None:
-            # SIGTERM, not SIGKILL: an orphaned server then still ends its models itself.
-            die_with_parent(parent, signal.SIGTERM)
+        def prepare() -> None:
             _raise_stack_limit()
             is_private[0] = keep_memory_private()
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
-        self._popen = subprocess.Popen(
+        self._popen = process.start(
             command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
+            environment,
+            signal_when_orphaned=signal.SIGTERM,  # not SIGKILL: an orphaned server then still ends its models itself
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            # A session of its own: Ctrl-C must reach this process alone, which then drains.
-            start_new_session=True,
-            preexec_fn=in_child,
+            prepare=prepare,
         )
         if not is_private[0]:
             console.line(
