@@ -219,12 +219,10 @@ class SharedMemoryCommunicator:
 
     @property
     def rank(self) -> int:
-        """See `Communicator`."""
         return self._rank
 
     @property
     def size(self) -> int:
-        """See `Communicator`."""
         return self._size
 
     @property
@@ -233,14 +231,13 @@ class SharedMemoryCommunicator:
         return sum(channel.waited_seconds for channel in (*self._to.values(), *self._from.values()))
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Communicator`. Half-precision values are added in float32 and rounded once."""
+        """Half-precision values are added in float32 and rounded once."""
         result = tensor.contiguous()
         for piece in self._pieces(result):
             _sum(self._exchange(piece), piece)
         return result
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """See `Communicator`."""
         tensor = tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self._size if self._rank == 0 else 0)]
         pieces_of_parts = [self._pieces(part) for part in parts]
@@ -251,7 +248,7 @@ class SharedMemoryCommunicator:
         return torch.cat(parts, dim=1) if self._rank == 0 else None
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
-        """See `Communicator`. It runs ahead by `NUM_SLOTS` pieces at most."""
+        """It runs ahead by `NUM_SLOTS` pieces at most."""
         channel = self._to[rank]
         for piece in self._pieces(tensor.contiguous()):
             self._abort.check()
@@ -260,7 +257,6 @@ class SharedMemoryCommunicator:
             channel.filled.release()
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> torch.Tensor:
-        """See `Communicator`."""
         channel = self._from[rank]
         tensor = torch.empty(shape, dtype=dtype)
         for piece in self._pieces(tensor):

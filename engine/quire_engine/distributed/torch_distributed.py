@@ -28,16 +28,14 @@ class TorchDistributedCommunicator:
 
     @property
     def rank(self) -> int:
-        """See `Communicator`."""
         return self._group.rank()
 
     @property
     def size(self) -> int:
-        """See `Communicator`."""
         return self._group.size()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Communicator`. Each part is summed up on one rank and handed to the others, hence the same bits.
+        """Each part is summed up on one rank and handed to the others, hence the same bits.
 
         In place, and with NCCL on the current stream without waiting for it: so it can be part of a CUDA graph.
         """
@@ -46,14 +44,13 @@ class TorchDistributedCommunicator:
         return tensor
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """See `Communicator`."""
         tensor = tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == 0 else None
         dist.gather(tensor, parts, group=self._group, group_dst=0)
         return None if parts is None else torch.cat(parts, dim=-1)
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
-        """See `Communicator`. Waits for the one before, so that no more than one is under way."""
+        """Waits for the one before, so that no more than one is under way."""
         if self._sending is not None:
             self._sending[0].wait()
         tensor = tensor.contiguous()
@@ -62,7 +59,6 @@ class TorchDistributedCommunicator:
         self._sending = work, tensor
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> torch.Tensor:
-        """See `Communicator`."""
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         dist.recv(tensor, group=self._group, group_src=rank)
         return tensor

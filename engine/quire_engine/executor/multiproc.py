@@ -90,44 +90,36 @@ class MultiProcExecutor(Executor):
 
     @property
     def max_concurrent_batches(self) -> int:
-        """See `Executor`."""
         return 2 if self._async_scheduling else self._config.parallel.pipeline_parallel_size
 
     @property
     def async_scheduling(self) -> bool:
-        """See `Executor`."""
         return self._async_scheduling
 
     @property
     def worker_pids(self) -> list[int]:
-        """See `Executor`."""
         return self._workers.pids
 
     @property
     def death_descriptors(self) -> list[int]:
-        """See `Executor`."""
         return self._workers.pidfds
 
     def check_health(self) -> None:
-        """See `Executor`."""
         if self._dead is not None:
             raise self._dead
         self._check_workers()
 
     def rank_step_seconds(self) -> list[float | None]:
-        """See `Executor`. Every rank is asked, so it waits for the steps in flight."""
+        """Every rank is asked, so it waits for the steps in flight."""
         return [nanoseconds / 1e9 or None for nanoseconds in self.collective_rpc(StepNanoseconds())]
 
     def busy_seconds(self) -> list[float]:
-        """See `Executor`."""
         return [] if self._is_shut_down else self._workers.busy_time.seconds()
 
     def submit(self, scheduler_output: SchedulerOutput) -> None:
-        """See `Executor`."""
         self._submitted.append(self._call(ExecuteModel(scheduler_output)))
 
     def collect(self) -> ModelRunnerOutput:
-        """See `Executor`."""
         call_id = self._submitted.popleft()
         self._wait_until(lambda: self._has_output(call_id))
         for earlier in [earlier for earlier in self._answers if earlier < call_id]:
@@ -138,14 +130,14 @@ class MultiProcExecutor(Executor):
         return output
 
     def collective_rpc(self, call: WorkerCall | StepNanoseconds) -> list[int]:
-        """See `Executor`. Of what a rank raises, a ValueError, CheckpointError or OSError keeps its class."""
+        """Of what a rank raises, a ValueError, CheckpointError or OSError keeps its class."""
         call_id = self._call(call)
         self._wait_for_all(call_id)
         answers = self._settle(call_id)
         return [answers[rank].result for rank in range(len(self._responses))]
 
     def shutdown(self) -> None:
-        """See `Executor`. Workers that do not end when they are asked to are killed."""
+        """Workers that do not end when they are asked to are killed."""
         if self._is_shut_down:
             return
         self._is_shut_down = True

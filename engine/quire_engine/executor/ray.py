@@ -92,31 +92,25 @@ class RayExecutor(Executor):
 
     @property
     def max_concurrent_batches(self) -> int:
-        """See `Executor`."""
         return 2 if self._async_scheduling else self._config.parallel.pipeline_parallel_size
 
     @property
     def async_scheduling(self) -> bool:
-        """See `Executor`."""
         return self._async_scheduling
 
     def submit(self, scheduler_output: SchedulerOutput) -> None:
-        """See `Executor`."""
         message = self._encoder.encode(scheduler_output)
         self._submitted.append([actor.execute_model.remote(message) for actor in self._actors])
 
     def collect(self) -> ModelRunnerOutput:
-        """See `Executor`."""
         results = self._results(self._submitted.popleft(), is_step=True)
         return msgspec.msgpack.decode(results[self._output_rank], type=ModelRunnerOutput)
 
     def collective_rpc(self, call: WorkerCall) -> list[int]:
-        """See `Executor`."""
         message = self._encoder.encode(call)
         return self._results([actor.call.remote(message) for actor in self._actors])
 
     def shutdown(self) -> None:
-        """See `Executor`."""
         if not self._ray.is_initialized():
             return
         for actor in self._actors:

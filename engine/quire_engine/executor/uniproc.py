@@ -53,20 +53,16 @@ class UniProcExecutor(Executor):
 
     @property
     def max_concurrent_batches(self) -> int:
-        """See `Executor`."""
         return 2 if self._async_scheduling else 1
 
     @property
     def async_scheduling(self) -> bool:
-        """See `Executor`."""
         return self._async_scheduling
 
     def submit(self, scheduler_output: SchedulerOutput) -> None:
-        """See `Executor`."""
         self._submitted.append(self._begin(scheduler_output) if self._async_scheduling else scheduler_output)
 
     def collect(self) -> ModelRunnerOutput:
-        """See `Executor`."""
         submitted = self._submitted.popleft()
         begun = self._begin(submitted) if isinstance(submitted, SchedulerOutput) else submitted
         try:
@@ -86,16 +82,14 @@ class UniProcExecutor(Executor):
             return _BegunStep(began_at, error)
 
     def collective_rpc(self, call: WorkerCall) -> list[int]:
-        """See `Executor`."""
         with on_device(self._device):
             return [self._worker.call(call)]
 
     def busy_seconds(self) -> list[float]:
-        """See `Executor`."""
         return [self._busy_seconds]
 
     def shutdown(self) -> None:
-        """See `Executor`. Gives back the weights, the KV cache, what was captured or recorded, and steps in flight."""
+        """Gives back the weights, the KV cache, what was captured or recorded, and steps in flight."""
         if self._the_worker is None:
             return
         self._the_worker = None

@@ -64,7 +64,6 @@ class XGrammar:
         self.last_fill_seconds = 0.0
 
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
-        """See `Grammar`."""
         started = time.thread_time()
         accepted = all(not self._matcher.is_terminated() and self._matcher.accept_token(i) for i in token_ids)
         self._num_tokens += len(token_ids)
@@ -73,11 +72,9 @@ class XGrammar:
         return accepted
 
     def rollback(self, num_tokens: int) -> None:
-        """See `Grammar`."""
         self._matcher.rollback(num_tokens)
 
     def fill_bitmask(self, bitmask: npt.NDArray[np.int32], row: int) -> None:
-        """See `Grammar`."""
         self._check_time()
         started = time.thread_time()
         if not self._matcher.fill_next_token_bitmask(bitmask, row):
@@ -87,7 +84,6 @@ class XGrammar:
             raise GrammarError("the grammar allows no token to come next, so no text can satisfy it from here on")
 
     def is_terminated(self) -> bool:
-        """See `Grammar`."""
         return bool(self._matcher.is_terminated())
 
     def _account(self, started: float, num_tokens: int) -> float:
