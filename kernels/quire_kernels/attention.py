@@ -171,8 +171,6 @@ def paged_attention(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
 ) -> torch.Tensor:
     """Causal attention of each query row to its own sequence's keys and values.
 
@@ -189,8 +187,6 @@ def paged_attention(
             2020, https://arxiv.org/abs/2004.05150, section 3.1); None for all.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2, https://arxiv.org/abs/2408.00118,
             section 2); None for as they are.
-        key_scale: what the cache's keys are multiplied by, as of `rope_and_cache`.
-        value_scale: likewise the values.
 
     Returns:
         [T, H, D], in the queries' dtype.
@@ -206,16 +202,15 @@ def paged_attention(
         plan = plan or plan_attention(block_table_SM, query_start_loc, seq_lens, query_THD.shape[1], key_cache_NKBD)
         assert isinstance(plan, GpuAttentionPlan)
         return gpu.paged_attention(
-            query_THD, *caches, block_table_SM, query_start_loc, seq_lens, scale, plan, window, soft_cap, key_scale,
-            value_scale,
+            query_THD, *caches, block_table_SM, query_start_loc, seq_lens, scale, plan, window, soft_cap,
         )  # fmt: skip
-    is_plain = window is None and soft_cap is None and key_scale == value_scale == 1.0
+    is_plain = window is None and soft_cap is None
     if is_tiled(key_cache_NKBD) and is_plain and query_THD.dtype == key_cache_NKBD.dtype == value_cache_NKBD.dtype:
         plan = plan or plan_attention(block_table_SM, query_start_loc, seq_lens, query_THD.shape[1], key_cache_NKBD)
         assert isinstance(plan, CpuAttentionPlan)
         return _attend_cpu(query_THD, *caches, plan, scale)
     tensors = (query_THD, *caches, block_table_SM, query_start_loc, seq_lens)
-    return _attend_torch(*tensors, scale * key_scale, window, soft_cap) * value_scale
+    return _attend_torch(*tensors, scale, window, soft_cap)
 
 
 def _attend_torch(

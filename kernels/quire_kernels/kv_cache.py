@@ -9,11 +9,9 @@ numbers (float32), drawn in `kernels/csrc/attention.inc`; elsewhere they lie as 
 import torch
 
 from quire_kernels.cpu import FLOATS, GROUPS, HEAD_SIZE_STEP, MAX_HEAD_SIZE, check_tensor, library
-from quire_kernels.dispatch import uses_triton
 
 __all__ = [
     "check_caches",
-    "copy_blocks",
     "is_tiled",
     "natural_key_order",
     "natural_value_order",
@@ -39,22 +37,6 @@ def new_kv_cache(
         return torch.zeros(num_blocks, num_kv_heads, block_size, head_size, dtype=dtype)
     cache_NBKD = torch.zeros(num_blocks, block_size, num_kv_heads, head_size, dtype=dtype, device=device)
     return cache_NBKD.transpose(1, 2)
-
-
-def copy_blocks(cache_NKBD: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
-    """Copy whole blocks within a cache.
-
-    Args:
-        cache_NKBD: of keys or values, in any order.
-        source_ids: [n] int64.
-        target_ids: [n] int64, no two alike, and none among the sources.
-    """
-    if uses_triton(cache_NKBD):
-        from quire_kernels.gpu import kv_cache as gpu
-
-        gpu.copy_blocks(cache_NKBD, source_ids, target_ids)
-    else:
-        cache_NKBD[target_ids] = cache_NKBD[source_ids]
 
 
 def is_tiled(cache_NKBD: torch.Tensor) -> bool:

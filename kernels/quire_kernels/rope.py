@@ -59,8 +59,6 @@ def rope_and_cache(
     query_norm_D: torch.Tensor | None = None,
     key_norm_D: torch.Tensor | None = None,
     eps: float = 1e-6,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
 ) -> torch.Tensor:
     """Rotate queries and keys, and write keys and values to their slots of the paged cache.
 
@@ -77,8 +75,6 @@ def rope_and_cache(
             (Henry et al. 2020, https://arxiv.org/abs/2010.04245, with RMSNorm as in Qwen 3); None for no such norm.
         key_norm_D: likewise for the keys.
         eps: of both norms.
-        key_scale: the cache gets the keys divided by it, for its numbers may be fp8, up to 448.
-        value_scale: likewise the values.
 
     Returns:
         The rotated queries, [T, H, D].
@@ -92,17 +88,15 @@ def rope_and_cache(
 
         return gpu.rope_and_cache(
             query_THD, key_TKD, value_TKD, positions_T, cos_sin, slot_mapping_T, key_cache_NKBD, value_cache_NKBD,
-            query_norm_D, key_norm_D, eps, key_scale, value_scale,
+            query_norm_D, key_norm_D, eps,
         )  # fmt: skip
     dtype = key_cache_NKBD.dtype
-    is_scaled = key_scale != 1.0 or value_scale != 1.0
-    if is_tiled(key_cache_NKBD) and not is_scaled and query_THD.dtype == key_TKD.dtype == value_TKD.dtype == dtype:
+    if is_tiled(key_cache_NKBD) and query_THD.dtype == key_TKD.dtype == value_TKD.dtype == dtype:
         tensors = (query_THD, key_TKD, value_TKD, positions_T, cos_sin, slot_mapping_T)
         return _rope_and_cache_cpu(*tensors, key_cache_NKBD, value_cache_NKBD, query_norm_D, key_norm_D, eps)
     query_THD, key_TKD = _with_normed_heads(query_THD, query_norm_D, eps), _with_normed_heads(key_TKD, key_norm_D, eps)
     cos, sin = cos_sin[positions_T].to(query_THD.dtype).unsqueeze(1).chunk(2, dim=-1)
-    key_TKD, value_TKD = _rotate(key_TKD, cos, sin) / key_scale, value_TKD / value_scale
-    write_kv_cache(key_TKD, value_TKD, slot_mapping_T, key_cache_NKBD, value_cache_NKBD)
+    write_kv_cache(_rotate(key_TKD, cos, sin), value_TKD, slot_mapping_T, key_cache_NKBD, value_cache_NKBD)
     return _rotate(query_THD, cos, sin)
 
 

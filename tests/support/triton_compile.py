@@ -27,7 +27,6 @@ from quire_kernels import (
 )
 from quire_kernels.attention_plan import GpuAttentionPlan
 from quire_kernels.gpu.sampling import gumbel_noise
-from quire_kernels.kv_cache import copy_blocks
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -77,7 +76,6 @@ def rows(dtype: torch.dtype) -> None:
         cache, heads = torch.zeros(4, 16, 8, 80).to(cache_dtype).transpose(1, 2), x[:, :3840].unflatten(1, (48, 80))
         parts = (heads[:, :32], heads[:, 32:40], heads[:, 40:])
         rope_and_cache(*parts, ids, torch.zeros(9, 80), ids, cache, cache, **options)
-        copy_blocks(cache, ids[:1], ids[:1] + 1)
 
 
 def choose(dtype: torch.dtype) -> None:

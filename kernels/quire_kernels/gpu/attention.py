@@ -217,7 +217,7 @@ def _tile_of_prefill(tile, query_start_loc, num_seqs, TOKENS: tl.constexpr):
 def _prefill_kernel(
     query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, num_seqs,
     parts, parts_lse, partial_splits,
-    query_strides, key_strides, value_strides, out_strides, block_table_stride, scale, soft_cap, window, value_scale,
+    query_strides, key_strides, value_strides, out_strides, block_table_stride, scale, soft_cap, window,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, IN_PARTS: tl.constexpr,
@@ -262,13 +262,12 @@ def _prefill_kernel(
             out_MD, lse_M = _merge(out_MD, lse_M, part_MD, part_lse_M)
     if not IN_PARTS:
         out_offsets_M = tokens_M.to(tl.int64) * out_strides[0] + heads_M * out_strides[1]
-        out_MD *= value_scale
         tl.store(out + out_offsets_M[:, None] + dims_D[None, :], cast(out_MD, out.dtype.element_ty), mask=mask_MD)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "window", "partial_splits"])
 def _merge_parts_kernel(
-    parts, parts_lse, query_start_loc, seq_lens, out, num_seqs, partial_splits, out_strides, window, value_scale,
+    parts, parts_lse, query_start_loc, seq_lens, out, num_seqs, partial_splits, out_strides, window,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr,
     TILE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     SPLIT: tl.constexpr, ROWS: tl.constexpr,
@@ -295,7 +294,6 @@ def _merge_parts_kernel(
         part_lse_M = tl.load(parts_lse + part_M, mask=real_M, other=float("-inf"))
         out_MD, lse_M = _merge(out_MD, lse_M, part_MD, part_lse_M)
     out_offsets_M = tokens_M * out_strides[0] + heads_M * out_strides[1]
-    out_MD *= value_scale
     tl.store(out + out_offsets_M[:, None] + dims_D[None, :], cast(out_MD, out.dtype.element_ty), mask=mask_MD)
 
 
@@ -318,7 +316,7 @@ def _decode_lengths(
 def _decode_kernel(
     query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, num_seqs,
     partials, partial_lse, partial_rows, partial_splits,
-    query_strides, key_strides, value_strides, out_strides, block_table_stride, scale, soft_cap, window, value_scale,
+    query_strides, key_strides, value_strides, out_strides, block_table_stride, scale, soft_cap, window,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
@@ -382,7 +380,6 @@ def _decode_kernel(
                     block_table + s * block_table_stride, key_strides, value_strides, scale, soft_cap, window,
                     HEAD_SIZE, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFT_CAP,
                 )  # fmt: skip
-                out_MD *= value_scale
                 if splits == 1:
                     out_M = out + (tokens_M.to(tl.int64) * out_strides[0] + heads_M * out_strides[1])
                     tl.store(out_M[:, None] + dims_D[None, :], cast(out_MD, out.dtype.element_ty), mask=mask_MD)
@@ -503,8 +500,6 @@ def paged_attention(
     plan: GpuAttentionPlan,
     window: int | None,
     soft_cap: float | None,
-    key_scale: float,
-    value_scale: float,
 ) -> torch.Tensor:
     """As of `quire_kernels.paged_attention`."""
     assert (
@@ -521,10 +516,10 @@ def paged_attention(
     }  # fmt: skip
     both = {**shared, "BLOCK_SIZE": block_size, "HAS_SOFT_CAP": soft_cap is not None}
     tensors = (query_THD, key_cache_NKBD, value_cache_NKBD, block_table_SM, query_start_loc, seq_lens, out_THD)
-    score_scale = scale * key_scale * (LOG2_E.value if soft_cap is None else 1.0)
+    score_scale = scale * (LOG2_E.value if soft_cap is None else 1.0)
     numbers = (
         query_THD.stride()[:2], _cache_strides(key_cache_NKBD), _cache_strides(value_cache_NKBD), out_THD.stride()[:2],
-        block_table_SM.stride(0), score_scale, soft_cap or 0.0, window or 0, value_scale,
+        block_table_SM.stride(0), score_scale, soft_cap or 0.0, window or 0,
     )  # fmt: skip
     if plan.prefill_programs:
         tiles = _prefill_tiles(query_THD.element_size(), padded_size, group)
@@ -538,7 +533,7 @@ def paged_attention(
         if in_parts:
             _merge_parts_kernel[(num_tiles, num_kv_heads, tiles["BLOCK_M"] // MERGED_ROWS)](
                 *prefill_parts, query_start_loc, seq_lens, out_THD, num_seqs, plan.prefill_parts.shape[2],
-                out_THD.stride()[:2], window or 0, value_scale, **shared, TILE_TOKENS=tile_tokens,
+                out_THD.stride()[:2], window or 0, **shared, TILE_TOKENS=tile_tokens,
                 BLOCK_N=tiles["BLOCK_N"], SPLIT=PREFILL_SPLIT, ROWS=MERGED_ROWS, num_warps=4,
             )  # fmt: skip
     if plan.decode_rows:

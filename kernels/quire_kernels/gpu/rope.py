@@ -48,10 +48,10 @@ def _rotate(x_HP, norm, angles_P, real_HP, eps, HEAD_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _store(cache, x, mask, inverse_scale, IS_FP8: tl.constexpr, LARGEST_FP8: tl.constexpr):
+def _store(cache, x, mask, IS_FP8: tl.constexpr, LARGEST_FP8: tl.constexpr):
     """Write to the cache; what is too large for fp8 becomes its largest number."""
     if IS_FP8:
-        x = tl.clamp(x.to(tl.float32) * inverse_scale, -LARGEST_FP8, LARGEST_FP8)
+        x = tl.clamp(x.to(tl.float32), -LARGEST_FP8, LARGEST_FP8)
     tl.store(cache, cast(x.to(tl.float32), cache.dtype.element_ty), mask=mask)
 
 
@@ -59,7 +59,7 @@ def _store(cache, x, mask, inverse_scale, IS_FP8: tl.constexpr, LARGEST_FP8: tl.
 def _rope_kernel(
     query, key, value, query_norm, key_norm, positions, cos_sin, slot_mapping, out, key_cache, value_cache,
     query_strides, key_strides, value_strides, key_cache_strides, value_cache_strides,
-    eps, inverse_key_scale, inverse_value_scale,
+    eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, IS_FP8: tl.constexpr, HEADS: tl.constexpr, LARGEST_FP8: tl.constexpr,
 ):  # fmt: skip
@@ -86,8 +86,8 @@ def _rope_kernel(
     first_HP, second_HP = _rotate(key_HP, key_norm, angles_P, real_HP, eps, HEAD_SIZE)
     key_cache += block * key_cache_strides[0] + offset * key_cache_strides[2]
     cache_HP = key_cache + heads_H1 * key_cache_strides[1] + pairs_P[None, :]
-    _store(cache_HP, first_HP, real_HP, inverse_key_scale, IS_FP8, LARGEST_FP8)
-    _store(cache_HP + HEAD_SIZE // 2, second_HP, real_HP, inverse_key_scale, IS_FP8, LARGEST_FP8)
+    _store(cache_HP, first_HP, real_HP, IS_FP8, LARGEST_FP8)
+    _store(cache_HP + HEAD_SIZE // 2, second_HP, real_HP, IS_FP8, LARGEST_FP8)
 
     dims_D = tl.arange(0, 2 * PAIRS)
     real_HD = (heads_H1 < NUM_KV_HEADS) & (dims_D < HEAD_SIZE)[None, :]
@@ -95,7 +95,7 @@ def _rope_kernel(
     value_cache += block * value_cache_strides[0] + offset * value_cache_strides[2]
     cache_HD = value_cache + heads_H1 * value_cache_strides[1] + dims_D[None, :]
     value_HD = tl.load(value_HD, mask=real_HD, other=0.0)
-    _store(cache_HD, value_HD, real_HD, inverse_value_scale, IS_FP8, LARGEST_FP8)
+    _store(cache_HD, value_HD, real_HD, IS_FP8, LARGEST_FP8)
 
 
 def rope_and_cache(
@@ -110,8 +110,6 @@ def rope_and_cache(
     query_norm_D: torch.Tensor | None,
     key_norm_D: torch.Tensor | None,
     eps: float,
-    key_scale: float,
-    value_scale: float,
 ) -> torch.Tensor:
     """As of `quire_kernels.rope_and_cache`."""
     query_THD, key_TKD, value_TKD = (
@@ -126,7 +124,7 @@ def rope_and_cache(
             query_THD, key_TKD, value_TKD, query_norm_D, key_norm_D, positions_T, cos_sin, slot_mapping_T, out_THD,
             key_cache_NKBD, value_cache_NKBD,
             query_THD.stride()[:2], key_TKD.stride()[:2], value_TKD.stride()[:2],
-            key_cache_NKBD.stride()[:3], value_cache_NKBD.stride()[:3], eps, 1 / key_scale, 1 / value_scale,
+            key_cache_NKBD.stride()[:3], value_cache_NKBD.stride()[:3], eps,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size,
             PAIRS=triton.next_power_of_2(head_size // 2), BLOCK_SIZE=key_cache_NKBD.shape[2],
             IS_FP8=key_cache_NKBD.element_size() == 1, HEADS=HEADS, LARGEST_FP8=LARGEST_FP8, num_warps=2,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from quire_kernels import rms_norm, rope_and_cache
-from quire_kernels.kv_cache import copy_blocks, new_kv_cache
+from quire_kernels.kv_cache import new_kv_cache
 
 FP8 = torch.float8_e4m3fn
 #                                   H  K  D  block size
@@ -76,18 +76,16 @@ def test_normed_heads_are_those_of_rms_norm(device: torch.device, dtype: torch.d
 
 
 def test_an_fp8_cache(device: torch.device) -> None:
-    """Keys and values are divided by their scales, rounded to the nearest, and cut off at 448."""
+    """Keys and values are rounded to the nearest, and cut off at 448."""
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 6, 2, 64).to(device, torch.bfloat16)
     key[0], value[1, 1, 3], value[2, 0, 0] = 3000.0, 1e4, -1e4
     slots, cos_sin = torch.arange(6, device=device), torch.ones(1, 64, device=device)
     cos_sin[:, 32:] = 0  # an angle of 0
     caches = [new_kv_cache(1, 2, 16, 64, torch.float8_e4m3fn, device) for _ in range(2)]
-    rope_and_cache(
-        query, key, value, torch.zeros_like(slots), cos_sin, slots, caches[0], caches[1], key_scale=0.5, value_scale=4.0
-    )
-    for cache, x, scale in zip(caches, (key, value), (0.5, 4.0), strict=True):
-        expected = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    rope_and_cache(query, key, value, torch.zeros_like(slots), cos_sin, slots, *caches)
+    for cache, x in zip(caches, (key, value), strict=True):
+        expected = x.float().clamp(-448, 448).to(torch.float8_e4m3fn)
         assert torch.equal(cache.float()[0, :, :6].transpose(0, 1), expected.float())
 
 
@@ -99,23 +97,9 @@ def test_an_fp8_cache_of_normed_keys(device: torch.device) -> None:
     angles = torch.rand(6, 32, device=device)
     slots, cos_sin = torch.arange(6, device=device), torch.cat((angles.cos(), angles.sin()), -1)
     fp8, plain = ([new_kv_cache(1, 2, 16, 64, kind, device) for _ in range(2)] for kind in (FP8, torch.bfloat16))
-    for caches, key_scale, value_scale in ((fp8, 0.5, 4.0), (plain, 1.0, 1.0)):
+    for caches in (fp8, plain):
         rope_and_cache(
-            query, key, value, slots, cos_sin, slots, caches[0], caches[1],
-            query_norm_D=weights[0], key_norm_D=weights[1], key_scale=key_scale, value_scale=value_scale,
-        )  # fmt: skip
-    for cache, exact, scale in zip(fp8, plain, (0.5, 4.0), strict=True):
-        assert torch.equal(cache.float(), (exact.float() / scale).to(FP8).float())
-
-
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_copy_blocks(kind: torch.dtype, device: torch.device) -> None:
-    torch.manual_seed(0)
-    cache = new_kv_cache(9, 3, 16, 80, kind, device)
-    cache.copy_(torch.randn(cache.shape))
-    expected = cache.float()
-    expected[[1, 8, 3]] = expected[[0, 2, 2]]
-    copy_blocks(cache, torch.tensor([0, 2, 2], device=device), torch.tensor([1, 8, 3], device=device))
-    assert torch.equal(cache.float(), expected)
-    copy_blocks(cache, *torch.zeros(2, 0, dtype=torch.int64, device=device))
-    assert torch.equal(cache.float(), expected)
+            query, key, value, slots, cos_sin, slots, *caches, query_norm_D=weights[0], key_norm_D=weights[1]
+        )
+    for cache, exact in zip(fp8, plain, strict=True):
+        assert torch.equal(cache.float(), exact.to(FP8).float())
