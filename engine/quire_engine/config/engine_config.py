@@ -98,8 +98,6 @@ class CacheConfig:
     on the CPU it has no kernel, and is slow."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of equal prompt beginnings."""
-    prefix_caching_hash_algo: str = "sha256"
-    """How blocks are hashed."""
 
     def __post_init__(self) -> None:
         _check_int("block_size", self.block_size, 1, 1024)
@@ -111,8 +109,6 @@ class CacheConfig:
         _check(self.kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", self.kv_cache_dtype,
                f"one of {', '.join(KV_CACHE_DTYPES)}")  # fmt: skip
         _check_bool("enable_prefix_caching", self.enable_prefix_caching)
-        _check(self.prefix_caching_hash_algo == "sha256", "prefix_caching_hash_algo", self.prefix_caching_hash_algo,
-               "'sha256'")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,8 +176,6 @@ class ParallelConfig:
     """Ranks that each layer is cut into."""
     pipeline_parallel_size: int = 1
     """Stages that the layers are divided among."""
-    data_parallel_size: int = 1
-    """Copies of the engine. One, for now: other values are refused, not ignored."""
     distributed_executor_backend: str | None = None
     """Where the ranks run: `uni` in the engine's own process (one rank only), `mp` one process each on this machine,
     `ray` as Ray actors, also on several machines. Unset: `uni` for one rank, `mp` for several."""
@@ -190,8 +184,6 @@ class ParallelConfig:
         _check(self.device in DEVICES, "device", self.device, f"one of {', '.join(DEVICES)}")
         _check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
         _check_int("pipeline_parallel_size", self.pipeline_parallel_size, 1)
-        _check(self.data_parallel_size == 1, "data_parallel_size", self.data_parallel_size,
-               "1 (one copy of the engine in this version)")  # fmt: skip
         backend = self.distributed_executor_backend
         _check(backend in (None, *EXECUTOR_BACKENDS), "distributed_executor_backend", backend,
                f"one of {', '.join(EXECUTOR_BACKENDS)}")  # fmt: skip
