@@ -82,11 +82,7 @@ class Health:
     level: Level
     headline: str
     findings: tuple[Finding, ...] = ()
-
-    @property
-    def likely_cause(self) -> str:
-        """Title of the first finding; empty when all is well."""
-        return self.findings[0].title if self.findings else ""
+    """The likely cause first; none when all is well."""
 
 
 def assess(evidence: Evidence) -> Health:

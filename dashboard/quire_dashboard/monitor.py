@@ -45,9 +45,6 @@ class StepState:
     time: float
     num_prefill_tokens: int
     num_decode_tokens: int
-    num_requests: int
-    to_engine: int
-    responses: int
 
 
 class Monitor:
@@ -197,14 +194,11 @@ class Monitor:
             return list(self._steps.get(model, ()))
 
     def _take_note(self, model: str, snapshot: Snapshot) -> None:
-        step, queues = snapshot.engine.last_step, snapshot.engine.queues
+        step = snapshot.engine.last_step
         state = StepState(
             time=time.time(),
             num_prefill_tokens=step.get("num_prefill_tokens", 0),
             num_decode_tokens=step.get("num_decode_tokens", 0),
-            num_requests=step.get("num_requests", 0),
-            to_engine=queues.get("to_engine", 0),
-            responses=queues.get("responses", 0),
         )
         with self._lock:
             self._steps.setdefault(model, deque(maxlen=int(HISTORY_S))).append(state)

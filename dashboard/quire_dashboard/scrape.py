@@ -29,17 +29,6 @@ class Scrape:
     """Seconds since the epoch."""
     values: Mapping[Key, float]
 
-    def label_values(self, label: str, name: str | None = None) -> list[str]:
-        """Every value that a label has, of one metric or of any."""
-        found = {
-            value
-            for metric, labels in self.values
-            if name is None or metric == name
-            for own, value in labels
-            if own == label
-        }
-        return sorted(found)
-
 
 def fetch(endpoint: str) -> str:
     """GET /metrics.

@@ -61,8 +61,8 @@ def _rate(metric: str, by: str, selector: str = MODEL) -> str:
     return f"sum by ({by}) (rate({metric}{{{selector}}}{RATE}))"
 
 
-def _quantiles(metric: str, selector: str = MODEL) -> tuple[tuple[str, str], ...]:
-    buckets = f"sum by (model, le) (rate({metric}_bucket{{{selector}}}{RATE}))"
+def _quantiles(metric: str) -> tuple[tuple[str, str], ...]:
+    buckets = f"sum by (model, le) (rate({metric}_bucket{{{MODEL}}}{RATE}))"
     return tuple((f"histogram_quantile({q}, {buckets})", f"{{{{model}}}} {name}") for q, name in
                  ((0.5, "p50"), (0.95, "p95"), (0.99, "p99")))  # fmt: skip
 

@@ -129,11 +129,6 @@ class StructuredOutputManager:
         """From now on the compiler's thread of this process may import what it needs."""
         self._results.may_import.set()
 
-    @property
-    def compiler_pid(self) -> int | None:
-        """Process id of the compiler, once there is one."""
-        return self._compiler.pid
-
     def fileno(self) -> int:
         """A descriptor that becomes readable when `take_finished` has something."""
         return self._results.event

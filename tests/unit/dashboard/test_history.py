@@ -33,7 +33,6 @@ def test_only_quires_own_series_are_read() -> None:
     assert scrape.time == 12.0
     assert {name[:6] for name, _ in scrape.values} == {"quire_"}
     assert scrape.values[key("quire_kv_blocks", state="free", version="1")] == 40
-    assert scrape.label_values("slo") == ["batch", "default"]
 
 
 def test_a_histogram_whose_buckets_are_written_as_counters_keeps_its_names() -> None:

@@ -1,6 +1,7 @@
 """Structured outputs through LLM: every text that came to its end follows its grammar, in whatever company."""
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from quire_engine.scheduler.request import Request, RequestStatus
 from quire_engine.structured_output import manager as manager_module
 from quire_engine.structured_output.compiler_messages import CompileRequest, CompileResult
 from quire_engine.structured_output.xgrammar import XGrammar
+from support.processes import children
 from support.scheduling import make_request
 from support.schemas import random_schema
 
@@ -440,7 +442,8 @@ def _live(llm: LLM, request: Request) -> Request:
 
 
 def test_unstructured_requests_start_nothing(checkpoint: Callable[[str], Path]) -> None:
+    before = children(os.getpid())
     llm = LLM(checkpoint("tinypy"), dtype="float32", max_model_len=256)
     llm.generate("a", use_tqdm=False)
-    assert llm._core._core.structured_output.compiler_pid is None
+    assert set(children(os.getpid())) <= set(before)
     llm.shutdown()
