@@ -1,11 +1,11 @@
-"""CancellationPoller: finds out which clients have gone away.
+"""CancellationPoller: detects which clients have disconnected or cancelled.
 
 The server does not call us when a client cancels or disconnects; it has to be asked, per request. One question is a
 round trip of 28 µs on an idle machine, more on a busy one, so all live requests are asked every 50 ms, or less often
 where that would take more than a twentieth of the time (about a hundred live requests).
 
-The server itself learns at once of a gRPC client that is gone. Of an HTTP client it learns when it next writes to it:
-with the next delta of `generate_stream`, but only with the whole answer of `generate`.
+The server notices at once when a gRPC client is gone, and an HTTP client when it next writes to it: with the next delta
+of `generate_stream`, but only with the whole answer of `generate`.
 """
 
 import logging
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_SECONDS = 0.05
 MAX_DUTY = 0.05
-"""Share of the time that asking may take."""
+"""Share of the time that polling may take."""
 
 
 class CancellationPoller:
-    """Asks for every live request, in a thread of its own; without live requests it sleeps.
+    """Polls all live requests in a thread of its own; without live requests it sleeps.
 
     Args:
         on_cancelled: called once, from the poller's thread, for a request whose client is gone.
@@ -39,7 +39,7 @@ class CancellationPoller:
         self._thread = threading.Thread(target=self._run, name="quire-cancellation", daemon=True)
 
     def start(self) -> None:
-        """Begin to ask."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -50,7 +50,7 @@ class CancellationPoller:
         self._thread.join(timeout=5.0)
 
     def add(self, stream: ResponseStream) -> None:
-        """Ask for this request from now on, until it is closed."""
+        """Poll this request from now on, until it is closed."""
         with self._condition:
             self._streams.append(stream)
             if len(self._streams) == 1:

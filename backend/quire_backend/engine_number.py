@@ -1,13 +1,13 @@
 """EngineNumber: the value of the label `engine`, which no two living engines of a model share.
 
 A reload starts the new engine before it ends the old one, `instance_group` may ask for several at once, and every
-engine has a stub process of its own. Two that wrote one series would overwrite each other's state, and worse:
-tritonserver counts references to a series per stub, so that the first stub that takes it away frees what the other
-still writes to, and the server dies.
+engine has a stub process of its own. Two that wrote one series would overwrite each other's state. Worse: tritonserver
+counts references to a series per stub, so the first stub that removes it frees what the other still writes to, and the
+server dies.
 
-So each engine takes the lowest number that is free among the engines of its model in its server: 0 nearly always, 1 for
-what replaces it, and then 0 again. An address in the kernel's abstract namespace stands for a number. It goes with the
-process that holds it, however that ends, and leaves no file.
+So each engine takes the lowest number that is free among the engines of its model in its server: nearly always 0, 1 for
+its replacement, and then 0 again. A number is taken by binding an address in the kernel's abstract socket namespace,
+which is freed when the process ends, however it ends, and leaves no file.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import socket
 __all__ = ["EngineNumber"]
 
 MAX_ENGINES = 64
-"""Engines of one model in one server. Whoever finds all numbers taken, or no such addresses, takes its process id."""
+"""Engines of one model in one server. If all numbers are taken, or sockets fail, the process id is used."""
 
 
 class EngineNumber:
@@ -38,10 +38,10 @@ class EngineNumber:
             with contextlib.suppress(OSError):
                 self._socket.bind(f"\0quire-engine-{namespace}-{os.getppid()}-{name}-{number}")
                 self.label = str(number)
-                """The number, as the label has it."""
+                """The number, as the label's value."""
                 return
         self.label = f"p{os.getpid()}"
 
     def release(self) -> None:
-        """Leave the number to the next engine. Idempotent."""
+        """Free the number. Idempotent."""
         self._socket.close()

@@ -1,7 +1,7 @@
-"""Introspection: what an operator asks of the model itself, through the server, with a token.
+"""Introspection: what an operator can ask the model through the server, with a token.
 
-A request with the parameter `introspect` is no generation: its inputs are not read, and it is answered once, with JSON
-in `text_output`::
+A request with the parameter `introspect` does not generate: its inputs are not read, and it gets one response, with
+JSON in `text_output`::
 
     introspect = "snapshot"                                 → the engine at this moment, see `quire_engine.snapshot`
     introspect = "cancel", cancel_request_id = "<its id>"   → {"cancelled": true | false}
@@ -30,21 +30,21 @@ _PARAMETERS = ("introspect", "introspection_token", "cancel_request_id")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IntrospectionRequest:
-    """A request of an operator who has shown the token."""
+    """A request of an operator, whose token was right."""
 
     cancel_request_id: str | None = None
-    """The request that is to end; None: a snapshot is wanted."""
+    """The request to cancel; None: take a snapshot."""
 
 
 def parse_introspection(parameters: str, guard: "TokenGuard") -> IntrospectionRequest | None:
-    """Read the request parameters of any request; None for the usual ones, which ask for nothing of this.
+    """Read the request parameters of any request; None if they do not ask for introspection.
 
     Args:
         parameters: a JSON object, or nothing.
-        guard: knows what has to be shown.
+        guard: checks the token.
 
     Raises:
-        RequestError: it asks for introspection and is not allowed to, or asks for what there is not.
+        RequestError: the token is missing or wrong, or it asks for something unknown.
     """
     if '"introspect' not in parameters and '"cancel_request_id"' not in parameters:  # cheaper than to parse them all
         return None
@@ -69,13 +69,13 @@ def parse_introspection(parameters: str, guard: "TokenGuard") -> IntrospectionRe
 
 
 class TokenGuard:
-    """Lets in who shows the token.
+    """Checks the token.
 
-    Of who asks, nothing is known but what he shows, so there is no limit of attempts: whoever used it up would lock out
-    the operators. A token is too long to be guessed at any rate; that somebody tries stands in the log.
+    Nothing else is known of the caller, so the number of attempts is not limited: an attacker who used them up would
+    lock out the operators. A token is too long to be guessed anyway; wrong ones are logged.
 
     Args:
-        token: what has to be shown; None: nobody is allowed.
+        token: the right one; None: all requests are refused.
         clock: in seconds.
     """
 
@@ -86,10 +86,10 @@ class TokenGuard:
         self._next_warning = 0.0
 
     def check(self, shown: object) -> None:
-        """Compare in a time that does not tell how much of it was right.
+        """Compare in constant time.
 
         Raises:
-            RequestError: it is not allowed; the message does not repeat what was shown.
+            RequestError: it is wrong; the message does not repeat it.
         """
         name = "introspection_token"
         if self._token is None:

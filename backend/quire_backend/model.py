@@ -39,7 +39,7 @@ def make_engine(config: EngineConfig, stat_loggers: Sequence[StatLogger]) -> "As
 
 
 def make_otel(config: EngineConfig, labels: Mapping[str, str]) -> "OtelStatLogger | None":
-    """The exporter to the setting `otlp_endpoint`, if there is one.
+    """The exporter for the setting `otlp_endpoint`, if it is set.
 
     Raises:
         ValueError: its packages are not installed.
@@ -55,7 +55,7 @@ def make_otel(config: EngineConfig, labels: Mapping[str, str]) -> "OtelStatLogge
 
 
 def family_maker(config: EngineConfig, pbtxt: Mapping[str, Any]) -> Callable[[MetricDefinition], MetricFamily | None]:
-    """What makes the families of custom metrics; where none are wanted, it raises, and says what switches them off.
+    """Makes the families of custom metrics; where they are switched off, it raises, and says by what.
 
     Args:
         config: all settings.
@@ -82,7 +82,7 @@ class TritonPythonModel:
 
     @staticmethod
     def auto_complete_config(auto_complete_model_config: Any) -> Any:
-        """Complete `config.pbtxt`, which need not say more than `backend: "quire"`."""
+        """Complete `config.pbtxt`, which only needs `backend: "quire"`."""
         model_config.complete(auto_complete_model_config)
         return auto_complete_model_config
 
@@ -90,7 +90,7 @@ class TritonPythonModel:
         """Start the engine with the settings of `model.json`.
 
         Raises:
-            TritonModelException: it cannot be served; the message says in one line why.
+            TritonModelException: the model cannot be served; the message says why in one line.
         """
         triton_api.install_log_handler()
         self._ending = threading.Lock()
@@ -114,7 +114,7 @@ class TritonPythonModel:
             args["model_instance_kind"],
             int(args["model_instance_device_id"]),
         )
-        os.environ.pop(TOKEN_VARIABLE, None)  # the engine's processes inherit the environment, and need no token
+        os.environ.pop(TOKEN_VARIABLE, None)  # the engine's processes inherit the environment, and do not need it
         self._number = EngineNumber(args["model_name"], args["model_version"])
         if config.scheduler.scheduling_policy == "priority":
             logger.warning(
@@ -157,7 +157,7 @@ class TritonPythonModel:
         logger.info("model %s is served by the Quire engine", args["model_name"])
 
     def execute(self, requests: Sequence[TritonRequest]) -> None:
-        """Take requests and return at once; their responses are sent from elsewhere. Never raises."""
+        """Take requests and return at once; responses are sent from other threads. Never raises."""
         for request in requests:
             self._serving.submit(request)
 
@@ -167,7 +167,7 @@ class TritonPythonModel:
             self._otel.record_rejection(request)
 
     def is_ready(self) -> bool:
-        """Whether the engine steps; newer servers ask."""
+        """Whether the engine is up; newer servers call this."""
         return self._serving.is_ready
 
     def finalize(self) -> None:
@@ -177,7 +177,7 @@ class TritonPythonModel:
             self._serving.shutdown()
 
     def _end(self) -> None:
-        """End the engine, and take away what it shows of itself. Idempotent, in any thread."""
+        """End the engine and remove its metrics. Idempotent, from any thread."""
         with self._ending:
             self._serving.end_engine()
             self._stop_exporters()

@@ -1,6 +1,6 @@
 """The model's inputs and outputs, as one table, and how they complete a `config.pbtxt`.
 
-They hold all of vllm_backend's but its `image` and `embedding_request`, so clients that generate text run unchanged.
+They include all of vllm_backend's except `image` and `embedding_request`, so clients that generate text run unchanged.
 """
 
 from collections.abc import Mapping
@@ -23,12 +23,12 @@ __all__ = [
 
 
 METRICS_PARAMETER = "REPORT_CUSTOM_METRICS"
-"""vllm_backend's, in `config.pbtxt`."""
+"""A parameter of vllm_backend's, in `config.pbtxt`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One input or output; all inputs are optional, and `request` says what must come together."""
+    """One input or output. All inputs are optional; `request` checks which ones a request needs."""
 
     name: str
     data_type: str
@@ -45,7 +45,7 @@ _DATA_TYPES: dict[Any, str] = {
     list[int]: "TYPE_INT64",
 }
 """Of an input for a sampling parameter, by the parameter's type. Ids are INT64, as tritonserver cuts what it reads from
-JSON to the width of the input, without a word."""
+JSON to the width of the input, silently."""
 
 _WITHOUT_INPUT = ("logit_bias", "output_kind", "priority")
 
@@ -111,7 +111,7 @@ OUTPUTS: tuple[TensorSpec, ...] = (
 
 
 class AutoCompleteConfig(Protocol):
-    """As much of `pb_utils.ModelConfig` as is needed here."""
+    """The part of `pb_utils.ModelConfig` that is used here."""
 
     def as_dict(self) -> dict[str, Any]: ...
     def add_input(self, input: dict[str, Any]) -> None: ...
@@ -123,11 +123,11 @@ class AutoCompleteConfig(Protocol):
 def complete(config: AutoCompleteConfig) -> None:
     """Add what `config.pbtxt` leaves out.
 
-    What it declares stays as it is: a declared `text_input` need not say `optional`, and keeps its dims.
+    What it declares is kept: a declared `text_input` need not say `optional`, and keeps its dims.
 
     Raises:
         ValueError: it declares a tensor with another type, a batch size, a transaction policy that is not decoupled, or
-            an option with a value that it has not.
+            an option with an unknown value.
     """
     declared = config.as_dict()
     if declared.get("max_batch_size"):
@@ -151,13 +151,13 @@ def _wants_typed_inputs(declared: dict[str, Any]) -> bool:
 
 
 def reports_metrics(config: Mapping[str, Any]) -> bool:
-    """Whether the model shows custom metrics, as far as `config.pbtxt` says: unlike in vllm_backend, unless it says no.
+    """Whether the model has custom metrics, according to `config.pbtxt`. Unlike in vllm_backend, the default is yes.
 
     Args:
         config: the model's configuration.
 
     Raises:
-        ValueError: its parameter means neither yes nor no.
+        ValueError: the parameter means neither yes nor no.
     """
     value = config.get("parameters", {}).get(METRICS_PARAMETER, {}).get("string_value", "true")
     wanted = {"true": True, "yes": True, "false": False, "no": False}.get(value.strip().lower())
@@ -167,13 +167,13 @@ def reports_metrics(config: Mapping[str, Any]) -> bool:
 
 
 def num_instances(config: Mapping[str, Any]) -> int:
-    """How many instances of the model are loaded together; a group on GPUs has so many on each of them."""
+    """How many instances of the model are loaded together; `count` of a group with GPUs is per GPU."""
     groups = config.get("instance_group") or [{}]
     return sum(group.get("count", 1) * max(1, len(group.get("gpus") or ())) for group in groups)
 
 
 def _property(spec: TensorSpec, declared: dict[str, Any] | None, **own: bool) -> dict[str, Any]:
-    """The tensor as Triton wants it told; where `config.pbtxt` has it already, with its dims and `optional`."""
+    """The tensor in Triton's form; if `config.pbtxt` declares it, with the dims and `optional` from there."""
     wanted = {"name": spec.name, "data_type": spec.data_type, "dims": list(spec.dims), **own}
     if declared is None:
         return wanted

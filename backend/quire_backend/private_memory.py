@@ -1,7 +1,7 @@
-"""Keeps what the server's stub shares with the server from other users of the machine.
+"""Makes the memory that the stub shares with the server unreadable for other users of the machine.
 
-Prompts, answers and the introspection token go through a region in /dev/shm, which the stub of tritonserver makes
-readable for everybody, whatever the umask.
+Prompts, answers and the introspection token go through a region in /dev/shm, which tritonserver's stub creates
+world-readable, whatever the umask.
 """
 
 import logging
@@ -15,16 +15,16 @@ _SHARED_MEMORY = "/dev/shm/"
 
 
 def make_private() -> None:
-    """Take the rights of other users from every file in /dev/shm that this process has open.
+    """Remove the permissions of other users from every file in /dev/shm that this process has open.
 
-    Call it before the first request. Whoever has opened a region before keeps what he has: `quire serve` starts the
-    server so that the regions are private from the beginning (`quire_cli.private_memory`).
+    Call it before the first request. A process that has opened a region before keeps its access, so `quire serve`
+    starts the server in a way that makes regions private from the beginning (`quire_cli.private_memory`).
     """
     found = 0
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:
             is_shared = os.readlink(f"/proc/self/fd/{descriptor}").startswith(_SHARED_MEMORY)
-        except FileNotFoundError:  # the one that listed the others
+        except FileNotFoundError:  # the descriptor of the listing itself
             continue
         if is_shared:
             os.fchmod(descriptor, 0o600)

@@ -1,7 +1,7 @@
 """Tensors and request parameters → prompt, sampling parameters, options of the answer.
 
-A sampling parameter can be said in three places: in the JSON of `sampling_parameters`, as a request parameter, and as
-an input tensor. vllm_backend's own client says each twice. What is said twice must agree, once both are converted to
+A sampling parameter can be given in three places: in the JSON of `sampling_parameters`, as a request parameter, and as
+an input tensor. vllm_backend's own client gives each twice. Values given twice must agree, once both are converted to
 the parameter's type; nothing is ignored silently.
 """
 
@@ -25,15 +25,15 @@ __all__ = ["GenerateRequest", "ResponseOptions", "UnknownLoRAError", "parse_requ
 
 SLO_PARAMETERS = ("slo_class", "slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms")
 OTHER_PARAMETERS = (*SLO_PARAMETERS, "traceparent")
-"""Said where sampling parameters are said."""
+"""Given in the same places as sampling parameters."""
 
 STREAM_WITH_PROMPT = "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
 NO_LORA = "LoRA feature is not enabled."
-"""vllm_backend's words: its clients compare them."""
+"""vllm_backend's message, which its clients compare."""
 
 ABSENT_INPUTS = {"image": "text alone", "embedding_request": "requests to generate, not to embed"}
-"""Inputs of vllm_backend's that the model does not declare. tritonserver refuses such a tensor by its name, and passes
-on what an HTTP body says under these names as parameters."""
+"""Inputs of vllm_backend's that the model does not declare. tritonserver refuses such tensors, but passes keys of these
+names in an HTTP body on as parameters."""
 
 
 class UnknownLoRAError(RequestError):
@@ -42,25 +42,25 @@ class UnknownLoRAError(RequestError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResponseOptions:
-    """How the answer is to be given."""
+    """What the responses contain."""
 
     stream: bool = False
-    """Many responses with what is new in each, or one with everything."""
+    """Many responses with a delta in each, or one with everything."""
     prepend_prompt: bool = False
     """Begin `text_output` with the prompt; never when streaming."""
     outputs: frozenset[str] = frozenset()
     """Additional outputs, which every response then carries."""
     logprobs: bool = False
-    """Whether log-probabilities were asked for, and not only computed for `cumulative_logprob`."""
+    """Whether log-probabilities were requested, and not only computed for `cumulative_logprob`."""
     num_sequences: int = 1
     """Outputs of every response: one per sequence of `n`."""
     report_cached_tokens: bool = True
-    """As the setting says."""
+    """The setting of that name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateRequest:
-    """One request, read and converted; whether the model can serve it is for the engine to say."""
+    """One request, parsed and converted. Whether the model can serve it is checked by the engine."""
 
     label: str
     """Triton's request id. It need not be unique, and only appears in logs."""
@@ -68,15 +68,15 @@ class GenerateRequest:
     sampling_params: SamplingParams
     options: ResponseOptions
     deadline_ms: float | None = None
-    """Triton's request timeout: milliseconds from now in which it has to be finished."""
+    """Triton's request timeout, in milliseconds from now."""
     slo: RequestSLO | None = None
-    """What it is to be judged by; None: what the model's settings say."""
+    """Its objectives; None: those of the model's settings."""
     traceparent: str | None = None
-    """The trace that it is part of, as W3C writes it."""
+    """The trace that it is part of, in W3C's format."""
 
 
 def parse_request(request: TritonRequest) -> GenerateRequest:
-    """Read everything a request says. It keeps no reference to the request's memory.
+    """Parse a request. Keeps no reference to the request's memory.
 
     Raises:
         RequestError: something is missing, contradictory, unknown, or of a wrong type or range.
@@ -104,7 +104,7 @@ def parse_request(request: TritonRequest) -> GenerateRequest:
 
 
 def traceparent_parameter(request: TritonRequest) -> str | None:
-    """The request parameter `traceparent` alone, of a request that need not be readable otherwise."""
+    """The request parameter `traceparent` alone, even of a request that is malformed otherwise."""
     try:
         value = json.loads(request_parameters(request))["traceparent"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -150,7 +150,7 @@ def _flag(tensors: Mapping[str, Tensor], name: str) -> bool | None:
 
 
 def _sampling_parameters(tensors: Mapping[str, Tensor], parameters: str) -> dict[str, Any]:
-    """All sampling parameters of a request, from the three places, each of its own type."""
+    """All sampling parameters of a request from the three places, each converted to its type."""
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
     for place, said in (
@@ -180,7 +180,7 @@ def _sampling_parameters(tensors: Mapping[str, Tensor], parameters: str) -> dict
 
 
 def _other_parameter(name: str, value: Any) -> str | float | None:
-    """A name as it is; a time as a number, which a request parameter may also say as text."""
+    """A name unchanged; a time as a number, which a request parameter may also give as text."""
     is_text = name in ("slo_class", "traceparent")
     if value is None or (is_text and isinstance(value, str)):
         return value
@@ -193,7 +193,7 @@ def _other_parameter(name: str, value: Any) -> str | float | None:
 
 
 def _agree(first: Any, second: Any) -> bool:
-    """Equal, or equal as FP32: a typed input cannot say 0.1 more precisely."""
+    """Equal, or equal as FP32: a typed input cannot hold 0.1 more precisely."""
     if isinstance(first, float) and isinstance(second, float):
         return bool(np.float32(first) == np.float32(second))
     return bool(first == second)
@@ -220,7 +220,7 @@ def _json_parameters(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _agreeing(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, none of whose names is there with two values."""
+    """A JSON object, in which no name may occur with two values."""
     values = dict(pairs)
     if len(values) < len(pairs):
         for name, value in pairs:

@@ -1,8 +1,8 @@
-"""ResponseQueue: everything that is sent to clients goes through one thread here.
+"""ResponseQueue: one thread, which sends all responses to clients.
 
 Sending a response blocks for a round trip to the server process, so the engine's event loop never does it. The loop
-puts deltas here; what arrives for a request before its last response is out is merged into one. So streams coalesce by
-themselves under load, and `stream_interval_ms` makes them do so even without:
+puts deltas here; those that arrive while a request's previous response is being sent are merged. So streams coalesce
+under load, and `stream_interval_ms` makes them do so without load:
 
 ::
 
@@ -10,8 +10,8 @@ themselves under load, and `stream_interval_ms` makes them do so even without:
 
 A stream is due at once for its first token and for its end, and `stream_interval_ms` after its last response otherwise.
 
-`response_sender.send` returns as soon as the server has the response. What a client does not read waits there, and
-nothing tells us of it. So what is bounded is what is made for one request in all, here and there together.
+`response_sender.send` returns as soon as the server has the response. What a client does not read waits in the server,
+which does not report it. So the limit is on what is produced for one request in all, waiting here or there.
 """
 
 import heapq
@@ -39,17 +39,17 @@ logger = logging.getLogger(__name__)
 
 NOT_DUE = math.inf
 BYTES_PER_OUTPUT = 1024
-"""What the server keeps for a response that waits, besides its contents: 1.1 KB with one sequence (2.51)."""
+"""What the server keeps for a waiting response besides its contents: 1.1 KB with one sequence (2.51)."""
 BYTES_PER_TOKEN = 8
 """Text and id."""
 BYTES_PER_LOGPROB = 64
-"""As JSON, which waits in the server: a token's id, text, log-probability and rank."""
+"""As JSON, waiting in the server: a token's id, text, log-probability and rank."""
 BYTES_PER_PENDING_LOGPROB = 256
-"""As objects, which wait here until the end of a request that does not stream."""
+"""As objects, waiting here until the end of a request that does not stream."""
 
 
 class ResponseStream:
-    """One live request's way back to its client.
+    """The response sender of one live request, and what is still to be sent.
 
     ::
 
@@ -66,9 +66,9 @@ class ResponseStream:
         self.request_id: str | None = None
         """The engine's name for it, once it has one."""
         self.slo_class = DEFAULT_CLASS
-        """What it says that it is to be judged by; there may be no such class."""
+        """The class of objectives that it names, which may not exist."""
         self.traceparent: str | None = None
-        """The trace that it is part of, where traces are made."""
+        """The trace that it is part of, if traces are exported."""
         self.received_at = time.monotonic()
         self.cancelled = False
         # Of the queue, under its lock:
@@ -76,16 +76,16 @@ class ResponseStream:
         self.failure: tuple[ErrorCode, str] | None = None
         self.ending = False
         self.num_bytes = 0
-        """About how much has been made for the client."""
+        """About how many bytes were produced for the client."""
         self.due = NOT_DUE
         # Of the send thread:
         self.last_sent_at: float | None = None
         self.broken = False
 
     def check_cancelled(self) -> bool:
-        """Ask the server whether the client is gone; once is enough, so later calls say False.
+        """Ask the server whether the client is gone. Returns True only once.
 
-        After the final response the server frees what this question needs, hence the lock.
+        After the final response the server frees the memory that this call reads, hence the lock.
         """
         with self._lock:
             if self._closed or self.cancelled or not self._sender.is_cancelled():
@@ -95,7 +95,7 @@ class ResponseStream:
 
     @property
     def closed(self) -> bool:
-        """Whether the final response is on its way."""
+        """Whether the final response is being or was sent."""
         return self._closed
 
     def send(self, response: object, *, final: bool) -> None:
@@ -112,11 +112,11 @@ class ResponseQueue:
     Args:
         stream_interval: tokens per streamed response after the first, at least.
         stream_interval_ms: time between two responses of one stream, at least.
-        max_response_bytes: about how much may be made for one request before it is ended.
-        on_broken: called, from any thread, for a stream that is not sent any further though its request goes on.
-        on_closed: called from the send thread when a stream's last response is out.
-        on_sending: called from the send thread with the number of a response that it begins to send, and with 0 when
-            it has done so: it blocks in between for as long as the server does not take the response.
+        max_response_bytes: about how many bytes may be produced for one request before it is ended.
+        on_broken: called, from any thread, for a stream that can no longer be sent though its request goes on.
+        on_closed: called from the send thread when a stream's last response was sent.
+        on_sending: called from the send thread with the number of a response before it is sent, and with 0 afterwards:
+            it blocks in between for as long as the server does not take the response.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class ResponseQueue:
         self._thread = threading.Thread(target=self._run, name="quire-responses", daemon=True)
 
     def start(self) -> None:
-        """Begin to send."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -156,7 +156,7 @@ class ResponseQueue:
     # -- any thread -------------------------------------------------------------------------------------------------
 
     def put(self, stream: ResponseStream, output: "RequestOutput") -> None:
-        """Add what is new of a request; `output.finished` makes it the last."""
+        """Add a delta of a request; the last one has `output.finished`."""
         with self._condition:
             if stream.ending:
                 return
@@ -187,7 +187,7 @@ class ResponseQueue:
             self._schedule(stream)
 
     def _schedule(self, stream: ResponseStream) -> None:
-        """Note when the stream is due, if that is earlier than it was."""
+        """Update when the stream is due, if that is earlier than before."""
         due = self._due(stream)
         if due < stream.due:
             stream.due = due
@@ -228,7 +228,7 @@ class ResponseQueue:
         """The next stream that is due; None when stopping and nothing is due at once."""
         while True:
             while self._heap and self._heap[0][0] != self._heap[0][2].due:
-                heapq.heappop(self._heap)  # it has become due earlier, and was sent then
+                heapq.heappop(self._heap)  # it became due earlier and was sent then
             wait = self._heap[0][0] - time.monotonic() if self._heap else None
             if wait is not None and wait <= 0:
                 return heapq.heappop(self._heap)[2]
@@ -243,7 +243,7 @@ class ResponseQueue:
         failure: tuple[ErrorCode, str] | None,
         final: bool,
     ) -> None:
-        """Send one response. Whatever goes wrong with it is that request's affair alone."""
+        """Send one response. An error affects that request alone."""
         if not final and (stream.broken or output is None):
             return
         try:
@@ -265,7 +265,7 @@ class ResponseQueue:
             stream.broken = True
             self._on_broken(stream)
         elif not stream.closed:
-            # The last response could not even be made: the server must still hear of the end.
+            # The last response could not be built: the server still has to be told of the end.
             try:
                 stream.send(triton_api.error_response(ErrorCode.INTERNAL, "the response is invalid"), final=True)
             except Exception as error:
@@ -273,7 +273,7 @@ class ResponseQueue:
 
 
 def _size(output: "RequestOutput", streams: bool) -> int:
-    """About how much memory it takes where it waits."""
+    """About how many bytes it takes while it waits."""
     positions = [*(output.prompt_logprobs or ()), *(at for item in output.outputs for at in item.logprobs or ())]
     num_logprobs = sum(len(position) for position in positions if position is not None)
     num_tokens = sum(len(item.token_ids) for item in output.outputs)

@@ -1,4 +1,4 @@
-"""What one output of the engine looks like as tensors."""
+"""Outputs of the engine as tensors."""
 
 import json
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 __all__ = ["answer_of", "failure_of", "tensors_of"]
 
 LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity and NaN, which JSON cannot say; the value is vLLM's."""
+"""Used for minus infinity and NaN, which JSON does not have; the value is vLLM's."""
 
 
 def tensors_of(output: RequestOutput, options: ResponseOptions) -> dict[str, npt.NDArray[Any]]:
     """The outputs of one response.
 
     Args:
-        output: what is new since the last response; everything, when the request does not stream.
+        output: the delta since the last response; everything, when the request does not stream.
         options: what the request asked for.
     """
     completions = _by_index(output, options.num_sequences)
@@ -38,12 +38,12 @@ def tensors_of(output: RequestOutput, options: ResponseOptions) -> dict[str, npt
 
 
 def answer_of(text: str) -> RequestOutput:
-    """One response that holds a text which no engine has generated, and is the last."""
+    """A single response with a text that was not generated."""
     return RequestOutput("", None, [], [CompletionOutput(text=text)], finished=True)
 
 
 def _by_index(output: RequestOutput, num_sequences: int) -> list["CompletionOutput"]:
-    """One entry per sequence, in order; of those that nothing is new of, an empty one."""
+    """One entry per sequence, in order; an empty one for those without anything new."""
     if len(output.outputs) == num_sequences:
         return output.outputs
     new = {completion.index: completion for completion in output.outputs}
@@ -56,7 +56,7 @@ def _additional(
     wanted = options.outputs
     tensors: dict[str, npt.NDArray[Any]] = {}
     if "finish_reason" in wanted:
-        # "None" until it is known, as vllm_backend has it.
+        # "None" until it is known, as in vllm_backend.
         tensors["finish_reason"] = strings([str(item.finish_reason) for item in completions])
     if "cumulative_logprob" in wanted:
         sums = [float("nan") if item.cumulative_logprob is None else item.cumulative_logprob for item in completions]
@@ -107,7 +107,7 @@ def _perf_metrics(metrics: "FinishedRequestStats | None", options: ResponseOptio
     if metrics is None:
         return "null"
     values = msgspec.to_builtins(metrics)
-    for name in ("traceparent", "label"):  # the client has them
+    for name in ("traceparent", "label"):  # the client has received them
         del values[name]
     if not options.report_cached_tokens:
         values["num_cached_tokens"] = None
@@ -116,12 +116,12 @@ def _perf_metrics(metrics: "FinishedRequestStats | None", options: ResponseOptio
 
 
 def failure_of(output: RequestOutput, *, cancelled: bool, draining: bool) -> tuple[ErrorCode, str] | None:
-    """The error that an ended request's client gets, None when it ended well.
+    """The error that a request ended with; None when it ended well.
 
     Args:
         output: the request's last output.
         cancelled: the client asked for the end.
-        draining: we did, because the model is being unloaded.
+        draining: the request was aborted because the model is being unloaded.
     """
     reasons = {item.finish_reason for item in output.outputs}
     if output.error is not None and output.error_parameter is not None:

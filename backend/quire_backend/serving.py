@@ -1,6 +1,6 @@
-"""Serving: the engine in its event loop, and the life of every request between the server's stub and it.
+"""Serving: runs the engine in an event loop, and takes requests from the server's stub to it and back.
 
-Four threads meet here: the stub's (`submit`, `shutdown`), the event loop's (engine), the response queue's and the
+Four threads call this: the stub's (`submit`, `shutdown`), the event loop's (engine), the response queue's and the
 cancellation poller's. A request belongs to the loop; the others only post to it.
 """
 
@@ -45,14 +45,14 @@ START_TIMEOUT_SECONDS = 60.0
 DRAIN_TIMEOUT_SECONDS = 5.0
 """How long `shutdown` waits for the last responses of the requests that it has aborted."""
 COUNTING_TIMEOUT_SECONDS = 1.0
-"""How long the end of a request waits until it is counted: milliseconds, unless the server takes no metrics."""
+"""How long the last response of a request waits until the request is counted: milliseconds, unless metrics hang."""
 
 _INPUT_NAMES = {"prompt": "text_input", "prompt_token_ids": "input_ids"}
-"""What our clients know the engine's parameters as, where it is not the same."""
+"""Names of the inputs that the engine knows under other names."""
 
 
 class InputProcessor(Protocol):
-    """As much of the engine's input processor as is needed here."""
+    """The part of the engine's input processor that is used here."""
 
     def process(
         self,
@@ -69,7 +69,7 @@ class InputProcessor(Protocol):
 
 
 class Engine(Protocol):
-    """As much of `AsyncLLM` as is needed here."""
+    """The part of `AsyncLLM` that is used here."""
 
     @property
     def input_processor(self) -> InputProcessor: ...
@@ -92,14 +92,14 @@ class Serving:
 
     Args:
         engine: ready, but not started yet.
-        config: how often streams are sent, and who may look inside.
-        on_rejected: called for every request that is refused before it reaches the engine, with the class of objectives
-            that it would have been judged by; without one when the fault was the request's own.
-        when_counted: calls back when all that the engine and `on_rejected` have told so far is in the metrics. A client
-            that has its last response and looks there finds its request, unless that takes too long.
+        config: how often streams are sent, and the introspection token.
+        on_rejected: called for every request that is refused before it reaches the engine; with its class of
+            objectives, unless the request itself was wrong.
+        when_counted: calls back when everything that the engine and `on_rejected` have reported is in the metrics. So a
+            client that has its last response finds its request in the metrics, unless that takes too long.
         model: the model's name, for snapshots.
         version: its version.
-        status: where to show `quire serve` that this moves; closed with the serving.
+        status: shows `quire serve` that the event loop turns; closed by `shutdown`.
         on_asked_to_end: called once, in a thread of its own, when `quire serve` wants the engine to be ended because
             the server has forgotten this stub.
     """
@@ -126,7 +126,7 @@ class Serving:
         self._when_counted = when_counted
         self._is_traced = config.otlp_endpoint is not None
         self._counting_hangs = False
-        """Whether ends are sent uncounted, since the last one waited for too long."""
+        """Whether last responses are sent before they are counted, since one has waited for too long."""
         self._on_asked_to_end = on_asked_to_end
         self._is_retired = False
         self._draining = False
@@ -159,7 +159,7 @@ class Serving:
             self._call(self._beat, self._status)
 
     def end_engine(self) -> None:
-        """Refuse what comes, abort what lives, tell its clients, and end the engine. Idempotent."""
+        """Refuse new requests, abort live ones and answer their clients, and end the engine. Idempotent."""
         if self._draining:
             return
         self._draining = True
@@ -185,7 +185,7 @@ class Serving:
     # -- the stub's thread ------------------------------------------------------------------------------------------
 
     def submit(self, request: TritonRequest) -> None:
-        """Take a request; never raises. Whatever is wrong with it, its client hears of it and nobody else does."""
+        """Take a request; never raises. If anything is wrong with it, its client alone gets an error."""
         try:
             stream = ResponseStream(request.get_response_sender())
         except Exception:
@@ -197,7 +197,7 @@ class Serving:
         try:
             if self._introspect(request, stream):
                 return
-        except Exception as error:  # nobody's generation, so it counts as none that was refused
+        except Exception as error:  # it would not have generated, so it does not count as refused
             if _explain(error)[0] is ErrorCode.INTERNAL:
                 logger.exception("a request could not be read")
             self._responses.fail(stream, *_explain(error))
@@ -217,7 +217,7 @@ class Serving:
             "rejected", e2e_seconds=time.monotonic() - stream.received_at, error_code=code.value.lower(),
             traceparent=stream.traceparent, label=stream.label,
         )  # fmt: skip
-        if code not in (ErrorCode.INVALID_ARG, ErrorCode.NOT_FOUND):  # or else the fault is the caller's
+        if code not in (ErrorCode.INVALID_ARG, ErrorCode.NOT_FOUND):  # the others are the client's fault
             rejected.slo_class, rejected.slo_verdict, rejected.slo_cause = stream.slo_class, "miss", "rejected"
         try:
             self._on_rejected(rejected)
@@ -226,7 +226,7 @@ class Serving:
         self._end(stream, partial(self._responses.fail, stream, code, message))
 
     def _introspect(self, request: TritonRequest, stream: ResponseStream) -> bool:
-        """Answer an operator; False when it is a client's request. Engines that are away can be asked about as well."""
+        """Answer a request for introspection; False when it is another one. Works while the engine is down, too."""
         introspection = parse_introspection(request_parameters(request), self._token_guard)
         if introspection is None:
             return False
@@ -244,7 +244,7 @@ class Serving:
         stream.slo_class = DEFAULT_CLASS if generate.slo is None else generate.slo.slo_class
         if self._draining:
             raise _UnavailableError("the model is being unloaded; send the request elsewhere or again later")
-        if self._engine.dead_error is not None:  # while it is only started again, the request waits for it
+        if self._engine.dead_error is not None:  # while it is being started again, the request waits for it
             raise _UnavailableError(f"the engine is not running: {self._engine.dead_error}")
         if self._is_traced and generate.traceparent is None:
             stream.traceparent = trace_context(request)
@@ -285,7 +285,7 @@ class Serving:
         self._loop.call_later(BEAT_SECONDS, self._beat, status)
 
     def _show(self, status: StatusPage) -> None:
-        """Show how it is."""
+        """Update the status page."""
         outage = self._engine.outage
         if self._draining or self._is_retired:
             state = StubState.RETIRED if self._is_retired else StubState.ENDING
@@ -305,7 +305,7 @@ class Serving:
 
     def _start_answer(self, introspection: IntrospectionRequest, stream: ResponseStream) -> None:
         task = self._loop.create_task(self._answer(introspection, stream))
-        self._introspections.add(task)  # the loop itself keeps no task alive
+        self._introspections.add(task)  # the loop keeps only weak references to tasks
         task.add_done_callback(self._introspections.discard)
 
     async def _answer(self, introspection: IntrospectionRequest, stream: ResponseStream) -> None:
@@ -339,7 +339,7 @@ class Serving:
             end = partial(self._responses.fail, stream, *failure)
         else:
             end = partial(self._responses.put, stream, output)
-        # The engine records a step once all its outputs are given out: after this turn of the loop.
+        # The engine records a step after all its outputs were delivered: after this turn of the loop.
         self._call(self._end, stream, end)
 
     def _abort_all(self) -> None:
@@ -352,7 +352,7 @@ class Serving:
     # -- any thread -------------------------------------------------------------------------------------------------
 
     def _end(self, stream: ResponseStream, end: Callable[[], None]) -> None:
-        """Send a request's last response as soon as it is counted, or else a while later."""
+        """Send a request's last response as soon as the request is counted, or after a timeout."""
         if self._counting_hangs:
             end()
             return
@@ -376,7 +376,7 @@ class Serving:
         logger.info("the server takes metrics again")
 
     def _cancel(self, stream: ResponseStream) -> None:
-        logger.debug("[vllm] Cancelling the request %r: its client has left", stream.label)  # vllm_backend's words
+        logger.debug("[vllm] Cancelling the request %r: its client has left", stream.label)  # vllm_backend's message
         self._abort(stream)
 
     def _abort(self, stream: ResponseStream) -> None:
@@ -394,7 +394,7 @@ class Serving:
             self._status.in_flight(len(self._live))
 
     def _call(self, function: Callable[..., object], *args: object) -> None:
-        """Run a function in the loop's thread; a loop that has ended runs nothing."""
+        """Run a function in the loop's thread, unless the loop has ended."""
         try:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
@@ -402,7 +402,7 @@ class Serving:
 
 
 class _UnavailableError(Exception):
-    """Not now."""
+    """The request may succeed later or elsewhere."""
 
 
 def _log_if_unforeseen(stream: ResponseStream, error: Exception) -> None:
@@ -411,7 +411,7 @@ def _log_if_unforeseen(stream: ResponseStream, error: Exception) -> None:
 
 
 def _explain(error: Exception) -> tuple[ErrorCode, str]:
-    """The kind of error that the client gets, and the words."""
+    """The error code and message that the client gets."""
     if isinstance(error, UnknownLoRAError):
         return ErrorCode.NOT_FOUND, str(error)
     if isinstance(error, RequestError):

@@ -1,4 +1,4 @@
-"""`1/model.json` → EngineConfig, with one clear line for whatever is wrong with it."""
+"""`1/model.json` → EngineConfig; whatever is wrong with it is reported in one line."""
 
 import json
 import logging
@@ -14,9 +14,9 @@ __all__ = ["load_engine_config", "one_line"]
 
 SETTINGS_FILE = "model.json"
 TOKEN_VARIABLE = "QUIRE_INTROSPECTION_TOKEN"
-"""Environment variable that stands for the setting `introspection_token`, so that no secret has to be in a file."""
+"""Environment variable for the setting `introspection_token`, so that the secret need not be in a file."""
 OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
-"""OpenTelemetry's own variable; it stands for the setting `otlp_endpoint`."""
+"""OpenTelemetry's variable; it sets `otlp_endpoint`."""
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +26,8 @@ def load_engine_config(version_dir: Path, instance_kind: str = "MODEL", instance
 
     Args:
         version_dir: the folder.
-        instance_kind: of the model's instance group, as the server says it: `CPU`, `GPU` or `MODEL`. The first two say
-            where the model is computed; with the last, the settings alone do.
+        instance_kind: of the model's instance group: `CPU`, `GPU` or `MODEL`. The first two determine where the model
+            is computed; with the last, the settings do.
         instance_device_id: the GPU of an instance of kind `GPU`.
 
     Raises:
@@ -55,7 +55,7 @@ def load_engine_config(version_dir: Path, instance_kind: str = "MODEL", instance
     if endpoint and "otlp_endpoint" not in settings:
         if _has_otel():
             settings["otlp_endpoint"] = endpoint
-        else:  # it may be meant for other programs: no reason not to serve
+        else:  # it may be meant for other programs, and is no reason to refuse to serve
             logger.warning("%s is set, but the extra otel is not installed: nothing is exported", OTLP_VARIABLE)
     try:
         settings |= _device_settings(settings, instance_kind, instance_device_id)
@@ -66,10 +66,10 @@ def load_engine_config(version_dir: Path, instance_kind: str = "MODEL", instance
 
 
 def _device_settings(settings: Mapping[str, Any], kind: str, device_id: int) -> dict[str, Any]:
-    """What the kind of the instance says of devices.
+    """The settings of devices that follow from the instance's kind.
 
     Raises:
-        ValueError: `model.json` says otherwise.
+        ValueError: `model.json` contradicts them.
     """
     if kind == "GPU":
         kind_means = f"KIND_GPU, which is one GPU ({device_id})"
@@ -104,5 +104,5 @@ def _has_otel() -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception's message without line breaks; its type where it has no message."""
+    """An exception's message without line breaks, or its type if it has no message."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -1,22 +1,22 @@
-"""StatusPage: what the process of a model and the `quire serve` that started it tell each other.
+"""StatusPage: shared memory in which a model's stub shows its state to the `quire serve` that started it.
 
 A page of memory in a file of the run's own directory, mapped by the stub and read by `quire serve`. It can be read when
-the stub does nothing any more, costs tritonserver nothing, and needs no descriptor once it is there.
+the stub hangs, does not involve tritonserver, and needs no descriptor once it is mapped.
 
 ::
 
     bytes 0        8       16       24            32      40           48             56
           │ version │ beats │ state │ num_in_flight │ sending │ text_bytes │ asked_to_end │ text: JSON │   int64 each
 
-* `version` is odd while the text is being written: whoever read it then reads it again.
+* `version` is odd while the text is being written: a reader then reads it again.
 * `beats` counts turns of the event loop, one every `BEAT_SECONDS`.
 * `state` is one of `StubState`.
-* `num_in_flight` are the requests whose last response is not on its way yet, at this moment: the server never ends
-  those of a stub that dies.
-* `sending` is 0, or the number of the response that the send thread is handing to the server; it changes.
-* `asked_to_end` is 0, or 1 once `quire serve` wants the stub to end its engine: the one word that the stub only reads.
+* `num_in_flight` counts the requests whose last response was not sent yet: the server never ends those of a stub that
+  dies.
+* `sending` is 0, or the number of the response that the send thread is handing to the server.
+* `asked_to_end` is 0, or 1 once `quire serve` wants the stub to end its engine: the stub only reads it.
 
-A stub that ends by itself removes its page; one that is killed leaves it, with what it had.
+A stub that ends by itself removes its page; one that is killed leaves it.
 """
 
 import contextlib
@@ -48,29 +48,29 @@ _NAME = re.compile(r"stub-(\d+)-(\d+)\.status")
 
 
 class StubState(enum.IntEnum):
-    """How the engine of a model is."""
+    """State of a model's engine."""
 
     UP = 1
     DOWN = 2
-    """One is being started."""
+    """It died, and is being started again."""
     DEAD = 3
-    """And none will be."""
+    """It died, and is not started again."""
     ENDING = 4
     """The model is being unloaded."""
     RETIRED = 5
-    """`quire serve` has asked it to end its engine and to take its metrics away; it waits for the server to end it."""
+    """`quire serve` has asked the stub to end its engine and remove its metrics; it waits for the server to end it."""
 
 
 class StatusPage:
-    """The stub's side of the page. Its event loop's thread writes, but for `sending`, which is the send thread's, and
-    `in_flight`, which is whoever's the lock of the requests is.
+    """The stub's side of the page. The event loop's thread writes it, except `sending`, which the send thread writes,
+    and `in_flight`, which is written under the lock of the live requests.
 
     Args:
         folder: where the file is made.
         model: the model's name.
         version: its version.
-        instance: which instance of it this is.
-        num_instances: how many were to be loaded with it.
+        instance: the name of this instance.
+        num_instances: how many are loaded together.
 
     Raises:
         OSError: the file cannot be made.
@@ -84,7 +84,7 @@ class StatusPage:
         self._reason: str | None = None
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, _NUM_BYTES)  # a hole that a full disk cannot fill is SIGBUS, later
+            os.posix_fallocate(descriptor, 0, _NUM_BYTES)  # or writing to it on a full disk would be a SIGBUS later
             self._map = mmap.mmap(descriptor, _NUM_BYTES)
         except OSError:
             self._path.unlink(missing_ok=True)
@@ -96,7 +96,7 @@ class StatusPage:
 
     @classmethod
     def of_run(cls, *, model: str, version: str, instance: str, num_instances: int = 1) -> "StatusPage | None":
-        """A page in the directory of the `quire serve` that started this process; None when none did."""
+        """A page in the directory of the `quire serve` that started this process; None if none did."""
         if not os.environ.get(_RUN_VARIABLE):
             return None
         try:
@@ -107,7 +107,7 @@ class StatusPage:
             return None
 
     def beat(self, state: StubState, reason: str) -> None:
-        """Another turn of the loop.
+        """Count a turn of the loop, and show the state.
 
         Args:
             state: the engine's.
@@ -125,15 +125,15 @@ class StatusPage:
         return self._words[_ASKED_TO_END] != 0
 
     def in_flight(self, number: int) -> None:
-        """How many requests are, from now on."""
+        """Set the number of live requests."""
         self._words[_IN_FLIGHT] = number
 
     def sending(self, number: int) -> None:
-        """The send thread begins to send a response, or with 0 has ended that."""
+        """The send thread begins to send a response; 0: it has sent it."""
         self._words[_SENDING] = number
 
     def close(self) -> None:
-        """The stub ends in good order. Nothing may be shown afterwards. Idempotent."""
+        """Remove the page, as the stub ends. It must not be used afterwards. Idempotent."""
         self._path.unlink(missing_ok=True)
 
     def _write_text(self, reason: str) -> None:
@@ -147,7 +147,7 @@ class StatusPage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StubStatus:
-    """What a page says at one moment."""
+    """Contents of a page at one moment."""
 
     pid: int
     start_time: int
@@ -156,7 +156,7 @@ class StubStatus:
     version: str
     instance: str
     num_instances: int
-    """Of the load that it is part of."""
+    """How many instances are loaded together."""
     beats: int
     state: StubState
     reason: str
@@ -165,12 +165,12 @@ class StubStatus:
 
     @property
     def stub(self) -> tuple[int, int]:
-        """The process: its id and start time, which together name it for good."""
+        """The process's id and start time, which together identify it."""
         return self.pid, self.start_time
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it takes no requests any more, and will not again."""
+        """Whether it no longer takes requests, for good."""
         return self.state in (StubState.ENDING, StubState.RETIRED)
 
     @property
@@ -180,16 +180,16 @@ class StubStatus:
 
 
 def read_status_pages(folder: Path) -> list[StubStatus]:
-    """All pages in a folder, of stubs that live and of those that were killed; in the order of their start.
+    """All pages in a folder, of live stubs and of killed ones, in the order of their start.
 
     Raises:
-        OSError: they cannot be read, such as where this process has no descriptor left.
+        OSError: they cannot be read, for example because this process has no descriptor left.
     """
     return sorted(_read_all(folder), key=lambda status: (status.start_time, status.pid))
 
 
 def ask_to_end(folder: Path, status: StubStatus) -> None:
-    """Have a stub that the server has no more use for end its engine and take its metrics away; it tells by its state.
+    """Ask a stub that the server no longer uses to end its engine and remove its metrics; its state shows when it has.
 
     Raises:
         OSError: its page cannot be written to.
@@ -203,7 +203,7 @@ def ask_to_end(folder: Path, status: StubStatus) -> None:
 
 
 def _read_all(folder: Path) -> Iterator[StubStatus]:
-    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:  # the run may be being tidied up
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:  # the run may be cleaning up
         for entry in entries:
             match = _NAME.fullmatch(entry.name)
             if match and (status := _read(Path(entry.path), int(match[1]), int(match[2]))):
@@ -211,7 +211,7 @@ def _read_all(folder: Path) -> Iterator[StubStatus]:
 
 
 def _read(path: Path, pid: int, start_time: int) -> StubStatus | None:
-    """None while it is being made, or when it is gone."""
+    """None while it is being created, or when it is gone."""
     for _ in range(_MOST_READS):
         try:
             data = path.read_bytes()

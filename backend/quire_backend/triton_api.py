@@ -1,4 +1,4 @@
-"""The one door to `triton_python_backend_utils`, a module that exists only inside tritonserver's Python stub."""
+"""The only user of `triton_python_backend_utils`, a module that exists only inside tritonserver's Python stub."""
 
 import enum
 import json
@@ -35,13 +35,13 @@ class ErrorCode(enum.Enum):
     """The kinds of error that a client can get."""
 
     INVALID_ARG = "INVALID_ARG"
-    """The request is wrong and would fail again."""
+    """The request is invalid and would fail again."""
     NOT_FOUND = "NOT_FOUND"
     UNAVAILABLE = "UNAVAILABLE"
-    """Not now; later or elsewhere it may work."""
+    """It may succeed later or elsewhere."""
     CANCELLED = "CANCELLED"
     INTERNAL = "INTERNAL"
-    """A fault of ours."""
+    """An error in this backend."""
 
 
 class Tensor(Protocol):
@@ -57,19 +57,19 @@ class Tensor(Protocol):
 
 
 class ResponseSender(Protocol):
-    """The way back to one request's client."""
+    """Sends the responses to one request."""
 
     def send(self, response: Any = ..., flags: int = ...) -> None:
         """Send a response; blocks for a round trip to the server process."""
         ...
 
     def is_cancelled(self) -> bool:
-        """Whether the client is gone or has cancelled. Never call it once the final response is on its way."""
+        """Whether the client has disconnected or cancelled. Never call it once the final response is being sent."""
         ...
 
 
 class TritonRequest(Protocol):
-    """One inference request, as `execute` gets it."""
+    """One inference request, as passed to `execute`."""
 
     def inputs(self) -> list[Tensor]:
         """The inputs that were sent."""
@@ -80,19 +80,19 @@ class TritonRequest(Protocol):
         ...
 
     def request_id(self) -> str:
-        """The client's label, which need not be unique."""
+        """The client's request id, which need not be unique."""
         ...
 
     def timeout(self) -> int:
-        """Microseconds in which the client wants it done; 0: it does not say."""
+        """The client's timeout in microseconds; 0: none."""
         ...
 
     def trace(self) -> Any:
-        """The server's trace of it; servers before 24.02 have none."""
+        """The server's trace of it; not in servers before 24.02."""
         ...
 
     def get_response_sender(self) -> ResponseSender:
-        """The way back."""
+        """What sends its responses."""
         ...
 
 
@@ -100,7 +100,7 @@ def request_parameters(request: TritonRequest) -> str:
     """The request parameters as a JSON object, or nothing.
 
     Raises:
-        RequestError: they are not text. tritonserver looks at neither.
+        RequestError: they are not UTF-8, which tritonserver does not check.
     """
     try:
         return request.parameters()
@@ -109,14 +109,14 @@ def request_parameters(request: TritonRequest) -> str:
 
 
 MOST_LABEL_CHARACTERS = 256
-"""It is kept as long as the request lives, and is in every snapshot and trace."""
+"""It is kept as long as the request lives, and is part of every snapshot and trace."""
 
 
 def request_id(request: TritonRequest) -> str:
-    """The client's label; of a longer one, the beginning and an ellipsis.
+    """The client's request id; the beginning and an ellipsis if it is too long.
 
     Raises:
-        RequestError: it is not text.
+        RequestError: it is not UTF-8.
     """
     try:
         label = request.request_id()
@@ -126,7 +126,7 @@ def request_id(request: TritonRequest) -> str:
 
 
 def trace_context(request: TritonRequest) -> str | None:
-    """The `traceparent` of the server's own trace of a request; None where the server does not trace it."""
+    """The `traceparent` of the server's own trace of a request; None if the server does not trace it."""
     try:
         context = request.trace().get_context()
         return json.loads(context)["traceparent"] if context else None
@@ -135,7 +135,7 @@ def trace_context(request: TritonRequest) -> str | None:
 
 
 def response(tensors: Mapping[str, npt.NDArray[Any]]) -> Any:
-    """A response that holds these outputs."""
+    """A response with these outputs."""
     return pb_utils.InferenceResponse(output_tensors=[pb_utils.Tensor(name, array) for name, array in tensors.items()])
 
 
@@ -156,7 +156,7 @@ def load_error(message: str) -> Exception:
 
 
 def metric_family(definition: MetricDefinition) -> MetricFamily | None:
-    """Register a family of custom metrics at the server; None when it is too old for metrics of this kind."""
+    """Register a family of custom metrics with the server; None when it is too old for metrics of this kind."""
     kinds = {
         MetricKind.GAUGE: pb_utils.MetricFamily.GAUGE,
         MetricKind.COUNTER: pb_utils.MetricFamily.COUNTER,
@@ -185,7 +185,7 @@ class _TritonLogHandler(logging.Handler):
 
 
 def install_log_handler() -> None:
-    """Let what Quire's packages log appear in the server's log."""
+    """Pass the log records of Quire's packages to the server's log."""
     for name in ("quire_backend", "quire_monitoring", "quire_engine"):
         package_logger = logging.getLogger(name)
         if not package_logger.handlers:

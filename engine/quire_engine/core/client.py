@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 MAX_SOCKET_PATH = 107
 """Bytes of a Unix socket's path on Linux."""
 START_LOOK_MS = 100
-"""How often a process that starts is looked after: one that is stopped at two looks in a row is killed."""
+"""Seconds between looks at a process that is starting: one found stopped at two in a row is killed."""
 SHUTDOWN_SECONDS = 5.0
 """How long an engine core may take to end by itself before it is killed."""
 SPARE_DESCRIPTORS = 32
@@ -121,7 +121,7 @@ class AsyncMPClient:
     def __init__(self, config: EngineConfig, num_blocks: int | None = None) -> None:
         self.ready = EngineCoreReady()
         self.death: str | None = None
-        """What ended it, once the watch has found out."""
+        """Why it died, once the watch has found out."""
         self._config = config
         self._closing = threading.Event()
         self._watch: EngineWatch | None = None
@@ -162,7 +162,7 @@ class AsyncMPClient:
 
     @property
     def num_messages_waiting(self) -> int:
-        """Messages that were sent and that the engine core has not taken in; also told while it hangs."""
+        """Messages that the engine core was sent and has not received yet; known even while it hangs."""
         return max(self._num_sent - self._heartbeat.num_messages, 0) if self.is_alive else 0
 
     def wait_until_ready(self, cancelled: threading.Event | None = None) -> EngineCoreReady:
@@ -223,7 +223,7 @@ class AsyncMPClient:
         return self._num_sent
 
     def has_begun(self, message_number: int) -> bool:
-        """Whether the engine core has begun to work for a request; also told when it is dead, until `shutdown`."""
+        """Whether the engine core has begun to work for a request; known even when it is dead, until `shutdown`."""
         return self._heartbeat.has_begun(message_number)
 
     def abort_request(self, request_id: str) -> None:
@@ -231,7 +231,7 @@ class AsyncMPClient:
         self._send(RequestType.ABORT, request_id)
 
     async def call_utility(self, call: UtilityCall) -> UtilityResult:
-        """Have the engine core do something between two steps; somebody has to be taking outputs meanwhile.
+        """Have the engine core do something between two steps. `get_output` has to be awaited meanwhile.
 
         Raises:
             EngineError: it could not.
@@ -247,7 +247,7 @@ class AsyncMPClient:
             self._calls.pop(call_id, None)
 
     async def snapshot(self) -> EngineCoreSnapshot:
-        """The engine core between two steps; somebody has to be taking outputs meanwhile.
+        """A snapshot of the engine core between two steps. `get_output` has to be awaited meanwhile.
 
         Raises:
             EngineDeadError: the engine core died.
@@ -260,7 +260,7 @@ class AsyncMPClient:
         """The next message of the engine core; waits for it.
 
         Raises:
-            EngineDeadError: the engine core died. What it had sent and nobody had taken is lost.
+            EngineDeadError: the engine core died. Outputs that were not taken yet are lost.
         """
         if self.death is not None:
             raise EngineDeadError(self.death)
@@ -277,7 +277,7 @@ class AsyncMPClient:
         return outputs
 
     def _die(self, reason: str) -> None:
-        """The process is gone: whoever waits for it is told."""
+        """The process is gone: wake up everything that waits for it."""
         self.death = self.death or reason
         for future in (self._pending, *self._calls.values()):
             if future is not None and not future.done():
@@ -316,17 +316,17 @@ class AsyncMPClient:
         return address
 
     def _send(self, request_type: RequestType, message_id: str, payload: bytes = b"") -> None:
-        """Send a message, or drop it where the engine core is gone: what it was part of, its death ends or replays."""
+        """Send a message, or drop it if the engine core is gone: its requests end or are replayed anyway."""
         self._num_sent += 1
         with contextlib.suppress(zmq.Again):  # its socket goes some moments before the death is noticed
             self._input.send_multipart((request_type.value, message_id.encode(), payload), zmq.NOBLOCK)
 
 
 def _end_context(context: "zmq.Context[Any]") -> None:
-    """Close what is left of the sockets, and end the threads behind them, but wait for that no longer than a moment.
+    """Close the sockets and end their threads, but wait only a moment for it.
 
     libzmq waits until each connection has acknowledged its end, and one whose other side was killed in the middle of it
-    may never do so. The next engine must not wait for that: two idle threads are left behind then.
+    may never do so. The next engine must not wait for that; two idle threads stay behind then.
     """
     ending = threading.Thread(target=context.destroy, kwargs={"linger": 0}, name="end-of-sockets", daemon=True)
     ending.start()

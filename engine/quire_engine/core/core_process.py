@@ -48,7 +48,7 @@ __all__ = ["EngineCoreProcess"]
 logger = logging.getLogger(__name__)
 
 WAITING_TURN_MS = 100
-"""While requests wait for their grammars, the loop turns at least so often: to the watch, one that does not is hung."""
+"""While requests wait for their grammars, the loop still turns this often, or the watch would take it for hung."""
 START_NICENESS = 5
 """Of the grammar compiler at the first start: the loading of weights comes first when there are not enough cores."""
 IDLE_CHECK_MS = 1000
@@ -109,7 +109,7 @@ class EngineCoreProcess:
             if self._core.has_requests():
                 self._receive()
                 if self._core.has_requests():
-                    if self._freed:  # told at once: the step may take long
+                    if self._freed:  # sent at once: the step may take long
                         self._send_stats()
                     self._heartbeat.step()
                     outputs = self._core.step()
@@ -125,7 +125,7 @@ class EngineCoreProcess:
     def _wait(self) -> None:
         """Block until a message comes, a grammar is ready, or a request that waits for one is out of time.
 
-        Look the books over when nothing has for a while.
+        When nothing has come for a while, check the integrity of the block pool.
         """
         if self._core.scheduler.requests:
             seconds = self._core.scheduler.seconds_until_overdue()
@@ -178,7 +178,7 @@ class EngineCoreProcess:
             self._refused.append(output)
 
     def _call_utility(self, call_id: int, payload: bytes) -> None:
-        """A call that does not decode, or that fails, is answered with its error; but a dead engine's is its end."""
+        """Answer a call; with its error if it does not decode or fails. An `EngineDeadError` ends the process."""
         try:
             output = UtilityOutput(call_id, self._core.call_utility(self._utility_decoder.decode(payload)))
         except EngineDeadError:
@@ -207,7 +207,7 @@ class EngineCoreProcess:
 
 
 def _start_grammar_compiler(config: EngineCoreConfig, is_restart: bool) -> StructuredOutputManager | None:
-    """Have it start beside the engine, so that it is ready when the engine is.
+    """Start the grammar compiler along with the engine, so that it is ready when the engine is.
 
     Args:
         config: the engine core's settings.
@@ -219,7 +219,7 @@ def _start_grammar_compiler(config: EngineCoreConfig, is_restart: bool) -> Struc
     try:
         checkpoint = CheckpointConfig.from_folder(Path(config.model.model))
     except (CheckpointError, OSError, ValueError):
-        return None  # the engine meets it again, and says so
+        return None  # loading the model fails of the same, and reports it
     compiler = CompilerArguments.for_model(config.model.tokenizer_path, checkpoint.vocab_size, checkpoint.eos_token_ids)
     compiler.niceness = 0 if is_restart else START_NICENESS
     structured_output = StructuredOutputManager(compiler)

@@ -1,14 +1,13 @@
-"""EngineWatch: finds out that an engine core is dead, stopped or hung, and makes sure that it is dead then.
+"""EngineWatch: detects that an engine core is dead, stopped or hung, and kills what is left of it.
 
-A thread of the frontend, as the engine core itself cannot be asked. It sleeps in poll until the process ends, and looks
-up four times a second:
+It is a thread of the frontend, which sleeps in poll until the process ends, and looks at it four times a second:
 
 * **dead**: the process has ended. A worker that dies takes its engine core with it.
 * **stopped**: the engine core or a worker is in state T (SIGSTOP) twice in a row.
 * **hung**: it has requests, and its heartbeat has not moved for `step_timeout_s`.
 
-Whatever it finds ends the same way: all stacks into the log where there are any to be had, then SIGKILL to every
-process of the engine, then `on_death`. There is one way out of trouble, and it is used for all kinds of it.
+All three end the same way: the stacks of all threads are logged where possible, every process of the engine gets
+SIGKILL, and `on_death` is called.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.25
 DUMP_SECONDS = 0.3
-"""What processes get for writing their stacks down before they are killed."""
+"""Seconds that processes have to write their stacks before they are killed."""
 
 
 class EngineWatch:
@@ -74,7 +73,7 @@ class EngineWatch:
             self._opened = opened.pop_all()
 
     def close(self) -> None:
-        """Stop watching: from now on an end of the process is no news. Idempotent."""
+        """Stop watching: from now on the process may end. Idempotent."""
         if not self._closing.is_set():
             self._closing.set()
             os.eventfd_write(self._wake_up, 1)
@@ -88,7 +87,7 @@ class EngineWatch:
             self._on_death(reason)
 
     def _wait(self) -> str | None:
-        """What happened to the engine; None when nobody wants to know any more."""
+        """Wait until something happens to the engine, and say what; None when it is no longer watched."""
         poller = select.poll()
         poller.register(self._pidfd, select.POLLIN)
         poller.register(self._wake_up, select.POLLIN)
@@ -117,7 +116,7 @@ class EngineWatch:
         )
 
     def _dump_stacks(self) -> None:
-        """Have every process write its threads' stacks to the log; a stopped one has to go on for that."""
+        """Have every process write its threads' stacks to the log; a stopped one is continued to do so."""
         for number in (signal.SIGUSR1, signal.SIGCONT):
             for pid in self._pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -126,13 +125,13 @@ class EngineWatch:
 
 
 def kill_group(pid: int) -> None:
-    """End every process of an engine, its own included, which must not have been waited for."""
+    """Kill every process of an engine. Its own must not have been waited for, or the id may be another's."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def _how_child_ended(pid: int) -> str:
-    """Of a child that has not been waited for, and still is not afterwards."""
+    """How a child ended, in words, without waiting for it: it stays a zombie."""
     try:
         result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     except ChildProcessError:

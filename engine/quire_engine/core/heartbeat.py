@@ -15,7 +15,7 @@ the engine has begun to compute has its number in `begun`, in slot number % `NUM
 much later that the request has begun long since. So the frontend knows of a dead engine which requests it had merely
 been sent.
 
-Memory, and not a message: it can be read when the other side does nothing any more.
+It is memory and not a message because it has to be readable when the engine core no longer does anything.
 """
 
 import os
@@ -93,7 +93,7 @@ class Heartbeat:
         self._page[1] += 1
 
     def close(self) -> None:
-        """Let go of the page, on this side. Nothing may be asked of it afterwards."""
+        """Unmap the page on this side. It must not be used afterwards."""
         self._page.release()
         self._memory.close()
         os.close(self.descriptor)

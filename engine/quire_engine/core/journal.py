@@ -1,6 +1,6 @@
 """Journal: what the frontend knows of each live request, so that an engine that dies loses none of them.
 
-It knows no process, no socket and no text: requests go in, outputs pass by, and it says what an engine has to be sent.
+It knows no process, no socket and no text: requests go in, outputs pass through, and it says what to send to an engine.
 
 ::
 
@@ -35,8 +35,8 @@ MAX_CRASHES = 2
 """Deaths that count after which a request is a suspect."""
 MAX_ISOLATED_DEATHS = 2
 ISOLATION_TOKENS = 2
-"""The first comes of a step that computes all tokens of the request, the second of one like all later steps: a request
-that kills engines in either is found."""
+"""The first comes from a step that computes all tokens of the request, the second from a step like all later ones: a
+request that kills engines in either is found."""
 SHORTEST_DEADLINE_MS = 0.001
 
 
@@ -95,12 +95,12 @@ class Journal:
         return request_id in self._unsent
 
     def add(self, request: EngineCoreRequest) -> None:
-        """Take a new request; `take_unsent` gives it out when its time has come."""
+        """Take a new request; `take_unsent` returns it when it may be sent."""
         entry = _Entry(request, self._clock())
         self._entries[request.request_id] = self._unsent[request.request_id] = entry
 
     def remove(self, request_id: str) -> bool:
-        """Forget a request that ends on this side; True when the engine has to hear of it. It may not be known."""
+        """Forget a request that ends on this side, if it is known. Returns whether the engine has to be told."""
         entry = self._entries.pop(request_id, None)
         self._unsent.pop(request_id, None)
         if request_id == self._isolated:

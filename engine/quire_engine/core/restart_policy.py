@@ -1,4 +1,4 @@
-"""When an engine that has died is followed by the next one, and what is said meanwhile."""
+"""RestartPolicy: when the next engine is started after one has died. Outage: what requests are told meanwhile."""
 
 import math
 import time
@@ -14,7 +14,7 @@ __all__ = ["Outage", "RestartPolicy"]
 class RestartPolicy:
     """Decides what follows the death of an engine: a `CrashLoop` that knows when an engine has worked.
 
-    It has when it gave out a token, showed which request is faulty, or was ready for a while.
+    An engine has worked when it gave out a token, showed which request is faulty, or was ready for a while.
 
     Args:
         clock: seconds, monotonic.
@@ -32,11 +32,11 @@ class RestartPolicy:
         self._made_progress = False
 
     def engine_is_ready(self) -> None:
-        """It has started. From now on its life counts: a large model may take minutes to load, and die then."""
+        """It has started. Its uptime counts from here: a large model may take minutes to load, and die then."""
         self._ready_at = self._clock()
 
     def note_progress(self) -> None:
-        """It did something that nobody else has to do again."""
+        """It did work that the next engine need not repeat."""
         self._made_progress = True
 
     @property
@@ -62,7 +62,7 @@ class Outage:
     reason: str
     """What ended the last one."""
     next_try_at: float = 0.0
-    """By the monotonic clock; in the past while it is tried."""
+    """On the monotonic clock; in the past while a start is under way."""
     num_deaths: int = 0
     """Deaths in a row without an output, once they are too many."""
 

@@ -1,4 +1,4 @@
-"""StepHistory: how long the last steps took, phase by phase, and what the very last one was made of."""
+"""StepHistory: how long the last steps took, phase by phase, and what the last one consisted of."""
 
 import statistics
 from collections import deque
@@ -9,17 +9,17 @@ from quire_engine.stats import StepStats
 __all__ = ["StepHistory"]
 
 NUM_STEPS = 128
-"""Over which the medians are taken."""
+"""Steps that the medians are taken over."""
 
 
 class StepHistory:
-    """Told of every step; what it is asked for is worked out only then."""
+    """Keeps the last steps; medians are only computed when they are asked for."""
 
     def __init__(self) -> None:
         self._steps: deque[StepStats] = deque(maxlen=NUM_STEPS)
 
     def record(self, step: StepStats) -> None:
-        """Take note of a step that has ended."""
+        """Add a step that has ended."""
         self._steps.append(step)
 
     def step_seconds(self) -> StepSeconds:

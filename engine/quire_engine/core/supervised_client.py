@@ -1,20 +1,20 @@
-"""SupervisedClient: an engine core that, when it dies, is started again in place, and nobody's request is lost.
+"""SupervisedClient: an engine core that is started again in place when it dies, without losing a request.
 
 ::
 
     AsyncLLM ─► SupervisedClient ─┬─ Journal: every live request, with its tokens so far
-                                  ├─ RestartPolicy: when to start again, and until when requests are held for that
+                                  ├─ RestartPolicy: when to start again, and for how long requests are held
                                   └─ AsyncMPClient ─► engine core;  dead or hung? ─► the next AsyncMPClient
 
-1. The engine core dies, hangs, or loses a worker: the client's `get_output` raises, all its processes are dead.
-2. The journal holds what was live. What was certainly at fault ends with an error (with `replay_on_crash` off: all do).
+1. The engine core dies, hangs, or loses a worker: the client's `get_output` raises, and all its processes are dead.
+2. The journal has the live requests. The faulty one, if any, ends with an error (all, without `replay_on_crash`).
 3. A new engine core is started in a thread; requests that come meanwhile are held.
 4. The journal's requests are sent to it with their tokens so far as output, and go on with the next token. Nothing is
    sent twice: a token counts as sent when `get_output` has given it out, and what the dead engine had sampled beyond
    that is sampled again, the same (sampling depends on seed and position alone).
-5. While engines die one after the other without having done anything, nobody waits for ever: live requests end with the
-   error that new ones are refused with. The next engine is tried all the same, until one stays up: what was wrong (a
-   file that was moved, no descriptors, no memory) is often mended from outside.
+5. While engines die one after the other without doing any work, no request waits for ever: live ones end with the error
+   that new ones are refused with. The next engine is started all the same, until one stays up: the cause (a file that
+   was moved, no descriptors, no memory) is often fixed from outside.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ SNAPSHOT_SECONDS = 2.0
 
 
 class SupervisedClient:
-    """The same face as `AsyncMPClient`, over any number of them, one after the other.
+    """The same interface as `AsyncMPClient`, over any number of them, one after the other.
 
     The constructor starts the first engine core and returns at once; `wait_until_ready` blocks. All else but `shutdown`
     belongs to one event loop.
@@ -71,7 +71,7 @@ class SupervisedClient:
         self._gave_up_waiting = asyncio.Event()
         """Set while the breaker is tripped."""
         self._outputs: list[EngineCoreOutput] = []
-        """Ends of requests that no engine will tell of."""
+        """Ends of requests that no engine will report."""
         self._has_outputs = asyncio.Event()
         self.num_restarts = 0
         self._sleep_level = 0
@@ -88,7 +88,7 @@ class SupervisedClient:
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids of its workers, where they are not the engine core's own."""
+        """Process ids of its workers; empty if the engine core itself is the only one."""
         return self._client.ready.worker_pids
 
     @property
@@ -98,7 +98,7 @@ class SupervisedClient:
 
     @property
     def outage(self) -> str | None:
-        """Why no engine core takes requests, and what is done about it; None while one does."""
+        """Why no engine core takes requests, and when the next one starts; None while one does."""
         if self._outage is not None:
             return str(self._outage)
         return None if self.is_alive else "the engine process has ended"
@@ -107,7 +107,7 @@ class SupervisedClient:
         """Block until the first engine core can take requests.
 
         Raises:
-            EngineDeadError: it could not start; the message is its own. That is not tried again.
+            EngineDeadError: it could not start; the message is its own. It is not started again.
         """
         self.ready = self._client.wait_until_ready()
         self._policy.engine_is_ready()
@@ -122,8 +122,8 @@ class SupervisedClient:
         """Hand a request over, or hold it until an engine can take it. Never blocks.
 
         Raises:
-            EngineDeadError: none can now, and `replay_on_crash` is off.
-            EngineUnavailableError: none can now, and engines do not stay alive.
+            EngineDeadError: no engine is up, and `replay_on_crash` is off.
+            EngineUnavailableError: no engine is up, and engines do not stay alive.
         """
         if self._outage is not None and self._gave_up_waiting.is_set():
             raise self._outage.error()
@@ -133,7 +133,7 @@ class SupervisedClient:
         self._send_unsent()
 
     def abort_request(self, request_id: str) -> bool:
-        """End a request wherever it is. Never blocks. True when an engine core has it, and will tell of its end."""
+        """End a request wherever it is. Never blocks. Returns whether an engine core has it and will report its end."""
         was_sent = self._journal.remove(request_id)
         if was_sent:
             self._client.abort_request(request_id)
@@ -141,7 +141,7 @@ class SupervisedClient:
         return was_sent
 
     async def call_utility(self, call: UtilityCall) -> UtilityResult:
-        """See `AsyncMPClient.call_utility`; waits for an engine that is being started.
+        """Like `AsyncMPClient.call_utility`, but waits for an engine that is being started.
 
         Raises:
             EngineError: it could not do what it was told to.
@@ -161,10 +161,10 @@ class SupervisedClient:
         return result
 
     async def snapshot(self) -> EngineCoreSnapshot | None:
-        """What the engine core knows of this moment; None while there is none that could tell. Does not wait for one.
+        """A snapshot of the engine core; None while there is none. Does not wait for one.
 
         Raises:
-            TimeoutError: it is up and did not answer in `SNAPSHOT_SECONDS`: its step takes so long, or it hangs.
+            TimeoutError: it is up and did not answer within `SNAPSHOT_SECONDS`: its step takes longer, or it hangs.
         """
         if not self.is_alive:
             return None
@@ -179,11 +179,10 @@ class SupervisedClient:
 
     @property
     def num_messages_waiting(self) -> int:
-        """See `AsyncMPClient`."""
         return self._client.num_messages_waiting
 
     async def get_output(self) -> EngineCoreOutputs:
-        """The next outputs; waits for them, over deaths of engine cores too.
+        """The next outputs; waits for them, even if engine cores die meanwhile.
 
         Raises:
             EngineDeadError: it was shut down.
@@ -221,7 +220,7 @@ class SupervisedClient:
                 self._journal.note_sent(request.request_id, self._client.add_request(request))
 
     def _handle_death(self, reason: str) -> None:
-        """End those who end with the engine, and begin to start the next one."""
+        """End the requests that end with the engine, and begin to start the next one."""
         self._client.stop_listening()
         num_live = self._journal.num_sent
         faulty_ids = self._journal.engine_died(self._client.has_begun)
@@ -278,14 +277,14 @@ class SupervisedClient:
                 self._policy.engine_is_ready()
                 self._watch_new_client()
                 break
-            except Exception as error:  # whatever it is: the next one may do better
+            except Exception as error:  # of any kind: the next attempt may succeed
                 if self._closing.is_set():
                     raise EngineDeadError("the engine was shut down") from None
                 outage.reason = str(error) or type(error).__name__
                 logger.error("the engine could not be started again: %s", outage.reason)
         if self._sleep_level:
             self._falling_asleep = asyncio.get_running_loop().create_task(self._fall_asleep(self._sleep_level))
-            await asyncio.sleep(0)  # the call is on its way before the requests that were held: they are refused
+            await asyncio.sleep(0)  # the call is sent before the requests that were held: they are refused
         self._restart = self._outage = None
         self._gave_up_waiting.clear()
         self._send_unsent()
@@ -295,7 +294,7 @@ class SupervisedClient:
         self._on_restart(num_replayed)
 
     def _stop_waiting(self, outage: Outage) -> None:
-        """Engines die one after the other: end those who wait, and refuse those who come."""
+        """Engines die one after the other: end the requests that wait, and refuse new ones."""
         outage.num_deaths = self._policy.num_deaths
         live = self._journal.request_ids
         logger.error("%s; %d requests fail, and new ones are refused until then", outage, len(live))
@@ -305,20 +304,20 @@ class SupervisedClient:
 
     def _watch_new_client(self) -> None:
         """Raises EngineDeadError when `shutdown` was called, OSError when it cannot be watched."""
-        with self._starting:  # a `shutdown` that comes now finds the watch, or else has closed what it would watch
+        with self._starting:  # a `shutdown` that comes now stops the watch, or has closed the client already
             if self._closing.is_set():
                 raise EngineDeadError("the engine was shut down")
             self.start()
 
     async def _fall_asleep(self, level: int) -> None:
-        """The new engine is to sleep as the one before it did."""
+        """Put the new engine to sleep, as the one before it was asleep."""
         try:
             await self._client.call_utility(Sleep(level))
         except EngineError as error:
             logger.warning("the engine that was started again does not sleep: %s", error)
 
     def _replace_client(self) -> None:
-        """Runs in a thread: both an end and a start take their time.
+        """Runs in a thread, as ending one engine and starting another takes a while.
 
         Raises:
             EngineDeadError: the new one could not start, or `shutdown` was called.

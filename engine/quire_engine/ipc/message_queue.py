@@ -1,4 +1,4 @@
-"""MessageQueue: one writer, many readers, each of whom gets every message, in order; bytes in, bytes out.
+"""MessageQueue: one writer and many readers, each of which gets every message in order; bytes in, bytes out.
 
 It is a ring of chunks in shared memory that has no name: a descriptor that child processes inherit, so that nothing is
 left in /dev/shm however they end.
@@ -17,7 +17,7 @@ left in /dev/shm however they end.
 
 Two semaphores for each reader count the chunks in either state, and always `num_chunks` together: the writer has
 acquired `free` of all readers before it touches a chunk, a reader `filled` before it looks at one. Which chunk that is
-needs no saying, as both take them in turn. (Why semaphores, and how they wait: `quire_engine.ipc.semaphore`.)
+needs no message, as both take them in turn. (Why semaphores, and how they wait: `quire_engine.ipc.semaphore`.)
 
 A message that is longer than a chunk goes as a run of chunks, and the writer waits for room as the readers take them.
 The first chunk's length is the whole message's:
@@ -39,13 +39,13 @@ __all__ = ["MessageQueueHandle", "MessageReader", "MessageWriter"]
 
 NUM_CHUNKS = 8
 CHUNK_BYTES = 256 * 1024
-"""Almost every step's message fits into one chunk. A message of 1 MB is written and read piece by piece at once."""
+"""Almost every step's message fits into one chunk. A message of 1 MB is written and read chunk by chunk at once."""
 
 T = TypeVar("T")
 
 
 class MessageQueueHandle(msgspec.Struct, frozen=True):
-    """A queue, as told to the processes that inherit its descriptors."""
+    """What identifies a queue to the processes that inherit its descriptors."""
 
     memory: int
     filled: list[SemaphoreHandle]
@@ -66,11 +66,11 @@ class MessageQueueHandle(msgspec.Struct, frozen=True):
         return cls(memory, filled, free, num_chunks, chunk_bytes)
 
     def descriptors(self, reader: int) -> list[int]:
-        """What the process of this reader has to inherit. With a single reader also what the writer has to."""
+        """What the process of this reader has to inherit. With a single reader, the writer inherits the same."""
         return [self.memory, self.filled[reader].descriptor, self.free[reader].descriptor]
 
     def close(self) -> None:
-        """Close this process's descriptors. The queue lives on in those that have it."""
+        """Close this process's descriptors. The queue stays usable in processes that have inherited them."""
         for descriptor in (self.memory, *(item.descriptor for item in (*self.filled, *self.free))):
             os.close(descriptor)
 
@@ -80,7 +80,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 class _Ring:
-    """The chunks, seen from one end; the next one in turn is at `position`."""
+    """The chunks, as seen from one end; `position` is the next one."""
 
     def __init__(self, handle: MessageQueueHandle) -> None:
         self.memory = SharedMemory(handle.memory)
@@ -108,11 +108,11 @@ class MessageWriter:
         self._broken = False
 
     def write(self, message: bytes | bytearray | memoryview, timeout: float | None = None) -> None:
-        """Send a message to all readers; waits while the slowest of them leaves no room.
+        """Send a message to all readers; waits for room if the slowest is behind.
 
         Raises:
-            TimeoutError: no room within `timeout` seconds. When that happens in the middle of a message, there is no
-                way back: every later call raises RuntimeError.
+            TimeoutError: no room within `timeout` seconds. If that happens in the middle of a message, the queue is
+                unusable: every later call raises RuntimeError.
             Exception: what the watch's check raised.
         """
         if self._broken:
@@ -144,12 +144,12 @@ class MessageWriter:
 
 
 class MessageReader:
-    """A reading end. Each reader has its own index, and one process has it."""
+    """A reading end. Each reader has its own index, and belongs to one process."""
 
     def __init__(self, handle: MessageQueueHandle, index: int, watch: Watch | None = None) -> None:
         self._ring = _Ring(handle)
         self.filled = Semaphore(handle.filled[index], self._ring.memory)
-        """To wait for several queues at once; see `Waiter`."""
+        """For waiting for several queues at once; see `Waiter`."""
         self._free = Semaphore(handle.free[index], self._ring.memory)
         self._waiter = Waiter([self.filled], watch)
         self._partial = bytearray()
@@ -159,13 +159,13 @@ class MessageReader:
         """The next message; waits for it.
 
         Raises:
-            TimeoutError: it is not there, or not wholly, within `timeout` seconds. The next call goes on from there.
+            TimeoutError: it has not come completely within `timeout` seconds. The next call goes on from there.
             Exception: what the watch's check raised.
         """
         return self.read_with(bytes, timeout)
 
     def read_with(self, decode: Callable[[memoryview], T], timeout: float | None = None) -> T:
-        """`decode` applied to the next message, where it stands: it must not keep the view. Raises like `read`."""
+        """`decode` applied to the next message in place: it must not keep the view. Raises like `read`."""
         while True:
             self.filled.acquire(self._waiter, timeout)
             try:

@@ -1,6 +1,6 @@
 """Memory and semaphores that processes share by inheriting descriptors. Without names, nothing can be left behind.
 
-A `Semaphore` is an eventfd, and one word of shared memory that says how often it was released:
+A `Semaphore` is an eventfd and one word of shared memory that counts its releases:
 
 ::
 
@@ -26,11 +26,11 @@ import msgspec
 __all__ = ["Semaphore", "SemaphoreHandle", "SharedMemory", "Waiter", "Watch"]
 
 WORD_BYTES = 64
-"""Each word has a cache line of its own, or else processes that touch different words would wait for each other."""
+"""Each word has a cache line of its own, or processes that use different words would slow each other down."""
 SPIN_SECONDS = 30e-6
-"""About what blocking and being woken up costs; an answer that is that near is not worth going to sleep for."""
+"""About what blocking and waking up costs: an answer that comes sooner is not worth sleeping for."""
 CHECK_SECONDS = 0.1
-"""How often a `Watch` is looked at while nothing comes."""
+"""Seconds between calls of a `Watch`'s check while nothing comes."""
 
 
 class SharedMemory:
@@ -42,13 +42,13 @@ class SharedMemory:
 
     @staticmethod
     def create(name: str, num_bytes: int) -> int:
-        """A descriptor for `num_bytes`; the name is what /proc shows and nothing else."""
+        """A descriptor for `num_bytes`; the name is only shown in /proc."""
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
         os.truncate(descriptor, num_bytes)
         return descriptor
 
     def close(self) -> None:
-        """Unmap, as soon as nobody holds a view of it any more. Idempotent."""
+        """Unmap it, as soon as there is no view of it any more. Idempotent."""
         with contextlib.suppress(BufferError):
             self.view.release()
             self._map.close()
@@ -78,7 +78,7 @@ class Semaphore:
         self._available = 0
 
     def fileno(self) -> int:
-        """Readable while there is something to acquire that `try_acquire` has not yet taken over."""
+        """Readable while there are releases that `try_acquire` has not taken over yet."""
         return self._descriptor
 
     def release(self) -> None:
@@ -87,7 +87,7 @@ class Semaphore:
         os.eventfd_write(self._descriptor, 1)
 
     def is_released(self) -> bool:
-        """Whether it looks as if `try_acquire` would succeed; a hint, without a system call."""
+        """Whether `try_acquire` would probably succeed; a hint, without a system call."""
         return self._available > 0 or self._word[0] > self._taken
 
     def try_acquire(self) -> bool:
@@ -116,11 +116,11 @@ class Semaphore:
         waiter.wait_until(self.try_acquire, timeout)
 
     def forget(self) -> None:
-        """Count from the beginning again, at this end; for when somebody resets the semaphore."""
+        """Start counting from zero at this end, after the semaphore was reset."""
         self._taken, self._available = -self._initial, 0
 
     def reset(self) -> None:
-        """Make it as it was at first, while nobody is using it; both ends have to `forget` what they know."""
+        """Reset it to its initial state, while nothing uses it; both ends then have to `forget` their counts."""
         self.forget()
         self.can_acquire()
         self.forget()
@@ -134,15 +134,15 @@ class Semaphore:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Something else to look after while waiting: an error that `check` raises ends the wait."""
+    """Something else to check while waiting: an error that `check` raises ends the wait."""
 
     descriptors: Sequence[int]
-    """When one becomes readable, `check` is called at once; else every `CHECK_SECONDS`."""
+    """When one becomes readable, `check` is called at once; otherwise every `CHECK_SECONDS`."""
     check: Callable[[], None]
 
 
 class Waiter:
-    """Waits for any of some semaphores, a short while spinning and then blocked in poll."""
+    """Waits for any of several semaphores: spins for a short while, then blocks in poll."""
 
     def __init__(self, semaphores: Sequence[Semaphore], watch: Watch | None = None) -> None:
         self._semaphores = semaphores

@@ -1,1 +1,1 @@
-"""What the operating system says of processes and memory, and how a child process is started."""
+"""Processes and memory, as the operating system reports them, and how a child process is started."""

@@ -28,16 +28,16 @@ def start_module(
 ) -> "subprocess.Popen[bytes]":
     """Run `python -m module` with the import path of this process. The caller ends it and waits for it.
 
-    Its stdin stays open for as long as this process lives, so that the end of stdin tells it of its parent's end.
+    Its stdin stays open for as long as this process lives: when it ends, the child knows that its parent has ended.
 
     Args:
         module: dotted name.
-        arguments: what a message may be; written to stdin as one line of JSON. None: nothing is written.
-        stdout: where its stdout goes. To stderr unless told otherwise: this process's stdout may carry somebody's
-            protocol, and logs do not belong there.
+        arguments: written to stdin as one line of JSON. None: nothing is written.
+        stdout: where its stdout goes; by default to stderr, since this process's stdout may carry a protocol that
+            logs would break.
         pass_fds: descriptors that it inherits under the same numbers.
         start_new_session: make it the leader of a group of its own, so that all of it can be killed.
-        environment: variables that it gets besides this process's own, or instead of them.
+        environment: variables that override those of this process.
     """
     line = b"" if arguments is None else msgspec.json.encode(arguments) + b"\n"
     process = subprocess.Popen(
@@ -47,8 +47,8 @@ def start_module(
         pass_fds=tuple(pass_fds),
         start_new_session=start_new_session,
         env={
-            # torch's threads (OpenMP) wait for each other by spinning, by default for so long that a neighbour on the
-            # same cores (tritonserver, the clients) slows every op down; this is some tens of microseconds.
+            # torch's threads (OpenMP) wait for each other by spinning; by default for so long that other processes on
+            # the same cores (tritonserver, the clients) slow every op down. This is some tens of microseconds.
             "GOMP_SPINCOUNT": "20000",
             **os.environ,
             "PYTHONSAFEPATH": "1",  # never import from the working directory, which may be a downloaded folder
@@ -57,7 +57,7 @@ def start_module(
         },
     )
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # died already: whoever waits for its answer sees that
+    with contextlib.suppress(BrokenPipeError):  # it died already, which the caller notices when it waits for an answer
         process.stdin.write(line)
         process.stdin.flush()
     return process
@@ -71,9 +71,9 @@ def die_with_parent(parent: int, signal_number: int) -> None:
 
 
 def end_with_stdin() -> None:
-    """In a child that `start_module` started, once it has read its arguments: have it end when its parent has ended.
+    """End this process when its parent has. For a child of `start_module`, once it has read its arguments.
 
-    The parent holds the other end of stdin and never writes to it again: its end means that the parent is gone.
+    The parent holds the other end of stdin and never writes to it again: end of file means that the parent is gone.
     """
 
     def wait() -> None:

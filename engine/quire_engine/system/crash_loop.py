@@ -9,7 +9,7 @@ __all__ = ["MAX_DEATHS", "STABLE_SECONDS", "CrashLoop"]
 MAX_DEATHS = 5
 MAX_DELAY_SECONDS = 30.0
 STABLE_SECONDS = 30.0
-"""A process that was ready for so long has worked, whether or not anybody asked anything of it."""
+"""A process that was ready for so long has worked, even if it had nothing to do."""
 
 
 class CrashLoop:
@@ -28,7 +28,7 @@ class CrashLoop:
         """Seconds to wait before the next start.
 
         Args:
-            has_worked: whether the one that died did what it is for; then the count starts afresh.
+            has_worked: whether the process that died had done its work; then the count starts afresh.
         """
         self.num_deaths = 0 if has_worked else self.num_deaths + 1
         return float(min(2 ** (self.num_deaths - 2), MAX_DELAY_SECONDS)) if self.num_deaths > 1 else 0.0

@@ -22,20 +22,22 @@ __all__ = [
 
 
 def available_memory_bytes() -> int:
-    """Memory that can still be had without swapping: of the machine, or of the container where that is less."""
+    """Memory available without swapping: the machine's, or the container's where that is less."""
     available = _status_bytes(Path("/proc/meminfo"), "MemAvailable")
     with contextlib.suppress(OSError, ValueError, KeyError):  # no cgroup v2, or no limit ("max")
         cgroup = Path("/sys/fs/cgroup")
         limit = int((cgroup / "memory.max").read_text())
         used = int((cgroup / "memory.current").read_text())
         statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        used -= int(statistics["inactive_file"])  # page cache, such as a checkpoint's, that is given up when needed
+        used -= int(
+            statistics["inactive_file"]
+        )  # page cache, such as a checkpoint's, which is freed when memory is needed
         available = min(available, limit - used)
     return max(available, 0)
 
 
 def total_memory_bytes() -> int:
-    """Memory of the machine, or what its container may use where that is less."""
+    """Memory of the machine, or the container's limit where that is less."""
     total = _status_bytes(Path("/proc/meminfo"), "MemTotal")
     with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or no limit ("max")
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -43,9 +45,9 @@ def total_memory_bytes() -> int:
 
 
 def limit_memory_growth(num_bytes: int) -> None:
-    """Let this process take so much more than it has, or what it was allowed at its start where that is less.
+    """Limit this process to so many bytes more than it has now, or to the limit that it started with if that is lower.
 
-    One that runs into the limit leaves no core file either, for it is somebody's bad input and no bug.
+    It leaves no core file when it reaches the limit: that is caused by a bad input, not by a bug.
     """
     used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit = used_bytes + num_bytes
@@ -58,7 +60,7 @@ def limit_memory_growth(num_bytes: int) -> None:
 
 @contextlib.contextmanager
 def paused_gc() -> Iterator[None]:
-    """For large imports, which make no garbage: the collector would walk all that they bring, time and again."""
+    """Pause the garbage collector during large imports, whose objects it would walk again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -71,7 +73,7 @@ def paused_gc() -> Iterator[None]:
 def peak_memory_growth(function: Callable[[], None]) -> int:
     """Run a function; returns by how many bytes the process's resident memory rose at its peak."""
     status = Path("/proc/self/status")
-    with contextlib.suppress(OSError):  # resets the peak; without the right to, the peak since the start has to do
+    with contextlib.suppress(OSError):  # resets the peak; without permission, the peak since the start is used
         Path("/proc/self/clear_refs").write_text("5")
     before = _status_bytes(status, "VmRSS")
     function()
@@ -85,9 +87,9 @@ def resident_memory_bytes(pid: int | str = "self") -> int:
 
 
 def release_pages(address: int, size: int) -> None:
-    """Let go of a range of memory that maps a file, whose pages count as this process's while they are mapped.
+    """Release a range of memory that maps a file, whose pages count as this process's while they are mapped.
 
-    Its contents are gone afterwards, unless they are in the file still.
+    Afterwards its contents are read from the file again, if it still has them.
     """
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE - begin
@@ -96,7 +98,7 @@ def release_pages(address: int, size: int) -> None:
 
 
 def return_freed_memory() -> None:
-    """Give what is free, or only garbage, back to the system."""
+    """Collect garbage, and return free memory to the system."""
     was_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.collect()
@@ -106,8 +108,8 @@ def return_freed_memory() -> None:
 
 
 def trim_heap() -> None:
-    """Give what has been freed back to the system, which the allocator else keeps for later. Takes milliseconds."""
-    with contextlib.suppress(OSError, AttributeError):  # not glibc: its allocator decides
+    """Return freed memory to the system, which the allocator would keep for later. Takes milliseconds."""
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 

@@ -1,4 +1,4 @@
-"""What the kernel says of a process, in /proc/PID/stat."""
+"""State of a process, as the kernel reports it in /proc/PID/stat."""
 
 import signal
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class ProcessStat:
     """`R`, `S`, `D`, …; `Z` and `X` are dead."""
     parent: int
     start_time: int
-    """In clock ticks since the machine started: with the id, it names a process for good."""
+    """In clock ticks since the machine started. Together with the id it identifies a process: ids are used again."""
     wait_status: int
-    """Of a dead process: how it ended, as `os.waitpid` tells its parent."""
+    """Of a dead process: its wait status, as of `os.waitpid`."""
 
     @property
     def is_dead(self) -> bool:
@@ -33,10 +33,10 @@ class ProcessStat:
 
 
 def process_stat(pid: int) -> ProcessStat | None:
-    """The state of a process, or None when there is none of that id, or none that this user may see.
+    """The state of a process, or None when there is none with that id that this user may see.
 
     Raises:
-        OSError: it is not known, such as where this process has no descriptor left to read it.
+        OSError: it cannot be read, for example because this process has no descriptor left.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -55,19 +55,19 @@ def process_stat(pid: int) -> ProcessStat | None:
 
 
 def is_alive(pid: int, start_time: int) -> bool:
-    """Whether the process of this id is the one that started then, and has not ended."""
+    """Whether the process with this id and start time has not ended."""
     now = process_stat(pid)
     return now is not None and not now.is_dead and now.start_time == start_time
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there, and neither stopped nor dead. False where that is not known."""
+    """Whether a process exists and is neither stopped nor dead. False if that cannot be read."""
     now = _stat_or_none(pid)
     return now is not None and not now.is_dead and not now.is_stopped
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal (SIGSTOP). One that a debugger looks at is not."""
+    """Whether a process was stopped by a signal (SIGSTOP), not by a debugger."""
     now = _stat_or_none(pid)
     return now is not None and now.is_stopped
 
