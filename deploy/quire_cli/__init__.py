@@ -1,7 +1,7 @@
 """The `quire` command: serve, model, generate, doctor.
 
-It starts other programs and tidies up after them; it knows nothing of how tokens are made. What it imports of the other
-packages it imports late, so that `quire --help` answers at once.
+It starts other programs and cleans up after them; it knows nothing of how tokens are generated. It imports the other
+packages late, so that `quire --help` is fast.
 """
 
 __all__: list[str] = []

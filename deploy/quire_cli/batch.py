@@ -1,4 +1,4 @@
-"""Many prompts from a file of JSON lines, and what comes of them as JSON lines: one for each, in the same order.
+"""Many prompts from a file of JSON lines, and their results as JSON lines: one for each, in the same order.
 
 ::
 
@@ -33,15 +33,15 @@ class _Entry:
     """One line of the file."""
 
     labels: dict[str, Any]
-    """What its result begins with: `line`, and `custom_id` where it has one."""
+    """The first keys of its result: `line`, and `custom_id` if it has one."""
     prompt: Any = None
     params: "SamplingParams | None" = None
     result: dict[str, Any] | None = None
-    """There already where the line cannot be used."""
+    """Set from the beginning if the line is invalid."""
 
 
 class Batch:
-    """Prompts with their parameters, and what has become of them."""
+    """Prompts with their parameters, and their results so far."""
 
     def __init__(self, entries: list[_Entry]) -> None:
         self._entries = entries
@@ -49,11 +49,11 @@ class Batch:
 
     @classmethod
     def of(cls, prompt: str, params: "SamplingParams") -> "Batch":
-        """One prompt, which has no line."""
+        """One prompt, not from a file."""
         return cls([_Entry({}, prompt, params)])
 
     def only_result(self, llm: "LLM") -> str:
-        """Generate from the one prompt; its JSON object.
+        """Generate from the one prompt; returns its JSON object.
 
         Raises:
             RequestError: it was refused.
@@ -69,10 +69,10 @@ class Batch:
         return _dump(entry)
 
     def run(self, llm: "LLM", console: Console, write: Callable[[str], None]) -> None:
-        """Generate from all of them, and write each result as soon as it and those before it are there.
+        """Generate from all prompts, and write each result as soon as it and those before it are complete.
 
         Raises:
-            CommandError: some failed; the others are done all the same.
+            CommandError: some failed; the others were completed.
         """
         usable = [entry for entry in self._entries if entry.params is not None]
         total, num_done = len(self._entries), len(self._entries) - len(usable)
@@ -84,7 +84,7 @@ class Batch:
                     num_done += 1
                     self._write_results(write)
                     waiting.tick(100 * num_done // total)
-        except BaseException:  # what is done is not lost to what stopped the rest
+        except BaseException:  # whatever stopped the rest, complete results are not lost
             self._write_results(write, gaps=True)
             raise
         num_failed = sum("error" in (entry.result or {}) for entry in self._entries)
@@ -93,7 +93,7 @@ class Batch:
         console.line(f"quire: {total} prompts done")
 
     def _write_results(self, write: Callable[[str], None], *, gaps: bool = False) -> None:
-        """Write what is there, up to the first that is missing, or passing by those that are."""
+        """Write results up to the first that is missing, or skipping those that are."""
         for entry in self._entries[self._num_written :]:
             if entry.result is not None:
                 write(_dump(entry) + "\n")
@@ -106,11 +106,11 @@ def read_batch(path: Path, defaults: Mapping[str, Any]) -> Batch:
     """Read a file of prompts.
 
     A line is a JSON string, the prompt; or an object that has `prompt`, `prompt_token_ids` or `messages`, any sampling
-    parameters, and a `custom_id` if wanted. Empty lines are passed by. A line that is something else fails alone.
+    parameters, and a `custom_id` if wanted. Empty lines are skipped. A line that is something else fails alone.
 
     Args:
         path: of the file; `-` is stdin.
-        defaults: sampling parameters of lines that do not say otherwise.
+        defaults: sampling parameters that lines may override.
 
     Raises:
         UsageError: the file cannot be read, or holds no line.
@@ -182,7 +182,7 @@ def _as_json(output: "RequestOutput") -> dict[str, Any]:
 
 
 def _dump(entry: _Entry) -> str:
-    """One line of ASCII, which no locale can spoil."""
+    """One line of ASCII, independent of the locale."""
     import msgspec
 
     values = msgspec.to_builtins({**entry.labels, **(entry.result or {})}, str_keys=True)
@@ -190,7 +190,7 @@ def _dump(entry: _Entry) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The same with null for infinities, which are no JSON: the log-probability of a token that cannot be."""
+    """The same with null for infinities, which JSON does not have: log-probabilities of impossible tokens."""
     if isinstance(value, dict):
         return {name: _finite(inner) for name, inner in value.items()}
     if isinstance(value, list):

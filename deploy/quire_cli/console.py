@@ -1,6 +1,6 @@
 """Lines on stderr for the person who started the command, with a status line below them on a terminal.
 
-stdout is left to what other programs read: the ready line, generated text, JSON.
+stdout is for what other programs read: the ready line, generated text, JSON.
 """
 
 import sys
@@ -18,7 +18,7 @@ _PLAIN_INTERVAL_S = 10.0
 
 
 class Console:
-    """Writes whole lines to stderr from any thread, and waits for no reader. Leave its context at the end."""
+    """Writes whole lines to stderr from any thread, without waiting for a reader. Leave its context at the end."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,7 +45,7 @@ class Console:
             self._writer.write(f"{_CLEAR if self._status else ''}{text}\n{self._status}")
 
     def status(self, text: str) -> None:
-        """Replace the status line; an empty text removes it. Nothing happens where stderr is no terminal."""
+        """Replace the status line; an empty text removes it. Does nothing if stderr is not a terminal."""
         if not self.is_terminal or text == self._status:
             return
         with self._lock:
@@ -63,7 +63,7 @@ class waiting_line:  # noqa: N801 (a context manager, used like a function)
     Args:
         console: where it is shown.
         what: is going on.
-        announce: say so at once elsewhere than on a terminal; else only if it takes that long.
+        announce: if not on a terminal, write the first line at once and not only after ten seconds.
     """
 
     def __init__(self, console: Console, what: str, *, announce: bool = True) -> None:
@@ -84,7 +84,7 @@ class waiting_line:  # noqa: N801 (a context manager, used like a function)
         self._console.status("")
 
     def tick(self, percent: int | None = None) -> None:
-        """Show the time that has passed, and how much is done where that is known."""
+        """Show the time that has passed, and the progress if it is known."""
         elapsed = time.monotonic() - self._start
         if self._console.is_terminal:
             spinner = _SPINNER[int(elapsed * 10) % len(_SPINNER)]

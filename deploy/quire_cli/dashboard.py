@@ -1,6 +1,6 @@
-"""The dashboard: in a process of its own beside a server, and alone.
+"""The dashboard: beside a server as a process of its own, or alone.
 
-It is another package, which nothing here imports: it may be missing, and is told by arguments and environment.
+It is another package, which may be missing. Nothing here imports it: it gets its settings by arguments and environment.
 """
 
 import os
@@ -35,14 +35,14 @@ _MIN_TOKEN_CHARACTERS = 16
 
 
 def how_to_install() -> str:
-    """Empty when the dashboard can be started here, else what is missing and how it comes."""
+    """What is missing to start the dashboard, and how to install it; empty if nothing is."""
     missing = [name for name in _NEEDS if find_spec(name) is None]
     return f"there is no {missing[0]} here; pip install 'quire[dashboard]' brings it" if missing else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DashboardOptions:
-    """What a dashboard looks at, and where it is seen."""
+    """What a dashboard shows, and where it listens."""
 
     url: str = "127.0.0.1:8001"
     metrics: str = "127.0.0.1:8002"
@@ -54,7 +54,7 @@ class DashboardOptions:
     token: str = ""
 
     def command(self, port: int) -> list[str]:
-        """What is run; the tokens go by environment, as a command line is seen by every user."""
+        """The command; tokens are passed by environment, as every user can see a command line."""
         arguments = ["--url", self.url, "--metrics", self.metrics, "--prometheus", self.prometheus]
         arguments += ["--health", self.health]
         return [sys.executable, "-m", "quire_dashboard", *arguments, "--host", self.host, "--port", str(port)]
@@ -87,9 +87,9 @@ class Dashboard:
     """The dashboard of one `quire serve`. It outlives restarts of the server, and ends with the context.
 
     Args:
-        endpoint: where it listens; of another host than loopback, it asks its visitors for a token.
+        endpoint: where it listens; on another host than loopback, it asks its visitors for a token.
         server: the server's endpoints by service, `grpc`, `metrics` and `health` among them.
-        console: is told when the dashboard ends by itself.
+        console: gets a line when the dashboard ends by itself.
 
     Raises:
         UsageError: the token that it was given is too short.
@@ -116,7 +116,7 @@ class Dashboard:
 
     @property
     def server_environment(self) -> dict[str, str]:
-        """What the server must be started with, so that the dashboard may see its requests."""
+        """Variables that the server must be started with, so that the dashboard may see its requests."""
         return {INTROSPECTION_TOKEN: self._introspection_token}
 
     def __enter__(self) -> "Dashboard":
@@ -144,7 +144,7 @@ class Dashboard:
             self._popen.wait()
 
     def ready_word(self) -> str | None:
-        """What the ready line says of it: None while it is not yet known, empty when there is no dashboard."""
+        """The dashboard's part of the ready line: None while not known yet, empty when there is no dashboard."""
         if self._gone.is_set():
             return ""
         if not self._listens:
@@ -154,7 +154,7 @@ class Dashboard:
                 if self._popen is None or not listens(self._popen.pid, self._endpoint.port):
                     raise ConnectionRefusedError("what listens there is not this dashboard")
             except OSError:
-                # The first time may come late: it is asked for once the server is ready, which may take minutes.
+                # The first call may come late: only once the server is ready, which may take minutes.
                 if time.monotonic() - self._start < _START_S:
                     return None
                 self._yield_to_server()
@@ -164,7 +164,7 @@ class Dashboard:
         return f" dashboard={self._endpoint}"
 
     def _how_to_enter(self) -> list[str]:
-        """A link for a person; a log is kept and read by others, so no token that is anybody's own comes into it."""
+        """A link on a terminal. Others can read a log, which never gets a token that the operator has chosen."""
         url = f"http://{self._endpoint}/"
         if self._console.is_terminal:
             return [f"quire: the dashboard asks for a token: {url}?token={quote(self._token, safe='')}"]
@@ -172,7 +172,7 @@ class Dashboard:
         return [f"quire: the dashboard asks for a token: {url}", f"quire: the dashboard's token {whose}"]
 
     def _yield_to_server(self) -> None:
-        """Whoever looks at the engine must not take its time. Not from the beginning: the start is waited for."""
+        """Lower its priority below the engine's; not before it has started, which `quire serve` waits for."""
         if self._popen is not None:
             process.yield_to_others(self._popen.pid)
 

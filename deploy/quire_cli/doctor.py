@@ -1,4 +1,4 @@
-"""`quire doctor`: what this machine can run, and what is missing, each with its mend."""
+"""`quire doctor`: what this machine can run, and what is missing, each with its fix."""
 
 import os
 import platform
@@ -22,7 +22,7 @@ __all__ = ["Check", "examine", "is_fit"]
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
 _GIB = 2**30
 _MIB = 2**20
-# The Python backend maps 1 MiB per model and grows with what is in flight; containers get 64 MiB by default.
+# The Python backend maps 1 MiB per model, and more with requests in flight; containers get 64 MiB by default.
 _SHM_ENOUGH = 64 * _MIB
 _SHM_LEAST = 8 * _MIB
 _MEMORY_ENOUGH = 2 * _GIB
@@ -32,7 +32,7 @@ _PORTS = {"grpc-port": 8001, "http-port": 8000, "metrics-port": 8002}
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding. `FAIL`: `quire serve` cannot work. `WARN`: it can, but less well, or not with its defaults."""
+    """One finding. `FAIL`: `quire serve` cannot work. `WARN`: it works, but worse, or not with its defaults."""
 
     name: str
     status: Literal["OK", "WARN", "FAIL"]
@@ -142,7 +142,7 @@ def _memory() -> Check:
 
 
 def _gpu() -> Check:
-    """What torch says, as it computes there, and not nvidia-smi, which need not be installed."""
+    """According to torch, which computes there, and not to nvidia-smi, which need not be installed."""
     try:
         import torch
     except ImportError as error:
@@ -154,7 +154,7 @@ def _gpu() -> Check:
             return Check("gpu", "OK", f"none ({without}, and there is no NVIDIA driver); models run on the CPU")
         mend = "install a CUDA build of torch to use the GPUs"
         return Check("gpu", "WARN", f"NVIDIA driver {driver}, but {without}: models run on the CPU", mend)
-    with warnings.catch_warnings(record=True) as caught:  # in which torch says why it finds none
+    with warnings.catch_warnings(record=True) as caught:  # in which torch says why it finds no GPU
         warnings.simplefilter("always")
         is_available = torch.cuda.is_available()
     if not is_available:
@@ -165,7 +165,7 @@ def _gpu() -> Check:
         return Check("gpu", "WARN", detail, "mend the driver, or see whether CUDA_VISIBLE_DEVICES hides the GPUs")
     try:
         gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    except RuntimeError as error:  # one that is there, and does not answer
+    except RuntimeError as error:  # a GPU that does not respond
         return Check("gpu", "WARN", f"torch cannot use the GPUs: {str(error).splitlines()[0]}", "mend the driver")
     names = ", ".join(
         f"{gpu.name} ({gpu.total_memory / _GIB:.0f} GiB, compute capability {gpu.major}.{gpu.minor})" for gpu in gpus

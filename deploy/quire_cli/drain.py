@@ -1,8 +1,8 @@
-"""DrainWatch: when a server that was told to end has nothing left to do, though it does not end by itself.
+"""DrainWatch: detects that a server which was told to end has nothing left to do, though it does not end by itself.
 
 tritonserver 2.51 waits for its whole timeout in two cases: a stub that died in the middle of requests, and a gRPC
-stream whose client cancelled just as it ended, of which the server keeps the request for ever. Nobody is served by that
-wait. What is really in flight the models' processes show on their status pages.
+stream whose client cancelled just as it ended, whose request the server keeps for ever. That wait helps nobody. The
+status pages of the models' processes show what is really in flight.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from quire_cli.server_process import ServerProcess, Stub
 
 __all__ = ["DrainWatch"]
 
-# A server that has nothing in flight tells its models within a second to end. They send what they have to tell.
+# A server without requests in flight tells its models to end within a second. They may still send something.
 _IDLE_S = 1.5
-# Once all stubs have ended, nobody has anything left to do.
+# Once all stubs have ended, nothing is left to do.
 _ALL_ENDED_S = 0.3
 _INDEX_TIMEOUT_S = 1.0
 _LOADED = ("READY", "LOADING", "UNLOADING")
@@ -43,20 +43,20 @@ class DrainWatch:
         self._given_up = given_up
         self._idle_since: float | None = None
         self._knows_all_models, self._unseen = False, set[Stub]()
-        with contextlib.suppress(OSError):  # no descriptor is left: nothing is known, so its end is waited for
+        with contextlib.suppress(OSError):  # no descriptor is left: nothing is known, so wait for its end
             self._look_at_all(server, endpoint)
 
     def _look_at_all(self, server: ServerProcess, endpoint: Endpoint) -> None:
-        """See whether there is anything of which the status pages do not tell."""
+        """Check whether there are models without status pages."""
         pages = read_status_pages(self._folder)
-        # A model that is not ours may have requests that nobody here knows of.
+        # A model of another backend may have requests that are not known here.
         models = _loaded_models(endpoint)
         self._knows_all_models = models is not None and models <= {page.model for page in pages} | set(self._given_up)
         self._unseen = server.stubs() - {page.stub for page in pages}
         """Of another backend, or one of ours that is about to end: its page goes before it does."""
 
     def is_over(self) -> bool:
-        """Whether nothing has been in flight for long enough, and no model been ending; call it often."""
+        """Whether no request was in flight for long enough, and no model was ending; call it often."""
         try:
             return self._is_over()
         except OSError:  # as above
@@ -67,7 +67,7 @@ class DrainWatch:
         pages = read_status_pages(self._folder)
         living = [page for page in pages if _lives(page)]
         is_busy = any(page.num_in_flight or page.state is StubState.ENDING for page in living)
-        # Without pages all stubs have ended in good order, and the server is about to.
+        # Without pages all stubs have ended normally, and the server is about to.
         is_ending = not pages and not self._given_up
         sees_all = self._knows_all_models and not any(process_state.is_alive(*stub) for stub in self._unseen)
         if is_busy or is_ending or not sees_all:
@@ -78,7 +78,7 @@ class DrainWatch:
         return time.monotonic() - self._idle_since > (_IDLE_S if living else _ALL_ENDED_S)
 
     def cut_off(self) -> str | None:
-        """The stub that died with requests in flight, if one did; one that ends in good order takes its page along."""
+        """The stub that died with requests in flight, if one did; a stub that ends normally removes its page."""
         for page in read_status_pages(self._folder):
             if page.num_in_flight and not _lives(page):
                 return f"the stub process {page.pid} of model {page.model!r} died"
@@ -90,7 +90,7 @@ def _lives(page: StubStatus) -> bool:
 
 
 def _loaded_models(endpoint: Endpoint) -> set[str] | None:
-    """Names of the models that the server has; None when it does not say."""
+    """Names of the models that the server has; None if it does not answer."""
     connection = http.client.HTTPConnection(endpoint.client_host, endpoint.port, timeout=_INDEX_TIMEOUT_S)
     try:
         models = ask_index(connection)

@@ -1,4 +1,4 @@
-"""How a command fails: one line that names the cause and the mend."""
+"""How a command fails: with one line that names the cause and the fix."""
 
 import os
 
@@ -6,13 +6,13 @@ __all__ = ["CommandError", "UsageError", "has_working_directory"]
 
 
 class CommandError(Exception):
-    """Ends the command with exit code 1. The message is one line, "cause; mend"."""
+    """Ends the command with exit code 1. The message is one line, "cause; fix"."""
 
     exit_code = 1
 
 
 class UsageError(CommandError):
-    """What was typed cannot be meant; ends the command with exit code 2."""
+    """Wrong usage; ends the command with exit code 2."""
 
     exit_code = 2
 

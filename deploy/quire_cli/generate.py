@@ -47,7 +47,7 @@ def generate(
 
     if input_file is not None and prompt is not None:
         raise UsageError("--prompt and --input are both given; give one of them")
-    # Everything that can be wrong is found before the seconds that loading takes.
+    # Errors are found before the seconds that loading takes.
     try:
         sampling_params = SamplingParams.from_mapping(sampling)
         config = EngineConfig.from_settings({"model": str(model), **settings})
@@ -78,7 +78,7 @@ def generate(
 
 @contextmanager
 def _loaded(model: Path, settings: Mapping[str, Any]) -> "Iterator[LLM]":
-    """The engine, while it is needed; how much of it is loaded is shown."""
+    """The engine as a context; shows the progress of loading it."""
     from quire_engine.models.progress import reported_progress
 
     with (
@@ -102,7 +102,7 @@ def read_prompt() -> str:
     """
     if sys.stdin.isatty():
         Console().line("quire: type the prompt, then Ctrl-D")
-    # Bytes, so that neither the locale nor a surrogate decides what the text is.
+    # Bytes, so that the text does not depend on the locale, nor holds surrogates.
     return _decoded(sys.stdin.buffer.read(), "stdin").removesuffix("\n")
 
 
@@ -118,7 +118,7 @@ def _write(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        raise  # a reader that has read enough: the command ends, and says nothing
+        raise  # the reader has closed the pipe: the command ends silently
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would try again when it ends
         raise CommandError(f"the text cannot be written to stdout: {error.strerror}") from None

@@ -1,12 +1,12 @@
-"""The health address: `GET /health` of `quire serve` itself, which answers whatever state tritonserver is in.
+"""The health address: `GET /health` of `quire serve` itself, which answers in every state of tritonserver.
 
     200   {"status": "ok", "problems": [], "models": […]}           requests are served
     503   {"status": "unavailable", "problems": ["…", …], …}        they are not, or not all of them
 
-Whoever asks from another machine gets the status alone: problems name files, and models are nobody's business there.
+Clients on other machines only get the status: problems name files, and models are not for everybody to know.
 
-It runs in a thread with an event loop of its own, so that a slow or hostile client costs it one connection for some
-seconds and nobody else anything: connections are few, short, and the oldest makes place for a new one.
+It runs in a thread with an event loop of its own, so that a slow or hostile client only takes one connection for some
+seconds: connections are few and short, and the oldest is closed for a new one.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ from quire_cli.ports import Endpoint, is_loopback
 __all__ = ["Health", "HealthServer"]
 
 STALE_S = 5.0
-"""`Health` that nobody has written for so long is not believed."""
+"""`Health` that was not written for so long is stale."""
 _REQUEST_S = 5.0
 _MOST_CONNECTIONS = 64
 _MOST_BYTES = 8192
 _MOST_DROPPED_BYTES = 64 * 2**10
-"""What may follow a request, and is thrown away; a client that sends more is cut off."""
+"""Bytes that may follow a request and are dropped; a client that sends more is cut off."""
 
 
 class Health:
-    """What is known of the server at this moment; written by its supervisor, read from any thread.
+    """The state of the server; written by its supervisor, read from any thread.
 
     Args:
         clock: seconds, monotonic.
@@ -48,7 +48,7 @@ class Health:
         self._models: list[dict[str, object]] = []
 
     def write(self, problems: Sequence[str], models: Sequence[StubStatus] = ()) -> None:
-        """Replace what is known."""
+        """Replace the state."""
         shown: list[dict[str, object]] = [
             {"name": one.model, "version": one.version, "instance": one.instance, "pid": one.pid,
              "state": one.state.name.lower(), "requests_in_flight": one.num_in_flight}
@@ -72,7 +72,7 @@ class HealthServer:
 
     Args:
         endpoint: where it listens; a port that is free.
-        health: what it tells.
+        health: what it answers with.
 
     Raises:
         CommandError: it cannot listen there, or cannot start.
@@ -104,13 +104,13 @@ class HealthServer:
     def _work(self) -> None:
         try:
             asyncio.run(self._run())
-        except Exception as error:  # such as no descriptor left for the event loop
+        except Exception as error:  # for example if no descriptor is left for the event loop
             if self._started.is_set():
                 raise
             self._failure = error
         finally:
             self._socket.close()
-            self._started.set()  # whoever waits has its signals blocked: it must not wait for nothing
+            self._started.set()  # the caller waits with its signals blocked: it must not wait for ever
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -131,7 +131,7 @@ class HealthServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            # One request per connection, in which whoever asks has some seconds for all of it.
+            # One request per connection, which has to be complete within some seconds.
             await asyncio.wait_for(self._answer(reader, writer), _REQUEST_S)
         except (OSError, ValueError, EOFError, asyncio.TimeoutError, asyncio.LimitOverrunError):
             pass
@@ -149,7 +149,7 @@ class HealthServer:
             code, body = 405, {"error": "only GET and HEAD"}
         elif path == b"/health":
             code, body = self._health.answer()
-            peer = writer.get_extra_info("peername")  # None of one that has gone already
+            peer = writer.get_extra_info("peername")  # None if it has disconnected already
             if peer is None or not is_loopback(peer[0]):
                 body = {"status": body["status"]}
         else:

@@ -1,6 +1,6 @@
 """What tritonserver is started with: its backend directory, its environment, its flags.
 
-Every detail here is one that a Python-based backend fails without, in ways that are hard to read from its log.
+Without any of these details a Python-based backend fails, in ways that are hard to see in its log.
 """
 
 import os
@@ -44,7 +44,7 @@ class ServerFlags:
         return dict(self._items())
 
     def all_values(self, name: str) -> list[str]:
-        """The values of a flag that may be given more than once."""
+        """All values of a flag, which may be given more than once."""
         return [value for given, value in self._items() if given == name]
 
     def _items(self) -> list[tuple[str, str]]:
@@ -58,7 +58,7 @@ class ServerFlags:
         return items
 
     def without(self, name: str) -> "ServerFlags":
-        """All but those of one name."""
+        """All flags except those of one name."""
         kept: list[str] = []
         is_kept = True
         for token in self.tokens:
@@ -69,15 +69,15 @@ class ServerFlags:
         return ServerFlags(tuple(kept))
 
     def plus(self, *flags: tuple[str, str]) -> "ServerFlags":
-        """These, and then some more."""
+        """These flags, followed by others."""
         return ServerFlags((*self.tokens, *(f"--{name}={value}" for name, value in flags)))
 
     def is_off(self, name: str) -> bool:
-        """True when a boolean flag was given and says no."""
+        """True when a boolean flag was given with a false value."""
         return self.values.get(name, "true").lower() in ("false", "0")
 
     def merge(self, defaults: Iterable[tuple[str, str]]) -> list[str]:
-        """Our flags, without those that the user gave as well, then the user's."""
+        """Our flags, except those that the user gave too, then the user's."""
         # Some are many flags of one name. Of the settings of backends, only an equal one replaces ours; what is left to
         # restrict beside the user's own flags, `restricted_apis` has seen to.
         given = self.values.keys() - {"backend-config", "http-restricted-api", "grpc-restricted-protocol"}
@@ -91,7 +91,7 @@ class ServerFlags:
 
 
 def compose_backends(server: TritonServer, folder: Path) -> Path:
-    """Make a backend directory that holds ours and the Python backend.
+    """Make a backend directory with our backend and the Python backend.
 
     ::
 

@@ -1,7 +1,7 @@
-"""Whose is the service that answers on a port?
+"""Which process listens on a port.
 
-Two servers that are started at one moment both find a port free, and only one gets it: what answers the other one's
-question is not its own.
+Two servers that are started at the same moment both find a port free, but only one gets it: the other one's probe would
+be answered by the first.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _LISTENS = "0A"
 
 
 def listens(session: int, port: int) -> bool:
-    """Whether a process of a session listens on a TCP port: one that was started with a session of its own, or a child.
+    """Whether a process of a session listens on a TCP port.
 
     Args:
         session: id of the process that began the session.
@@ -43,7 +43,7 @@ def _listening_sockets(port: int) -> Iterator[str]:
 
 
 def _members(session: int) -> Iterator[int]:
-    """Processes of a session, the one that began it first: mostly it is the one."""
+    """Processes of a session, its leader first, which usually is the one that listens."""
     yield session
     for pid in process.own_processes():
         with contextlib.suppress(ProcessLookupError):
@@ -52,7 +52,7 @@ def _members(session: int) -> Iterator[int]:
 
 
 def _sockets(pid: int) -> set[str]:
-    """Inodes of a process' sockets; none of one that has ended."""
+    """Inodes of a process's sockets; none if it has ended."""
     found: set[str] = set()
     with contextlib.suppress(FileNotFoundError, PermissionError):
         for name in os.listdir(f"/proc/{pid}/fd"):

@@ -1,8 +1,8 @@
-"""LoadedModels: which models a server has that loads and unloads them while it runs, and which its successor must load.
+"""LoadedModels: which models a server has that loads and unloads them while it runs, and which the next one must load.
 
-Two tell of it. The status pages of our own models are always up to date. The repository index tells of all others as
-well, is up to half a second old, and may be closed. What neither tells is how a model was loaded: one whose
-configuration came with the call that loaded it is loaded again with that of the repository.
+There are two sources. The status pages of our own models are always up to date. The repository index lists all other
+models too, is up to half a second old, and may be restricted. Neither says how a model was loaded: one that was loaded
+with a configuration of the call's own is loaded again with that of the repository.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -19,10 +19,10 @@ _ALL = "*"
 
 
 class LoadedModels:
-    """What is loaded, over all servers of one run.
+    """The loaded models, over all servers of one run.
 
     Args:
-        asked: what the first server is told to load by name.
+        asked: models that the first server loads by name.
         follow_repository: whether a server loads whatever is in the repository, and unloads what no longer is.
         may_miss_some: whether the first server, too, may serve without a model that cannot be loaded.
     """
@@ -33,7 +33,7 @@ class LoadedModels:
         self._follow_repository = follow_repository
         self._may_miss_some = may_miss_some
         self.wanted = set(asked) - {_ALL}
-        """What the next server must load: all that was loaded and has not been unloaded since."""
+        """What the next server must load: all models that were loaded and not unloaded since."""
         self.has_served = False
         """Whether a server of this run was ready."""
         self._has_unloaded = False
@@ -44,7 +44,7 @@ class LoadedModels:
 
     @property
     def may_miss_some(self) -> bool:
-        """Whether a server serves without a model that cannot be loaded: what is missing is told as a problem."""
+        """Whether a server may serve without a model that cannot be loaded, which is then reported as a problem."""
         return self._may_miss_some or self.has_served
 
     def start_again(self) -> None:
@@ -53,11 +53,11 @@ class LoadedModels:
         self._missing.clear()
 
     def add(self, names: Iterable[str]) -> None:
-        """Take note of models that were loaded at the server's end."""
+        """Note the models that were loaded when the server ended."""
         self.wanted.update(names)
 
     def update(self, pages: Sequence[StubStatus], index: Sequence[IndexedModel] | None) -> None:
-        """Take note of what a server that is ready has.
+        """Note what a server that is ready has loaded.
 
         Args:
             pages: of the stubs that live, and of those that have just died.

@@ -1,8 +1,8 @@
 """One tritonserver as a process: started, asked whether it is ready, its stubs found, killed.
 
-A stub is the process that runs one model in Python: tritonserver forks a shell, which becomes the stub. Of its death,
-tritonserver 2.51 takes no notice in two cases: the first stub of a model, which completes the model's configuration, is
-waited for for ever; and a server whose stub dies while it serves calls itself ready and refuses every request.
+A stub is the process that runs one model in Python: tritonserver forks a shell, which becomes the stub. tritonserver
+2.51 does not notice its death in two cases: it waits for ever for the first stub of a model, which completes the
+model's configuration; and when a stub dies while it serves, it calls itself ready and refuses every request.
 """
 
 import http.client
@@ -28,9 +28,9 @@ __all__ = ["SIGNALS", "STOP_SIGNALS", "ServerProcess", "Stub"]
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 SIGNALS = {*STOP_SIGNALS, signal.SIGCHLD}
 _STUB_NAME = "triton_python_backend_stub"[:15]
-# What is asked of a service that speaks HTTP; of another one it is enough that it accepts a connection.
+# Probes of services that speak HTTP; others only have to accept a connection.
 _PROBES = {"http": "/v2/health/ready", "metrics": "/metrics"}
-# Not ready is also a server of which one model cannot be loaded. It opens its ports once it has tried all of them.
+# A server is not ready either if a model cannot be loaded. It opens its ports once it has tried to load all of them.
 _PROBES_OF_SOME = {**_PROBES, "http": "/v2/health/live"}
 _PROBE_TIMEOUT_S = 2.0
 # tritonserver 2.51 puts a request's body on the stack of the thread that reads it, and parses JSON recursively: on the
@@ -43,7 +43,7 @@ Stub = tuple[int, int]
 
 
 class ServerProcess:
-    """A tritonserver that has been started. Whoever starts one calls `close`."""
+    """A tritonserver that has been started. `close` it in the end."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], console: Console, *, show_whole_log: bool
@@ -92,7 +92,7 @@ class ServerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs, as far as `wait_for_signal` has seen; negative: the signal that killed it."""
+        """None while `wait_for_signal` has not seen its end; negative: the signal that killed it."""
         return self._popen.returncode
 
     @property
@@ -101,11 +101,11 @@ class ServerProcess:
         return process_state.how_it_ended(self._popen.returncode)
 
     def is_ready(self, endpoints: Mapping[str, Endpoint], *, with_all_models: bool = True) -> bool:
-        """Whether the models are loaded, and all ports open, by this server: it opens them one after the other.
+        """Whether the models are loaded and this server has opened all its ports, which it does one after the other.
 
         Args:
             endpoints: by service.
-            with_all_models: whether one that could not be loaded makes it not ready.
+            with_all_models: whether it is only ready if all models could be loaded.
         """
         probes = _PROBES if with_all_models else _PROBES_OF_SOME
         return all(
@@ -114,7 +114,7 @@ class ServerProcess:
         ) and all(listens(self._popen.pid, endpoint.port) for endpoint in endpoints.values())
 
     def stubs(self) -> set[Stub]:
-        """The stubs that live."""
+        """The live stubs."""
         children = self._children()
         return {(pid, stat.start_time) for pid, stat in children if stat.name == _STUB_NAME and not stat.is_dead}
 
@@ -125,7 +125,7 @@ class ServerProcess:
     def wait_for_signal(self, timeout_s: float) -> bool:
         """Sleep until a signal or the timeout; collect children that have died. True when asked to stop."""
         received = signal.sigtimedwait(SIGNALS, timeout_s)
-        # The server's exit code is for Popen to collect; orphans that this process adopted are nobody else's.
+        # Popen collects the server's exit code; orphans that this process adopted are collected here.
         while dead := _dead_child():
             if dead == self._popen.pid:
                 self._popen.wait()
@@ -141,7 +141,7 @@ class ServerProcess:
 def _raise_stack_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     wanted = _STACK_BYTES if hard == resource.RLIM_INFINITY else min(_STACK_BYTES, hard)
-    # Unlimited is no more: threads then get the platform's default of 2 MiB.
+    # Not more with an unlimited stack: threads then get the platform's default of 2 MiB.
     if soft == resource.RLIM_INFINITY or soft < wanted:
         resource.setrlimit(resource.RLIMIT_STACK, (wanted, hard))
 

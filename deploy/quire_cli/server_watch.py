@@ -1,11 +1,11 @@
-"""ServerWatch: how a server that serves really is, and when there is no hope left for it.
+"""ServerWatch: the true state of a server that serves, and whether it has to be replaced.
 
-tritonserver calls itself ready while it is stopped, while a model's process hangs or its engine is away. So nobody asks
-it: its process and those of its models are looked at in /proc, each model's process shows on its status page that it
-moves, and what only an answer can tell, whether the server's own event loop turns, is asked by a thread of its own.
+tritonserver calls itself ready while a model's process hangs or its engine is down. So its own state and that of its
+models' processes is read in /proc, each model's process shows on its status page that it moves, and a thread probes
+over HTTP whether the server's own event loop turns.
 
-A silence counts only as far as this process itself was on time: where the machine is so busy that nobody gets to run,
-nobody is found to hang.
+A silence counts only as far as this process itself was on time: on a machine so busy that nothing gets to run, nothing
+is taken to hang.
 """
 
 import http.client
@@ -30,29 +30,29 @@ __all__ = ["LiveProbe", "Patience", "Problem", "ServerWatch", "without_past_unlo
 
 LOOK_S = 0.2
 NOTICE_S = 1.5
-"""After so long a silence is told of."""
+"""A silence is reported after so long."""
 _PROBE_INTERVAL_S = 0.5
 # A call that loads a model holds up the connections that share its thread; another connection has another thread.
 _PROBE_TIMEOUT_S = 1.0
 _LOADS_S = 60.0
 """Where models are loaded over HTTP, several such calls can hold up all threads for as long as a load takes."""
 _INDEX_S = 3.0
-"""How long a stub's death is not judged for want of an index that is younger."""
+"""How long a stub's death waits for a repository index that is younger."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that keeps requests from being served."""
+    """A reason why requests are not served."""
 
     text: str
     is_fatal: bool = False
-    """Whether nothing but a new server will mend it."""
+    """Whether only a new server helps."""
     is_news: bool = True
-    """Whether nobody else writes of it to the log."""
+    """Whether it has to be logged here, as no other process logs it."""
 
 
 class Patience:
-    """Measures silences, each by a name of its own.
+    """Measures for how long something has not moved, by name.
 
     Args:
         clock: seconds, monotonic.
@@ -68,7 +68,7 @@ class Patience:
         """For how long nothing has moved; call it every `LOOK_S`.
 
         Args:
-            name: of whom.
+            name: of what is watched.
             sign: something that changes as long as it moves; None: it does not move.
         """
         now = self._clock()
@@ -85,8 +85,8 @@ class Patience:
 class LiveProbe:
     """Asks a server over HTTP whether it is live, and if need be for its models, in a thread of its own.
 
-    Over one connection for as long as that holds: a server that has no descriptor left for another one may serve its
-    clients well.
+    It keeps one connection for as long as it lasts: a server that has no descriptor left for another may still serve
+    its clients.
     """
 
     def __init__(self, endpoint: Endpoint, *, asks_for_models: bool) -> None:
@@ -96,16 +96,16 @@ class LiveProbe:
         self.num_answers = 0
         self.says_live = True
         self.index: list[IndexedModel] | None = None
-        """What it said last of its models."""
+        """Its last repository index."""
         self.is_fresh = False
-        """Whether it still answers."""
+        """Whether it answers."""
         self.asked_at = 0.0
         """When, in seconds since the machine started."""
         self.num_indexes = 0
         threading.Thread(target=self._run, name="live-probe", daemon=True).start()
 
     def close(self) -> None:
-        """Ask no more. The thread ends by itself, at the latest with the answer that it waits for."""
+        """Stop. The thread ends by itself, at the latest with the answer that it waits for."""
         self._stopping.set()
 
     def _run(self) -> None:
@@ -136,12 +136,12 @@ class LiveProbe:
 def without_past_unloads(
     index: Sequence[IndexedModel], pages: Sequence[StubStatus], asked_at: float
 ) -> list[IndexedModel]:
-    """The index without the unloads that are over, as a stub of that model has been started since it was asked.
+    """The index without the unloads that are over: a stub of that model was started since the index was read.
 
     Args:
-        index: what the server has said.
+        index: the server's.
         pages: of all stubs.
-        asked_at: when it was asked, in seconds since the machine started.
+        asked_at: when the index was requested, in seconds since the machine started.
     """
     loaded_since = {
         (page.model, page.version) for page in pages if page.start_time > asked_at * os.sysconf("SC_CLK_TCK")
@@ -159,7 +159,7 @@ class ServerWatch:
         server: the server.
         endpoint: its HTTP endpoint.
         folder: where the processes of its models have their status pages.
-        tell: takes a line for the log, of what was done.
+        tell: logs a line about what was done.
         hung_s: a silence of so long is a hang.
         models: is told which models are loaded; None where they neither come nor go, so that the end of any stub is a
             death.
@@ -180,24 +180,24 @@ class ServerWatch:
         self._died_at_index: dict[Stub, int] = {}
         self._probe = LiveProbe(endpoint, asks_for_models=models is not None)
         self.pages: list[StubStatus] = []
-        """What the models' processes said at the last look."""
+        """The status pages at the last look."""
         self.given_up: set[str] = set()
         """Models whose process was ended though the server still has them."""
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._probe.close()
 
     def look(self) -> list[Problem]:
-        """All that is wrong now; call it every `LOOK_S`."""
+        """All problems of this moment; call it every `LOOK_S`."""
         try:
             return self._look()
         except OSError as error:
-            # No descriptor is left here, or no memory: nothing is known, least of all that something has died.
+            # No descriptor or no memory is left here: nothing is known, and in particular no death.
             return [Problem(f"quire serve cannot see how its server is: {error.strerror}")]
 
     def note_what_was_loaded(self) -> None:
-        """The server has just died: what it had loaded since the last look is on the pages that its stubs have left."""
+        """The server has just died: note what it had loaded since the last look, from the pages that are left."""
         if self._models is not None:
             pages = read_status_pages(self._folder)
             self._models.add(page.model for page in pages if not page.is_leaving)
@@ -263,7 +263,7 @@ class ServerWatch:
         if stopped or page is not None:
             silences_s.append(self._patience.silence_s(stub, None if stopped or page is None else page.beats))
         if page is not None:
-            # A response that is on its way stays the same while the server does not take it.
+            # The number of a response stays the same while the server does not take it.
             sign = object() if not page.sending else page.sending
             silences_s.append(self._patience.silence_s((stub, "sending"), sign))
         silence_s = max(silences_s)

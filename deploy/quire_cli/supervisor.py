@@ -1,4 +1,4 @@
-"""Runs tritonserver from start to end: ready, started again when it or a stub dies or hangs, drained, nothing left.
+"""Supervisor: runs tritonserver from start to end: starts it again when it or a stub dies or hangs, drains, cleans up.
 
     start ── wait until ready ── serve ── drain ── end
       ▲            │ died          │ died, hangs
@@ -40,13 +40,13 @@ _VERBOSE = "see its whole log with: quire serve --verbose"
 
 
 class blocked_signals:  # noqa: N801 (a context manager, used like a function)
-    """Signals wait until the supervisor asks for them: none can come between a start and the tidying up after it."""
+    """Blocks signals until the supervisor waits for them: none can come between a start and the clean-up after it."""
 
     def __enter__(self) -> None:
         self._before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
     def __exit__(self, *_: object) -> None:
-        # Drop what is still pending: the run is over, and being killed by its second SIGTERM would hide its exit code.
+        # Drop pending signals: the run is over, and being killed by a second SIGTERM would hide its exit code.
         while signal.sigtimedwait(SIGNALS, 0):
             pass
         signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
@@ -88,18 +88,18 @@ class Supervisor:
     clean_up: Callable[[], None]
     """Ends all processes of a server that died, and removes their shared memory."""
     ready_word: Callable[[], str | None] = lambda: ""
-    """What a companion of the server adds to the ready line; None while it is not ready itself."""
+    """What the dashboard adds to the ready line; None while it is not ready itself."""
     show_whole_log: bool = False
     models: LoadedModels | None = None
-    """Is told which models are loaded, where they come and go while the server runs."""
+    """Keeps track of loaded models, if they come and go while the server runs."""
     needs_stub: bool = True
     """Whether a model of the repository must have a stub."""
     silence_s: float = 120.0
-    """How long a server that needs a stub may neither have had one nor write to its log."""
+    """For how long a server that needs a stub may have none and write nothing to its log."""
     status_folder: Path
     """Where the stubs have their status pages."""
     health: Health
-    """Is told how the server is, at every moment."""
+    """Gets the server's state, always up to date."""
     hung_s: float = 10.0
     """A server or stub that has not moved for so long is killed, and started again."""
 
@@ -134,7 +134,7 @@ class Supervisor:
                 is_first = False
                 cause = str(death)
                 self.health.write([f"{cause}; the server is being started again"])
-                # Before the end of its log is waited for: its stubs hold that open.
+                # Before waiting for the end of its log, which its stubs hold open.
                 server.kill()
                 self.clean_up()
             finally:
@@ -154,7 +154,7 @@ class Supervisor:
     def _wait_until_ready(self, server: ServerProcess) -> bool:
         """Wait for the models; False when asked to stop meanwhile."""
         watch = _StartWatch(server, needs_stub=self.needs_stub, silence_s=self.silence_s)
-        # A server that is started again is told to serve what it can; what is missing, the health address says.
+        # A server that is started again serves the models that it can load; the health address reports the others.
         with_all_models = self.models is None or not self.models.may_miss_some
         with waiting_line(self.console, self.what) as waiting:
             while not self._is_ready(server, watch, with_all_models):
@@ -170,7 +170,7 @@ class Supervisor:
         return True
 
     def _is_ready(self, server: ServerProcess, watch: "_StartWatch", with_all_models: bool) -> bool:
-        """Raises where that will never be."""
+        """Raises if it will never be ready."""
         try:
             if server.is_ready(self.endpoints, with_all_models=with_all_models) and self.ready_word() is not None:
                 return True
@@ -187,7 +187,7 @@ class Supervisor:
         )  # fmt: skip
 
     def _look(self, watch: ServerWatch, known: set[str]) -> set[str]:
-        """See how the server is, and tell of it; returns what has been written to the log.
+        """Check the server and update its health; returns the problems that were logged.
 
         Raises:
             ServerDiedError: only a new one will serve again.
@@ -230,7 +230,7 @@ class Supervisor:
                 return self._end_idle(server, watch)
             if time.monotonic() > timeout + _GRACE_S:
                 break
-        # When its timeout expires it leaves without tidying up, which now and then is a crash: that is no news.
+        # When its timeout expires it exits without cleaning up, sometimes by a crash: that is not reported.
         if server.exit_code is not None and server.exit_code < 0 and time.monotonic() < timeout:
             raise CommandError(f"tritonserver {server.how_it_ended} while it drained; running requests were cut off")
         if server.exit_code != 0:
@@ -254,7 +254,7 @@ class _StartError(CommandError):
 
 
 class _StartWatch:
-    """Finds a start that will never end: tritonserver waits for ever for a stub that is already dead."""
+    """Detects a start that will never end: tritonserver waits for ever for a stub that is already dead."""
 
     def __init__(self, server: ServerProcess, *, needs_stub: bool, silence_s: float) -> None:
         self._server = server

@@ -1,6 +1,6 @@
 """Where `tritonserver` is, and whether this Python can run a Python-based backend in it.
 
-Three places are looked at, in this order: PATH, /opt/tritonserver/bin (NVIDIA's container), and the nvidia-pytriton
+Three places are searched, in this order: PATH, /opt/tritonserver/bin (NVIDIA's container), and the nvidia-pytriton
 wheel, whose files are used without importing its package.
 """
 
@@ -33,7 +33,7 @@ class TritonServer:
 
     binary: Path
     origin: str
-    """In words, where it was found."""
+    """Where it was found, in words."""
     python_backend: Path
     """Folder with libtriton_python.so and triton_python_backend_utils.py."""
     stub: Path
@@ -44,7 +44,7 @@ class TritonServer:
 
     @property
     def cache_directory(self) -> Path:
-        """Where its response caches are; it need not have any. The server itself only looks in /opt/tritonserver."""
+        """Folder of its response caches, which may not exist. The server itself only looks in /opt/tritonserver."""
         return self.binary.parent.parent / "caches"
 
     @property
@@ -63,11 +63,11 @@ class TritonServer:
 
     @property
     def problem(self) -> str | None:
-        """Why this Python cannot run a backend in it, with the mend; None when it can."""
+        """Why this Python cannot run a backend in it, with the fix; None if it can."""
         if not (self.python_backend / "libtriton_python.so").is_file():
             return f"{self.binary} has no Python backend in {self.python_backend}; {INSTALL}"
         if self.is_wheel and sys.version_info >= (3, 13):
-            # It has a stub for 3.13, but one that needs numpy 1, which was never built for that.
+            # Its stub for 3.13 needs numpy 1, which was never built for 3.13.
             return (
                 f"the {_WHEEL} wheel serves Python 3.10 to 3.12, and this is {PYTHON}; install quire with one of those"
             )
@@ -132,7 +132,7 @@ def libpython() -> Path | str | None:
 
 
 def _wheel_folder() -> Path | None:
-    # For a top-level name, find_spec finds the folder without running anything of it.
+    # For a top-level name, find_spec finds the folder without importing the package.
     spec = find_spec("pytriton")
     locations = list(spec.submodule_search_locations or []) if spec else []
     return Path(locations[0]) / "tritonserver" if locations else None

@@ -1,10 +1,10 @@
-"""StuckUnloads: the processes of models that tritonserver has unloaded, and that nobody will end.
+"""StuckUnloads: processes of models that tritonserver has unloaded and will never end.
 
-tritonserver 2.51 keeps a gRPC request for good whose client cancelled just as its stream ended. The model of such a
-request is never let go of: after an unload it stays UNLOADING, after a reload its process stays beside the new one's,
-with its engine and all their memory. Such a process gets no request any more and will never be told to end, so it is
-ended from here; what tritonserver itself keeps is little. First it is asked to end its engine: its metrics only it can
-take away from the server, which would show an engine that is up for ever.
+tritonserver 2.51 never releases a gRPC request whose client cancelled just as its stream ended, nor the model of such a
+request: after an unload it stays UNLOADING, after a reload its process stays beside the new one's, with its engine and
+all their memory. Such a process gets no more requests and is never told to end, so it is ended from here; tritonserver
+itself keeps little. First it is asked to end its engine: only the process can remove its metrics from the server, which
+would otherwise show for ever that the engine is up.
 """
 
 import contextlib
@@ -23,16 +23,16 @@ from quire_cli.server_process import Stub
 __all__ = ["StuckUnloads", "end_stub", "left_behind"]
 
 IDLE_S = 0.8
-"""What may still be on its way to a stub whose model is being unloaded has arrived by then."""
+"""By then all requests have arrived that were on their way to a stub whose model is being unloaded."""
 REPLACED_S = 5.0
 """Until its successor has been warmed up, the server may still send requests to the one that it replaces."""
 GRACE_S = 4.0
-"""tritonserver asks a stub for a second how it is before it ends it, one instance after the other."""
+"""tritonserver asks a stub for its health for a second before it ends it, one instance after the other."""
 _MAPPED = re.compile(r" (/dev/shm/quire-\S+)$", re.MULTILINE)
 
 
 def left_behind(pages: Sequence[StubStatus], unloading: Collection[tuple[str, str]]) -> list[StubStatus]:
-    """The stubs whose model has been unloaded, or loaded anew: they get no request any more.
+    """The stubs whose model was unloaded or loaded anew: they get no more requests.
 
     Args:
         pages: of all stubs, in the order of their start.
@@ -72,7 +72,7 @@ def _replaced(stubs: Sequence[StubStatus]) -> list[StubStatus]:
 
 
 class StuckUnloads:
-    """Finds those that have nothing to do and do not end, by their status pages.
+    """Finds those that are idle and do not end, by their status pages.
 
     ::
 
@@ -81,7 +81,7 @@ class StuckUnloads:
                  └── begins anew with each request, and while the server ends another one of the model
 
     Args:
-        ask: has a stub end its engine and take its metrics away.
+        ask: asks a stub to end its engine and remove its metrics.
         clock: seconds, monotonic.
     """
 
@@ -89,14 +89,14 @@ class StuckUnloads:
         self._ask = ask
         self._clock = clock
         self._idle_since: dict[Stub, tuple[int, float]] = {}
-        """With how many of the model were left then."""
+        """With how many of the model's stubs were left then."""
         self._ending: dict[Stub, tuple[str, str]] = {}
 
     def find(self, left: Sequence[StubStatus], unloading: Collection[tuple[str, str]]) -> list[StubStatus]:
-        """Ask those that have had nothing to do since they were left behind; returns the ones to be killed.
+        """Ask those to end that have been idle since they were left; returns the ones to kill.
 
         Args:
-            left: all that are.
+            left: all stubs that are left.
             unloading: name and version of the models that tritonserver is unloading.
         """
         now, idle_since, stuck = self._clock(), {}, []
@@ -121,7 +121,7 @@ class StuckUnloads:
 
 
 def end_stub(page: StubStatus, folder: Path) -> None:
-    """Kill a stub, its engine with it, and remove what it had: its page and its shared memory."""
+    """Kill a stub with its engine, and remove its page and its shared memory."""
     try:
         mapped = set(_MAPPED.findall(Path(f"/proc/{page.pid}/maps").read_text()))
     except OSError:
