@@ -261,7 +261,7 @@ class CachedRequestData(msgspec.Struct, array_like=True):
     """Before this step; with async scheduling, tokens that are known to nobody but the ranks are counted too."""
     new_token_ids: list[list[int]] = []
     """With several ranks, what was sampled since each request's last step: most ranks do not sample. Empty with one
-    rank, and with async scheduling, where the ranks tell each other."""
+    rank; with async scheduling the ranks tell each other, of all but the requests that had drafts."""
 
 
 class GrammarBitmask(msgspec.Struct, array_like=True):
@@ -269,7 +269,8 @@ class GrammarBitmask(msgspec.Struct, array_like=True):
 
     request_ids: list[str]
     bitmask: bytes
-    """[requests, ceil(vocabulary / 32)] int32, row by row; bit i % 32 of word i // 32 is set when token i may come."""
+    """[rows, ceil(vocabulary / 32)] int32; bit i % 32 of word i // 32 is set when token i may come. A row for each
+    request, and behind it one for each of its drafts: for the token behind that."""
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True):
@@ -283,6 +284,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     grammar_bitmask: GrammarBitmask | None = None
     step: int = 0
     """Its number, counted by the scheduler from 1."""
+    draft_token_ids: dict[str, list[int]] = {}
+    """Guesses at the tokens to come, for requests whose last token is computed. They are among the scheduled tokens:
+    the step samples behind each of them, too."""
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -291,7 +295,10 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True):
-    """What one step sampled. A request whose prompt is not yet wholly computed has no entry."""
+    """What one step sampled. A request whose prompt is not yet wholly computed has no entry.
+
+    Of a request with drafts, there are as many tokens as drafts were right, and one more.
+    """
 
     sampled_token_ids: dict[str, list[int]]
     logprobs: dict[str, list[TokenLogprobs]] = {}

@@ -61,6 +61,11 @@ class ParallelState:
     """The ranks at this place of all stages, by stage; None when there is only one stage."""
 
     @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def tensor_rank(self) -> int:
         """Place in the stage."""
         return self.rank % self.tensor_parallel_size

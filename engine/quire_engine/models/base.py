@@ -1,17 +1,36 @@
 """CausalLM: what the worker asks of a model."""
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from quire_kernels import AttentionPlan
 
 from quire_engine.distributed import ParallelState
-from quire_engine.models.layers import AttentionMetadata
 
-__all__ = ["CausalLM", "KVCaches"]
+__all__ = ["CausalLM", "ForwardContext", "KVCaches"]
 
 KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
 """By layer of a stage: keys and values, each [N, K, B, D]; legend in `quire_kernels`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardContext:
+    """What the layers know of a step's tokens besides their hidden states. All int64; legend in `quire_kernels`."""
+
+    positions: torch.Tensor
+    """[T], each token's position in its sequence."""
+    slot_mapping: torch.Tensor
+    """[T], where its key and value go."""
+    block_table: torch.Tensor
+    """[S, M], block ids in order."""
+    query_start_loc: torch.Tensor
+    """[S + 1], cumulative number of scheduled tokens."""
+    seq_lens: torch.Tensor
+    """[S], context and scheduled tokens together."""
+    plan: AttentionPlan | None = None
+    """How the layers' attention is divided among threads; each layer makes its own if there is none."""
 
 
 class CausalLM(Protocol):
@@ -32,15 +51,13 @@ class CausalLM(Protocol):
     def num_heads(self) -> int:
         """Query heads of this rank, in each layer."""
 
-    def forward(
-        self, token_ids_T: torch.Tensor, kv_caches: KVCaches, metadata: AttentionMetadata
-    ) -> torch.Tensor | None:
+    def forward(self, token_ids_T: torch.Tensor, context: ForwardContext, kv_caches: KVCaches) -> torch.Tensor | None:
         """Compute one step. All ranks take part.
 
         Args:
             token_ids_T: int64, the scheduled tokens of all requests, one after the other.
+            context: whose tokens they are.
             kv_caches: written in place.
-            metadata: whose tokens they are.
 
         Returns:
             [T, E] hidden states after the last norm; None on stages before the last.
@@ -53,16 +70,16 @@ class CausalLM(Protocol):
         self,
         hidden_TE: torch.Tensor,
         residual_TE: torch.Tensor | None,
+        context: ForwardContext,
         kv_caches: KVCaches,
-        metadata: AttentionMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The layers of this stage: ops of `quire_kernels` and nothing else, so that they can be recorded.
 
         Args:
             hidden_TE: becomes the residual stream, in place, where there is none.
             residual_TE: written in place.
+            context: as of `forward`.
             kv_caches: as of `forward`.
-            metadata: as of `forward`.
 
         Returns:
             What the last layer adds to the residual stream, and the stream without it.

@@ -18,9 +18,9 @@ from quire_kernels import add_rms_norm, paged_attention, rms_norm, rope_and_cach
 from torch import nn
 
 from quire_engine.distributed import ParallelState
-from quire_engine.models.base import KVCaches
+from quire_engine.models.base import ForwardContext, KVCaches
 from quire_engine.models.checkpoint import CheckpointConfig
-from quire_engine.models.layers import AttentionMetadata, Weight, rope_cos_sin
+from quire_engine.models.layers import Weight, rope_cos_sin
 from quire_engine.models.parallel import (
     ColumnParallel,
     QKVParallel,
@@ -57,7 +57,7 @@ class Attention(nn.Module):
         cos_sin: torch.Tensor,
         key_cache_NKBD: torch.Tensor,
         value_cache_NKBD: torch.Tensor,
-        metadata: AttentionMetadata,
+        context: ForwardContext,
     ) -> torch.Tensor:
         """[T, E] -> [T, E]; writes this step's keys and values to the cache first."""
         q, k, v = self.qkv_proj(hidden_TE).split(self.qkv_proj.sizes, dim=-1)
@@ -65,9 +65,9 @@ class Attention(nn.Module):
             q.unflatten(-1, (self.num_heads, self.head_size)),
             k.unflatten(-1, (self.num_kv_heads, self.head_size)),
             v.unflatten(-1, (self.num_kv_heads, self.head_size)),
-            metadata.positions,
+            context.positions,
             cos_sin,
-            metadata.slot_mapping,
+            context.slot_mapping,
             key_cache_NKBD,
             value_cache_NKBD,
             query_norm_D=None if self.q_norm is None else self.q_norm.weight,
@@ -78,11 +78,11 @@ class Attention(nn.Module):
             query_THD,
             key_cache_NKBD,
             value_cache_NKBD,
-            metadata.block_table,
-            metadata.query_start_loc,
-            metadata.seq_lens,
+            context.block_table,
+            context.query_start_loc,
+            context.seq_lens,
             self.head_size**-0.5,
-            metadata.plan,
+            context.plan,
         )
         out_TE: torch.Tensor = self.o_proj(out_THD.flatten(1))
         return out_TE
@@ -139,15 +139,13 @@ class Decoder(nn.Module):
                 self.lm_head = VocabParallel(vocab_size, self.hidden_size, parallel, is_head=True)
         self.cos_sin = rope_cos_sin(config.rope, config.head_size, max_model_len)
 
-    def forward(
-        self, token_ids_T: torch.Tensor, kv_caches: KVCaches, metadata: AttentionMetadata
-    ) -> torch.Tensor | None:
+    def forward(self, token_ids_T: torch.Tensor, context: ForwardContext, kv_caches: KVCaches) -> torch.Tensor | None:
         """[T] -> [T, E], or None; from the stage before, and to the next one."""
         if self.parallel.is_first_stage:
             hidden, residual = self.embed(token_ids_T), None
         else:
             hidden, residual = receive_activations(self.parallel, len(token_ids_T), self.hidden_size, self.dtype)
-        hidden, residual = self.run_layers(hidden, residual, kv_caches, metadata)
+        hidden, residual = self.run_layers(hidden, residual, context, kv_caches)
         if not self.parallel.is_last_stage:
             send_activations(self.parallel, hidden, residual)
             return None
@@ -161,8 +159,8 @@ class Decoder(nn.Module):
         self,
         hidden_TE: torch.Tensor,
         residual_TE: torch.Tensor | None,
+        context: ForwardContext,
         kv_caches: KVCaches,
-        metadata: AttentionMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, E] and the residual stream -> what the last layer adds to it, and the stream."""
         for layer, (key_cache, value_cache) in zip(self.layers.values(), kv_caches, strict=True):
@@ -172,7 +170,7 @@ class Decoder(nn.Module):
                 residual_TE, hidden_TE = hidden_TE, rms_norm(hidden_TE, norm, self.eps)
             else:
                 hidden_TE = add_rms_norm(hidden_TE, residual_TE, norm, self.eps)
-            hidden_TE = layer.self_attn(hidden_TE, self.cos_sin, key_cache, value_cache, metadata)
+            hidden_TE = layer.self_attn(hidden_TE, self.cos_sin, key_cache, value_cache, context)
             hidden_TE = add_rms_norm(hidden_TE, residual_TE, layer.post_attention_layernorm.weight, self.eps)
             hidden_TE = layer.mlp(hidden_TE)
         assert residual_TE is not None, "a stage has at least one layer"

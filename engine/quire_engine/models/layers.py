@@ -1,33 +1,13 @@
 """The building blocks that architectures share."""
 
 import math
-from dataclasses import dataclass
 
 import torch
-from quire_kernels import AttentionPlan
 from torch import nn
 
 from quire_engine.models.checkpoint import RopeConfig
 
-__all__ = ["AttentionMetadata", "Weight", "rope_cos_sin"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionMetadata:
-    """Where the tokens of one step stand, for every attention layer alike. All int64; legend in `quire_kernels`."""
-
-    positions: torch.Tensor
-    """[T], each token's position in its sequence."""
-    slot_mapping: torch.Tensor
-    """[T], where its key and value go."""
-    block_table: torch.Tensor
-    """[S, M], block ids in order."""
-    query_start_loc: torch.Tensor
-    """[S + 1], cumulative number of scheduled tokens."""
-    seq_lens: torch.Tensor
-    """[S], context and scheduled tokens together."""
-    plan: AttentionPlan | None = None
-    """How the layers' attention is divided among threads; each layer makes its own if there is none."""
+__all__ = ["Weight", "rope_cos_sin"]
 
 
 class Weight(nn.Module):

@@ -10,7 +10,9 @@ those. Everything can be rebuilt from a request's token ids, and nothing is kept
       2  │ 5 8 77 301 · · · · ·│ 0 2  1   1 · · · · ·│    4     │ 0 0 0 0 0 1 0 0 2 0 …
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,7 @@ from quire_engine.sampling_params import SamplingParams
 __all__ = ["Penalties", "PenaltyState", "apply_penalties"]
 
 Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,18 +120,41 @@ class PenaltyState:
         self._num_seen[slots[new]] += 1
         self._output_counts[slots, columns] += 1
 
-    def gather(self, slots: Int64Array) -> Penalties | None:
-        """The penalties of a step whose rows are these slots; None when no row uses any."""
+    def gather(self, slots: Int64Array, drafts: Mapping[int, Int64Array] = MappingProxyType({})) -> Penalties | None:
+        """The penalties of a step whose rows are these slots; None when no row uses any.
+
+        Args:
+            slots: of the rows.
+            drafts: by row, the tokens that its request is to have seen besides.
+        """
         rows = np.flatnonzero(self.is_used[slots])
         if not len(rows):
             return None
         num_seen = self._num_seen[slots[rows]]
         columns = [(slot, slice(number)) for slot, number in zip(slots[rows].tolist(), num_seen.tolist(), strict=True)]
-        token_ids = np.concatenate([self._seen_token_ids[column] for column in columns])
+        seen = [(self._seen_token_ids[column], self._output_counts[column]) for column in columns]
+        if drafts:
+            for i, row in enumerate(rows.tolist()):
+                if row in drafts:
+                    seen[i] = self._with_drafts(slots[row], *seen[i], drafts[row])
+                    num_seen[i] = len(seen[i][0])
+        token_ids = np.concatenate([own for own, _ in seen])
         return Penalties(
             positions=torch.from_numpy(token_ids + np.repeat(rows * self._vocab_size, num_seen)),
-            output_counts=torch.from_numpy(np.concatenate([self._output_counts[column] for column in columns])),
+            output_counts=torch.from_numpy(np.concatenate([counts for _, counts in seen])),
             presence=torch.from_numpy(np.repeat(self._presence[slots[rows]], num_seen)),
             frequency=torch.from_numpy(np.repeat(self._frequency[slots[rows]], num_seen)),
             repetition=torch.from_numpy(np.repeat(self._repetition[slots[rows]], num_seen)),
         )
+
+    def _with_drafts(
+        self, slot: int, token_ids: Int64Array, output_counts: Float32Array, drafts: Int64Array
+    ) -> tuple[Int64Array, Float32Array]:
+        """What a slot has seen, and how often, as if it had sampled the drafts as well."""
+        drafted, counts = np.unique(drafts, return_counts=True)
+        columns = self._column_of[slot, drafted] - 1
+        is_new = columns < 0
+        output_counts = output_counts.copy()
+        output_counts[columns[~is_new]] += counts[~is_new]
+        new_counts = counts[is_new].astype(np.float32)
+        return np.concatenate((token_ids, drafted[is_new])), np.concatenate((output_counts, new_counts))

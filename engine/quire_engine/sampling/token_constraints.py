@@ -20,7 +20,7 @@ __all__ = ["BadWords", "TokenConstraintState", "TokenConstraints", "apply_token_
 Int64Array = npt.NDArray[np.int64]
 
 OutputTail = Callable[[int, int], list[int]]
-"""(slot, n) → the last n output tokens of the slot's request, or all if there are fewer."""
+"""(row, n) → the last n output tokens before the one that the row samples, or all if there are fewer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +120,7 @@ class TokenConstraintState:
         for row, slot in zip(used_rows.tolist(), slots[used_rows].tolist(), strict=True):
             bad_words, bias = self._bad_words[slot], self._bias[slot]
             if bad_words is not None:
-                completions = bad_words.completions(output_tail(slot, bad_words.max_prefix))
+                completions = bad_words.completions(output_tail(row, bad_words.max_prefix))
                 bad_rows += [row] * len(completions)
                 bad_token_ids += completions
             if bias is not None:

@@ -22,7 +22,7 @@ from typing import Literal
 import msgspec
 
 from quire_engine.messages import ModelRunnerOutput
-from quire_engine.worker.input_batch import InputBatch
+from quire_engine.worker.batch.input_batch import InputBatch
 
 __all__ = ["FAULT_INJECTION_VARIABLE", "FaultInjection"]
 

@@ -2,13 +2,20 @@
 
 ::
 
-    submit N     batch: count the token of each row        device: sample, and keep the tokens for step N + 1
-    submit N+1   batch: count another one                   device: takes the tokens of N from there
+    submit N     batch: count the token of each request     device: sample, and keep the tokens for step N + 1
+    submit N+1   batch: count another one                    device: takes the tokens of N from there
     result N     batch: which tokens they are, if the slots are still those requests'
+
+Of a request with drafts nothing is counted before the result: how many tokens come is what the result says. A draft is
+accepted if it is the very token that the model samples in its place; the first that is not is replaced by that token,
+and what was sampled behind it is dropped. If all are accepted, one token more has been sampled behind the last one::
+
+    known   drafts        sampled         come of it
+    5 8     31  4  9      31  4  7  2     31 4 7
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,57 +23,69 @@ import numpy.typing as npt
 
 from quire_engine.messages import ModelRunnerOutput, PromptLogprobs
 from quire_engine.sampling import SamplerOutput
-from quire_engine.worker.input_batch import InputBatch
+from quire_engine.worker.batch.input_batch import InputBatch
+from quire_engine.worker.batch.step_inputs import SampledRows
 
-__all__ = ["SampledRows", "SubmittedStep"]
+__all__ = ["PendingTokens", "SubmittedStep", "count_accepted"]
 
 Int64Array = npt.NDArray[np.int64]
 
 
-class SampledRows:
+class PendingTokens:
     """The requests of a step that are sampled, and the tokens that come for them.
 
     Made before the batch counts the tokens, under the lock that keeps others from changing it.
     """
 
-    def __init__(
-        self,
-        batch: InputBatch,
-        lock: threading.Lock,
-        request_ids: list[str],
-        slots: Int64Array,
-        tokens: SamplerOutput,
-    ) -> None:
+    def __init__(self, batch: InputBatch, lock: threading.Lock, sampled: SampledRows, tokens: SamplerOutput) -> None:
         self._batch = batch
         self._lock = lock
-        self._request_ids = request_ids
-        self._slots = slots
+        self._sampled = sampled
         self._tokens = tokens
-        self._positions = batch.num_tokens[slots]
-        self._generation = batch.generation[slots]
+        self._starts = sampled.starts
+        self._slots = sampled.slots[self._starts]
+        self._positions = batch.num_tokens[self._slots]
+        self._generation = batch.generation[self._slots]
 
     def fill(self, output: ModelRunnerOutput) -> None:
         """Wait for the tokens, and tell the batch and the output of them."""
-        sampled = self._tokens.wait()
-        token_ids = np.array(sampled.token_ids, dtype=np.int64)
+        tokens, request_ids = self._tokens.wait(), self._sampled.request_ids
+        token_ids, logprobs = [[token_id] for token_id in tokens.token_ids], [[one] for one in tokens.logprobs]
+        if self._sampled.drafts:
+            rows = self._rows_that_count(tokens.token_ids)
+            token_ids, logprobs = [tokens.token_ids[own] for own in rows], [tokens.logprobs[own] for own in rows]
         with self._lock:
-            is_same = self._batch.generation[self._slots] == self._generation
-            self._batch.settle_tokens(self._slots[is_same], self._positions[is_same], token_ids[is_same])
-        output.sampled_token_ids = {
-            request_id: [token_id] for request_id, token_id in zip(self._request_ids, sampled.token_ids, strict=True)
-        }
+            same = np.flatnonzero(self._batch.generation[self._slots] == self._generation)
+            self._batch.settle_lists(self._slots[same], self._positions[same], [token_ids[i] for i in same.tolist()])
+        output.sampled_token_ids = dict(zip(request_ids, token_ids, strict=True))
         output.logprobs = {
-            request_id: [logprobs]
-            for request_id, logprobs in zip(self._request_ids, sampled.logprobs, strict=True)
-            if logprobs is not None
+            request_id: [entry for entry in entries if entry is not None]
+            for request_id, entries in zip(request_ids, logprobs, strict=True)
+            if entries[0] is not None
         }
+
+    def _rows_that_count(self, token_ids: list[int]) -> list[slice]:
+        """Of each request, the rows up to the first one whose token is not the draft in its place."""
+        drafts = self._sampled.drafts
+        return [
+            slice(start, start + 1 + count_accepted(drafts.get(request_id, ()), token_ids[start:]))
+            for request_id, start in zip(self._sampled.request_ids, self._starts.tolist(), strict=True)
+        ]
+
+
+def count_accepted(drafts: Sequence[int], sampled: Sequence[int]) -> int:
+    """How many drafts are what was sampled in their place, up to the first that is not."""
+    count = 0
+    while count < len(drafts) and drafts[count] == sampled[count]:
+        count += 1
+    return count
 
 
 @dataclass(slots=True)
 class SubmittedStep:
     """What `ModelRunner.submit` returns."""
 
-    rows: SampledRows | None = None
+    pending: PendingTokens | None = None
     """None where nothing is sampled, or another rank does."""
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
     on_result: Callable[[ModelRunnerOutput], None] | None = None
@@ -79,8 +98,8 @@ class SubmittedStep:
             Exception: the step failed on the device.
         """
         output = ModelRunnerOutput({}, prompt_logprobs=self.prompt_logprobs)
-        if self.rows is not None:
-            self.rows.fill(output)
+        if self.pending is not None:
+            self.pending.fill(output)
         if self.on_result is not None:
             self.on_result(output)
         return output

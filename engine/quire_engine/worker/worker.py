@@ -33,11 +33,12 @@ from quire_engine.models.mapped import mapped_zeros
 from quire_engine.models.parallel import num_parameters, shard, stage_layers
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.system.memory import return_freed_memory
+from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.cache_memory import CpuCacheMemory, GpuCacheMemory, check_tables
 from quire_engine.worker.cache_sizing import block_bytes, num_blocks_for
-from quire_engine.worker.decode_graphs import CudaCapture, DecodeGraphs, capture_sizes, run_as_captured
 from quire_engine.worker.fault_injection import FaultInjection
-from quire_engine.worker.input_batch import InputBatch
+from quire_engine.worker.forward.decode_graphs import DecodeGraphs
+from quire_engine.worker.forward.graph_capture import CudaCapture, capture_sizes, run_as_captured
 from quire_engine.worker.model_runner import ModelRunner
 from quire_engine.worker.submitted_step import SubmittedStep
 from quire_engine.worker.threads import configure_threads

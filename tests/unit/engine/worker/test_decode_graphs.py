@@ -10,17 +10,11 @@ import pytest
 import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.distributed import ParallelState
-from quire_engine.messages import NewRequestData
-from quire_engine.worker.decode_graphs import (
-    FLOATS,
-    INTEGERS,
-    DecodeGraphs,
-    DeviceBlockTable,
-    _Graph,
-    capture_sizes,
-    run_as_captured,
-)
-from quire_engine.worker.input_batch import InputBatch
+from quire_engine.messages import NewRequestData, SchedulerOutput
+from quire_engine.worker.batch.input_batch import InputBatch
+from quire_engine.worker.batch.step_inputs import StepInputs
+from quire_engine.worker.forward.decode_graphs import FLOATS, INTEGERS, DecodeGraphs, DeviceBlockTable, _Graph
+from quire_engine.worker.forward.graph_capture import capture_sizes, run_as_captured
 from quire_kernels.gpu.interpreter import INTERPRETED
 from support.ranks import run_on_ranks, thread_ranks
 from support.triton_interpreter import interpreted_kernels
@@ -136,19 +130,19 @@ def test_ranks_capture_the_same_sizes_where_only_one_has_little_memory() -> None
 
 def test_rows_of_padding_go_where_nobody_reads() -> None:
     batch = InputBatch(4, 64, 16, 100)
-    for name, token_ids, blocks in (("a", [5, 6, 7], [2]), ("b", list(range(20)), [0, 3])):
+    for name, token_ids, num_computed, blocks in (("a", [5, 6, 7], 2, [2]), ("b", list(range(20)), 20, [0, 3])):
         params = SamplingParams(temperature=0.5, top_p=0.25, top_k=3, min_p=0.125, seed=2**63 + 1)
-        batch.add(NewRequestData(name, token_ids, len(token_ids), params, [], blocks, 0))
+        batch.add(NewRequestData(name, token_ids, len(token_ids), params, [], blocks, num_computed))
     batch.expect_tokens(np.array([batch.slots["b"]]))
     graphs = DecodeGraphs(None, [], batch, torch.zeros(5), 64, lambda: run_as_captured)  # type: ignore[arg-type]
     graphs._block_size, graphs._scratch_slot = 16, 144
-    slots = np.array([batch.slots["a"], batch.slots["b"]])
-    graphs._inputs = torch.from_numpy(graphs._lay_out(slots, 4))
+    inputs = StepInputs.of(batch, SchedulerOutput({"a": 1, "b": 1}), 16)
+    graphs._inputs = torch.from_numpy(graphs._lay_out(inputs, 4))
     columns = {name: column.tolist() for name, column in graphs._columns(4).items()}
     assert {name: columns[name] for name in INTEGERS} == {
         "token_ids": [7, 0, 0, 0],
         "from_device": [0, 1, 0, 0],
-        "slots": [*slots.tolist(), 4, 4],
+        "slots": [batch.slots["a"], batch.slots["b"], 4, 4],
         "positions": [2, 20, 0, 0],
         "slot_mapping": [2 * 16 + 2, 3 * 16 + 4, 144, 144],
         "seq_lens": [3, 21, 1, 1],

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from quire_engine.messages import ModelRunnerOutput, NewRequestData
 from quire_engine.sampling_params import SamplingParams
+from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.fault_injection import FaultInjection
-from quire_engine.worker.input_batch import InputBatch
 from support.faults import put_fault
 
 

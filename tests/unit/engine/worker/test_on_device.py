@@ -14,9 +14,12 @@ from quire_engine.models.decoder import Decoder
 from quire_engine.models.parallel import Packable
 from quire_engine.sampling import grammar_bitmask, logits_processors, sampler
 from quire_engine.sampling_params import SamplingParams
-from quire_engine.worker import decode_graphs, model_runner
-from quire_engine.worker.decode_graphs import DecodeGraphs, run_as_captured
-from quire_engine.worker.input_batch import InputBatch
+from quire_engine.worker import model_runner
+from quire_engine.worker.batch import sampling_inputs
+from quire_engine.worker.batch.input_batch import InputBatch
+from quire_engine.worker.forward import decode_graphs, eager
+from quire_engine.worker.forward.decode_graphs import DecodeGraphs
+from quire_engine.worker.forward.graph_capture import run_as_captured
 from quire_engine.worker.model_runner import ModelRunner
 from quire_kernels import cpu
 from quire_kernels.attention_plan import GpuAttentionPlan
@@ -87,11 +90,11 @@ def _gpu(config: CheckpointConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         pytest.skip("there is a GPU, and other tests run on it")
     monkeypatch.setenv(cpu.KERNELS_VARIABLE, cpu.INTERPRETER)  # the kernels of GPUs, whose launch is another below
     cpu.status.cache_clear()
-    for module in (model_runner, sampler, grammar_bitmask, logits_processors, decode_graphs):
+    for module in (model_runner, sampling_inputs, eager, sampler, grammar_bitmask, logits_processors, decode_graphs):
         monkeypatch.setattr(module, "upload", upload)
-    monkeypatch.setattr(model_runner, "upload_tensors", upload_tensors)
+    monkeypatch.setattr(sampling_inputs, "upload_tensors", upload_tensors)
     monkeypatch.setattr(sampler, "Download", FakeDownload)
-    for module in (model_runner, decode_graphs):
+    for module in (eager, decode_graphs):
         monkeypatch.setattr(module, "plan_attention", plan_attention)
     monkeypatch.setattr("triton.runtime.interpreter.GridExecutor.__call__", launch)
     with FakeTensorMode(allow_non_fake_inputs=True), OneDevice():

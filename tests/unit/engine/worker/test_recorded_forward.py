@@ -9,8 +9,9 @@ import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.models import CheckpointConfig
 from quire_engine.outputs import CompletionOutput
-from quire_engine.worker import cache_memory, recorded_forward, worker
-from quire_engine.worker.recorded_forward import RecordedForward
+from quire_engine.worker import cache_memory, worker
+from quire_engine.worker.forward import recorded as recorded_forward
+from quire_engine.worker.forward.recorded import RecordedForward
 from quire_kernels import NotRecordableError, Recording, cpu
 from quire_kernels.attention_plan import GpuAttentionPlan
 from support.oracle import make_prompts

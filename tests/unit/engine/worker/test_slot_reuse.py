@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from quire_engine.messages import NewRequestData
+from msgspec.structs import replace
+from quire_engine.device.transfer import CPU
+from quire_engine.messages import NewRequestData, SchedulerOutput
 from quire_engine.sampling import SamplingMetadata
 from quire_engine.sampling.penalties import Penalties
 from quire_engine.sampling_params import SamplingParams
-from quire_engine.worker.input_batch import InputBatch
-from quire_engine.worker.model_runner import ModelRunner
+from quire_engine.worker.batch.input_batch import InputBatch
+from quire_engine.worker.batch.sampling_inputs import sampling_metadata
+from quire_engine.worker.batch.step_inputs import StepInputs
 
 VOCAB_SIZE = 40
 numbers = count()
@@ -57,9 +60,16 @@ def plain(value: Any) -> Any:
     return value
 
 
-def metadata(batch: InputBatch, slots: list[int]) -> SamplingMetadata:
-    runner = ModelRunner(None, batch, 4)  # type: ignore[arg-type]
-    return runner._sampling_metadata(np.array(slots), None)
+def metadata(batch: InputBatch, request_ids: list[str], drafts: dict[str, list[int]] | None = None) -> SamplingMetadata:
+    """Of a step that computes the last token of each request, and its drafts."""
+    drafts = drafts or {}
+    for request_id, token_ids in drafts.items():
+        batch.place_drafts(request_id, token_ids)
+    for slot in batch.slots.values():
+        batch.num_computed_tokens[slot] = batch.num_tokens[slot] - 1
+    scheduled = {request_id: 1 + len(drafts.get(request_id, ())) for request_id in request_ids}
+    inputs = StepInputs.of(batch, SchedulerOutput(scheduled, draft_token_ids=drafts), 4)
+    return sampling_metadata(batch, inputs.sampled, None, CPU)
 
 
 def test_a_used_slot_is_like_a_fresh_one() -> None:
@@ -74,20 +84,43 @@ def test_a_used_slot_is_like_a_fresh_one() -> None:
         fresh = InputBatch(3, 30, 4, VOCAB_SIZE)
         for request in live:
             fresh.add(request)
-        slots = [used.slots[request.request_id] for request in live]
-        fresh_slots = [fresh.slots[request.request_id] for request in live]
-        assert plain(metadata(used, slots)) == plain(metadata(fresh, fresh_slots))
+        request_ids = [request.request_id for request in live]
+        slots = [used.slots[request_id] for request_id in request_ids]
+        fresh_slots = [fresh.slots[request_id] for request_id in request_ids]
+        assert plain(metadata(used, request_ids)) == plain(metadata(fresh, request_ids))
         assert used.num_prompt_logprobs[slots[-1]] == fresh.num_prompt_logprobs[fresh_slots[-1]]
         assert used.num_blocks[slots].tolist() == fresh.num_blocks[fresh_slots].tolist()
         for request, slot in zip(live, slots, strict=True):  # tokens come, for all of them
             token_id = rng.randrange(VOCAB_SIZE)
-            used.append_tokens(np.array([slot]), np.array([token_id]))
+            used.settle_lists(np.array([slot]), used.num_tokens[[slot]], [[token_id]])
             if len(request.token_ids) < 25:
                 request.token_ids.append(token_id)
             else:
                 live.remove(request)
                 used.remove(request.request_id)
                 break
+
+
+def test_a_row_behind_drafts_is_that_of_a_request_which_has_them() -> None:
+    rng = random.Random(1)
+    for _ in range(100):
+        requests = [random_request(rng) for _ in range(3)]
+        drafts = {
+            request.request_id: [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 4))]
+            for request in requests[:2]
+        }
+        batch = InputBatch(3, 30, 4, VOCAB_SIZE)
+        twins = InputBatch(13, 30, 4, VOCAB_SIZE)
+        twin_ids: list[str] = []
+        for request in requests:
+            batch.add(request)
+            own = drafts.get(request.request_id, [])
+            for number in range(len(own) + 1):
+                twin_ids.append(f"{request.request_id} and {number} drafts")
+                twin = replace(request, request_id=twin_ids[-1], token_ids=[*request.token_ids, *own[:number]])
+                twins.add(twin)
+        rows = metadata(batch, [request.request_id for request in requests], drafts)
+        assert plain(rows) == plain(metadata(twins, twin_ids))
 
 
 def test_prompt_logprobs_are_given_once() -> None:
@@ -102,5 +135,5 @@ def test_requests_that_use_nothing_cost_nothing() -> None:
     batch = InputBatch(2, 30, 4, VOCAB_SIZE)
     for name in ("a", "b"):
         batch.add(NewRequestData(name, [1, 2, 3], 3, SamplingParams(temperature=0), [], [0], 0))
-    columns = metadata(batch, [0, 1])
+    columns = metadata(batch, ["a", "b"])
     assert (columns.penalties, columns.token_constraints, columns.all_greedy) == (None, None, True)

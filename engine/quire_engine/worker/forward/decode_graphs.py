@@ -16,13 +16,11 @@ Rows of padding are requests of one token whose keys and values go to a scratch 
 slot. The graphs share their memory, as no two of them run at once.
 """
 
-import functools
 import logging
 import sys
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,70 +30,21 @@ from quire_kernels.attention_plan import GpuAttentionPlan
 from tqdm import tqdm
 
 from quire_engine.device.transfer import upload
-from quire_engine.models.base import CausalLM, KVCaches
-from quire_engine.models.layers import AttentionMetadata
-from quire_engine.worker.input_batch import InputBatch
+from quire_engine.messages import SchedulerOutput
+from quire_engine.models.base import CausalLM, ForwardContext, KVCaches
+from quire_engine.worker.batch.input_batch import InputBatch
+from quire_engine.worker.batch.step_inputs import StepInputs
+from quire_engine.worker.forward.graph_capture import Capture, Function, coarse_to_fine
 
-__all__ = ["Capture", "CudaCapture", "DecodeGraphs", "capture_sizes", "run_as_captured"]
+__all__ = ["DecodeGraphs"]
 
 logger = logging.getLogger(__name__)
 
 Int64Array = npt.NDArray[np.int64]
-Function: TypeAlias = Callable[[], None]
-Capture: TypeAlias = Callable[[Function], Function]
-"""Takes what launches kernels, and returns what launches the same kernels on the same memory again."""
-
 INTEGERS = ("token_ids", "from_device", "slots", "positions", "slot_mapping", "seq_lens", "top_k", "seeds")
 FLOATS = ("temperature", "top_p", "min_p")
 COLUMN_STEP = 16
 """Columns begin at multiples of 128 bytes."""
-
-
-def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture: every eighth at most computes an eighth of its rows in vain."""
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs + 16, 16)]
-    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
-
-
-def _coarse_to_fine(size: int) -> tuple[bool, int, int]:
-    """Order of sizes of which the first few are spread over all of them: powers of two, their halves between, …"""
-    step = size & -size
-    return step != size, -step, -size
-
-
-def run_as_captured(function: Function) -> Function:
-    """A `Capture` where there is nothing to capture with: each replay runs the function, on the same memory."""
-    return function
-
-
-class CudaCapture:
-    """A `Capture` by CUDA graphs, which share their memory: torch takes no more into it once all of them are gone."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = _capture_stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, function: Function) -> Function:
-        """Run the function once, which compiles kernels and lets libraries set themselves up, and then capture it."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            function()
-            torch.cuda.synchronize()
-            # What other threads do meanwhile, such as NCCL's watchdog, is not to be captured and does no harm.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                function()
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        return graph.replay
-
-
-@functools.cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all that is ever captured: cuBLAS keeps memory for each stream that it was used on."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +86,7 @@ class DeviceBlockTable:
 
 
 class DecodeGraphs:
-    """Of one model with its KV cache, which must stay where they are.
+    """A `Forward` that takes steps of one token for each request, and can sample them, too.
 
     Args:
         model: all of its layers; the graphs hold what its ranks tell each other, too.
@@ -199,7 +148,7 @@ class DecodeGraphs:
                     del self._graphs[size]
                     left_out.append(size)
                 elif len(self._graphs) == 1:
-                    waiting.sort(key=_coarse_to_fine)
+                    waiting.sort(key=coarse_to_fine)
                 bar.update()
         self._sizes = sorted(self._graphs)
         megabytes = (used_bytes() - before) / 2**20
@@ -254,7 +203,7 @@ class DecodeGraphs:
 
         def forward() -> None:
             slots = column["slots"]
-            metadata = AttentionMetadata(
+            context = ForwardContext(
                 positions=column["positions"],
                 slot_mapping=column["slot_mapping"],
                 block_table=self._block_table.by_slot[slots],
@@ -263,7 +212,7 @@ class DecodeGraphs:
                 plan=plan,
             )
             token_ids = torch.where(column["from_device"] != 0, self._last_token_ids[slots], column["token_ids"])
-            hidden = self._model.forward(token_ids, self._kv_caches, metadata)
+            hidden = self._model.forward(token_ids, context, self._kv_caches)
             assert hidden is not None, "of several stages"
             self._hidden[:size] = hidden
 
@@ -277,7 +226,8 @@ class DecodeGraphs:
             self._sampled[:size] = token_ids
             self._last_token_ids[column["slots"]] = token_ids
 
-        (padding,) = upload(self._inputs.device, self._lay_out(np.empty(0, dtype=np.int64), size))
+        nothing = StepInputs.of(self._batch, SchedulerOutput({}), self._block_size)
+        (padding,) = upload(self._inputs.device, self._lay_out(nothing, size))
         self._inputs[: len(padding)].copy_(padding)
         return _Graph(self._capture(forward), self._capture(sample_tokens) if self.samples else None)
 
@@ -290,42 +240,40 @@ class DecodeGraphs:
             columns[name] = self._inputs[i * stride : (i + 1) * stride].view(torch.float32)[:size]
         return columns
 
-    def _lay_out(self, slots: Int64Array, size: int) -> Int64Array:
+    def _lay_out(self, inputs: StepInputs, size: int) -> Int64Array:
         """The columns on the host, those of padding included."""
-        batch, n, stride = self._batch, len(slots), _round_up(size, COLUMN_STEP)
+        batch, slots, n, stride = self._batch, inputs.slots, len(inputs.slots), _round_up(size, COLUMN_STEP)
         columns = np.zeros((len(INTEGERS) + len(FLOATS), stride), dtype=np.int64)
         integers = dict(zip(INTEGERS, columns, strict=False))
-        positions = batch.num_tokens[slots] - 1
-        integers["token_ids"][:n] = batch.token_ids[slots, positions]
-        integers["from_device"][:n] = positions >= batch.num_known_tokens[slots]
+        integers["token_ids"][:n] = inputs.token_ids
+        integers["from_device"][:n] = inputs.is_on_device
         integers["slots"][:n], integers["slots"][n:] = slots, batch.max_num_seqs
-        integers["positions"][:n] = positions
-        block_ids = batch.block_table[slots, positions // self._block_size]
-        integers["slot_mapping"][:n] = block_ids * self._block_size + positions % self._block_size
-        integers["slot_mapping"][n:] = self._scratch_slot
-        integers["seq_lens"][:n], integers["seq_lens"][n:] = positions + 1, 1
+        integers["positions"][:n] = inputs.positions
+        integers["slot_mapping"][:n], integers["slot_mapping"][n:] = inputs.slot_mapping, self._scratch_slot
+        integers["seq_lens"][:n], integers["seq_lens"][n:] = inputs.seq_lens, 1
         integers["top_k"][:n], integers["top_k"][n:] = batch.top_k[slots], 1
         integers["seeds"][:n] = batch.seed[slots].view(np.int64)
         for name, column in zip(FLOATS, columns[len(INTEGERS) :].view(np.float32), strict=True):
             column[:n] = getattr(batch, name)[slots]
         return columns.reshape(-1)
 
-    def forward(self, slots: Int64Array) -> torch.Tensor:
-        """Compute the last token of each of these requests; at most `max_size`.
+    def takes(self, inputs: StepInputs) -> bool:
+        """Whether the step is one token of each of so few requests that there is a graph for them."""
+        return inputs.is_plain_decode and len(inputs.slots) <= self.max_size
 
-        Returns:
-            [S, E] hidden states after the last norm: overwritten by the next call.
-        """
-        size = self._sizes[bisect_left(self._sizes, len(slots))]
-        words = self._lay_out(slots, size)
-        (inputs,) = upload(self._inputs.device, words)
-        self._inputs[: len(words)].copy_(inputs)
-        self._block_table.update(slots)
+    def __call__(self, inputs: StepInputs) -> torch.Tensor:
+        """[S, E]; see `Forward`."""
+        num_requests = len(inputs.slots)
+        size = self._sizes[bisect_left(self._sizes, num_requests)]
+        words = self._lay_out(inputs, size)
+        (uploaded,) = upload(self._inputs.device, words)
+        self._inputs[: len(words)].copy_(uploaded)
+        self._block_table.update(inputs.slots)
         self._graphs[size].forward()
-        return self._hidden[: len(slots)]
+        return self._hidden[:num_requests]
 
     def sample(self, num_requests: int) -> torch.Tensor:
-        """[S] int64, the tokens of the requests of the last `forward`, which had so many."""
+        """[S] int64, the tokens of the requests of the step computed last, which had so many."""
         replay = self._graphs[self._sizes[bisect_left(self._sizes, num_requests)]].sample
         assert replay is not None
         replay()

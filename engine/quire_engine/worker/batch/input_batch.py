@@ -10,10 +10,13 @@ between slots, and `add` sets every field of the slot anew: nothing of the last 
       0  │ 17 4 901 33 · · · · · · · · · · · · · ·│     4      │ 12 · · · · · · · · │ 0.0
       1  │ (free)                                 │            │                    │
       2  │ 5 5 8 812 77 301 4 4 4 19 ? · · · · · ·│    11      │ 3 40 7 · · · · · · │ 0.8
+      3  │ 66 2 9 9 31 (31 4) · · · · · · · · · · ·│     5      │ 1 · · · · · · · ·  │ 0.0
 
 The last token of a request may be sampled and not have come from the device yet (`?`): it counts among `num_tokens`,
-and not among `num_known_tokens`.
+and not among `num_known_tokens`. Drafts of the tokens to come stand behind the others for one step, and do not count.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -95,21 +98,29 @@ class InputBatch:
         if slot is not None:
             self._free_slots.append(slot)
 
-    def append_tokens(self, slots: Int64Array, token_ids: Int64Array) -> None:
-        """Append one token to each slot."""
-        positions = self.num_tokens[slots]
-        self.expect_tokens(slots)
-        self.settle_tokens(slots, positions, token_ids)
+    def place_drafts(self, request_id: str, token_ids: list[int]) -> None:
+        """Lay drafts behind a request's tokens, for a step that computes them, too."""
+        slot = self.slots[request_id]
+        end = self.num_tokens[slot]
+        self.token_ids[slot, end : end + len(token_ids)] = token_ids
 
     def expect_tokens(self, slots: Int64Array) -> None:
         """Count one token more in each slot: it is sampled, and `settle_tokens` will say which it is."""
         self.num_tokens[slots] += 1
 
     def settle_tokens(self, slots: Int64Array, positions: Int64Array, token_ids: Int64Array) -> None:
-        """Take down which token was sampled for a position of each slot."""
+        """Take down which token was sampled for a position of each slot; it counts now, if it was not expected."""
         self.token_ids[slots, positions] = token_ids
         self.num_known_tokens[slots] = positions + 1
+        self.num_tokens[slots] = np.maximum(self.num_tokens[slots], positions + 1)
         self.penalties.append(slots, token_ids)
+
+    def settle_lists(self, slots: Int64Array, positions: Int64Array, token_ids: Sequence[Sequence[int]]) -> None:
+        """Take down the tokens that were sampled for each slot, from a position on: any number of them."""
+        counts = np.fromiter(map(len, token_ids), dtype=np.int64)
+        for i in range(counts.max(initial=0)):
+            own = np.flatnonzero(counts > i)
+            self.settle_tokens(slots[own], positions[own] + i, np.array([token_ids[k][i] for k in own.tolist()]))
 
     def num_output_tokens(self, request_id: str) -> int | None:
         """Tokens that were sampled for a request so far, and are known; None when the request is not."""
@@ -123,9 +134,14 @@ class InputBatch:
         special |= (self.num_logprobs[slots] != NO_LOGPROBS) | (num_output_tokens < self.min_tokens[slots])
         return not special.any()
 
-    def output_tail(self, slot: int, num_tokens: int) -> list[int]:
-        """The last `num_tokens` output tokens, or all if there are fewer."""
-        end = self.num_tokens[slot]
+    def drafts(self, slots: Int64Array, offsets: Int64Array) -> dict[int, Int64Array]:
+        """The first drafts of each row, as many as `offsets` says; rows of none are not there."""
+        rows, ends = np.flatnonzero(offsets), self.num_tokens[slots]
+        return {row: self.token_ids[slots[row], ends[row] : ends[row] + offsets[row]] for row in rows.tolist()}
+
+    def output_tail(self, slot: int, num_tokens: int, num_drafts: int = 0) -> list[int]:
+        """The last `num_tokens` of the output tokens and the first drafts behind them, or all if there are fewer."""
+        end = self.num_tokens[slot] + num_drafts
         tail: list[int] = self.token_ids[slot, max(end - num_tokens, self.num_prompt_tokens[slot]) : end].tolist()
         return tail
 

@@ -6,8 +6,9 @@ import torch
 from quire_kernels import NotRecordableError, Recording, plan_attention, record
 from quire_kernels.attention_plan import CpuAttentionPlan
 
-from quire_engine.models.base import CausalLM, KVCaches
-from quire_engine.models.layers import AttentionMetadata
+from quire_engine.models.base import CausalLM, ForwardContext, KVCaches
+from quire_engine.worker.batch.step_inputs import StepInputs
+from quire_engine.worker.forward.eager import EagerForward
 
 __all__ = ["RECORDED_TOKENS", "RecordedForward"]
 
@@ -18,16 +19,18 @@ logger = logging.getLogger(__name__)
 
 
 class RecordedForward:
-    """Computes hidden states as the model does, by a recording where the step is small enough.
+    """A `Forward` that takes small steps, where the model can be recorded.
 
     Args:
         model: of one rank alone: what ranks tell each other cannot be recorded.
-        kv_caches: as of its `forward`. Like the weights they must stay where they are.
+        kv_caches: as of its `forward`.
+        eager: uploads the steps.
     """
 
-    def __init__(self, model: CausalLM, kv_caches: KVCaches) -> None:
+    def __init__(self, model: CausalLM, kv_caches: KVCaches, eager: EagerForward) -> None:
         self._model = model
         self._kv_caches = kv_caches
+        self._eager = eager
         self._hidden = torch.empty(RECORDED_TOKENS, model.hidden_size, dtype=model.dtype)
         self._positions = torch.zeros(RECORDED_TOKENS, dtype=torch.int64)
         self._slot_mapping = torch.zeros(RECORDED_TOKENS, dtype=torch.int64)
@@ -36,18 +39,21 @@ class RecordedForward:
         self._recording: Recording | None = None
         self._record()
 
-    def __call__(self, token_ids_T: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        """[T, E] hidden states after the last norm: overwritten by the next call."""
-        num_tokens = len(token_ids_T)
-        plan, is_small = metadata.plan, num_tokens <= RECORDED_TOKENS
-        if self._recording is None or self._plan is None or not isinstance(plan, CpuAttentionPlan) or not is_small:
-            hidden_TE = self._model.forward(token_ids_T, self._kv_caches, metadata)
-            assert hidden_TE is not None, "of several stages"
-            return hidden_TE
+    def takes(self, inputs: StepInputs) -> bool:
+        """Whether there is a recording, and the step is small enough for it."""
+        return self._recording is not None and len(inputs.token_ids) <= RECORDED_TOKENS
+
+    def __call__(self, inputs: StepInputs) -> torch.Tensor:
+        """[T, E]; see `Forward`."""
+        num_tokens = len(inputs.token_ids)
+        token_ids_T, context = self._eager.upload(inputs)
+        assert self._recording is not None
+        assert self._plan is not None
+        assert isinstance(context.plan, CpuAttentionPlan)
         self._hidden[:num_tokens] = self._model.embed(token_ids_T)
-        self._positions[:num_tokens] = metadata.positions
-        self._slot_mapping[:num_tokens] = metadata.slot_mapping
-        self._plan.copy_(plan)
+        self._positions[:num_tokens] = context.positions
+        self._slot_mapping[:num_tokens] = context.slot_mapping
+        self._plan.copy_(context.plan)
         self._recording.run(num_tokens)
         return self._out[:num_tokens]
 
@@ -64,7 +70,7 @@ class RecordedForward:
         if not isinstance(plan, CpuAttentionPlan):  # none but the C++ kernels can be recorded
             return
         self._plan = plan
-        metadata = AttentionMetadata(
+        context = ForwardContext(
             positions=self._positions,
             slot_mapping=self._slot_mapping,
             block_table=table,
@@ -74,7 +80,7 @@ class RecordedForward:
         )
         try:
             with record(RECORDED_TOKENS) as recording:
-                layers = self._model.run_layers(self._hidden, None, self._kv_caches, metadata)
+                layers = self._model.run_layers(self._hidden, None, context, self._kv_caches)
                 self._out = self._model.final_norm(*layers)
         except NotRecordableError as error:
             logger.warning("steps are computed op by op, which takes longer where they are small: %s", error)

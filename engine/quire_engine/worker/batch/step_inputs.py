@@ -1,0 +1,168 @@
+"""StepInputs: one step, flattened, on the host. Whoever computes it, by whatever means, begins with these arrays.
+
+::
+
+    requests           a     b          c              S = 3
+    num_scheduled      2     3          1
+    query_start_loc  0     2          5   6
+    token_slots        a a   b  b  b    c              T = 6
+    positions          7 8   0  1  2    40             num_computed + 0, 1, …
+
+Rows are what is sampled of it: the last token of each request that the step completes, and the drafts behind it, if it
+has any. `b` has a prompt of one token here, and drafts of two::
+
+    sampled            a     b          c              R = 5
+    token_rows           1   2  3  4    5
+    offsets              0   0  1  2    0              how many drafts stand before the token that is sampled
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from quire_engine.messages import SchedulerOutput
+from quire_engine.worker.batch.input_batch import InputBatch
+
+__all__ = ["SampledRows", "StepInputs"]
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledRows:
+    """R rows of N requests, one request after the other."""
+
+    request_ids: list[str]
+    """N."""
+    token_rows: Int64Array
+    """[R], which of the step's tokens."""
+    slots: Int64Array
+    """[R]"""
+    offsets: Int64Array
+    """[R], how many drafts stand between the last known token and the one that is sampled."""
+    drafts: Mapping[str, Sequence[int]]
+    """By request; those without any are not there."""
+
+    @property
+    def starts(self) -> Int64Array:
+        """[N], the first row of each request."""
+        return np.flatnonzero(self.offsets == 0) if self.drafts else np.arange(len(self.slots))
+
+    @property
+    def slots_without_drafts(self) -> Int64Array:
+        """Those of the requests of which one token is sampled for certain."""
+        if not self.drafts:
+            return self.slots
+        has_drafts = np.fromiter((request_id in self.drafts for request_id in self.request_ids), dtype=np.bool_)
+        return self.slots[self.starts][~has_drafts]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepInputs:
+    """S requests, T tokens; int64 but for the last one."""
+
+    request_ids: list[str]
+    slots: Int64Array
+    """[S]"""
+    num_scheduled: Int64Array
+    """[S], tokens of each."""
+    query_start_loc: Int64Array
+    """[S + 1], cumulative number of scheduled tokens."""
+    seq_lens: Int64Array
+    """[S], context and scheduled tokens together."""
+    token_ids: Int64Array
+    """[T]"""
+    token_slots: Int64Array
+    """[T], the slot of each token's request."""
+    positions: Int64Array
+    """[T]"""
+    slot_mapping: Int64Array
+    """[T], where each token's key and value go."""
+    is_on_device: npt.NDArray[np.bool_]
+    """[T], whether the token has been sampled, and has not come to the host yet."""
+    sampled: SampledRows
+
+    @property
+    def is_plain_decode(self) -> bool:
+        """Whether the step is one token of each request, all of them sampled."""
+        return len(self.sampled.token_rows) == len(self.slots) == len(self.token_ids)
+
+    @classmethod
+    def of(cls, batch: InputBatch, scheduler_output: SchedulerOutput, block_size: int) -> "StepInputs":
+        """Lay a step out, without a Python loop over its tokens.
+
+        Args:
+            batch: which has been told of all that is new with the step.
+            scheduler_output: the step.
+            block_size: tokens per KV block.
+        """
+        scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.draft_token_ids
+        request_ids = list(scheduled)
+        slots = np.fromiter((batch.slots[request_id] for request_id in scheduled), dtype=np.int64)
+        num_scheduled = np.fromiter(scheduled.values(), dtype=np.int64)
+        num_computed, num_tokens = batch.num_computed_tokens[slots], batch.num_tokens[slots]
+        query_start_loc = np.zeros(len(slots) + 1, dtype=np.int64)
+        num_scheduled.cumsum(out=query_start_loc[1:])
+        if query_start_loc[-1] == len(slots):
+            token_slots, positions = slots, num_computed
+        else:
+            offsets = np.arange(query_start_loc[-1]) - np.repeat(query_start_loc[:-1], num_scheduled)
+            token_slots, positions = np.repeat(slots, num_scheduled), np.repeat(num_computed, num_scheduled) + offsets
+        seq_lens = num_computed + num_scheduled
+        num_drafts = np.fromiter((len(drafts.get(i, ())) for i in request_ids), np.int64) if drafts else None
+        block_ids = batch.block_table[token_slots, positions // block_size]
+        is_on_device = (positions >= batch.num_known_tokens[token_slots]) & (positions < batch.num_tokens[token_slots])
+        return cls(
+            request_ids=request_ids,
+            slots=slots,
+            num_scheduled=num_scheduled,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            token_ids=batch.token_ids[token_slots, positions],
+            token_slots=token_slots,
+            positions=positions,
+            slot_mapping=block_ids * block_size + positions % block_size,
+            is_on_device=is_on_device,
+            sampled=_sampled_rows(request_ids, slots, query_start_loc, seq_lens - num_tokens, num_drafts, drafts),
+        )
+
+
+def _sampled_rows(
+    request_ids: list[str],
+    slots: Int64Array,
+    query_start_loc: Int64Array,
+    num_beyond: Int64Array,
+    num_drafts: Int64Array | None,
+    drafts: Mapping[str, Sequence[int]],
+) -> SampledRows:
+    """The rows of the requests of which all tokens that there are will have been computed.
+
+    Args:
+        request_ids: S.
+        slots: [S]
+        query_start_loc: [S + 1]
+        num_beyond: [S], how many tokens more are computed than there are: as many as there are drafts, then; less than
+            0 where some of a prompt are left.
+        num_drafts: [S]; None where no request has any.
+        drafts: by request.
+    """
+    complete = np.flatnonzero(num_beyond >= 0)
+    if len(complete) < len(request_ids):
+        request_ids = [request_ids[i] for i in complete.tolist()]
+    last_rows, slots = query_start_loc[1:][complete] - 1, slots[complete]
+    if num_drafts is None:
+        return SampledRows(
+            request_ids=request_ids, token_rows=last_rows, slots=slots, offsets=np.zeros_like(slots), drafts=drafts
+        )
+    num_rows = num_drafts[complete] + 1
+    ends = num_rows.cumsum()
+    offsets = np.arange(num_rows.sum()) - np.repeat(ends - num_rows, num_rows)
+    return SampledRows(
+        request_ids=request_ids,
+        token_rows=np.repeat(last_rows - num_drafts[complete], num_rows) + offsets,
+        slots=np.repeat(slots, num_rows),
+        offsets=offsets,
+        drafts=drafts,
+    )
