@@ -48,7 +48,7 @@ def bookkeeping_seconds(enable_prefix_caching: bool, prompts: list[list[int]], n
         requests = [scheduler.requests[request_id] for request_id in scheduler_output.num_scheduled_tokens]
         sampled = {r.request_id: [7] for r in requests if r.num_computed_tokens == r.num_tokens}
         start = time.perf_counter()
-        scheduler.update_from_output(ModelRunnerOutput(sampled))
+        scheduler.update_from_output(scheduler_output, ModelRunnerOutput(sampled))
         seconds += time.perf_counter() - start
     return seconds
 

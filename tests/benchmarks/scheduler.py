@@ -51,7 +51,7 @@ def measure(scheduler: Scheduler, num_steps: int) -> tuple[list[float], list[flo
         scheduler_output = in_flight.popleft()
         runner_output = ModelRunnerOutput({request_id: [7] for request_id in scheduler_output.num_scheduled_tokens})
         executed = time.perf_counter()
-        scheduler.update_from_output(runner_output, scheduler_output.step)
+        scheduler.update_from_output(scheduler_output, runner_output)
         if step > 0:  # the first computes the prompts
             schedule_times.append(scheduled - start)
             update_times.append(time.perf_counter() - executed)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from random import Random
 from typing import Any
 
 from quire_engine.config import SchedulerConfig
@@ -24,11 +25,13 @@ from quire_engine.scheduler.request import Request
 
 __all__ = [
     "FakeModelRunner",
+    "RandomProposer",
     "make_request",
     "make_requests",
     "make_scheduler",
     "next_token",
     "run_step",
+    "true_continuation",
     "undisturbed_output",
 ]
 
@@ -113,6 +116,50 @@ def next_token(token_ids: Sequence[int]) -> int:
     for token_id in token_ids:
         state = _extend(state, token_id)
     return _sample(state)
+
+
+class RandomProposer:
+    """Drafts of any length for some requests, of which each token is right or wrong at random.
+
+    Args:
+        random: decides.
+        continuation: (request, n) → the n tokens that come next, or fewer where the output ends.
+        vocab_size: wrong ones are below it.
+    """
+
+    def __init__(
+        self,
+        random: Random,
+        continuation: Callable[[Request, int], list[int]],
+        vocab_size: int = VOCAB_SIZE,
+    ) -> None:
+        self._random = random
+        self._continuation = continuation
+        self._vocab_size = vocab_size
+        self.num_drafts = 0
+        self.share = 0.8
+        """Of the requests, and of the tokens that are right."""
+
+    def drafts_for(self, request: Request) -> bool:
+        """For most requests."""
+        return self._random.random() < self.share
+
+    def propose(self, request: Request, max_tokens: int) -> list[int]:
+        """Up to seven tokens."""
+        drafts = self._continuation(request, min(max_tokens, self._random.randint(0, 7)))
+        self.num_drafts += len(drafts)
+        return [
+            token_id if self._random.random() < self.share else self._random.randrange(self._vocab_size)
+            for token_id in drafts
+        ]
+
+
+def true_continuation(request: Request, num_tokens: int) -> list[int]:
+    """What the stand-in model puts after a request's tokens."""
+    token_ids = request.all_token_ids.copy()
+    for _ in range(num_tokens):
+        token_ids.append(next_token(token_ids))
+    return token_ids[len(request.all_token_ids) :]
 
 
 def undisturbed_output(request: Request) -> tuple[list[int], FinishReason]:
@@ -202,21 +249,35 @@ class FakeModelRunner:
         self.num_steps += 1
         follows_failure = any(isinstance(result, RuntimeError) for result in self._results)
         self._update_states(scheduler_output)
+        drafts = scheduler_output.draft_token_ids
         sampling = [
             request_id
             for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items()
-            if (request := self._requests[request_id]).num_computed_tokens + num_tokens == len(request.token_ids)
+            if (request := self._requests[request_id]).num_computed_tokens + num_tokens
+            == len(request.token_ids) + len(drafts.get(request_id, ()))
         ]
+        assert drafts.keys() <= set(sampling), "drafts stand behind a request's last token"
         failure = "a step before failed" if follows_failure else self._compute(scheduler_output, sampling)
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             self._requests[request_id].num_computed_tokens += num_tokens
         output = ModelRunnerOutput(sampled_token_ids={})
         for request_id in sampling:
-            request = self._requests[request_id]
-            token_id = _RUBBISH if failure else _sample(request.states[-1])
-            request.token_ids.append(token_id)
-            output.sampled_token_ids[request_id] = [token_id]
+            request, own = self._requests[request_id], drafts.get(request_id, [])
+            token_ids = [_RUBBISH] if failure else self._accept(request, own)
+            request.token_ids += token_ids
+            request.num_computed_tokens -= len(own) + 1 - len(token_ids)
+            del request.states[request.num_computed_tokens :]
+            output.sampled_token_ids[request_id] = token_ids
         self._results.append(RuntimeError(failure) if failure else output)
+
+    def _accept(self, request: _WorkerRequest, drafts: list[int]) -> list[int]:
+        """What the model samples behind the last token, and behind each draft for as long as they were right."""
+        token_ids: list[int] = []
+        for draft, state in zip([*drafts, None], request.states[len(request.token_ids) - 1 :], strict=True):
+            token_ids.append(_sample(state))
+            if token_ids[-1] != draft:
+                break
+        return token_ids
 
     def collect(self) -> ModelRunnerOutput:
         """What came of the oldest step that is not collected yet.
@@ -233,7 +294,8 @@ class FakeModelRunner:
         """Write and read the slots of a step; returns why it failed, or None."""
         written: list[int] = []
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
-            written += self._write(request_id, self._requests[request_id], num_tokens)
+            drafts = scheduler_output.draft_token_ids.get(request_id, [])
+            written += self._write(request_id, self._requests[request_id], num_tokens, drafts)
         assert len(set(written)) == len(written), "two requests write the same slot in one step"
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
             self._read_back(request_id, self._requests[request_id], num_tokens)
@@ -268,13 +330,14 @@ class FakeModelRunner:
     def _slot(self, request: _WorkerRequest, position: int) -> int:
         return request.block_ids[position // self.block_size] * self.block_size + position % self.block_size
 
-    def _write(self, request_id: str, request: _WorkerRequest, num_tokens: int) -> list[int]:
+    def _write(self, request_id: str, request: _WorkerRequest, num_tokens: int, drafts: list[int]) -> list[int]:
         first, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
+        token_ids = request.token_ids + drafts
         assert num_tokens > 0, f"{request_id} is scheduled for nothing"
-        assert end <= len(request.token_ids), f"{request_id} is scheduled beyond its tokens"
+        assert end <= len(token_ids), f"{request_id} is scheduled beyond its tokens"
         assert len(set(request.block_ids)) == len(request.block_ids), f"{request_id} has a block twice"
         assert len(request.block_ids) * self.block_size >= end, f"{request_id} has too few blocks"
-        for token_id in request.token_ids[len(request.states) : end]:
+        for token_id in token_ids[len(request.states) : end]:
             request.states.append(_extend(request.states[-1] if request.states else _SEED, token_id))
         slots = [self._slot(request, position) for position in range(first, end)]
         for slot, state in zip(slots, request.states[first:end], strict=True):
@@ -294,4 +357,4 @@ def run_step(scheduler: Scheduler, runner: FakeModelRunner) -> list[EngineCoreOu
         runner_output = runner.execute_model(scheduler_output)
     except RuntimeError as error:
         return scheduler.recover_from_failed_step(scheduler_output, str(error))
-    return scheduler.update_from_output(runner_output)
+    return scheduler.update_from_output(scheduler_output, runner_output)

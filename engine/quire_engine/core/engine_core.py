@@ -86,8 +86,7 @@ class EngineCore:
             kv_cache,
             pipeline_parallel_size=config.parallel.pipeline_parallel_size,
             async_scheduling=self.executor.async_scheduling,
-            # With async scheduling the ranks tell each other: the scheduler does not know in time.
-            sends_new_token_ids=config.parallel.world_size > 1 and not self.executor.async_scheduling,
+            sends_new_token_ids=config.parallel.world_size > 1,
         )
         self._in_flight: deque[SchedulerOutput] = deque()
         """Steps that were submitted and not collected, oldest first."""
@@ -243,7 +242,7 @@ class EngineCore:
             raise
         except Exception as error:
             return self._recover(scheduler_output, error)
-        return self.scheduler.update_from_output(runner_output, scheduler_output.step)
+        return self.scheduler.update_from_output(scheduler_output, runner_output)
 
     def _recover(
         self, scheduler_output: SchedulerOutput, error: Exception, was_submitted: bool = True
@@ -378,7 +377,12 @@ class EngineCore:
         structured = self.scheduler.structured_requests_to_sample(scheduler_output)
         if not structured:
             return []
-        scheduler_output.grammar_bitmask, failed = self.structured_output.grammar_bitmask(structured)
+        drafts = scheduler_output.draft_token_ids
+        scheduler_output.grammar_bitmask, num_allowed, failed = self.structured_output.grammar_bitmask(
+            structured, drafts
+        )
+        for request, number in num_allowed:
+            self.scheduler.cut_drafts(scheduler_output, request, number)
         return [output for request, error in failed for output in self._refuse(request, error)]
 
     def _refuse(self, request: Request, error: GrammarError) -> list[EngineCoreOutput]:
@@ -399,9 +403,11 @@ class EngineCore:
 
 
 def _count_tokens(scheduler_output: SchedulerOutput, stats: StepStats) -> None:
-    """What a step was made of. One token of a request that ran before is taken for a decode."""
-    scheduled = scheduler_output.num_scheduled_tokens
+    """What a step was made of. One token of a request that ran before is taken for a decode, and drafts with it."""
+    scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.draft_token_ids
     stats.num_requests, stats.num_tokens = len(scheduled), sum(scheduled.values())
     if scheduler_output.new_requests or stats.num_tokens > stats.num_requests:
         new = {request.request_id for request in scheduler_output.new_requests}
-        stats.num_prefill_tokens = sum(n for request_id, n in scheduled.items() if n > 1 or request_id in new)
+        stats.num_prefill_tokens = sum(
+            n for request_id, n in scheduled.items() if (n > 1 and request_id not in drafts) or request_id in new
+        )

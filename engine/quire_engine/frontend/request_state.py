@@ -90,7 +90,8 @@ class RequestState:
                 stats.num_prompt_tokens += own.num_prompt_tokens
                 stats.num_cached_tokens += own.num_cached_tokens
         else:
-            stats.inter_token_seconds.append(now - self.last_token_time)
+            # Tokens that come together have taken equal parts of the time since the last one.
+            stats.inter_token_seconds += [(now - self.last_token_time) / num_new_tokens] * num_new_tokens
         self.last_token_time = now
         own.num_output_tokens += num_new_tokens
         stats.num_generation_tokens += num_new_tokens

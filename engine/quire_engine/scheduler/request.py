@@ -58,6 +58,7 @@ class Request:
         "eos_token_ids",
         "events",
         "grammar",
+        "has_drafts",
         "is_replay",
         "last_stale_step",
         "lora_id",
@@ -104,6 +105,8 @@ class Request:
         """Tokens in flight that a step may follow on from before they are known; only with async scheduling."""
         self.needs_token_values = _needs_token_values(sampling_params)
         """Whether the engine has to know each token before the next is sampled: it never has a placeholder."""
+        self.has_drafts = False
+        """Whether a proposer drafts for it."""
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache when the request was first scheduled."""
         self.num_preemptions = 0

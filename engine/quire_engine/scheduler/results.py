@@ -18,7 +18,7 @@ position alone. Steps are numbered for this, and `last_stale_step` is the last o
 import logging
 from collections.abc import Mapping
 
-from quire_engine.messages import EngineCoreOutput, FinishReason, ModelRunnerOutput
+from quire_engine.messages import EngineCoreOutput, FinishReason, ModelRunnerOutput, SchedulerOutput
 from quire_engine.scheduler.request import Request
 
 __all__ = ["take_result"]
@@ -27,18 +27,19 @@ logger = logging.getLogger(__name__)
 
 
 def take_result(
-    requests: Mapping[str, Request], runner_output: ModelRunnerOutput, step: int
+    requests: Mapping[str, Request], scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
 ) -> tuple[list[EngineCoreOutput], list[str]]:
-    """Append the sampled tokens to their requests.
+    """Append the sampled tokens to their requests; drafts that were rejected were not computed, after all.
 
     Args:
         requests: those that are live.
-        runner_output: the result of a step.
-        step: its number.
+        scheduler_output: a step.
+        runner_output: its result.
 
     Returns:
         What is new of each request, and the ids of those that are complete.
     """
+    step, drafts = scheduler_output.step, scheduler_output.draft_token_ids
     for request_id, chunk in runner_output.prompt_logprobs.items():
         request = requests.get(request_id)
         if request is not None and request.last_stale_step < step:
@@ -50,6 +51,8 @@ def take_result(
         request = requests.get(request_id)
         if request is None or request.last_stale_step >= step:
             continue
+        if request_id in drafts:
+            request.num_computed_tokens -= 1 + len(drafts[request_id]) - len(new_token_ids)
         token_ids, grammar = request.all_token_ids, request.grammar
         output = EngineCoreOutput(request_id, num_preemptions=request.num_preemptions)
         if len(token_ids) == request.num_prompt_tokens and request.scheduled_at is not None:
@@ -71,7 +74,7 @@ def take_result(
             if stopped:
                 break
         if logprobs:
-            output.logprobs = logprobs.get(request_id)
+            output.logprobs = logprobs.get(request_id, [])[: len(output.new_token_ids)] or None
         if stopped:
             output.finish_reason, output.stop_reason = stopped
             complete.append(request_id)

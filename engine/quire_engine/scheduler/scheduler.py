@@ -21,6 +21,11 @@ Several steps may be in flight; the chunks of a prompt follow each other at once
   it where the next step needs it. Passed over are requests whose last token is in flight, and those whose next token
   depends on the values of earlier ones in ways that the host has to work out (`needs_token_values`). That a request
   ends at a stop token is known one step late; what has been computed too much for it then is dropped.
+
+A `Proposer` may draft the tokens to come of a request that decodes. Its step computes them, too, and nothing follows on
+from it before the result is there, which takes back what was rejected::
+
+    num_computed_tokens     7 ──── schedule: 1 and 3 drafts ────► 11 ──── update: 1 draft was right ────► 9
 """
 
 import time
@@ -33,6 +38,7 @@ from quire_engine.kv_cache import KVCacheManager
 from quire_engine.messages import EngineCoreOutput, FinishReason, ModelRunnerOutput, SchedulerOutput
 from quire_engine.scheduler.fault_isolation import FaultIsolation
 from quire_engine.scheduler.limits import RequestLimits
+from quire_engine.scheduler.proposer import Proposer
 from quire_engine.scheduler.request import Request, RequestStatus
 from quire_engine.scheduler.request_queue import FCFSRequestQueue, RequestQueue, make_request_queue, priority_key
 from quire_engine.scheduler.request_snapshots import request_snapshot
@@ -54,7 +60,8 @@ class Scheduler:
         clock: seconds, monotonic; what deadlines and delays are measured with.
         pipeline_parallel_size: stages of the model, each of which is to have a step of its own.
         async_scheduling: whether a step may follow on from tokens that are not known yet.
-        sends_new_token_ids: whether there are ranks that do not sample, and have to be told what was sampled.
+        sends_new_token_ids: whether there are ranks that do not sample, and have to be told what was sampled: with
+            async scheduling, only of the requests that have drafts.
     """
 
     def __init__(
@@ -84,7 +91,8 @@ class Scheduler:
         """Requests whose grammar is still being compiled. Their place in the queue dates from when it is ready."""
         self._structured: dict[str, Request] = {}
         """Live requests with a grammar."""
-        self._worker_knowledge = WorkerKnowledge(sends_new_token_ids)
+        self._worker_knowledge = WorkerKnowledge(sends_new_token_ids, ranks_tell_each_other=async_scheduling)
+        self.proposer: Proposer | None = None
         self._isolation = FaultIsolation()
         self._clock = clock
         self._limits = RequestLimits(config, clock)
@@ -100,6 +108,8 @@ class Scheduler:
         request.queued_at = self._clock()
         request.last_stale_step = self._num_steps  # one with the same id may have been in these
         self.requests[request.request_id] = request
+        if self.proposer is not None and self.proposer.drafts_for(request):
+            request.has_drafts = request.needs_token_values = True
         if request.is_replay:
             request.note_event("replayed", request.queued_at, request.num_output_tokens)
         self._limits.watch(request, self.requests)
@@ -202,8 +212,16 @@ class Scheduler:
         return [
             request
             for request_id, request in self._structured.items()
-            if request_id in output.num_scheduled_tokens and request.num_computed_tokens == request.num_tokens
+            if request_id in output.num_scheduled_tokens and request.num_computed_tokens >= request.num_tokens
         ]
+
+    def cut_drafts(self, output: SchedulerOutput, request: Request, num_drafts: int) -> None:
+        """Leave a request fewer drafts in a step that was not submitted yet."""
+        drafts = output.draft_token_ids.pop(request.request_id)
+        if num_drafts:
+            output.draft_token_ids[request.request_id] = drafts[:num_drafts]
+        output.num_scheduled_tokens[request.request_id] -= len(drafts) - num_drafts
+        request.num_computed_tokens -= len(drafts) - num_drafts
 
     def _schedule_running(self, output: SchedulerOutput) -> StepBudget:
         """Part 1; returns what it leaves.
@@ -222,18 +240,28 @@ class Scheduler:
             num_computed_tokens = request.num_computed_tokens
             num_left = len(request.all_token_ids) + request.num_output_placeholders - num_computed_tokens
             num_new_tokens = num_left
+            drafts: list[int] = []
             if num_left > 1:
                 num_new_tokens = budget.chunk(num_left, max(num_tokens - (len(running) - index - 1), 1))
                 request.note_event("prefill_chunk", self._clock(), num_new_tokens)
-            elif num_left == 0 or len(scheduled) >= share:
+            elif num_left <= 0 or len(scheduled) >= share:
                 index += 1
                 continue
+            elif request.has_drafts:
+                drafts = self._propose(request, num_tokens - (len(running) - index))
+                num_new_tokens += len(drafts)
             block_ids: list[int] = []
             if num_computed_tokens + num_new_tokens > request.no_allocation_until:
-                allocated = self._allocate_or_preempt(request, num_new_tokens)
+                allocated = self.kv_cache.allocate_slots(request, num_new_tokens) if drafts else None
+                if allocated is None:  # nobody gives way to drafts
+                    num_new_tokens -= len(drafts)
+                    drafts = []
+                    allocated = self._allocate_or_preempt(request, num_new_tokens)
                 if allocated is None:
                     break
                 block_ids = allocated
+            if drafts:
+                output.draft_token_ids[request.request_id] = drafts
             if num_new_tokens < num_left:
                 budget.count_partial_prefill(num_left)
             elif runs_ahead:
@@ -247,6 +275,13 @@ class Scheduler:
             index += 1
         budget.num_tokens = num_tokens
         return budget
+
+    def _propose(self, request: Request, budget: int) -> list[int]:
+        """Drafts behind a request's last token, at most `budget`; one token is left to be sampled behind them."""
+        max_tokens = min(budget, request.max_tokens - request.num_output_tokens - 1)
+        if self.proposer is None or max_tokens < 1:
+            return []
+        return self.proposer.propose(request, max_tokens)[:max_tokens]
 
     def _allocate_or_preempt(self, request: Request, num_new_tokens: int) -> list[int] | None:
         """Blocks for a running request, taken from the last in `running` as far as need be; None when that is itself.
@@ -325,15 +360,17 @@ class Scheduler:
 
     # -- what came of it --------------------------------------------------------------------------------------------
 
-    def update_from_output(self, runner_output: ModelRunnerOutput, step: int | None = None) -> list[EngineCoreOutput]:
-        """Append the sampled tokens, end what is complete, and tell what is new.
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
+    ) -> list[EngineCoreOutput]:
+        """Append the sampled tokens, take back rejected drafts, end what is complete, and tell what is new.
 
         Args:
-            runner_output: the result of a step.
-            step: its number, `SchedulerOutput.step`; unset: the latest.
+            scheduler_output: a step; they come in the order in which they were scheduled.
+            runner_output: its result.
         """
         outputs, self._ended = self._ended, []
-        new, complete = take_result(self.requests, runner_output, self._num_steps if step is None else step)
+        new, complete = take_result(self.requests, scheduler_output, runner_output)
         outputs += new
         for output in new:
             if output.queue_seconds is not None:

@@ -23,10 +23,13 @@ class WorkerKnowledge:
 
     Args:
         sends_new_token_ids: whether there are ranks that do not sample, and have to be told what was sampled.
+        ranks_tell_each_other: whether they are told by the rank that samples, of all requests but those with drafts:
+            of these it knows only at the end of the step what counts.
     """
 
-    def __init__(self, sends_new_token_ids: bool) -> None:
+    def __init__(self, sends_new_token_ids: bool, ranks_tell_each_other: bool) -> None:
         self._sends_new_token_ids = sends_new_token_ids
+        self._ranks_tell_each_other = ranks_tell_each_other
         self._dropped_request_ids: list[str] = []
         """Finished or preempted since the last step."""
 
@@ -52,12 +55,16 @@ class WorkerKnowledge:
     def complete(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
         """Tell who was dropped, and what running requests have sampled since they were last in a step."""
         output.dropped_request_ids, self._dropped_request_ids = self._dropped_request_ids, []
-        if self._sends_new_token_ids:
-            cached = output.cached_requests
-            for request_id in cached.request_ids:
-                request = requests[request_id]
-                cached.new_token_ids.append(request.all_token_ids[request.num_known_tokens :])
-                request.num_known_tokens = request.num_tokens
+        if not self._sends_new_token_ids:
+            return
+        cached = output.cached_requests
+        running = [requests[request_id] for request_id in cached.request_ids]
+        if self._ranks_tell_each_other and not any(request.has_drafts for request in running):
+            return
+        for request in running:
+            is_told = not self._ranks_tell_each_other or request.has_drafts
+            cached.new_token_ids.append(request.all_token_ids[request.num_known_tokens :] if is_told else [])
+            request.num_known_tokens = request.num_tokens
 
     def step_was_not_sent(self, output: SchedulerOutput) -> None:
         """The workers never received this step: tell them again who was dropped."""

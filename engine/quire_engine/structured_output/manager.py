@@ -17,7 +17,8 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -233,35 +234,49 @@ class StructuredOutputManager:
         return requests
 
     def grammar_bitmask(
-        self, requests: Sequence[Request]
-    ) -> tuple[GrammarBitmask | None, list[tuple[Request, GrammarError]]]:
-        """The tokens that may come next for these requests, and the requests that cannot go on.
+        self, requests: Sequence[Request], drafts: Mapping[str, Sequence[int]] = MappingProxyType({})
+    ) -> tuple[GrammarBitmask | None, list[tuple[Request, int]], list[tuple[Request, GrammarError]]]:
+        """The tokens that may come next for these requests, and behind each of their drafts.
 
         A request that cannot go on has a row that forbids nothing: it takes part in the step like any other.
+
+        Args:
+            requests: that are sampled in a step.
+            drafts: by request.
+
+        Returns:
+            The rows; how many drafts are left to the requests whose grammar does not allow all of theirs; the requests
+            that cannot go on.
         """
-        bitmask = np.empty((len(requests), self._num_words), dtype=np.int32)
+        if not requests:
+            return None, [], []
+        num_rows = len(requests) + sum(len(drafts.get(request.request_id, ())) for request in requests)
+        bitmask = np.empty((num_rows, self._num_words), dtype=np.int32)
+        cut: list[tuple[Request, int]] = []
         failed: list[tuple[Request, GrammarError]] = []
-        slow_seconds = 0.0
-        for row, request in enumerate(requests):
-            grammar = request.grammar
+        slow_seconds, row = 0.0, 0
+        for request in requests:
+            grammar, own = request.grammar, drafts.get(request.request_id, ())
             assert grammar is not None
+            num_allowed = 0
             try:
                 if slow_seconds > STEP_SECONDS and grammar.last_fill_seconds > SLOW_FILL_SECONDS:
                     raise GrammarError(
                         "the grammar is too ambiguous: finding out what may come next takes "
                         f"{grammar.last_fill_seconds * 1e3:.0f} ms, and other requests take as long at the same time"
                     )
-                grammar.fill_bitmask(bitmask, row)
+                _fill_row(bitmask, row, request, 0)
                 if grammar.last_fill_seconds > SLOW_FILL_SECONDS:
                     slow_seconds += grammar.last_fill_seconds
-                if request.num_output_tokens < request.sampling_params.min_tokens:
-                    _forbid_stop(bitmask[row], request.eos_token_ids | request.stop_token_ids)
+                elif own:
+                    num_allowed = _fill_rows_behind_drafts(bitmask, row, request, own)
             except Exception as error:
                 bitmask[row] = -1
                 failed.append((request, error if isinstance(error, GrammarError) else _failure(request)))
-        if not requests:
-            return None, failed
-        return GrammarBitmask([request.request_id for request in requests], bitmask.tobytes()), failed
+            if num_allowed < len(own):
+                cut.append((request, num_allowed))
+            row += 1 + num_allowed
+        return GrammarBitmask([request.request_id for request in requests], bitmask[:row].tobytes()), cut, failed
 
     def _is_cached(self, key: _Key) -> bool:
         """Whether there is a grammar or a verdict; one that has expired is forgotten."""
@@ -276,6 +291,40 @@ class StructuredOutputManager:
         while len(self._cache) > MAX_CACHED_GRAMMARS or self._cached_bytes > MAX_CACHED_BYTES:
             oldest, forgotten = self._cache.popitem(last=False)
             self._cached_bytes -= _size(oldest, forgotten)
+
+
+def _fill_row(bitmask: npt.NDArray[np.int32], row: int, request: Request, num_drafts: int) -> None:
+    """The tokens that may come behind what the request's grammar has accepted, its first `num_drafts` drafts included.
+
+    Raises:
+        GrammarError: none may.
+    """
+    assert request.grammar is not None
+    request.grammar.fill_bitmask(bitmask, row)
+    if request.num_output_tokens + num_drafts < request.sampling_params.min_tokens:
+        _forbid_stop(bitmask[row], request.eos_token_ids | request.stop_token_ids)
+
+
+def _fill_rows_behind_drafts(
+    bitmask: npt.NDArray[np.int32], first_row: int, request: Request, drafts: Sequence[int]
+) -> int:
+    """Fill a row behind each draft that the grammar allows and can go on from; returns for how many."""
+    grammar, num_accepted, num_filled = request.grammar, 0, 0
+    assert grammar is not None
+    try:
+        for token_id in drafts:
+            if not grammar.accept_tokens([token_id]):
+                break
+            num_accepted += 1
+            if grammar.is_terminated() or grammar.last_fill_seconds > SLOW_FILL_SECONDS:
+                break
+            _fill_row(bitmask, first_row + num_accepted, request, num_accepted)
+            num_filled = num_accepted
+    except GrammarError:
+        pass  # it is the request's end when it comes there, and no draft's business
+    finally:
+        grammar.rollback(num_accepted)
+    return num_filled
 
 
 def _close(compiler: CompilerProcess, results: _Results) -> None:

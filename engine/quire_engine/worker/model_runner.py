@@ -201,4 +201,4 @@ class ModelRunner:
     def _append_new_tokens(self, cached: CachedRequestData) -> None:
         """Take over what the output rank has sampled."""
         slots = np.fromiter((self.batch.slots[request_id] for request_id in cached.request_ids), dtype=np.int64)
-        self.batch.settle_lists(slots, self.batch.num_tokens[slots], cached.new_token_ids)
+        self.batch.settle_lists(slots, self.batch.num_known_tokens[slots], cached.new_token_ids)

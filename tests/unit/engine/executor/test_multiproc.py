@@ -264,6 +264,7 @@ def test_end_of_a_rank_is_noticed_at_once(
         timer.start()
         if when == "before":
             timer.join()
+            assert eventually(lambda: state(victim) in "TZX", 5)
         start = time.monotonic()
         workers.submit(step("a"))
         stopped = signal_number == signal.SIGSTOP

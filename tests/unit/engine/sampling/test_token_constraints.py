@@ -16,7 +16,7 @@ def constrained(
     state: TokenConstraintState, slots: list[int], logits: torch.Tensor, outputs: dict[int, list[int]]
 ) -> torch.Tensor:
     logits = logits.clone()
-    constraints = state.gather(np.array(slots), lambda slot, number: outputs[slot][-number:] if number else [])
+    constraints = state.gather(np.array(slots), lambda row, number: outputs[slots[row]][-number:] if number else [])
     if constraints is not None:
         apply_token_constraints(logits, constraints)
     return logits
@@ -92,11 +92,11 @@ def test_without_constraints_there_is_nothing_to_do() -> None:
     state = TokenConstraintState(3, VOCAB_SIZE)
     state.add(0, SamplingParams(allowed_token_ids=[1], logit_bias={1: 1.0}, bad_words_token_ids=[[1, 2]]))
     state.add(1, SamplingParams())
-    assert state.gather(np.array([1, 2]), lambda slot, number: []) is None
+    assert state.gather(np.array([1, 2]), lambda row, number: []) is None
     state.add(0, SamplingParams(logit_bias={4: 1.0}))
     logits = torch.zeros(2, VOCAB_SIZE)
     expected = logits.clone()
     expected[1, 4] = 1.0
     assert torch.equal(constrained(state, [1, 0], logits, {0: [1]}), expected), "something of the last user is left"
     state.add(0, SamplingParams())
-    assert state.gather(np.array([0, 1, 2]), lambda slot, number: []) is None
+    assert state.gather(np.array([0, 1, 2]), lambda row, number: []) is None

@@ -7,7 +7,7 @@ import pytest
 from quire_engine.messages import EngineCoreOutput, FinishReason
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.request import Request, RequestStatus
-from support.scheduling import FakeModelRunner, make_request, make_scheduler, undisturbed_output
+from support.scheduling import FakeModelRunner, make_request, make_scheduler, run_step, undisturbed_output
 
 NUM_STEPS = 2000
 MAX_MODEL_LEN = 40
@@ -99,7 +99,7 @@ class History:
         else:
             if abort:
                 self.abort_somebody()
-            self._take(scheduler.update_from_output(runner_output))
+            self._take(scheduler.update_from_output(scheduler_output, runner_output))
         assert len(self.runner.known_request_ids) <= config.max_num_seqs, "more than the worker has slots for"
         scheduler.check_integrity()
 
@@ -169,7 +169,7 @@ def test_equal_prompts_get_equal_outputs_whatever_they_share() -> None:
     for twin in twins:
         scheduler.add_request(twin)
     while scheduler.has_requests():
-        scheduler.update_from_output(runner.execute_model(scheduler.schedule()))
+        run_step(scheduler, runner)
         scheduler.check_integrity()
     assert len({tuple(twin.all_token_ids) for twin in twins}) == 1
     assert scheduler.prefix_cache_hits > 0

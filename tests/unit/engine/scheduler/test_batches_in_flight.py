@@ -22,7 +22,7 @@ def pipeline(num_requests: int = 0, num_batches: int = 2, **settings: Any) -> Sc
 def update(scheduler: Scheduler, step: SchedulerOutput, token_id: int = 60) -> dict[str, list[int]]:
     """Give every scheduled request a token; returns what was told of whom."""
     sampled = {request_id: [token_id] for request_id in step.num_scheduled_tokens}
-    outputs = scheduler.update_from_output(ModelRunnerOutput(sampled), step.step)
+    outputs = scheduler.update_from_output(step, ModelRunnerOutput(sampled))
     scheduler.check_integrity()
     return {output.request_id: output.new_token_ids for output in outputs}
 
@@ -86,10 +86,10 @@ def test_void_results_bring_neither_tokens_nor_prompt_logprobs(num_in_flight: in
     assert again.num_scheduled_tokens == {"back": 4}
     for step in steps:
         output = ModelRunnerOutput({"back": [9]}, prompt_logprobs={"back": PromptLogprobs(5, 0, b"", b"", b"")})
-        assert scheduler.update_from_output(output, step.step) == []
+        assert scheduler.update_from_output(step, output) == []
     assert (request.num_output_tokens, request.prompt_logprobs) == (0, [])
     chunk = PromptLogprobs(1, 0, b"", b"", b"")
-    scheduler.update_from_output(ModelRunnerOutput({}, prompt_logprobs={"back": chunk}), again.step)
+    scheduler.update_from_output(again, ModelRunnerOutput({}, prompt_logprobs={"back": chunk}))
     assert request.prompt_logprobs == [chunk]
 
 

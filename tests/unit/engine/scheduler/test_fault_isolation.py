@@ -153,9 +153,8 @@ def failed_step(num_requests: int = 3) -> tuple[Scheduler, list[Request]]:
 
 def sample(scheduler: Scheduler, scheduler_output: SchedulerOutput) -> None:
     """Give every scheduled request a token."""
-    scheduler.update_from_output(
-        ModelRunnerOutput({request_id: [60] for request_id in scheduler_output.num_scheduled_tokens})
-    )
+    sampled = {request_id: [60] for request_id in scheduler_output.num_scheduled_tokens}
+    scheduler.update_from_output(scheduler_output, ModelRunnerOutput(sampled))
     scheduler.check_integrity()
 
 
@@ -204,7 +203,7 @@ def test_trial_of_a_long_prompt_lasts_until_its_token() -> None:
     for num_tokens in (8, 8):
         output = scheduler.schedule()
         assert output.num_scheduled_tokens == {"long": num_tokens}
-        scheduler.update_from_output(ModelRunnerOutput({}))
+        scheduler.update_from_output(output, ModelRunnerOutput({}))
     output = scheduler.schedule()
     assert output.num_scheduled_tokens == {"long": 4}
     sample(scheduler, output)
@@ -247,7 +246,7 @@ def test_suspect_aborted_in_isolation_makes_room_for_the_next() -> None:
     scheduler, _ = failed_step()
     output = scheduler.schedule()
     scheduler.finish_request("r0")
-    scheduler.update_from_output(ModelRunnerOutput({"r0": [60]}))
+    scheduler.update_from_output(output, ModelRunnerOutput({"r0": [60]}))
     scheduler.check_integrity()
     assert list(output.num_scheduled_tokens) == ["r0"]
     assert list(scheduler.schedule().num_scheduled_tokens) == ["r1"]

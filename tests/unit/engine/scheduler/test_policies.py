@@ -45,7 +45,7 @@ class Engine:
         """One step; returns what was scheduled."""
         scheduler_output = self.scheduler.schedule()
         self.scheduler.check_integrity()
-        for output in self.scheduler.update_from_output(self.runner.execute_model(scheduler_output)):
+        for output in self.scheduler.update_from_output(scheduler_output, self.runner.execute_model(scheduler_output)):
             assert output.request_id not in self.ended
             self.tokens[output.request_id] += output.new_token_ids
             if output.finish_reason is not None:

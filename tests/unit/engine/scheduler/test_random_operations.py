@@ -13,7 +13,15 @@ from quire_engine.messages import EngineCoreOutput, ErrorCode, FinishReason, Mod
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.request import Request
 from quire_engine.structured_outputs_params import StructuredOutputsParams
-from support.scheduling import FakeModelRunner, make_request, make_scheduler, undisturbed_output
+from support.scheduling import (
+    FakeModelRunner,
+    RandomProposer,
+    make_request,
+    make_scheduler,
+    run_step,
+    true_continuation,
+    undisturbed_output,
+)
 
 NUM_SEQUENCES = 10_000
 NUM_PARTS = 10
@@ -45,8 +53,8 @@ class Follower(FakeModelRunner):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         output = super().execute_model(scheduler_output)
-        for request_id in output.sampled_token_ids:
-            self._requests[request_id].token_ids.pop()
+        for request_id, token_ids in output.sampled_token_ids.items():
+            del self._requests[request_id].token_ids[-len(token_ids) :]
         return output
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> None:
@@ -65,9 +73,10 @@ class Life:
             been scheduled before that.
         ahead: whether they are steps of one worker that follow on from each other's tokens, and not the stages' of a
             pipeline. Then each is executed when it is submitted.
+        drafts: whether tokens are drafted.
     """
 
-    def __init__(self, seed: int, num_batches: int = 1, ahead: bool = False) -> None:
+    def __init__(self, seed: int, num_batches: int = 1, ahead: bool = False, drafts: bool = False) -> None:
         self.num_batches = num_batches
         self.ahead = ahead
         self.in_flight: deque[SchedulerOutput] = deque()
@@ -96,6 +105,8 @@ class Life:
             sends_new_token_ids=num_batches > 1 and not ahead,
             **settings,
         )
+        if drafts:
+            self.scheduler.proposer = RandomProposer(rng, true_continuation)
         kinds = [FakeModelRunner, Follower] if num_batches > 1 and not ahead else [FakeModelRunner]
         self.runners = [kind.for_scheduler(self.scheduler, self.is_poisoned) for kind in kinds]
         self.poison: dict[str, int] = {}
@@ -111,6 +122,8 @@ class Life:
         """Tokens that were sampled for a request after its end."""
         if ahead:
             self.counts |= {"wasted": 0, "unknown": 0}
+        if drafts:
+            self.counts |= {"accepted": 0, "rejected": 0, "without": 0}
         self._prefixes = [[rng.randrange(64) for _ in range(12)] for _ in range(2)]
 
     def is_poisoned(self, request_id: str, num_output_tokens: int) -> bool:
@@ -185,7 +198,11 @@ class Life:
         if self.random.random() < 0.05:
             scheduler.kv_cache.reset_prefix_cache()
         self._count_void(scheduler_output, runner_output)
-        self._take(scheduler.update_from_output(runner_output, scheduler_output.step))
+        for request_id, token_ids in scheduler_output.draft_token_ids.items():
+            num_accepted = len(runner_output.sampled_token_ids[request_id]) - 1
+            self.counts["accepted"] += num_accepted
+            self.counts["rejected"] += len(token_ids) - num_accepted
+        self._take(scheduler.update_from_output(scheduler_output, runner_output))
         self.counts["together"] += len(scheduler_output.num_scheduled_tokens) > 1
 
     def _schedule(self) -> SchedulerOutput:
@@ -205,8 +222,17 @@ class Life:
         if isolated is not None and scheduler._isolation.isolated is isolated:
             assert set(scheduled) <= {isolated.request_id}, "not alone in isolation"
         self._check_partial_prefills()
+        if "without" in self.counts:
+            self.counts["without"] += any(not request.has_drafts for request in scheduler.running)
         for request in scheduler.running:
-            if request.needs_token_values or scheduler._isolation.isolated is request or not self.ahead:
+            if request.has_drafts:
+                own = [
+                    len(step.draft_token_ids.get(request.request_id, ()))
+                    for step in (*self.in_flight, scheduler_output)
+                ]
+                assert request.num_computed_tokens <= request.num_tokens + sum(own)
+                assert sum(map(bool, own)) <= 1, "behind drafts whose fate is unknown"
+            elif request.needs_token_values or scheduler._isolation.isolated is request or not self.ahead:
                 assert request.num_computed_tokens <= request.num_tokens, "computed from what is not known yet"
             elif "unknown" in self.counts:
                 self.counts["unknown"] += request.num_computed_tokens > request.num_tokens
@@ -355,13 +381,18 @@ def test_books_balance_with_steps_ahead(num_batches: int) -> None:
     live(range(NUM_SEQUENCES // NUM_PARTS), num_batches=num_batches, ahead=True)
 
 
+@pytest.mark.parametrize(("num_batches", "ahead"), [(1, False), (2, False), (2, True)])
+def test_books_balance_with_drafts(num_batches: int, ahead: bool) -> None:
+    live(range(NUM_SEQUENCES // NUM_PARTS), num_batches=num_batches, ahead=ahead, drafts=True)
+
+
 def test_group_with_one_prompt_holds_its_full_blocks_once() -> None:
     def blocks_used(group: list[Request], enable_prefix_caching: bool) -> int:
         scheduler = make_scheduler(num_blocks=256, block_size=4, enable_prefix_caching=enable_prefix_caching)
         runner = FakeModelRunner.for_scheduler(scheduler)
         for request in group:
             scheduler.add_request(request)
-        scheduler.update_from_output(runner.execute_model(scheduler.schedule()))
+        run_step(scheduler, runner)
         scheduler.check_integrity()
         return scheduler.make_stats().num_blocks_used
 

@@ -29,7 +29,8 @@ def execute(scheduler: Scheduler, scheduler_output: SchedulerOutput, token_id: i
         for request_id in scheduler_output.num_scheduled_tokens
         if scheduler.requests[request_id].num_computed_tokens == scheduler.requests[request_id].num_tokens
     ]
-    outputs = scheduler.update_from_output(ModelRunnerOutput({request_id: [token_id] for request_id in done}))
+    sampled = {request_id: [token_id] for request_id in done}
+    outputs = scheduler.update_from_output(scheduler_output, ModelRunnerOutput(sampled))
     scheduler.check_integrity()
     return outputs
 
@@ -313,9 +314,9 @@ def test_aborting_twice_or_somebody_unknown_is_nothing() -> None:
 def test_request_aborted_while_its_step_ran_is_passed_over() -> None:
     scheduler = make_scheduler()
     add(scheduler, *make_requests(2))
-    scheduler.schedule()
+    scheduler_output = scheduler.schedule()
     scheduler.finish_request("r0")
-    outputs = scheduler.update_from_output(ModelRunnerOutput({"r0": [60], "r1": [60]}))
+    outputs = scheduler.update_from_output(scheduler_output, ModelRunnerOutput({"r0": [60], "r1": [60]}))
     assert [output.request_id for output in outputs] == ["r1"]
     scheduler.check_integrity()
 
@@ -325,19 +326,18 @@ def test_request_ends_with_its_reason_and_frees_its_blocks() -> None:
     params = SamplingParams(stop_token_ids=[7], max_tokens=3)
     for request_id in ("eos", "stop", "length"):
         add(scheduler, make_request([1], request_id=request_id, params=params, eos_token_ids=[2]))
-    scheduler.schedule()
-    first = scheduler.update_from_output(ModelRunnerOutput({"eos": [2], "stop": [60], "length": [60]}))
+    first = scheduler.update_from_output(
+        scheduler.schedule(), ModelRunnerOutput({"eos": [2], "stop": [60], "length": [60]})
+    )
     assert [(output.request_id, output.finish_reason) for output in first] == [
         ("eos", FinishReason.STOP),
         ("stop", None),
         ("length", None),
     ]
     assert first[0].stop_reason is None
-    scheduler.schedule()
-    second = scheduler.update_from_output(ModelRunnerOutput({"stop": [7], "length": [60]}))
+    second = scheduler.update_from_output(scheduler.schedule(), ModelRunnerOutput({"stop": [7], "length": [60]}))
     assert (second[0].finish_reason, second[0].stop_reason, second[0].new_token_ids) == (FinishReason.STOP, 7, [7])
-    scheduler.schedule()
-    (third,) = scheduler.update_from_output(ModelRunnerOutput({"length": [60]}))
+    (third,) = scheduler.update_from_output(scheduler.schedule(), ModelRunnerOutput({"length": [60]}))
     assert (third.finish_reason, third.stop_reason) == (FinishReason.LENGTH, None)
     assert not scheduler.has_requests()
     assert scheduler.make_stats().num_blocks_used == 0
@@ -347,8 +347,7 @@ def test_request_ends_with_its_reason_and_frees_its_blocks() -> None:
 def test_tokens_after_the_one_that_ends_a_request_are_cut_off() -> None:
     scheduler = make_scheduler()
     add(scheduler, make_request([1], request_id="r", eos_token_ids=[2]))
-    scheduler.schedule()
-    (output,) = scheduler.update_from_output(ModelRunnerOutput({"r": [60, 2, 61]}))
+    (output,) = scheduler.update_from_output(scheduler.schedule(), ModelRunnerOutput({"r": [60, 2, 61]}))
     assert output.new_token_ids == [60, 2]
     assert output.finish_reason is FinishReason.STOP
 
@@ -356,9 +355,10 @@ def test_tokens_after_the_one_that_ends_a_request_are_cut_off() -> None:
 def test_logprobs_of_the_worker_reach_the_output() -> None:
     scheduler = make_scheduler()
     add(scheduler, *make_requests(2))
-    scheduler.schedule()
+    scheduler_output = scheduler.schedule()
     logprobs: list[TokenLogprobs] = [[(60, -0.5, 1)]]
-    outputs = scheduler.update_from_output(ModelRunnerOutput({"r0": [60], "r1": [60]}, {"r1": logprobs}))
+    runner_output = ModelRunnerOutput({"r0": [60], "r1": [60]}, {"r1": logprobs})
+    outputs = scheduler.update_from_output(scheduler_output, runner_output)
     assert [output.logprobs for output in outputs] == [None, logprobs]
 
 

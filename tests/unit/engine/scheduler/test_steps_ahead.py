@@ -41,7 +41,7 @@ def ahead(*requests: Request, **settings: Any) -> Scheduler:
 def update(scheduler: Scheduler, step: SchedulerOutput, token_id: int = 60, *request_ids: str) -> list[str]:
     """Give every scheduled request, or just these, a token; returns who is told of one."""
     sampled = {request_id: [token_id] for request_id in request_ids or step.num_scheduled_tokens}
-    outputs = scheduler.update_from_output(ModelRunnerOutput(sampled), step.step)
+    outputs = scheduler.update_from_output(step, ModelRunnerOutput(sampled))
     scheduler.check_integrity()
     return [output.request_id for output in outputs]
 
@@ -144,7 +144,7 @@ def test_stop_token_is_noticed_one_step_late_and_what_follows_is_dropped() -> No
     request = make_request([1, 2], request_id="a", eos_token_ids=[7])
     scheduler = ahead(request)
     first, second = scheduler.schedule(), scheduler.schedule()
-    (output,) = scheduler.update_from_output(ModelRunnerOutput({"a": [7]}), first.step)
+    (output,) = scheduler.update_from_output(first, ModelRunnerOutput({"a": [7]}))
     assert (output.new_token_ids, output.finish_reason) == ([7], FinishReason.STOP)
     assert second.num_scheduled_tokens == {"a": 1}
     assert update(scheduler, second) == []
@@ -340,7 +340,7 @@ class Engine:
             return self.scheduler.recover_from_failed_step(step, str(error))
         for name in output.sampled_token_ids:
             self.num_wasted[name] = self.num_wasted.get(name, 0) + (name in self.ended)
-        return self.scheduler.update_from_output(output, step.step)
+        return self.scheduler.update_from_output(step, output)
 
     def _take(self, outputs: list[EngineCoreOutput]) -> None:
         for output in outputs:

@@ -93,7 +93,7 @@ def test_only_requests_that_are_sampled_have_a_row() -> None:
     for _ in range(4):
         output = scheduler.schedule()
         rows.append(scheduler.structured_requests_to_sample(output))
-        scheduler.update_from_output(runner.execute_model(output))
+        scheduler.update_from_output(output, runner.execute_model(output))
     assert rows == [[], [], [request], [request]]  # chunks of 4, 4 and 2, then one token
     assert output.new_requests == []
 
