@@ -1,4 +1,5 @@
-// What the kernels are called with: plain structures, which the ops of quire_kernels fill. Keep both in step.
+// What the kernels are called with: plain structures, which the ops of quire_kernels fill. Each has a mirror there with
+// the same fields in the same order; `quire_layout` gives out these declarations as text, to compare the mirrors with.
 #pragma once
 #include <cstdint>
 
@@ -10,6 +11,15 @@ constexpr int64_t MAX_HEAD_SIZE = 1024;
 
 // How many numbers of a weight fill 32 bits, which says what they are.
 enum LinearKind : int32_t { LINEAR_FLOAT32 = 1, LINEAR_BF16 = 2, LINEAR_INT8 = 4 };
+
+typedef void KernelFunction(const void* call);
+
+// Declares structures, and keeps the text of their declarations (without comments).
+#define QUIRE_MIRRORED(...) \
+  __VA_ARGS__               \
+  constexpr char MIRRORED[] = #__VA_ARGS__;
+
+QUIRE_MIRRORED(
 
 struct LinearCall {
   const void* x;                  // [rows, in_features], bfloat16, float32 or uint8; readable up to a whole group
@@ -197,6 +207,8 @@ struct BitmaskCall {
 
 // A kernel and what it is called with, as it was noted down (quire_kernels/recording.py).
 struct RecordedCall {
-  void (*kernel)(const void* call);
+  KernelFunction* kernel;
   const void* call;
 };
+
+)  // QUIRE_MIRRORED

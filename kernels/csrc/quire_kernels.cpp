@@ -70,32 +70,18 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 
-std::string item(const char* name, size_t value) { return std::string(" ") + name + "=" + std::to_string(value); }
+std::string constant(const char* name, int64_t value) { return std::string(name) + "=" + std::to_string(value) + " "; }
 
 std::string layout() {
-  return std::to_string(VERSION) + item("PANEL", PANEL) + item("HEAD_SIZE_STEP", HEAD_SIZE_STEP) +
-         item("MAX_HEAD_SIZE", MAX_HEAD_SIZE) +
-         item("ActivationCall", sizeof(ActivationCall)) +
-         item("AttentionCall", sizeof(AttentionCall)) +
-         item("AttentionPlan", sizeof(AttentionPlan)) +
-         item("AttentionStep", sizeof(AttentionStep)) +
-         item("BitmaskCall", sizeof(BitmaskCall)) +
-         item("EmbeddingCall", sizeof(EmbeddingCall)) +
-         item("LinearCall", sizeof(LinearCall)) +
-         item("NormCall", sizeof(NormCall)) +
-         item("PackCall", sizeof(PackCall)) +
-         item("PlanCall", sizeof(PlanCall)) +
-         item("QuantizeCall", sizeof(QuantizeCall)) +
-         item("RecordedCall", sizeof(RecordedCall)) +
-         item("RopeCall", sizeof(RopeCall)) +
-         item("SampleCall", sizeof(SampleCall));
+  return constant("VERSION", VERSION) + constant("PANEL", PANEL) + constant("HEAD_SIZE_STEP", HEAD_SIZE_STEP) +
+         constant("MAX_HEAD_SIZE", MAX_HEAD_SIZE) + MIRRORED;
 }
 
 }  // namespace
 
 extern "C" {
 
-// What the caller has to agree with before it calls anything else: version, constants, and sizes of all structures.
+// What the caller has to agree with before it calls anything else: constants, and the declarations of all structures.
 QUIRE_API const char* quire_layout() {
   static const std::string text = layout();
   return text.c_str();

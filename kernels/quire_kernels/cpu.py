@@ -17,10 +17,11 @@ import ctypes
 import functools
 import importlib.machinery
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -75,7 +76,16 @@ Kernel: TypeAlias = Callable[..., None]
 
 class Call(ctypes.Structure):
     """What a kernel is called with, or leaves behind: each subclass mirrors the structure of its name (but for a
-    leading underscore) in kernels/csrc/calls.h, field by field."""
+    leading underscore) in kernels/csrc/calls.h, field by field. A library with other fields is not used."""
+
+
+_C_TYPES: dict[Any, str] = {
+    ctypes.c_void_p: "*",
+    ctypes.c_int64: "int64_t",
+    ctypes.c_int32: "int32_t",
+    ctypes.c_float: "float",
+}
+"""As calls.h writes them; `*` is a pointer to anything."""
 
 
 class Recorder(Protocol):
@@ -133,7 +143,7 @@ def status() -> KernelStatus:
         handle = ctypes.CDLL(str(path))
     except OSError as error:
         return _missing(wanted, f"{path}: {error}")
-    if _layout_of(handle) != _layout():
+    if not _agrees(_layout_of(handle)):
         return _missing(wanted, f"{path} was built from another version of the source")
     for name in (wanted,) if wanted else INSTRUCTION_SETS:
         if handle.quire_select(name.encode()):
@@ -153,12 +163,25 @@ def _layout_of(handle: ctypes.CDLL) -> str:
     return layout
 
 
-def _layout() -> str:
-    """Version and constants of the interface and size of each structure: a library that says otherwise would read wild
-    memory."""
-    constants = f"PANEL={PANEL}", f"HEAD_SIZE_STEP={HEAD_SIZE_STEP}", f"MAX_HEAD_SIZE={MAX_HEAD_SIZE}"
-    sizes = (f"{call.__name__.lstrip('_')}={ctypes.sizeof(call)}" for call in Call.__subclasses__())
-    return " ".join([str(VERSION), *constants, *sorted(sizes)])
+def _agrees(layout: str) -> bool:
+    """Whether a library has the same constants, and structures with the same fields: another would read wild memory.
+
+    Args:
+        layout: `NAME=value` of each constant, then the declarations of kernels/csrc/calls.h.
+    """
+    constants = {
+        "VERSION": VERSION, "PANEL": PANEL, "HEAD_SIZE_STEP": HEAD_SIZE_STEP, "MAX_HEAD_SIZE": MAX_HEAD_SIZE,
+    }  # fmt: skip
+    structures = {
+        name: [("*" if "*" in kind else kind, field) for kind, field in re.findall(r"(\w[\w ]*\*?) (\w+);", fields)]
+        for name, fields in re.findall(r"struct (\w+) \{(.*?)\};", layout)
+    }
+    mirrors = {
+        call.__name__.lstrip("_"): [(_C_TYPES[kind], field) for field, kind, *_ in call._fields_]
+        for call in Call.__subclasses__()
+    }
+    has_constants = all(f"{name}={value} " in layout for name, value in constants.items())
+    return has_constants and all(structures.get(name) == fields for name, fields in mirrors.items())
 
 
 def _missing(wanted: str, reason: str) -> KernelStatus:

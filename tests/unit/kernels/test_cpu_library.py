@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tomllib
@@ -38,13 +39,32 @@ def test_a_library_of_another_version_is_not_used(constant: str, monkeypatch: py
     assert "another version" in cpu.status().reason
 
 
-def test_a_library_with_other_structures_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", cpu.Call.__subclasses__(), ids=lambda call: str(call.__name__))
+@pytest.mark.parametrize("change", ["swapped", "missing", "renamed", "retyped"])
+def test_a_library_with_other_structures_is_not_used(
+    call: type[cpu.Call], change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Swapped are two neighbours of one type: neither sizes nor offsets tell."""
     if cpu.library() is None:
         pytest.skip(cpu.status().reason)
-    (linear_call,) = (call for call in cpu.Call.__subclasses__() if call.__name__ == "_LinearCall")
-    monkeypatch.setattr(ctypes, "sizeof", lambda call: 8 if call is linear_call else 16)
+    fields = [(name, kind) for name, kind in call._fields_]
+    if change == "swapped":
+        i = next((i for i in range(len(fields) - 1) if fields[i][1] is fields[i + 1][1]), None)
+        if i is None:
+            pytest.skip("it has no two neighbours of one type")
+        fields[i : i + 2] = fields[i + 1], fields[i]
+    elif change == "missing":
+        del fields[-1]
+    elif change == "renamed":
+        fields[0] = ("another", fields[0][1])
+    else:
+        fields[-1] = (fields[-1][0], ctypes.c_int64 if fields[-1][1] is not ctypes.c_int64 else ctypes.c_void_p)
+    mirror = SimpleNamespace(__name__=call.__name__, _fields_=fields)
+    others = [other for other in cpu.Call.__subclasses__() if other is not call]
+    monkeypatch.setattr(cpu, "Call", SimpleNamespace(__subclasses__=lambda: [mirror, *others]))
     cpu.status.cache_clear()
     assert cpu.library() is None
+    assert "another version" in cpu.status().reason
 
 
 def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
