@@ -28,7 +28,7 @@ app = typer.Typer(
 model_app = typer.Typer(help="The models of a model repository.", rich_markup_mode=None)
 app.add_typer(model_app, name="model")
 
-# Only declared here: `run` looks for it itself, since an error can come before any option is parsed.
+# Only declared here: `run` checks for it itself, since an error can occur before options are parsed.
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Settings = Annotated[
     list[str] | None,
@@ -44,7 +44,7 @@ def main() -> NoReturn:
 
 
 def _open_standard_streams() -> None:
-    """Give those that were closed by who started us to /dev/null, before a file or socket of ours takes their place."""
+    """Open /dev/null for standard descriptors that are closed, before a file or socket of ours gets their number."""
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(opened)
@@ -80,7 +80,7 @@ def _explain(error: Exception) -> tuple[int, str]:
         return error.exit_code, " ".join(str(error).split("\n"))
     if isinstance(error, typer.Abort):
         return 1, "interrupted"
-    # A usage error of Click, of which Typer may carry a copy of its own: its class has no one name.
+    # A usage error of Click. Typer may bundle a copy of Click, so the class is not always the same.
     message = getattr(error, "format_message", None)
     if message is not None:
         context = getattr(error, "ctx", None)

@@ -1,4 +1,4 @@
-"""Each `config.pbtxt`, read before tritonserver does, which would only say that it "failed to read text proto"."""
+"""Checks each `config.pbtxt` before tritonserver does, which would only say that it "failed to read text proto"."""
 
 import importlib.util
 import re
@@ -17,15 +17,15 @@ _PLACE = re.compile(r"^\d+:\d+ : ")
 
 
 def check_model_configs(repository: Path, tell: Callable[[str], None]) -> None:
-    """Check that the `config.pbtxt` of every model can be read. Where there is no tritonclient that works with the
-    protobuf that is installed, nothing is checked.
+    """Check that the `config.pbtxt` of every model can be parsed. Checks nothing if there is no tritonclient that works
+    with the installed protobuf.
 
     Args:
         repository: the model repository.
-        tell: takes a line about a name that may be right all the same: a newer server has fields of its own.
+        tell: gets a line about an unknown name, which a newer server may know.
 
     Raises:
-        CommandError: one cannot; it names the line and the field.
+        CommandError: one cannot be; it names the line and the field.
     """
     paths = sorted(repository.glob("*/config.pbtxt"))
     schema = _schema() if paths else None
@@ -57,9 +57,9 @@ def _check(schema: Any, path: Path, text: str, tell: Callable[[str], None], *, s
 
 
 def _schema() -> Any:
-    """The module of `ModelConfig`; None where there is none that can be imported.
+    """The module of `ModelConfig`; None if it cannot be imported.
 
-    By its file: importing it by its name would import all of tritonclient and gRPC with it.
+    It is loaded by its file: importing it by name would import all of tritonclient and gRPC.
     """
     package = importlib.util.find_spec("tritonclient")
     for location in (package.submodule_search_locations or []) if package else []:
@@ -69,7 +69,7 @@ def _schema() -> Any:
             module = importlib.util.module_from_spec(spec)
             try:
                 spec.loader.exec_module(module)
-            except Exception:  # no protobuf is installed, or one that is too old or too new for it
+            except Exception:  # no protobuf is installed, or its version does not fit
                 return None
             return module
     return None

@@ -19,12 +19,12 @@ instance_group [ { count: 1 kind: KIND_MODEL } ]
 
 
 def default_repository() -> Path | None:
-    """`./model_repository` where there is one, else the checkout's, which holds the demo model."""
+    """`./model_repository` if it exists, else the checkout's, which has the demo model."""
     return LOCAL.resolve() if LOCAL.is_dir() else demo_repository()
 
 
 def demo_repository() -> Path | None:
-    """The checkout's repository; None where quire was installed without it."""
+    """The checkout's repository; None if quire was installed without it."""
     folder = Path(__file__).resolve().parents[2] / "model_repository"
     return folder if folder.is_dir() else None
 
@@ -33,7 +33,7 @@ def model_name(path: Path, name: str | None) -> str:
     """The name of a model: the one given, else its folder's.
 
     Raises:
-        UsageError: it cannot be a model's name.
+        UsageError: it is not a valid model name.
     """
     chosen = name if name is not None else path.resolve().name
     if not _NAME.fullmatch(chosen):
@@ -43,7 +43,7 @@ def model_name(path: Path, name: str | None) -> str:
 
 
 def parse_settings(items: Sequence[str]) -> dict[str, Any]:
-    """Settings given as `key=value`: the value is JSON where it can be read as JSON, else a string.
+    """Settings given as `key=value`: the value is parsed as JSON if it is JSON, else it is a string.
 
     Raises:
         UsageError: an item is not of that form, or a key comes twice or is `model`.
@@ -68,7 +68,7 @@ def write_model(
     """Check a checkpoint and its settings, and write `<name>/config.pbtxt` and `<name>/1/model.json`.
 
     Args:
-        repository: is made when it does not exist.
+        repository: created if it does not exist.
         path: the checkpoint's folder.
         name: of the model; unset: the folder's.
         settings: the engine's, as in `model.json`. Relative paths in them are relative to the working directory.

@@ -1,7 +1,7 @@
-"""Writes for whoever reads slowly, or not at all: what is said to him holds nobody up.
+"""PatientWriter: writes to readers that are slow or do not read, without blocking the caller.
 
-A pipe that is not read is full after 64 KiB, and a terminal after Ctrl-S: a write then waits. The server's log goes
-through here, and a server whose log is not taken stops.
+A pipe that is not read is full after 64 KiB, a terminal after Ctrl-S: a write then blocks. The server's log goes
+through here, and a server whose log is not read stops.
 """
 
 import atexit
@@ -17,15 +17,15 @@ from typing import TextIO
 __all__ = ["PatientWriter"]
 
 _MOST_BYTES = 4 * 2**20
-"""What is kept for the reader: some ten thousand lines."""
+"""Bytes that are kept for the reader: some ten thousand lines."""
 _LAST_LINES_S = 1.0
-"""How long the end of this process waits for its reader."""
+"""How long the end of this process waits for the reader."""
 
 
 class PatientWriter:
-    """Writes to one stream of this process. A thread of its own waits for the reader, where a stream can make wait.
+    """Writes to one stream of this process. If writes to it can block, a thread of its own does them.
 
-    What finds no room is dropped, and the reader is told how many lines that were as soon as he reads again.
+    Lines that find no room are dropped, and their number is written once the reader reads again.
     """
 
     def __init__(self, stream: TextIO, most_bytes: int = _MOST_BYTES) -> None:
@@ -35,12 +35,12 @@ class PatientWriter:
         self._changed = threading.Condition()
         self._waiting: deque[bytes] = deque()
         self._num_bytes = 0
-        """Of what waits, and of what is being written."""
+        """Bytes that wait or are being written."""
         self._num_dropped = 0
         self._is_started = False
 
     def write(self, text: str) -> None:
-        """Have a text of whole lines written, at once or later."""
+        """Write a text of whole lines, now or later."""
         if self._descriptor is None:
             # A reader that went away (`quire serve 2>&1 | head`) must not take the server with it.
             with contextlib.suppress(OSError, ValueError):
@@ -57,7 +57,7 @@ class PatientWriter:
             self._start()
 
     def flush(self, within_s: float = _LAST_LINES_S) -> bool:
-        """Wait until everything is written, but no longer than this; whether it is."""
+        """Wait until everything is written, at most so long. Returns whether it is."""
         end = time.monotonic() + within_s
         with self._changed:
             return self._changed.wait_for(lambda: not self._num_bytes, max(0.0, end - time.monotonic()))
@@ -77,7 +77,7 @@ class PatientWriter:
             return
         self._is_started = True
         atexit.register(self.flush)
-        # Signals are for the thread that waits for them, and a thread begins with the mask of the one that starts it.
+        # A thread inherits the signal mask of the one that starts it, and signals are for another thread.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             threading.Thread(target=self._run, name="patient-writer", daemon=True).start()
@@ -98,7 +98,7 @@ class PatientWriter:
 
 
 def _that_can_wait(stream: TextIO) -> int | None:
-    """The stream's descriptor if a write to it may have to wait for a reader; not so of a file, or in memory."""
+    """The stream's descriptor if a write to it may block; None for files and streams in memory."""
     try:
         descriptor = stream.fileno()
         mode = os.fstat(descriptor).st_mode
@@ -109,7 +109,7 @@ def _that_can_wait(stream: TextIO) -> int | None:
 
 def _write_all(descriptor: int | None, data: bytes) -> None:
     assert descriptor is not None
-    # Past the stream's own buffer, whose lock a writer that waits would hold when the interpreter ends.
+    # Bypasses the stream's own buffer, whose lock a blocked writer would hold when the interpreter ends.
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(descriptor, data) :]

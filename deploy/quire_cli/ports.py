@@ -1,4 +1,4 @@
-"""Which ports a server will listen on, checked before anything is started."""
+"""Ports that a server will listen on, checked before anything is started."""
 
 import errno
 import ipaddress
@@ -23,17 +23,17 @@ class Endpoint:
 
     @property
     def client_host(self) -> str:
-        """Where a client on this machine reaches it."""
+        """The host at which a client on this machine reaches it."""
         return "127.0.0.1" if self.host == "0.0.0.0" else self.host
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches, or has, an IP address; as `quire_dashboard.settings` says it, too."""
+    """Whether an IP address is this machine's alone. `quire_dashboard.settings` has the same rule."""
     return ipaddress.ip_address(host).is_loopback
 
 
 def resolve(host: str) -> str:
-    """The IPv4 address of a host. tritonserver takes a name for 255.255.255.255.
+    """The IPv4 address of a host. (tritonserver would use 255.255.255.255 for a name.)
 
     Raises:
         CommandError: it has none.
@@ -66,8 +66,8 @@ def reserve(wanted: Mapping[str, Endpoint]) -> dict[str, Endpoint]:
     found: dict[str, Endpoint] = {}
     sockets: list[socket.socket] = []
     try:
-        # All stay bound until the last is, or the system could hand out one free port twice; fixed ports go first,
-        # so that a free one never lands on them.
+        # All stay bound until the last is, or the system could hand out one free port twice. Fixed ports go first,
+        # so that a free one never takes theirs.
         for option, endpoint in sorted(wanted.items(), key=lambda item: item[1].port == 0):
             if endpoint in found.values():
                 raise UsageError(f"--{option} {endpoint.port} is given twice; each needs a port of its own")
@@ -82,7 +82,7 @@ def reserve(wanted: Mapping[str, Endpoint]) -> dict[str, Endpoint]:
 def _bind(option: str, endpoint: Endpoint) -> socket.socket:
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        # As servers do: connections of an earlier server that are in TIME_WAIT are no hindrance, a listener is.
+        # As servers do: connections of an earlier server in TIME_WAIT do not matter, a listener does.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((endpoint.host, endpoint.port))
         bound.listen(1)

@@ -1,14 +1,14 @@
-"""Starts a server whose shared memory no other user of the machine can read, from the moment in which it is made.
+"""Makes a server's shared memory unreadable for other users of the machine from the moment it is created.
 
 tritonserver makes a region in /dev/shm for each stub, for prompts, answers and the introspection token, and lets every
 user read it, in two steps (seen with strace)::
 
     openat("/dev/shm/quire-…", O_CREAT|O_EXCL|…, 0644)     less what the umask says: 0600
-    fchmod(fd, 0644)                                       which does not heed the umask, and whose failure is ignored
+    fchmod(fd, 0644)                                       which ignores the umask, and whose failure is ignored
 
-The model's own code takes these rights away again (`quire_backend.private_memory`), but that is a second later: who
-watches /dev/shm has opened the region by then, and keeps it. So the server runs with a umask of 077, and a filter that
-answers `fchmod(…, 0644)` without doing it.
+The model's own code removes these permissions again (`quire_backend.private_memory`), but a second later: whoever
+watches /dev/shm has opened the region by then, and keeps it open. So the server runs with a umask of 077, and with a
+seccomp filter that lets `fchmod(…, 0644)` succeed without doing anything.
 """
 
 import ctypes
@@ -22,14 +22,14 @@ __all__ = ["keep_memory_private"]
 _UMASK = 0o077
 _OPEN_TO_ALL = 0o644
 
-# By machine: as the kernel names it to a filter, and the numbers of the system calls fchmod and seccomp.
+# By machine: its number in a filter's data, and the numbers of the system calls fchmod and seccomp.
 _MACHINES = {"x86_64": (0xC000003E, 91, 317), "aarch64": (0xC00000B7, 52, 277)}
 _PR_SET_NO_NEW_PRIVS = 38
 _SECCOMP_SET_MODE_FILTER = 1
-# The filter is no reason to slow down all that the server and the engine compute, as older kernels would.
+# Older kernels would otherwise turn on slow mitigations for everything that the server and the engine compute.
 _SECCOMP_FILTER_FLAG_SPEC_ALLOW = 4
 
-# Instructions of classic BPF, and where the data of a system call has what they look at.
+# Instructions of classic BPF, and the offsets of what they read in a system call's data.
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _NUMBER_AT, _MACHINE_AT, _SECOND_ARGUMENT_AT = 0, 4, 24
 _ALLOW, _ANSWER_SUCCESS = 0x7FFF0000, 0x00050000
@@ -38,17 +38,17 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Program(ctypes.Structure):
-    """A filter, as the kernel takes it."""
+    """A filter in the kernel's form."""
 
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
 def keep_memory_private() -> bool:
-    """In a new child, before it becomes the server: what it and its own children make is for this user alone.
+    """Call it in a new child, before it becomes the server: what it and its children create is for this user alone.
 
     Returns:
-        False where the kernel or the machine has no such filters: then the regions are open until the model's code has
-        closed them.
+        False if the kernel or the machine has no such filters: then the regions are readable until the model's code has
+        changed that.
     """
     os.umask(_UMASK)
     machine = _MACHINES.get(platform.machine())
@@ -70,8 +70,8 @@ def keep_memory_private() -> bool:
         flags = _SECCOMP_FILTER_FLAG_SPEC_ALLOW
         return bool(_libc.syscall(seccomp, _SECCOMP_SET_MODE_FILTER, flags, ctypes.byref(program)) == 0)
 
-    # Only who has CAP_SYS_ADMIN may set a filter without giving up setuid programs, such as those of a driver, for all
-    # that it will start.
+    # Without CAP_SYS_ADMIN a filter can only be set by giving up setuid programs, such as a driver's, for all
+    # descendants.
     return is_set() or (_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 and is_set())
 
 

@@ -1,4 +1,4 @@
-"""What `quire serve` does to the processes that it has started, and how it finds those that somebody else did."""
+"""Starts, finds and kills processes for `quire serve`."""
 
 import contextlib
 import ctypes
@@ -58,7 +58,7 @@ def start(
 
 
 def command_line(pid: int) -> list[str]:
-    """The arguments that a process was started with; none of one that is gone."""
+    """The arguments that a process was started with; empty if it is gone."""
     try:
         text = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -92,7 +92,7 @@ def environment_value(pid: int, name: str) -> str | None:
 
 
 def lineage() -> set[int]:
-    """This process and everything that it descends from."""
+    """This process and its ancestors."""
     pids: set[int] = set()
     pid = os.getpid()
     while pid > 0 and pid not in pids:
@@ -103,7 +103,7 @@ def lineage() -> set[int]:
 
 
 def kill(pid: int, is_right: Callable[[int], bool]) -> bool:
-    """SIGKILL one process, provided that it is the one that is meant.
+    """SIGKILL one process, provided that `is_right` confirms it.
 
     The id is pinned by a pidfd before `is_right` looks, so that a new process that got the same id is never hit.
 
@@ -141,13 +141,13 @@ def adopt_orphans() -> None:
 
 
 def yield_to_others(pid: int) -> None:
-    """Have a process that began a session, and all that it will start, get a tenth of the CPU time that others want.
+    """Lower the priority of a session's leader and its descendants: they get a tenth of the CPU time that others want.
 
     Where the kernel groups processes by session (autogroup), each group gets an equal share, and a nice value counts
     only among the processes of one group; the group has a nice value of its own.
     """
     _lower_session(pid)
-    # A thread has the nice value of the one that started it: once a listing has none to lower, no other can come.
+    # A thread inherits its nice value: once a listing has none to lower, no other can appear.
     for _ in range(_MOST_ROUNDS):
         if not _lower_threads(pid):
             return
@@ -158,13 +158,13 @@ def _lower_session(pid: int) -> None:
     with contextlib.suppress(OSError):  # it has ended, or there are no such groups
         try:
             group.write_text(str(_LOW_PRIORITY))
-        except BlockingIOError:  # EAGAIN: somebody has just set another one
+        except BlockingIOError:  # EAGAIN: another one was set just before
             time.sleep(_BETWEEN_AUTOGROUPS_S)
             group.write_text(str(_LOW_PRIORITY))
 
 
 def _lower_threads(pid: int) -> int:
-    """Lower those that are not low yet, as far as they live; how many that were."""
+    """Lower those that are not low yet. Returns how many there were."""
     num_found = 0
     with contextlib.suppress(OSError):  # it has ended
         for thread in map(int, os.listdir(f"/proc/{pid}/task")):

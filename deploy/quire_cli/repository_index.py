@@ -1,4 +1,4 @@
-"""The repository index: which models tritonserver has, as it says itself over HTTP."""
+"""The repository index: which models tritonserver has, asked over HTTP."""
 
 import http.client
 import json
@@ -9,18 +9,18 @@ __all__ = ["IndexedModel", "ask_index"]
 
 @dataclass(frozen=True, slots=True)
 class IndexedModel:
-    """One version of a model, or a model that has none."""
+    """One version of a model, or a model without versions."""
 
     name: str
     version: str = ""
     state: str = ""
     """`READY`, `LOADING`, `UNLOADING` or `UNAVAILABLE`; empty when it was never loaded."""
     reason: str = ""
-    """Why it is unavailable: `unloaded`, or what a load failed of."""
+    """Why it is unavailable: `unloaded`, or why loading it failed."""
 
 
 def ask_index(connection: http.client.HTTPConnection) -> list[IndexedModel] | None:
-    """All models of the repository; None when the server does not tell, as where that API is closed.
+    """All models of the repository; None if the server refuses to answer, for example because that API is restricted.
 
     Raises:
         OSError, http.client.HTTPException: there is no answer.

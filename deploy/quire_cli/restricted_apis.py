@@ -1,9 +1,9 @@
 """Closes those of tritonserver's APIs that no client of a language model needs.
 
-Whoever may register shared memory can name the region of a model's process, and have an output written over what keeps
-that process alive; traces are written to files of the server's machine, and the log can be turned off. tritonserver
-restricts an API to requests that carry a header. A command line is read by every user of the machine, so a header
-that must stay secret is no help against those; ours is one that no request can carry:
+A client that may register shared memory can name the region of a model's process, and have an output written over data
+that keeps that process alive; traces are written to files of the server's machine, and the log can be turned off.
+tritonserver restricts an API to requests that carry a header, which it takes from its command line. Every user of the
+machine can read that, so a secret would not help; ours is a header that no request can carry:
 
 - over gRPC its name would hold capitals, which HTTP/2 forbids and gRPC refuses;
 - over HTTP/1 its value would hold a line break, which ends a header.
@@ -17,13 +17,13 @@ from quire_cli.launch import ServerFlags
 __all__ = ["RESTRICTED_APIS", "opens_logging", "restrictions"]
 
 RESTRICTED_APIS = ("shared-memory", "trace", "logging")
-"""As tritonserver names them."""
+"""In tritonserver's names."""
 _FLAGS = ("http-restricted-api", "grpc-restricted-protocol")
 _NAME = "NOBODY"
 
 
 def restrictions(flags: ServerFlags) -> Iterator[tuple[str, str]]:
-    """The flags that close these APIs, but for those that the user's own flags give a header for."""
+    """The flags that close these APIs, except those that the user's own flags give a header for."""
     value = f"{secrets.token_hex(8)}\n{secrets.token_hex(8)}"
     for flag in _FLAGS:
         closed = [api for api in RESTRICTED_APIS if api not in _given(flags, flag)]
@@ -32,7 +32,7 @@ def restrictions(flags: ServerFlags) -> Iterator[tuple[str, str]]:
 
 
 def opens_logging(flags: ServerFlags) -> bool:
-    """Whether the user has given a header for the log's API, and so wants to see what it changes."""
+    """Whether the user has given a header for the log's API, and so wants to see its effects."""
     return any("logging" in _given(flags, flag) for flag in _FLAGS)
 
 

@@ -1,17 +1,18 @@
-"""What one `quire serve` owns, and how to recognise and remove what a dead one left.
+"""RunDirectory: what one `quire serve` owns, and how the remains of a dead one are recognised and removed.
 
-Everything a run makes carries its run id, and the id says which process owns it:
+Everything that a run creates carries its run id, which identifies the process that owns it:
 
-    <pid>-<start time>-<pid namespace>     start time in clock ticks since boot, so that a reused pid is no match
+    <pid>-<start time>-<pid namespace>     start time in clock ticks since boot, so that a reused pid does not match
 
     processes      environment variable QUIRE_RUN_ID=<run id>, inherited by every child
     /dev/shm       quire-<run id>-…
     directory      <temporary folder>/quire-<uid>/<run id>/, mode 0700; the run's own temporary folder is in it
 
-The temporary folder, not XDG_RUNTIME_DIR: that one goes with its user's last login, and a later start could not see it.
+The temporary folder, not XDG_RUNTIME_DIR, which is removed when its user logs out, so that a later start could not see
+it.
 
 A run is dead when no process of that pid and start time exists. Runs of another pid namespace (a container, seen from
-its host) cannot be judged from here and are left alone, and so is everything of another user.
+its host) cannot be checked from here and are left alone, as is everything of another user.
 """
 
 import os
@@ -35,14 +36,14 @@ SHARED_MEMORY = Path("/dev/shm")
 _KILL_DEADLINE_S = 10.0
 # A socket's path has at most 107 bytes, and the engine's are made in the temporary folder: quire-abcdefgh/output.
 _LONGEST_PATH = 107 - 30
-# What a shell takes literally wherever it stands.
+# Characters that a shell takes literally everywhere.
 _PLAIN = re.compile(r"[\w/.,:=@%+-]*")
 _RUN_ID = r"(\d+)-(\d+)-(\d+)"
 
 
 @dataclass(frozen=True, slots=True)
 class RunId:
-    """Names one run by the process that owns it."""
+    """Identifies one run by the process that owns it."""
 
     pid: int
     start_time: int
@@ -61,7 +62,7 @@ class RunId:
 
     @classmethod
     def parse(cls, text: str) -> "RunId | None":
-        """The id that `text` spells; None when it spells none."""
+        """The id that `text` is; None if it is not one."""
         match = re.fullmatch(_RUN_ID, text)
         return cls(*map(int, match.groups())) if match else None
 
@@ -74,11 +75,11 @@ class RunId:
 
     @property
     def shared_memory_prefix(self) -> str:
-        """What the names of this run's files in /dev/shm begin with."""
+        """Prefix of the names of this run's files in /dev/shm."""
         return f"quire-{self}-"
 
     def processes(self) -> list[int]:
-        """The living processes of this run, besides its owner."""
+        """The live processes of this run, except its owner."""
         return [pid for pid, run_id in _processes() if run_id == self]
 
     def shared_memory(self) -> list[Path]:
@@ -92,7 +93,7 @@ class RunId:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leftovers:
-    """What runs left behind whose owner is dead."""
+    """What dead runs have left."""
 
     processes: tuple[int, ...] = ()
     shared_memory: tuple[Path, ...] = ()
@@ -111,7 +112,7 @@ class Leftovers:
 
 
 class RunDirectory:
-    """The private directory of a run. Leaving the context ends every process of the run and removes all it made."""
+    """The private directory of a run. Leaving the context ends every process of the run and removes their files."""
 
     def __init__(self) -> None:
         self.run_id = RunId.of(os.getpid())
@@ -143,7 +144,7 @@ class RunDirectory:
         _reap_children()
 
     def clean_up(self) -> None:
-        """End every process of the run, and remove what they made; the run itself goes on, and starts others."""
+        """End every process of the run, and remove what they created; the run itself goes on, and can start others."""
         _end_processes(self.run_id)
         for path in self._temporary.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -156,17 +157,17 @@ class RunDirectory:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What every process of the run is started with, so that it is recognised, and its temporary files too."""
+        """Variables that every process of the run is started with, to recognise it and its temporary files."""
         return {RUN_ID_VARIABLE: str(self.run_id), "TMPDIR": str(self._temporary)}
 
 
 def is_plain(path: Path) -> bool:
-    """Whether an unquoted shell command can name it: the Python backend starts its stubs with one."""
+    """Whether an unquoted shell command can contain it: the Python backend starts its stubs with one."""
     return _PLAIN.fullmatch(str(path)) is not None
 
 
 def leftovers() -> Leftovers:
-    """Find what dead runs left, and touch nothing."""
+    """Find what dead runs left, without changing anything."""
     return Leftovers(
         processes=tuple(pid for pid, run_id in _processes() if run_id.is_dead),
         shared_memory=tuple(path for path, run_id in _shared_memory() if run_id.is_dead),
@@ -188,7 +189,7 @@ def sweep() -> Leftovers:
 
 
 def _remove(run_id: RunId) -> None:
-    """End the run's processes, then remove its files: a living process could still make new ones."""
+    """End the run's processes, then remove its files: a live process could still create new ones."""
     _end_processes(run_id)
     for path in run_id.directories():
         shutil.rmtree(path, ignore_errors=True)
@@ -226,7 +227,7 @@ def _run_id_of(pid: int) -> RunId | None:
 
 
 def _processes() -> Iterator[tuple[int, RunId]]:
-    """Processes of runs. This one and its ancestors are not: whoever starts `quire` from within a run is its user."""
+    """Processes of runs, except this one and its ancestors: `quire` may be started from within a run."""
     spared = process.lineage()
     for pid in process.own_processes():
         if pid not in spared and (run_id := _run_id_of(pid)):
@@ -242,7 +243,7 @@ def _directories() -> Iterator[tuple[Path, RunId]]:
 
 
 def _own_entries(folder: Path, name: re.Pattern[str]) -> Iterator[tuple[Path, RunId]]:
-    """Entries of this user in `folder` whose name spells a run id in the pattern's first group."""
+    """Entries of this user in `folder` whose name has a run id as the pattern's first group."""
     if not folder.is_dir():
         return
     for path in folder.iterdir():
@@ -256,7 +257,7 @@ def _own_entries(folder: Path, name: re.Pattern[str]) -> Iterator[tuple[Path, Ru
 
 
 def _root() -> Path:
-    """Where the folders of all users are."""
+    """The folder that holds the folders of all users."""
     return Path(tempfile.gettempdir())
 
 
@@ -265,7 +266,7 @@ def _user_folder(root: Path) -> Path:
 
 
 def _make_private(folder: Path) -> None:
-    """Make this user's folder, in a place that others may write to as well."""
+    """Create this user's folder, in a place that others may write to as well."""
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:

@@ -27,7 +27,7 @@ _SERVICES = {"grpc": "allow-grpc", "http": "allow-http", "metrics": "allow-metri
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeOptions:
-    """What `quire serve` was asked for."""
+    """Options of `quire serve`."""
 
     model_repository: Path | None = None
     model: Path | None = None
@@ -115,7 +115,7 @@ def serve(options: ServeOptions) -> int:
 
 
 def _repository(options: ServeOptions) -> Path | None:
-    """The repository to serve; None when `--model` has one made."""
+    """The repository to serve; None if one is made for `--model`."""
     if options.model is not None:
         return None
     if options.model_repository is None:
@@ -143,7 +143,7 @@ def _repository(options: ServeOptions) -> Path | None:
 
 
 def _check_model_configs(repository: Path, flags: ServerFlags, console: Console) -> None:
-    """Raises what is wrong with a model's `config.pbtxt`, or tells it, where the server starts all the same."""
+    """Raise what is wrong with a model's `config.pbtxt`, or log it if the server starts all the same."""
     try:
         check_model_configs(repository, lambda text: console.line(f"quire: {text}"))
     except CommandError as error:
@@ -153,7 +153,7 @@ def _check_model_configs(repository: Path, flags: ServerFlags, console: Console)
 
 
 def _plain_path(repository: Path, run: RunDirectory) -> Path:
-    """The repository, or a link to it that a shell command can name."""
+    """The repository, or a link to it that a shell command can contain."""
     if is_plain(repository):
         return repository
     link = run.path / "model_repository"
@@ -193,7 +193,7 @@ def _endpoints(options: ServeOptions, flags: ServerFlags) -> dict[str, Endpoint]
 def _dashboard(
     options: ServeOptions, endpoints: dict[str, Endpoint], console: Console
 ) -> AbstractContextManager[Dashboard | None]:
-    """The dashboard to start beside the server; None where there is to be none, or something is missing for it."""
+    """The dashboard to start beside the server; None if it is off, or something is missing for it."""
     if not options.dashboard:
         return nullcontext()
     missing = how_to_install()
@@ -211,14 +211,14 @@ def _own_endpoint(
 ) -> Endpoint:
     """Where a service of `quire serve` itself listens."""
     option, host = f"{service}-port", resolve(host)
-    # Those of tritonserver are only reserved yet, and must not be taken; the others are taken already.
+    # tritonserver's ports are only reserved yet, and must not be taken; the others are taken already.
     others = {f"{name}-port": endpoint for name, endpoint in endpoints.items() if name in _SERVICES}
     try:
         return reserve({**others, option: Endpoint(host, default if wanted is None else wanted)})[option]
     except CommandError:
         if wanted is not None:
             raise
-        # Of two servers on one machine, the second must not fail for the sake of a page.
+        # With two servers on one machine, the second must not fail because of a page.
         return reserve({**others, option: Endpoint(host, 0)})[option]
 
 
@@ -230,7 +230,7 @@ def _port(flag: str, flags: ServerFlags, default: int) -> int:
 
 
 def _loaded_models(flags: ServerFlags, repository: Path | None) -> LoadedModels | None:
-    """Keeps account of the models, where they come and go while the server runs or may be missing from the start."""
+    """Keeps track of the models, if they come and go while the server runs or may be missing from the start."""
     mode, may_miss_some = flags.values.get("model-control-mode", "none"), flags.is_off("exit-on-error")
     asked = flags.all_values("load-model")
     if mode == "none":
@@ -257,7 +257,7 @@ def _defaults(
     for service, endpoint in endpoints.items():
         defaults += [(f"{service}-address", endpoint.host), (f"{service}-port", str(endpoint.port))]
     if not has_gpu():
-        # Without a driver, both only fail, at the length of several lines of log.
+        # Without a driver, both only fail, with several lines of log.
         defaults += [("allow-gpu-metrics", "false"), ("pinned-memory-pool-byte-size", "0")]
     return defaults
 

@@ -1,4 +1,4 @@
-"""tritonserver's log, as an operator wants it: warnings, errors and what Quire says; and why a start failed.
+"""ServerLog: filters tritonserver's log to warnings, errors and Quire's lines, and finds out why a start failed.
 
 An entry starts with a line such as `I1120 20:56:05.518395 6259 http_server.cc:4713] "…"`. Lines that start otherwise
 belong to the entry before (tables), or are what a process printed: the entries of the engine itself, which start with
@@ -21,10 +21,10 @@ _ENGINE = re.compile(r"quire (?P<process>\w+\[[^\]]*\]) (INFO|WARNING)\b")
 _LOADING = re.compile(r"loading weights: (?P<percent>\d+)% of ")
 _TABLE = re.compile(r"[+|]|\s*$")
 _USAGE = "Usage: tritonserver"
-# True of every machine without a GPU, and nothing that anybody could mend there.
+# Logged on every machine without a GPU, where nothing can be done about it.
 _NOISE = ("CudaDriverHelper has not been initialized", "Signal (")
 _KEPT_LINES = 2000
-# A server that fails to start is gone within seconds of its first error.
+# A server that fails to start exits within seconds of its first error.
 _HOLD_S = 10.0
 _CAUSES = (
     re.compile(r"failed to load '(?P<model>[^']+)' version \d+: (?P<cause>.*)"),
@@ -40,8 +40,8 @@ _PREFIXES = re.compile(r"^(?:(?:Internal|Invalid argument|Unavailable|Not found|
 class ServerLog:
     """Reads the server's output in a thread of its own.
 
-    Until `release`, errors are held back for some seconds: if the start fails, one line says why, and the rest would
-    bury it. If it goes on in spite of them, they are passed on.
+    Until `release`, errors are held back for some seconds: if the start fails, one line says why, which they would
+    bury. If the start goes on, they are passed on.
     """
 
     def __init__(self, stream: IO[bytes], console: Console, *, everything: bool) -> None:
@@ -53,7 +53,7 @@ class ServerLog:
         self._last_line_at = time.monotonic()
         self._last_words = ""
         self._loading: dict[str, int] = {}
-        """Percent of the weights that are loaded, by the process that said so."""
+        """Percent of the weights that are loaded, by process."""
         self._recent: deque[str] = deque(maxlen=_KEPT_LINES)
         self._thread = threading.Thread(target=self._read, name="server-log", daemon=True)
         self._thread.start()
@@ -66,7 +66,7 @@ class ServerLog:
                 self._console.line(line)
 
     def release_old(self) -> None:
-        """Pass on what has been held back for long; call it often while the server starts."""
+        """Pass on what was held back for some seconds; call it often while the server starts."""
         with self._lock:
             while self._held and time.monotonic() - self._held[0][0] > _HOLD_S:
                 self._console.line(self._held.pop(0)[1])
@@ -77,21 +77,21 @@ class ServerLog:
             return time.monotonic() - self._last_line_at
 
     def last_words(self) -> str:
-        """The last line that a process other than the server itself printed, such as what a stub died with."""
+        """The last line that a process other than the server itself printed, such as the reason why a stub died."""
         with self._lock:
             return self._last_words
 
     def loading_percent(self) -> int | None:
-        """How much of the weights is loaded, of the model that is furthest behind; None where none has said so."""
+        """Share of the weights loaded, of the model that is furthest behind; None if none has reported it."""
         with self._lock:
             return min(self._loading.values(), default=None)
 
     def finish(self) -> None:
-        """Wait for the last lines of a server that has exited; one that a lost child still holds open ends here too."""
+        """Wait for the last lines of a server that has exited, but not for ever: a lost child may hold its log open."""
         self._thread.join(timeout=1.0)
 
     def cause(self) -> str | None:
-        """Why the server failed, in one line, as far as its log tells."""
+        """Why the server failed, in one line, if its log says so."""
         with self._lock:
             return failure_cause(self._recent)
 
@@ -119,13 +119,13 @@ class ServerLog:
 
 
 class _Sorter:
-    """Decides what becomes of each line: `show` at once, `hold` until the server is ready, or `drop`."""
+    """Decides for each line: `show` at once, `hold` until the server is ready, or `drop`."""
 
     def __init__(self) -> None:
         self._last: Literal["show", "hold", "drop"] = "drop"
         self._in_usage = False
         self.is_printed = False
-        """Whether the line before was no entry of a log, and no part of one."""
+        """Whether the previous line was neither an entry of a log nor part of one."""
 
     def sort(self, line: str) -> Literal["show", "hold", "drop"]:
         entry = _ENTRY.match(line)
@@ -162,6 +162,6 @@ def failure_cause(lines: Iterable[str]) -> str | None:
 
 
 def _first_line(text: str) -> str:
-    """The first line of a message that the log quotes and escapes, without the names of the layers it came through."""
+    """The first line of a message that the log quotes and escapes, without the layers' names before it."""
     text = text.split("\\n")[0].rstrip().removesuffix('"').rstrip()
     return _PREFIXES.sub("", text.replace('\\"', '"').replace("\\'", "'"))

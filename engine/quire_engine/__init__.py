@@ -1,6 +1,6 @@
 """The LLM engine: continuous batching over a paged KV cache.
 
-It knows nothing of Triton Inference Server, Prometheus or HTTP. `LLM` is its offline face, `AsyncLLM` the serving one.
+It knows nothing of Triton Inference Server, Prometheus or HTTP. `LLM` is for offline use, `AsyncLLM` for serving.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""AsyncLLM: the serving face. The engine core runs in a process of its own, this one talks to the clients."""
+"""AsyncLLM: the engine for serving. The engine core runs in a process of its own; this one talks to the clients."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class AsyncLLM:
-    """Serves many requests at once over one event loop.
+    """Serves many requests at once in one event loop.
 
     The constructor blocks until the engine core is ready. `start` is awaited once, in the loop that is to serve; all
     else but `input_processor` and `shutdown`, which are thread-safe, is called in that loop.
@@ -87,12 +87,12 @@ class AsyncLLM:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the engine core lives, and none is being started in its place."""
+        """Whether the engine core is alive, and not being started again."""
         return self.dead_error is None and self._client.is_alive
 
     @property
     def outage(self) -> str | None:
-        """Why the engine does not step, and what is done about it; None while it does."""
+        """Why the engine is down, and when it is started again; None while it is up."""
         return self.dead_error or self._client.outage
 
     @property
@@ -102,18 +102,18 @@ class AsyncLLM:
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids of its workers, where they are not the engine core's own."""
+        """Process ids of its workers; empty if the engine core itself is the only one."""
         return self._client.worker_pids
 
     def workers_up(self) -> list[bool]:
-        """By rank, whether its process runs; ranks that have none of their own here share the engine core's fate."""
+        """By rank, whether its process runs; the engine core's, for ranks that have none of their own here."""
         pids = self.worker_pids
         if not pids or not self.is_healthy:
             return [self.is_healthy] * self.config.parallel.world_size
         return [is_running(pid) for pid in pids]
 
     async def start(self) -> None:
-        """Begin to take in what the engine core sends."""
+        """Start to receive what the engine core sends."""
         if self._output_task is None:
             self._client.start()
             self._output_task = asyncio.get_running_loop().create_task(self._take_outputs(), name="engine-outputs")
@@ -132,19 +132,19 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt. Leaving the iteration early aborts the request.
 
-        Each output holds everything so far, or what is new, or there is only the last: see `output_kind`.
+        Each output holds everything so far or a delta, or there is only the last one: see `output_kind`.
 
         Args:
             prompt: see `Prompt`.
             sampling_params: its parameters.
             request_id: unique among live requests; unset: random.
             priority: instead of the parameters' own.
-            deadline_ms: milliseconds from now in which it has to be finished.
-            slo: what it is judged by; unset: the default class of the setting `slo`.
-            traceparent: the caller's trace context, as W3C writes it; one that is not well-formed counts as none.
+            deadline_ms: milliseconds from now to its deadline.
+            slo: its objectives; unset: the default class of the setting `slo`.
+            traceparent: the caller's trace context, in W3C's format; ignored if it is malformed.
 
         Raises:
-            RequestError: the prompt or its parameters cannot be served.
+            RequestError: the prompt or its parameters are invalid.
             EngineUnavailableError: the queue is full, the request waited for too long, the engine sleeps, or engine
                 cores die one after the other.
             DeadlineExceededError: `deadline_ms` passed before it was finished.
@@ -181,7 +181,7 @@ class AsyncLLM:
     def add_request(self, request: ProcessedRequest, on_output: OnOutput) -> None:
         """Start a request; `on_output` gets every delta, in the loop's thread, the last one with `finished`.
 
-        With `n` sequences a delta holds what is new of one of them, told by its `index`.
+        With `n` sequences a delta is of one of them, which its `index` says.
         """
         core_requests = self._output_processor.add_request(request, on_output)
         if self.dead_error is not None:
@@ -196,7 +196,7 @@ class AsyncLLM:
             raise
 
     def abort(self, request_id: str) -> None:
-        """End a request wherever it is. Its last output has finish_reason "abort". Unknown ids are passed over."""
+        """End a request wherever it is. Its last output has finish_reason "abort". Unknown ids are ignored."""
         if self.dead_error is None:
             now = time.monotonic()
             for core_request_id in self._output_processor.core_request_ids(request_id):
@@ -225,12 +225,12 @@ class AsyncLLM:
             prompt, sampling_params, request_id,
             priority=priority, deadline_ms=deadline_ms, slo=slo, traceparent=traceparent,
         )  # fmt: skip
-        async with aclosing(outputs):  # leaving this iteration early leaves that one too
+        async with aclosing(outputs):  # leaving this iteration early leaves that one, too
             async for output in outputs:
                 yield output
 
     async def _render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation. One is rendered at a time, and nothing but other conversations waits for it."""
+        """Token ids of a conversation. They are rendered one at a time; only other conversations wait for that."""
 
         def render() -> list[int]:
             if self.dead_error is not None:
@@ -284,11 +284,11 @@ class AsyncLLM:
         raise EngineDeadError("a request ended without an output")  # not reached: generate raises first
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, as after new weights; whatever is running goes on undisturbed."""
+        """Forget all cached prefixes, for example after new weights. Running requests are not affected."""
         return bool(await self._call_utility(ResetPrefixCache()))
 
     async def sleep(self, level: int = 1) -> None:
-        """Give memory back until `wake_up`; no request may be live. Those that come meanwhile are refused.
+        """Free memory until `wake_up`. No request may be live, and new ones are refused.
 
         Args:
             level: 1 frees the KV cache; 2 the weights as well, which `wake_up` loads from the checkpoint again.
@@ -307,7 +307,7 @@ class AsyncLLM:
         return bool(await self._call_utility(IsSleeping()))
 
     async def snapshot(self, labels: Mapping[str, str] | None = None) -> Snapshot:
-        """The engine at this moment, for an operator's eyes. It never waits for an engine that is being started.
+        """The engine's state, for operators. It never waits for an engine that is being started.
 
         Args:
             labels: callers' names for their requests, by request id.
@@ -337,7 +337,7 @@ class AsyncLLM:
         return Snapshot(time.time(), self.config.settings(), engine, requests, len(live), blocks, prefix_tree)
 
     def cancel(self, request_id: str) -> bool:
-        """End a request by its id in a snapshot, as `abort` does; False when there is none of that id."""
+        """End a request by its id in a snapshot, as `abort` does. Returns whether there was one."""
         caller_request_id = self._output_processor.caller_request_id(request_id)
         if caller_request_id is not None:
             self.abort(caller_request_id)
@@ -377,11 +377,11 @@ class AsyncLLM:
             stat_logger.record(scheduler_stats, iteration_stats)
 
     def _on_restart(self, num_replayed: int) -> None:
-        self._aborted_at.clear()  # by an engine core that will not answer
+        self._aborted_at.clear()  # by an engine core that does not answer
         self._record(None, IterationStats(num_engine_restarts=1, num_requests_replayed=num_replayed))
 
     def _on_output_task_done(self, task: "asyncio.Task[None]") -> None:
-        """The task never ends by itself, so without it no output would ever come: that is an engine's death, too."""
+        """The task never ends by itself. If it does, no output would ever come: treat it as the engine's death."""
         error = None if task.cancelled() else task.exception()
         if isinstance(error, EngineDeadError):
             logger.error("%s; %d requests fail", error, len(self._output_processor.request_ids))
@@ -391,7 +391,7 @@ class AsyncLLM:
             self._die("the engine's outputs cannot be taken in any more")
 
     def _die(self, reason: str) -> None:
-        """Nobody waits for ever: every live request ends with an error."""
+        """End every live request with an error."""
         self.dead_error = self.dead_error or reason
         if self._output_task is not None:
             self._output_task.cancel()
@@ -400,7 +400,7 @@ class AsyncLLM:
 
 
 def _error_of(output: RequestOutput, message: str) -> Exception:
-    """What to raise for a request that failed."""
+    """The exception for a request that failed."""
     if output.error_code is ErrorCode.UNAVAILABLE:
         return EngineUnavailableError(message, output.retry_after_seconds)
     if output.error_code is ErrorCode.DEADLINE:
@@ -411,7 +411,7 @@ def _error_of(output: RequestOutput, message: str) -> Exception:
 
 
 async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, RequestOutput]]) -> list[RequestOutput]:
-    """Run all; when one fails or the caller is cancelled, none is left running."""
+    """Run all; if one fails or the caller is cancelled, the others are cancelled."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)

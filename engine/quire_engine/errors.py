@@ -1,4 +1,4 @@
-"""The errors a caller can meet. Each message names the parameter or file, what is wrong, and what would be right."""
+"""The errors that callers see. Each message names the parameter or file, what is wrong, and what would be right."""
 
 import json
 from typing import Any
@@ -23,7 +23,7 @@ MAX_QUOTED = 200
 
 
 def quote(value: object) -> str:
-    """A value of a client's as a message quotes it: not as long as what the client sent, and as JSON has it."""
+    """A client's value, for a message: as JSON, and cut to a reasonable length."""
     try:
         text = repr(value) if isinstance(value, str | float) else json.dumps(value, ensure_ascii=False, default=_plain)
     except (ValueError, TypeError, RecursionError):  # no JSON, or a number of thousands of digits
@@ -32,7 +32,7 @@ def quote(value: object) -> str:
 
 
 def cut(text: str) -> str:
-    """What somebody else wrote, as long as a message may quote it."""
+    """Text from elsewhere, cut to the length that a message may quote."""
     return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}… ({len(text)} characters)"
 
 
@@ -44,7 +44,7 @@ def _plain(value: object) -> Any:
 
 
 def json_type(value: object) -> str:
-    """What JSON calls a value's type, with its article."""
+    """JSON's name of a value's type, with its article."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "a boolean"
     names = {
@@ -63,7 +63,7 @@ class EngineError(Exception):
 
 
 class RequestError(EngineError, ValueError):
-    """One request is invalid. Nobody else is affected; the same request will fail again.
+    """One request is invalid. No other is affected; the same request will fail again.
 
     Attributes:
         parameter: the name of the offending parameter, as the caller spells it.
@@ -79,7 +79,7 @@ class CheckpointError(EngineError, ValueError):
 
 
 class EngineDeadError(EngineError):
-    """The engine process is gone. The request in hand did not finish."""
+    """The engine process is gone. The request did not finish."""
 
 
 class AbortedError(EngineError):
@@ -90,7 +90,7 @@ class EngineUnavailableError(EngineError):
     """The engine had no place for the request; the same request can succeed later.
 
     Attributes:
-        retry_after_seconds: an estimate of when it is worth trying again; None when that is for somebody to decide.
+        retry_after_seconds: an estimate of when to try again; None if it is not known.
     """
 
     def __init__(self, message: str, retry_after_seconds: float | None = None) -> None:

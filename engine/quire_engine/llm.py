@@ -1,4 +1,4 @@
-"""LLM: the offline face. Same engine core, same process, no server."""
+"""LLM: the engine for offline use. Same engine core, same process, no server."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ from quire_engine.stats import SchedulerStats
 __all__ = ["LLM"]
 
 MAX_LIVE_REQUESTS = 256
-"""Of `generate_each`; more than run at once, and no more than may have their grammars compiled."""
+"""Live requests of `generate_each`: more than run at once, but not more than may have their grammars compiled."""
 
 
 class LLM:
@@ -91,7 +91,7 @@ class LLM:
         return [results[request.request_id] for request in requests]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Complete one prompt, yielding what is new as it comes.
+        """Complete one prompt, yielding deltas.
 
         Raises:
             RequestError: the prompt or its parameters cannot be served.
@@ -101,10 +101,10 @@ class LLM:
     def generate_each(
         self, entries: Iterable[tuple[Prompt, SamplingParams]]
     ) -> Iterator[tuple[int, RequestOutput | RequestError]]:
-        """Complete any number of prompts, each by itself: one that cannot be served is no harm to the others.
+        """Complete any number of prompts, independently: an invalid one does not affect the others.
 
         Args:
-            entries: prompts, or conversations as `{"messages": [...]}`, and their parameters; taken as there is room.
+            entries: prompts, or conversations as `{"messages": [...]}`, and their parameters; read as there is room.
 
         Yields:
             Which entry it was, counted from 0, and its finished output or why it was refused; as they finish.
@@ -196,11 +196,11 @@ class LLM:
         self._outputs.finish(request_id, FinishReason.ABORT)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, as after new weights; whatever is running goes on undisturbed."""
+        """Forget all cached prefixes, for example after new weights. Running requests are not affected."""
         return bool(self._core.call_utility(ResetPrefixCache()))
 
     def sleep(self, level: int = 1) -> None:
-        """Give memory back until `wake_up`; no request may be live, and none is taken meanwhile.
+        """Free memory until `wake_up`. No request may be live, and new ones are refused.
 
         Args:
             level: 1 frees the KV cache; 2 the weights as well, which `wake_up` loads from the checkpoint again.
@@ -219,16 +219,16 @@ class LLM:
         return bool(self._core.call_utility(IsSleeping()))
 
     def get_stats(self) -> SchedulerStats:
-        """The engine core's numbers of this moment."""
+        """Statistics of the engine core."""
         return self._core.get_stats()
 
     @property
     def worker_pids(self) -> list[int]:
-        """Processes of the ranks, where they are not this one."""
+        """Process ids of the ranks; empty if this process is the only one."""
         return self._core.ready.worker_pids
 
     def shutdown(self) -> None:
-        """Give the workers and their memory back, that of a GPU, too. Nothing can be generated any more."""
+        """End the workers and free their memory, also on a GPU. Nothing can be generated afterwards."""
         self._inputs.shutdown()
         self._core.shutdown()
 

@@ -1,4 +1,4 @@
-"""RequestOutput: what a caller gets of its request. Plain data; how deltas add up is all that it knows."""
+"""RequestOutput: what a caller gets for its request. Plain data, and how deltas are merged."""
 
 from bisect import insort
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One generated sequence, or what is new of it."""
+    """One generated sequence, or a delta of it."""
 
     index: int = 0
     text: str = ""
@@ -38,7 +38,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What a request has produced, or what is new of it."""
+    """Everything that a request has produced, or a delta of it."""
 
     request_id: str
     prompt: str | None
@@ -47,18 +47,18 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
     metrics: FinishedRequestStats | None = None
-    """On the last output."""
+    """Set on the last output."""
     error: str | None = None
     """Why it failed, with finish_reason "error"."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """One entry per prompt token, when asked for: its own, then the most likely ones'. The first is None: nothing comes
     before it. In a stream of deltas, the first one has it."""
     error_parameter: str | None = None
-    """The request's parameter that `error` is about: the caller's fault then. None: ours."""
+    """The request's parameter that `error` is about, if the request was invalid; else None."""
     error_code: ErrorCode | None = None
     """The kind of error, where it is not the request's or the engine's fault."""
     retry_after_seconds: float | None = None
-    """When it is worth trying again, with `ErrorCode.UNAVAILABLE`; an estimate."""
+    """An estimate of when to try again, with `ErrorCode.UNAVAILABLE`."""
 
     def merge(self, later: "RequestOutput") -> None:
         """Append a later delta to this one; each may hold some of the request's sequences."""

@@ -110,7 +110,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """What each output of `AsyncLLM.generate` holds. `LLM.generate` always gives final ones."""
     structured_outputs: StructuredOutputsParams | None = None
-    """What the text must look like; a mapping of the same shape does as well."""
+    """The format of the text; may also be given as a mapping of the same shape."""
     n: int = 1
     """Sequences to generate from the prompt, which is computed once. Sequence i samples with the seed `seed + i`."""
     priority: int = 0
@@ -118,7 +118,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     cache_salt: str | None = None
     """Prefixes are shared only among requests with the same salt, so that nobody else can probe for them."""
     beam_width: int | None = None
-    """Set by beam search for its steps, never by a client: lifts the limit of `logprobs` to what its beams need."""
+    """Set by beam search for its steps, not by clients: raises the limit of `logprobs` to what its beams need."""
 
     def __post_init__(self) -> None:
         """Check every range; each failure names the parameter, the value and what is allowed.
@@ -255,17 +255,17 @@ _NEUTRAL: dict[str, bool | float | None] = {
     "spaces_between_special_tokens": True, "flat_logprobs": False, "logits_processors": None,
     "guided_decoding": None, "extra_args": None,
 }  # fmt: skip
-"""Parameters of vLLM's, of old and new versions, that are not offered here, with the value that asks for nothing.
-Clients that send every parameter they know send these too."""
+"""Parameters of old and new versions of vLLM that are not offered here, with their neutral values. Clients that send
+every parameter they know send these, too."""
 
 
 def _is_text(value: str) -> bool:
-    """JSON can say half of a surrogate pair, which is no character."""
+    """JSON can hold half of a surrogate pair, which is not a character."""
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _require_type(name: str, value: object, kind: Any) -> None:
-    """Decoding has checked that already; a caller of the constructor may have passed anything."""
+    """Decoding has checked types already, but callers of the constructor may pass anything."""
     if isinstance(value, enum.Enum | msgspec.Struct):
         return
     try:
@@ -282,7 +282,7 @@ def _require(ok: bool, name: str, value: object, allowed: str) -> None:
 def convert_parameter(name: str, value: Any) -> Any:
     """One value of JSON or of a request parameter, as the field's own type; null stays None and means unset.
 
-    So does the value that asks for nothing, of a parameter that vLLM has and this engine does not.
+    The neutral value of a parameter that vLLM has and this engine does not becomes None, too.
 
     Raises:
         RequestError: the name is not known (the nearest known one is named), the value has another type, or it asks
@@ -319,7 +319,7 @@ def convert_parameter(name: str, value: Any) -> Any:
 
 
 def _nothing(name: str, value: Any) -> None:
-    """Take the neutral value of a parameter that is not offered, and no other."""
+    """Accept only the neutral value of a parameter that is not offered."""
     neutral = _NEUTRAL[name]
     if value is None:
         return
@@ -376,12 +376,12 @@ def _number(name: str, value: Any, kind: type) -> Any:
     try:
         if isinstance(value, bool) or not isinstance(value, int | float | str):
             raise TypeError
-        if isinstance(value, str) and "_" in value:  # a digit separator of Python's own
+        if isinstance(value, str) and "_" in value:  # Python's digit separator
             raise ValueError
         if kind is float:
             return float(value)
         if isinstance(value, float):
-            # Beyond that, a float is not the integer that the client wrote: tritonserver makes one of a long integer.
+            # A larger float may not be what the client wrote: tritonserver converts long integers to floats.
             if not value.is_integer() or abs(value) > 2**53:
                 raise ValueError
             return int(value)

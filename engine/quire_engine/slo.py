@@ -1,6 +1,6 @@
-"""Service level objectives: what a request was promised, and whether it got it.
+"""Service level objectives: targets of a request, and whether it met them.
 
-It knows no clock: times go in as they were measured, a verdict comes out. Classes come from the settings alone::
+It knows no clock: measured times go in, a verdict comes out. Classes come from the settings alone::
 
     "slo": {"default": {"ttft_ms": 500, "tpot_ms": 50, "e2e_ms": 10000}, "batch": {"e2e_ms": 60000}}
 """
@@ -18,7 +18,7 @@ __all__ = ["DEFAULT_CLASS", "NO_TARGETS", "RequestSLO", "SLOTargets", "SLOVerdic
 DEFAULT_CLASS = "default"
 """The class of a request that names none. It always exists; unless the settings say otherwise it has no targets."""
 MAX_CLASSES = 100
-"""Each class is some dozen series."""
+"""Each class has about a dozen series."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -42,12 +42,12 @@ class SLOTargets:
 
 
 NO_TARGETS = SLOTargets()
-"""Whatever it takes is good."""
+"""No targets: every time is good."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestSLO:
-    """What one request says of its objectives: a class, and targets in the place of the class's own."""
+    """The objectives of one request: a class, and targets that override the class's."""
 
     slo_class: str = DEFAULT_CLASS
     ttft_ms: float | None = None
@@ -57,7 +57,7 @@ class RequestSLO:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SLOVerdict:
-    """Whether a request was served as promised."""
+    """Whether a request met its targets."""
 
     good: bool
     cause: str = "none"
@@ -65,7 +65,7 @@ class SLOVerdict:
 
     @property
     def verdict(self) -> str:
-        """The metrics' word for it."""
+        """The value of the metrics' label."""
         return "good" if self.good else "miss"
 
 

@@ -1,13 +1,13 @@
-"""Snapshot: the engine at one moment, for an operator's eyes. Plain data, put together in two places.
+"""Snapshot: the engine's state at one moment, for operators. Plain data, assembled in two places.
 
 ::
 
     engine core ── EngineCoreSnapshot ──► frontend ── Snapshot ──► whoever asked
     requests it has, blocks, steps        + ages, labels, SLO slack, requests that are held, restarts
 
-It answers between two steps, so the engine core does only what nobody else can: it copies numbers, packed, and leaves
-all that can be derived from them to the frontend. Ages are of one clock each: a request's age and its first event are
-the frontend's, the other events the engine core's. Seconds everywhere.
+The engine core answers between two steps, so it only copies packed numbers, and leaves all that can be derived from
+them to the frontend. Each age is of one clock: a request's age and its first event are of the frontend's, other events
+of the engine core's. All times are in seconds.
 """
 
 from typing import Any, Literal
@@ -38,9 +38,9 @@ Phase = Literal["held", "waiting", "grammar", "prefill", "decode", "preempted"]
 EventKind = Literal["arrived", "scheduled", "prefill_chunk", "first_token", "preempted", "replayed"]
 
 MAX_EVENTS = 64
-"""Of one request's timeline; of a longer one the arrival and the latest are kept."""
+"""Events in one request's timeline; of more than that, the arrival and the latest are kept."""
 MAX_WAITING_REQUESTS = 1000
-"""Of those that wait, the next to run are in a snapshot, and as many again of which no engine has heard."""
+"""Waiting requests in a snapshot: the next to run, and as many again that no engine has."""
 
 
 class RequestEvent(msgspec.Struct):
@@ -100,14 +100,14 @@ class RankSnapshot(msgspec.Struct):
 
     rank: int
     pid: int
-    """0 where it is on a machine of which only Ray knows."""
+    """0 if it may be on another machine, which only Ray knows."""
     up: bool = True
     step_seconds_p50: float | None = None
     """Of its own part of the last steps, without its waits for other ranks; None where that is not known."""
 
 
 class PackedBlocks(msgspec.Struct, array_like=True):
-    """The block pool, as little of it as says all: int32 each but for the roots, which are int64."""
+    """The block pool, in compact form: int32 except the roots, which are int64."""
 
     block_size: int
     num_blocks: int
@@ -121,7 +121,7 @@ class PackedBlocks(msgspec.Struct, array_like=True):
 
 
 class EngineCoreSnapshot(msgspec.Struct):
-    """What the engine core knows."""
+    """The engine core's part of a snapshot."""
 
     step: int
     batches_in_flight: int
@@ -151,7 +151,7 @@ class EngineSnapshot(msgspec.Struct):
     max_num_seqs: int
     max_num_batched_tokens: int
     answered: bool = False
-    """Whether the engine core was asked and has answered: if not, this is what the frontend knows alone."""
+    """Whether the engine core was asked and has answered; if not, this is only the frontend's part."""
     step: int = 0
     batches_in_flight: int = 0
     step_seconds: StepSeconds = msgspec.field(default_factory=StepSeconds)
@@ -192,14 +192,14 @@ class PrefixTreeSnapshot(msgspec.Struct):
 
 
 class Snapshot(msgspec.Struct):
-    """All of it."""
+    """The whole snapshot."""
 
     time_unix: float
     settings: dict[str, Any]
     engine: EngineSnapshot
     requests: list[RequestSnapshot]
     num_requests: int
-    """Of the frontend; more than `requests` holds when they are too many."""
+    """Live requests of the frontend; `requests` has fewer if there are too many."""
     blocks: BlocksSnapshot
     prefix_tree: PrefixTreeSnapshot
     model: str = ""

@@ -1,4 +1,4 @@
-"""What the engine tells about itself: plain data, and the protocol of whoever wants to hear it.
+"""Statistics of the engine: plain data, and the protocol of those who receive it.
 
 The engine knows no Prometheus and no OpenTelemetry; `quire_monitoring` implements `StatLogger` for them.
 """
@@ -29,7 +29,7 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     num_failed_steps: int = 0
     """Steps that raised, and were computed again request by request."""
     num_waiting_for_fsm: int = 0
-    """Of `num_waiting`, those whose grammar is still being compiled."""
+    """Those of `num_waiting` whose grammar is still being compiled."""
     num_draft_tokens: int = 0
     """Tokens that speculative decoding proposed."""
     num_accepted_tokens: int = 0
@@ -69,7 +69,7 @@ class FinishedRequestStats(msgspec.Struct):
     """One ended request. Times are in seconds of the frontend's monotonic clock, but for `queue_seconds`."""
 
     finish_reason: str
-    """That of the engine; `rejected` for a request that never reached it."""
+    """As in the request's output; `rejected` for a request that never reached the engine."""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
@@ -94,7 +94,7 @@ class FinishedRequestStats(msgspec.Struct):
     slo_verdict: str | None = None
     """`good` or `miss`."""
     slo_cause: str | None = None
-    """See `SLOVerdict.cause`."""
+    """As in `SLOVerdict.cause`."""
     preemptions: list[tuple[float, float]] = []
     """Stretches without a token while it was preempted: begin and end, in seconds from its arrival."""
     traceparent: str | None = None
@@ -110,7 +110,7 @@ class FinishedRequestStats(msgspec.Struct):
 
 
 class IterationStats(msgspec.Struct):
-    """What one message of the engine core meant to the frontend."""
+    """What the frontend counted for one message of the engine core."""
 
     num_prompt_tokens: int = 0
     """Prompt tokens of requests whose first token came."""
@@ -124,14 +124,14 @@ class IterationStats(msgspec.Struct):
     num_requests_replayed: int = 0
     """Live requests that went on with another engine core."""
     step: StepStats | None = None
-    """The step that the message came from; None when it came from none."""
+    """The step that the message came from; None if it was not sent by a step."""
     cancel_to_free_seconds: list[float] = []
-    """From a cancellation here to the word that its blocks are free."""
+    """Seconds from each cancellation until the engine core confirmed that the blocks are free."""
 
 
 class StatLogger(Protocol):
-    """Hears of every step, in the frontend. Must return at once: it is called on the output path."""
+    """Gets the statistics of every step, in the frontend. Must return at once: it is called on the output path."""
 
     def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
-        """Take note of one step."""
+        """Record one step."""
         ...

@@ -1,7 +1,7 @@
-"""StructuredOutputsParams: what a request's text must look like, and what of it can be checked without compiling.
+"""StructuredOutputsParams: the format of a request's text, with the checks that do not need the compiler.
 
-A leaf: it knows nothing of tokens and of the library that compiles grammars. What only the compiler can tell (syntax,
-size of the result) comes back as an error of the request, see `structured_output`.
+It knows nothing of tokens and of the library that compiles grammars. What only the compiler can check (syntax, size of
+the result) is reported as an error of the request later, see `structured_output`.
 """
 
 import re
@@ -16,14 +16,14 @@ __all__ = ["MAX_CHOICES", "MAX_STRUCTURED_OUTPUTS_BYTES", "MAX_SUBSCHEMAS", "Str
 
 MAX_CHOICES = 4096
 MAX_STRUCTURED_OUTPUTS_BYTES = 256 * 1024
-"""Of the schema, expression or grammar as JSON: far more than any schema a model could follow."""
+"""Bytes of the schema, expression or grammar as JSON: far more than a model could follow."""
 MAX_SUBSCHEMAS = 10_000
 """Of a JSON schema, itself included."""
 MAX_PATH_CHARACTERS = 200
 """Of a place in a schema, in a message."""
 
 _JSON_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"}
-"""What msgspec's messages call JSON's types."""
+"""msgspec's names of JSON's types."""
 _MSGSPEC_TYPE = re.compile(rf"\b({'|'.join(_JSON_TYPES)})\b(?=[^`]*`)")
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
@@ -141,7 +141,7 @@ _UNSUPPORTED = (
     "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "propertyNames", "contains",
     "minContains", "maxContains", "uniqueItems", "$dynamicRef", "$recursiveRef",
 )  # fmt: skip
-"""The compiler passes over these without a word (seen with xgrammar 0.2.8), and the text would break the schema."""
+"""The compiler silently ignores these (xgrammar 0.2.8), so that the text would break the schema."""
 _COMBINATORS = ("anyOf", "oneOf", "allOf", "$ref")
 _ASSERTIONS = frozenset((
     "properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties", "items",
@@ -151,7 +151,7 @@ _ASSERTIONS = frozenset((
 
 
 def _check_json_schema(schema: Any) -> None:
-    """Refuse what the compiler would silently leave out; whether the rest is a good schema is for it to say."""
+    """Refuse what the compiler would silently ignore; it checks the rest of the schema itself."""
     if not isinstance(schema, dict | bool):
         _refuse("a json schema that is no object", "an object, or the JSON text of one")
     stack: list[tuple[_Place | None, Any]] = [(None, schema)]
@@ -179,7 +179,7 @@ def _check_json_schema(schema: Any) -> None:
 
 
 def _check_reference(schema: Any, part: dict[str, Any], leads_somewhere: set[int]) -> None:
-    """Refuse references that lead only to each other: no text follows from them.
+    """Refuse references that only lead to each other: no text can match them.
 
     Args:
         schema: the whole.
@@ -204,7 +204,7 @@ def _check_reference(schema: Any, part: dict[str, Any], leads_somewhere: set[int
 
 
 def _resolve(schema: Any, reference: str) -> Any:
-    """What a JSON pointer (RFC 6901) within the schema leads to; None where it does not, which the compiler names."""
+    """The target of a JSON pointer (RFC 6901) within the schema; None if there is none, which the compiler reports."""
     if not reference.startswith("#"):
         return None
     part = schema

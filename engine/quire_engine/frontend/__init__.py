@@ -1,1 +1,1 @@
-"""What a request passes on its way in and out: text to tokens, outputs put together, tokens to text."""
+"""What a request passes on its way in and out: tokenization, detokenization, and the assembly of outputs."""

@@ -1,7 +1,7 @@
 """Beam search over the engine's own requests: each step asks for one more token of every beam.
 
-Nothing below the faces knows of it. A step is one request per beam with `max_tokens=1` and the log-probabilities of the
-most likely tokens; the prefix cache makes it cheap, as all but the last few tokens of each were computed before.
+Only `LLM` and `AsyncLLM` know of it. A step is one request per beam with `max_tokens=1` and the log-probabilities of
+the most likely tokens; the prefix cache makes it cheap, as all but the last few tokens of each were computed before.
 
 Semantics, `length_penalty` and `early_stopping` included, are those of transformers' `generate(num_beams=…)`:
 
@@ -10,8 +10,8 @@ Semantics, `length_penalty` and `early_stopping` included, are those of transfor
 2. Of the best `beam_width` candidates, those that end (an end-of-sequence token, or the length) are finished, with the
    score `cumulative log-probability / length ** length_penalty`; the best `beam_width` finished ones are kept.
 3. The best `beam_width` candidates that do not end go on.
-4. It is over when `beam_width` sequences are finished and none that goes on could become better than the worst of them,
-   as far as `early_stopping` wants that to be looked at.
+4. The search ends when `beam_width` sequences are finished and, as far as `early_stopping` asks for that check, no live
+   beam could become better than the worst of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,19 +36,19 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """
 
     beam_width: int
-    """Beams that go on side by side, and sequences that come out."""
+    """Number of beams, and of sequences that are returned."""
     max_tokens: int
     """The most tokens to generate; fewer where the context ends first."""
     ignore_eos: bool = False
     """End-of-sequence tokens do not end a sequence."""
     temperature: float = 0.0
-    """For the steps' requests. The beams follow the model's own log-probabilities, whatever it is, as in vLLM."""
+    """For the steps' requests. As in vLLM, beams follow the model's own log-probabilities, whatever it is."""
     length_penalty: float = 1.0
     """Exponent of the length by which a finished sequence's log-probability is divided: above 0 favours long ones."""
     include_stop_str_in_output: bool = False
     """Keep the text of the end-of-sequence token."""
     early_stopping: bool | Literal["never"] = False
-    """True: over as soon as `beam_width` sequences are finished. False: when the best beam, at its present length, is
+    """True: stop as soon as `beam_width` sequences are finished. False: when the best beam, at its present length, is
     worse than all of them. "never": when no beam could become better than one of them at any length."""
 
     def __post_init__(self) -> None:
@@ -66,14 +66,14 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One sequence that was found."""
+    """One sequence."""
 
     tokens: list[int]
     """The prompt and what follows it, the end-of-sequence token included."""
     cum_logprob: float
     """Sum of the log-probabilities of what follows the prompt."""
     score: float = 0.0
-    """By which sequences are ranked: `cum_logprob / length ** length_penalty`."""
+    """What sequences are ranked by: `cum_logprob / length ** length_penalty`."""
     text: str | None = None
     """Of `tokens`."""
     finish_reason: str | None = None
@@ -89,7 +89,7 @@ class BeamSearchOutput:
 
 
 def next_logprobs(output: RequestOutput) -> Mapping[int, Logprob]:
-    """What a step's request says about the tokens that may come next.
+    """The next tokens of a beam, from the output of a step's request.
 
     Raises:
         EngineError: the request failed.
@@ -101,7 +101,7 @@ def next_logprobs(output: RequestOutput) -> Mapping[int, Logprob]:
 
 
 class BeamSearch:
-    """The search for one prompt: `beams` are to be continued, `advance` takes in how."""
+    """The search for one prompt: `beams` are to be continued, `advance` takes their continuations."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class BeamSearch:
         self.params = params
         self.num_prompt_tokens = len(prompt_token_ids)
         self.beams = [BeamSearchSequence(list(prompt_token_ids), 0.0)]
-        """Those that go on, the best first; empty when it is over."""
+        """The live beams, the best first; empty when the search has ended."""
         self.finished: list[BeamSearchSequence] = []
         """The best so far."""
         self._eos_token_ids = frozenset(() if params.ignore_eos else eos_token_ids)
@@ -136,7 +136,7 @@ class BeamSearch:
             beam_width=params.beam_width,
             skip_special_tokens=False,
         )
-        """Of the request that asks for the next token of a beam."""
+        """Sampling parameters of the request for a beam's next token."""
 
     def advance(self, continuations: Sequence[Mapping[int, Logprob]]) -> None:
         """Take one step.
@@ -179,7 +179,7 @@ class BeamSearch:
         )
 
     def _can_improve(self, length: int) -> bool:
-        """Whether a beam that goes on could end with a better score than the worst finished one."""
+        """Whether a live beam could still end with a better score than the worst finished one."""
         if len(self.finished) < self.params.beam_width:
             return True
         if self.params.early_stopping is True:
@@ -190,7 +190,7 @@ class BeamSearch:
         return best > self.finished[-1].score
 
     def completions(self, decode: Decode) -> list[CompletionOutput]:
-        """What was found, as the outputs of one request; `decode` gives the text of token ids."""
+        """The results as outputs of one request; `decode` returns the text of token ids."""
         completions = []
         for index, sequence in enumerate(self.finished):
             token_ids = sequence.tokens[self.num_prompt_tokens :]

@@ -1,14 +1,14 @@
 """Chat templates, rendered in a process of their own: `python -m quire_engine.frontend.chat_template`.
 
-A template is a program that came with the checkpoint. Its sandbox keeps it from files and from Python itself, but not
-from loops in loops, nor from strings that fill the memory, and a single such operation cannot be interrupted from
-within. So it runs where the kernel sets the limits::
+A template is a program that comes with the checkpoint. Its sandbox keeps it from files and from Python itself, but not
+from nested loops or strings that fill the memory, and a single such operation cannot be interrupted from within the
+process. So it runs in a process with limits of the kernel::
 
     ChatTemplateRenderer ── stdin: one job per line, JSON ──► this process: renders, one after the other
                          ◄─ stdout: one result per line ────  ends when a limit is hit, or with stdin
 
-The time is that of the processor, so that a busy machine changes nothing. The process is started with the first chat,
-and again after each end.
+The time limit is of CPU time, so that a busy machine does not matter. The process is started with the first chat, and
+again whenever it has ended.
 """
 
 import contextlib
@@ -29,13 +29,13 @@ from quire_engine.system.memory import limit_memory_growth
 __all__ = ["ChatTemplateError", "ChatTemplateRenderer"]
 
 RENDER_SECONDS = 5.0
-"""Of processor time for one conversation; usual ones take milliseconds."""
+"""CPU time for one conversation; usual ones take milliseconds."""
 RENDER_MEMORY_BYTES = 512 << 20
-"""Beyond what the process has when it is idle."""
+"""On top of what the idle process has."""
 MAX_CHARACTERS = 16 << 20
-"""Of the rendered text."""
+"""Length of the rendered text."""
 WALL_SECONDS = 60.0
-"""After which a process that neither answers nor uses its time, as one that was stopped, is ended."""
+"""Time after which a process that neither answers nor uses CPU time, for example because it was stopped, is killed."""
 
 
 class ChatTemplateError(EngineError):
@@ -58,7 +58,7 @@ class ChatTemplateRenderer:
     """Renders conversations within limits. Thread-safe.
 
     Args:
-        seconds: of processor time that one may take.
+        seconds: of CPU time for one conversation.
     """
 
     def __init__(self, seconds: float = RENDER_SECONDS) -> None:
@@ -73,7 +73,7 @@ class ChatTemplateRenderer:
         Args:
             template: in Jinja.
             messages: of the conversation; fields that are None count as absent, as in transformers.
-            variables: what the template may use besides, such as `bos_token`.
+            variables: others that the template may use, such as `bos_token`.
 
         Raises:
             ChatTemplateError: the template fails, refuses the messages, or takes more than its time or memory.
@@ -93,7 +93,7 @@ class ChatTemplateRenderer:
         return result.text
 
     def shutdown(self) -> None:
-        """End the process, and with it what is being rendered. Idempotent."""
+        """End the process, even while it renders. Idempotent."""
         process = self._process
         if process is not None:
             process.kill()
@@ -118,7 +118,7 @@ class ChatTemplateRenderer:
             answer = process.stdout.readline()
         finally:
             timer.cancel()
-            if not answer.endswith(b"\n"):  # dead; or interrupted, and its answer would be taken for the next one
+            if not answer.endswith(b"\n"):  # dead, or interrupted: its answer must not be taken for the next job's
                 self._stop()
         return answer if answer.endswith(b"\n") else b""
 
@@ -154,7 +154,7 @@ def _render(job: _Job) -> _Result:
         return _Result(error=f"it takes more than {RENDER_MEMORY_BYTES >> 20} MiB")
     except RecursionError:
         return _Result(error="it is nested too deeply")
-    except Exception as error:  # a template raises what it likes
+    except Exception as error:  # a template can raise anything
         return _Result(error=str(error).strip()[:1000] or "it gives no reason")
     if len(text) > MAX_CHARACTERS:
         return _Result(error=f"it makes {len(text)} characters; at most {MAX_CHARACTERS} are taken")
@@ -170,7 +170,7 @@ def main() -> None:
     decoder = msgspec.json.Decoder(_Job)
     for line in sys.stdin.buffer:
         job = decoder.decode(line)
-        signal.setitimer(signal.ITIMER_PROF, job.seconds)  # its signal ends a process that does not handle it
+        signal.setitimer(signal.ITIMER_PROF, job.seconds)  # its signal is not handled, and ends the process
         result = _render(job)
         answer = msgspec.json.encode(result)
         signal.setitimer(signal.ITIMER_PROF, 0)

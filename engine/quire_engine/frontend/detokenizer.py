@@ -1,4 +1,4 @@
-"""Tokens to text, one token at a time: never half a character, never part of a stop string, at linear cost."""
+"""Detokenizer: tokens to text, token by token, without partial characters or parts of stop strings, at linear cost."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,10 +11,10 @@ Decode = Callable[[Sequence[int]], str]
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 CONTEXT_TOKENS = 5
-"""Of the prompt, as many as can matter to the text of the first output token; vLLM takes as many."""
+"""Tokens of the prompt that can affect the text of the first output token; as many as in vLLM."""
 MAX_PENDING_TOKENS = 8
-"""A character has at most 4 bytes, so when this many tokens still end in a replacement character, it is not going to be
-completed: the bytes are invalid, and are shown as such."""
+"""A character has at most 4 bytes, so if so many tokens still end in a replacement character, it will not be completed:
+the bytes are invalid, and the text shows that."""
 
 
 class IncrementalDetokenizer:
@@ -77,12 +77,12 @@ class IncrementalDetokenizer:
         return self._find_stop(before)
 
     def finish(self) -> None:
-        """Nothing comes any more: show what was held back as incomplete."""
+        """No token follows: return what was held back as incomplete."""
         self._flush(self._token_ids)
         self._held_back = 0
 
     def next_delta(self, *, finished: bool) -> str:
-        """The text that has not been given out yet and certainly will not be taken back."""
+        """The text that was not returned yet and will certainly not be cut off by a stop string."""
         end = len(self.text) if finished else max(len(self.text) - self._held_back, self._num_emitted)
         delta = self.text[self._num_emitted : end]
         self._num_emitted = end

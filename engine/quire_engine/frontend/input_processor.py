@@ -1,4 +1,4 @@
-"""InputProcessor: whatever a caller gives as a prompt → validated token ids. Thread-safe."""
+"""InputProcessor: a prompt in any form → validated token ids. Thread-safe."""
 
 import math
 import operator
@@ -27,7 +27,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 MAX_DEADLINE_MS = 365 * 86_400_000.0
-"""A deadline further off than a year is none."""
+"""Deadlines further away than a year are ignored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,16 +42,16 @@ class ProcessedRequest:
     arrival_time: float
     """Of the frontend's monotonic clock."""
     deadline_ms: float | None = None
-    """Milliseconds from its arrival in which it has to be finished."""
+    """Milliseconds from its arrival to its deadline."""
     slo_class: str = DEFAULT_CLASS
     slo_targets: SLOTargets = NO_TARGETS
     traceparent: str | None = None
     """The caller's trace context."""
     label: str = ""
-    """The caller's name for it."""
+    """The caller's label for it."""
 
     def to_core(self) -> EngineCoreRequest:
-        """What the engine core gets to see. Of the deadline that is what is left now."""
+        """The request for the engine core, with the rest of the time to the deadline."""
         left_ms = self.deadline_ms
         if left_ms is not None:
             left_ms -= 1000 * (time.monotonic() - self.arrival_time)
@@ -63,7 +63,7 @@ class InputProcessor:
 
     Args:
         tokenizer: the checkpoint's.
-        ready: what the engine core is like.
+        ready: what the engine core reported when it was ready.
         slo_classes: the classes that a request can be of.
     """
 
@@ -98,13 +98,13 @@ class InputProcessor:
             params: sampling parameters; without a seed they get a random one here, so that a replay repeats it.
             request_id: unique among live requests; unset: random.
             priority: instead of the parameters' own.
-            deadline_ms: milliseconds from now in which the request has to be finished; unset: no limit.
+            deadline_ms: milliseconds from now to its deadline; unset: none.
             slo: its class of objectives, and its own targets; unset: those of the default class.
-            traceparent: the caller's trace context; one that is not well-formed counts as none.
+            traceparent: the caller's trace context; ignored if it is malformed.
             label: the caller's name for it, for its trace.
 
         Raises:
-            RequestError: the prompt or a parameter cannot be served; it names which.
+            RequestError: the prompt or a parameter is invalid; it names which.
         """
         arrival_time = time.monotonic()
         if priority is not None:
@@ -148,10 +148,10 @@ class InputProcessor:
         )
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation, by the checkpoint's template, which runs within limits of its own.
+        """Token ids of a conversation, rendered with the checkpoint's chat template within limits of time and memory.
 
         Raises:
-            RequestError: the checkpoint has no template, or it refuses the messages, or does not come to an end.
+            RequestError: the checkpoint has no template, or it refuses the messages, or exceeds the limits.
         """
         for message in messages:
             if not isinstance(message, Mapping):
@@ -195,10 +195,10 @@ class InputProcessor:
         return None, _token_ids(prompt), "prompt_token_ids"
 
     def _max_prompt_tokens(self, params: SamplingParams) -> int | None:
-        """To how many tokens the prompt is truncated; None: it is not.
+        """The number of tokens to truncate the prompt to; None: it is not truncated.
 
         Raises:
-            RequestError: so long a prompt could not be served.
+            RequestError: it is too large.
         """
         number, max_model_len = params.truncate_prompt_tokens, self._ready.max_model_len
         if number == -1:
@@ -229,7 +229,7 @@ class InputProcessor:
             )
 
     def _tokenize_bad_words(self, bad_words: list[str]) -> list[list[int]]:
-        """Each word as it begins a text and, where that is another token, as it follows a space.
+        """Token ids of each word at the beginning of a text and, if they differ, after a space.
 
         Raises:
             RequestError: a word has no tokens.
@@ -242,13 +242,13 @@ class InputProcessor:
             if not plain:
                 raise RequestError("bad_words", f"bad_words holds {word!r}; words must have at least one token")
             sequences.append(plain)
-            # As vLLM does: another length means that the space became a token of its own, before those of the word.
+            # As in vLLM: another length means that the space became a token of its own, before those of the word.
             if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
                 sequences.append(spaced)
         return sequences
 
     def _tokenize(self, text: str, name: str, max_prompt_tokens: int | None) -> list[int]:
-        if not text:  # a tokenizer may make a token of it
+        if not text:  # a tokenizer may have a token for it
             raise RequestError(name, f"{name} is empty; it must hold at least one character")
         max_characters = self._max_token_length * self._ready.max_model_len
         if len(text) > max_characters and max_prompt_tokens is not None:
@@ -263,7 +263,7 @@ class InputProcessor:
 
 
 def _token_ids(values: Any) -> list[int]:
-    """Plain ints, of numpy's integers too; anything else is refused rather than rounded."""
+    """Plain ints, also from numpy's integers; anything else is refused rather than rounded."""
     try:
         return [operator.index(value) for value in values]
     except TypeError:

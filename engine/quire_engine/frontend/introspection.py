@@ -1,8 +1,8 @@
-"""What the engine core knows and what the frontend knows of the same moment, put together into a Snapshot.
+"""Merges the engine core's and the frontend's views of the same moment into a Snapshot.
 
-It knows no process and no clock: facts go in. The two sides may disagree on which requests there are, as the engine
-core was asked a moment before: those that have ended since are left out, and those that it does not have are told of
-from this side alone.
+It knows no process and no clock. The two sides may disagree on which requests there are, as the engine core was asked a
+moment before: those that have ended since are left out, and those that it does not have are described by the frontend
+alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,11 +30,11 @@ NUM_HOTTEST_PREFIXES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveRequest:
-    """A live request of the engine core as the frontend knows it. Times are of the frontend's monotonic clock."""
+    """A live request of the engine core as the frontend sees it. Times are of the frontend's monotonic clock."""
 
     request_id: str
     caller_request_id: str
-    """The same but for one of several sequences, whose request has an id of its own."""
+    """Differs from `request_id` for one of several sequences, whose request has an id of its own."""
     arrival_time: float
     first_token_time: float | None
     num_prompt_tokens: int
@@ -58,7 +58,7 @@ def combine_requests(
     """The live requests, those of the engine core in its order and then the others by arrival.
 
     Args:
-        core: the engine core's; they are completed and are the caller's no more.
+        core: the engine core's; this function completes and takes them over.
         live: the frontend's, by id and in order of arrival.
         labels: the clients' names, by the caller's request id.
         is_held: whether no engine has a request.
@@ -87,7 +87,7 @@ def _from_frontend(live: LiveRequest, is_held: bool) -> RequestSnapshot:
 
 
 def _complete(request: RequestSnapshot, live: LiveRequest, now: float) -> None:
-    """Add what the frontend knows. An engine that was started again knows nothing of what came before."""
+    """Add the frontend's part. An engine that was started again does not know earlier events."""
     request.age_seconds = now - live.arrival_time
     if live.first_token_time is not None:
         request.queue_seconds, request.num_cached_tokens = live.queue_seconds, live.num_cached_tokens
@@ -132,7 +132,7 @@ def combine_blocks(
     owner = np.full(packed.num_blocks, -1, np.int32)
     ref_count = np.zeros(packed.num_blocks, np.int32)
     tables = [(indices.get(request.id), table) for request, table in zip(core.requests, packed.block_ids, strict=True)]
-    for index, table in reversed(tables):  # so that of several owners the first is told
+    for index, table in reversed(tables):  # so that the first of several owners is kept
         if index is not None:
             block_ids = np.frombuffer(table, np.int32)
             owner[block_ids] = index

@@ -1,4 +1,4 @@
-"""OutputProcessor: EngineCoreOutputs → text, RequestOutputs and statistics. Runs where the caller is."""
+"""OutputProcessor: EngineCoreOutputs → text, RequestOutputs and statistics. Runs in the caller's process."""
 
 import logging
 import time
@@ -70,14 +70,14 @@ class OutputProcessor:
         return {request_id: state.describe(max_model_len) for request_id, state in self._states.items()}
 
     def caller_request_id(self, request_id: str) -> str | None:
-        """The caller's request that a live one of the engine core stands for; None when there is no such."""
+        """The caller's request that a live one of the engine core belongs to; None if there is none."""
         state = self._states.get(request_id)
         if state is None:
             return request_id if request_id in self._parents else None
         return request_id if state.parent is None else state.parent.request_id
 
     def core_request_ids(self, request_id: str) -> list[str]:
-        """The live requests of the engine core that a caller's request stands for."""
+        """The live requests of the engine core that belong to a caller's request."""
         parent = self._parents.get(request_id)
         return sorted(parent.live) if parent is not None else [request_id]
 
@@ -95,7 +95,7 @@ class OutputProcessor:
         """Take in one message.
 
         Returns:
-            What happened, and the ids of the requests that ended here (a stop string) and must be aborted in the core.
+            Statistics, and the ids of requests that ended here (by a stop string) and must be aborted in the core.
         """
         now = time.monotonic()
         stats = IterationStats()
@@ -117,7 +117,7 @@ class OutputProcessor:
         return stats, to_abort
 
     def finish(self, request_id: str, reason: FinishReason, error: str | None = None) -> IterationStats:
-        """End a request from this side: aborted, or its engine is gone. Unknown ids are passed over."""
+        """End a request from this side: it was aborted, or its engine is gone. Unknown ids are ignored."""
         stats = IterationStats()
         for core_request_id in self.core_request_ids(request_id):
             state = self._states.get(core_request_id)
@@ -127,7 +127,7 @@ class OutputProcessor:
         return stats
 
     def _fail(self, state: RequestState, now: float, stats: IterationStats) -> None:
-        """End a request whose output cannot even be made or taken; nobody else is to notice."""
+        """End a request whose output raises where it is built or received; no other request is affected."""
         request, parent = state.request, state.parent
         is_live = request.request_id in self._states if parent is None else parent.request_id in self._parents
         self._states.pop(request.request_id, None)
@@ -137,7 +137,7 @@ class OutputProcessor:
             for child_id in state.parent.live:
                 self._states.pop(child_id, None)
         metrics = state.finish_stats(str(FinishReason.ERROR), None, now)
-        if is_live:  # or its end was noted, and then could not be told
+        if is_live:  # or its end was recorded, and then could not be delivered
             _add_verdict(request, metrics)
             stats.finished_requests.append(metrics)
         output = RequestOutput(
@@ -155,7 +155,7 @@ class OutputProcessor:
             logger.exception("request %s: its end could not be told", request.request_id)
 
     def _process_one(self, state: RequestState, output: EngineCoreOutput, now: float, stats: IterationStats) -> bool:
-        """Give out the delta of one request; True when it is finished."""
+        """Deliver the delta of one request. Returns whether it is finished."""
         completion = CompletionOutput(
             finish_reason=None if output.finish_reason is None else str(output.finish_reason),
             stop_reason=output.stop_reason,
@@ -210,7 +210,7 @@ class OutputProcessor:
     def _give_to_parent(
         self, state: RequestState, parent: ParentRequest, result: RequestOutput, stats: IterationStats
     ) -> None:
-        """Give out a child's delta as its parent's."""
+        """Deliver a child's delta as its parent's."""
         child_id, own = state.request.request_id, result.metrics
         total = None if own is None else parent.take_end(child_id, own, result.error is not None)
         result.request_id, result.outputs[0].index = parent.request_id, state.index
@@ -233,7 +233,7 @@ class OutputProcessor:
         )
 
     def _prompt_logprobs(self, state: RequestState, chunks: list[PromptLogprobs]) -> list[dict[int, Logprob] | None]:
-        """Unpack what the worker packed."""
+        """Unpack the worker's prompt log-probabilities."""
         result: list[dict[int, Logprob] | None] = [None]
         for chunk in chunks:
             shape = (-1, 1 + chunk.num_logprobs)
@@ -271,7 +271,7 @@ class OutputProcessor:
 
 
 def _add_verdict(request: ProcessedRequest, stats: FinishedRequestStats, *, is_callers_fault: bool = False) -> None:
-    """Judge an ended request by its objectives; not one that the caller took back or that could not be served."""
+    """Judge an ended request by its objectives, unless the caller aborted it or it was invalid."""
     stats.traceparent, stats.label = request.traceparent, request.label
     if stats.finish_reason == str(FinishReason.ABORT) or is_callers_fault:
         return

@@ -1,6 +1,6 @@
 """ParentRequest: one request for n sequences, as n requests of the engine core and one of the caller.
 
-The engine core knows nothing of it. The children have the same prompt, so the first one computes it and the others find
+The engine core does not know of it. The children have the same prompt, so the first one computes it and the others find
 its full blocks in the prefix cache, within the same step already; only what follows the last full block, at most
 `block_size` tokens, is computed once per child. (Sharing that block and copying it on the first write would save no
 memory, as each child writes to it in its very next step. What it would save in time is measured by
@@ -26,11 +26,11 @@ def child_seed(seed: int | None, index: int) -> int | None:
 
 
 class ParentRequest:
-    """Makes the children, and knows when they have ended, and of all their statistics one request's."""
+    """Creates the children, tracks their ends, and merges their statistics into those of one request."""
 
     def __init__(self, request: ProcessedRequest) -> None:
         self.request_id = request.request_id
-        token = secrets.token_hex(8)  # a caller may have given another request any id that could be derived
+        token = secrets.token_hex(8)  # any id derived from the parent's may be another request's
         self.children = [
             replace(
                 request,
@@ -51,7 +51,7 @@ class ParentRequest:
         self._num_cached_tokens: int | None = None
 
     def take_first_token(self) -> bool:
-        """Whether a child's first token is the parent's first too: the prompt and the time to it count once."""
+        """Whether a child's first token is the parent's first, too: the prompt and the time to it count once."""
         first, self._first_token_seen = not self._first_token_seen, True
         return first
 
@@ -62,7 +62,7 @@ class ParentRequest:
         return self._num_cached_tokens
 
     def take_end(self, child_id: str, stats: FinishedRequestStats, failed: bool) -> FinishedRequestStats | None:
-        """Take note of a child's end.
+        """Note a child's end.
 
         Returns:
             The parent's statistics when this was its end too: the last child's end, or any child's failure.
@@ -72,7 +72,7 @@ class ParentRequest:
         return self._total() if failed or not self.live else None
 
     def _total(self) -> FinishedRequestStats:
-        """One request's statistics of all its children's."""
+        """The statistics of all children, as one request's."""
         stats = self._finished
         started = [one for one in stats if one.time_to_first_token_seconds is not None]
         first = min(started, key=lambda one: one.time_to_first_token_seconds or 0.0, default=stats[0])

@@ -1,4 +1,4 @@
-"""RequestState: what the frontend keeps of a live request: its text so far, its times, and who hears of it."""
+"""RequestState: the frontend's state of a live request: its text so far, its times, and who gets its output."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -50,7 +50,7 @@ class RequestState:
         self.stats = FinishedRequestStats(finish_reason="", num_prompt_tokens=len(request.prompt_token_ids))
 
     def describe(self, max_model_len: int) -> LiveRequest:
-        """What an operator may want to know of it."""
+        """Its part of a snapshot."""
         request, stats = self.request, self.stats
         return LiveRequest(
             request_id=request.request_id,
@@ -90,7 +90,7 @@ class RequestState:
                 stats.num_prompt_tokens += own.num_prompt_tokens
                 stats.num_cached_tokens += own.num_cached_tokens
         else:
-            # Tokens that come together have taken equal parts of the time since the last one.
+            # Tokens that arrive together are taken to have come at equal intervals since the last one.
             stats.inter_token_seconds += [(now - self.last_token_time) / num_new_tokens] * num_new_tokens
         self.last_token_time = now
         own.num_output_tokens += num_new_tokens

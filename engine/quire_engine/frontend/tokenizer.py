@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 __all__ = ["load_tokenizer"]
 
 PLAIN_TOKENIZER_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
-"""transformers' names, since and before version 5, of a tokenizer that is nothing but its tokenizer.json."""
+"""transformers' class names, since and before version 5, of tokenizers that consist of a tokenizer.json only."""
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a checkpoint folder, from its files alone.
+    """The tokenizer of a checkpoint folder, without downloads or the checkpoint's own code.
 
     Raises:
-        CheckpointError: it has none, or it does not load.
+        CheckpointError: there is none, or it does not load.
     """
     check_tokenizer(folder)
     try:
@@ -31,16 +31,16 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the library raises whatever its parsers raise
         raise CheckpointError(f"tokenizer: {folder} does not load: {error}") from error
-    trim_heap()  # reading the file takes as much memory again as what comes of it
+    trim_heap()  # parsing the file takes as much memory again as the tokenizer
     tokenizer.model_max_length = 10**30  # the length is checked here, by name; the library would only log a warning
     return tokenizer
 
 
 def _is_plain(folder: Path) -> bool:
-    """Whether a Llama's tokenizer says that all of it is in tokenizer.json.
+    """Whether a Llama's tokenizer consists of its tokenizer.json only.
 
-    That is the class that `AutoTokenizer` would find for it, after it has imported torch and the models, which a
-    frontend has no use for: 2 s and 100 MB.
+    `AutoTokenizer` would choose the same class, but imports torch and the models, which a frontend does not need: 2 s
+    and 100 MB.
     """
     try:
         model_type = read_json(folder / "config.json")["model_type"]
