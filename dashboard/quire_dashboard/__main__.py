@@ -1,4 +1,4 @@
-"""`python -m quire_dashboard`: start Streamlit with the settings that are fit for an operator's page."""
+"""`python -m quire_dashboard`: start Streamlit with settings for an operator's page."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ _COLOUR = "#2f6fc4"
 
 
 def streamlit_flags(host: str, port: int) -> list[str]:
-    """What Streamlit is told; a flag wins over every config file that happens to be there."""
+    """Streamlit's flags, which override every config file."""
     options = {
         "server.address": host,
         "server.port": port,
@@ -29,7 +29,7 @@ def streamlit_flags(host: str, port: int) -> list[str]:
         "browser.serverAddress": host,
         "browser.serverPort": port,
         "client.toolbarMode": "viewer",
-        # A traceback is for the log, not for whoever looks at the page.
+        # A traceback is for the log, not for visitors of the page.
         "client.showErrorDetails": "none",
         "client.showErrorLinks": "false",
         "logger.level": "warning",

@@ -24,7 +24,7 @@ LONG_PREFILL = 0.5
 
 
 class Level(IntEnum):
-    """How bad it is."""
+    """Severity."""
 
     OK = 0
     WARNING = 1
@@ -36,7 +36,7 @@ class Evidence:
     """What is known of one model over the last minute or so. None, or nothing: not known."""
 
     server_error: str = ""
-    """Why /metrics could not be read, else empty."""
+    """Why /metrics could not be read; empty if it could."""
     has_model: bool = True
     engine_up: bool | None = None
     """False when any of the model's engines is down."""
@@ -65,14 +65,14 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that is not as it should be."""
+    """One problem."""
 
     level: Level
     cause: str
     """A short name, such as `kv_cache_full`."""
     title: str
     detail: str
-    """The figures that say so, and what helps."""
+    """The figures behind it, and what helps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

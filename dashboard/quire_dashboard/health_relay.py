@@ -1,6 +1,6 @@
-"""HealthRelay: `GET /health` of the dashboard's port, which passes on what `quire serve` says of its server.
+"""HealthRelay: `GET /health` on the dashboard's port, which relays that of `quire serve`.
 
-The dashboard itself sees less than `quire serve` does, so without one behind it there is nothing to say: 404.
+The dashboard itself knows less than `quire serve`, so without one it answers 404.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ _MOST_BYTES = 1 << 20
 
 
 class HealthRelay:
-    """Asks one health address. Whoever asks while an answer is under way gets that one.
+    """Asks one health address. Requests that come while one is under way share its answer.
 
     Args:
         address: HOST:PORT of `quire serve`'s.
@@ -54,7 +54,7 @@ class HealthRelay:
         head, _, body = bytes(answer).partition(b"\r\n\r\n")
         code, said = int(head.split()[1]), json.loads(body)
         if code not in (200, 503) or not isinstance(said, dict):
-            raise ValueError(code)  # somebody else listens there
+            raise ValueError(code)  # something else listens there
         return code, said
 
 
@@ -62,7 +62,7 @@ _relays: dict[str, HealthRelay] = {}
 
 
 async def health(request: Request) -> JSONResponse:
-    """The endpoint. Where the dashboard asks for a token, a stranger hears no more than whether all is well."""
+    """The endpoint. If the dashboard has a token, requests without it only get the status."""
     settings = Settings.from_environment()
     if not settings.health:
         error = "only a dashboard that quire serve has started knows how its server is"

@@ -1,12 +1,12 @@
-"""What the dashboard remembers by itself: the readings of the last hour, small enough to keep.
+"""History: the readings of the last hour, in compact form.
 
     keys     [ k0   k1   k2  …  k9 ]          every sample ever seen, in order of appearance; only grows
     rows     [ 12.  0.4  7. ]                 an hour ago: k3 and later had not appeared yet
              [ 13.  0.4  9.  1. ]
              [ 13.  nan  9.  1.  …  3. ]      k1 was missing: its model was unloaded, or its engine gone
 
-Counters are kept as if they never started again: a value below its predecessor means that the server was restarted,
-and what was counted before is added to all that follow. So an increase is one subtraction, over restarts too.
+Counters are kept as if they were never reset: a value below its predecessor means that the server was restarted, and
+what was counted before is added to all that follow. So an increase is one subtraction, even over restarts.
 """
 
 import bisect
@@ -37,7 +37,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Readings that no longer change, and where each sample stands in their rows."""
+    """Immutable readings, and the column of each sample in their rows."""
 
     index: Mapping[Key, int]
     times: list[float]
@@ -82,7 +82,7 @@ class View:
 
 
 class Ring:
-    """The last `size` readings. One thread appends, any may look."""
+    """The last `size` readings. One thread appends, any may read."""
 
     def __init__(self, size: int) -> None:
         self._lock = threading.Lock()
@@ -96,7 +96,7 @@ class Ring:
         self._view: View | None = None
 
     def append(self, scrape: Scrape) -> None:
-        """Remember one reading."""
+        """Append one reading."""
         with self._lock:
             for key in scrape.values:
                 if key not in self._index:
@@ -120,7 +120,7 @@ class Ring:
         return value + self._before_restarts[column]
 
     def view(self) -> View:
-        """What is remembered now."""
+        """The present readings."""
         with self._lock:
             if self._view is None:
                 first = self._num_readings - len(self._rows)

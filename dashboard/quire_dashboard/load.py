@@ -1,6 +1,6 @@
 """A small load on the endpoint, from this process: some streams that each send one request after the other.
 
-It is for a look at how the server behaves, not for figures: `quire bench serve` is.
+It shows how the server behaves, and is not for measuring.
 """
 
 import random
@@ -79,12 +79,12 @@ class LoadJob:
         ]
 
     def start(self) -> None:
-        """Begin."""
+        """Start."""
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """Send nothing more, and cancel what runs."""
+        """Send no more requests, and cancel the running ones."""
         self._stopping.set()
 
     def join(self, timeout_s: float) -> None:
@@ -94,12 +94,12 @@ class LoadJob:
 
     @property
     def is_running(self) -> bool:
-        """Whether a stream has still something to do."""
+        """Whether a stream is still running."""
         return self._end is None
 
     @property
     def seconds(self) -> float:
-        """How long it has run, or did."""
+        """How long it has run."""
         return (self._end or time.monotonic()) - self._start
 
     def results(self) -> list[Result]:
@@ -119,7 +119,7 @@ class LoadJob:
                     with self._lock:
                         self._results.append(result)
                 if result is not None and result.error:
-                    # Of a server that is away, every request fails at once: that must not become a busy loop.
+                    # If the server is down, every request fails at once: that must not become a busy loop.
                     self._stopping.wait(0.5)
         finally:
             with self._lock:
@@ -150,7 +150,7 @@ class LoadJob:
 
 
 def percentile(values: Sequence[float], q: float) -> float | None:
-    """The value at rank q of the sorted values, between neighbours in proportion; None of nothing."""
+    """The q-quantile of sorted values, interpolated linearly; None without values."""
     if not values:
         return None
     ordered = sorted(values)

@@ -1,8 +1,8 @@
 """One watcher per dashboard process, for all its visitors: readings of /metrics, and snapshots, fetched once for all.
 
-A thread reads /metrics every two seconds, visitors or none, so that a page that is opened shows what was before. A
-snapshot is only fetched while somebody looks at a page that shows one, and all pages show the same one until it is as
-old as a refresh. What is computed from them is kept likewise: many visitors cost hardly more than one.
+A thread reads /metrics every two seconds, even without visitors, so that a new page shows the time before. A snapshot
+is only fetched while a page that shows one is open, and all pages share it until it is as old as a refresh. What is
+computed from them is cached, too: many visitors cost hardly more than one.
 """
 
 import threading
@@ -40,7 +40,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """What is kept of each snapshot, as /metrics has no series of it."""
+    """The part of each snapshot that is kept, as /metrics has no series of it."""
 
     time: float
     num_prefill_tokens: int
@@ -125,13 +125,13 @@ class Monitor:
         return sorted(present or ever)
 
     def points(self, query: Query, by: str, labels: Mapping[str, str], range_s: float) -> list[Point]:
-        """A query over the last `range_s` seconds: from Prometheus, if there is one, else from memory.
+        """Result of a query over the last `range_s` seconds: from Prometheus, if there is one, else from memory.
 
         Returns:
             The same list until there is something new.
 
         Raises:
-            ScrapeError: Prometheus is away.
+            ScrapeError: Prometheus does not answer.
         """
         what = (query, tuple(sorted(labels.items())), range_s)
         if self._prometheus is None:
@@ -159,7 +159,7 @@ class Monitor:
         return self.ring.view()
 
     def snapshot(self, model: str, refresh_s: float | None = None) -> Seen:
-        """The model's snapshot, hardly older than two seconds, or why there is none.
+        """The model's snapshot, about two seconds old at most, or why there is none.
 
         Args:
             model: which one.
@@ -182,14 +182,14 @@ class Monitor:
             return seen
 
     def forget_snapshot(self, model: str) -> None:
-        """Have the next look fetch a new one, such as after a cancellation."""
+        """Fetch a new snapshot next time, for example after a cancellation."""
         with self._lock:
             lock = self._model_locks.setdefault(model, threading.Lock())
         with lock:
             self._seen.pop(model, None)
 
     def steps(self, model: str) -> list[StepState]:
-        """What the snapshots so far said of the steps."""
+        """The steps in the snapshots so far."""
         with self._lock:
             return list(self._steps.get(model, ()))
 

@@ -1,4 +1,4 @@
-"""History out of Prometheus, by its HTTP API."""
+"""History from Prometheus, by its HTTP API."""
 
 import json
 import math
@@ -28,10 +28,10 @@ class Prometheus:
         self._url = url.rstrip("/")
 
     def range(self, query: Query, by: str, labels: Mapping[str, str], start: float, end: float) -> list[Point]:
-        """A query between two moments, in seconds since the epoch; `by` is the label that tells the lines apart.
+        """A query between two moments, in seconds since the epoch; `by` is the label that distinguishes the lines.
 
         Raises:
-            ScrapeError: Prometheus is away, or refused.
+            ScrapeError: Prometheus does not answer, or refused.
         """
         step = max(1.0, (end - start) / MOST_POINTS)
         # Two scrapes at Prometheus' usual interval of 15 s must fall into every window.

@@ -1,7 +1,7 @@
-"""What the charts show. Each line is defined once, and computed in two ways: by Prometheus, or from the own history.
+"""Queries of the charts. Each line is defined once, and computed in two ways: by Prometheus, or from our own history.
 
-The two agree but for Prometheus' extrapolation to the ends of its window. All are sums over the engines (data-parallel
-replicas) and versions of one model.
+Both give the same, except for Prometheus' extrapolation to the ends of its window. All are sums over the engines
+(data-parallel replicas) and versions of one model.
 """
 
 import math
@@ -17,14 +17,14 @@ __all__ = ["Gauge", "Quantile", "Query", "Rate", "Ratio", "evaluate", "latest", 
 
 MOST_POINTS = 150
 WINDOW_S = 60.0
-"""What rates and quantiles look back over, at least."""
+"""Window of rates and quantiles, at least."""
 
 
 class Query(Protocol):
     """One line of a chart, or one per value of a label."""
 
     def promql(self, labels: Mapping[str, str], window_s: float) -> str:
-        """The same for Prometheus."""
+        """The query in PromQL."""
 
     def values(self, view: View, labels: Mapping[str, str], first: int, last: int) -> dict[str, float]:
         """Value per line at reading `last`; rates and quantiles look back to reading `first`."""
@@ -32,7 +32,7 @@ class Query(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gauge:
-    """What is, now."""
+    """A present value."""
 
     name: str
     labels: tuple[tuple[str, str], ...] = ()
@@ -80,7 +80,7 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ratio:
-    """Growth of one counter per growth of another; nothing where the latter stands still."""
+    """Growth of one counter per growth of another; nothing where the latter does not grow."""
 
     part: Rate
     whole: Rate
@@ -118,7 +118,7 @@ class Quantile:
 
 
 def selector(labels: Mapping[str, str]) -> str:
-    """`{a="b",…}`, with everything escaped that a label's value may hold."""
+    """`{a="b",…}`, with the labels' values escaped."""
     escaped = {
         name: value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") for name, value in labels.items()
     }
@@ -135,15 +135,15 @@ def evaluate(
         readings   r0  r1  r2  r3  r4  r5  r6  r7  r8        at a stride of 3
         moments    r0          r3          r6      r8        those that 3 divides, and the newest
 
-    A moment is told by the number of its reading, so that it stays one when the next reading comes: what was computed
-    for it is used again, and a refresh computes the newest moment and hardly any other.
+    A moment is identified by the number of its reading, so that it stays the same when the next reading comes: its
+    result is reused, and a refresh computes the newest moment and hardly any other.
 
     Args:
         query: what to compute.
         view: the history.
         labels: of the series.
         range_s: how far to look back.
-        known: what this has found before for the same query, labels and range; empty at first. It is changed.
+        known: results of earlier calls with the same query, labels and range; empty at first. It is updated.
     """
     if not view.times:
         return []
@@ -172,7 +172,7 @@ def _points_at(query: Query, view: View, labels: Mapping[str, str], row: int, st
 
 
 def latest(query: Query, view: View, labels: Mapping[str, str], window_s: float = WINDOW_S) -> dict[str, float]:
-    """A query now, per line."""
+    """The present result of a query, per line."""
     if not view.times:
         return {}
     last = len(view.times) - 1

@@ -18,7 +18,7 @@ _MOST_BYTES = 32 * 2**20
 
 
 class ScrapeError(Exception):
-    """/metrics could not be read; the text says why, in words for the person on call."""
+    """/metrics could not be read; the text says why, for the person on call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def fetch(endpoint: str) -> str:
         endpoint: HOST:PORT.
 
     Raises:
-        ScrapeError: it did not come.
+        ScrapeError: it could not be read.
     """
     connection = http.client.HTTPConnection(endpoint, timeout=_TIMEOUT_S)
     try:
@@ -63,13 +63,13 @@ def why(error: Exception) -> str:
 
 
 def parse(text: str, time: float, keys: dict[str, Key] | None = None) -> Scrape:
-    """Read Prometheus' text format, as far as it is about Quire.
+    """Parse Quire's samples in Prometheus' text format.
 
     Args:
         text: the whole answer.
         time: of the reading.
-        keys: what earlier readings of the same server had before the value of each line; it is added to. The parser is
-            slow, and of two readings only the values differ.
+        keys: cache of parsed names and labels, by the part of a line before its value; it is updated. The parser is
+            slow, and two readings only differ in the values.
 
     Raises:
         ScrapeError: it is not that format.
@@ -78,7 +78,7 @@ def parse(text: str, time: float, keys: dict[str, Key] | None = None) -> Scrape:
     values: dict[Key, float] = {}
     try:
         for line in text.splitlines():
-            # Of what tritonserver exports, most is not ours.
+            # Most of what tritonserver exports is not ours.
             if not line.startswith(_PREFIX):
                 continue
             sample, _, text_value = line.rpartition(" ")
@@ -88,7 +88,7 @@ def parse(text: str, time: float, keys: dict[str, Key] | None = None) -> Scrape:
                 continue
             key, value = _parse_line(line)
             values[key] = float(value)
-            if sample.endswith("}"):  # else it may hold a value, with a time behind it
+            if sample.endswith("}"):  # otherwise a value may be followed by a time
                 keys[sample] = key
     except (ValueError, KeyError, IndexError) as error:
         raise ScrapeError(f"/metrics is not in Prometheus' text format: {error}") from None

@@ -1,8 +1,8 @@
-"""What `streamlit run` serves: the program of `app`, to pages of its own alone.
+"""What `streamlit run` serves: the program of `app`, only for pages of its own origin.
 
-Streamlit takes a websocket from any page of `localhost`, on whichever port, so that another user of the machine, or any
-program that shows a page there, could move the dashboard of whoever opens it; and for a page of an unknown host it asks
-the Internet for its own address. Beside the pages there is `/health`, for probes.
+Streamlit accepts a websocket from any page of `localhost`, on every port, so that another user of the machine, or any
+program that serves a page there, could control the dashboard of whoever opens it; and for a page of an unknown host it
+asks the Internet for its own address. `/health` is for probes.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ __all__ = ["OwnPagesOnly", "app"]
 
 
 class OwnPagesOnly:
-    """Refuses every websocket that a page of another origin opens. What is no browser tells no origin."""
+    """Refuses websockets from pages of another origin. Clients other than browsers send no origin."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -38,7 +38,7 @@ def _is_own(headers: Headers) -> bool:
     origin = headers.get("origin")
     if origin is None:
         return True
-    # Behind a proxy that changes the host, the origin is one that Streamlit has been told of.
+    # Behind a proxy that changes the host, the origin is one that Streamlit was configured with.
     allowed: list[Any] = config.get_option("server.corsAllowedOrigins")
     return urlsplit(origin).netloc == headers.get("host") or origin in allowed
 

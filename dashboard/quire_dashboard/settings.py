@@ -1,4 +1,4 @@
-"""What the dashboard is pointed at. It comes by environment: a token on a command line is seen by every user."""
+"""Settings of the dashboard. They come by environment, as every user can see a token on a command line."""
 
 import ipaddress
 import os
@@ -23,20 +23,20 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """The endpoints, and what opens them."""
+    """The endpoints, and their tokens."""
 
     url: str = "127.0.0.1:8001"
     """HOST:PORT of tritonserver's gRPC."""
     metrics: str = "127.0.0.1:8002"
     """HOST:PORT of tritonserver's /metrics."""
     health: str = ""
-    """HOST:PORT of the health address of the `quire serve` that has started it; empty: none has."""
+    """HOST:PORT of the health address of the `quire serve` that has started the server; empty: unknown."""
     prometheus: str = ""
-    """Base URL of a Prometheus that scrapes the server; empty: the dashboard remembers what it has seen itself."""
+    """Base URL of a Prometheus that scrapes the server; empty: the dashboard keeps its own history."""
     token: str = ""
-    """What a visitor must know; empty: whoever reaches the port may look."""
+    """The token that visitors need; empty: none."""
     introspection_token: str = ""
-    """What the model asks of whoever wants to see its requests, or to cancel one."""
+    """The model's token for seeing and cancelling requests."""
 
     def __post_init__(self) -> None:
         for name in ("url", "metrics", *(["health"] if self.health else [])):

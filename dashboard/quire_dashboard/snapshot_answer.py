@@ -1,6 +1,6 @@
 """A model's answer to `introspect`: its requests, KV blocks and ranks at one moment.
 
-What is missing in an answer, of an older server say, is left at its default; what is unknown is passed over.
+Fields missing in an answer, for example of an older server, get their defaults; unknown ones are ignored.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ class RequestState:
         """The request's life so far, cut where its phase changed."""
         found: list[Segment] = []
         phase, start = "queue", self.age_seconds
-        # What it goes back to once it is scheduled again after a preemption.
+        # The phase that it returns to when it is scheduled again after a preemption.
         running = "prefill"
         for event in sorted(self.events, key=lambda event: -event.age_seconds):
             if event.kind == "first_token":
@@ -122,7 +122,7 @@ class Blocks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixTree:
-    """What the prefix cache holds."""
+    """Contents of the prefix cache."""
 
     num_cached_blocks: int = 0
     num_roots: int = 0
@@ -148,7 +148,7 @@ class Snapshot:
         """Read an answer.
 
         Raises:
-            ValueError: it is no snapshot.
+            ValueError: it is not a snapshot.
         """
         said = json.loads(text)
         if not isinstance(said, dict) or "engine" not in said:

@@ -1,7 +1,7 @@
-"""Triton's gRPC, as much as the dashboard needs: a model's snapshot, a cancellation, a streamed generation.
+"""A client of Triton's gRPC for the dashboard: a model's snapshot, a cancellation, a streamed generation.
 
-It speaks through the generated stub of tritonclient and not its client class: each call here has a deadline of its own,
-and none leaves a thread or an open stream behind when the server goes away.
+It uses the generated stub of tritonclient and not its client class: each call here has a deadline, and none leaves a
+thread or an open stream behind when the server goes away.
 """
 
 import json
@@ -24,7 +24,7 @@ _OPTIONS = [("grpc.max_receive_message_length", _MOST_BYTES), ("grpc.enable_http
 
 
 class TritonError(Exception):
-    """The server did not do it; the text says why, in words for the person on call."""
+    """The call failed; the text says why, for the person on call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class Triton:
 
     Args:
         url: HOST:PORT.
-        introspection_token: what the model asks for before it shows or cancels requests.
+        introspection_token: the model's, for seeing and cancelling requests.
     """
 
     def __init__(self, url: str, introspection_token: str = "") -> None:
@@ -85,7 +85,7 @@ class Triton:
             raise TritonError(f"{model}: {error}") from None
 
     def cancel(self, model: str, request_id: str) -> bool:
-        """Cancel a request by its id of the snapshot; False when it had already ended.
+        """Cancel a request by its id in the snapshot. Returns False if it had ended.
 
         Raises:
             TritonError: the server is away, or does not allow it.
@@ -133,8 +133,8 @@ class Triton:
         request = _request(model, {}, {**parameters, "introspection_token": self._token})
         call = self._stub.ModelStreamInfer(iter([request]), timeout=_TIMEOUT_S)
         try:
-            # To the end of the stream: one that is cancelled just as it ends is never over for tritonserver (2.51),
-            # which then waits for it when it is told to stop.
+            # To the end of the stream: tritonserver 2.51 never releases one that is cancelled just as it ends,
+            # and waits for it when it is told to stop.
             responses = list(call)
         except grpc.RpcError as error:
             raise TritonError(self._why(error)) from None

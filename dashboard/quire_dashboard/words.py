@@ -1,7 +1,6 @@
-"""Figures as people read them, and the names of things; what clients or servers have said, as text and nothing more.
+"""Formats numbers and names for people, and escapes text that comes from clients or servers.
 
-Streamlit takes most of what it shows for Markdown: an image in a request's id would be fetched by the browser of
-whoever looks.
+Streamlit renders most text as Markdown: a visitor's browser would fetch an image in a request's id.
 """
 
 import re
@@ -12,7 +11,7 @@ __all__ = [
 ]  # fmt: skip
 
 _MARKDOWN = re.compile(r"([\\`*_~\[\]<>$:&])")
-"""What begins anything but text in the middle of a line."""
+"""Characters that begin markup in the middle of a line."""
 
 _PHASES = {
     "held": "held back", "waiting": "waiting", "grammar": "waiting for its grammar", "prefill": "prefill",
@@ -38,7 +37,7 @@ def seconds(value: float) -> str:
 
 
 def seconds_or_dash(value: float | None) -> str:
-    """Nothing is a dash."""
+    """None is shown as a dash."""
     return "—" if value is None else seconds(value)
 
 
@@ -63,7 +62,7 @@ def phase_name(phase: str) -> str:
 
 
 def printable(text: str, most: int) -> str:
-    """A client's text on one line: without what is not seen or turns the direction of what is, at most so long."""
+    """A client's text on one line, cut to a length, without invisible characters or ones that change direction."""
     shown = "".join(
         "\ufffd" if unicodedata.category(one)[0] in "CZ" and one != " " else one for one in text[: most + 1]
     )
@@ -71,12 +70,12 @@ def printable(text: str, most: int) -> str:
 
 
 def as_code(text: str) -> str:
-    """Markdown that shows a line of text as it is: in a code span, nothing of it means anything."""
+    """Markdown that shows a line of text literally, as a code span."""
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
     padding = " " if text.startswith("`") or text.endswith("`") else ""
     return f"{fence}{padding}{text}{padding}{fence}"
 
 
 def as_text(text: str) -> str:
-    """Markdown that shows a sentence, such as an error of the server's, as it is."""
+    """Markdown that shows a sentence literally, such as a server's error."""
     return _MARKDOWN.sub(r"\\\1", " ".join(text.split()))

@@ -1,7 +1,7 @@
-"""The engine's statistics as an operator's metrics.
+"""The engine's statistics as metrics.
 
-It knows the engine only by `quire_engine.stats`, and Triton Inference Server only by the shape of its custom metrics.
-`quire_monitoring.prometheus`, which needs prometheus-client, is imported by those who want it.
+It knows the engine only by `quire_engine.stats`, and Triton Inference Server only by its custom metrics' interface.
+`quire_monitoring.prometheus`, which needs prometheus-client, is only imported by its users.
 """
 
 from quire_monitoring.definitions import METRICS, MetricDefinition, MetricKind, make_aliases, make_metrics

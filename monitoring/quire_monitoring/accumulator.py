@@ -1,6 +1,6 @@
-"""Accumulator: the engine's statistics as gauges, growth of counters and observations, until an exporter takes them.
+"""Accumulator: turns the engine's statistics into gauges, growth of counters and observations, for exporters to take.
 
-What a metric means is said here, once, for every exporter. Thread-safe.
+The meaning of each metric is defined here, once for all exporters. Thread-safe.
 """
 
 import threading
@@ -26,7 +26,7 @@ class Accumulator:
 
     Args:
         slo_classes: the classes of the setting `slo`.
-        aliases: whether every series that vLLM has as well is given out under its name, too.
+        aliases: whether series that vLLM has, too, are also exported under its names.
         clock: seconds, monotonic; for the windows of the goodput.
     """
 
@@ -47,13 +47,13 @@ class Accumulator:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the engine had nothing left to do, when it was last heard of."""
+        """Whether the engine had nothing left to do after the last step."""
         return not self._scheduler_stats.num_running and not self._scheduler_stats.num_waiting
 
     # -- in ---------------------------------------------------------------------------------------------------------
 
     def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
-        """Take note of one step."""
+        """Record one step."""
         with self._lock:
             if scheduler_stats is not None:
                 self._record_scheduler(scheduler_stats)
@@ -65,8 +65,8 @@ class Accumulator:
         """Count a request that was refused before it reached the engine.
 
         Args:
-            slo_class: what it would have been judged by, when it was refused for want of capacity and so was let down;
-                one that there is not counts as the default class. None: it was the caller's fault.
+            slo_class: of the request, if it was refused for lack of capacity, which is a miss; an unknown class counts
+                as the default class. None: the request was invalid.
         """
         with self._lock:
             self._counters[_OUTCOMES["rejected"]] += 1
@@ -113,7 +113,7 @@ class Accumulator:
         if outcome in _OUTCOMES:
             self._counters[_OUTCOMES[outcome]] += 1
         observations = self._observations
-        # Being sent away at once would make a full queue look like a fast server; being sent away after a wait is none.
+        # Refusals at once would make a full queue look like a fast server; refusals after a wait do not.
         if outcome != "rejected" or request.queue_seconds is not None:
             observations[_E2E].append(request.e2e_seconds)
         if request.queue_seconds is not None:
@@ -158,7 +158,7 @@ class Accumulator:
         return taken
 
     def gauges(self, is_up: bool, workers_up: Sequence[bool]) -> dict[Series, float]:
-        """The present state. Nothing runs or waits in an engine that is gone, and none of its blocks is there."""
+        """The present state. Of an engine that is down, everything is 0."""
         with self._lock:
             stats = self._scheduler_stats if is_up else SchedulerStats()
             ratios = self._goodput.ratios()
@@ -189,7 +189,7 @@ def _busy(rank: int) -> Series:
 
 
 def _growth(before: _Number, now: _Number) -> _Number:
-    """How much a total grew; an engine that was started again counts from 0."""
+    """The growth of a total; an engine that was started again counts from 0."""
     return now - before if now >= before else now
 
 

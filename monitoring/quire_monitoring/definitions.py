@@ -1,6 +1,6 @@
-"""Every metric, once: name, kind, help, labels and buckets, and what vLLM calls it.
+"""The table of all metrics: name, kind, help, labels, buckets, and vLLM's name.
 
-Exporters read this table and nothing else, so that a metric has the same name and meaning wherever it is seen.
+All exporters use this table, so that a metric has the same name and meaning everywhere.
 Times are in seconds, ratios from 0 to 1.
 """
 
@@ -17,11 +17,11 @@ Series = tuple[str, tuple[tuple[str, str], ...]]
 """A metric's name and its own labels."""
 
 OUTCOMES = ("stop", "length", "abort", "error", "rejected")
-"""How a request ended: the engine's finish reasons, and `rejected` for one that never reached it or
-that it had no place for."""
+"""How a request ended: the engine's finish reasons, and `rejected` for one that never reached it or for which it had no
+capacity."""
 PHASES = ("schedule", "execute", "update")
 WINDOWS = {"1m": 60.0, "5m": 300.0}
-"""What the goodput ratios look back on, in seconds."""
+"""Windows of the goodput ratios, in seconds."""
 VERDICTS = (("good", "none"), *(("miss", cause) for cause in ("ttft", "tpot", "e2e", "rejected", "error")))
 
 # vLLM's buckets, so that its dashboards fit, continued downwards: small models answer faster than their first bucket.
@@ -46,7 +46,7 @@ _STEP_TOKENS_BUCKETS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0,
 
 
 class MetricKind(enum.Enum):
-    """What a metric can do: be set, only grow, or count observations by size."""
+    """Whether a metric can be set, only grows, or counts observations by size."""
 
     GAUGE = "gauge"
     COUNTER = "counter"
@@ -67,7 +67,7 @@ class MetricDefinition:
     is_frequent: bool = False
     """Whether a histogram is observed with every step or token, and not only with every request."""
     combinations: tuple[tuple[str, ...], ...] = ()
-    """Values of the labels that occur together, where not all do."""
+    """Combinations of the labels' values, if not all of them occur."""
 
     def label_sets(self) -> list[dict[str, str]]:
         """The own labels of every series; one empty set for a family without any."""
@@ -199,7 +199,7 @@ _ALIASES = {
 }
 """Our name → vLLM's, of a metric that means the same. (`iteration_tokens_total` is a histogram there, too.)"""
 _OLD_ALIASES = {"quire_inter_token_latency_seconds": "vllm:time_per_output_token_seconds"}
-"""What vLLM called some of them before. vllm_backend and many boards still do."""
+"""Earlier names of vLLM's. vllm_backend and many dashboards still use them."""
 
 _ALIAS_LABELS = {"quire_requests_waiting": {}, "quire_requests_total": {"outcome": "finished_reason"}}
 """Where the labels differ, what becomes of each; one that is not there is summed over."""
@@ -218,7 +218,7 @@ def aliases_of(of: Series) -> tuple[Series, ...]:
 
 
 def make_aliases(metrics: Sequence[MetricDefinition]) -> tuple[MetricDefinition, ...]:
-    """The same metrics under vLLM's names, as far as vLLM has them. Their series have the label `model_name`, too."""
+    """The metrics that vLLM has too, under its names. Their series also have the label `model_name`."""
     aliases = []
     for metric in metrics:
         found: dict[str, list[dict[str, str]]] = {}

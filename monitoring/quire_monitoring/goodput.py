@@ -1,7 +1,7 @@
-"""Goodput: which share of the requests was served as promised, lately.
+"""Goodput: the share of recent requests that met their objectives.
 
-Verdicts come in, ratios per class and window come out. Whether a request was good is not decided here: the engine's
-frontend has the times, and does (`quire_engine.slo`).
+Verdicts go in, ratios per class and window come out. The engine's frontend, which has the times, decides whether a
+request was good (`quire_engine.slo`).
 
 A window is a ring of buckets, each for a sixtieth of it::
 
@@ -53,7 +53,7 @@ class Goodput:
     """The windows of every class.
 
     Args:
-        slo_classes: all there are; verdicts on others are passed over.
+        slo_classes: all classes; verdicts of others are ignored.
         windows: name → seconds.
         clock: seconds, monotonic.
     """
@@ -67,13 +67,13 @@ class Goodput:
         }
 
     def record(self, slo_class: str, good: bool) -> None:
-        """Take note of a verdict."""
+        """Record a verdict."""
         now = self._clock()
         for window in self._windows.get(slo_class, {}).values():
             window.add(good, now)
 
     def ratios(self) -> dict[tuple[str, str], float]:
-        """(class, window) → share of the good ones, 0 to 1; 1 where nothing was judged: nobody was let down."""
+        """(class, window) → share of good requests, 0 to 1; 1 if there were none."""
         now = self._clock()
         return {
             (slo_class, name): window.ratio(now)

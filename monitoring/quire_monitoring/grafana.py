@@ -1,7 +1,7 @@
-"""Grafana's dashboards, made from Python: `python -m quire_monitoring.grafana`.
+"""Generates Grafana's dashboards: `python -m quire_monitoring.grafana`.
 
 It writes one JSON file per dashboard to `monitoring/grafana/dashboards/`; these are committed, and a test checks that
-they are what this module makes. Queries are of the metrics in `definitions` and of the recording rules in
+they are what this module generates. Queries use the metrics in `definitions` and of the recording rules in
 `monitoring/prometheus/recording_rules.yml`, which another test checks.
 """
 
@@ -25,7 +25,7 @@ RATE = "[$__rate_interval]"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Panel:
-    """One picture: queries with their legends."""
+    """One chart: queries with their legends."""
 
     title: str
     queries: tuple[tuple[str, str], ...]
@@ -37,12 +37,12 @@ class Panel:
     maximum: float | None = None
     is_stacked: bool = False
     red_below: float | None = None
-    """Of a stat: what is no longer good."""
+    """Of a stat: it is red below this value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Panels side by side, all as wide as they can be."""
+    """Panels side by side, sharing the whole width."""
 
     panels: tuple[Panel, ...]
     height: int = 8

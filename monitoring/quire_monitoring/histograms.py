@@ -1,4 +1,4 @@
-"""Histograms as the text format has them: cumulative buckets, a sum and a count."""
+"""Histograms in the form of the text format: cumulative buckets, a sum and a count."""
 
 from bisect import bisect_left
 from collections.abc import Sequence

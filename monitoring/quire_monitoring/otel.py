@@ -1,13 +1,13 @@
 """OtelStatLogger: metrics and one trace per request by OTLP, under OpenTelemetry's GenAI names.
 
-It needs the extra `otel`. A request's spans are made when it has ended, from the times that its statistics carry::
+It needs the extra `otel`. A request's spans are created when it has ended, from the times in its statistics::
 
     caller's context ─► request ─┬─ queue ─┬─ prefill ─┬─ decode ───────────────────────►
                                  └─────────┴───────────┴──────── preemption ── …
 
-`record` only puts ended requests into a queue. A thread of its own makes spans and measurements of them, and the SDK's
-threads export these in batches, so that an exporter that hangs holds up nobody. A collector that cannot be reached is
-told of once, until it is back; meanwhile spans are dropped as the SDK's buffer overflows.
+`record` only puts ended requests into a queue. A thread of its own creates spans and measurements of them, and the
+SDK's threads export these in batches, so that an exporter that hangs blocks nothing. It is logged once when the
+collector cannot be reached, and once when it can again; meanwhile spans are dropped as the SDK's buffer overflows.
 
 Names: https://opentelemetry.io/docs/specs/semconv/gen-ai/ (metrics of model servers, spans).
 """
@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 
 EXPORT_TIMEOUT_SECONDS = 2.0
 STOP_SECONDS = 3.0
-"""What the last export may take."""
+"""Seconds that the last export may take."""
 MAX_PENDING = 10_000
-"""Ended requests that may wait for their spans; what exceeds it has none."""
+"""Ended requests that may wait for their spans; more than that get none."""
 OPERATION = "text_completion"
 REJECTED = "rejected"
 DURATION_BUCKETS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
@@ -55,13 +55,13 @@ _PROCESSOR_LOGGER = "opentelemetry.sdk._shared_internal"
 
 
 class _Outage:
-    """Tells once that the collector cannot be reached, and once that it can again."""
+    """Logs once that the collector cannot be reached, and once that it can again."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
         self._lock = threading.Lock()
         self._is_out = False
-        # The exporter's own lines come with every attempt, the processor's with every span that finds no room.
+        # The exporter logs every attempt, the processor every span that finds no room.
         logging.getLogger(_EXPORTER_LOGGER).addFilter(_is_nothing)
         logging.getLogger(_PROCESSOR_LOGGER).addFilter(_is_not_of_a_full_queue)
 
@@ -112,7 +112,7 @@ class OtelStatLogger:
     Args:
         endpoint: of the collector's gRPC receiver, as `host:port` or `http://host:port`; `https://` is encrypted.
         labels: model, version and engine.
-        trace_sample_ratio: share of the requests that have a trace; a caller's own decision comes first.
+        trace_sample_ratio: share of the requests that have a trace; a caller's own decision overrides it.
         export_interval_seconds: between two exports of the metrics; spans wait for a tenth of that.
     """
 
@@ -165,7 +165,7 @@ class OtelStatLogger:
         self._thread.start()
 
     def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
-        """Take note of what has ended; returns at once."""
+        """Record the ended requests; returns at once."""
         with contextlib.suppress(queue.Full):
             for request in iteration_stats.finished_requests:
                 self._ended.put_nowait((time.time_ns(), request))
@@ -175,13 +175,13 @@ class OtelStatLogger:
         self.record(None, IterationStats(finished_requests=[request]))
 
     def stop(self) -> None:
-        """Export what is left, as far as that goes in a few seconds, and end all threads."""
+        """Export what is left, for a few seconds at most, and end all threads."""
         try:
             self._ended.put(None, timeout=STOP_SECONDS)
         except queue.Full:
             logger.warning("the last spans are lost")
         self._thread.join(STOP_SECONDS)
-        # A collector that hangs must not hold up the end; the threads are daemons.
+        # A collector that hangs must not delay the end; the threads are daemons.
         for shutdown in (self._tracer_provider.shutdown, self._meter_provider.shutdown):
             thread = threading.Thread(target=shutdown, daemon=True)
             thread.start()
@@ -209,7 +209,7 @@ class OtelStatLogger:
             self._per_token.record(request.time_per_output_token_seconds, attributes)
 
     def _trace(self, end: int, request: FinishedRequestStats) -> None:
-        """Make a request's spans.
+        """Create a request's spans.
 
         Args:
             end: when it ended, in nanoseconds of the wall clock; all else is counted back from that.
@@ -257,7 +257,7 @@ class OtelStatLogger:
 
 
 def _error_type(request: FinishedRequestStats) -> dict[str, str]:
-    """The attribute that tells what went wrong; nothing where all went well."""
+    """The attribute with the kind of error; none if there was no error."""
     if request.finish_reason not in ("error", REJECTED):
         return {}
     return {"error.type": request.error_code or "error"}
@@ -268,7 +268,7 @@ def _phases(request: FinishedRequestStats) -> list[tuple[str, float, float]]:
     if request.finish_reason == REJECTED:
         return []
     first_token = request.time_to_first_token_seconds
-    if first_token is None:  # it was never more than waiting, or in its prefill
+    if first_token is None:  # it ended while it waited, or in its prefill
         return [("queue", 0.0, request.e2e_seconds)]
     prefill = max(first_token - request.prefill_seconds, 0.0)
     return [

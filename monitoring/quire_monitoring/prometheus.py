@@ -1,4 +1,4 @@
-"""PrometheusStatLogger: the same metrics by prometheus-client, for an `AsyncLLM` that no tritonserver stands before.
+"""PrometheusStatLogger: the same metrics by prometheus-client, for an `AsyncLLM` without tritonserver.
 
 ::
 
@@ -25,7 +25,7 @@ __all__ = ["PrometheusStatLogger"]
 Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
 
 MAX_PENDING = 1000
-"""Steps after which what was observed is added up, whether or not anybody asks."""
+"""Steps after which observations are added up, even without a scrape."""
 
 
 class PrometheusStatLogger(Collector):
@@ -68,12 +68,12 @@ class PrometheusStatLogger(Collector):
             self._counts[one] = [0] * (len(buckets) + 1)
 
     def start(self, is_up: Callable[[], bool], workers_up: Callable[[], Sequence[bool]] | None = None) -> None:
-        """Tell where health is to be had; see `TritonStatLogger.start`. Both are called at every scrape."""
+        """Set the sources of health; see `TritonStatLogger.start`. Both are called at every scrape."""
         self._is_up = is_up
         self._workers_up = workers_up or (lambda: [is_up()])
 
     def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
-        """Take note of one step; returns at once."""
+        """Record one step; returns at once."""
         self._accumulator.record(scheduler_stats, iteration_stats)
         self._num_pending += 1
         if self._num_pending >= MAX_PENDING:
@@ -93,7 +93,7 @@ class PrometheusStatLogger(Collector):
         yield from families
 
     def describe(self) -> Iterator[Family]:
-        """Their names, for a registry that looks out for duplicates."""
+        """Their names, for a registry that checks for duplicates."""
         for definition in self._definitions:
             yield _FAMILIES[definition.kind](definition.name, definition.help)
 

@@ -11,7 +11,7 @@ there is none that takes several values. So `record` only adds up in memory, and
   not depend on how much happened. Triton's own histograms cannot do that: theirs is one per observation, thousands a
   second. So these are three families of counters each, which make the same samples: `_bucket{le}`, `_sum`, `_count`.
 
-It does not import Triton's Python module: the backend passes in how a family is made.
+It does not import Triton's Python module: the backend passes in a function that makes families.
 """
 
 import logging
@@ -33,21 +33,21 @@ logger = logging.getLogger(__name__)
 
 SHORTEST_INTERVAL_SECONDS = 0.1
 FLUSH_INTERVAL_SECONDS = 0.25
-"""Between two flushes of a busy engine. What makes it idle, or up again, is written after the shortest interval."""
+"""Between two flushes of a busy engine. That it is idle, or up again, is written after the shortest interval."""
 FREQUENT_INTERVAL_SECONDS = 1.0
-"""Between two flushes of what happens with every step."""
+"""Between two flushes of metrics that change with every step."""
 HEALTH_INTERVAL_SECONDS = 0.25
-"""How often health and goodput are looked at while nothing else happens, and the ranks' processes at most."""
+"""Seconds between checks of health and goodput while nothing else happens; and of the ranks' processes, at least."""
 STOP_SECONDS = 10.0
-"""What the last flush may take. It is done in milliseconds, unless the server does not answer."""
+"""Seconds that the last flush may take. It takes milliseconds, unless the server hangs."""
 HEALTH = {"quire_engine_up", "quire_worker_up"}
-"""What is written whenever anything is."""
+"""Metrics that are written with every flush."""
 WARNING_INTERVAL_SECONDS = 60.0
-"""How often failed writes are told of, at most."""
+"""Seconds between two logged failures to write, at least."""
 
 
 class MetricFamily(Protocol):
-    """As much of `pb_utils.MetricFamily` as is needed here."""
+    """The part of `pb_utils.MetricFamily` that is used here."""
 
     def Metric(self, labels: dict[str, str], buckets: list[float] | None = ...) -> Any:  # noqa: N802
         """A series of this family, with `increment`, `set` or `observe`."""
@@ -81,7 +81,7 @@ class TritonStatLogger:
         self._definitions = (*metrics, *(make_aliases(metrics) if aliases else ()))
         self._accumulator = Accumulator(classes, aliases=aliases)
         self._is_kept = True
-        """Whether anybody will want what is recorded."""
+        """Whether recorded values are going to be written."""
         self._nobody_up = [False] * num_ranks
         self._is_up: Callable[[], bool] = lambda: False
         self._workers_up: Callable[[], Sequence[bool]] = lambda: self._nobody_up
@@ -94,7 +94,7 @@ class TritonStatLogger:
         # Of the writing thread:
         self._flushed_at = self._workers_looked_at = -FLUSH_INTERVAL_SECONDS
         self._health: tuple[bool, Sequence[bool]] = (False, ())
-        """The engine's and the ranks', as they were last looked at."""
+        """Health of the engine and the ranks at the last check."""
         self._written: dict[Series, float] = {}
         self._pending: dict[Series, list[float]] = {}
         """Observations of frequent histograms that are not written yet."""
@@ -104,7 +104,7 @@ class TritonStatLogger:
         self._families: list[MetricFamily] = []
         self._metrics: dict[Series, Any] = {}
         self._frequent: dict[Series, tuple[float, ...]] = {}
-        """The buckets of the histograms that are made of counters."""
+        """The buckets of the histograms that are written as counters."""
         self._thread = threading.Thread(target=self._run, name="quire-metrics", daemon=True)
 
     @property
@@ -113,11 +113,11 @@ class TritonStatLogger:
         return bool(self._metrics)
 
     def start(self, is_up: Callable[[], bool], workers_up: Callable[[], Sequence[bool]] | None = None) -> None:
-        """Make all series, and begin to write: before, while the model loads, there is nothing that they could show.
+        """Create all series, and start to write. Before, while the model loads, they would have nothing to show.
 
         Args:
             is_up: whether the engine is healthy; called from the writing thread.
-            workers_up: the same for each rank; unset: there is one, which shares the engine's fate.
+            workers_up: the same for each rank; unset: there is one, which is up if the engine is.
         """
         self._is_up = is_up
         self._workers_up = workers_up or (lambda: [is_up()])
@@ -128,12 +128,12 @@ class TritonStatLogger:
             self._thread.start()
 
     def stop(self) -> bool:
-        """Write what is left, the engine as gone, end the thread, and take the metrics away from the server.
+        """Write the last values, with the engine down, end the thread, and remove the metrics from the server.
 
-        No other engine may have the same labels before that: a series goes with the first who takes it away.
+        No other engine may have the same labels before that: the first one that removes a series removes it for all.
 
         Returns:
-            Whether they are gone; they stay where the server does not take the last of them.
+            Whether they were removed; not if the server did not take the last values.
         """
         with self._condition:
             self._is_kept, self._stopping = False, True
@@ -153,7 +153,7 @@ class TritonStatLogger:
     # -- what happened ----------------------------------------------------------------------------------------------
 
     def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
-        """Take note of one step; returns at once."""
+        """Record one step; returns at once."""
         if not self._is_kept:
             return
         self._accumulator.record(scheduler_stats, iteration_stats)
@@ -167,7 +167,7 @@ class TritonStatLogger:
         self._note_change(is_urgent=self._accumulator.is_idle)
 
     def when_written(self, callback: Callable[[], None]) -> None:
-        """Call back, from the writing thread, when the counters hold all that was recorded until now; at once where
+        """Call back, from the writing thread, when the counters include all that was recorded until now; at once if
         nothing is written."""
         with self._condition:
             if self._is_writing:
@@ -199,7 +199,7 @@ class TritonStatLogger:
             logger.warning("no %s metrics: this server does not have them", kind)
 
     def _declare(self, definition: MetricDefinition) -> bool:
-        """Make the series of one metric; False when the server does not have metrics of this kind."""
+        """Create the series of one metric. Returns False if the server does not have metrics of this kind."""
         labels = self._labels
         if definition.name.startswith("vllm:"):
             labels = {**labels, "model_name": labels.get("model", "")}
@@ -250,7 +250,7 @@ class TritonStatLogger:
         _call_all(self._take_waiting())
 
     def _wait(self) -> bool:
-        """Sleep until something is to be written; False when that is for the last time."""
+        """Sleep until something has to be written. Returns False if that is for the last time."""
         with self._condition:
             while not (self._stopping or self._waiting):
                 rest = self._flushed_at + self._interval - time.monotonic()
@@ -267,10 +267,10 @@ class TritonStatLogger:
         return SHORTEST_INTERVAL_SECONDS if self._is_urgent else FLUSH_INTERVAL_SECONDS
 
     def _flush(self, is_last: bool = False) -> None:
-        """Write what is due: growth always, and what changes all the time at its intervals and of an idle engine."""
+        """Write what is due: growth always; what changes all the time, at its intervals and when the engine is idle."""
         waiting, now = self._take_waiting(), time.monotonic()
         try:
-            # Read first and written last, so that whoever sees an idle engine finds all that it did in the counters.
+            # Read first and written last, so that the counters include all that an engine did which is shown as idle.
             is_idle = self._accumulator.is_idle or is_last
             gauges = self._accumulator.gauges(*self._look(now))
             self._set({one: value for one, value in gauges.items() if one[0] in HEALTH})
@@ -295,7 +295,7 @@ class TritonStatLogger:
         return self._health
 
     def _set(self, gauges: Mapping[Series, float]) -> None:
-        """Write those that are not as they were written last."""
+        """Write those that have changed since they were last written."""
         for one, value in gauges.items():
             if self._written.get(one) != value and self._write(one, "set", value):
                 self._written[one] = value
@@ -335,7 +335,7 @@ class TritonStatLogger:
         self._write(series(name + "_count", **own), "increment", len(values))
 
     def _write(self, one: Series, method: str, value: float) -> bool:
-        """Write one value; False when that failed. A series that the server does not have is passed over."""
+        """Write one value. Returns False if that failed. Ignores series that the server does not have."""
         if one not in self._metrics:
             return True
         try:
@@ -355,5 +355,5 @@ def _call_all(callbacks: Iterable[Callable[[], None]]) -> None:
     for callback in callbacks:
         try:
             callback()
-        except Exception:  # noqa: PERF203  the others' have to be told all the same
+        except Exception:  # noqa: PERF203  the others have to be called all the same
             logger.exception("the end of a request that is counted could not be told")

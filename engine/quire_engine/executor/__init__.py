@@ -1,4 +1,4 @@
-"""How a step reaches the workers, wherever they run."""
+"""Executors: how a step reaches the workers, wherever they run."""
 
 from quire_engine.config import EngineCoreConfig
 from quire_engine.executor.base import Executor
@@ -9,17 +9,17 @@ __all__ = ["Executor", "UniProcExecutor", "make_executor"]
 
 
 def make_executor(config: EngineCoreConfig, checkpoint: CheckpointConfig, max_model_len: int) -> Executor:
-    """The executor that `distributed_executor_backend` names, with its workers started and their models loaded.
+    """The executor for `distributed_executor_backend`, with its workers started and their models loaded.
 
     Raises:
-        EngineError: there is none of that name, or a worker could not start.
+        EngineError: it is unknown, or a worker could not start.
         ValueError: as a worker of this process would raise it.
     """
     backend = config.parallel.executor_backend
     if backend == "uni":
         return UniProcExecutor(config, checkpoint, max_model_len)
     if backend == "mp":
-        # Here and not above: a worker's process imports this package for the queue alone.
+        # Not above: a worker's process imports this package only for the queue.
         from quire_engine.executor.multiproc import MultiProcExecutor
 
         return MultiProcExecutor(config, max_model_len)

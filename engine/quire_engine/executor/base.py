@@ -48,7 +48,7 @@ class Executor(ABC):
 
     @abstractmethod
     def collective_rpc(self, call: WorkerCall) -> list[int]:
-        """Have all ranks do something between two steps, and return their answers by rank; see `Worker.call`.
+        """Call all ranks between two steps, and return their answers by rank; see `Worker.call`.
 
         Raises:
             EngineDeadError: a rank died or hangs.
@@ -60,7 +60,7 @@ class Executor(ABC):
         """End all workers. Idempotent."""
 
     def determine_num_blocks(self) -> int:
-        """KV blocks that every rank has room for. The least of all ranks: a block is a block on each of them."""
+        """KV blocks that every rank has room for: the minimum, as each block needs memory on all ranks."""
         return min(self.collective_rpc(DetermineNumBlocks()))
 
     def initialize_cache(self, num_blocks: int) -> None:
@@ -68,36 +68,36 @@ class Executor(ABC):
         self.collective_rpc(InitializeCache(num_blocks))
 
     def sleep(self, level: int) -> None:
-        """Give the KV cache's memory back on every rank, and with level 2 the weights' as well. No step may follow."""
+        """Free the KV cache on every rank, and with level 2 the weights as well. No step may follow."""
         self.collective_rpc(Sleep(level))
 
     def wake_up(self) -> None:
-        """Have again what `sleep` gave back: the weights from the checkpoint, the KV cache empty."""
+        """Undo `sleep`: load the weights from the checkpoint, allocate an empty KV cache."""
         self.collective_rpc(WakeUp())
 
     # -- for ranks that have processes which this one looks after ------------------------------------------------------
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids by rank; empty where there are none, or they may be on other machines."""
+        """Process ids by rank; empty if there are none, or they may be on other machines."""
         return []
 
     @property
     def death_descriptors(self) -> list[int]:
-        """Descriptors of which one becomes readable when a rank ends, for who waits for something else meanwhile."""
+        """Descriptors, one of which becomes readable when a rank ends; for callers that wait for something else."""
         return []
 
-    def check_health(self) -> None:  # noqa: B027  # nothing to look after is no omission
-        """Look after the ranks, without waiting.
+    def check_health(self) -> None:  # noqa: B027  # by default there is nothing to check
+        """Check the ranks, without waiting.
 
         Raises:
             EngineDeadError: a rank died or hangs.
         """
 
     def rank_step_seconds(self) -> list[float | None]:
-        """Median time of each rank's own part of its last steps, without waits for others; empty where not known."""
+        """Median time of each rank's own part of its last steps, without waits for others; empty if unknown."""
         return []
 
     def busy_seconds(self) -> list[float]:
-        """How long each rank has computed steps since it started, without waits for others; empty where not known."""
+        """How long each rank has computed steps since it started, without waits for others; empty if unknown."""
         return []

@@ -6,11 +6,12 @@
     EngineCore ── executor
                          └─ responses: one queue per rank ◄───────────────── rank i
 
-Of a step only the output rank tells the result; any rank may tell an error. Other calls are answered by every rank.
-While it waits for an answer, the executor looks after the processes: one that ends or is stopped ends the wait at once.
+Only the output rank answers a step with its result; any rank may answer with an error. Every rank answers other calls.
+While it waits for an answer, the executor watches the processes: one that ends or is stopped ends the wait.
 
-An error of a rank ends the step alone, and all ranks go on; but not that of a GPU, which ends its process for good, nor
-with several ranks on GPUs: those that wait for it on their GPU cannot be called off. Such an error is the engine's end.
+An error of a rank only ends the step, and all ranks go on. Not so an error of a GPU, which makes its process unusable,
+nor any error of one of several ranks on GPUs: the others wait for it on their GPU and cannot be interrupted. Such an
+error ends the engine.
 """
 
 import collections
@@ -43,7 +44,7 @@ from quire_engine.messages import (
 __all__ = ["MultiProcExecutor"]
 
 READY = 0
-"""The call that a worker answers without having been called: it is ready."""
+"""Number of the answer that a worker sends without a call: it is ready."""
 SHUTDOWN_SECONDS = 3.0
 """How long the workers may take to end by themselves before they are killed."""
 ERRORS: dict[str, type[Exception]] = {
@@ -56,7 +57,7 @@ ERRORS: dict[str, type[Exception]] = {
 
 
 class MultiProcExecutor(Executor):
-    """Starts the workers, tells them what to do, and puts their answers together."""
+    """Starts the workers, calls them, and collects their answers."""
 
     def __init__(self, config: EngineCoreConfig, max_model_len: int) -> None:
         self._config = config
@@ -130,7 +131,7 @@ class MultiProcExecutor(Executor):
         return output
 
     def collective_rpc(self, call: WorkerCall | StepNanoseconds) -> list[int]:
-        """Of what a rank raises, a ValueError, CheckpointError or OSError keeps its class."""
+        """A ValueError, CheckpointError or OSError of a rank keeps its class."""
         call_id = self._call(call)
         self._wait_for_all(call_id)
         answers = self._settle(call_id)
@@ -165,10 +166,10 @@ class MultiProcExecutor(Executor):
         return call_id
 
     def _wait_for_all(self, call_id: int) -> None:
-        """Until all ranks have answered; where those that wait for one that failed stay there, until one has.
+        """Wait until all ranks have answered; or, if ranks that wait for a failed one stay there, until one has.
 
         Raises:
-            EngineDeadError: they stay in a step that was submitted before.
+            EngineDeadError: they wait in a step that was submitted before.
         """
 
         def ready() -> bool:
@@ -200,8 +201,8 @@ class MultiProcExecutor(Executor):
         self._waiter.wait_until(look)
 
     def _take_answers(self) -> bool:
-        """Take in what has come, without waiting but for the rest of a message. Returns whether anything has come."""
-        if self._is_taking:  # called by the watch, while waiting for such a rest
+        """Read the answers that have come, waiting only for the rest of a message. Returns whether there were any."""
+        if self._is_taking:  # called by the watch, while waiting for the rest of a message
             return False
         self._is_taking = True
         any_came = False
@@ -216,11 +217,11 @@ class MultiProcExecutor(Executor):
         return any_came
 
     def _settle(self, call_id: int, is_step: bool = False) -> dict[int, WorkerResponse]:
-        """The answers to a call, when no rank has failed; or else what remains is put in order before the error.
+        """The answers to a call. If a rank has failed, the ranks are made usable again before the error is raised.
 
         Raises:
-            EngineDeadError: nothing remains. The error of a call between steps, whose caller waits to hear of it, is
-                raised all the same, and whatever comes next finds the end.
+            EngineDeadError: they cannot be made usable. The error of a call between steps is raised all the same, as
+                its caller waits for it, and the next call raises this.
             Exception: the first cause among the errors.
         """
         error, has_others = self._first_error(call_id), len(self._responses) > 1
@@ -231,7 +232,7 @@ class MultiProcExecutor(Executor):
             raise self._dead if is_step else error
         if has_others and call_id > self._recovered_at:
             self._recover()
-        error = self._first_error(call_id)  # by now all ranks have told theirs
+        error = self._first_error(call_id)  # by now all ranks have answered
         del self._answers[call_id]
         assert error is not None
         raise error
@@ -250,10 +251,10 @@ class MultiProcExecutor(Executor):
     def _recover(self) -> None:
         """After an error with several ranks: no rank may be left waiting for one that failed.
 
-        1. The rank that failed has raised the abort flag, so all others fail as well, wherever they wait or come to.
+        1. The rank that failed has raised the abort flag, so all others fail as well, wherever they wait.
            So do all ranks in the steps that were submitted after this one.
-        2. Every rank answers `ForgetGroups` when it is through with those steps, and uses its groups no more.
-        3. The groups are made new and the flag is lowered. The next call finds everything as it was at the start.
+        2. Every rank answers `ForgetGroups` when it has finished those steps and no longer uses its groups.
+        3. The groups are reset and the flag is lowered. The next call finds everything as it was at the start.
         """
         call_id = self._call(ForgetGroups())
         self._wait_for_all(call_id)
@@ -262,9 +263,9 @@ class MultiProcExecutor(Executor):
         self._recovered_at = call_id
 
     def _check_workers(self) -> None:
-        """Raises EngineDeadError when a worker has ended or hangs, but first lets its last words be heard.
+        """Raises EngineDeadError when a worker has ended or hangs, after reading its last answers.
 
-        Answers are taken in anyway: a worker whose answer finds no room takes no calls, and a call may be waiting.
+        Answers are read in any case: a worker whose answer finds no room reads no calls, and a call may be waiting.
         """
         dead = self._workers.find_dead()
         if not self._take_answers() and dead is not None:

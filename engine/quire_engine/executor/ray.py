@@ -8,7 +8,7 @@
 `RAY_ADDRESS` names the cluster. Without it a small one is started on this machine, which ends with this process. The
 ranks are placed as close together as the cluster allows. They listen to each other on loopback where all are on one
 machine, and else on the network of their machines' addresses; Ray's own processes listen on all (and want a token).
-So a cluster belongs into a network of its own. A rank that computes on a GPU has one that Ray puts aside for it.
+So a cluster belongs into a network of its own. Ray reserves a GPU for each rank that computes on one.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ OBJECT_STORE_BYTES = 80 << 20
 
 
 class RayExecutor(Executor):
-    """Starts the actors, tells them what to do, and puts their answers together.
+    """Starts the actors, calls them, and collects their answers.
 
     Raises:
         EngineError: Ray is not installed, or the cluster has no room.
@@ -114,7 +114,7 @@ class RayExecutor(Executor):
         if not self._ray.is_initialized():
             return
         for actor in self._actors:
-            with contextlib.suppress(Exception):  # it may be dead, or the cluster
+            with contextlib.suppress(Exception):  # it may be dead, or the cluster may be
                 self._ray.kill(actor)
         self._actors = []
         if self._placement_group is not None:
@@ -127,7 +127,7 @@ class RayExecutor(Executor):
             self._temp_dir.cleanup()
 
     def _connect(self) -> None:
-        """Join the cluster that there is, or start one."""
+        """Join the cluster of `RAY_ADDRESS`, or start one."""
         if self._ray.is_initialized():
             return  # the program that uses the engine has its own
         self._is_owner = True
@@ -156,7 +156,7 @@ class RayExecutor(Executor):
         return device == "cuda"
 
     def _place(self) -> None:
-        """Have the cluster set a CPU aside for each rank, and a GPU where it computes on one.
+        """Reserve a CPU in the cluster for each rank, and a GPU if it computes on one.
 
         Raises:
             EngineError: it cannot.
@@ -199,8 +199,8 @@ class RayExecutor(Executor):
         """Wait for the answers of several ranks.
 
         Raises:
-            EngineDeadError: an actor or its GPU is gone, or one of several ranks failed a step: the others may wait for
-                it for ever.
+            EngineDeadError: an actor or its GPU is gone, or one of several ranks failed in a step: the others may wait
+                for it for ever.
             Exception: what the only rank raised, or one of several in a method.
         """
         waiting = list(references)
@@ -226,7 +226,7 @@ class RayExecutor(Executor):
 
 
 class RayWorkerArguments(msgspec.Struct):
-    """What the actor of a rank is told when it starts. All else are calls and steps; see `messages`."""
+    """Arguments of a rank's actor. All else are calls and steps; see `messages`."""
 
     config: EngineCoreConfig
     max_model_len: int
@@ -234,7 +234,7 @@ class RayWorkerArguments(msgspec.Struct):
     init_method: str
     """Where the ranks meet."""
     interface: str | None
-    """The network that they listen on; None: that of their machine's address."""
+    """The network interface that they listen on; None: that of their machine's address."""
 
 
 class RayWorker:
@@ -266,14 +266,14 @@ class RayWorker:
 
         arguments = msgspec.msgpack.decode(message, type=RayWorkerArguments)
         config = arguments.config
-        # Ray has set this to the one CPU that it has put aside; how many threads compute is for the worker to say.
+        # Ray has set this to the one CPU that it has reserved; the worker decides how many threads compute.
         os.environ.pop("OMP_NUM_THREADS", None)
         logging.basicConfig(
             level=logging.INFO, format=f"quire worker[rank {arguments.rank}, %(process)d] %(levelname)s: %(message)s"
         )
         parallel, state = config.parallel, ParallelState()
         checkpoint = CheckpointConfig.from_folder(Path(config.model.model))
-        self._device = prepare_device(config, checkpoint.dtype, rank=0)  # Ray lets it see its own GPU alone
+        self._device = prepare_device(config, checkpoint.dtype, rank=0)  # Ray lets it see only its own GPU
         if parallel.world_size > 1:
             state = initialize_parallel_state(
                 rank=arguments.rank,
@@ -287,12 +287,12 @@ class RayWorker:
             self._worker = Worker(config, checkpoint, arguments.max_model_len, state, self._device)
 
     def execute_model(self, message: bytes) -> bytes:
-        """See `Worker`; a `SchedulerOutput` in, a `ModelRunnerOutput` out."""
+        """`Worker.execute_model` of an encoded `SchedulerOutput`; returns the encoded `ModelRunnerOutput`."""
         with on_device(self._device):
             return self._encoder.encode(self._worker.execute_model(self._step_decoder.decode(message)))
 
     def call(self, message: bytes) -> int:
-        """See `Worker`; the message is a `WorkerCall`."""
+        """`Worker.call` of an encoded `WorkerCall`."""
         with on_device(self._device):
             answer: int = self._worker.call(self._call_decoder.decode(message))
             return answer
@@ -320,10 +320,10 @@ def _remove_left_behind() -> None:
 
 @contextlib.contextmanager
 def _keep_signal_handlers() -> Iterator[None]:
-    """Ray takes SIGTERM for itself; what happens then is not for it to say."""
+    """Restores the handler of SIGTERM, which Ray replaces."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # not the main thread, where Ray leaves it alone too
+        with contextlib.suppress(ValueError):  # not the main thread, where Ray does not replace it either
             signal.signal(signal.SIGTERM, before)

@@ -22,11 +22,11 @@ __all__ = ["UniProcExecutor"]
 
 @dataclass(slots=True)
 class _BegunStep:
-    """A step that the worker has taken."""
+    """A step that was submitted."""
 
     began_at: float
     step: SubmittedStep | Exception
-    """Or why it could not even begin."""
+    """Or the error that it could not begin for."""
 
 
 class UniProcExecutor(Executor):
@@ -89,11 +89,11 @@ class UniProcExecutor(Executor):
         return [self._busy_seconds]
 
     def shutdown(self) -> None:
-        """Gives back the weights, the KV cache, what was captured or recorded, and steps in flight."""
+        """Frees the weights, the KV cache, captured graphs or recordings, and steps in flight."""
         if self._the_worker is None:
             return
         self._the_worker = None
         self._submitted.clear()
-        return_freed_memory()  # some of it refers to each other
+        return_freed_memory()  # there are cycles of references
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
 """WorkerProcesses: starts one process per rank, sees when one ends or stops, and ends them. Knows nothing of calls.
 
-Each inherits the descriptors of its queues and groups, and nothing of the other ranks: no end of a pipe is held open by
-a sibling, and every one of them dies with this process, however it dies.
+Each inherits the descriptors of its own queues and groups only: no end of a pipe is held open by a sibling, and all die
+with this process, however it dies.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _Handle = MessageQueueHandle | AbortFlagHandle | SharedMemoryGroup | MeetingPlac
 
 
 def uses_shared_memory(config: EngineCoreConfig) -> bool:
-    """Whether the ranks talk over shared memory: GPUs have a faster way."""
+    """Whether the ranks communicate by shared memory; GPUs have a faster way."""
     return rank_device(config, 0).type == "cpu"
 
 
@@ -51,7 +51,7 @@ class WorkerProcesses:
         else:
             self._meeting_place = MeetingPlace.create()
         self.pidfds: list[int] = []
-        """Each becomes readable when its process ends. None where a sandbox lacks them: then one has to look."""
+        """Each becomes readable when its process ends. None in a sandbox without pidfds, where processes are polled."""
         self._processes: list[subprocess.Popen[bytes]] = []
         self._stopped_ranks: set[int] = set()
         self._handles: list[_Handle] = [self.calls, *self.responses, self._abort, self.busy_time]
@@ -68,7 +68,7 @@ class WorkerProcesses:
 
     @property
     def can_reset_groups(self) -> bool:
-        """Whether ranks that wait for one that failed can be made to go on. A group of torch.distributed is lost."""
+        """Whether ranks that wait for a failed one can be made to go on. A group of torch.distributed cannot."""
         return self._meeting_place is None
 
     @property
@@ -77,7 +77,7 @@ class WorkerProcesses:
         return [process.pid for process in self._processes]
 
     def find_dead(self) -> str | None:
-        """Says which rank has ended, or is stopped at two looks in a row: one look may see a terminal's Ctrl-Z."""
+        """Which rank has ended, or is stopped at two looks in a row: a single one may see a terminal's Ctrl-Z."""
         for rank, process in enumerate(self._processes):
             code = process.poll()
             if code is not None:

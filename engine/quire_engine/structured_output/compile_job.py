@@ -1,4 +1,4 @@
-"""What one job of the grammar compiler does: a schema, expression or grammar → xgrammar's compiled form, tried out."""
+"""One job of the grammar compiler: a schema, expression or grammar → xgrammar's compiled form, tested."""
 
 import contextlib
 import json
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 __all__ = ["GrammarCompiler", "make_tokenizer_info"]
 
 MAX_COMPILED_BYTES = 32 << 20
-"""Of a compiled grammar as text. Reading one in takes the engine core some 30 ms of a second thread per MB."""
+"""Bytes of a compiled grammar as text. The engine core spends some 30 ms of a second thread per MB to read it."""
 MAX_ERROR_CHARACTERS = 300
 
 
 class GrammarCompiler:
-    """Compiles in this very process; `compiler` is what keeps it in bounds."""
+    """Compiles in this process; `compiler` limits its time and memory."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", arguments: CompilerArguments) -> None:
         self.tokenizer_info = make_tokenizer_info(tokenizer, arguments.vocab_size, arguments.stop_token_ids)
-        # A process with threads cannot fork safely; and a grammar is compiled only once, so there is nothing to cache.
+        # A process with threads cannot fork safely; and each grammar is compiled only once, so a cache is useless.
         self._compiler = xgrammar.GrammarCompiler(self.tokenizer_info, max_threads=1, cache_enabled=False)
 
     def compile(self, request: CompileRequest) -> CompileResult:
-        """Compile, write out, read back and try the first token, so that all that can crash crashes here."""
+        """Compile, serialize, read back and try the first token, so that a crash happens here."""
         try:
             with _captured_stderr() as read_stderr:
                 compiled = self._compiler.compile_grammar(_to_grammar(request))
@@ -43,7 +43,7 @@ class GrammarCompiler:
                     raise GrammarError(f"the {request.kind} is too complex: compiled, it has {len(text) >> 20} MiB")
                 grammar = XGrammar(SharedGrammar(xgrammar.CompiledGrammar.deserialize_json(text, self.tokenizer_info)))
                 grammar.fill_bitmask(np.zeros((1, -(-self.tokenizer_info.vocab_size // 32)), np.int32), 0)
-        except Exception as error:  # the library raises whatever its parsers raise
+        except Exception as error:  # of any kind that the library's parsers raise
             message = _clean(str(error) or repr(error))
             if isinstance(error, MemoryError) or "bad_alloc" in message:
                 message = f"the {request.kind} takes too much memory to compile; simplify it"
@@ -57,7 +57,7 @@ def make_tokenizer_info(
     """The text of every token. Special tokens have none: they would not be part of the text that a client gets.
 
     Raises:
-        ValueError: the tokenizer is of no known kind, or nothing ends a text.
+        ValueError: the tokenizer is of an unknown kind, or has no end-of-sequence token.
     """
     stop_ids = stop_token_ids or [i for i in [tokenizer.eos_token_id] if i is not None and i < vocab_size]
     if not stop_ids:
@@ -108,7 +108,7 @@ def _from_structural_tag(tag: dict[str, Any]) -> xgrammar.Grammar:
 
 
 def _check_patterns(schema: Any) -> None:
-    """Inside a schema, the library takes `foo**` or `(?=a)b` for something else; as a regex it says what is wrong."""
+    """Within a schema, the library misreads patterns such as `foo**` or `(?=a)b`; as a regex it reports the error."""
     stack = [schema]
     while stack:
         part = stack.pop()
@@ -129,7 +129,7 @@ _BOUNDED_CHARACTER = re.compile(r"^(\w+ ::= \(\()" + re.escape(r"[^\"\\\r\n]") +
 def _without_control_characters(grammar: xgrammar.Grammar) -> xgrammar.Grammar:
     r"""JSON strings hold no raw control characters, but xgrammar 0.2.8 allows most of them under a `maxLength`.
 
-    Other strings are right, so the character class of the bounded ones is exchanged, where there are any.
+    Other strings are right, so only the character class of the bounded ones is replaced.
     """
     text, number = _BOUNDED_CHARACTER.subn(lambda match: match[1] + r"[^\"\\\0-\x1f]" + match[2], str(grammar))
     return xgrammar.Grammar.from_ebnf(text) if number else grammar
@@ -137,7 +137,7 @@ def _without_control_characters(grammar: xgrammar.Grammar) -> xgrammar.Grammar:
 
 @contextlib.contextmanager
 def _captured_stderr() -> Iterator[Any]:
-    """The library says on stderr what it leaves out; gives a function that returns what it said so far."""
+    """Captures stderr, where the library reports what it ignores; yields a function that returns the text so far."""
     kept, captured = os.dup(2), os.memfd_create("stderr")
     os.dup2(captured, 2)
     try:
@@ -149,13 +149,13 @@ def _captured_stderr() -> Iterator[Any]:
 
 
 def _refuse_warnings(stderr: str) -> None:
-    """What the library leaves out, the text would break; but `oneOf` as `anyOf` is what everybody means by it."""
+    """The text would break what the library ignores; but `oneOf` as `anyOf` is what is usually meant."""
     for line in stderr.splitlines():
         if "Warning:" in line and "oneOf" not in line:
             raise GrammarError(line.partition("Warning:")[2].strip())
 
 
 def _clean(message: str) -> str:
-    """Without the library's own times and places in the source."""
+    """The message without the library's times and source locations."""
     message = re.sub(r"\[\d\d:\d\d:\d\d\] \S+:\d+: (Check failed: \(.*?\) is false: )?", "", message)
     return " ".join(message.split())[:MAX_ERROR_CHARACTERS]

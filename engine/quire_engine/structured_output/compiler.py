@@ -1,7 +1,7 @@
 """The grammar compiler's process: `python -m quire_engine.structured_output.compiler`, started by `CompilerProcess`.
 
 It loads the tokenizer once and then forks for every grammar. So each has a time and a memory limit that the kernel
-enforces, even inside the library's C++; one that runs into them, or crashes, takes nobody along, and nothing has to be
+enforces, even inside the library's C++; one that exceeds them, or crashes, affects no other, and nothing has to be
 loaded again::
 
     engine core ◄── pipes ──► this process: reads requests, waits for jobs ◄── pipe ── job: one grammar, then exits
@@ -45,15 +45,15 @@ __all__ = ["COMPILE_SECONDS", "CompilerServer"]
 COMPILE_SECONDS = 5.0
 """How long one grammar may take; usual schemas take milliseconds."""
 OVERDUE_SECONDS = COMPILE_SECONDS + 1.0
-"""A job that is still there after so long has not got its alarm: somebody has stopped it."""
+"""A job that still runs after so long did not get its alarm: it was stopped (SIGSTOP)."""
 COMPILE_MEMORY_BYTES = 1 << 30
-"""How much one grammar may take beyond what this process has."""
+"""Memory that one grammar may take on top of this process's own."""
 NICENESS = 5
-"""Of jobs: steps come first when there are not enough cores."""
+"""Niceness of jobs: steps come first when there are not enough cores."""
 _OUT_OF_MEMORY = 2
-"""Exit code of a job that ran into its limit after it had compiled."""
+"""Exit code of a job that reached its memory limit after it had compiled."""
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
-"""Signals by which a job ends of its grammar. Any other comes from outside."""
+"""Signals that end a job because of its grammar. Others come from outside."""
 
 
 @dataclass(slots=True)
@@ -66,16 +66,16 @@ class _Job:
     started_at: float
     result: bytearray = field(default_factory=bytearray)
     is_over: bool = False
-    """It was killed, and its end is no news."""
+    """It was killed, and its end is not reported."""
 
 
 class CompilerServer:
-    """Reads requests, forks jobs, passes their results on. One thread; never does any of the work itself.
+    """Reads requests, forks jobs, passes their results on. One thread, which never compiles itself.
 
     Args:
         compiler: what a job runs.
         output: descriptor that results are written to.
-        frames: has read the first message, and perhaps the beginning of the next.
+        frames: the reader that has read the first message, and perhaps the beginning of the next.
         payloads: further messages that it has read.
     """
 
@@ -87,7 +87,7 @@ class CompilerServer:
         """By the descriptor that its result comes from."""
         self._queue = JobQueue()
         self._stopped: set[int] = set()
-        """Jobs that somebody has stopped once."""
+        """Jobs that were stopped once."""
         self._frames = frames
         self._take(payloads)
 
@@ -131,7 +131,7 @@ class CompilerServer:
                 self._kill(request.job_id)
 
     def _end_overdue(self, now: float) -> None:
-        """A job whose alarm does not end it is killed; when it was stopped, that is not its grammar's fault."""
+        """Kill a job that its alarm has not ended. If it was stopped, that is not its grammar's fault."""
         for job in list(self._jobs.values()):
             job_id = job.request.job_id
             if job.is_over or now - job.started_at < OVERDUE_SECONDS:
@@ -148,7 +148,7 @@ class CompilerServer:
                 self._send(_took_too_long(job.request))
 
     def _kill(self, job_id: int) -> None:
-        """End a job whose result nobody wants; its pipe is read to its end like any other's."""
+        """Kill a job whose result is not wanted any more; its pipe is read to the end like any other's."""
         for job in self._jobs.values():
             if job.request.job_id == job_id and not job.is_over:
                 job.is_over = True
@@ -204,20 +204,20 @@ class CompilerServer:
 
 
 def _limit_job(try_seconds: float | None) -> None:
-    """Wall clock, memory, priority, no core file, and an end when this process ends, however it does.
+    """Set limits of wall-clock time and memory, priority, no core file, and SIGKILL when the parent ends.
 
-    A try has its CPU time limited, too, which a machine's load does not change; SIGPROF tells of it.
+    A try also has a limit of CPU time, which does not depend on the machine's load; it ends with SIGPROF.
     """
     if try_seconds is not None:
         signal.setitimer(signal.ITIMER_PROF, try_seconds)
-    os.nice(max(NICENESS - os.nice(0), 0))  # a process that was itself started nice has no right to be less so
+    os.nice(max(NICENESS - os.nice(0), 0))  # a process that was itself started nice may not lower its niceness
     die_with_parent(os.getppid(), signal.SIGKILL)
     signal.setitimer(signal.ITIMER_REAL, COMPILE_SECONDS)  # SIGALRM's default action ends the process, in C++ too
     limit_memory_growth(COMPILE_MEMORY_BYTES)
 
 
 def _explain(request: CompileRequest, status: int) -> CompileResult:
-    """What to say of a job that did not live to say it itself."""
+    """The result of a job that died before it could report one."""
     exit_code = os.waitstatus_to_exitcode(status)
     if exit_code == -signal.SIGALRM:
         return _took_too_long(request)
@@ -243,7 +243,7 @@ def main() -> None:
     """Entry point of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the engine core decides
     output = os.dup(1)
-    os.dup2(2, 1)  # whatever prints something must not print it into our messages
+    os.dup2(2, 1)  # prints must not go into our messages
     frames, payloads = FrameReader(), list[bytes]()
     while not payloads:
         data = os.read(0, 1 << 20)
@@ -263,7 +263,7 @@ def main() -> None:
     except Exception as error:
         _write_all(output, to_frame(CompilerReady(error=f"{type(error).__name__}: {error}")))
         return
-    with contextlib.suppress(BrokenPipeError):  # nobody is there any more
+    with contextlib.suppress(BrokenPipeError):  # the engine core has ended
         _write_all(output, to_frame(CompilerReady(compiler.tokenizer_info.serialize_json())))
         CompilerServer(compiler, output, frames, payloads).run(0)
     os._exit(0)  # libraries complain on stderr when Python takes them down, and there is nothing to save

@@ -1,4 +1,4 @@
-"""What the engine core and the grammar compiler's process say to each other over two pipes.
+"""Messages between the engine core and the grammar compiler's process, over two pipes.
 
 ::
 
@@ -32,7 +32,7 @@ class CompilerArguments(msgspec.Struct, array_like=True):
 
     tokenizer_path: str
     vocab_size: int
-    """Of the logits, padding included."""
+    """Size of the logits, padding included."""
     stop_token_ids: list[int]
     """End-of-sequence ids; empty: the tokenizer's own."""
     niceness: int = 0
@@ -40,7 +40,7 @@ class CompilerArguments(msgspec.Struct, array_like=True):
 
     @classmethod
     def for_model(cls, tokenizer_path: str, vocab_size: int, eos_token_ids: Sequence[int]) -> "CompilerArguments":
-        """From what a checkpoint says."""
+        """From a checkpoint's configuration."""
         return cls(tokenizer_path, vocab_size, [i for i in eos_token_ids if i < vocab_size])
 
 
@@ -61,18 +61,18 @@ class CompileRequest(msgspec.Struct, array_like=True, tag=True):
 
 
 class CancelRequest(msgspec.Struct, array_like=True, tag=True):
-    """Nobody waits for this job any more. It may have ended already."""
+    """The job is no longer wanted. It may have ended already."""
 
     job_id: int
 
 
 class JobState(msgspec.Struct, array_like=True, tag=True):
-    """A job has been begun, or has to wait again. So it is known which ones were running when the process dies."""
+    """A job was started, or waits again. So the engine core knows which jobs were running when the process dies."""
 
     job_id: int
     is_running: bool
     num_tries: int = 0
-    """How often it has already taken longer than it was given: see `job_queue`."""
+    """How often it has exceeded its time so far: see `job_queue`."""
 
 
 class CompileResult(msgspec.Struct, array_like=True, tag=True):
@@ -82,7 +82,7 @@ class CompileResult(msgspec.Struct, array_like=True, tag=True):
     grammar: str = ""
     error: str | None = None
     cacheable: bool = True
-    """False when another try might come out otherwise (a time-out on a busy machine)."""
+    """False if another try might have another result (a time-out on a busy machine)."""
     is_our_fault: bool = False
 
 
@@ -93,13 +93,13 @@ def to_frame(message: msgspec.Struct | bytes) -> bytes:
 
 
 class FrameReader:
-    """Puts frames together again from whatever pieces a pipe gives."""
+    """Assembles frames from the pieces that are read from a pipe."""
 
     def __init__(self) -> None:
         self._received = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take in the next piece; returns the msgpack of the messages that are complete now."""
+        """Add a piece. Returns the payloads of the messages that it completes."""
         self._received += data
         payloads, begin = [], 0
         while len(self._received) >= begin + _HEADER.size:

@@ -1,13 +1,13 @@
 """CompilerProcess: the engine core's end of the pipes to the grammar compiler.
 
-Two threads of the engine core attend to it, so that the loop of steps never waits for a pipe: one writes requests (a
-pipe holds less than a large schema), the other reads results. The reader owns the process: it starts it, looks after it
-while something is expected of it (`watch`), and starts it anew when it has died, or was killed for being stopped or
-hung, with all that was not yet answered.
+Two threads of the engine core use it, so that the loop of steps never waits for a pipe: one writes requests (a pipe
+holds less than a large schema), the other reads results. The reader owns the process: it starts it, watches it while
+something is expected of it (`compiler_watch`), and starts it again when it has died, or was killed because it was
+stopped or hung, with all requests that were not answered yet.
 
-A death counts against a grammar only when it was being compiled. After one such death it is sent again when no other
-grammar that has seen one is being compiled, so that one which really ends the process is soon alone with its deaths; at
-the `MAX_DEATHS`-th it is refused.
+A death counts against a grammar only if it was being compiled. After one such death it is sent again when no other
+grammar with a death is being compiled, so that one which really kills the process is soon the only one; at the
+`MAX_DEATHS`-th it is refused.
 """
 
 import contextlib
@@ -62,9 +62,8 @@ class CompilerProcess:
 
     Args:
         arguments: for the process.
-        on_start: called when the process is starting, which takes seconds that the caller can use.
-        on_ready: gets the tokenizer's information, each time that the process has started; returns what is wrong with
-            it, if anything.
+        on_start: called while the process starts, which takes seconds that the caller can use.
+        on_ready: gets the tokenizer's information each time that the process has started; returns an error, if any.
         on_result: gets each result.
     """
 
@@ -82,7 +81,7 @@ class CompilerProcess:
         self._lock = threading.Lock()
         self._pending: dict[int, _Pending] = {}
         self._suspect: int | None = None
-        """The job that has been sent of those that have seen a death."""
+        """The one job that was sent of those with a death."""
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._wake_up = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Tells the reader that something is expected now."""
@@ -114,14 +113,14 @@ class CompilerProcess:
             os.eventfd_write(self._wake_up, 1)
 
     def cancel(self, job_id: int) -> None:
-        """Nobody waits for a job any more. No result comes of it, but for one that is on its way already."""
+        """Cancel a job. No result comes of it, unless it is on its way already."""
         with self._lock:
             if self._pending.pop(job_id, None) is not None:
                 self._outbox.put(to_frame(CancelRequest(job_id)))
                 self._send_next_suspect(job_id)
 
     def slow_jobs(self) -> list[int]:
-        """Those that have proved slow, the slowest first, and of the same kind the newest."""
+        """Jobs that have exceeded their time, the slowest first, and the newest first among equals."""
         with self._lock:
             slow = [(pending.num_tries, job_id) for job_id, pending in self._pending.items() if pending.num_tries]
         return [job_id for _, job_id in sorted(slow, reverse=True)]
@@ -132,14 +131,14 @@ class CompilerProcess:
         with self._lock:
             process, reader = self._process, self._reader
         if process is not None:
-            process.kill()  # it holds nothing worth saving, and its jobs end with their time limit at the latest
+            process.kill()  # it has no state to save, and its jobs end with their time limit at the latest
         if reader is not None and reader is not threading.current_thread():
             reader.join(SHUTDOWN_SECONDS)
 
     # -- the reader's thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Whatever goes wrong here, nobody is left waiting, and the next request starts anew."""
+        """If anything fails here, all jobs get an error, and the next request starts the process again."""
         try:
             self._keep_alive()
         except Exception:
@@ -192,7 +191,7 @@ class CompilerProcess:
             self._reader = reader
 
     def _resubmit(self) -> None:
-        """A new outbox with what is not answered yet."""
+        """Make a new outbox with all requests that are not answered yet."""
         self._outbox = queue.SimpleQueue()
         self._suspect = None
         for pending in self._pending.values():
@@ -202,7 +201,7 @@ class CompilerProcess:
         self._send_next_suspect(None)
 
     def _send_next_suspect(self, ended: int | None) -> None:
-        """When that job was the suspect, send the next: the one that has seen the fewest deaths."""
+        """If that job was the suspect, send the next one: that with the fewest deaths."""
         if self._suspect != ended:
             return
         suspects = [pending for pending in self._pending.values() if pending.num_deaths]
@@ -217,7 +216,7 @@ class CompilerProcess:
         return start_module("quire_engine.structured_output.compiler", stdout=subprocess.PIPE, environment=threads)
 
     def _serve(self, process: "subprocess.Popen[bytes]") -> tuple[bool, str | None]:
-        """Pass everything on until the process ends. Returns whether it had started, or why it cannot work at all."""
+        """Serve until the process ends. Returns whether it had started, and an error if it can never work."""
         assert process.stdin is not None
         assert process.stdout is not None
         outbox = self._outbox
@@ -245,7 +244,7 @@ class CompilerProcess:
         return was_ready, error
 
     def _payloads(self, process: "subprocess.Popen[bytes]") -> Iterator[bytes]:
-        """What the process says, until it ends or there is something wrong with it."""
+        """The process's messages, until it ends or hangs."""
         assert process.stdout is not None
         frames, watch = FrameReader(), CompilerWatch(process.pid)
         output = process.stdout.fileno()
@@ -284,7 +283,7 @@ class CompilerProcess:
                 self._send_next_suspect(message.job_id)
 
     def _count_deaths(self) -> None:
-        """Give up what was being compiled too often when the process died."""
+        """Refuse grammars that were being compiled too often when the process died."""
         with self._lock:
             for pending in self._pending.values():
                 pending.num_deaths += pending.is_running
@@ -301,7 +300,7 @@ class CompilerProcess:
 
 def _write(stdin: IO[bytes], outbox: "queue.SimpleQueue[bytes | None]", arguments: CompilerArguments) -> None:
     """The writer's thread."""
-    with contextlib.suppress(OSError):  # it died: the reader sees that too
+    with contextlib.suppress(OSError):  # it died, which the reader notices, too
         stdin.write(to_frame(arguments))
         stdin.flush()
         while (frame := outbox.get()) is not None:

@@ -1,4 +1,4 @@
-"""CompilerWatch: finds out that the grammar compiler's process is stopped or hung; that it is dead its pipes tell."""
+"""CompilerWatch: detects that the grammar compiler's process is stopped or hung. (Its death closes its pipes.)"""
 
 import time
 from collections.abc import Callable
@@ -10,9 +10,9 @@ __all__ = ["LOOK_SECONDS", "CompilerWatch"]
 
 LOOK_SECONDS = 0.25
 START_SECONDS = 120.0
-"""How long it may take to start: a second or some, usually."""
+"""How long it may take to start; usually some seconds."""
 SILENCE_SECONDS = 3 * OVERDUE_SECONDS
-"""While it has anything to compile, something ends or makes way at least every `OVERDUE_SECONDS`."""
+"""While it has anything to compile, a job ends or yields at least every `OVERDUE_SECONDS`."""
 
 
 class CompilerWatch:
@@ -38,12 +38,12 @@ class CompilerWatch:
         self._moved_at = clock()
 
     def moved(self) -> None:
-        """It has started, said something, or has nothing to do."""
+        """It has started, sent something, or has nothing to do."""
         self._patience = SILENCE_SECONDS
         self._moved_at = self._clock()
 
     def look(self) -> str | None:
-        """What is wrong with it; None: nothing that can be seen yet."""
+        """What is wrong with it; None: nothing yet."""
         was_stopped, self._was_stopped = self._was_stopped, self._is_stopped(self._pid)
         if was_stopped and self._was_stopped:
             return "was stopped (SIGSTOP)"

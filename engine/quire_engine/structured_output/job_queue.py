@@ -1,9 +1,9 @@
 """JobQueue: which grammars are compiled now, and which wait. It knows no process and no clock.
 
-Nobody knows beforehand how long a grammar takes, and most take milliseconds. So each is tried, in the order of arrival,
-and ended when it has used the processor for the first of `TRY_SECONDS`; then it is tried for longer, behind all others
-that have come as far; and at last to its end. Each of these rounds has `PLACES` of its own, and may use those that
-nobody wants. Only the last round has to give such places back at once, for the others end soon.
+How long a grammar takes is not known beforehand, and most take milliseconds. So each is tried, in the order of arrival,
+and stopped when it has used the first of `TRY_SECONDS` of CPU time; then it is tried for longer, after all others in
+that round; and at last to its end. Each of these rounds has `PLACES` of its own, and may use others' free places. Only
+the last round has to give those back at once, as jobs of the other rounds end soon.
 
 ::
 
@@ -11,8 +11,8 @@ nobody wants. Only the last round has to give such places back at once, for the 
             0.05 s      0.5 s         ▲  │
                                       └──┘ makes way
 
-So one that takes milliseconds waits for no more than the first of `TRY_SECONDS` of each that came before it, shared
-among the places of round 0, however slow they are; and no stream of quick ones keeps the slow ones from going on.
+So one that takes milliseconds waits at most for the first of `TRY_SECONDS` of each that came before it, shared among
+the places of round 0, however slow they are; and many quick ones do not keep the slow ones from running.
 """
 
 from collections import deque
@@ -25,7 +25,7 @@ TRY_SECONDS = (0.05, 0.5)
 """CPU time of each round but the last. Usual schemas take less than the first; of a large vocabulary, the second."""
 PLACES = (2, 1, 1)
 MAX_JOBS = sum(PLACES)
-"""Grammars compiled at once, so that one that takes all its time does not hold up the others."""
+"""Grammars compiled at once in each round, so that a slow one does not block the others."""
 
 
 class JobQueue:
@@ -37,18 +37,18 @@ class JobQueue:
         """The request and its round, in the order of their starts."""
 
     def add(self, request: CompileRequest, job_round: int = 0) -> None:
-        """A new grammar, or one that has to be tried for longer."""
+        """Add a new grammar, or one that has to be tried for longer."""
         self._waiting[job_round].append(request)
 
     def remove(self, job_id: int) -> bool:
-        """Forget a job that has ended or that nobody waits for; True when it was running."""
+        """Forget a job that has ended or is not wanted any more. Returns whether it was running."""
         for waiting in self._waiting:
             for request in [request for request in waiting if request.job_id == job_id]:
                 waiting.remove(request)
         return self._running.pop(job_id, None) is not None
 
     def take_next(self) -> tuple[CompileRequest, int] | None:
-        """The job to start now and its round, if there is one and a place for it."""
+        """The next job to start and its round, if there is a job and a place for it."""
         if len(self._running) >= MAX_JOBS:
             return None
         wanted = [number for number, waiting in enumerate(self._waiting) if waiting]
@@ -60,7 +60,7 @@ class JobQueue:
         return request, job_round
 
     def make_way(self) -> list[int]:
-        """Running jobs of the last round that have to stop, the last started first. They wait behind their like."""
+        """Running jobs of the last round that have to yield, the last started first. They wait behind its others."""
         last = len(PLACES) - 1
         spare = [request for request, job_round in self._running.values() if job_round == last][PLACES[last] :]
         num_wanted = sum(

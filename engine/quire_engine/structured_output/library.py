@@ -1,4 +1,4 @@
-"""The one place that imports xgrammar: without what it imports for callers that we are not.
+"""The one place that imports xgrammar, without the libraries that it imports and that are not needed here.
 
 xgrammar imports torch for the types of bitmasks and transformers for those of tokenizers. We give it numpy arrays, and
 a tokenizer only where transformers is loaded already. So where one of the two is not loaded, something else stands in
@@ -17,14 +17,14 @@ __all__ = ["xgrammar"]
 
 
 class _Anything:
-    """Stands for any class or function of a library that is not there."""
+    """Stands for any class or function of a library that is not imported."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
 
 class _StandIn(ModuleType):
-    """Stands for a library of which nothing is used."""
+    """Stands for a library that is not used."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -44,7 +44,7 @@ def _stand_ins() -> Iterator[None]:
         import tvm_ffi  # noqa: F401
 
         sys.modules["torch"] = _StandIn("torch")
-    # Any other name of the real one would bring torch.
+    # Any other name of the real module would import torch.
     sys.modules["transformers"] = transformers = _StandIn("transformers")
     if (real := before["transformers"]) is not None:
         for name in ("PreTrainedTokenizerBase", "PreTrainedTokenizerFast"):

@@ -1,4 +1,4 @@
-"""StructuredOutputManager: gets every structured request its grammar, and every step its bitmask.
+"""StructuredOutputManager: provides the grammar of every structured request, and the bitmask of every step.
 
 ::
 
@@ -41,11 +41,11 @@ logger = logging.getLogger(__name__)
 
 MAX_CACHED_GRAMMARS = 256
 MAX_CACHED_BYTES = 256 << 20
-"""Of compiled grammars that are kept for the next request with the same schema."""
+"""Bytes of compiled grammars that are kept for further requests with the same schema."""
 MAX_PENDING_JOBS = 256
 """Grammars that are being compiled or wait for it. Some hundred usual ones take a second."""
 VERDICT_SECONDS = 30.0
-"""How long a grammar that took too much time is not tried again."""
+"""For how long a grammar that took too much time is not tried again."""
 SLOW_FILL_SECONDS = 0.01
 """CPU time of one row from which on it counts as slow; usual rows take well below a thousandth of a second."""
 STEP_SECONDS = 0.1
@@ -62,17 +62,17 @@ class _Results:
         """(job id, compiled grammar or GrammarError)."""
         self.event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.may_import = threading.Event()
-        """Whether the engine core's thread has done with its own imports."""
+        """Set when the engine core's thread has finished its own imports."""
         self._backend: XGrammarBackend | None = None
 
     def on_start(self) -> None:
         """Import xgrammar while the compiler's process does."""
         self.may_import.wait()
-        with contextlib.suppress(Exception):  # on_ready meets it again, and can say so
+        with contextlib.suppress(Exception):  # on_ready fails of the same, and can report it
             import quire_engine.structured_output.xgrammar  # noqa: F401
 
     def on_ready(self, tokenizer_info: str) -> str | None:
-        """The vocabulary has come."""
+        """The process is ready, and has sent the vocabulary."""
         try:
             from quire_engine.structured_output.xgrammar import XGrammarBackend
 
@@ -82,7 +82,7 @@ class _Results:
         return None
 
     def on_result(self, result: CompileResult) -> None:
-        """A grammar is compiled, or not."""
+        """A grammar was compiled, or refused."""
         grammar: Any
         if result.error is not None:
             parameter = None if result.is_our_fault else "structured_outputs"
@@ -95,7 +95,7 @@ class _Results:
                 logger.exception("a compiled grammar cannot be read")
                 grammar = GrammarError("the compiled grammar cannot be read; the server's log says why", None)
         self.finished.append((result.job_id, grammar))
-        with contextlib.suppress(OSError):  # closed: nobody waits any more
+        with contextlib.suppress(OSError):  # closed: the results are not wanted any more
             os.eventfd_write(self.event, 1)
 
 
@@ -112,7 +112,7 @@ class StructuredOutputManager:
             arguments, self._results.on_start, self._results.on_ready, self._results.on_result
         )
         self._cache: OrderedDict[_Key, Any] = OrderedDict()
-        """Compiled grammars and what is known not to compile, least recently used first."""
+        """Compiled grammars, and errors of those that do not compile, least recently used first."""
         self._cached_bytes = 0
         self._jobs: dict[int, tuple[_Key, list[Request]]] = {}
         self._job_of: dict[_Key, int] = {}
@@ -195,7 +195,7 @@ class StructuredOutputManager:
             self._drop(job_id)
 
     def _drop_slow(self) -> bool:
-        """Refuse who waits for the slowest grammar, for one that may be quick; False: none is known as slow."""
+        """Refuse the requests that wait for the slowest grammar, in favour of a new one. False if none is slow."""
         for job_id in self._compiler.slow_jobs():
             if job_id in self._jobs and not any(request.is_replay for request in self._jobs[job_id][1]):
                 message = f"the grammar is slow to compile, and {len(self._jobs)} others wait; try again later"
@@ -205,7 +205,7 @@ class StructuredOutputManager:
         return False
 
     def _drop(self, job_id: int) -> list[Request]:
-        """Stop compiling a grammar; returns who waited for it."""
+        """Stop compiling a grammar. Returns the requests that waited for it."""
         key, requests = self._jobs.pop(job_id)
         del self._job_of[key]
         self._compiler.cancel(job_id)
@@ -279,7 +279,7 @@ class StructuredOutputManager:
         return GrammarBitmask([request.request_id for request in requests], bitmask[:row].tobytes()), cut, failed
 
     def _is_cached(self, key: _Key) -> bool:
-        """Whether there is a grammar or a verdict; one that has expired is forgotten."""
+        """Whether there is a grammar or an error; one that has expired is removed."""
         expires_at = getattr(self._cache.get(key), "expires_at", None)
         if expires_at is not None and expires_at <= time.monotonic():
             self._cached_bytes -= _size(key, self._cache.pop(key))
@@ -294,7 +294,7 @@ class StructuredOutputManager:
 
 
 def _fill_row(bitmask: npt.NDArray[np.int32], row: int, request: Request, num_drafts: int) -> None:
-    """The tokens that may come behind what the request's grammar has accepted, its first `num_drafts` drafts included.
+    """The tokens that may follow what the request's grammar has accepted, including its first `num_drafts` drafts.
 
     Raises:
         GrammarError: none may.
@@ -360,7 +360,7 @@ def _attach(compiled: Any, request: Request) -> GrammarError | None:
 
 
 def _failure(request: Request) -> GrammarError:
-    """What to say of an exception that is no news to a client: the log has it."""
+    """A client's message for an exception whose details are in the log."""
     logger.exception("the grammar of request %s failed", request.request_id)
     return GrammarError("the grammar failed; the server's log says why", None)
 

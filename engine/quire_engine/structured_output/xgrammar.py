@@ -13,27 +13,27 @@ from quire_engine.structured_output.library import xgrammar
 __all__ = ["SharedGrammar", "XGrammar", "XGrammarBackend"]
 
 SLOWEST_TOKEN_SECONDS = 0.1
-"""CPU time that one token of one request may take of everybody's step. Usual is a millionth of a second to some
-thousandths; an ambiguous grammar such as `((a+)+)+b` has more ways to read its text with every token, and took 1 s per
+"""CPU time that one token of one request may take in a step, which all requests share. Usual are microseconds to some
+milliseconds; an ambiguous grammar such as `((a+)+)+b` has more ways to read its text with every token, and took 1 s per
 token after 400 of them."""
 MEAN_TOKEN_SECONDS = 0.005
 ALLOWANCE_SECONDS = 0.5
 """All tokens together may take this and `MEAN_TOKEN_SECONDS` for each, of one request and of all with one grammar."""
 VERDICT_SECONDS = 30.0
-"""How long a grammar that took more than that is refused to other requests."""
+"""For how long other requests with a grammar that took more than that are refused."""
 
 
 @dataclass(slots=True)
 class SharedGrammar:
-    """A compiled grammar, and what all its requests together know of its cost."""
+    """A compiled grammar, and the cost of all its requests together."""
 
     compiled: xgrammar.CompiledGrammar
     num_tokens: int = 0
     seconds: float = 0.0
     too_slow: str | None = None
-    """Why no request goes on with it, once one took too much time."""
+    """Why requests with it are refused, after one took too much time."""
     expires_at: float | None = None
-    """On `time.monotonic`: until when that is worth remembering."""
+    """On `time.monotonic`: when that expires."""
 
     @property
     def memory_size_bytes(self) -> int:
@@ -42,7 +42,7 @@ class SharedGrammar:
 
 
 class XGrammarBackend:
-    """Reads in what the compiler's process has compiled. Built and used in the compiler's reader thread."""
+    """Loads what the compiler's process has compiled. Built and used in the compiler's reader thread."""
 
     def __init__(self, tokenizer_info: str) -> None:
         self._tokenizer_info = xgrammar.TokenizerInfo.deserialize_json(tokenizer_info)
