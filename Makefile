@@ -18,10 +18,10 @@ test: $(VENV)/.dev-installed $(VENV)/.prometheus-installed $(VENV)/chromium  ## 
 ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
 else
-	@# In two processes what starts neither a server nor a browser, then the others, which want the cores for themselves.
+	@# First what computes, in as many processes as there are cores; then what mostly waits for servers and browsers.
 	@status=0; \
-	$(BIN)/python -m pytest -n 2 --alone=not || status=1; \
-	$(BIN)/python -m pytest --alone=only || status=1; \
+	$(BIN)/python -m pytest -n 2 --servers=not || status=1; \
+	$(BIN)/python -m pytest -n 3 --servers=only || status=1; \
 	exit $$status
 endif
 

@@ -1,14 +1,16 @@
-"""How the tests are spread when they run in two processes: `make test ARGS="-n 2"` (pytest-xdist).
+"""How the tests are spread over processes (pytest-xdist): `make test` runs them in two parts.
 
 ::
 
-    one process       what starts `quire serve`, tidies up after one, or drives a browser: one after the other
-    the other one     everything else, file by file; when the first is done, it takes files too
+    --servers=not     what computes: as many processes as there are cores
+    --servers=only    what starts `quire serve`, kills processes or drives a browser, and mostly waits: more processes
 
-A server that starts removes what dead runs have left, whoever's they are, so no two such tests may run at once.
+Tests of one file run in one process, one after the other, unless each of the file starts what it needs by itself.
+`support.sweeps` says what tests with servers owe each other.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +25,54 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 if not list(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-ALONE = ("tests/integration/", "tests/unit/cli/", "tests/dashboard/test_browser.py")
-"""The tests that never run beside each other."""
+SERVERS = ("tests/integration", "tests/unit/cli", "tests/dashboard/test_browser.py")
+"""Tests with servers and browsers."""
+
+SPREAD = (
+    "tests/integration/test_dashboard.py",
+    "tests/integration/test_serve.py",
+    "tests/integration/test_start_stop.py",
+    "tests/unit/cli/test_supervisor.py",
+)
+"""Files of which each test may run in another process."""
+
+LONGEST = (
+    "tests/integration/test_alerts.py",
+    "tests/dashboard/test_browser.py",
+    "tests/integration/test_reload.py",
+    "tests/integration/test_crash_recovery.py",
+    "tests/integration/test_dashboard_browser.py",
+)
+"""What goes first, so that no process ends long before the others; then what has a test that is marked as slow."""
 
 
 def group_of(nodeid: str) -> str:
     """Tests of one group run in one process."""
-    return "alone" if nodeid.startswith(ALONE) else nodeid.partition("::")[0]
+    file = nodeid.partition("::")[0]
+    return nodeid if file in SPREAD else file
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--alone", choices=["only", "not"], help="only the tests that never run beside others, or all but")
+    parser.addoption("--servers", choices=["only", "not"], help="only the tests with servers and browsers, or all but")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files of the other part are not even imported."""
+    wanted = config.getoption("--servers")
+    path = collection_path.relative_to(config.rootpath).as_posix()
+    if path.startswith(SERVERS):
+        return True if wanted == "not" else None
+    leads_there = any(one.startswith(f"{path}/") for one in SERVERS)
+    return True if wanted == "only" and not leads_there else None
+
+
+@pytest.fixture
+def alone_with_dead_runs() -> Iterator[None]:
+    """For a test that kills `quire serve`: no other may start one now, which would remove what is left."""
+    from support.sweeps import no_sweeps
+
+    with no_sweeps():
+        yield
 
 
 @pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody asks
@@ -52,14 +91,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In two processes the long groups go first, so that none ends long before the other."""
+    """In several processes the long groups go first, so that none ends long before the others."""
     differing = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if differing:
         raise pytest.UsageError(f"give these parameters ids: an address is another one in each process: {differing}")
-    if wanted := config.getoption("--alone"):
-        others = [item for item in items if (group_of(item.nodeid) == "alone") != (wanted == "only")]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in set(others)]
     if hasattr(config, "workerinput"):
+        rank = {group: place for place, group in enumerate(LONGEST)}
         slow = {group_of(item.nodeid) for item in items if item.get_closest_marker("slow")}
-        items.sort(key=lambda item: (group_of(item.nodeid) != "alone", group_of(item.nodeid) not in slow))
+        items.sort(key=lambda item: (rank.get(group := group_of(item.nodeid), len(rank)), group not in slow))

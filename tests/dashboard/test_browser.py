@@ -4,15 +4,8 @@ The server is a stand-in; the dashboard is a process of its own, started as `qui
 """
 
 import http.client
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
 import threading
-import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,7 +16,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 from quire_dashboard.settings import Settings
 from quire_dashboard.words import printable
-from support.browser import chromium, is_dark, pages_of, sidebar_link
+from support.browser import chromium, dashboard, is_dark, pages_of, sidebar_link
 from support.fake_triton import TOKEN, FakeTriton, fake_triton, make_request
 
 pytestmark = pytest.mark.browser
@@ -45,40 +38,8 @@ def browser() -> Iterator[Browser]:
         yield running
 
 
-@contextmanager
-def dashboard(fake: FakeTriton, token: str = "") -> Iterator[str]:
-    """The dashboard in a process of its own; gives its address."""
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    settings = Settings(url=fake.url, metrics=fake.metrics, token=token, introspection_token=TOKEN)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "quire_dashboard", "--url", fake.url, "--metrics", fake.metrics, "--port", str(port)],
-        env={**os.environ, **settings.to_environment()}, stdout=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
-    address = f"http://127.0.0.1:{port}"
-    try:
-        end = time.monotonic() + 60
-        while not _answers(f"{address}/_stcore/health"):
-            assert process.poll() is None, "the dashboard ended while it started"
-            assert time.monotonic() < end, "the dashboard did not start"
-            time.sleep(0.05)
-        yield address
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _answers(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(address, timeout=2) as response:
-            return bool(response.status == 200)
-    except OSError:
-        return False
+def settings_of(fake: FakeTriton, token: str = "") -> Settings:
+    return Settings(url=fake.url, metrics=fake.metrics, token=token, introspection_token=TOKEN)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +51,7 @@ def fake() -> Iterator[FakeTriton]:
 
 @pytest.fixture(scope="module")
 def address(fake: FakeTriton) -> Iterator[str]:
-    with dashboard(fake) as found:
+    with dashboard(settings_of(fake)) as found:
         yield found
 
 
@@ -262,7 +223,7 @@ def test_it_fits_a_phone_in_both_themes(open_page: Callable[..., Page], dark: bo
 
 
 def test_a_server_that_goes_away_is_said(browser: Browser, open_page: Callable[..., Page]) -> None:
-    with fake_triton() as fleeting, dashboard(fleeting) as address:
+    with fake_triton() as fleeting, dashboard(settings_of(fleeting)) as address:
         page = open_page(base=address)
         expect(page.get_by_text("no request has ended in the last minute")).to_be_visible()
         fleeting.stop()
@@ -271,7 +232,7 @@ def test_a_server_that_goes_away_is_said(browser: Browser, open_page: Callable[.
 
 
 def test_with_a_token_it_must_be_known(open_page: Callable[..., Page], fake: FakeTriton) -> None:
-    with dashboard(fake, DASHBOARD_TOKEN) as address:
+    with dashboard(settings_of(fake, DASHBOARD_TOKEN)) as address:
         page = open_page(base=address)
         page.get_by_label("Token", exact=True).fill("guess")
         page.keyboard.press("Enter")

@@ -8,6 +8,7 @@ import pytest
 from quire_cli.run_directory import sweep
 from support import serving
 from support.serving import Server, serve
+from support.sweeps import no_sweeps
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +29,8 @@ def start() -> Iterator[Callable[..., Server]]:
 
     yield start_one
     running = [server for server in servers if server.process.poll() is None]
-    for server in running:
-        server.stop(signal.SIGKILL)
     if running:
-        sweep()
+        with no_sweeps():
+            for server in running:
+                server.stop(signal.SIGKILL)
+            sweep()

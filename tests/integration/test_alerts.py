@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import yaml
 from support.clients import ask, http
+from support.event_loop import running_loop
 from support.faults import put_fault
 from support.prometheus import FILES, Prometheus, alertmanager, prometheus
 from support.serving import ROOT, Server, serve, wait_until
@@ -51,6 +52,10 @@ FIRES_SECONDS = 60.0
 REQUEST_SECONDS = 30.0
 """The deadline of a request. None is cancelled by its client: tritonserver 2.51 may wait for ever, when it stops, for a
 request that was cancelled just as its answer was written."""
+
+
+RESTART_SECONDS = 120.0
+"""The deadline of a request that waits for the next engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,14 +165,17 @@ class Load:
     Args:
         num_streams: requests at a time, each followed by the next.
         per_second: instead: so many begin every second, whether or not others have ended.
+        deadline_seconds: of each request.
         parameters: of each request.
     """
 
     def __init__(
-        self, scene: "Scene", model: str, num_streams: int = 1, per_second: float = 0.0, **parameters: Any
-    ) -> None:
+        self, scene: "Scene", model: str, num_streams: int = 1, per_second: float = 0.0,
+        deadline_seconds: float = REQUEST_SECONDS, **parameters: Any,
+    ) -> None:  # fmt: skip
         self._scene, self._model = scene, model
         self._num_streams, self._per_second = num_streams, per_second
+        self._deadline_seconds = deadline_seconds
         self._parameters = {"max_tokens": 50, "ignore_eos": True, "temperature": 0.0, **parameters}
         self.num_ended = 0
         self.errors: list[str] = []
@@ -182,7 +190,7 @@ class Load:
     def __exit__(self, *exception: object) -> None:
         if not self._future.cancel():  # it has failed: nothing else ends it
             self._future.result()
-        wait_until(lambda: self._has_ended, "the load has ended", 2 * REQUEST_SECONDS)
+        wait_until(lambda: self._has_ended, "the load has ended", 2 * self._deadline_seconds)
         for failure in self._failures:
             raise failure
 
@@ -211,25 +219,11 @@ class Load:
     async def _ask(self, client: grpc_aio.InferenceServerClient) -> None:
         answer = await ask(
             client, model=self._model, text_input="def f(x):\n    ", outputs=["text_output"],
-            parameters=self._parameters, timeout=int(REQUEST_SECONDS * 1e6),
+            parameters=self._parameters, timeout=int(self._deadline_seconds * 1e6),
         )  # fmt: skip
         self.num_ended += 1
         if answer.error is not None:
             self.errors.append(answer.message)
-
-
-@contextlib.contextmanager
-def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop in a thread."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    try:
-        yield loop
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
 
 
 @pytest.fixture(scope="module")
@@ -387,7 +381,10 @@ def test_a_rank_that_is_gone_while_nobody_notices(scene: Scene) -> None:
 
 def test_an_engine_that_dies_again_and_again(scene: Scene) -> None:
     """The one threshold that is a count per window; restarts take their time, so the window is divided by less."""
-    with prometheus(scene.server.metrics, factor=FACTOR / 10) as patient, Load(scene, "alone", max_tokens=5) as load:
+    with (
+        prometheus(scene.server.metrics, factor=FACTOR / 10) as patient,
+        Load(scene, "alone", deadline_seconds=RESTART_SECONDS, max_tokens=5) as load,
+    ):
         looking_on = replace(scene, prometheus=patient)
         began_at = time.monotonic()
         while not looking_on.firing("QuireEngineCrashLoop"):

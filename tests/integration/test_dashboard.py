@@ -50,6 +50,7 @@ def test_it_goes_on_when_the_server_is_started_again(server: Server) -> None:
     assert answers(dashboard)
 
 
+@pytest.mark.usefixtures("alone_with_dead_runs")
 def test_it_dies_with_a_supervisor_that_is_killed() -> None:
     server = start(*WITH_DASHBOARD)
     assert answers(server.dashboard)

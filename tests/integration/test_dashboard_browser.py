@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
-from support.browser import chromium, is_dark, pages_of, sidebar_link
+from quire_dashboard.settings import Settings
+from support.browser import chromium, dashboard, is_dark, pages_of, sidebar_link
 from support.clients import Answer, ask
 from support.faults import put_fault
 from support.serving import ROOT, Server, serve
@@ -27,6 +28,9 @@ SETTINGS = {"model": str(CHECKPOINT), "dtype": "float32", "slo": SLO, "max_num_s
             "kv_cache_memory_bytes": 16 << 20}  # fmt: skip
 CHARTS = {"Overview": 8, "KV cache": 4, "Requests": 1, "Engine": 5}
 NARROW = 390
+TOKEN = "a token for the dashboard"
+STEP_SECONDS = 0.03
+"""How much longer every step takes than so small a model needs: the browser wants the processor, too."""
 
 
 class Streams:
@@ -80,8 +84,10 @@ class Streams:
 
 @pytest.fixture(scope="module")
 def fault_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the workers look for what shall go wrong."""
-    return tmp_path_factory.mktemp("fault") / "fault.json"
+    """Where the workers look for how slow they are to be."""
+    file = tmp_path_factory.mktemp("fault") / "fault.json"
+    put_fault(file, action="slow", rank=0, seconds=STEP_SECONDS)
+    return file
 
 
 @contextmanager
@@ -91,22 +97,29 @@ def slow_steps(fault_file: Path, seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
-        fault_file.unlink()
+        put_fault(fault_file, action="slow", rank=0, seconds=STEP_SECONDS)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, fault_file: Path) -> Iterator[Server]:
-    """Two models, one of them on two ranks, and the dashboard."""
+    """Two models, one of them on two ranks."""
     repository = tmp_path_factory.mktemp("models")
     for name, more in {"one": {}, "two": {"tensor_parallel_size": 2}}.items():
         folder = repository / name / "1"
         folder.mkdir(parents=True)
         (repository / name / "config.pbtxt").write_text('backend: "quire"\n')
         (folder / "model.json").write_text(json.dumps({**SETTINGS, **more}))
-    arguments = ("--model-repository", str(repository), "--dashboard", "--dashboard-port", "0", "--drain-timeout", "55")
-    with serve(*arguments, env={"QUIRE_FAULT_INJECTION": str(fault_file)}) as running:
-        assert running.dashboard, running.log()
+    environment = {"QUIRE_FAULT_INJECTION": str(fault_file), "QUIRE_INTROSPECTION_TOKEN": TOKEN}
+    with serve("--model-repository", str(repository), "--drain-timeout", "55", env=environment) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def address(server: Server) -> Iterator[str]:
+    """Of the dashboard. `quire serve` would start one that leaves the processor to everybody else."""
+    settings = Settings(url=server.grpc, metrics=server.metrics, introspection_token=TOKEN)
+    with dashboard(settings) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +140,8 @@ def browser(streams: Streams) -> Iterator[Browser]:
 
 
 @pytest.fixture
-def open_page(browser: Browser, server: Server) -> Iterator[Callable[..., Page]]:
-    with pages_of(browser, f"http://{server.dashboard}") as at:
+def open_page(browser: Browser, address: str) -> Iterator[Callable[..., Page]]:
+    with pages_of(browser, address) as at:
         yield at
 
 

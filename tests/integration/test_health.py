@@ -79,7 +79,7 @@ class Stream(threading.Thread):
         self.answer = asyncio.run(with_client(self._server, work))
 
     def end(self) -> Answer:
-        self.join(60)
+        self.join(180)  # through as many starts of engines as there are tries
         assert self.answer is not None, "it does not end"
         return self.answer
 

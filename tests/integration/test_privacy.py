@@ -136,10 +136,10 @@ def of_process(pid: int) -> set[Path]:
     }
 
 
-def all_of(server: Server, temporary_before: set[Path]) -> set[Path]:
+def all_of(server: Server) -> set[Path]:
     """Every place where something of the server is, by its run id and by what its processes have."""
     pids = [server.process.pid, *server.run_id.processes()]
-    temporary = set(Path(tempfile.gettempdir()).iterdir()) - temporary_before
+    temporary = Path(tempfile.gettempdir()).iterdir()
     found = set(server.run_id.shared_memory()).union(*map(below, [*server.run_id.directories(), *temporary]))
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         _, _, _, _, kind, _, _, *path = line.split()
@@ -149,8 +149,18 @@ def all_of(server: Server, temporary_before: set[Path]) -> set[Path]:
     return found.union(*map(of_process, pids))
 
 
-def test_nothing_is_open_to_another_user(stranger: Stranger, tmp_path: Path) -> None:
-    before = set(Path(tempfile.gettempdir()).iterdir())
+@pytest.fixture
+def own_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The temporary folder of the server, open to all as the system's is: what is in it is the server's."""
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        os.chmod(folder, 0o1777)
+        monkeypatch.setenv("TMPDIR", folder)  # for the server
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield
+
+
+@pytest.mark.usefixtures("own_temporary_folder")
+def test_nothing_is_open_to_another_user(stranger: Stranger) -> None:
     environment = {"QUIRE_INTROSPECTION_TOKEN": TOKEN}
     flags = ("--", "--model-control-mode=explicit", f"--load-model={MODEL}")
     with serve(*flags, env=environment, step_seconds=0.002) as server:
@@ -158,16 +168,16 @@ def test_nothing_is_open_to_another_user(stranger: Stranger, tmp_path: Path) -> 
         client.start()
         try:
             assert client.first_token.wait(60)
-            assert_closed(server, stranger, before, num_regions=1)
+            assert_closed(server, stranger, num_regions=1)
             # A model that is loaded later, and a server that is started again.
             assert http(server, f"/v2/repository/models/{MODEL}/unload", {})[0] == 200
             assert http(server, f"/v2/repository/models/{MODEL}/load", {})[0] == 200
-            assert_closed(server, stranger, before, num_regions=2)
+            assert_closed(server, stranger, num_regions=2)
             (tritonserver,) = (pid for pid in server.run_id.processes() if is_tritonserver(pid))
             os.kill(tritonserver, signal.SIGKILL)
             server.wait_for_ready_line()
             assert run(server, text_input=PROMPT, max_tokens=3).text
-            assert_closed(server, stranger, before, num_regions=3)
+            assert_closed(server, stranger, num_regions=3)
         finally:
             client.stop()
 
@@ -176,9 +186,9 @@ def is_tritonserver(pid: int) -> bool:
     return Path(f"/proc/{pid}/comm").read_text().strip() == "tritonserver"
 
 
-def assert_closed(server: Server, stranger: Stranger, before: set[Path], *, num_regions: int) -> None:
+def assert_closed(server: Server, stranger: Stranger, *, num_regions: int) -> None:
     """The stranger has seen so many regions at least, and opened nothing."""
-    seen = stranger.look(all_of(server, before))
+    seen = stranger.look(all_of(server))
     assert len([name for name in seen["seen"] if name.startswith(server.run_id.shared_memory_prefix)]) >= num_regions
     assert seen["opened"] == []
     assert seen["found"] == []

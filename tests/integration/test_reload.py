@@ -29,6 +29,8 @@ NUM_CANCELLED = 60
 MOST_UNLOADS = 3
 """Until the server has kept a request: nearly always the first time."""
 NUM_TOKENS = 30
+STEP_SECONDS = 0.005
+"""How much longer steps take than the demo model needs: streams are there to be hit, and leave time to what loads."""
 FREED = "has no available versions|is not ready|is not found"
 """What a client hears between an unload and the next load."""
 CUT_OFF = "Socket closed|failed to connect|Connection reset|recvmsg"
@@ -51,7 +53,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(repository: Path) -> Iterator[Server]:
     explicit = ("--", "--model-control-mode=explicit", "--load-model=one")
-    with serve("--model-repository", str(repository), *explicit) as running:
+    with serve("--model-repository", str(repository), *explicit, step_seconds=STEP_SECONDS) as running:
         yield running
 
 
@@ -237,7 +239,7 @@ def test_a_server_that_polls_its_repository_loads_what_has_changed(repository: P
     shutil.copytree(repository / "two", tmp_path / "two")
     polling = ("--", "--model-control-mode=poll", "--repository-poll-secs=1")
     with (
-        serve("--model-repository", str(tmp_path), *polling) as server,
+        serve("--model-repository", str(tmp_path), *polling, step_seconds=STEP_SECONDS) as server,
         streams(server, "two") as answers,
     ):
 

@@ -311,6 +311,7 @@ def test_draining_lets_a_running_stream_finish_and_refuses_new_requests(start: S
     server.assert_nothing_left()
 
 
+@pytest.mark.usefixtures("alone_with_dead_runs")
 def test_a_killed_run_is_removed_by_the_next(echo: str, echo_server: Server, start: Start) -> None:
     before = set(echo_server.run_id.processes())
     killed = start("--model-repository", echo)
@@ -327,6 +328,7 @@ def test_a_killed_run_is_removed_by_the_next(echo: str, echo_server: Server, sta
     assert set(echo_server.run_id.processes()) == before, "a living run was touched"
 
 
+@pytest.mark.usefixtures("alone_with_dead_runs")
 def test_a_killed_engine_is_removed_by_the_next_run(start: Start) -> None:
     killed = start("--model", str(CHECKPOINT))
     for pid in [find_serve(killed), find_server(killed), find_stub(killed)]:
@@ -336,6 +338,7 @@ def test_a_killed_engine_is_removed_by_the_next_run(start: Start) -> None:
     killed.assert_nothing_left()
 
 
+@pytest.mark.usefixtures("alone_with_dead_runs")
 def test_orphaned_server_ends_by_itself(echo: str, start: Start) -> None:
     server = start("--model-repository", echo)
     assert server.stop(signal.SIGKILL) == -signal.SIGKILL

@@ -3,10 +3,11 @@
     make test ARGS="tests/integration/test_start_stop.py -s"                                  a few cycles
     QUIRE_START_STOP_CYCLES=200 make test ARGS="tests/integration/test_start_stop.py -s"      an hour of it
 
-QUIRE_START_STOP_SEED repeats a run: what is killed, and when.
+QUIRE_START_STOP_SEED repeats a run: when what is killed.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -22,16 +23,18 @@ from typing import Any
 import pytest
 from quire_cli import process
 from quire_cli.ports import Endpoint, reserve
-from quire_cli.run_directory import sweep
 from quire_engine.system import process_state
 from quire_engine.system.memory import resident_memory_bytes
 from support.clients import Answer, ask, run, with_client
 from support.serving import ROOT, Server, wait_until
+from support.sweeps import no_sweeps
 from tritonclient.grpc import aio as grpc_aio
 
 CYCLES = int(os.environ.get("QUIRE_START_STOP_CYCLES", "5"))
 DEATHS = int(os.environ.get("QUIRE_START_STOP_CYCLES", "3"))
 SEED = int(os.environ.get("QUIRE_START_STOP_SEED", "0"))
+ENDS = ("serve", "server", "stub", "engine", "stop")
+"""What is killed in a cycle; or nothing is, and the server is stopped."""
 NUM_STREAMS = 4
 NUM_TOKENS = 400
 MOST_GROWTH_BYTES = 8 * 2**20
@@ -148,32 +151,23 @@ def cycle(server: Server, name: str, num_responses: int) -> None:
     assert code == 0, server.log()
 
 
-def test_nothing_is_left_after_any_end(repository: str, start: Start) -> None:
-    dice = random.Random(SEED)
-    names: list[str] = []
-    before: tuple[Server, set[Path]] | None = None
-    for number in range(CYCLES):
-        if not names:  # each once, in any order, then again
-            names = ["serve", "server", "stub", "engine", "stop"]
-            dice.shuffle(names)
-        name, num_responses = names.pop(), dice.randrange(1, 12)
+@pytest.mark.parametrize("number", range(CYCLES))
+def test_nothing_is_left_after_any_end(repository: str, start: Start, number: int) -> None:
+    name, num_responses = ENDS[number % len(ENDS)], random.Random(f"{SEED} {number}").randrange(1, 12)
+    with no_sweeps() if name == "serve" else contextlib.nullcontext():
         began = time.monotonic()
         server = start("--model-repository", repository)
-        ready = time.monotonic()
-        if before is not None:
-            assert_nothing_left(*before)
-        before = server, shared_memory(server)
+        ready, memory = time.monotonic(), shared_memory(server)
         cycle(server, name, num_responses)
-        if name != "serve":
-            assert_nothing_left(*before)
-        print(
-            f"cycle {number + 1}: ready after {ready - began:.1f} s, {name} after {num_responses} responses, "
-            f"over after {time.monotonic() - ready:.1f} s",
-            flush=True,
-        )
-    sweep()
-    assert before is not None
-    assert_nothing_left(*before)
+        over = time.monotonic()
+        if name == "serve":  # what it leaves is removed by the next
+            assert start("--model-repository", repository).stop() == 0
+        assert_nothing_left(server, memory)
+    print(
+        f"cycle {number + 1}: ready after {ready - began:.1f} s, {name} after {num_responses} responses, "
+        f"over after {over - ready:.1f} s",
+        flush=True,
+    )
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,25 @@
-"""A headless Chromium for tests, and pages of it that may only talk to the dashboard."""
+"""The dashboard in a process of its own, a headless Chromium, and pages of it that may only talk to the dashboard."""
 
+import os
 import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+from quire_dashboard.settings import Settings
 from support.chromium import find_chromium
 
-__all__ = ["TIMEOUT_MS", "chromium", "is_dark", "pages_of", "sidebar_link"]
+__all__ = ["TIMEOUT_MS", "chromium", "dashboard", "is_dark", "pages_of", "sidebar_link"]
 
-TIMEOUT_MS = 30_000
+TIMEOUT_MS = 60_000
 
 
 @contextmanager
@@ -52,6 +60,42 @@ def pages_of(browser: Browser, address: str) -> Iterator[Callable[..., Page]]:
     for context in contexts:
         context.close()
     assert foreign == []
+
+
+@contextmanager
+def dashboard(settings: Settings) -> Iterator[str]:
+    """Started as `quire dashboard` starts it; gives its address."""
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = ("--url", settings.url, "--metrics", settings.metrics, "--port", str(port))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quire_dashboard", *arguments],
+        env={**os.environ, **settings.to_environment()}, stdout=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    address = f"http://127.0.0.1:{port}"
+    try:
+        end = time.monotonic() + 60
+        while not _answers(f"{address}/_stcore/health"):
+            assert process.poll() is None, "the dashboard ended while it started"
+            assert time.monotonic() < end, "the dashboard did not start"
+            time.sleep(0.05)
+        yield address
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(address, timeout=2) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
 
 
 def sidebar_link(page: Page, title: str) -> Any:

@@ -24,7 +24,7 @@ __all__ = [
 ]  # fmt: skip
 
 MODEL = "tinypy"
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 120.0
 
 _T = TypeVar("_T")
 _NUMPY = {"TYPE_STRING": np.object_, "TYPE_BOOL": np.bool_, "TYPE_INT32": np.int32, "TYPE_INT64": np.int64,

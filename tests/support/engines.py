@@ -6,7 +6,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,14 @@ from quire_engine import LLM, AsyncLLM, EngineConfig, RequestOutput, RequestOutp
 from quire_engine.outputs import CompletionOutput
 from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats
 from quire_engine.worker.fault_injection import FAULT_INJECTION_VARIABLE
+from support.event_loop import running_loop
 from support.faults import put_fault
 from support.processes import is_gone
 
-__all__ = ["Recorder", "Stream", "assert_same", "engine", "kill", "offline", "params", "run", "until"]
+__all__ = [
+    "Recorder", "SharedEngine", "Stream", "assert_same", "engine", "kill", "offline", "params", "run", "shared_engine",
+    "until",
+]  # fmt: skip
 
 
 class Recorder:
@@ -90,6 +94,33 @@ def run(llm: AsyncLLM, main: Callable[[], Awaitable[Any]]) -> Any:
         return await main()
 
     return asyncio.run(started())
+
+
+class SharedEngine:
+    """An engine that tests of a module use one after the other; none of them harms it."""
+
+    def __init__(self, llm: AsyncLLM, recorder: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self.llm = llm
+        self.recorder = recorder
+        self._loop = loop
+
+    def run(self, main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Run `main` in the engine's event loop; the recorder has heard nothing before."""
+
+        async def started() -> Any:
+            await self.llm.start()
+            await until(lambda: not self.recorder.num_running)
+            self.recorder.__init__()
+            return await main()
+
+        return asyncio.run_coroutine_threadsafe(started(), self._loop).result(120)
+
+
+@contextlib.contextmanager
+def shared_engine(folder: Path, recorder: Any = None, **settings: Any) -> Iterator[SharedEngine]:
+    """The same as `engine`, whose event loop runs in a thread from test to test."""
+    with engine(folder, recorder, **settings) as (llm, heard), running_loop() as loop:
+        yield SharedEngine(llm, heard, loop)
 
 
 async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from quire_cli.run_directory import RunId
 from support.faults import put_fault
+from support.sweeps import sweeping
 
 __all__ = ["ANY_PORTS", "ROOT", "Server", "health", "run_cli", "serve", "start", "wait_until"]
 
@@ -104,16 +105,19 @@ def serve(*args: str, env: Mapping[str, str] | None = None, step_seconds: float 
 def start(*args: str, env: Mapping[str, str] | None = None, ready: bool = True) -> Server:
     """Start a server, and unless told otherwise wait until it is ready. The caller stops it."""
     handle, log = tempfile.mkstemp(prefix="quire-serve-", suffix=".log")
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "quire_cli", "serve", *ANY_PORTS, *args],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=handle, cwd=ROOT,
-            env={**os.environ, **(env or {})},
-        )  # fmt: skip
-    finally:
-        os.close(handle)
-    server = Server(process=process, run_id=RunId.of(process.pid), log_file=Path(log))
-    weakref.finalize(server, Path(log).unlink, missing_ok=True)
+    with sweeping():
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "quire_cli", "serve", *ANY_PORTS, *args],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=handle, cwd=ROOT,
+                env={**os.environ, **(env or {})},
+            )  # fmt: skip
+        finally:
+            os.close(handle)
+        server = Server(process=process, run_id=RunId.of(process.pid), log_file=Path(log))
+        weakref.finalize(server, Path(log).unlink, missing_ok=True)
+        # It sweeps before it makes a folder of its own.
+        wait_until(lambda: server.run_id.directories() or process.poll() is not None, "it has begun", READY_DEADLINE_S)
     if ready:
         try:
             server.grpc, server.http, server.metrics = server.wait_for_ready_line()
@@ -127,11 +131,12 @@ def run_cli(
     *args: str, env: Mapping[str, str] | None = None, timeout_s: float = 120
 ) -> subprocess.CompletedProcess[str]:
     """Run `quire` to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "quire_cli", *args],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=ROOT, timeout=timeout_s,
-        env={**os.environ, **(env or {})}, check=False,
-    )  # fmt: skip
+    with sweeping():
+        return subprocess.run(
+            [sys.executable, "-m", "quire_cli", *args],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=ROOT, timeout=timeout_s,
+            env={**os.environ, **(env or {})}, check=False,
+        )  # fmt: skip
 
 
 def health(server: Server, endpoint: str = "") -> tuple[int, dict[str, Any]]:
@@ -144,7 +149,7 @@ def health(server: Server, endpoint: str = "") -> tuple[int, dict[str, Any]]:
             return error.code, json.load(error)
 
 
-def wait_until(is_true: Callable[[], object], what: str, deadline_s: float = 30.0) -> None:
+def wait_until(is_true: Callable[[], object], what: str, deadline_s: float = 60.0) -> None:
     """Poll until something holds; fail when the deadline passes first."""
     end = time.monotonic() + deadline_s
     while not is_true():

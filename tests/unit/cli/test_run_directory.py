@@ -24,15 +24,14 @@ from quire_cli.run_directory import RunDirectory
 with RunDirectory() as run:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
                              env={**os.environ, **run.environment})
-    with open(f"/dev/shm/{run.run_id.shared_memory_prefix}test", "w") as file:
-        file.write("x")
+    os.close(os.open(f"/dev/shm/{run.run_id.shared_memory_prefix}test", os.O_CREAT, 0o600))
     print(run.run_id, flush=True)
     sys.stdin.read()
 """
 
 
 @pytest.fixture(autouse=True)
-def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def root(alone_with_dead_runs: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The temporary folder of the test; those of pytest would be too long for sockets."""
     with tempfile.TemporaryDirectory(prefix="t-") as folder:
         set_root(monkeypatch, Path(folder))

@@ -1,6 +1,10 @@
-"""Checkpoints and their expected outputs, made once per session; workers that fail on demand."""
+"""Checkpoints and their expected outputs, made once for all processes of a run; workers that fail on demand."""
 
+import fcntl
+import json
+import os
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,39 +15,69 @@ from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.worker.fault_injection import FAULT_INJECTION_VARIABLE
 from support.faults import put_fault
 from support.oracle import CHECKPOINTS, Expected, generate_greedily, make_checkpoint, make_prompts
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 TINYPY = Path(__file__).parents[3] / "model_repository" / "tinypy" / "1" / "model"
 
 
+MADE_VARIABLE = "QUIRE_TESTS_MADE"
+"""The folder of what is made once, for processes that are started by tests."""
+
+
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """A file or folder by name, made by the first process that wants it."""
+    if MADE_VARIABLE not in os.environ:
+        base = tmp_path_factory.getbasetemp()
+        os.environ[MADE_VARIABLE] = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "made")
+    folder = Path(os.environ[MADE_VARIABLE])
+
+    def get(name: str, make: Callable[[Path], object]) -> Path:
+        path, unfinished = folder / name, folder / f"{name}.unfinished"
+        folder.mkdir(exist_ok=True)
+        with (folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                make(unfinished)
+                unfinished.rename(path)
+        return path
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def checkpoint(made: Callable[[str, Callable[[Path], object]], Path]) -> Callable[[str], Path]:
     """Folder of a checkpoint by name: one of the oracle's seeded random ones, or the demo model."""
-    tokenizer = load_tokenizer(TINYPY)
 
     @cache
     def make(name: str) -> Path:
         if name == "tinypy":
             return TINYPY
         assert name in CHECKPOINTS
-        return make_checkpoint(tmp_path_factory.mktemp(name), name, tokenizer)
+        return made(name, lambda folder: make_checkpoint(folder, name, load_tokenizer(TINYPY)))
 
     return make
 
 
 @pytest.fixture(scope="session")
 def workload(
-    checkpoint: Callable[[str], Path],
+    checkpoint: Callable[[str], Path], made: Callable[[str, Callable[[Path], object]], Path]
 ) -> Callable[[str], tuple[list[list[int]], list[int], list[Expected]]]:
     """64 prompts of mixed lengths, how many tokens each gets, and what transformers makes of them."""
 
     @cache
     def make(name: str) -> tuple[list[list[int]], list[int], list[Expected]]:
-        model = AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=torch.float32).eval()
-        prompts = make_prompts(64, model.config.vocab_size, max_length=120)
+        vocab_size = AutoConfig.from_pretrained(checkpoint(name)).vocab_size
+        prompts = make_prompts(64, vocab_size, max_length=120)
         lengths = [8 + (i * 7) % 25 for i in range(len(prompts))]
-        expected = [generate_greedily(model, prompt, n) for prompt, n in zip(prompts, lengths, strict=True)]
-        return prompts, lengths, expected
+
+        def ask_transformers(file: Path) -> None:
+            model = AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=torch.float32).eval()
+            said = [generate_greedily(model, prompt, n) for prompt, n in zip(prompts, lengths, strict=True)]
+            file.write_text(json.dumps([asdict(one) for one in said]))
+
+        said = json.loads(made(f"{name}.json", ask_transformers).read_text())
+        return prompts, lengths, [Expected(**one) for one in said]
 
     return make
 

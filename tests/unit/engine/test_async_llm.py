@@ -5,7 +5,7 @@ import copy
 import os
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,18 @@ from quire_engine.errors import CheckpointError, EngineDeadError, RequestError
 from quire_engine.frontend.input_processor import ProcessedRequest
 from quire_engine.messages import RequestType
 from quire_engine.outputs import RequestOutput
-from support.engines import Recorder, engine, until
+from support.engines import Recorder, SharedEngine, engine, shared_engine, until
 from support.processes import cpu_seconds, eventually, is_gone, start_python
 
 pytestmark = pytest.mark.slow
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def shared(checkpoint: Callable[[str], Path]) -> Iterator[SharedEngine]:
+    with shared_engine(checkpoint("tied-gqa")) as running:
+        yield running
 
 
 async def collect(llm: AsyncLLM, prompt: Any, params: SamplingParams) -> RequestOutput:
@@ -53,7 +59,7 @@ def test_concurrent_requests_equal_the_offline_engine(
         assert 0 < one.time_to_first_token_seconds <= one.e2e_seconds
 
 
-def test_output_kinds(checkpoint: Callable[[str], Path]) -> None:
+def test_output_kinds(checkpoint: Callable[[str], Path], shared: SharedEngine) -> None:
     def params(kind: RequestOutputKind) -> SamplingParams:
         return SamplingParams(
             temperature=0, max_tokens=40, ignore_eos=True, output_kind=kind, logprobs=1, prompt_logprobs=2
@@ -67,8 +73,7 @@ def test_output_kinds(checkpoint: Callable[[str], Path]) -> None:
 
     folder = checkpoint("tied-gqa")
     expected = LLM(folder, dtype="float32").generate([5, 6, 7], params(RequestOutputKind.DELTA), use_tqdm=False)[0]
-    with engine(folder) as (llm, _):
-        cumulative, deltas, final = asyncio.run(main(llm))
+    cumulative, deltas, final = shared.run(lambda: main(shared.llm))
     assert cumulative[-1].outputs == final[0].outputs == expected.outputs
     assert cumulative[-1].prompt_logprobs == final[0].prompt_logprobs == expected.prompt_logprobs is not None
     assert len(final) == 1
@@ -87,16 +92,15 @@ def test_output_kinds(checkpoint: Callable[[str], Path]) -> None:
     assert whole.outputs == expected.outputs
 
 
-def test_the_callers_trace_context_reaches_the_statistics(checkpoint: Callable[[str], Path]) -> None:
+def test_the_callers_trace_context_reaches_the_statistics(shared: SharedEngine) -> None:
     traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
     async def main(llm: AsyncLLM) -> None:
         async for _ in llm.generate([5, 6, 7], SamplingParams(max_tokens=2), traceparent=traceparent):
             pass
 
-    with engine(checkpoint("tied-gqa")) as (llm, recorder):
-        asyncio.run(main(llm))
-    (finished,) = [one for stats in recorder.iterations for one in stats.finished_requests]
+    shared.run(lambda: main(shared.llm))
+    (finished,) = shared.recorder.finished
     assert finished.traceparent == traceparent
 
 
@@ -117,11 +121,11 @@ def test_abort_frees_blocks_and_ends_the_request(checkpoint: Callable[[str], Pat
         await until(lambda: recorder.scheduler_stats is not None and recorder.scheduler_stats.num_running == 0)
         assert (await collect(llm, [5, 6, 7], SamplingParams(max_tokens=3))).finished
 
-    with engine(checkpoint("tied-gqa")) as (llm, recorder):
+    with engine(checkpoint("tied-gqa"), step_seconds=0.1) as (llm, recorder):  # the abort is there before the end
         asyncio.run(main(llm, recorder))
 
 
-def test_a_message_that_does_not_decode_ends_only_that_request(checkpoint: Callable[[str], Path]) -> None:
+def test_a_message_that_does_not_decode_ends_only_that_request(shared: SharedEngine) -> None:
     async def main(llm: AsyncLLM) -> None:
         await llm.start()
         outputs: list[RequestOutput] = []
@@ -138,18 +142,16 @@ def test_a_message_that_does_not_decode_ends_only_that_request(checkpoint: Calla
             outputs.clear()
         assert (await collect(llm, [5, 6], SamplingParams(max_tokens=2))).finished
 
-    with engine(checkpoint("tied-gqa")) as (llm, _):
-        asyncio.run(main(llm))
+    shared.run(lambda: main(shared.llm))
 
 
-def test_bad_requests_are_refused_at_the_edge(checkpoint: Callable[[str], Path]) -> None:
+def test_bad_requests_are_refused_at_the_edge(shared: SharedEngine) -> None:
     async def main(llm: AsyncLLM) -> None:
         with pytest.raises(RequestError, match="token id -1"):
             await collect(llm, [-1], LONG)
         assert (await collect(llm, [5], SamplingParams(max_tokens=2))).finished
 
-    with engine(checkpoint("tied-gqa")) as (llm, _):
-        asyncio.run(main(llm))
+    shared.run(lambda: main(shared.llm))
 
 
 def test_the_engine_dies_with_its_parent(checkpoint: Callable[[str], Path]) -> None:
@@ -197,7 +199,7 @@ def test_an_idle_engine_uses_no_cpu(checkpoint: Callable[[str], Path]) -> None:
         assert asyncio.run(main(llm)) < 0.035, "it is counted in ticks of 10 ms"
 
 
-def test_a_sink_that_raises_ends_only_its_own_request(checkpoint: Callable[[str], Path]) -> None:
+def test_a_sink_that_raises_ends_only_its_own_request(shared: SharedEngine) -> None:
     async def main(llm: AsyncLLM) -> None:
         await llm.start()
         broken: list[RequestOutput] = []
@@ -214,8 +216,7 @@ def test_a_sink_that_raises_ends_only_its_own_request(checkpoint: Callable[[str]
         assert broken[-1].outputs[0].finish_reason == "error"
         assert llm.is_healthy
 
-    with engine(checkpoint("tied-gqa")) as (llm, _):
-        asyncio.run(main(llm))
+    shared.run(lambda: main(shared.llm))
 
 
 def test_outputs_that_cannot_be_taken_in_are_an_engines_death(
@@ -289,7 +290,7 @@ def test_a_deadline_in_the_far_future_is_no_trouble(checkpoint: Callable[[str], 
         asyncio.run(main(llm))
 
 
-def test_ids_of_callers_cannot_meet_those_of_sequences(checkpoint: Callable[[str], Path]) -> None:
+def test_ids_of_callers_cannot_meet_those_of_sequences(shared: SharedEngine) -> None:
     async def main(llm: AsyncLLM) -> None:
         async def one(request_id: str, n: int) -> RequestOutput:
             params = SamplingParams(max_tokens=50, n=n, seed=1, ignore_eos=True)
@@ -299,5 +300,4 @@ def test_ids_of_callers_cannot_meet_those_of_sequences(checkpoint: Callable[[str
         assert [len(output.outputs) for output in outputs] == [1, 1, 3]
         assert all(len(one.token_ids) == 50 for output in outputs for one in output.outputs)
 
-    with engine(checkpoint("tied-gqa")) as (llm, _):
-        asyncio.run(main(llm))
+    shared.run(lambda: main(shared.llm))

@@ -21,7 +21,8 @@ from support.processes import state
 
 pytestmark = pytest.mark.slow
 
-NUM_TOKENS = 6
+NUM_TOKENS = 4
+"""The first, of a prefill; the last, with which a request ends; and some between."""
 NUM_KILLS = int(os.environ.get("QUIRE_KILLS", "2"))
 KILLS_IN_A_ROW = 3
 """At most: with five that die before they give out anything, clients are told that there is no engine."""

@@ -64,8 +64,10 @@ def has_kernels(name: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[int, "subprocess.Popen[bytes]"]]]:
-    """Number of tests and process for each kind of kernels. All at once, each in one thread."""
+def runs(
+    made: object, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, tuple[int, "subprocess.Popen[bytes]"]]]:
+    """Number of tests and process for each kind of kernels. All at once, each in one thread, with what is `made`."""
     started = {}
     with contextlib.ExitStack() as stack:
         for kernels in ("avx512", "avx2", "torch"):

@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from quire_engine.errors import EngineDeadError, EngineUnavailableError, Request
 from quire_engine.slo import RequestSLO
 from quire_engine.stats import StepStats
 from support import engines
-from support.engines import run, until
+from support.engines import SharedEngine, run, shared_engine, until
 
 pytestmark = pytest.mark.slow
 
@@ -65,6 +65,12 @@ def folder(checkpoint: Callable[[str], Path]) -> Path:
     return checkpoint("tied-gqa")
 
 
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> Iterator[SharedEngine]:
+    with shared_engine(folder, Recorder(), slo=SLO) as running:
+        yield running
+
+
 def test_steps_tell_their_times_and_tokens(folder: Path) -> None:
     async def main() -> None:
         await last(llm, params(8))
@@ -99,7 +105,9 @@ def test_ranks_tell_for_how_long_they_compute(folder: Path, num_ranks: int) -> N
         run(llm, main)
 
 
-def test_cancelled_requests_are_acknowledged_once(folder: Path) -> None:
+def test_cancelled_requests_are_acknowledged_once(shared: SharedEngine) -> None:
+    llm, recorder = shared.llm, shared.recorder
+
     async def main() -> None:
         for num_sequences in (1, 3):
             request = llm.input_processor.process([5, 6, 7], params(200, n=num_sequences, temperature=1.0))
@@ -116,11 +124,12 @@ def test_cancelled_requests_are_acknowledged_once(folder: Path) -> None:
         assert len(recorder.cancel_to_free_seconds) == 4
         assert not llm._aborted_at
 
-    with engine(folder) as (llm, recorder):
-        run(llm, main)
+    shared.run(main)
 
 
-def test_a_stop_string_is_no_cancellation(folder: Path) -> None:
+def test_a_stop_string_is_no_cancellation(folder: Path, shared: SharedEngine) -> None:
+    llm, recorder = shared.llm, shared.recorder
+
     text = LLM(folder, dtype="float32").generate([[5, 6, 7]], params(20), use_tqdm=False)[0].outputs[0].text
 
     async def main() -> None:
@@ -130,11 +139,12 @@ def test_a_stop_string_is_no_cancellation(folder: Path) -> None:
         assert recorder.cancel_to_free_seconds == []
         assert recorder.verdicts() == [("default", "good", "none")] * 2
 
-    with engine(folder) as (llm, recorder):
-        run(llm, main)
+    shared.run(main)
 
 
-def test_every_end_of_a_request_has_its_verdict(folder: Path) -> None:
+def test_every_end_of_a_request_has_its_verdict(shared: SharedEngine) -> None:
+    llm, recorder = shared.llm, shared.recorder
+
     async def main() -> None:
         output = await last(llm, params())
         assert output.metrics is not None
@@ -152,8 +162,7 @@ def test_every_end_of_a_request_has_its_verdict(folder: Path) -> None:
             await last(llm, params(), slo=RequestSLO(slo_class="gold"))
         assert recorder.verdicts() == []
 
-    with engine(folder) as (llm, recorder):
-        run(llm, main)
+    shared.run(main)
 
 
 def test_cancelled_and_impossible_requests_are_not_judged_and_refused_ones_are(folder: Path) -> None:
@@ -190,14 +199,15 @@ def test_a_request_that_waited_for_too_long_says_how_long(folder: Path) -> None:
         run(llm, main)
 
 
-def test_a_request_that_could_never_be_served_is_not_judged(folder: Path) -> None:
+def test_a_request_that_could_never_be_served_is_not_judged(shared: SharedEngine) -> None:
+    llm, recorder = shared.llm, shared.recorder
+
     async def main() -> None:
         with pytest.raises(RequestError, match="structured_outputs"):
             await last(llm, params(structured_outputs={"regex": "[a"}))
         assert recorder.verdicts() == [(None, None, None)]
 
-    with engine(folder) as (llm, recorder):
-        run(llm, main)
+    shared.run(main)
 
 
 def test_a_replayed_request_keeps_its_clock(folder: Path) -> None:
@@ -238,7 +248,9 @@ def test_a_request_that_dies_with_its_engine_is_a_miss(folder: Path) -> None:
         run(llm, main)
 
 
-def test_a_request_whose_output_nobody_can_take_ends_once(folder: Path) -> None:
+def test_a_request_whose_output_nobody_can_take_ends_once(shared: SharedEngine) -> None:
+    llm, recorder = shared.llm, shared.recorder
+
     async def ends_once(num_sequences: int, fails_at_its_end: bool) -> None:
         def sink(output: RequestOutput) -> None:
             if output.finished or not fails_at_its_end:
@@ -259,8 +271,7 @@ def test_a_request_whose_output_nobody_can_take_ends_once(folder: Path) -> None:
             for fails_at_its_end in (False, True):
                 await ends_once(num_sequences, fails_at_its_end)
 
-    with engine(folder) as (llm, recorder):
-        run(llm, main)
+    shared.run(main)
 
 
 def test_stretches_of_preemption_lie_within_the_decode(folder: Path) -> None:
