@@ -59,6 +59,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Files of the other part are not even imported."""
     wanted = config.getoption("--servers")
+    if wanted is None or not collection_path.is_relative_to(config.rootpath):
+        return None
     path = collection_path.relative_to(config.rootpath).as_posix()
     if path.startswith(SERVERS):
         return True if wanted == "not" else None

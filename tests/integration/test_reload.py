@@ -165,16 +165,13 @@ def test_two_instances_are_loaded_again_unloaded_and_loaded(server: Server, repo
             wait_until(lambda before=num_before: len(answers) >= before + 2 * NUM_STREAMS, "requests end", 60)
     assert num_whole(answers) == len(answers)
     assert len(wait_for_engines(server, "two", 2)) == 2
-    assert http(server, unload, {})[0] == 200
-    wait_until(lambda: not num_ended(server, "two"), "no series of an unloaded model is left", 60)
-    assert http(server, load, {})[0] == 200
     with streams(server, "two") as answers:
         for _ in range(max(RELOADS // 3, 1)):
-            assert wait_for_engines(server, "two", 2) == ["0", "1"]
-            wait_until(lambda: min(num_ended(server, "two").values()) >= 1, "both engines have work", 60)
             assert http(server, unload, {})[0] == 200
             wait_until(lambda: not num_ended(server, "two"), "no series of an unloaded model is left", 60)
             assert http(server, load, {})[0] == 200
+            assert wait_for_engines(server, "two", 2) == ["0", "1"]
+            wait_until(lambda: min(num_ended(server, "two").values()) >= 1, "both engines have work", 60)
     assert num_whole(answers, but=FREED) >= 2
     wait_for_engines(server, "two", 2)
     before = sum(num_ended(server, "two").values())
