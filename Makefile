@@ -18,9 +18,9 @@ test: $(VENV)/.dev-installed $(VENV)/.prometheus-installed $(VENV)/chromium  ## 
 ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
 else
-	@# First what computes, in as many processes as there are cores; then what mostly waits for servers and browsers.
+	@# First what starts neither a server nor a browser, then the others. Tests also wait: three processes keep two cores busy.
 	@status=0; \
-	$(BIN)/python -m pytest -n 2 --servers=not || status=1; \
+	$(BIN)/python -m pytest -n 3 --servers=not || status=1; \
 	$(BIN)/python -m pytest -n 3 --servers=only || status=1; \
 	exit $$status
 endif

@@ -2,8 +2,8 @@
 
 ::
 
-    --servers=not     what computes: as many processes as there are cores
-    --servers=only    what starts `quire serve`, kills processes or drives a browser, and mostly waits: more processes
+    --servers=only    what starts `quire serve` or a stand-in for it, or drives a browser
+    --servers=not     everything else
 
 Tests of one file run in one process, one after the other, unless each of the file starts what it needs by itself.
 `support.sweeps` says what tests with servers owe each other.
