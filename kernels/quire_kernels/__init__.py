@@ -1,8 +1,7 @@
 """The compute ops of the engine: one op per file, one signature for every device.
 
-This package knows tensors and nothing else: no request, no model, no scheduler. Which form of an op computes, that in
-the Triton language, in C++ or in plain torch, is told by its tensors' device (`dispatch.py`). Shape suffixes, used
-throughout:
+This package knows only tensors: no request, no model, no scheduler. The tensors' device decides whether an op computes
+in the Triton language, in C++ or in plain torch (`dispatch.py`). Shape suffixes, used throughout:
 
     T  tokens of the flattened batch          S  sequences of the batch
     H  query heads      K  key/value heads    D  head size

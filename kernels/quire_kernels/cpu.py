@@ -9,7 +9,7 @@ instruction set; the best one that the processor has is taken, or the one that `
     torch          no library: every op in plain torch
     triton         no library: the kernels of GPUs in Triton's interpreter, with TRITON_INTERPRET=1 only; for tests
 
-Without the library every op falls back to plain torch, which is right and slow.
+Without the library every op falls back to plain torch, which is correct and slow.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2")
 INTERPRETER = "triton"
 LIBRARY_NAME = "_cpu"
 MEND = "install g++, then quire again (CXX=g++ pip install …)"
-"""Of a library that is not there."""
+"""Advice if the library is missing."""
 
 FLOATS = (torch.float32, torch.bfloat16)
 """What the kernels compute with."""
@@ -103,7 +103,7 @@ _thread = _Thread()
 
 
 class KernelStatus:
-    """What became of the library: `instruction_set` when it is used, else None, and then `reason` says why.
+    """Whether the library is used: its `instruction_set`, or None and a `reason`.
 
     With `interprets_triton`, CPU tensors are computed with by the kernels of GPUs instead (`dispatch.py`).
     """
@@ -126,7 +126,7 @@ def status() -> KernelStatus:
     """Load the library and choose an instruction set.
 
     Raises:
-        ValueError: `QUIRE_CPU_KERNELS` names nothing that there is here.
+        ValueError: `QUIRE_CPU_KERNELS` names something that is not available here.
     """
     wanted = os.environ.get(KERNELS_VARIABLE, "")
     if wanted not in ("", "torch", INTERPRETER, *INSTRUCTION_SETS):
@@ -200,8 +200,8 @@ def set_num_threads(num_threads: int, *, torch_computes: bool = False) -> None:
 
     Args:
         num_threads: of the library, which has a pool of its own.
-        torch_computes: torch gets as many, as it always does without the library. Where it has little to do they are
-            not worth it: two pools take the cores from each other by waiting for their own threads.
+        torch_computes: torch gets as many, as it always does without the library. If it has little to compute they do
+            harm: two pools take the cores from each other while their threads wait.
     """
     handle = library()
     if handle is not None:
@@ -221,7 +221,7 @@ def launch(kernel: Kernel, call: Call, *tensors: torch.Tensor) -> None:
     Args:
         kernel: of the library.
         call: all that it reads; may be filled anew afterwards.
-        tensors: that the call points to and nobody but this op has made: a recording has to keep them.
+        tensors: those that this op has created and the call points to: a recording has to keep them.
     """
     recorder = _thread.recorder
     if recorder is None:
@@ -232,7 +232,7 @@ def launch(kernel: Kernel, call: Call, *tensors: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def recording_to(recorder: Recorder) -> Iterator[None]:
-    """What this thread launches goes to `recorder`, and is not run."""
+    """Kernels that this thread launches go to `recorder`, and are not run."""
     assert _thread.recorder is None, "recordings do not nest"
     _thread.recorder = recorder
     try:
@@ -247,7 +247,7 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
 
 
 def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> None:
-    """Refuse an argument of which a kernel would read or write something else than is there.
+    """Refuse an argument where a kernel would read or write beyond the tensor.
 
     Raises:
         TypeError: it is of another dtype, or not on the CPU.
@@ -277,7 +277,7 @@ def with_dense_rows(matrix: torch.Tensor) -> torch.Tensor:
     """The matrix itself, unless the elements of a row have gaps between them.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it has another number of dimensions.
     """
     if matrix.dim() != 2:
         raise ValueError(f"a tensor of shape {list(matrix.shape)} is given; it must have two dimensions")

@@ -15,5 +15,5 @@ __all__ = ["uses_triton"]
 
 
 def uses_triton(tensor: torch.Tensor) -> bool:
-    """Whether the form in the Triton language is to compute with this tensor and those beside it."""
+    """Whether the form in the Triton language computes with this tensor and the others of the call."""
     return tensor.is_cuda or status().interprets_triton

@@ -30,7 +30,7 @@ def embedding(token_ids_T: torch.Tensor, weight: torch.Tensor | LinearWeight) ->
     """The tokens' rows of a table.
 
     Args:
-        token_ids_T: int64, each at least 0 and below the table's rows: of a packed table no one checks that.
+        token_ids_T: int64, each at least 0 and below the table's rows: not checked for a packed table.
         weight: [V, E], or the packed weight of a tied head; an int8 weight's rows come out as `int8 · scale`.
 
     Returns:
@@ -43,7 +43,7 @@ def embedding(token_ids_T: torch.Tensor, weight: torch.Tensor | LinearWeight) ->
             return gpu.embedding(token_ids_T, with_dense_rows(weight), None, weight.dtype)
         return gpu.embedding(token_ids_T, weight.data, weight.scales, weight.dtype)
     if isinstance(weight, torch.Tensor):
-        return F.embedding(token_ids_T, weight)  # a copy per row: nothing to gain, and torch has the shorter way to it
+        return F.embedding(token_ids_T, weight)  # a copy per row, which torch does with less overhead
     if weight.call is None:
         out = F.embedding(token_ids_T, weight.data)
         return out if weight.scales is None else (out.float() * weight.scales[token_ids_T, None]).to(weight.dtype)

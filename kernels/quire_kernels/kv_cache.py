@@ -1,5 +1,4 @@
-"""The inner order of the paged KV cache: tensors of [N, K, B, D], of which nobody but the ops here knows the order of B
-and D.
+"""The inner order of the paged KV cache: tensors of [N, K, B, D], where only the ops here know the order of B and D.
 
 Where the C++ kernels are used, the keys and values of one block and KV head are tiles of pairs (bfloat16) or single
 numbers (float32), drawn in `kernels/csrc/attention.inc`; elsewhere they lie as the strides say. On a GPU these are of
@@ -85,7 +84,7 @@ def write_kv_cache(
     key_cache_NKBD: torch.Tensor,
     value_cache_NKBD: torch.Tensor,
 ) -> None:
-    """Write keys and values to their slots, in whichever order the caches have; in plain torch."""
+    """Write keys and values to their slots, in the caches' order; in plain torch."""
     n, num_kv_heads, block_size, head_size = key_cache_NKBD.shape
     blocks, offsets = slot_mapping_T // block_size, slot_mapping_T % block_size
     if is_tiled(key_cache_NKBD):
@@ -100,7 +99,7 @@ def write_kv_cache(
 
 
 def _in_range(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In `dtype`; what is too large for 8 bits becomes the largest number of theirs, and not NaN."""
+    """In `dtype`; numbers beyond the range of 8 bits become its largest, and not NaN."""
     if dtype.itemsize == 1:
         limits = torch.finfo(dtype)
         x = x.float().clamp(limits.min, limits.max)

@@ -98,7 +98,7 @@ class LinearWeight:
     offsets: torch.Tensor | None
     """int8 only, packed only: int32, 128 times the sum of each output feature's weights."""
     call: _LinearCall | None
-    """Filled but for what changes from call to call; None for the plain torch form."""
+    """Filled except for what changes from call to call; None for the plain torch form."""
 
     @property
     def is_quantized(self) -> bool:
@@ -165,7 +165,7 @@ def pack_linear(
         weight_NK.data_ptr(), weight_NK.stride(0), rows.data_ptr(), packed.data_ptr(), pointer(scales),
         pointer(offsets), len(packed), in_features, out_features, GROUPS[weight_NK.dtype], quantize,
     )  # fmt: skip
-    launch(handle.quire_pack_linear, pack_call)  # which cannot be recorded: its field of that name is no number of rows
+    launch(handle.quire_pack_linear, pack_call)  # it cannot be recorded: its `rows` is not a number of rows
     bias = _padded(bias_N, rows)
     call = _LinearCall(
         weight=packed.data_ptr(),
@@ -182,7 +182,7 @@ def pack_linear(
 
 def _quantize_rows(weight_NK: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     quantized = torch.empty_like(weight_NK, dtype=dtype)
-    # A tensor: by a number, torch divides otherwise on a GPU than on the CPU, namely multiplies with its inverse.
+    # A tensor: to divide by a number, torch multiplies with its inverse on a GPU, unlike on the CPU.
     largest = torch.full((), LARGEST[dtype], dtype=torch.float32, device=weight_NK.device)
     scales = torch.empty(len(weight_NK), dtype=torch.float32, device=weight_NK.device)
     for source, target, scale in zip(*(torch.split(one, BAND) for one in (weight_NK, quantized, scales)), strict=True):
