@@ -1,6 +1,8 @@
 """FaultInjection: a worker that fails on demand, for tests of what happens then.
 
-Nothing of it exists unless the environment names a file, and nothing happens unless that file is there::
+It is part of the package because faults have to occur in processes that a test does not start itself: ranks under an
+engine core, under tritonserver. Nothing of it exists unless the environment names a file, and nothing happens unless
+that file is there::
 
     QUIRE_FAULT_INJECTION=/path/of/fault.json
 
@@ -8,8 +10,8 @@ Nothing of it exists unless the environment names a file, and nothing happens un
     {"action": "kill", "num_output_tokens": 5, "once": true}    when a request's fifth token is sampled, one time
     {"action": "slow", "rank": 1, "seconds": 0.02}     every step of this rank takes so much longer
 
-A fault without a rank is every rank's. Put the file there in one piece (write it aside, and rename it).
-The fault strikes after the step is computed and before anybody is told of it.
+A fault without a rank applies to every rank. Put the file there atomically (write another one, and rename it).
+The fault occurs after the step was computed and before its result is sent.
 """
 
 import os
@@ -39,7 +41,7 @@ class _Fault(msgspec.Struct):
 
 
 class FaultInjection:
-    """Reads the file before each strike, so that it can appear and change while the worker runs."""
+    """Reads the file after each step, so that it can appear and change while the worker runs."""
 
     def __init__(self, file: Path, rank: int = 0) -> None:
         self._file = file
@@ -47,7 +49,7 @@ class FaultInjection:
 
     @classmethod
     def from_environment(cls, rank: int = 0) -> "FaultInjection | None":
-        """None when the environment does not ask for faults: then nothing of this costs anything."""
+        """None when the environment does not ask for faults."""
         file = os.environ.get(FAULT_INJECTION_VARIABLE)
         return cls(Path(file), rank) if file else None
 
