@@ -1,4 +1,4 @@
-"""The door: where a token is set, a visitor sees nothing and moves nothing before it is known."""
+"""Admission: with a token set, a visitor sees and controls nothing before giving it."""
 
 import hmac
 
@@ -10,10 +10,10 @@ __all__ = ["is_admitted", "is_token"]
 
 
 def is_token(shown: str, token: str) -> bool:
-    """Compares in a time that does not tell how much of it was right.
+    """Compares in constant time.
 
-    There is no limit of attempts: of visitors nothing is known, so whoever used it up would lock out the operators. A
-    token is too long to be guessed at any rate.
+    The number of attempts is not limited: visitors cannot be told apart, so an attacker who used them up would lock out
+    the operators. A token is too long to be guessed anyway.
     """
     return hmac.compare_digest(shown.encode(errors="replace"), token.encode())
 
@@ -25,7 +25,7 @@ def is_admitted() -> bool:
         return True
     given = st.query_params.get("token", "")
     if given:
-        # Not to be left in the address bar, where it would be seen, bookmarked and sent on.
+        # Removed from the address bar, where it would be seen, bookmarked and shared.
         del st.query_params["token"]
     if not given:
         st.title("Quire")

@@ -1,4 +1,4 @@
-"""The program that Streamlit runs for each visitor: the door, the pickers, the pages."""
+"""The program that Streamlit runs for each visitor: admission, the pickers, the pages."""
 
 import streamlit as st
 from PIL import Image, ImageDraw
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def _icon() -> Image.Image:
-    """Four blocks, one of them taken. A named icon would be fetched from a server that is not ours."""
+    """Four blocks, one of them in use. A named icon would be fetched from the Internet."""
     image = Image.new("RGBA", (32, 32))
     draw = ImageDraw.Draw(image)
     for x, y, colour in ((2, 2, "#2f6fc4"), (18, 2, "#9aa0a6"), (2, 18, "#9aa0a6"), (18, 18, "#f2a33a")):

@@ -30,7 +30,7 @@ _GREYS = {"cached": "rgba(128,128,128,0.55)", "free": "rgba(128,128,128,0.16)"}
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What one square shows."""
+    """One square."""
 
     owner: int
     """Index into the requests, or -1."""
@@ -82,7 +82,7 @@ def lay_out(blocks: Blocks) -> BlockMap:
 
 
 def colour_of(request_id: str) -> str:
-    """Of one request, the same at every refresh."""
+    """Colour of a request, the same at every refresh."""
     return _PALETTE[zlib.crc32(request_id.encode()) % len(_PALETTE)]
 
 
@@ -92,7 +92,7 @@ def draw(blocks: Blocks, requests: Sequence[RequestState], names: Sequence[str])
     Args:
         blocks: the cache.
         requests: of the same snapshot.
-        names: what each request is called, in the same order; they may come from clients, and are escaped here.
+        names: of the requests, in the same order; they may come from clients, and are escaped here.
     """
     picture = lay_out(blocks)
     paths: dict[tuple[str, str], list[str]] = {}
@@ -117,7 +117,7 @@ def draw(blocks: Blocks, requests: Sequence[RequestState], names: Sequence[str])
     drawn += f'<path fill="#fff" d="{"".join(dots)}"></path>' if dots else ""
     states = blocks_by_state(blocks)
     label = f"{blocks.num_blocks} blocks: {states['used']} used, {states['cached']} cached, {states['free']} free"
-    # As an image: of SVG in a page's own HTML, the browser's half of Streamlit leaves nothing.
+    # As an image: Streamlit's frontend removes SVG from a page's HTML.
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {rows * _CELL}" '
         f'width="{2 * width}" height="{2 * rows * _CELL}" shape-rendering="crispEdges">{drawn}</svg>'

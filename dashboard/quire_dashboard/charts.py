@@ -1,6 +1,6 @@
 """Charts as Vega-Lite specifications.
 
-A specification holds no data: it stays equal from one refresh to the next, so that the browser only exchanges the
+A specification holds no data: it stays the same from one refresh to the next, so that the browser only replaces the
 points and nothing flickers.
 """
 
@@ -29,9 +29,9 @@ _TIME_AXIS = {"format": "%H:%M:%S", "labelOverlap": True, "tickCount": 6, "grid"
 
 
 def points_table(points: Sequence[Point]) -> pa.Table:
-    """Points as columns `time`, `series` and `value`, in the form in which they go to the browser.
+    """Points as columns `time`, `series` and `value`, in the form that is sent to the browser.
 
-    A table of Arrow's: of anything else, Streamlit would first make one of pandas', at ten times the cost.
+    An Arrow table: Streamlit would convert anything else by pandas, at ten times the cost.
     """
     return chart_table(
         [point.time for point in points], [point.series for point in points], [point.value for point in points]

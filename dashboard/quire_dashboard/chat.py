@@ -26,5 +26,5 @@ def chat_prompt(turns: Sequence[tuple[str, str]], format_: str) -> str:
         format_: a key of `FORMATS`.
     """
     turn, answer = FORMATS[format_]
-    # Not str.format: what was said may hold braces.
+    # Not str.format: a turn may contain braces.
     return "".join(turn.replace("{role}", role).replace("{text}", text) for role, text in turns) + answer

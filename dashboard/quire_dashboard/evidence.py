@@ -11,13 +11,13 @@ __all__ = ["gather"]
 
 WINDOW_S = 60.0
 RESTART_WINDOW_S = 300.0
-"""Restarts are rare: those of a minute would hardly ever be a loop."""
+"""Restarts are rare: within a minute there would hardly ever be several."""
 
 
 def gather(
     view: View, labels: Mapping[str, str], snapshot: Snapshot | None, *, server_error: str = "", slo_class: str = ""
 ) -> Evidence:
-    """Everything that is known of one model.
+    """Collect the evidence on one model.
 
     Args:
         view: readings of /metrics.
@@ -72,7 +72,7 @@ def gather(
         queue_p95=p95("quire_request_queue_time_seconds"),
         prefill_p95=p95("quire_request_prefill_time_seconds"),
         mean_prompt_tokens=prompt_tokens / prompts if prompts else None,
-        # While the engine is down, its ranks are too: that is no news.
+        # While the engine is down, its ranks are down, too.
         workers_down=tuple(sorted(rank for rank, value in workers.items() if value < 1)) if up and up >= 1 else (),
         rank_seconds={
             str(rank.rank): rank.step_seconds_p50 for rank in engine.ranks if rank.step_seconds_p50 is not None

@@ -1,4 +1,4 @@
-"""What all pages share: the watcher, the pickers, live refresh, charts, and how a failure is said."""
+"""What all pages share: the watcher, the pickers, live refresh, charts, and error messages."""
 
 import operator
 import threading
@@ -33,14 +33,14 @@ _REFRESHES = {
     "off": None,
 }
 CHARTS_S = 5.0
-"""Charts of minutes and hours are drawn again no more often: they are most of what a refresh costs, here and in the
-browser, and look the same two seconds later."""
+"""Charts of minutes and hours are redrawn less often: they are most of a refresh's cost, here and in the browser, and
+look the same two seconds later."""
 SECONDS_AXIS = ".4~g"
 """With a number of digits: without one, an axis of long times has 6e+2 on it."""
 _FAR = 4.0
-"""A target so many times higher than all that is drawn would leave a flat line at the bottom."""
+"""A target so many times higher than all values is not drawn: it would leave a flat line at the bottom."""
 _TOO_FAR = 6.0
-"""From where on a target that was drawn goes again."""
+"""A target that was drawn is removed when it is so many times higher."""
 _MOST_OF_A_LABEL = 64
 _CSS = """
 <style>
@@ -118,7 +118,7 @@ def pickers() -> None:
 
 
 def selection() -> Selection:
-    """What the pickers say now."""
+    """The present selection."""
     model = st.session_state.get("model") or "—"
     if model == "—":  # none was there when the page was opened
         model = next(iter(monitor().models()), "")
@@ -130,18 +130,18 @@ def selection() -> Selection:
 
 
 def live(render: Callable[[], None], least_s: float = 0.0) -> None:
-    """Draw a part of a page, and draw it again by itself, without the rest of the page.
+    """Draw a part of a page, and refresh it without the rest of the page.
 
     Args:
         render: draws it.
-        least_s: it is not drawn again more often than this, whatever the visitor picked.
+        least_s: seconds between two refreshes, at least, whatever the visitor picked.
     """
     refresh_s = selection().refresh_s
     st.fragment(render, run_every=None if refresh_s is None else max(refresh_s, least_s))()
 
 
 def server_away() -> bool:
-    """Say so if the server does not answer. True when there is nothing else to show either."""
+    """Show an error if the server does not answer. Returns True if there is nothing else to show."""
     watcher = monitor()
     if not watcher.error:
         return False
@@ -152,7 +152,7 @@ def server_away() -> bool:
 
 
 def snapshot_or_reason(model: str) -> Snapshot | None:
-    """The model's snapshot; without one, say why."""
+    """The model's snapshot; shows an error if there is none."""
     if not model:
         st.info("No model of Quire is loaded.")
         return None
@@ -165,9 +165,9 @@ def snapshot_or_reason(model: str) -> Snapshot | None:
 
 
 def request_names(requests: Sequence[RequestState]) -> list[str]:
-    """What each request is called: the client's own name for it where there is one, and the beginning of its id.
+    """Names of the requests: the client's label if there is one, and the beginning of the id.
 
-    A client may call it anything: where Markdown is read, `words.as_code` is to be put around it.
+    A client chooses the label: use `words.as_code` where Markdown is rendered.
     """
     return [
         f"{printable(request.label, _MOST_OF_A_LABEL)} ({request.id[:6]})" if request.label else request.id[:12]
@@ -179,7 +179,7 @@ def chart(
     title: str, unit: str, lines: Sequence[Line], *, key: str, rules: Mapping[str, float] | None = None,
     format_: str = "~s", top: float | None = None, say: Callable[[float], str] | None = None,
 ) -> None:  # fmt: skip
-    """A chart of queries over the picked time range, under its title and what it says now."""
+    """A chart of queries over the selected time range, below its title and present values."""
     picked = selection()
     error = ""
     try:
@@ -199,28 +199,28 @@ def chart(
         if top is None and drawn.highest <= 0:
             top = 1.0  # an axis from 0 to 0 has no numbers
         spec = line_spec(unit, rules=near, format_=format_, top=top, series=drawn.names)
-        # The alternative text becomes part of the specification: with figures in it, each refresh drew a new chart.
+        # The alternative text is part of the specification: with figures in it, each refresh would draw a new chart.
         draw(drawn.table, spec, key=key, alt=title)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Drawn:
-    """What a chart is made of, for all who look at it until there are other points."""
+    """A chart's data, shared by all visitors until there are new points."""
 
     source: list[list[Point]]
     table: pa.Table
     names: Sequence[str]
     current: Mapping[str, float]
-    """What each line says now."""
+    """Present value of each line."""
     highest: float
     """The largest of all values, at least 0."""
     near: set[str]
-    """Rules that were drawn with it the last time."""
+    """Rules that were drawn the last time."""
 
 
 def _near(rules: Mapping[str, float], drawn: _Drawn) -> Mapping[str, float]:
-    """Those that leave room for the lines. What is drawn stays for longer than it takes to be drawn: of a load that
-    swings about one limit, every refresh would bring another specification, and so a new chart."""
+    """Rules that leave room for the lines, with hysteresis: with values around a single limit, every refresh would
+    change the specification, and so draw a new chart."""
     near = {
         name: value
         for name, value in rules.items()
@@ -232,13 +232,13 @@ def _near(rules: Mapping[str, float], drawn: _Drawn) -> Mapping[str, float]:
 
 
 def _drawn_of(what: tuple[tuple[Line, ...], str, float], source: list[list[Point]]) -> _Drawn:
-    """Made once of the same lists of points: `Monitor.points` gives the same ones until there is something new."""
+    """Cached by the lists of points: `Monitor.points` returns the same ones until there is something new."""
     lines, last = what[0], _drawn.get(what)
     if last is not None and len(last.source) == len(source) and all(map(operator.is_, last.source, source)):
         return last
     points = [
         point if line.by else Point(point.time, line.name, point.value)
-        for line, found in zip(lines, source, strict=False)  # none when they could not be had
+        for line, found in zip(lines, source, strict=False)  # none if they could not be fetched
         for point in found
     ]
     names = [line.name for line in lines] if all(not line.by for line in lines) else sorted({p.series for p in points})
@@ -248,7 +248,7 @@ def _drawn_of(what: tuple[tuple[Line, ...], str, float], source: list[list[Point
         source=source,
         table=points_table(points),
         names=names,
-        # A line that has ended some time ago says nothing of now.
+        # A line that ended some time ago has no present value.
         current={name: point.value for name, point in newest.items() if point.time > end - 30},
         highest=max((point.value for point in points), default=0.0),
         near=set() if last is None else last.near,
@@ -257,7 +257,7 @@ def _drawn_of(what: tuple[tuple[Line, ...], str, float], source: list[list[Point
 
 
 def figures(shown: Sequence[tuple[str, str, str]]) -> None:
-    """A row of figures: (what, how much, what that means). On a phone, two in a row."""
+    """A row of figures: (name, value, explanation). On a phone, two in a row."""
     with st.container(horizontal=True, gap="small"):
         for label, value, explained in shown:
             st.metric(label, value, help=explained or None, width=150)

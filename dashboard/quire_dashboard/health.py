@@ -1,8 +1,7 @@
 """Health in words: what is wrong, what the likely cause is, and what to do about it.
 
-A pure function of what /metrics and the snapshot say: nothing here fetches, draws or remembers. The findings come in
-order of how much they explain: an engine that is gone explains every miss, a full KV cache explains preemptions, and
-those explain a bad time to first token.
+A pure function of /metrics and the snapshot. Findings are ordered by how much they explain: an engine that is down
+explains every miss, a full KV cache explains preemptions, and those explain a bad time to first token.
 """
 
 import statistics
@@ -33,7 +32,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """What is known of one model over the last minute or so. None, or nothing: not known."""
+    """Evidence on one model over about the last minute. None or empty: unknown."""
 
     server_error: str = ""
     """Why /metrics could not be read; empty if it could."""
