@@ -1,5 +1,6 @@
 """CausalLM: what the worker asks of a model."""
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,10 +10,25 @@ from quire_kernels import AttentionPlan
 
 from quire_engine.distributed import ParallelState
 
-__all__ = ["CausalLM", "ForwardContext", "KVCaches"]
+__all__ = ["AttentionSpec", "CausalLM", "ForwardContext", "KVCaches"]
 
 KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
 """By layer of a stage: keys and values, each [N, K, B, D]; legend in `quire_kernels`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """The attention of a layer, as far as its KV cache and its kernels depend on it; layers may differ.
+
+    Attributes:
+        num_heads: query heads of this rank.
+        num_kv_heads: key and value heads of this rank.
+        head_size: of all of them.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +45,9 @@ class ForwardContext:
     """[S + 1], cumulative number of scheduled tokens."""
     seq_lens: torch.Tensor
     """[S], context and scheduled tokens together."""
-    plan: AttentionPlan | None = None
-    """How the layers' attention is divided among threads; each layer makes its own if there is none."""
+    plans: Mapping[AttentionSpec, AttentionPlan]
+    """How the attention is divided among threads, in layers of each kind; a layer whose kind is not there makes its
+    own."""
 
 
 class CausalLM(Protocol):
@@ -48,8 +65,8 @@ class CausalLM(Protocol):
     """Of the hidden states."""
 
     @property
-    def num_heads(self) -> int:
-        """Query heads of this rank, in each layer."""
+    def attention_specs(self) -> Sequence[AttentionSpec]:
+        """By layer of this stage."""
 
     def forward(self, token_ids_T: torch.Tensor, context: ForwardContext, kv_caches: KVCaches) -> torch.Tensor | None:
         """Compute one step. All ranks take part.
@@ -94,5 +111,5 @@ class CausalLM(Protocol):
         All ranks of the last stage take part; those that do not sample get None.
         """
 
-    def first_layer_only(self) -> AbstractContextManager[None]:
-        """While it lasts, a step computes one layer, and needs the KV cache of one; for measuring memory."""
+    def one_layer_of_each_kind(self) -> AbstractContextManager[None]:
+        """While it lasts, these are all the layers there are; for measuring memory."""

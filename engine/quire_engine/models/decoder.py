@@ -18,7 +18,7 @@ from quire_kernels import add_rms_norm, paged_attention, rms_norm, rope_and_cach
 from torch import nn
 
 from quire_engine.distributed import ParallelState
-from quire_engine.models.base import ForwardContext, KVCaches
+from quire_engine.models.base import AttentionSpec, ForwardContext, KVCaches
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.layers import Weight, rope_cos_sin
 from quire_engine.models.parallel import (
@@ -45,6 +45,7 @@ class Attention(nn.Module):
             config.int8,
         )  # fmt: skip
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.spec = AttentionSpec(self.num_heads, self.num_kv_heads, self.head_size)
         in_features = config.num_heads * self.head_size
         self.o_proj = RowParallel(in_features, "o_proj", config.hidden_size, options.o_bias, parallel, config.int8)
         self.eps = config.rms_norm_eps
@@ -82,7 +83,7 @@ class Attention(nn.Module):
             context.query_start_loc,
             context.seq_lens,
             self.head_size**-0.5,
-            context.plan,
+            context.plans.get(self.spec),
         )
         out_TE: torch.Tensor = self.o_proj(out_THD.flatten(1))
         return out_TE
@@ -117,7 +118,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A `CausalLM`, whose members are explained there, of layers that are all alike."""
+    """A `CausalLM`, whose members are explained there."""
 
     def __init__(self, config: CheckpointConfig, max_model_len: int, parallel: ParallelState = ParallelState()) -> None:
         super().__init__()
@@ -181,22 +182,20 @@ class Decoder(nn.Module):
         return add_rms_norm(hidden_TE, residual_TE, self.norm.weight, self.eps)
 
     @contextlib.contextmanager
-    def first_layer_only(self) -> Iterator[None]:
-        """One of them takes as much memory as all: each gives back what it took before the next one begins."""
+    def one_layer_of_each_kind(self) -> Iterator[None]:
+        """They take as much memory as all of them: each gives back what it took before the next one begins."""
         layers = self.layers
-        number, layer = next(iter(layers.items()))
-        self.layers = nn.ModuleDict({number: layer})
+        first = {spec: number for number, spec in reversed(list(zip(layers, self.attention_specs, strict=True)))}
+        self.layers = nn.ModuleDict({number: layers[number] for number in sorted(first.values(), key=int)})
         try:
             yield
         finally:
             self.layers = layers
 
     @property
-    def num_heads(self) -> int:
-        """Query heads of this rank, in each layer."""
-        layer = next(iter(self.layers.values()))
-        assert isinstance(layer, DecoderLayer)
-        return layer.self_attn.num_heads
+    def attention_specs(self) -> list[AttentionSpec]:
+        """By layer of this stage."""
+        return [layer.self_attn.spec for layer in self.layers.values() if isinstance(layer, DecoderLayer)]
 
     def compute_logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
         """[S, E] -> [S, V], or None."""

@@ -1,11 +1,15 @@
 """How many KV blocks a number of bytes holds."""
 
+from collections.abc import Iterable
+
+from quire_engine.models.base import AttentionSpec
+
 __all__ = ["block_bytes", "num_blocks_for"]
 
 
-def block_bytes(*, num_layers: int, num_kv_heads: int, head_size: int, block_size: int, dtype_bytes: int) -> int:
-    """Bytes of one block over all layers: a key and a value of `num_kv_heads × head_size` for each of its tokens."""
-    return 2 * num_layers * num_kv_heads * head_size * block_size * dtype_bytes
+def block_bytes(specs: Iterable[AttentionSpec], block_size: int, dtype_bytes: int) -> int:
+    """Bytes of one block over all layers: a key and a value of each KV head for each of its tokens."""
+    return sum(2 * spec.num_kv_heads * spec.head_size for spec in specs) * block_size * dtype_bytes
 
 
 def num_blocks_for(

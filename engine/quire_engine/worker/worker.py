@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from quire_kernels import AttentionPlan, plan_attention
 from quire_kernels.cpu import status as kernel_status
 from quire_kernels.dispatch import uses_triton
 from quire_kernels.kv_cache import is_tiled, new_kv_cache
@@ -25,18 +24,19 @@ from quire_engine.messages import (
     WakeUp,
     WorkerCall,
 )
-from quire_engine.models.base import KVCaches
+from quire_engine.models.base import AttentionSpec, KVCaches
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Decoder
 from quire_engine.models.loader import load_model
 from quire_engine.models.mapped import mapped_zeros
-from quire_engine.models.parallel import num_parameters, shard, stage_layers
+from quire_engine.models.parallel import num_parameters
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.system.memory import return_freed_memory
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.cache_memory import CpuCacheMemory, GpuCacheMemory, check_tables
 from quire_engine.worker.cache_sizing import block_bytes, num_blocks_for
 from quire_engine.worker.fault_injection import FaultInjection
+from quire_engine.worker.forward.base import plan_attentions
 from quire_engine.worker.forward.decode_graphs import DecodeGraphs
 from quire_engine.worker.forward.graph_capture import CudaCapture, capture_sizes, run_as_captured
 from quire_engine.worker.model_runner import ModelRunner
@@ -88,12 +88,13 @@ class Worker:
             self._gpu_memory = GpuCacheMemory(config, device)
         model = self._load_model()
         parameters = num_parameters(model)
-        cache = torch.empty(
-            0, self.num_kv_heads, config.cache.block_size, checkpoint.head_size, dtype=self.cache_dtype, device=device
-        )
+        spec = model.attention_specs[0]
+        shape = (0, spec.num_kv_heads, config.cache.block_size, spec.head_size)
+        cache = torch.empty(shape, dtype=self.cache_dtype, device=device)
         # Stages hand each other what they compute in between, which is for the host to do.
         is_stage = parallel.pipeline_parallel_size > 1
-        self._captures_graphs = uses_triton(cache) and not config.model.enforce_eager and not is_stage
+        self._uses_triton = uses_triton(cache)
+        self._captures_graphs = self._uses_triton and not config.model.enforce_eager and not is_stage
         logger.info(
             "%s: %.1f M parameters, %s, on %s, %s",
             config.model.model, parameters / 1e6, config.model.quantization or name, device,
@@ -110,30 +111,14 @@ class Worker:
             logger.warning("models are computed in plain torch, which is slow: %s", kernel_status().reason)
         return f"threads: {num_threads}, kernels: {kernel_status().instruction_set or 'plain torch'}"
 
-    @property
-    def num_layers(self) -> int:
-        """Layers of this rank's stage."""
-        return len(stage_layers(self.checkpoint.num_layers, self.parallel))
-
-    @property
-    def num_kv_heads(self) -> int:
-        """KV heads of this rank, in each layer."""
-        heads = shard(self.checkpoint.num_kv_heads, self.parallel)
-        return int(heads.stop - heads.start)
-
     def determine_num_blocks(self) -> int:
         """Blocks for `kv_cache_memory_bytes`, or for what a profiling run leaves of the memory.
 
         Raises:
             ValueError: not even one block fits, or there is not as much memory as the setting says.
         """
-        bytes_per_block = block_bytes(
-            num_layers=self.num_layers,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.checkpoint.head_size,
-            block_size=self.config.cache.block_size,
-            dtype_bytes=self.cache_dtype.itemsize,
-        )
+        specs = self.runner.model.attention_specs
+        bytes_per_block = block_bytes(specs, self.config.cache.block_size, self.cache_dtype.itemsize)
         cpu_memory = CpuCacheMemory(self.config)
         (self._gpu_memory or cpu_memory).check_setting()
         if self._gpu_memory is not None:
@@ -169,7 +154,7 @@ class Worker:
         """Allocate the cache, and capture CUDA graphs. On the CPU pages become real memory when first written."""
         self._num_blocks = num_blocks
         # One block more for the rows of padding that a graph has, which no request ever gets.
-        self.runner.kv_caches = self._allocate_caches(num_blocks + self._captures_graphs, self.num_layers)
+        self.runner.kv_caches = self._allocate_caches(num_blocks + self._captures_graphs)
         if self._captures_graphs:
             self._capture_graphs()
 
@@ -239,23 +224,23 @@ class Worker:
             self.config.model.load_format,
         )  # fmt: skip
 
-    def _allocate_caches(self, num_blocks: int, num_layers: int) -> KVCaches:
+    def _allocate_caches(self, num_blocks: int) -> KVCaches:
         """Keys and values, by layer; on the CPU in huge pages, as a step reads all over them."""
-        shape = (num_blocks, self.num_kv_heads, self.config.cache.block_size, self.checkpoint.head_size)
 
-        def cache() -> torch.Tensor:
+        def cache(spec: AttentionSpec) -> torch.Tensor:
+            shape = (num_blocks, spec.num_kv_heads, self.config.cache.block_size, spec.head_size)
             if self.device.type == "cpu":
                 return mapped_zeros(shape, self.cache_dtype, huge_pages=True)
             return new_kv_cache(*shape, self.cache_dtype, self.device)
 
-        return [(cache(), cache()) for _ in range(num_layers)]
+        return [(cache(spec), cache(spec)) for spec in self.runner.model.attention_specs]
 
     def _profile_run(self) -> None:
         """The largest step there can be, on a cache of its own: shows its memory, and warms every op up.
 
-        Through one layer, which shows as much as all of them, and takes a fraction of the time. Kernels in the Triton
-        language are compiled when they are first used: for those, the requests decode, too, and there is another step
-        of one prompt, as the prompts of many requests may be so short that they are computed as decodes are.
+        Through one layer of each kind, which shows as much as all of them, and takes a fraction of the time. Kernels in
+        the Triton language are compiled when they are first used: for those, the requests decode, too, and there is
+        another step of one prompt, as those of many requests may be so short that they are computed as decodes are.
         """
         scheduler, block_size = self.config.scheduler, self.config.cache.block_size
         num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
@@ -263,40 +248,40 @@ class Worker:
         longest = max(self.max_model_len - 1, 1)
         num_tokens = min(scheduler.max_num_batched_tokens // num_seqs, longest)
         blocks_each = -(-min(num_tokens + 1, self.max_model_len) // block_size)
-        self.runner.kv_caches = self._allocate_caches(num_seqs * blocks_each, num_layers=1)
         many = [
             _profile_request(num_tokens, range(i * blocks_each, (i + 1) * blocks_each), f"profile-{i}")
             for i in range(num_seqs)
         ]
-        batches, decodes = [many], uses_triton(self.runner.kv_caches[0][0])
-        if decodes:
+        batches, model = [many], self.runner.model
+        if self._uses_triton:
             num_tokens = min(num_seqs * num_tokens, longest)
             blocks = range(-(-min(num_tokens + 1, self.max_model_len) // block_size))
             batches.append([_profile_request(num_tokens, blocks)])
-        # Of the longest sequences there can be, attention leaves parts in memory that these short ones do not need.
-        parts = self._plan_longest(num_seqs) if decodes else None
-        with self.runner.model.first_layer_only():
+        num_layers = len(model.attention_specs)
+        with model.one_layer_of_each_kind():
+            self.runner.kv_caches = self._allocate_caches(num_seqs * blocks_each)
+            # Of the longest sequences there can be, attention leaves parts in memory that these short ones do not need.
+            parts = self._plan_longest(num_seqs) if self._uses_triton else None
             for requests in batches:
-                self._profile_batch(requests, decodes)
-        del parts
-        self._recorded_bytes = self.num_layers * self.runner.recorded_bytes
+                self._profile_batch(requests)
+            del parts
+        self._recorded_bytes = num_layers * self.runner.recorded_bytes  # at most, where there are several kinds
         self.runner.kv_caches = []
 
-    def _plan_longest(self, num_seqs: int) -> AttentionPlan | None:
-        """Of the longest sequences there can be: decodes, and a short suffix."""
+    def _plan_longest(self, num_seqs: int) -> object:
+        """The memory that plans of the longest sequences there can be hold: decodes, and a short suffix."""
         query_lens = torch.ones(num_seqs + 1, dtype=torch.int64)
         query_lens[-1] = min(SUFFIX_TOKENS, self.max_model_len)
         query_start_loc = torch.cat((query_lens.new_zeros(1), query_lens.cumsum(0)))
         seq_lens = torch.full_like(query_lens, self.max_model_len)
         table = torch.zeros(num_seqs + 1, 1, dtype=torch.int64)
-        num_heads, key_cache = self.runner.model.num_heads, self.runner.kv_caches[0][0]
-        return plan_attention(table, query_start_loc, seq_lens, num_heads, key_cache)
+        return plan_attentions(self.runner.model, self.runner.kv_caches, table, query_start_loc, seq_lens)
 
-    def _profile_batch(self, requests: list[NewRequestData], decodes: bool) -> None:
-        """Compute the requests' prompts in one step, and one token more of each in another one if asked for."""
+    def _profile_batch(self, requests: list[NewRequestData]) -> None:
+        """Compute the requests' prompts in one step, and where kernels are compiled, in another one a token more."""
         lengths = {request.request_id: request.num_prompt_tokens for request in requests}
         self.execute_model(SchedulerOutput(lengths, new_requests=requests))
-        if decodes:
+        if self._uses_triton:
             token_ids = [] if self._runs_ahead else [[0] for _ in requests]  # of which ranks that do not sample hear
             columns = CachedRequestData(list(lengths), [[] for _ in requests], list(lengths.values()), token_ids)
             self.execute_model(SchedulerOutput(dict.fromkeys(lengths, 1), cached_requests=columns))

@@ -10,6 +10,7 @@ from quire_engine.errors import RequestError
 from quire_engine.frontend.parallel_sampling import child_seed
 from quire_engine.messages import EngineCoreOutput, EngineCoreOutputs, FinishReason, SchedulerOutput
 from quire_engine.models import CheckpointConfig
+from quire_engine.models.base import AttentionSpec
 from quire_engine.outputs import CompletionOutput, RequestOutput
 from quire_engine.worker.cache_sizing import block_bytes
 from quire_engine.worker.submitted_step import SubmittedStep
@@ -26,10 +27,8 @@ def params(seed: int, n: int = 1, **settings: Any) -> SamplingParams:
 
 def make_llm(folder: Path, num_blocks: int = 512, **settings: Any) -> LLM:
     config = CheckpointConfig.from_folder(folder)
-    per_block = block_bytes(
-        num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_size=config.head_size, block_size=16,
-        dtype_bytes=4,
-    )  # fmt: skip
+    specs = [AttentionSpec(config.num_heads, config.num_kv_heads, config.head_size)] * config.num_layers
+    per_block = block_bytes(specs, block_size=16, dtype_bytes=4)
     return LLM(folder, dtype="float32", max_model_len=256, kv_cache_memory_bytes=num_blocks * per_block, **settings)
 
 

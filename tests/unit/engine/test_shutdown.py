@@ -38,7 +38,7 @@ def held_by(llm: LLM) -> list[weakref.ref[Any]]:
     parts = [worker, runner, runner.model, captured, runner.last_token_ids, *runner.model.parameters(), *caches]
     if runner.graphs is not None:
         parts += [getattr(graph.forward, "__self__", graph.forward) for graph in runner.graphs._graphs.values()]
-        parts += [runner.graphs._hidden, runner.graphs._plan.partials]
+        parts += [runner.graphs._hidden, *(plan.partials for plan in runner.graphs._plans.values())]
     return [weakref.ref(part) for part in parts]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.models import CheckpointConfig
+from quire_engine.models.base import AttentionSpec
 from quire_engine.worker.cache_sizing import block_bytes
 from support.oracle import CHECKPOINTS, Expected
 
@@ -31,13 +32,8 @@ which knows no model: all its ways with one checkpoint, and with each of the oth
 
 def make_llm(folder: Path, budget: int, enable_prefix_caching: bool, num_blocks: int | None) -> LLM:
     config = CheckpointConfig.from_folder(folder)
-    per_block = block_bytes(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_size=config.head_size,
-        block_size=16,
-        dtype_bytes=4,
-    )
+    specs = [AttentionSpec(config.num_heads, config.num_kv_heads, config.head_size)] * config.num_layers
+    per_block = block_bytes(specs, block_size=16, dtype_bytes=4)
     return LLM(
         folder,
         dtype="float32",

@@ -25,15 +25,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import torch
-from quire_kernels import plan_attention, sample
+from quire_kernels import sample
 from quire_kernels.attention_plan import GpuAttentionPlan
 from tqdm import tqdm
 
 from quire_engine.device.transfer import upload
 from quire_engine.messages import SchedulerOutput
-from quire_engine.models.base import CausalLM, ForwardContext, KVCaches
+from quire_engine.models.base import AttentionSpec, CausalLM, ForwardContext, KVCaches
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import StepInputs
+from quire_engine.worker.forward.base import plan_attentions
 from quire_engine.worker.forward.graph_capture import Capture, Function, coarse_to_fine
 
 __all__ = ["DecodeGraphs"]
@@ -186,20 +187,19 @@ class DecodeGraphs:
         self._hidden = torch.zeros(max_size, self._model.hidden_size, dtype=dtype, device=device)
         self._sampled = torch.zeros(max_size, dtype=torch.int64, device=device)
         self._query_start_loc = torch.arange(max_size + 1, device=device)
-        plan = plan_attention(
-            self._block_table.by_slot,
-            torch.arange(max_size + 1),
-            torch.full((max_size,), self._max_model_len),
-            self._model.num_heads,
-            key_cache,
-        )
-        assert isinstance(plan, GpuAttentionPlan), "only kernels in the Triton language find their plan on the device"
-        self._plan = plan
+        longest = (torch.arange(max_size + 1), torch.full((max_size,), self._max_model_len))
+        plans = plan_attentions(self._model, self._kv_caches, self._block_table.by_slot, *longest)
+        self._plans: dict[AttentionSpec, GpuAttentionPlan] = {}
+        for spec, plan in plans.items():
+            assert isinstance(plan, GpuAttentionPlan), "only kernels in the Triton language find theirs on the device"
+            self._plans[spec] = plan
 
     def _capture_one(self, size: int) -> _Graph:
         column = self._columns(size)
-        partials, lse = self._plan.partials[:size], self._plan.partial_lse[:size]
-        plan = replace(self._plan, partials=partials, partial_lse=lse)
+        plans = {
+            spec: replace(plan, partials=plan.partials[:size], partial_lse=plan.partial_lse[:size])
+            for spec, plan in self._plans.items()
+        }
 
         def forward() -> None:
             slots = column["slots"]
@@ -209,7 +209,7 @@ class DecodeGraphs:
                 block_table=self._block_table.by_slot[slots],
                 query_start_loc=self._query_start_loc[: size + 1],
                 seq_lens=column["seq_lens"],
-                plan=plan,
+                plans=plans,
             )
             token_ids = torch.where(column["from_device"] != 0, self._last_token_ids[slots], column["token_ids"])
             hidden = self._model.forward(token_ids, context, self._kv_caches)

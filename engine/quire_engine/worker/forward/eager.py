@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy.typing as npt
 import torch
-from quire_kernels import plan_attention
 
 from quire_engine.device.transfer import upload
 from quire_engine.models.base import CausalLM, ForwardContext, KVCaches
 from quire_engine.worker.batch.input_batch import TABLE_STEP, InputBatch
 from quire_engine.worker.batch.step_inputs import StepInputs
+from quire_engine.worker.forward.base import plan_attentions
 
 __all__ = ["EagerForward"]
 
@@ -58,8 +58,7 @@ class EagerForward:
         if self._last_token_ids is not None:
             slots_T, is_on_device_T = ahead
             token_ids_T = torch.where(is_on_device_T, self._last_token_ids[slots_T], token_ids_T)
-        # All layers have as many heads, so one plan of the attention does for all of them. On a GPU it is made of what
-        # the host knows: of what is there it would wait for.
+        # On a GPU, plans are made of what the host knows: of what is there it would wait for.
         known = (torch.from_numpy(inputs.query_start_loc), torch.from_numpy(inputs.seq_lens))
         context = ForwardContext(
             positions=positions_T,
@@ -67,6 +66,6 @@ class EagerForward:
             block_table=block_table,
             query_start_loc=starts,
             seq_lens=lens,
-            plan=plan_attention(block_table, *known, self._model.num_heads, key_cache),
+            plans=plan_attentions(self._model, self._kv_caches, block_table, *known),
         )
         return token_ids_T, context

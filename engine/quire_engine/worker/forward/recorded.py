@@ -3,11 +3,12 @@
 import logging
 
 import torch
-from quire_kernels import NotRecordableError, Recording, plan_attention, record
+from quire_kernels import NotRecordableError, Recording, record
 from quire_kernels.attention_plan import CpuAttentionPlan
 
-from quire_engine.models.base import CausalLM, ForwardContext, KVCaches
+from quire_engine.models.base import AttentionSpec, CausalLM, ForwardContext, KVCaches
 from quire_engine.worker.batch.step_inputs import StepInputs
+from quire_engine.worker.forward.base import plan_attentions
 from quire_engine.worker.forward.eager import EagerForward
 
 __all__ = ["RECORDED_TOKENS", "RecordedForward"]
@@ -34,7 +35,7 @@ class RecordedForward:
         self._hidden = torch.empty(RECORDED_TOKENS, model.hidden_size, dtype=model.dtype)
         self._positions = torch.zeros(RECORDED_TOKENS, dtype=torch.int64)
         self._slot_mapping = torch.zeros(RECORDED_TOKENS, dtype=torch.int64)
-        self._plan: CpuAttentionPlan | None = None
+        self._plans: dict[AttentionSpec, CpuAttentionPlan] = {}
         self._out = self._hidden
         self._recording: Recording | None = None
         self._record()
@@ -48,12 +49,13 @@ class RecordedForward:
         num_tokens = len(inputs.token_ids)
         token_ids_T, context = self._eager.upload(inputs)
         assert self._recording is not None
-        assert self._plan is not None
-        assert isinstance(context.plan, CpuAttentionPlan)
         self._hidden[:num_tokens] = self._model.embed(token_ids_T)
         self._positions[:num_tokens] = context.positions
         self._slot_mapping[:num_tokens] = context.slot_mapping
-        self._plan.copy_(context.plan)
+        for spec, plan in self._plans.items():
+            own = context.plans[spec]
+            assert isinstance(own, CpuAttentionPlan)
+            plan.copy_(own)
         self._recording.run(num_tokens)
         return self._out[:num_tokens]
 
@@ -66,17 +68,17 @@ class RecordedForward:
         """Record the layers over one request's tokens; any plan will do, as each run brings its own."""
         table, seq_lens = torch.zeros(1, RECORDED_TOKENS, dtype=torch.int64), torch.tensor([RECORDED_TOKENS])
         start_loc = torch.tensor([0, RECORDED_TOKENS])
-        plan = plan_attention(table, start_loc, seq_lens, self._model.num_heads, self._kv_caches[0][0])
-        if not isinstance(plan, CpuAttentionPlan):  # none but the C++ kernels can be recorded
+        plans = plan_attentions(self._model, self._kv_caches, table, start_loc, seq_lens)
+        self._plans = {spec: plan for spec, plan in plans.items() if isinstance(plan, CpuAttentionPlan)}
+        if not self._plans:  # none but the C++ kernels can be recorded
             return
-        self._plan = plan
         context = ForwardContext(
             positions=self._positions,
             slot_mapping=self._slot_mapping,
             block_table=table,
             query_start_loc=start_loc,
             seq_lens=seq_lens,
-            plan=plan,
+            plans=self._plans,
         )
         try:
             with record(RECORDED_TOKENS) as recording:

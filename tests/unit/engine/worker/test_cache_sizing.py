@@ -1,12 +1,13 @@
 """Sizing: blocks from bytes."""
 
 import pytest
+from quire_engine.models.base import AttentionSpec
 from quire_engine.worker.cache_sizing import block_bytes, num_blocks_for
 
 
 def test_block_holds_a_key_and_a_value_per_layer_head_and_token() -> None:
-    shape = {"num_layers": 3, "num_kv_heads": 5, "head_size": 7, "block_size": 11, "dtype_bytes": 2}
-    assert block_bytes(**shape) == 2 * 3 * 5 * 7 * 11 * 2
+    specs = [AttentionSpec(10, 5, 7), AttentionSpec(10, 5, 7), AttentionSpec(4, 1, 3)]
+    assert block_bytes(specs, block_size=11, dtype_bytes=2) == 2 * (5 * 7 + 5 * 7 + 1 * 3) * 11 * 2
 
 
 def num_blocks(available_bytes: int, max_model_len: int = 1000, max_num_seqs: int = 100) -> int:

@@ -17,7 +17,7 @@ from quire_engine.sampling_params import SamplingParams
 from quire_engine.worker import model_runner
 from quire_engine.worker.batch import sampling_inputs
 from quire_engine.worker.batch.input_batch import InputBatch
-from quire_engine.worker.forward import decode_graphs, eager
+from quire_engine.worker.forward import base, decode_graphs, eager
 from quire_engine.worker.forward.decode_graphs import DecodeGraphs
 from quire_engine.worker.forward.graph_capture import run_as_captured
 from quire_engine.worker.model_runner import ModelRunner
@@ -94,8 +94,7 @@ def _gpu(config: CheckpointConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         monkeypatch.setattr(module, "upload", upload)
     monkeypatch.setattr(sampling_inputs, "upload_tensors", upload_tensors)
     monkeypatch.setattr(sampler, "Download", FakeDownload)
-    for module in (eager, decode_graphs):
-        monkeypatch.setattr(module, "plan_attention", plan_attention)
+    monkeypatch.setattr(base, "plan_attention", plan_attention)
     monkeypatch.setattr("triton.runtime.interpreter.GridExecutor.__call__", launch)
     with FakeTensorMode(allow_non_fake_inputs=True), OneDevice():
         yield
