@@ -24,6 +24,7 @@ from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.request import Request
 
 __all__ = [
+    "VOCAB_SIZE",
     "FakeModelRunner",
     "RandomProposer",
     "make_request",

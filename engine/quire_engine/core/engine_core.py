@@ -37,6 +37,7 @@ from quire_engine.messages import (
 )
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.scheduler import Scheduler
+from quire_engine.scheduler.drafter import cut_drafts
 from quire_engine.scheduler.grammar import GrammarError
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.validation import validate_request
@@ -377,12 +378,11 @@ class EngineCore:
         structured = self.scheduler.structured_requests_to_sample(scheduler_output)
         if not structured:
             return []
-        drafts = scheduler_output.draft_token_ids
-        scheduler_output.grammar_bitmask, num_allowed, failed = self.structured_output.grammar_bitmask(
-            structured, drafts
+        scheduler_output.grammar_bitmask, cut, failed = self.structured_output.grammar_bitmask(
+            structured, scheduler_output.draft_token_ids
         )
-        for request, number in num_allowed:
-            self.scheduler.cut_drafts(scheduler_output, request, number)
+        for request, num_left in cut:
+            cut_drafts(scheduler_output, request, num_left)
         return [output for request, error in failed for output in self._refuse(request, error)]
 
     def _refuse(self, request: Request, error: GrammarError) -> list[EngineCoreOutput]:

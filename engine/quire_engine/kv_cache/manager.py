@@ -8,9 +8,12 @@ A cached block always holds, for whoever comes to read it, what its hash says; s
 2. With async scheduling a request may compute tokens that are not known yet. These are always its last, so they are in
    no block that is filed, and nothing that is in flight writes to one: not even the step too many of a request that has
    ended at a stop token, which computes that very token, at its place.
-3. A request that ends or is preempted files what has become known since, and frees its blocks while steps in flight
+3. Drafts are computed at the places behind the last known token, which are in no block that is filed either. Those that
+   were right have become known tokens, and were computed as such; one that was wrong is computed anew, at its place,
+   before it can be in a block that is filed.
+4. A request that ends or is preempted files what has become known since, and frees its blocks while steps in flight
    may still write to those that were not filed. Their next owner's writes come later, and it reads only what it wrote.
-4. After a failed step nothing is in flight any more, and all hashes are forgotten.
+5. After a failed step nothing is in flight any more, and all hashes are forgotten.
 """
 
 from array import array

@@ -41,11 +41,7 @@ class Grammar(Protocol):
     """CPU time that the last `fill_bitmask` took; 0 before the first."""
 
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
-        """Advance by tokens that were really sampled; False when the grammar does not allow them."""
-        ...
-
-    def rollback(self, num_tokens: int) -> None:
-        """Take the last tokens back."""
+        """Advance by tokens that were sampled and count; False when the grammar does not allow them."""
         ...
 
     def fill_bitmask(self, bitmask: npt.NDArray[np.int32], row: int) -> None:
@@ -53,6 +49,16 @@ class Grammar(Protocol):
 
         Raises:
             GrammarError: no token may come next, or the grammar is too slow to go on with.
+        """
+        ...
+
+    def fill_behind(self, drafts: Sequence[int], bitmask: npt.NDArray[np.int32], first_row: int) -> int:
+        """Fill a row behind each draft, as if the drafts before it had been accepted. Changes nothing else: not how far
+        the output has come, nor what the grammar is known to cost.
+
+        Returns:
+            How many rows were filled: up to a draft that the grammar does not allow, or that nothing may follow, or
+            that took too long.
         """
         ...
 

@@ -42,6 +42,7 @@ class Request:
     and values in the KV cache. The scheduler's whole task is to let the second number catch up with the first.
 
     With async scheduling it may pass it: the workers know the tokens that are in flight, though nobody else does yet.
+    With drafts likewise, until the step shows how many of them were right.
 
     ::
 
@@ -58,7 +59,7 @@ class Request:
         "eos_token_ids",
         "events",
         "grammar",
-        "has_drafts",
+        "is_drafted",
         "is_replay",
         "last_stale_step",
         "lora_id",
@@ -105,8 +106,8 @@ class Request:
         """Tokens in flight that a step may follow on from before they are known; only with async scheduling."""
         self.needs_token_values = _needs_token_values(sampling_params)
         """Whether the engine has to know each token before the next is sampled: it never has a placeholder."""
-        self.has_drafts = False
-        """Whether a proposer drafts for it."""
+        self.is_drafted = False
+        """Whether tokens are drafted for it: then a step may sample several positions of it."""
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache when the request was first scheduled."""
         self.num_preemptions = 0

@@ -22,8 +22,8 @@ Several steps may be in flight; the chunks of a prompt follow each other at once
   depends on the values of earlier ones in ways that the host has to work out (`needs_token_values`). That a request
   ends at a stop token is known one step late; what has been computed too much for it then is dropped.
 
-A `Proposer` may draft the tokens to come of a request that decodes. Its step computes them, too, and nothing follows on
-from it before the result is there, which takes back what was rejected::
+What a step has left may go to drafts of the tokens to come (`drafter`). Nothing follows on from them before the result
+is there, which takes back those that were rejected::
 
     num_computed_tokens     7 ──── schedule: 1 and 3 drafts ────► 11 ──── update: 1 draft was right ────► 9
 """
@@ -36,6 +36,7 @@ from itertools import chain, count, islice
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.messages import EngineCoreOutput, FinishReason, ModelRunnerOutput, SchedulerOutput
+from quire_engine.scheduler.drafter import Drafter
 from quire_engine.scheduler.fault_isolation import FaultIsolation
 from quire_engine.scheduler.limits import RequestLimits
 from quire_engine.scheduler.proposer import Proposer
@@ -61,7 +62,7 @@ class Scheduler:
         pipeline_parallel_size: stages of the model, each of which is to have a step of its own.
         async_scheduling: whether a step may follow on from tokens that are not known yet.
         sends_new_token_ids: whether there are ranks that do not sample, and have to be told what was sampled: with
-            async scheduling, only of the requests that have drafts.
+            async scheduling, only of the requests that tokens are drafted for.
     """
 
     def __init__(
@@ -92,13 +93,17 @@ class Scheduler:
         self._structured: dict[str, Request] = {}
         """Live requests with a grammar."""
         self._worker_knowledge = WorkerKnowledge(sends_new_token_ids, ranks_tell_each_other=async_scheduling)
-        self.proposer: Proposer | None = None
+        self._drafter: Drafter | None = None
         self._isolation = FaultIsolation()
         self._clock = clock
         self._limits = RequestLimits(config, clock)
         self._arrivals = count()
         self._ended: list[EngineCoreOutput] = []
         """Of requests that ended without a step: refused, or out of time."""
+
+    def draft_with(self, proposer: Proposer, vocab_size: int) -> None:
+        """Have tokens drafted for requests that come from now on."""
+        self._drafter = Drafter(proposer, self.kv_cache, vocab_size, self.config.max_num_seqs)
 
     # -- requests come and go ---------------------------------------------------------------------------------------
 
@@ -108,8 +113,8 @@ class Scheduler:
         request.queued_at = self._clock()
         request.last_stale_step = self._num_steps  # one with the same id may have been in these
         self.requests[request.request_id] = request
-        if self.proposer is not None and self.proposer.drafts_for(request):
-            request.has_drafts = request.needs_token_values = True
+        if self._drafter is not None:
+            self._drafter.take_note(request)
         if request.is_replay:
             request.note_event("replayed", request.queued_at, request.num_output_tokens)
         self._limits.watch(request, self.requests)
@@ -201,6 +206,8 @@ class Scheduler:
         for request in excess:
             self.finish_request(request.request_id)
         self._ended += [self._limits.excess_output(request, self._num_queued) for request in excess]
+        if self._drafter is not None and not isolation.is_active:  # alone, a request is to fail for itself
+            self._drafter.add_drafts(output, self.requests, budget.num_tokens)
         self._worker_knowledge.complete(output, self.requests)
         return output
 
@@ -214,14 +221,6 @@ class Scheduler:
             for request_id, request in self._structured.items()
             if request_id in output.num_scheduled_tokens and request.num_computed_tokens >= request.num_tokens
         ]
-
-    def cut_drafts(self, output: SchedulerOutput, request: Request, num_drafts: int) -> None:
-        """Leave a request fewer drafts in a step that was not submitted yet."""
-        drafts = output.draft_token_ids.pop(request.request_id)
-        if num_drafts:
-            output.draft_token_ids[request.request_id] = drafts[:num_drafts]
-        output.num_scheduled_tokens[request.request_id] -= len(drafts) - num_drafts
-        request.num_computed_tokens -= len(drafts) - num_drafts
 
     def _schedule_running(self, output: SchedulerOutput) -> StepBudget:
         """Part 1; returns what it leaves.
@@ -240,28 +239,18 @@ class Scheduler:
             num_computed_tokens = request.num_computed_tokens
             num_left = len(request.all_token_ids) + request.num_output_placeholders - num_computed_tokens
             num_new_tokens = num_left
-            drafts: list[int] = []
             if num_left > 1:
                 num_new_tokens = budget.chunk(num_left, max(num_tokens - (len(running) - index - 1), 1))
                 request.note_event("prefill_chunk", self._clock(), num_new_tokens)
             elif num_left <= 0 or len(scheduled) >= share:
                 index += 1
                 continue
-            elif request.has_drafts:
-                drafts = self._propose(request, num_tokens - (len(running) - index))
-                num_new_tokens += len(drafts)
             block_ids: list[int] = []
             if num_computed_tokens + num_new_tokens > request.no_allocation_until:
-                allocated = self.kv_cache.allocate_slots(request, num_new_tokens) if drafts else None
-                if allocated is None:  # nobody gives way to drafts
-                    num_new_tokens -= len(drafts)
-                    drafts = []
-                    allocated = self._allocate_or_preempt(request, num_new_tokens)
+                allocated = self._allocate_or_preempt(request, num_new_tokens)
                 if allocated is None:
                     break
                 block_ids = allocated
-            if drafts:
-                output.draft_token_ids[request.request_id] = drafts
             if num_new_tokens < num_left:
                 budget.count_partial_prefill(num_left)
             elif runs_ahead:
@@ -275,13 +264,6 @@ class Scheduler:
             index += 1
         budget.num_tokens = num_tokens
         return budget
-
-    def _propose(self, request: Request, budget: int) -> list[int]:
-        """Drafts behind a request's last token, at most `budget`; one token is left to be sampled behind them."""
-        max_tokens = min(budget, request.max_tokens - request.num_output_tokens - 1)
-        if self.proposer is None or max_tokens < 1:
-            return []
-        return self.proposer.propose(request, max_tokens)[:max_tokens]
 
     def _allocate_or_preempt(self, request: Request, num_new_tokens: int) -> list[int] | None:
         """Blocks for a running request, taken from the last in `running` as far as need be; None when that is itself.
@@ -374,7 +356,8 @@ class Scheduler:
         outputs += new
         for output in new:
             if output.queue_seconds is not None:
-                self.requests[output.request_id].note_event("first_token", self._clock(), 1)
+                num_tokens = len(output.new_token_ids)
+                self.requests[output.request_id].note_event("first_token", self._clock(), num_tokens)
         for request_id in complete:
             self.finish_request(request_id)
         isolated = self._isolation.isolated

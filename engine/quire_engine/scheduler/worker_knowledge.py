@@ -23,8 +23,8 @@ class WorkerKnowledge:
 
     Args:
         sends_new_token_ids: whether there are ranks that do not sample, and have to be told what was sampled.
-        ranks_tell_each_other: whether they are told by the rank that samples, of all requests but those with drafts:
-            of these it knows only at the end of the step what counts.
+        ranks_tell_each_other: whether the rank that samples tells them at once. It does not where tokens are drafted:
+            there the end of the step shows what counts.
     """
 
     def __init__(self, sends_new_token_ids: bool, ranks_tell_each_other: bool) -> None:
@@ -59,10 +59,10 @@ class WorkerKnowledge:
             return
         cached = output.cached_requests
         running = [requests[request_id] for request_id in cached.request_ids]
-        if self._ranks_tell_each_other and not any(request.has_drafts for request in running):
+        if self._ranks_tell_each_other and not any(request.is_drafted for request in running):
             return
         for request in running:
-            is_told = not self._ranks_tell_each_other or request.has_drafts
+            is_told = not self._ranks_tell_each_other or request.is_drafted
             cached.new_token_ids.append(request.all_token_ids[request.num_known_tokens :] if is_told else [])
             request.num_known_tokens = request.num_tokens
 

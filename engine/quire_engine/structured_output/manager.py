@@ -6,7 +6,7 @@
     init_grammar ── not cached ──► CompilerProcess.submit ─────────────────────────────────► compile
     poll (eventfd) ◄─────────────────────────────────────── load, queue, ring ◄───────────── CompiledGrammar
     take_finished: cache, attach to the requests
-    grammar_bitmask: one row per structured request that is sampled in the step
+    grammar_bitmask: a row for each position that the step samples of a structured request
 """
 
 import contextlib
@@ -258,24 +258,27 @@ class StructuredOutputManager:
         for request in requests:
             grammar, own = request.grammar, drafts.get(request.request_id, ())
             assert grammar is not None
-            num_allowed = 0
+            num_left = 0
             try:
                 if slow_seconds > STEP_SECONDS and grammar.last_fill_seconds > SLOW_FILL_SECONDS:
                     raise GrammarError(
                         "the grammar is too ambiguous: finding out what may come next takes "
                         f"{grammar.last_fill_seconds * 1e3:.0f} ms, and other requests take as long at the same time"
                     )
-                _fill_row(bitmask, row, request, 0)
+                grammar.fill_bitmask(bitmask, row)
                 if grammar.last_fill_seconds > SLOW_FILL_SECONDS:
                     slow_seconds += grammar.last_fill_seconds
                 elif own:
-                    num_allowed = _fill_rows_behind_drafts(bitmask, row, request, own)
+                    num_left = grammar.fill_behind(own, bitmask, row + 1)
+                num_early = request.sampling_params.min_tokens - request.num_output_tokens
+                for early_row in bitmask[row : row + 1 + num_left][: max(num_early, 0)]:
+                    _forbid_stop(early_row, request.eos_token_ids | request.stop_token_ids)
             except Exception as error:
                 bitmask[row] = -1
                 failed.append((request, error if isinstance(error, GrammarError) else _failure(request)))
-            if num_allowed < len(own):
-                cut.append((request, num_allowed))
-            row += 1 + num_allowed
+            if num_left < len(own):
+                cut.append((request, num_left))
+            row += 1 + num_left
         return GrammarBitmask([request.request_id for request in requests], bitmask[:row].tobytes()), cut, failed
 
     def _is_cached(self, key: _Key) -> bool:
@@ -291,40 +294,6 @@ class StructuredOutputManager:
         while len(self._cache) > MAX_CACHED_GRAMMARS or self._cached_bytes > MAX_CACHED_BYTES:
             oldest, forgotten = self._cache.popitem(last=False)
             self._cached_bytes -= _size(oldest, forgotten)
-
-
-def _fill_row(bitmask: npt.NDArray[np.int32], row: int, request: Request, num_drafts: int) -> None:
-    """The tokens that may follow what the request's grammar has accepted, including its first `num_drafts` drafts.
-
-    Raises:
-        GrammarError: none may.
-    """
-    assert request.grammar is not None
-    request.grammar.fill_bitmask(bitmask, row)
-    if request.num_output_tokens + num_drafts < request.sampling_params.min_tokens:
-        _forbid_stop(bitmask[row], request.eos_token_ids | request.stop_token_ids)
-
-
-def _fill_rows_behind_drafts(
-    bitmask: npt.NDArray[np.int32], first_row: int, request: Request, drafts: Sequence[int]
-) -> int:
-    """Fill a row behind each draft that the grammar allows and can go on from; returns for how many."""
-    grammar, num_accepted, num_filled = request.grammar, 0, 0
-    assert grammar is not None
-    try:
-        for token_id in drafts:
-            if not grammar.accept_tokens([token_id]):
-                break
-            num_accepted += 1
-            if grammar.is_terminated() or grammar.last_fill_seconds > SLOW_FILL_SECONDS:
-                break
-            _fill_row(bitmask, first_row + num_accepted, request, num_accepted)
-            num_filled = num_accepted
-    except GrammarError:
-        pass  # it is the request's end when it comes there, and no draft's business
-    finally:
-        grammar.rollback(num_accepted)
-    return num_filled
 
 
 def _close(compiler: CompilerProcess, results: _Results) -> None:

@@ -19,6 +19,8 @@ token after 400 of them."""
 MEAN_TOKEN_SECONDS = 0.005
 ALLOWANCE_SECONDS = 0.5
 """All tokens together may take this and `MEAN_TOKEN_SECONDS` for each, of one request and of all with one grammar."""
+DRAFT_SECONDS = 0.005
+"""CPU time that all drafts of one request may take of a step. Usual is some hundred-thousandths of a second."""
 VERDICT_SECONDS = 30.0
 """For how long other requests with a grammar that took more than that are refused."""
 
@@ -62,6 +64,8 @@ class XGrammar:
         self._seconds = 0.0
         self._slowest_seconds = 0.0
         self.last_fill_seconds = 0.0
+        self._is_slow_behind_drafts = False
+        """Whether drafts took so long once that there are none any more."""
 
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
         started = time.thread_time()
@@ -71,9 +75,6 @@ class XGrammar:
         self._account(started, len(token_ids))
         return accepted
 
-    def rollback(self, num_tokens: int) -> None:
-        self._matcher.rollback(num_tokens)
-
     def fill_bitmask(self, bitmask: npt.NDArray[np.int32], row: int) -> None:
         self._check_time()
         started = time.thread_time()
@@ -82,6 +83,27 @@ class XGrammar:
         self.last_fill_seconds = self._account(started, 1)
         if not bitmask[row].any():
             raise GrammarError("the grammar allows no token to come next, so no text can satisfy it from here on")
+
+    def fill_behind(self, drafts: Sequence[int], bitmask: npt.NDArray[np.int32], first_row: int) -> int:
+        """As of `Grammar`."""
+        if self._is_slow_behind_drafts:
+            return 0
+        started, num_accepted, num_filled = time.thread_time(), 0, 0
+        for token_id in drafts:
+            if not self._matcher.accept_token(token_id):
+                break
+            num_accepted += 1
+            if self._matcher.is_terminated():
+                break
+            row = first_row + num_filled
+            if not self._matcher.fill_next_token_bitmask(bitmask, row):
+                bitmask[row] = -1
+            self._is_slow_behind_drafts = time.thread_time() - started > DRAFT_SECONDS
+            if self._is_slow_behind_drafts or not bitmask[row].any():
+                break
+            num_filled += 1
+        self._matcher.rollback(num_accepted)
+        return num_filled
 
     def is_terminated(self) -> bool:
         return bool(self._matcher.is_terminated())

@@ -29,8 +29,9 @@ Int64Array = npt.NDArray[np.int64]
 class ModelRunner:
     """Owns the persistent batch and the KV cache tensors of one rank.
 
-    All ranks keep the same batch. Only the output rank samples. The others hear of the tokens in a later step, or where
-    steps are submitted ahead at once, as the next step begins with them.
+    All ranks keep the same batch. Only the output rank samples. The others hear of the tokens in a later step; or where
+    steps are submitted ahead at once, as the next step begins with them, but not of requests with drafts, of which the
+    next step begins with what came of this one.
 
     Args:
         model: this rank's part, on its device.
@@ -89,7 +90,7 @@ class ModelRunner:
         2. Flatten the scheduled tokens of all requests into one batch.
         3. Run the model over it, by the first way of doing so that takes such a step.
         4. Where asked for, keep the log-probabilities of the prompt tokens that were computed.
-        5. Sample for the requests whose last token was computed, and count one token more for each.
+        5. Sample for the requests whose last token was computed, and count one token more for each without drafts.
 
         A stage before the last ends with 3. Of the last one all ranks compute logits, and one has something to return.
         """
@@ -158,7 +159,8 @@ class ModelRunner:
         group = self.parallel.tensor_group
         if group is not None:
             token_ids_R = group.all_reduce(token_ids_R.clone())
-        self.last_token_ids[slots_R] = token_ids_R  # where there are drafts, nobody reads it
+        # Of a slot with drafts any of its tokens may be left here: the next step has them from the host.
+        self.last_token_ids[slots_R] = token_ids_R
 
     def _prompt_logprobs(self, inputs: StepInputs, hidden_TE: torch.Tensor) -> dict[str, PromptLogprobs]:
         """Score the prompt tokens that follow the ones computed in this step, for the requests that want it."""

@@ -17,6 +17,7 @@ and what was sampled behind it is dropped. If all are accepted, one token more h
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
@@ -49,28 +50,32 @@ class PendingTokens:
 
     def fill(self, output: ModelRunnerOutput) -> None:
         """Wait for the tokens, and tell the batch and the output of them."""
-        tokens, request_ids = self._tokens.wait(), self._sampled.request_ids
-        token_ids, logprobs = [[token_id] for token_id in tokens.token_ids], [[one] for one in tokens.logprobs]
+        tokens, request_ids, batch = self._tokens.wait(), self._sampled.request_ids, self._batch
         if self._sampled.drafts:
             rows = self._rows_that_count(tokens.token_ids)
-            token_ids, logprobs = [tokens.token_ids[own] for own in rows], [tokens.logprobs[own] for own in rows]
+            token_ids = [tokens.token_ids[own] for own in rows]
+            logprobs = [[entry for entry in tokens.logprobs[own] if entry is not None] for own in rows]
+        else:
+            token_ids = [[token_id] for token_id in tokens.token_ids]
+            logprobs = [[] if entry is None else [entry] for entry in tokens.logprobs]
         with self._lock:
-            same = np.flatnonzero(self._batch.generation[self._slots] == self._generation)
-            self._batch.settle_lists(self._slots[same], self._positions[same], [token_ids[i] for i in same.tolist()])
+            is_same = batch.generation[self._slots] == self._generation
+            if self._sampled.drafts:
+                own_ids = list(compress(token_ids, is_same.tolist()))
+                batch.settle_lists(self._slots[is_same], self._positions[is_same], own_ids)
+            else:
+                last_ids = np.array(tokens.token_ids, dtype=np.int64)
+                batch.settle_tokens(self._slots[is_same], self._positions[is_same], last_ids[is_same])
         output.sampled_token_ids = dict(zip(request_ids, token_ids, strict=True))
-        output.logprobs = {
-            request_id: [entry for entry in entries if entry is not None]
-            for request_id, entries in zip(request_ids, logprobs, strict=True)
-            if entries[0] is not None
-        }
+        output.logprobs = {request_id: own for request_id, own in zip(request_ids, logprobs, strict=True) if own}
 
     def _rows_that_count(self, token_ids: list[int]) -> list[slice]:
         """Of each request, the rows up to the first one whose token is not the draft in its place."""
-        drafts = self._sampled.drafts
-        return [
-            slice(start, start + 1 + count_accepted(drafts.get(request_id, ()), token_ids[start:]))
-            for request_id, start in zip(self._sampled.request_ids, self._starts.tolist(), strict=True)
-        ]
+        rows = []
+        for request_id, start in zip(self._sampled.request_ids, self._starts.tolist(), strict=True):
+            own = self._sampled.drafts.get(request_id, ())
+            rows.append(slice(start, start + 1 + count_accepted(own, token_ids[start : start + len(own)])))
+        return rows
 
 
 def count_accepted(drafts: Sequence[int], sampled: Sequence[int]) -> int:

@@ -135,9 +135,9 @@ class InputBatch:
         return not special.any()
 
     def drafts(self, slots: Int64Array, offsets: Int64Array) -> dict[int, Int64Array]:
-        """The first drafts of each row, as many as `offsets` says; rows of none are not there."""
+        """By row, the first drafts of its slot, as many as `offsets` says; rows of none are not there."""
         rows, ends = np.flatnonzero(offsets), self.num_tokens[slots]
-        return {row: self.token_ids[slots[row], ends[row] : ends[row] + offsets[row]] for row in rows.tolist()}
+        return {row: self.token_ids[slots[row], ends[row] : ends[row] + offsets[row]].copy() for row in rows.tolist()}
 
     def output_tail(self, slot: int, num_tokens: int, num_drafts: int = 0) -> list[int]:
         """The last `num_tokens` of the output tokens and the first drafts behind them, or all if there are fewer."""

@@ -38,6 +38,7 @@ def sampling_metadata(
         batch.seed[slots].view(np.int64), num_tokens,
     )  # fmt: skip
     temperature, top_p, top_k, min_p, seeds, positions = upload(device, *columns)
+    drafts = batch.drafts(slots, sampled.offsets) if sampled.drafts else {}
     tails = partial(_output_tail, batch, sampled)
     return SamplingMetadata(
         temperature=temperature,
@@ -49,7 +50,7 @@ def sampling_metadata(
         num_logprobs=dict(zip(rows_with_logprobs.tolist(), num_logprobs[rows_with_logprobs].tolist(), strict=True)),
         forbidden=[(row, batch.stop_token_ids[slots[row]]) for row in early_rows if row not in constrained],
         all_greedy=not batch.temperature[slots].any(),
-        penalties=upload_tensors(device, batch.penalties.gather(slots, batch.drafts(slots, sampled.offsets))),
+        penalties=upload_tensors(device, batch.penalties.gather(slots, drafts)),
         token_constraints=upload_tensors(device, batch.token_constraints.gather(slots, tails)),
         grammar_bitmask=grammar,
     )

@@ -55,13 +55,13 @@ class SampledRows:
         """Those of the requests of which one token is sampled for certain."""
         if not self.drafts:
             return self.slots
-        has_drafts = np.fromiter((request_id in self.drafts for request_id in self.request_ids), dtype=np.bool_)
-        return self.slots[self.starts][~has_drafts]
+        is_drafted = np.fromiter((request_id in self.drafts for request_id in self.request_ids), dtype=np.bool_)
+        return self.slots[self.starts][~is_drafted]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepInputs:
-    """S requests, T tokens; int64 but for the last one."""
+    """S requests, T tokens."""
 
     request_ids: list[str]
     slots: Int64Array
@@ -108,8 +108,8 @@ class StepInputs:
         if query_start_loc[-1] == len(slots):
             token_slots, positions = slots, num_computed
         else:
-            offsets = np.arange(query_start_loc[-1]) - np.repeat(query_start_loc[:-1], num_scheduled)
-            token_slots, positions = np.repeat(slots, num_scheduled), np.repeat(num_computed, num_scheduled) + offsets
+            places = np.arange(query_start_loc[-1]) - np.repeat(query_start_loc[:-1], num_scheduled)
+            token_slots, positions = np.repeat(slots, num_scheduled), np.repeat(num_computed, num_scheduled) + places
         seq_lens = num_computed + num_scheduled
         num_drafts = np.fromiter((len(drafts.get(i, ())) for i in request_ids), np.int64) if drafts else None
         block_ids = batch.block_table[token_slots, positions // block_size]

@@ -11,9 +11,12 @@ import numpy.typing as npt
 import pytest
 from quire_engine.messages import EngineCoreOutput, ErrorCode, FinishReason, ModelRunnerOutput, SchedulerOutput
 from quire_engine.sampling_params import SamplingParams
+from quire_engine.scheduler import Scheduler
+from quire_engine.scheduler.drafter import cut_drafts
 from quire_engine.scheduler.request import Request
 from quire_engine.structured_outputs_params import StructuredOutputsParams
 from support.scheduling import (
+    VOCAB_SIZE,
     FakeModelRunner,
     RandomProposer,
     make_request,
@@ -38,7 +41,7 @@ class AnythingGoes:
         self.seen += token_ids
         return True
 
-    def rollback(self, num_tokens: int) -> None:
+    def fill_behind(self, drafts: Sequence[int], bitmask: npt.NDArray[np.int32], first_row: int) -> int:
         raise NotImplementedError
 
     def fill_bitmask(self, bitmask: npt.NDArray[np.int32], row: int) -> None:
@@ -49,19 +52,25 @@ class AnythingGoes:
 
 
 class Follower(FakeModelRunner):
-    """A rank that does not sample: it knows only the tokens that it is told of."""
+    """A rank that does not sample: it knows only the tokens that it is told of. With steps ahead the one that samples
+    tells it at once, of requests that no tokens are drafted for."""
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        output = super().execute_model(scheduler_output)
-        for request_id, token_ids in output.sampled_token_ids.items():
-            del self._requests[request_id].token_ids[-len(token_ids) :]
-        return output
+    scheduler: Scheduler
+
+    def submit(self, scheduler_output: SchedulerOutput) -> None:
+        super().submit(scheduler_output)
+        result = self._results[-1]
+        if isinstance(result, ModelRunnerOutput):
+            for request_id, token_ids in result.sampled_token_ids.items():
+                if not self.scheduler.async_scheduling or self.scheduler.requests[request_id].is_drafted:
+                    del self._requests[request_id].token_ids[-len(token_ids) :]
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_states(scheduler_output)
         cached = scheduler_output.cached_requests
-        for request_id, token_ids in zip(cached.request_ids, cached.new_token_ids, strict=True):
-            self._requests[request_id].token_ids += token_ids
+        if cached.new_token_ids or not self.scheduler.async_scheduling:
+            for request_id, token_ids in zip(cached.request_ids, cached.new_token_ids, strict=True):
+                self._requests[request_id].token_ids += token_ids
 
 
 class Life:
@@ -102,13 +111,17 @@ class Life:
             clock=lambda: self.now,
             pipeline_parallel_size=1 if ahead else num_batches,
             async_scheduling=ahead,
-            sends_new_token_ids=num_batches > 1 and not ahead,
+            sends_new_token_ids=num_batches > 1,
             **settings,
         )
         if drafts:
-            self.scheduler.proposer = RandomProposer(rng, true_continuation)
-        kinds = [FakeModelRunner, Follower] if num_batches > 1 and not ahead else [FakeModelRunner]
-        self.runners = [kind.for_scheduler(self.scheduler, self.is_poisoned) for kind in kinds]
+            self.scheduler.draft_with(RandomProposer(rng, true_continuation), VOCAB_SIZE)
+        self.runners = [FakeModelRunner.for_scheduler(self.scheduler, self.is_poisoned)]
+        if num_batches > 1:
+            follower = Follower.for_scheduler(self.scheduler, self.is_poisoned)
+            assert isinstance(follower, Follower)
+            follower.scheduler = self.scheduler
+            self.runners.append(follower)
         self.poison: dict[str, int] = {}
         self.expected: dict[str, tuple[list[int], FinishReason]] = {}
         self.streamed: dict[str, list[int]] = {}
@@ -183,7 +196,8 @@ class Life:
                 break
             self.in_flight.append(scheduler_output)
             if self.ahead:
-                self.runners[0].submit(scheduler_output)
+                for runner in self.runners:
+                    runner.submit(scheduler_output)
         scheduler_output = self.in_flight.popleft()
         try:
             runner_output = self._execute(scheduler_output)
@@ -211,6 +225,9 @@ class Life:
         num_preemptions = first.num_preemptions if first else 0
         isolated = scheduler._isolation.isolated
         scheduler_output = scheduler.schedule()
+        for request_id, drafts in list(scheduler_output.draft_token_ids.items()):
+            if self.random.random() < 0.2:
+                cut_drafts(scheduler_output, scheduler.requests[request_id], self.random.randrange(len(drafts)))
         scheduler.check_integrity()
         scheduled = scheduler_output.num_scheduled_tokens
         if not self.in_flight:
@@ -223,9 +240,9 @@ class Life:
             assert set(scheduled) <= {isolated.request_id}, "not alone in isolation"
         self._check_partial_prefills()
         if "without" in self.counts:
-            self.counts["without"] += any(not request.has_drafts for request in scheduler.running)
+            self.counts["without"] += any(not request.is_drafted for request in scheduler.running)
         for request in scheduler.running:
-            if request.has_drafts:
+            if request.is_drafted:
                 own = [
                     len(step.draft_token_ids.get(request.request_id, ()))
                     for step in (*self.in_flight, scheduler_output)
@@ -241,16 +258,17 @@ class Life:
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """All ranks come to the same; they fail together, too."""
         first, *others = self.runners
-        if self.ahead:
-            return first.collect()
+        if not self.ahead:
+            for runner in self.runners:
+                runner.submit(scheduler_output)
         try:
-            output = first.execute_model(scheduler_output)
+            output = first.collect()
         except RuntimeError:
             for other in others:
                 with pytest.raises(RuntimeError):
-                    other.execute_model(scheduler_output)
+                    other.collect()
             raise
-        assert all(other.execute_model(scheduler_output) == output for other in others)
+        assert all(other.collect() == output for other in others)
         return output
 
     def _drop_in_flight(self) -> None:
@@ -258,8 +276,9 @@ class Life:
         while self.in_flight:
             scheduler_output = self.in_flight.popleft()
             if self.ahead:
-                with pytest.raises(RuntimeError):  # like all steps behind one that failed
-                    self.runners[0].collect()
+                for runner in self.runners:
+                    with pytest.raises(RuntimeError):  # like all steps behind one that failed
+                        runner.collect()
                 continue
             for runner in self.runners:
                 with contextlib.suppress(RuntimeError, AssertionError):

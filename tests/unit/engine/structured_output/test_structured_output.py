@@ -323,8 +323,8 @@ class SlowGrammar:
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
         return True
 
-    def rollback(self, num_tokens: int) -> None:
-        pass
+    def fill_behind(self, drafts: Sequence[int], bitmask: npt.NDArray[np.int32], first_row: int) -> int:
+        raise NotImplementedError
 
     def fill_bitmask(self, bitmask: npt.NDArray[np.int32], row: int) -> None:
         bitmask[row] = 1

@@ -31,8 +31,8 @@ class CountingGrammar:
         self.seen += token_ids
         return self.refuses_at is None or len(self.seen) <= self.refuses_at
 
-    def rollback(self, num_tokens: int) -> None:
-        del self.seen[-num_tokens:]
+    def fill_behind(self, drafts: Sequence[int], bitmask: npt.NDArray[np.int32], first_row: int) -> int:
+        raise NotImplementedError
 
     def fill_bitmask(self, bitmask: npt.NDArray[np.int32], row: int) -> None:
         bitmask[row] = -1

@@ -3,7 +3,6 @@
 import gc
 import mmap
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -78,12 +77,14 @@ def test_steps_of_all_kinds_are_run_where_kernels_are_compiled_when_first_used(
 ) -> None:
     """On all ranks alike: they wait for each other."""
 
-    def plan(table: torch.Tensor, starts: torch.Tensor, seq_lens: torch.Tensor, *others: Any) -> torch.Tensor:
+    def plan(
+        model: object, caches: object, table: torch.Tensor, starts: torch.Tensor, seq_lens: torch.Tensor
+    ) -> torch.Tensor:
         planned.append(seq_lens.tolist())
         return seq_lens
 
     planned: list[list[int]] = []
-    monkeypatch.setattr("quire_engine.worker.worker.plan_attention", plan)
+    monkeypatch.setattr("quire_engine.worker.worker.plan_attentions", plan)
     monkeypatch.setattr("quire_engine.worker.worker.uses_triton", lambda tensor: True)
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "async_scheduling": async_scheduling}
     config = EngineConfig.from_settings({"model": str(TINYPY), "enforce_eager": True, **settings})
