@@ -288,11 +288,6 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     """Guesses at the tokens to come, for requests whose last token is computed. They are among the scheduled tokens:
     the step samples behind each of them, too."""
 
-    @property
-    def total_num_scheduled_tokens(self) -> int:
-        """Tokens of the whole step."""
-        return sum(self.num_scheduled_tokens.values())
-
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True):
     """What one step sampled. A request whose prompt is not yet wholly computed has no entry.

@@ -21,8 +21,8 @@ __all__ = ["UniProcExecutor"]
 
 
 @dataclass(slots=True)
-class _BegunStep:
-    """A step that was submitted."""
+class _StepAhead:
+    """A step that began when it was submitted."""
 
     began_at: float
     step: SubmittedStep | Exception
@@ -41,7 +41,7 @@ class UniProcExecutor(Executor):
         with on_device(self._device):
             self._the_worker: Worker | None = Worker(config, checkpoint, max_model_len, device=self._device)
         self._async_scheduling = config.async_scheduling(uses_gpu=self._device.type == "cuda")
-        self._submitted: deque[SchedulerOutput | _BegunStep] = deque()
+        self._submitted: deque[SchedulerOutput | _StepAhead] = deque()
         self._step_clock = StepClock()
         self._busy_seconds = 0.0
 
@@ -73,13 +73,13 @@ class UniProcExecutor(Executor):
         finally:
             self._busy_seconds += self._step_clock.end(begun.began_at)
 
-    def _begin(self, scheduler_output: SchedulerOutput) -> _BegunStep:
+    def _begin(self, scheduler_output: SchedulerOutput) -> _StepAhead:
         began_at = time.perf_counter()
         try:
             with on_device(self._device):
-                return _BegunStep(began_at, self._worker.submit_model(scheduler_output))
+                return _StepAhead(began_at, self._worker.submit_model(scheduler_output))
         except Exception as error:
-            return _BegunStep(began_at, error)
+            return _StepAhead(began_at, error)
 
     def collective_rpc(self, call: WorkerCall) -> list[int]:
         with on_device(self._device):

@@ -62,8 +62,8 @@ class WorkerKnowledge:
         if self._ranks_tell_each_other and not any(request.is_drafted for request in running):
             return
         for request in running:
-            is_told = not self._ranks_tell_each_other or request.is_drafted
-            cached.new_token_ids.append(request.all_token_ids[request.num_known_tokens :] if is_told else [])
+            is_sent = not self._ranks_tell_each_other or request.is_drafted
+            cached.new_token_ids.append(request.all_token_ids[request.num_known_tokens :] if is_sent else [])
             request.num_known_tokens = request.num_tokens
 
     def step_was_not_sent(self, output: SchedulerOutput) -> None:

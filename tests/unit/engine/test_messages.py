@@ -112,10 +112,6 @@ def test_bad_sampling_params_inside_a_request_are_refused_on_the_wire() -> None:
         msgspec.msgpack.decode(frame, type=EngineCoreRequest)
 
 
-def test_step_counts_its_tokens() -> None:
-    assert SchedulerOutput({"a": 3, "b": 1}).total_num_scheduled_tokens == 4
-
-
 def test_messages_share_no_default_lists() -> None:
     first, second = SchedulerOutput({}), SchedulerOutput({})
     first.dropped_request_ids.append("a")

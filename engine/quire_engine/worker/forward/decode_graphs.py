@@ -63,22 +63,22 @@ class DeviceBlockTable:
         self._batch = batch
         self.by_slot = torch.zeros(batch.max_num_seqs + 1, batch.block_table.shape[1], dtype=torch.int64, device=device)
         """[max_num_seqs + 1, M]; the last row is for rows of padding."""
-        self._num_told = np.zeros(batch.max_num_seqs, dtype=np.int64)
+        self._num_uploaded = np.zeros(batch.max_num_seqs, dtype=np.int64)
         self._generation = np.full(batch.max_num_seqs, -1, dtype=np.int64)
 
     def update(self, slots: Int64Array) -> None:
         """Tell the device of the blocks that these slots' requests have got since they were last named here."""
         batch = self._batch
         is_new = self._generation[slots] != batch.generation[slots]
-        self._num_told[slots[is_new]] = 0
+        self._num_uploaded[slots[is_new]] = 0
         self._generation[slots] = batch.generation[slots]
-        num_told, num_blocks = self._num_told[slots], batch.num_blocks[slots]
-        num_new = num_blocks - num_told
+        num_uploaded, num_blocks = self._num_uploaded[slots], batch.num_blocks[slots]
+        num_new = num_blocks - num_uploaded
         if not num_new.any():
             return
-        self._num_told[slots] = num_blocks
+        self._num_uploaded[slots] = num_blocks
         rows = np.repeat(slots, num_new)
-        columns = np.arange(len(rows)) + np.repeat(num_told - (np.cumsum(num_new) - num_new), num_new)
+        columns = np.arange(len(rows)) + np.repeat(num_uploaded - (np.cumsum(num_new) - num_new), num_new)
         flat = self.by_slot.view(-1)
         places, block_ids = upload(
             flat.device, rows * self.by_slot.shape[1] + columns, batch.block_table[rows, columns]

@@ -80,7 +80,7 @@ class History:
 
         scheduled = scheduler_output.num_scheduled_tokens
         assert bool(scheduled) == scheduler.has_requests(), "no progress"
-        assert scheduler_output.total_num_scheduled_tokens <= config.max_num_batched_tokens
+        assert sum(scheduler_output.num_scheduled_tokens.values()) <= config.max_num_batched_tokens
         if config.long_prefill_token_threshold:
             assert max(scheduled.values(), default=0) <= config.long_prefill_token_threshold
         assert len(scheduler.running) <= config.max_num_seqs
