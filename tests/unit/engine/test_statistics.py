@@ -177,7 +177,7 @@ def test_cancelled_and_impossible_requests_are_not_judged_and_refused_ones_are(f
             await running
         assert recorder.verdicts() == [(None, None, None)]
 
-    with engine(folder, max_num_seqs=1, max_queued_requests=0) as (llm, recorder):
+    with engine(folder, step_seconds=0.05, max_num_seqs=1, max_queued_requests=0) as (llm, recorder):
         run(llm, main)
 
 
@@ -195,7 +195,7 @@ def test_a_request_that_waited_for_too_long_says_how_long(folder: Path) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await running
 
-    with engine(folder, max_num_seqs=1, max_queue_delay_ms=50) as (llm, recorder):
+    with engine(folder, step_seconds=0.05, max_num_seqs=1, max_queue_delay_ms=50) as (llm, recorder):
         run(llm, main)
 
 
