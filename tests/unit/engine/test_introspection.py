@@ -232,7 +232,9 @@ async def _until(condition: Callable[[Snapshot], bool], llm: AsyncLLM) -> Snapsh
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-def test_engine_under_load_tells_of_itself(checkpoint: Callable[[str], Path], tensor_parallel_size: int) -> None:
+def test_engine_under_load_tells_of_itself(
+    checkpoint: Callable[[str], Path], fault: Callable[..., Path], tensor_parallel_size: int
+) -> None:
     folder = checkpoint("tied-gqa")
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     expected = LLM(folder, dtype="float32").generate([[5, 6, 7 + i] for i in range(4)], params, use_tqdm=False)
@@ -273,6 +275,7 @@ def test_engine_under_load_tells_of_itself(checkpoint: Callable[[str], Path], te
         "introspection_token": "a secret of operators",
         "tensor_parallel_size": tensor_parallel_size,
     }
+    fault(action="slow", rank=0, seconds=0.02)  # requests live for two seconds, and are there to be seen
     llm = AsyncLLM(EngineConfig.from_settings({"model": str(folder), **settings}))
     try:
         asyncio.run(main(llm))
