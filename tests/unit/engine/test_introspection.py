@@ -285,8 +285,10 @@ def test_engine_under_load_tells_of_itself(
 
 @pytest.mark.slow
 def test_snapshot_while_the_engine_is_started_again_and_cancel_of_one_sequence(
-    checkpoint: Callable[[str], Path],
+    checkpoint: Callable[[str], Path], fault: Callable[..., Path]
 ) -> None:
+    fault(action="slow", rank=0, seconds=0.02)  # requests live for seconds, and are there to be seen
+
     async def main(llm: AsyncLLM) -> None:
         async def one(n: int) -> list[str | None]:
             params = SamplingParams(temperature=1, max_tokens=200, ignore_eos=True, n=n)
