@@ -108,22 +108,22 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     deadline_ms: float | None = None
-    """Milliseconds from now in which it has to be finished; unset: it may take as long as it does."""
+    """Milliseconds from now within which it has to finish; unset: no deadline."""
     output_token_ids: list[int] = []
-    """What an earlier engine, which died, has sampled for it: generation goes on after these."""
+    """Tokens that an earlier engine sampled for it before it died: generation goes on after these."""
     num_preemptions: int = 0
     """Under earlier engines."""
     max_new_tokens: int | None = None
-    """Tokens to sample now at most, whatever its parameters say."""
+    """Upper bound on the tokens to sample now, whatever its parameters say."""
     is_replay: bool = False
-    """Whether an earlier engine had accepted it: then it is not refused because the queue is full."""
+    """Whether an earlier engine had accepted it: then a full queue does not refuse it."""
 
 
 class ErrorCode(enum.Enum):
-    """What kind of error ended a request, where the caller can do something about it."""
+    """The kind of error that ended a request, for errors that the caller can do something about."""
 
     UNAVAILABLE = "unavailable"
-    """For want of capacity, or of an engine: the same request can succeed later."""
+    """No capacity, or no engine: the same request can succeed later."""
     DEADLINE = "deadline"
     """Its own deadline passed while it waited or ran."""
 
@@ -141,21 +141,21 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     error: str | None = None
     """Why it failed, with `FinishReason.ERROR`."""
     queue_seconds: float | None = None
-    """Time in the waiting queue, with the first token, or with the refusal after a wait for too long."""
+    """Time in the waiting queue: set with the first token, or when the request is refused for waiting too long."""
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     prompt_logprobs: list[PromptLogprobs] | None = None
-    """Of the whole prompt, chunk by chunk, with the first token, when asked for."""
+    """Of the whole prompt, in chunks; set with the first token, when asked for."""
     error_parameter: str | None = None
-    """The request's parameter that `error` is about: the caller's fault then. None: ours."""
+    """The request's parameter that caused `error`, if the caller is at fault; None if we are."""
     error_code: ErrorCode | None = None
-    """The kind of `error`, where it is not the request's or the engine's fault."""
+    """The kind of `error`, if neither the request nor the engine is at fault."""
     retry_after_seconds: float | None = None
-    """With `ErrorCode.UNAVAILABLE`: an estimate of when it is worth trying again."""
+    """With `ErrorCode.UNAVAILABLE`: an estimate of when to try again."""
 
 
 class Call(msgspec.Struct, array_like=True, tag=True):
-    """What the engine core or its ranks are told to do, with its arguments: a class each."""
+    """A call to the engine core or its ranks, with its arguments: one class per call."""
 
 
 class ResetPrefixCache(Call):
@@ -163,31 +163,31 @@ class ResetPrefixCache(Call):
 
 
 class Sleep(Call):
-    """Give memory back: the KV cache's (level 1), and the weights' as well (level 2)."""
+    """Free memory: the KV cache's (level 1), and the weights' as well (level 2)."""
 
     level: int
 
 
 class WakeUp(Call):
-    """Have again what `Sleep` gave back."""
+    """Allocate again what `Sleep` freed."""
 
 
 class IsSleeping(Call):
-    """Say whether the last one of the two above was `Sleep`."""
+    """Return whether the engine sleeps: the last of the two calls above was `Sleep`."""
 
 
 class TakeSnapshot(Call):
-    """Say all that an operator may want to see of this moment."""
+    """Return the engine core's present state, for operators."""
 
 
 UtilityCall = ResetPrefixCache | Sleep | WakeUp | IsSleeping | TakeSnapshot
-"""What the engine core can be told between two steps."""
+"""Calls to the engine core, made between two steps."""
 UtilityResult = bool | EngineCoreSnapshot
-"""The snapshot, or whether it did what it was told to; of `IsSleeping`, whether it sleeps."""
+"""The snapshot of `TakeSnapshot`; for `IsSleeping` whether it sleeps; for the others whether they succeeded."""
 
 
 class UtilityOutput(msgspec.Struct, array_like=True):
-    """What came of a `UtilityCall`."""
+    """The result of a `UtilityCall`."""
 
     call_id: int
     result: UtilityResult = True
@@ -202,23 +202,23 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
     utility_outputs: list[UtilityOutput] = []
     step_stats: StepStats | None = None
     freed_request_ids: list[str] = []
-    """Requests that the frontend has aborted: nothing of them is left."""
+    """Requests that the frontend has aborted, and that hold nothing any more."""
 
 
 class ProcessArguments(msgspec.Struct):
-    """What the process of an engine core is told on its stdin, as one line of JSON."""
+    """Arguments of an engine core's process: one line of JSON on its stdin."""
 
     config: EngineCoreConfig
     input_address: str
     output_address: str
     heartbeat_fd: int
-    """Descriptor of the page where it shows that it moves; inherited."""
+    """Inherited descriptor of the shared page that holds its heartbeat."""
     num_blocks: int | None = None
-    """Size of the KV cache, when it replaces an engine that died: the same as that one's."""
+    """Size of the KV cache; set when it replaces an engine that died, to that engine's size."""
 
 
 class EngineCoreReady(msgspec.Struct):
-    """The engine core's first message: what the edge needs in order to validate, or why there is no engine."""
+    """The engine core's first message: what the frontend needs to validate requests, or why the start failed."""
 
     vocab_size: int = 0
     max_model_len: int = 0
@@ -228,7 +228,7 @@ class EngineCoreReady(msgspec.Struct):
     error: str | None = None
     scheduling_policy: str = "fcfs"
     worker_pids: list[int] = []
-    """Processes of the ranks, where they are not the engine core's own."""
+    """Processes of the ranks; empty if they run in the engine core's own process."""
 
     @property
     def num_kv_cache_tokens(self) -> int:
@@ -237,9 +237,9 @@ class EngineCoreReady(msgspec.Struct):
 
 
 class NewRequestData(msgspec.Struct, array_like=True):
-    """A request that the worker does not know (any more): everything about it, once.
+    """Everything about a request that the worker does not know, or no longer knows; sent once.
 
-    A preempted request is forgotten by the worker and introduced again like this, its output so far included.
+    The worker forgets a preempted request. It gets it again like this, with its output so far.
     """
 
     request_id: str
@@ -258,10 +258,10 @@ class CachedRequestData(msgspec.Struct, array_like=True):
     request_ids: list[str] = []
     new_block_ids: list[list[int]] = []
     num_computed_tokens: list[int] = []
-    """Before this step; with async scheduling, tokens that are known to nobody but the ranks are counted too."""
+    """Before this step; with async scheduling this includes tokens that only the ranks know yet."""
     new_token_ids: list[list[int]] = []
-    """With several ranks, what was sampled since each request's last step: most ranks do not sample. Empty with one
-    rank; with async scheduling the ranks tell each other, of all but the requests that had drafts."""
+    """Tokens sampled since each request's last step, for the ranks that do not sample. Empty with one rank. With async
+    scheduling the ranks exchange them, except for requests with drafts."""
 
 
 class GrammarBitmask(msgspec.Struct, array_like=True):
@@ -269,12 +269,12 @@ class GrammarBitmask(msgspec.Struct, array_like=True):
 
     request_ids: list[str]
     bitmask: bytes
-    """[rows, ceil(vocabulary / 32)] int32; bit i % 32 of word i // 32 is set when token i may come. A row for each
-    request, and behind it one for each of its drafts: for the token behind that."""
+    """[rows, ceil(vocabulary / 32)] int32; bit i % 32 of word i // 32 is set if token i is allowed. Each request has
+    one row, followed by one row per draft, for the token after that draft."""
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True):
-    """One step: how many tokens to compute for which request. Prefill and decode differ in nothing but the number."""
+    """One step: how many tokens to compute for which request. Prefill and decode differ only in that number."""
 
     num_scheduled_tokens: dict[str, int]
     new_requests: list[NewRequestData] = []
@@ -283,26 +283,26 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     """Finished or preempted since the last step: the worker forgets them first."""
     grammar_bitmask: GrammarBitmask | None = None
     step: int = 0
-    """Its number, counted by the scheduler from 1."""
+    """Its number; the scheduler counts from 1."""
     draft_token_ids: dict[str, list[int]] = {}
-    """Guesses at the tokens to come, for requests whose last token is computed. They are among the scheduled tokens:
-    the step samples behind each of them, too."""
+    """Draft tokens, for requests whose last token this step computes. They count as scheduled tokens: the step also
+    samples after each of them."""
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True):
-    """What one step sampled. A request whose prompt is not yet wholly computed has no entry.
+    """What one step sampled. A request whose prompt is not yet fully computed has no entry.
 
-    Of a request with drafts, there are as many tokens as drafts were right, and one more.
+    A request with drafts has one token per accepted draft, and one more.
     """
 
     sampled_token_ids: dict[str, list[int]]
     logprobs: dict[str, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[str, PromptLogprobs] = {}
-    """Of the prompt tokens that this step came to, for requests that want them."""
+    """Of the prompt tokens that this step scored, for requests that want them."""
 
 
 class DetermineNumBlocks(Call):
-    """Say how many KV blocks there is room for."""
+    """Return how many KV blocks fit into the memory."""
 
 
 class InitializeCache(Call):
@@ -312,33 +312,33 @@ class InitializeCache(Call):
 
 
 class UsesGpu(Call):
-    """Say whether it computes on a GPU."""
+    """Return whether the rank computes on a GPU."""
 
 
 WorkerCall = DetermineNumBlocks | InitializeCache | UsesGpu | Sleep | WakeUp
-"""What the ranks can be told between two steps, wherever they run. Each answers with a number, 0 for want of one."""
+"""Calls to the ranks between two steps, wherever they run. Each returns a number, 0 if it has none to return."""
 
 
 class ExecuteModel(Call, tag=""):
-    """Compute a step. It has the shortest tag there is: it is sent some thousand times a second."""
+    """Compute a step. Its tag is empty because it is sent some thousand times a second."""
 
     scheduler_output: SchedulerOutput
 
 
 class StepNanoseconds(Call):
-    """Say the median time of the rank's own part of its last steps, 0 when there were none."""
+    """Return the median time that the rank itself computed in its last steps, 0 if there were none."""
 
 
 class ForgetGroups(Call):
-    """Expect the shared memory of the rank's groups to be as new: they are reset once all ranks have answered."""
+    """Expect the rank's groups to start afresh: their shared memory is reset once all ranks have answered."""
 
 
 class Shutdown(Call):
-    """End. It is not answered."""
+    """End the process. There is no response."""
 
 
 WorkerProcessCall = ExecuteModel | WorkerCall | StepNanoseconds | ForgetGroups | Shutdown
-"""What the processes of the ranks can be told."""
+"""Calls to the processes of the ranks."""
 
 
 class WorkerRequest(msgspec.Struct, array_like=True):
@@ -349,14 +349,14 @@ class WorkerRequest(msgspec.Struct, array_like=True):
 
 
 class WorkerResponse(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What came of a `WorkerRequest` on one rank. Of a step, only the output rank tells when nothing went wrong."""
+    """One rank's result of a `WorkerRequest`. If a step succeeds, only the output rank responds."""
 
     call_id: int
-    """0, which no call has: the worker is ready, or could not start."""
+    """0, which is no call's number, says that the worker is ready or could not start."""
     result: int = 0
     output: ModelRunnerOutput | None = None
     error: str | None = None
     error_type: str = ""
-    """Name of the exception's class, when `error` is its text; else `error` says it all."""
+    """Name of the exception's class, if `error` is only its text; else `error` includes it."""
     is_aborted: bool = False
-    """The error is only that another rank had one."""
+    """Whether the step only stopped because another rank failed."""

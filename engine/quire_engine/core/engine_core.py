@@ -1,7 +1,7 @@
 """EngineCore: the inner loop. One step is schedule, execute, update.
 
-An executor that takes several batches at once gets them: a step schedules and submits until it is full, and then takes
-in the oldest result. Results come in the order of submission. With async scheduling there are two::
+If the executor takes several batches at once, a step schedules and submits until it is full, and then collects the
+oldest result. Results come in the order of submission. With async scheduling there are two::
 
     engine core   schedule 1, 2 ──► update 1 ──► schedule 3 ──► update 2 ──► schedule 4 ──► …
     worker          compute 1 │ compute 2              │ compute 3             │ compute 4
@@ -52,12 +52,12 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Scheduler and executor under one roof. Knows token ids, never text.
+    """Runs the scheduler and the executor. Knows token ids, never text.
 
     Args:
         config: its settings.
-        num_blocks: size of the KV cache; unset: what the settings and the memory say.
-        structured_output: gets requests their grammars; unset: a new one, which starts when it is needed.
+        num_blocks: size of the KV cache; unset: determined by the settings and the memory.
+        structured_output: compiles the grammars of requests; unset: a new one, which starts when it is needed.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class EngineCore:
             sends_new_token_ids=config.parallel.world_size > 1,
         )
         self._in_flight: deque[SchedulerOutput] = deque()
-        """Steps that were submitted and not collected, oldest first."""
+        """Steps that were submitted and not yet collected, oldest first."""
         self._history = StepHistory()
         self._world_size = config.parallel.world_size
         self._step_stats = StepStats()
@@ -112,11 +112,11 @@ class EngineCore:
         self.structured_output.imports_are_done()
 
     def add_request(self, message: EngineCoreRequest, message_number: int = 0) -> None:
-        """Validate once more, and let the request wait for its turn.
+        """Validate once more, and queue the request.
 
         Args:
             message: the request.
-            message_number: what `on_begin` is told of it.
+            message_number: its number, for `on_begin`.
 
         Raises:
             RequestError: it could never be served.
@@ -152,7 +152,7 @@ class EngineCore:
         self.scheduler.add_request(request)
 
     def abort_request(self, request_id: str) -> None:
-        """End a request wherever it is. Its blocks are free when this returns. Unknown ids are passed over."""
+        """End a request, running or waiting. Its blocks are free when this returns. Unknown ids are ignored."""
         self.scheduler.finish_request(request_id)
         self.structured_output.drop_abandoned()
 
@@ -167,17 +167,17 @@ class EngineCore:
         return None if oldest is None else oldest.queued_at
 
     def wait_for_grammar(self) -> None:
-        """When all there is waits for its grammar, block until the next one is compiled, or a request out of time."""
+        """If all requests wait for their grammars, block until one is compiled or a request is overdue."""
         if not self.has_requests() and self.scheduler.requests:
             self.structured_output.wait(self.scheduler.seconds_until_overdue())
 
     def step(self) -> EngineCoreOutputs:
-        """Schedule and execute as many steps as may be in flight, and update from the oldest.
+        """Schedule and submit as many steps as may be in flight, and update from the oldest.
 
-        A step that raises ends no one but the request that is to blame for it.
+        If a step raises, only the request that caused it ends.
 
         Raises:
-            EngineDeadError: a worker is gone, and this engine core is of no use any more.
+            EngineDeadError: a worker is gone, and this engine core cannot be used any more.
         """
         began_at = time.perf_counter()
         times = self._step_stats = StepStats()
@@ -194,19 +194,19 @@ class EngineCore:
         return result
 
     def make_stats(self) -> SchedulerStats:
-        """The numbers of this moment."""
+        """The present numbers."""
         stats = self.scheduler.make_stats()
         stats.rank_busy_seconds = self.executor.busy_seconds()
         return stats
 
     def _submit_steps(self, refused: list[EngineCoreOutput]) -> list[EngineCoreOutput] | None:
-        """Fill the executor, as far as there is something to compute.
+        """Submit steps until the executor is full, or nothing is left to compute.
 
         Args:
-            refused: what requests end with that cannot go on is added here.
+            refused: the outputs of requests that cannot go on are added here.
 
         Returns:
-            What came of it when it failed, else None.
+            The outputs of the recovery if a step failed, else None.
         """
         while len(self._in_flight) < self.executor.max_concurrent_batches and self.scheduler.has_requests():
             began_at = time.perf_counter()
@@ -230,7 +230,7 @@ class EngineCore:
         return None
 
     def _collect_step(self) -> list[EngineCoreOutput]:
-        """Take in the oldest result."""
+        """Wait for the oldest result, and update from it."""
         if not self._in_flight:
             return []
         scheduler_output = self._in_flight.popleft()
@@ -248,7 +248,7 @@ class EngineCore:
     def _recover(
         self, scheduler_output: SchedulerOutput, error: Exception, was_submitted: bool = True
     ) -> list[EngineCoreOutput]:
-        """Find out who is to blame for a failed step. What else is in flight is not trusted either."""
+        """Find the request that made a step fail. All other steps in flight are dropped, too."""
         logger.error("a step of %d requests failed", len(scheduler_output.num_scheduled_tokens), exc_info=error)
         self._drop_in_flight()
         reason = "the engine failed at this request; its log has the cause"
@@ -257,7 +257,7 @@ class EngineCore:
         )
 
     def _drop_in_flight(self) -> None:
-        """Wait for all steps in flight, and forget what came of them."""
+        """Wait for all steps in flight, and discard their results."""
         while self._in_flight:
             self._in_flight.popleft()
             try:
@@ -270,10 +270,10 @@ class EngineCore:
     # -- utilities -----------------------------------------------------------------------------------------------------
 
     def call_utility(self, call: UtilityCall) -> UtilityResult:
-        """Do one of the things below.
+        """Make one of the calls below.
 
         Raises:
-            EngineDeadError: a worker is gone, and this engine core is of no use any more.
+            EngineDeadError: a worker is gone, and this engine core cannot be used any more.
             EngineError: it could not be done.
         """
         try:
@@ -295,7 +295,7 @@ class EngineCore:
             raise EngineError(f"{type(call).__name__}: {error!r}") from error
 
     def snapshot(self) -> EngineCoreSnapshot:
-        """All that an operator may want to see of this moment. Changes nothing."""
+        """The present state, for operators. Changes nothing."""
         step_seconds = self._history.step_seconds()
         requests = self.scheduler.request_snapshots(MAX_WAITING_REQUESTS)
         return EngineCoreSnapshot(
@@ -319,12 +319,12 @@ class EngineCore:
         ]
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes. Running requests keep their blocks and go on undisturbed."""
+        """Forget all cached prefixes. Running requests keep their blocks and go on."""
         self.scheduler.kv_cache.reset_prefix_cache()
         return True
 
     def sleep(self, level: int = 1) -> bool:
-        """Give memory back: the KV cache (level 1), and the weights as well (level 2). Cached prefixes are lost.
+        """Free memory: the KV cache (level 1), and the weights as well (level 2). Cached prefixes are lost.
 
         Raises:
             EngineError: requests are live, or there is no such level.
@@ -341,7 +341,7 @@ class EngineCore:
         return True
 
     def wake_up(self) -> bool:
-        """Undo `sleep`: take the memory again, and load the weights again if they were given back."""
+        """Undo `sleep`: allocate the KV cache again, and load the weights again if they were freed."""
         if self._sleep_level:
             self.executor.wake_up()
             self._sleep_level = 0
@@ -352,13 +352,13 @@ class EngineCore:
         return self._sleep_level > 0
 
     def shutdown(self) -> None:
-        """End the workers, whatever is in flight."""
+        """End the workers, even if steps are in flight."""
         self.executor.shutdown()
         self._in_flight.clear()
         self.structured_output.shutdown()
 
     def _take_grammars(self) -> list[EngineCoreOutput]:
-        """Let the requests whose grammar is ready wait for their turn; end those whose grammar is no good."""
+        """Queue the requests whose grammar is ready; end those whose grammar failed."""
         if not self.structured_output.has_finished():
             return []
         outputs = []
@@ -374,7 +374,7 @@ class EngineCore:
         return outputs
 
     def _fill_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> list[EngineCoreOutput]:
-        """Constrain the structured requests of a step; end those that cannot go on."""
+        """Set the bitmask of a step's structured requests; end the requests that cannot go on."""
         structured = self.scheduler.structured_requests_to_sample(scheduler_output)
         if not structured:
             return []
@@ -403,7 +403,7 @@ class EngineCore:
 
 
 def _count_tokens(scheduler_output: SchedulerOutput, stats: StepStats) -> None:
-    """What a step was made of. One token of a request that ran before is taken for a decode, and drafts with it."""
+    """Count a step's requests and tokens. One token of a request that ran before counts as a decode, as do drafts."""
     scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.draft_token_ids
     stats.num_requests, stats.num_tokens = len(scheduled), sum(scheduled.values())
     if scheduler_output.new_requests or stats.num_tokens > stats.num_requests:

@@ -1,4 +1,4 @@
-"""What runs in the next step. Knows tokens and blocks, never tensors."""
+"""The scheduler: chooses what runs in the next step. Knows tokens and blocks, never tensors."""
 
 from quire_engine.scheduler.request_queue import FCFSRequestQueue, PriorityRequestQueue
 from quire_engine.scheduler.scheduler import Scheduler

@@ -1,4 +1,4 @@
-"""Drafter: adds guesses at the tokens to come to a step that is otherwise complete."""
+"""Drafter: adds draft tokens to a step that is otherwise complete."""
 
 import logging
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ logger = logging.getLogger(__name__)
 
 
 class Drafter:
-    """Gives drafts the tokens and blocks that a step has left. In this step nobody waits or gives way because of them.
+    """Gives drafts the tokens and blocks that a step has left. In this step no request waits or is preempted for them.
 
     Args:
-        proposer: guesses.
-        kv_cache: the blocks to give out.
-        vocab_size: token ids are below it; a draft ends before one that is not.
-        max_num_rows: positions that a step may sample, as many as the memory was measured with.
+        proposer: drafts the tokens.
+        kv_cache: to allocate blocks from.
+        vocab_size: drafts are cut before the first token id outside [0, vocab_size).
+        max_num_rows: positions that a step may sample: the number that the memory was measured with.
     """
 
     def __init__(self, proposer: Proposer, kv_cache: KVCacheManager, vocab_size: int, max_num_rows: int) -> None:
@@ -30,20 +30,20 @@ class Drafter:
         self._max_num_rows = max_num_rows
 
     def take_note(self, request: Request) -> None:
-        """Ask whether there will ever be drafts for a request that has just come."""
+        """Ask the proposer whether it drafts for a new request."""
         try:
             request.is_drafted = self._proposer.drafts_for(request)
         except Exception:
             logger.exception("no tokens are drafted for request %s", request.request_id)
-        request.needs_token_values |= request.is_drafted  # a draft begins behind the last token
+        request.needs_token_values |= request.is_drafted  # a draft follows the last token
 
     def add_drafts(self, output: SchedulerOutput, requests: Mapping[str, Request], num_tokens: int) -> None:
-        """Add drafts to a step, behind the last tokens of requests that ran before.
+        """Add drafts to a step, after the last tokens of requests that ran before.
 
         Args:
             output: the step.
             requests: by id.
-            num_tokens: that the step has room for.
+            num_tokens: how many tokens the step has room for.
         """
         room = min(num_tokens, self._max_num_rows - len(output.num_scheduled_tokens))
         cached = output.cached_requests
@@ -64,7 +64,7 @@ class Drafter:
             room -= len(drafts)
 
     def _propose(self, request: Request, max_tokens: int) -> list[int]:
-        """At most `max_tokens` drafts; behind the last of them one token more will be sampled."""
+        """At most `max_tokens` drafts; the step samples one more token after the last of them."""
         if max_tokens < 1:
             return []
         try:
@@ -80,7 +80,7 @@ class Drafter:
 
 
 def cut_drafts(output: SchedulerOutput, request: Request, num_left: int) -> None:
-    """Leave a request fewer drafts in a step that was not submitted yet."""
+    """Leave a request only `num_left` drafts in a step that was not submitted yet."""
     drafts = output.draft_token_ids.pop(request.request_id)
     if num_left:
         output.draft_token_ids[request.request_id] = drafts[:num_left]

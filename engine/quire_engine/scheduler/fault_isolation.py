@@ -1,4 +1,4 @@
-"""FaultIsolation: finds out which request made a step fail. Knows whose turn it is, and nothing of blocks or budgets.
+"""FaultIsolation: finds the request that made a step fail. Knows whose turn it is, but not blocks or budgets.
 
 ::
 
@@ -15,7 +15,7 @@ __all__ = ["FaultIsolation"]
 
 
 class FaultIsolation:
-    """The requests of failed steps, until they may run together again."""
+    """Holds the requests of failed steps until they may run together again."""
 
     def __init__(self) -> None:
         self.suspects = FCFSRequestQueue()
@@ -23,7 +23,7 @@ class FaultIsolation:
         self.isolated: Request | None = None
         """The suspect that runs alone until it has survived one token."""
         self.cleared = FCFSRequestQueue()
-        """Suspects that have; they wait until the others have run, too."""
+        """Suspects that have survived one; they wait until the others have run, too."""
 
     @property
     def is_active(self) -> bool:
@@ -31,24 +31,24 @@ class FaultIsolation:
         return self.isolated is not None or bool(self.suspects)
 
     def add_suspects(self, requests: Sequence[Request]) -> None:
-        """Let all requests of a failed step run alone, before those that were suspects already."""
+        """Put all requests of a failed step ahead of the present suspects."""
         self.isolated = None
         for request in reversed(requests):
             self.suspects.prepend(request)
 
     def clear(self) -> None:
-        """The isolated request has survived a token."""
+        """Clear the isolated request: it has survived a token."""
         assert self.isolated is not None
         self.cleared.add(self.isolated)
         self.isolated = None
 
     def request_ended(self, request: Request) -> None:
-        """When it was the isolated one, the next suspect's turn has come."""
+        """If it was the isolated one, make room for the next suspect."""
         if request is self.isolated:
             self.isolated = None
 
     def take_cleared(self) -> list[Request]:
-        """All that have survived, in their old order, once no suspect is left."""
+        """Remove and return the cleared requests, in their old order; empty while a suspect is left."""
         if not self.cleared or self.suspects or self.isolated is not None:
             return []
         taken, self.cleared = list(self.cleared), FCFSRequestQueue()

@@ -1,4 +1,4 @@
-"""Grammar: the seam between the engine and whatever library knows which tokens may come next."""
+"""Grammar: the seam between the engine and the library that decides which tokens are allowed next."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,13 +10,13 @@ __all__ = ["Grammar", "GrammarError"]
 
 
 class GrammarError(Exception):
-    """A grammar cannot be compiled, or cannot go on; the message says why, for the one who sent it.
+    """A grammar cannot be compiled, or cannot go on; the message tells the caller why.
 
     Attributes:
-        parameter: `structured_outputs` when the request is to blame, None when we are.
-        cacheable: whether the same would come of another try.
-        is_unavailable: whether there was no place for it, and the same request can succeed later.
-        expires_at: on `time.monotonic`: until when it is worth remembering nevertheless.
+        parameter: `structured_outputs` if the request is at fault, None if we are.
+        cacheable: whether another try would fail in the same way.
+        is_unavailable: whether there was no capacity for it; the same request can succeed later.
+        expires_at: on `time.monotonic`: until when the error is cached even if not `cacheable`.
     """
 
     def __init__(
@@ -41,23 +41,23 @@ class Grammar(Protocol):
     """CPU time that the last `fill_bitmask` took; 0 before the first."""
 
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
-        """Advance by tokens that were sampled and count; False when the grammar does not allow them."""
+        """Advance by tokens that the output keeps; False if the grammar does not allow them."""
         ...
 
     def fill_bitmask(self, bitmask: npt.NDArray[np.int32], row: int) -> None:
-        """Set, in one row, the bits of the tokens that may come next, and clear all others.
+        """Set, in one row, the bits of the tokens that are allowed next, and clear all others.
 
         Raises:
-            GrammarError: no token may come next, or the grammar is too slow to go on with.
+            GrammarError: no token is allowed next, or the grammar is too slow to go on.
         """
         ...
 
     def fill_behind(self, drafts: Sequence[int], bitmask: npt.NDArray[np.int32], first_row: int) -> int:
-        """Fill a row behind each draft, as if the drafts before it had been accepted. Changes nothing else: not how far
-        the output has come, nor what the grammar is known to cost.
+        """Fill one row for the token after each draft, as if the drafts up to it had been accepted. Changes nothing
+        else: neither the grammar's position nor its measured cost.
 
         Returns:
-            How many rows were filled: up to a draft that the grammar does not allow, or that nothing may follow, or
+            How many rows were filled. It stops at a draft that the grammar does not allow, that nothing may follow, or
             that took too long.
         """
         ...

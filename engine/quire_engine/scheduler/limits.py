@@ -1,6 +1,6 @@
-"""RequestLimits: who may not wait any longer, who may not wait at all, and when it is worth coming back.
+"""RequestLimits: which requests have waited too long, which exceed the queue's bound, and when to retry.
 
-Costs nothing for requests without a deadline in an engine without a bound or delay of its queue.
+Costs nothing if requests have no deadline and the engine sets neither a bound on its queue nor a delay.
 """
 
 import heapq
@@ -16,27 +16,27 @@ from quire_engine.scheduler.request_queue import RequestQueue, priority_key
 __all__ = ["RequestLimits"]
 
 NUM_ENDS = 64
-"""Ends of requests from which the rate is taken."""
+"""Ends of requests that the rate is computed from."""
 SHORTEST_RETRY_SECONDS = 0.1
 FIRST_RETRY_SECONDS = 1.0
-"""The estimate before any two requests have ended."""
+"""The estimate before two requests have ended."""
 
 _Timer = tuple[float, int, str, str]
-"""(moment, arrival and id of the request, value of the `ErrorCode` that it ends with then)"""
+"""(time, the request's arrival and id, value of the `ErrorCode` that it ends with at that time)"""
 
 
 class RequestLimits:
-    """Knows the moments at which waiting or running requests have to end, and finds those that have come."""
+    """Keeps the times at which waiting or running requests have to end, and finds those that are overdue."""
 
     def __init__(self, config: SchedulerConfig, clock: Callable[[], float]) -> None:
         self._config = config
         self._clock = clock
         self._timers: list[_Timer] = []
-        """A heap; those of ended requests stay in for a while."""
+        """A heap; timers of ended requests stay in for a while."""
         self._ends: deque[float] = deque(maxlen=NUM_ENDS)
 
     def watch(self, request: Request, requests: Mapping[str, Request]) -> None:
-        """Begin to look after a request that has just come."""
+        """Set the timers of a new request."""
         delay, deadline = self._config.max_queue_delay_ms, request.deadline_ms
         if delay is None and deadline is None:
             return
@@ -49,7 +49,7 @@ class RequestLimits:
                 heapq.heappush(self._timers, (moment, request.arrival, request.request_id, code.value))
 
     def overdue(self, requests: Mapping[str, Request]) -> list[tuple[Request, ErrorCode]]:
-        """Requests whose time has run out since the last call, and which time."""
+        """Requests that became overdue since the last call, and which of their limits was exceeded."""
         overdue: list[tuple[Request, ErrorCode]] = []
         if not self._timers:
             return overdue
@@ -57,16 +57,16 @@ class RequestLimits:
         while self._timers and self._timers[0][0] <= now:
             timer = heapq.heappop(self._timers)
             request = _find(requests, timer)
-            # A request that has had its turn may be preempted and wait again: that is not what the delay limits.
+            # A request that was scheduled once may be preempted and wait again: the delay does not limit that.
             code = ErrorCode(timer[3])
             if request is not None and (code is ErrorCode.DEADLINE or _may_be_refused(request)):
                 overdue.append((request, code))
         return overdue
 
     def excess(self, waiting: RequestQueue, waiting_for_fsm: Collection[Request]) -> list[Request]:
-        """The last of the waiting requests, as many as exceed `max_queued_requests`; never one that had its turn.
+        """The last of the waiting requests, as many as exceed `max_queued_requests`; never one that has run before.
 
-        Those whose grammar is still being compiled come after all that could run already.
+        Requests whose grammar is still being compiled come after all that could run already.
         """
         limit = self._config.max_queued_requests
         if limit is None or len(waiting) + len(waiting_for_fsm) <= limit:
@@ -75,33 +75,33 @@ class RequestLimits:
         return [request for request in new if _may_be_refused(request)][limit:]
 
     def has_work(self, queued: Collection[Request]) -> bool:
-        """Whether `overdue` or `excess` may have something, of these queued requests."""
+        """Whether `overdue` or `excess` may return any of these queued requests."""
         limit = self._config.max_queued_requests
         if limit is not None and len(queued) > limit and any(map(_may_be_refused, queued)):
             return True
         return self.seconds_until_overdue() == 0.0
 
     def seconds_until_overdue(self) -> float | None:
-        """When `overdue` may next have something, 0 when that is now; None when there is nothing to wait for."""
+        """Time until `overdue` may next return a request, 0 if it may now; None if no timer is set."""
         return max(self._timers[0][0] - self._clock(), 0.0) if self._timers else None
 
     def request_ended(self) -> None:
-        """A running request has made room."""
+        """Record that a running request has ended."""
         self._ends.append(self._clock())
 
     def nothing_left(self) -> None:
-        """The engine is idle: the time until the next request comes says nothing about how fast it is."""
+        """Start the rate anew: the engine is idle, and the idle time says nothing about its speed."""
         self._ends.clear()
 
     def retry_after_seconds(self, num_queued: int) -> float:
-        """An estimate of the time until as many requests have ended as wait now, rounded up to 0.1 s."""
+        """Estimate the time until `num_queued + 1` requests have ended, rounded up to 0.1 s."""
         if len(self._ends) < 2:
             return FIRST_RETRY_SECONDS
         interval = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         return max(math.ceil(interval * (num_queued + 1) * 10) / 10, SHORTEST_RETRY_SECONDS)
 
     def overdue_output(self, request: Request, code: ErrorCode, num_queued: int) -> EngineCoreOutput:
-        """What to tell about a request whose time has run out."""
+        """The output of a request that is overdue."""
         elapsed = f"{1000 * (self._clock() - request.queued_at):.0f} ms"
         if code is ErrorCode.UNAVAILABLE:
             output = self._unavailable(
@@ -121,7 +121,7 @@ class RequestLimits:
         )
 
     def excess_output(self, request: Request, num_queued: int) -> EngineCoreOutput:
-        """What to tell about a request that found the queue full."""
+        """The output of a request that found the queue full."""
         return self._unavailable(
             request, f"the queue is full (max_queued_requests is {self._config.max_queued_requests})", num_queued
         )
@@ -138,7 +138,7 @@ class RequestLimits:
 
 
 def _may_be_refused(request: Request) -> bool:
-    """Whether nobody has promised it a turn: neither this engine by giving it one, nor an earlier one that died."""
+    """Whether it was never accepted: neither scheduled by this engine, nor accepted by an earlier one that died."""
     return request.scheduled_at is None and not request.is_replay
 
 

@@ -1,4 +1,4 @@
-"""Proposer: the seam between the scheduler and whatever guesses the tokens to come."""
+"""Proposer: the seam between the scheduler and the method that drafts tokens."""
 
 from typing import Protocol
 
@@ -8,19 +8,19 @@ __all__ = ["Proposer"]
 
 
 class Proposer(Protocol):
-    """Drafts tokens, which a step computes along with the last known one, and samples behind each.
+    """Drafts tokens. A step computes them along with the last known token, and samples after each.
 
-    What a draft is worth shows there: it is accepted if it is the token that the model samples in its place anyway. So
-    drafts change how many tokens come of a step, and not which. (As little as anything else that changes how many rows
-    are computed together: to the last bit on the CPU, and on a GPU as far as its kernels are alike.)
+    A draft is accepted if it is the token that the model samples in its place. So drafts change how many tokens a step
+    yields, but not which ones. (Like anything that changes how many rows are computed together: bit for bit on the CPU,
+    and on a GPU as far as its kernels compute alike.)
 
-    A step with drafts is computed without CUDA graphs, for all of its requests. One that raises is not asked again for
-    that request.
+    A step with drafts runs without CUDA graphs, for all of its requests. If a proposer raises for a request, it is not
+    asked again for that request.
     """
 
     def drafts_for(self, request: Request) -> bool:
-        """Whether it drafts for a request that has just come. If so, no step follows on from tokens of the request that
-        are in flight."""
+        """Whether it drafts for a new request. If so, no step of the request is scheduled while its last token is in
+        flight."""
 
     def propose(self, request: Request, max_tokens: int) -> list[int]:
-        """The tokens that may come next, at most `max_tokens`, which is at least 1; none where it has no idea."""
+        """Draft the next tokens, at most `max_tokens`, which is at least 1; empty if there is no draft."""

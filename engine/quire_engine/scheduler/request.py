@@ -14,11 +14,11 @@ from quire_engine.snapshot import MAX_EVENTS, EventKind
 __all__ = ["Request", "RequestStatus"]
 
 MAX_OWN_EVENTS = MAX_EVENTS - 2
-"""The frontend adds the arrival, and the first token when an earlier engine had sampled it."""
+"""The frontend adds the arrival, and the first token if an earlier engine sampled it."""
 
 
 class RequestStatus(enum.IntEnum):
-    """Where a request is in its life.
+    """State of a request.
 
     ::
 
@@ -39,10 +39,10 @@ class Request:
     """The scheduler's state of one request.
 
     `all_token_ids` is the prompt followed by the output; `num_computed_tokens` says how many of them have their keys
-    and values in the KV cache. The scheduler's whole task is to let the second number catch up with the first.
+    and values in the KV cache. The scheduler's whole task is to let this number catch up with the number of tokens.
 
-    With async scheduling it may pass it: the workers know the tokens that are in flight, though nobody else does yet.
-    With drafts likewise, until the step shows how many of them were right.
+    With async scheduling it may exceed it: only the workers know the tokens in flight. With drafts it may too, until
+    the step's result says how many of them were accepted.
 
     ::
 
@@ -97,49 +97,49 @@ class Request:
         self.all_token_ids = [*prompt_token_ids, *output_token_ids]
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_tokens = max_output_tokens(self.num_prompt_tokens, sampling_params, max_model_len)
-        """Output tokens at most: `sampling_params.max_tokens`, or less where the context ends first."""
+        """Upper bound on output tokens: `sampling_params.max_tokens`, or fewer if the context ends first."""
         self.eos_token_ids = frozenset(eos_token_ids)
         self.stop_token_ids = frozenset(sampling_params.stop_token_ids)
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.num_output_placeholders = 0
-        """Tokens in flight that a step may follow on from before they are known; only with async scheduling."""
+        """Tokens in flight after which the next step may go on before they are known; only with async scheduling."""
         self.needs_token_values = _needs_token_values(sampling_params)
-        """Whether the engine has to know each token before the next is sampled: it never has a placeholder."""
+        """Whether the engine has to know each token before the next is sampled; then there are no placeholders."""
         self.is_drafted = False
-        """Whether tokens are drafted for it: then a step may sample several positions of it."""
+        """Whether tokens are drafted for it: then a step may sample several of its positions."""
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache when the request was first scheduled."""
         self.num_preemptions = 0
         self.is_replay = False
-        """Whether an earlier engine had accepted it: then it is not refused because the queue is full."""
+        """Whether an earlier engine had accepted it: then a full queue does not refuse it."""
         wants_prompt_logprobs = sampling_params.prompt_logprobs is not None and not output_token_ids
         self.prompt_logprobs: list[PromptLogprobs] | None = [] if wants_prompt_logprobs else None
-        """Those computed so far, until they are given out with the first token; None when there are none to give."""
+        """Those computed so far, until they are returned with the first token; None if there are none to return."""
         self.block_hashes: list[bytes] = []
-        """Hash of each full block of `all_token_ids`, as far as it was needed so far."""
+        """Hash of each full block of `all_token_ids`, as far as needed so far."""
         self.queued_at = time.monotonic()
         self.scheduled_at: float | None = None
         self.grammar: Grammar | None = None
-        """Where in its grammar the output is, once the grammar is compiled. Survives preemption, as the output does."""
+        """The output's position in its grammar, once the grammar is compiled. Survives preemption, like the output."""
         self.arrival = 0
         """The scheduler's number for it, in order of arrival."""
         self.message_number = 0
-        """Of the message that brought it to this engine core."""
+        """Number of the message that brought it to this engine core."""
         self.deadline_ms: float | None = None
-        """Milliseconds from `queued_at` in which it has to be finished."""
+        """Milliseconds from `queued_at` within which it has to finish."""
         self.lora_id: str | None = None
         """The adapter that its keys and values are computed with; part of the block hashes."""
         self.mm_hashes: list[MultimodalHash] = []
-        """What stands behind placeholder tokens of the prompt; part of the hashes of the blocks they reach into."""
+        """Hashes of the inputs that placeholder tokens of the prompt stand for; part of the hashes of their blocks."""
         self.no_allocation_until = 0
-        """Up to this many tokens `allocate_slots` has nothing to do: no block to add, none that has become full."""
+        """Up to this many tokens `allocate_slots` has nothing to do: no block to add, and none that becomes full."""
         self.num_known_tokens = 0
-        """Of its tokens, how many ranks that do not sample have been told of; counted only where there are such."""
+        """How many of its tokens were sent to the ranks that do not sample; counted only if there are such ranks."""
         self.last_stale_step = 0
-        """Results of steps up to this number are stale: they were scheduled before it was preempted, or added."""
+        """Results of steps up to this number are stale: the request was added or preempted after them."""
         self.events: list[tuple[EventKind, float, int]] = []
-        """What happened to it: kind, time of the scheduler's clock, number of tokens."""
+        """What happened to it: kind, time on the scheduler's clock, number of tokens."""
 
     @property
     def needs_grammar(self) -> bool:
@@ -163,37 +163,37 @@ class Request:
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        """Whether every prompt token has to be computed: its log-probabilities are still to be given out."""
+        """Whether every prompt token has to be computed because its log-probabilities are still to be returned."""
         return self.prompt_logprobs is not None
 
     def add_output_placeholder(self) -> None:
-        """Let the next step follow on from the token that is about to be sampled, if one can and there is to be one."""
+        """Let the next step go on after the token about to be sampled, if it may and more tokens are to come."""
         num_output_tokens = len(self.all_token_ids) - self.num_prompt_tokens + self.num_output_placeholders + 1
         if num_output_tokens < self.max_tokens and not self.needs_token_values:
             self.num_output_placeholders += 1
 
     def note_event(self, kind: EventKind, time: float, num_tokens: int) -> None:
-        """Add to its timeline, of which the latest events are kept. Decodes are none: there would be one per step."""
+        """Add to its timeline, which keeps the latest events. Decodes are not recorded: there would be one per step."""
         if len(self.events) >= MAX_OWN_EVENTS:
             del self.events[0]
         self.events.append((kind, time, num_tokens))
 
     def add_prompt_logprobs(self, chunk: PromptLogprobs) -> None:
-        """Take in the next chunk; one that begins at the prompt's beginning starts anew, after a preemption."""
+        """Add the next chunk. After a preemption the first chunk comes again, and replaces all."""
         if self.prompt_logprobs is not None:
             if chunk.start == 1:
                 self.prompt_logprobs.clear()
             self.prompt_logprobs.append(chunk)
 
     def take_prompt_logprobs(self) -> list[PromptLogprobs] | None:
-        """All of them, once."""
+        """Return all chunks, once."""
         taken, self.prompt_logprobs = self.prompt_logprobs, None
         return taken
 
     def check_stop(self) -> tuple[FinishReason, int | None] | None:
         """Whether the last token ends the request: `(reason, stop_token_id)`, where end-of-sequence has no stop id."""
         if self.grammar is not None and self.grammar.is_terminated():
-            # Nothing can follow, whatever min_tokens and ignore_eos say.
+            # No token may follow, whatever min_tokens and ignore_eos say.
             return FinishReason.STOP, None
         last = self.all_token_ids[-1]
         num_output_tokens = len(self.all_token_ids) - self.num_prompt_tokens
@@ -216,9 +216,8 @@ class Request:
 
 
 def _needs_token_values(params: SamplingParams) -> bool:
-    """Whether what may be sampled depends on which tokens were, in ways that the engine or the worker's host works out.
-
-    These are grammars, penalties, and bad words of more than one token.
+    """Whether sampling depends on earlier tokens in a way that the host has to compute: for grammars, penalties, and
+    bad words of more than one token.
     """
     return (
         params.structured_outputs is not None

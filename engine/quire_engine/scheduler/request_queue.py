@@ -1,6 +1,6 @@
 """The waiting requests, first come, first served or by priority.
 
-Both queues keep requests by id, so that one leaves from anywhere at no cost that grows with the queue.
+Both queues keep requests by id, so that removing one from the middle does not cost more in a longer queue.
 """
 
 import heapq
@@ -22,7 +22,7 @@ class RequestQueue(Protocol):
         ...
 
     def prepend(self, request: Request) -> None:
-        """Put back a request that had its turn already, or was passed over."""
+        """Put back a request that was scheduled already, or was passed over."""
         ...
 
     def peek(self) -> Request:
@@ -34,7 +34,7 @@ class RequestQueue(Protocol):
         ...
 
     def remove(self, request: Request) -> None:
-        """Take a request out from wherever it is; ValueError when it is not there."""
+        """Take a request out from anywhere in the queue; ValueError if it is not there."""
         ...
 
     def __contains__(self, request: object) -> bool: ...
@@ -45,7 +45,7 @@ class RequestQueue(Protocol):
 
 
 class FCFSRequestQueue:
-    """A queue by arrival. A preempted request goes back to the front: it arrived before all who still wait."""
+    """A queue by arrival. A preempted request goes back to the front: it arrived before all that still wait."""
 
     def __init__(self) -> None:
         self._queue: OrderedDict[str, Request] = OrderedDict()
@@ -84,18 +84,18 @@ class FCFSRequestQueue:
 
 
 def priority_key(request: Request) -> tuple[int, int]:
-    """What requests are ordered by under the policy "priority": the lowest value first, then the earliest."""
+    """Sort key of the policy "priority": the lowest value first, then the earliest arrival."""
     return request.sampling_params.priority, request.arrival
 
 
 class PriorityRequestQueue:
-    """A heap by priority, then arrival. A preempted request goes back to the place that it has by these."""
+    """A heap by priority, then arrival. A preempted request goes back to its place in this order."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
         self._entry_numbers = count()  # no two entries are equal, so requests themselves are never compared
         self._heap: list[tuple[int, int, int, Request]] = []
-        """Requests that have left from the middle are still in here, and are dropped when they come to the top."""
+        """Requests removed from the middle stay in here, and are dropped when they come to the top."""
 
     def add(self, request: Request) -> None:
         """Put in a request."""
@@ -103,7 +103,7 @@ class PriorityRequestQueue:
         heapq.heappush(self._heap, (*priority_key(request), next(self._entry_numbers), request))
 
     def prepend(self, request: Request) -> None:
-        """Put back a request; its place does not depend on that it was there before."""
+        """Put back a request; its place is the same as a new request's."""
         self.add(request)
 
     def peek(self) -> Request:

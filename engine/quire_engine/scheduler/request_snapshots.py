@@ -1,4 +1,4 @@
-"""A request of the scheduler as an operator sees it."""
+"""Snapshots of the scheduler's requests, for operators."""
 
 from quire_engine.scheduler.request import Request, RequestStatus
 from quire_engine.snapshot import Phase, RequestEvent, RequestSnapshot
@@ -7,11 +7,11 @@ __all__ = ["request_snapshot"]
 
 
 def request_snapshot(request: Request, now: float, num_blocks: int) -> RequestSnapshot:
-    """As much as the scheduler knows.
+    """What the scheduler knows of a request.
 
     Args:
         request: a live one.
-        now: time of the scheduler's clock.
+        now: time on the scheduler's clock.
         num_blocks: blocks that it refers to.
     """
     return RequestSnapshot(
@@ -37,6 +37,6 @@ def _phase(request: Request) -> Phase:
         return "preempted"
     if request.status is RequestStatus.WAITING:
         return "waiting"
-    # What is computed again after a preemption is a prefill like any other.
+    # Computing its tokens again after a preemption is a prefill like any other.
     has_next_token = request.num_output_tokens > 0 and request.num_tokens - request.num_computed_tokens <= 1
     return "decode" if has_next_token else "prefill"

@@ -1,18 +1,18 @@
-"""Results: what a step sampled becomes output of its requests. Knows tokens, and nothing of queues or blocks.
+"""Results: turns what a step sampled into output of its requests. Knows tokens, but not queues or blocks.
 
 Several steps may be in flight, and their results come in the order in which they were scheduled. With a pipeline::
 
     schedule()    1: a b   2: c d   3: (a b: their tokens are in flight)   3: a b    4: c d …
     update                                                     1: a b         2: c d
 
-With async scheduling the token of a request is followed up before it is known::
+With async scheduling a request goes on after a token before the token is known::
 
     schedule()    1: a b   2: a b              3: a
     update                          1: a b           2: a (b has ended at its token of step 1)
 
-A request that ends while a step with it is in flight is no longer known, and is passed over. One that is taken back
-(preempted, or a suspect) ignores the result; it samples the same token again later, as noise depends on seed and
-position alone. Steps are numbered for this, and `last_stale_step` is the last one whose result it ignores.
+If a request ends while a step with it is in flight, that step's result for it is skipped. A request that is taken back
+(preempted, or a suspect) ignores the result too; it samples the same token again later, as noise depends only on seed
+and position. Steps are numbered for this, and `last_stale_step` is the last one whose result the request ignores.
 """
 
 import logging
@@ -29,15 +29,15 @@ logger = logging.getLogger(__name__)
 def take_result(
     requests: Mapping[str, Request], scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
 ) -> tuple[list[EngineCoreOutput], list[str]]:
-    """Append the sampled tokens to their requests; drafts that were rejected were not computed, after all.
+    """Append the sampled tokens to their requests; rejected drafts no longer count as computed.
 
     Args:
-        requests: those that are live.
+        requests: the live ones.
         scheduler_output: a step.
         runner_output: its result.
 
     Returns:
-        What is new of each request, and the ids of those that are complete.
+        The new output of each request, and the ids of the requests that are complete.
     """
     step, drafts = scheduler_output.step, scheduler_output.draft_token_ids
     for request_id, chunk in runner_output.prompt_logprobs.items():
@@ -83,7 +83,7 @@ def take_result(
 
 
 def _accepts(request: Request, token_id: int) -> bool:
-    """Advance a request's grammar; one that raises is a matter of its own request alone."""
+    """Advance a request's grammar; if it raises, only this request fails."""
     assert request.grammar is not None
     try:
         return request.grammar.accept_tokens([token_id])

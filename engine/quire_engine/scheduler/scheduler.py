@@ -1,29 +1,29 @@
 """Scheduler: which tokens of which requests are computed in the next step.
 
-There is no prefill and no decode here. Each request has `num_tokens` tokens of which `num_computed_tokens` are in the
-KV cache, and a step moves the second number towards the first, under one token budget:
+There is no prefill and no decode here. Each request has `num_tokens` tokens, and `num_computed_tokens` of them are in
+the KV cache. A step moves the second number towards the first, under one token budget:
 
 1. Running requests, oldest first. When the blocks run out, the youngest running request is preempted: its blocks are
    freed and it waits at the front of the queue, to be computed again. The oldest is never preempted, so there is always
    progress (a request that alone could not fit was refused before it came here).
 2. Waiting requests, while budget, blocks and `max_num_seqs` allow. A prefix found in the cache counts as computed.
 
-Under the policy "priority" the same holds with another order in both: by priority value, then by arrival.
+The policy "priority" does the same, with both ordered by priority value, then by arrival.
 
-A prompt that exceeds the budget takes several steps (`step_budget`), each of which leaves a token to every running
-request behind it. What the workers are told is in `worker_knowledge`, and what their results mean in `results`.
+A prompt that exceeds the budget takes several steps (`step_budget`), each of which leaves a token for every running
+request after it. `worker_knowledge` decides what to send to the workers, and `results` processes their results.
 
 Several steps may be in flight; the chunks of a prompt follow each other at once.
 
-- With a pipeline, a request whose next token is in flight has nothing left to compute and is passed over. So that there
-  is something to compute for each stage, a step takes no more than its share of the decodes.
-- With async scheduling, such a token counts as one that is left to compute (`num_output_placeholders`): the worker has
-  it where the next step needs it. Passed over are requests whose last token is in flight, and those whose next token
-  depends on the values of earlier ones in ways that the host has to work out (`needs_token_values`). That a request
-  ends at a stop token is known one step late; what has been computed too much for it then is dropped.
+- With a pipeline, a request whose next token is in flight has nothing left to compute and is passed over. A step takes
+  at most its share of the decodes, so that each stage has something to compute.
+- With async scheduling, such a token counts as left to compute (`num_output_placeholders`): the worker has it where the
+  next step needs it. Two kinds of requests are passed over: those whose last token is in flight, and those whose next
+  token depends on the values of earlier ones in ways that the host has to compute (`needs_token_values`). A stop token
+  is seen one step late; what was computed for the request in the meantime is dropped.
 
-What a step has left may go to drafts of the tokens to come (`drafter`). Nothing follows on from them before the result
-is there, which takes back those that were rejected::
+Tokens left in a step's budget may go to drafts (`drafter`). No step goes on after them until the result is known, which
+takes back the rejected ones::
 
     num_computed_tokens     7 ──── schedule: 1 and 3 drafts ────► 11 ──── update: 1 draft was right ────► 9
 """
@@ -57,12 +57,12 @@ class Scheduler:
 
     Args:
         config: budgets, limits and the policy.
-        kv_cache: the blocks to give out.
-        clock: seconds, monotonic; what deadlines and delays are measured with.
-        pipeline_parallel_size: stages of the model, each of which is to have a step of its own.
-        async_scheduling: whether a step may follow on from tokens that are not known yet.
-        sends_new_token_ids: whether there are ranks that do not sample, and have to be told what was sampled: with
-            async scheduling, only of the requests that tokens are drafted for.
+        kv_cache: to allocate blocks from.
+        clock: seconds, monotonic; measures deadlines and delays.
+        pipeline_parallel_size: stages of the model; each gets a step of its own.
+        async_scheduling: whether a step may go on after tokens that are not known yet.
+        sends_new_token_ids: whether to send sampled tokens, because there are ranks that do not sample; with async
+            scheduling, only those of requests with drafts.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.waiting: RequestQueue = make_request_queue(config.scheduling_policy)
         self.running: list[Request] = []
-        """In the order in which they get their tokens; the last one gives way first."""
+        """In the order in which they get their tokens; the last one is preempted first."""
         self.num_preemptions = 0
         self.num_failed_steps = 0
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
         self.waiting_for_fsm = FCFSRequestQueue()
-        """Requests whose grammar is still being compiled. Their place in the queue dates from when it is ready."""
+        """Requests whose grammar is still being compiled. They join the waiting queue when it is ready."""
         self._structured: dict[str, Request] = {}
         """Live requests with a grammar."""
         self._worker_knowledge = WorkerKnowledge(sends_new_token_ids, ranks_tell_each_other=async_scheduling)
@@ -99,10 +99,10 @@ class Scheduler:
         self._limits = RequestLimits(config, clock)
         self._arrivals = count()
         self._ended: list[EngineCoreOutput] = []
-        """Of requests that ended without a step: refused, or out of time."""
+        """Outputs of requests that ended without a step: refused, or overdue."""
 
     def draft_with(self, proposer: Proposer, vocab_size: int) -> None:
-        """Have tokens drafted for requests that come from now on."""
+        """Draft tokens for requests that are added from now on."""
         self._drafter = Drafter(proposer, self.kv_cache, vocab_size, self.config.max_num_seqs)
 
     # -- requests come and go ---------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class Scheduler:
         """Let a validated request wait for its turn."""
         request.arrival = next(self._arrivals)
         request.queued_at = self._clock()
-        request.last_stale_step = self._num_steps  # one with the same id may have been in these
+        request.last_stale_step = self._num_steps  # they may hold an earlier request with the same id
         self.requests[request.request_id] = request
         if self._drafter is not None:
             self._drafter.take_note(request)
@@ -127,7 +127,7 @@ class Scheduler:
         self.waiting.add(request)
 
     def grammar_is_ready(self, request: Request) -> None:
-        """Let a request wait for its turn now that it has its grammar, unless it was aborted before."""
+        """Move a request whose grammar is ready to the waiting queue, unless it was aborted before."""
         if request in self.waiting_for_fsm:
             self.waiting_for_fsm.remove(request)
             request.status = RequestStatus.WAITING
@@ -135,17 +135,17 @@ class Scheduler:
             self.waiting.add(request)
 
     def has_requests(self) -> bool:
-        """Whether there is anything to schedule, or to tell."""
+        """Whether there is anything to schedule or to return."""
         if len(self.requests) > len(self.waiting_for_fsm) or self._ended:
             return True
         return bool(self.waiting_for_fsm) and self._limits.has_work(self.waiting_for_fsm)
 
     def seconds_until_overdue(self) -> float | None:
-        """When a request that waits for its grammar may be out of time; None when none ever is."""
+        """Time until a request that waits for its grammar may be overdue; None if that cannot happen."""
         return self._limits.seconds_until_overdue() if self.waiting_for_fsm else None
 
     def finish_request(self, request_id: str) -> Request | None:
-        """End a request wherever it is and free its blocks at once; None when it is not (any more) known."""
+        """End a request, running or waiting, and free its blocks at once; None if its id is unknown."""
         request = self.requests.pop(request_id, None)
         if request is None:
             return None
@@ -165,17 +165,17 @@ class Scheduler:
 
     @property
     def _queues(self) -> tuple[RequestQueue, ...]:
-        """Everywhere that a request can wait."""
+        """All queues that a request can wait in."""
         return self.waiting, self.waiting_for_fsm, self._isolation.suspects, self._isolation.cleared
 
     @property
     def _num_queued(self) -> int:
-        """Requests that have not had their turn, or lost it."""
+        """Requests that were not scheduled yet, or were preempted."""
         return len(self.waiting) + len(self.waiting_for_fsm)
 
     @property
     def _runs_ahead(self) -> bool:
-        """Whether a step may follow on from tokens that are not known yet. In isolation each token has to be known."""
+        """Whether a step may go on after tokens that are not known yet. In isolation each token has to be known."""
         return self.async_scheduling and not self._isolation.is_active
 
     # -- one step ---------------------------------------------------------------------------------------------------
@@ -183,9 +183,9 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Choose the next step and reserve its blocks.
 
-        `num_computed_tokens` is advanced here, not when the result comes: the next step could be planned already.
-        The step is empty when the requests that were left have run out of time or were refused, or when all that could
-        be computed is in flight.
+        `num_computed_tokens` advances here, not when the result comes, so that the next step can be planned at once.
+        The step is empty if all remaining requests were overdue or refused, or if everything that could be computed is
+        in flight.
         """
         for request, code in self._limits.overdue(self.requests):
             if self.finish_request(request.request_id) is not None:
@@ -206,15 +206,15 @@ class Scheduler:
         for request in excess:
             self.finish_request(request.request_id)
         self._ended += [self._limits.excess_output(request, self._num_queued) for request in excess]
-        if self._drafter is not None and not isolation.is_active:  # alone, a request is to fail for itself
+        if self._drafter is not None and not isolation.is_active:  # a suspect must not fail because of a draft
             self._drafter.add_drafts(output, self.requests, budget.num_tokens)
         self._worker_knowledge.complete(output, self.requests)
         return output
 
     def structured_requests_to_sample(self, output: SchedulerOutput) -> list[Request]:
-        """The requests with a grammar that this step computes the last token of.
+        """The requests with a grammar whose last token this step computes.
 
-        None of their tokens is in flight, as they never have a placeholder: their grammars are up to date.
+        None of their tokens are in flight, as they never have placeholders, so their grammars are up to date.
         """
         return [
             request
@@ -223,9 +223,9 @@ class Scheduler:
         ]
 
     def _schedule_running(self, output: SchedulerOutput) -> StepBudget:
-        """Part 1; returns what it leaves.
+        """Part 1; returns the remaining budget.
 
-        Passed over are requests that have to wait for what is in flight, and decodes that exceed this step's share.
+        Passes over requests that have to wait for what is in flight, and decodes that exceed this step's share.
         """
         budget, running = StepBudget(self.config), self.running
         num_tokens = budget.num_tokens
@@ -266,9 +266,12 @@ class Scheduler:
         return budget
 
     def _allocate_or_preempt(self, request: Request, num_new_tokens: int) -> list[int] | None:
-        """Blocks for a running request, taken from the last in `running` as far as need be; None when that is itself.
+        """Allocate blocks for a running request, preempting from the end of `running` as long as they do not suffice.
 
-        Those who give way come after it, so none of them has been scheduled in this step.
+        Preempted requests come after it in `running`, so this step has not scheduled any of them.
+
+        Returns:
+            The new block ids, or None if the request itself was preempted.
         """
         while (block_ids := self.kv_cache.allocate_slots(request, num_new_tokens)) is None:
             victim = self.running.pop()
@@ -278,9 +281,10 @@ class Scheduler:
         return block_ids
 
     def _admit(self, queue: RequestQueue, output: SchedulerOutput, budget: StepBudget, max_running: int) -> None:
-        """Part 2: let waiting requests run, in order; the first that does not fit holds back those behind it.
+        """Part 2: let waiting requests run, in order; the first that does not fit holds back those after it.
 
-        One that would be a partial prefill too many is passed over instead, and is the first again in the next step.
+        A request that would exceed the limit of partial prefills is passed over, and comes first again in the next
+        step.
         """
         passed_over: list[Request] = []
         runs_ahead = self._runs_ahead
@@ -321,7 +325,7 @@ class Scheduler:
             queue.prepend(request)
 
     def _preempt(self, request: Request) -> None:
-        """Let a request that leaves `running` wait before all others, for lack of blocks."""
+        """Put a request that leaves `running`, for lack of blocks, at the front of the waiting queue."""
         request.note_event("preempted", self._clock(), request.num_computed_tokens)
         self._release(request)
         self.waiting.prepend(request)
@@ -329,9 +333,9 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _release(self, request: Request) -> None:
-        """Take everything back from a request that leaves `running`; the caller lets it wait somewhere.
+        """Reset a request that leaves `running`, and free its blocks; the caller puts it in a queue.
 
-        What it computed is computed again later, as far as the prefix cache does not still hold it.
+        Its tokens are computed again later, except for those that the prefix cache still holds.
         """
         self.kv_cache.free(request)
         request.status = RequestStatus.PREEMPTED
@@ -340,12 +344,12 @@ class Scheduler:
         request.last_stale_step = self._num_steps
         self._worker_knowledge.drop(request.request_id)
 
-    # -- what came of it --------------------------------------------------------------------------------------------
+    # -- the result -------------------------------------------------------------------------------------------------
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
     ) -> list[EngineCoreOutput]:
-        """Append the sampled tokens, take back rejected drafts, end what is complete, and tell what is new.
+        """Append the sampled tokens, take back rejected drafts, end complete requests, and return the new output.
 
         Args:
             scheduler_output: a step; they come in the order in which they were scheduled.
@@ -370,22 +374,22 @@ class Scheduler:
     def recover_from_failed_step(
         self, scheduler_output: SchedulerOutput, error: str, *, was_submitted: bool = True, was_aborted: bool = False
     ) -> list[EngineCoreOutput]:
-        """Undo a step that raised, and find out whose fault it was. No other step may be in flight any more.
+        """Undo a step that raised, and find the request that caused it. No other step may be in flight any more.
 
-        1. A request that failed alone is the faulty one and ends with `error`. Not so where the step was aborted
-           because of another one in flight, which may be another request's, unless it is isolated: then all are its
-           own.
-        2. Of several, each is a suspect: they are computed again one at a time, ahead of everybody else, until each
-           has survived one token. The faulty one then fails alone, and the others go on.
-        3. The blocks of the step may hold anything, so no cached prefix is trusted any more.
-        4. Workers that never received the step are told again who was dropped.
+        1. A request that failed alone is the faulty one and ends with `error`. There is one exception: the step was
+           aborted because of another step in flight, which may hold another request. An isolated request is faulty
+           even then, as all steps in flight are its own.
+        2. If there were several, each is a suspect: they are computed again one at a time, ahead of all others, until
+           each has survived one token. The faulty one then fails alone, and the others go on.
+        3. The blocks of the step may hold anything, so the prefix cache is reset.
+        4. If the workers never received the step, its dropped requests are sent again with the next one.
         """
         if not was_submitted:
             self._worker_knowledge.step_was_not_sent(scheduler_output)
         scheduled = list(scheduler_output.num_scheduled_tokens)
         outputs, self._ended = self._ended, []
         if len(scheduled) == 1:
-            faulty = self.requests.get(scheduled[0])  # unless it ended, or was taken back, while the step ran
+            faulty = self.requests.get(scheduled[0])  # it may have ended or been taken back while the step ran
             if faulty is not None and (
                 faulty.last_stale_step < scheduler_output.step
                 and (not was_aborted or faulty is self._isolation.isolated)
@@ -402,11 +406,11 @@ class Scheduler:
 
     @property
     def num_steps(self) -> int:
-        """Steps that were scheduled, empty ones included."""
+        """Scheduled steps, including empty ones."""
         return self._num_steps
 
     def request_snapshots(self, max_waiting: int) -> list[RequestSnapshot]:
-        """The running requests in their order, then at most `max_waiting` of those that wait, in theirs."""
+        """The running requests in their order, then at most `max_waiting` waiting ones in theirs."""
         now = self._clock()
         waiting = chain(self._isolation.cleared, self._isolation.suspects, self.waiting, self.waiting_for_fsm)
         return [
@@ -415,7 +419,7 @@ class Scheduler:
         ]
 
     def make_stats(self) -> SchedulerStats:
-        """The numbers of this moment."""
+        """The present numbers."""
         pool = self.kv_cache.block_pool
         return SchedulerStats(
             num_running=len(self.running),
@@ -435,7 +439,7 @@ class Scheduler:
         """Check the blocks, and that every request is in exactly one place.
 
         Raises:
-            AssertionError: a request or a block was lost or shared wrongly.
+            AssertionError: a request or a block is lost, or shared by mistake.
         """
         self.kv_cache.check_integrity()
         places = [*self.running, *(request for queue in self._queues for request in queue)]

@@ -1,8 +1,8 @@
-"""StepBudget: what is left of a step, in tokens and in prompts that take several steps.
+"""StepBudget: what is left of a step, in tokens and in partial prefills.
 
-A long prompt that exceeds the tokens simply gets what is left of them: chunked prefill. Only `max_num_partial_prefills`
-prompts are in such a state at a time, of which `max_long_partial_prefills` are long; prompts that fit into the step
-pass the others by. So no prompt, however long, keeps the others from going on or from starting.
+A prompt that exceeds the remaining tokens gets as many as are left: chunked prefill. At most `max_num_partial_prefills`
+prompts are partial at a time, and at most `max_long_partial_prefills` of them are long; prompts that fit into the step
+overtake the others. So no prompt, however long, keeps others from going on or from starting.
 """
 
 from quire_engine.config import SchedulerConfig
@@ -11,7 +11,7 @@ __all__ = ["StepBudget"]
 
 
 class StepBudget:
-    """Counts what the requests of one step take. Knows numbers of tokens, and nothing of requests or blocks."""
+    """Counts what the requests of one step take. Knows numbers of tokens, but not requests or blocks."""
 
     __slots__ = ("_config", "_num_long_partial_prefills", "_num_partial_prefills", "num_tokens")
 
@@ -28,13 +28,13 @@ class StepBudget:
         return min(num_left, limit, threshold) if threshold else min(num_left, limit)
 
     def may_be_partial(self, num_left: int) -> bool:
-        """Whether one more prompt, of which `num_left` tokens are not computed, may take several steps."""
+        """Whether one more prompt, with `num_left` uncomputed tokens, may take several steps."""
         if self._num_partial_prefills >= self._config.max_num_partial_prefills:
             return False
         return not self._is_long(num_left) or self._num_long_partial_prefills < self._config.max_long_partial_prefills
 
     def count_partial_prefill(self, num_left: int) -> None:
-        """Take note of a prompt that this step does not finish."""
+        """Count a prompt that this step does not finish."""
         self._num_partial_prefills += 1
         self._num_long_partial_prefills += self._is_long(num_left)
 

@@ -8,11 +8,11 @@ from quire_engine.sampling_params import SamplingParams
 __all__ = ["max_output_tokens", "validate_request"]
 
 MAX_PROMPT_LOGPROBS_ENTRIES = 500_000
-"""Log-probabilities that one request may ask for of its prompt: each becomes an object where the caller is."""
+"""Upper bound on the prompt log-probabilities of one request: each becomes an object in the caller's process."""
 
 
 def max_output_tokens(num_prompt_tokens: int, params: SamplingParams, max_model_len: int) -> int:
-    """How many tokens may be generated: `max_tokens`, or fewer where the context ends first."""
+    """How many tokens may be generated: `max_tokens`, or fewer if the context ends first."""
     room = max_model_len - num_prompt_tokens
     return room if params.max_tokens is None else min(params.max_tokens, room)
 
@@ -27,15 +27,15 @@ def validate_request(
     prompt_name: str = "input_ids",
     scheduling_policy: str = "fcfs",
 ) -> None:
-    """Check what depends on the model; the edge and the core both call this.
+    """Check what depends on the model; both the frontend and the engine core call this.
 
     Args:
         prompt_token_ids: the prompt.
         params: already valid in themselves.
         vocab_size: token ids are in [0, vocab_size).
-        max_model_len: tokens that prompt and output may have together.
+        max_model_len: upper bound on prompt and output tokens together.
         num_kv_cache_tokens: tokens that the whole KV cache holds.
-        prompt_name: what the caller knows the prompt as, for the message.
+        prompt_name: the caller's name for the prompt, for the message.
         scheduling_policy: the engine's; only "priority" takes requests with a priority.
 
     Raises:

@@ -1,4 +1,4 @@
-"""WorkerKnowledge: what the workers have been told of the requests, so that a step tells only what is new.
+"""WorkerKnowledge: what the workers already know about the requests, so that a step sends only what is new.
 
 ::
 
@@ -22,9 +22,9 @@ class WorkerKnowledge:
     """Writes into a step what the workers do not know yet.
 
     Args:
-        sends_new_token_ids: whether there are ranks that do not sample, and have to be told what was sampled.
-        ranks_tell_each_other: whether the rank that samples tells them at once. It does not where tokens are drafted:
-            there the end of the step shows what counts.
+        sends_new_token_ids: whether to send sampled tokens, because there are ranks that do not sample.
+        ranks_tell_each_other: whether the rank that samples sends its tokens to the others at once. It does not do so
+            for requests with drafts: only the step's result says which of their tokens count.
     """
 
     def __init__(self, sends_new_token_ids: bool, ranks_tell_each_other: bool) -> None:
@@ -34,7 +34,7 @@ class WorkerKnowledge:
         """Finished or preempted since the last step."""
 
     def introduce(self, request: Request, block_ids: list[int], output: SchedulerOutput) -> None:
-        """Tell everything about a request that begins to run, or to run again."""
+        """Send everything about a request that begins to run, or to run again."""
         request.num_known_tokens = request.num_tokens
         output.new_requests.append(
             NewRequestData(
@@ -49,11 +49,11 @@ class WorkerKnowledge:
         )
 
     def drop(self, request_id: str) -> None:
-        """Have a request forgotten that no longer runs."""
+        """Let the workers forget a request that no longer runs."""
         self._dropped_request_ids.append(request_id)
 
     def complete(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        """Tell who was dropped, and what running requests have sampled since they were last in a step."""
+        """Add to a step the dropped requests, and the tokens that its requests sampled since their last step."""
         output.dropped_request_ids, self._dropped_request_ids = self._dropped_request_ids, []
         if not self._sends_new_token_ids:
             return
@@ -67,10 +67,10 @@ class WorkerKnowledge:
             request.num_known_tokens = request.num_tokens
 
     def step_was_not_sent(self, output: SchedulerOutput) -> None:
-        """The workers never received this step: tell them again who was dropped."""
+        """Send the dropped requests again with the next step: the workers never received this one."""
         self._dropped_request_ids[:0] = output.dropped_request_ids
 
 
 def _without_grammar(params: SamplingParams) -> SamplingParams:
-    """What a worker needs: it gets bitmasks, and has no use for a schema that may be long."""
+    """What a worker needs: it gets bitmasks, so it does not need the schema, which may be long."""
     return params if params.structured_outputs is None else msgspec.structs.replace(params, structured_outputs=None)
