@@ -1,4 +1,4 @@
-"""From logits to the next token of every request."""
+"""Sampling: from logits to the next token of every request."""
 
 from quire_engine.sampling.metadata import SamplingMetadata
 from quire_engine.sampling.sampler import SampledTokens, Sampler, SamplerOutput

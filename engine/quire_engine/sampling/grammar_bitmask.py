@@ -1,4 +1,4 @@
-"""Masking what a grammar does not allow."""
+"""Masking of tokens that a grammar does not allow."""
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ def apply_grammar_bitmask(logits_SV: torch.Tensor, rows: list[int], bitmask_RW: 
 
     Args:
         logits_SV: the logits.
-        rows: R of their S rows; the others are not touched.
+        rows: R of their S rows; the others do not change.
         bitmask_RW: bit i % 32 of word i // 32 belongs to token i.
     """
     row_ids_R, words_RW = upload(logits_SV.device, np.array(rows, dtype=np.int64), bitmask_RW)

@@ -1,4 +1,4 @@
-"""What masks logits before a token is chosen. Min-p, top-k and top-p are part of choosing: `quire_kernels.sampling`."""
+"""Masks of logits, applied before sampling. Min-p, top-k and top-p are part of sampling: `quire_kernels.sampling`."""
 
 from itertools import chain
 
@@ -20,5 +20,5 @@ def apply_min_tokens(logits_SV: torch.Tensor, forbidden: list[tuple[int, list[in
 
 
 def mask_tokens(logits_SV: torch.Tensor, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
-    """Mask in place some tokens, given by pairs of row and token id: [n] int64 each, where the logits are."""
+    """Mask tokens in place, given by pairs of row and token id: [n] int64 each, on the logits' device."""
     logits_SV.index_put_((rows, token_ids), logits_SV.new_full((), float("-inf")))

@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled and of most likely tokens."""
+"""Log-probabilities of the sampled and the most likely tokens."""
 
 from typing import TypeAlias
 
@@ -13,7 +13,7 @@ TopLogprobs: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def top_logprobs(logprobs_SV: torch.Tensor, token_ids_S: torch.Tensor, num_logprobs: int) -> TopLogprobs:
-    """For each row the given token, then the `num_logprobs` most likely ones.
+    """For each row, the given token and then the `num_logprobs` most likely ones.
 
     Returns:
         Token ids [S, 1 + num_logprobs], their log-probabilities, and the rank [S] of the given token: one more than the

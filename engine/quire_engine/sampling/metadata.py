@@ -29,13 +29,13 @@ class SamplingMetadata:
     positions: torch.Tensor
     """[S] int64, the position that the sampled token will take."""
     num_logprobs: dict[int, int]
-    """The rows that want log-probabilities, and how many besides their sampled token's."""
+    """Rows that return log-probabilities, and how many besides their sampled token's."""
     forbidden: list[tuple[int, list[int]]]
     """Rows that may not stop yet, and the token ids that would stop them."""
     all_greedy: bool
     penalties: Penalties | None = None
-    """None when no row uses any."""
+    """None if no row uses any."""
     token_constraints: TokenConstraints | None = None
-    """None when no row has any."""
+    """None if no row has any."""
     grammar_bitmask: tuple[list[int], npt.NDArray[np.int32]] | None = None
-    """Rows that have a grammar, and [R, ceil(V / 32)] which tokens it allows them, see `GrammarBitmask`."""
+    """Rows with a grammar, and [R, ceil(V / 32)] the tokens that it allows; see `GrammarBitmask`."""

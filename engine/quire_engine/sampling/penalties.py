@@ -1,7 +1,7 @@
-"""Presence, frequency and repetition penalties, at a cost that follows the tokens seen and not the vocabulary.
+"""Presence, frequency and repetition penalties, at a cost that depends on the tokens seen, not on the vocabulary.
 
-`PenaltyState` remembers for each slot which tokens its request has seen; `apply_penalties` changes the logits of just
-those. Everything can be rebuilt from a request's token ids, and nothing is kept for slots that use no penalty.
+`PenaltyState` keeps for each slot the tokens that its request has seen; `apply_penalties` changes only their logits.
+Everything can be rebuilt from a request's token ids, and nothing is kept for slots that use no penalty.
 
 ::
 
@@ -28,12 +28,12 @@ Float32Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Penalties:
-    """What a step needs: P pairs of a row and a token that it has seen, each pair once."""
+    """A step's penalties: P pairs of a row and a token that it has seen, each pair once."""
 
     positions: torch.Tensor
     """[P] int64, row * V + token id."""
     output_counts: torch.Tensor
-    """[P] float32, how often the token stands in the row's output; 0 when only in its prompt."""
+    """[P] float32, how often the token occurs in the row's output; 0 if only in its prompt."""
     presence: torch.Tensor
     """[P] float32, the row's presence penalty; 0 changes nothing."""
     frequency: torch.Tensor
@@ -43,9 +43,9 @@ class Penalties:
 
 
 def apply_penalties(logits_SV: torch.Tensor, penalties: Penalties) -> None:
-    """Change in place the logits of tokens that were seen, in vLLM's order:
+    """Change the logits of seen tokens in place, in vLLM's order:
 
-    1. repetition (prompt and output): positive logits are divided by it, others multiplied with it.
+    1. repetition (prompt and output): positive logits are divided by it, others multiplied by it.
     2. frequency (output): subtracted once per occurrence.
     3. presence (output): subtracted once.
     """
@@ -58,12 +58,12 @@ def apply_penalties(logits_SV: torch.Tensor, penalties: Penalties) -> None:
 
 
 class PenaltyState:
-    """What the penalties of each slot depend on.
+    """The penalties of each slot, and the tokens that it has seen.
 
     Args:
         max_num_seqs: slots.
-        vocab_size: token ids are below it.
-        max_num_tokens: the most tokens a request can have.
+        vocab_size: token ids are in [0, vocab_size).
+        max_num_tokens: upper bound on a request's tokens.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, max_num_tokens: int) -> None:
@@ -73,19 +73,19 @@ class PenaltyState:
         self._repetition = np.ones(max_num_seqs, dtype=np.float32)
         self._vocab_size = vocab_size
         self._num_seen = np.zeros(max_num_seqs, dtype=np.int64)
-        # Fresh pages are zero, and become real memory when a slot first writes to them.
+        # New pages are zero, and take memory only when a slot first writes to them.
         max_seen = min(max_num_tokens, vocab_size)
         self._seen_token_ids = np.zeros((max_num_seqs, max_seen), dtype=np.int64)
         self._output_counts = np.zeros((max_num_seqs, max_seen), dtype=np.float32)
         self._column_of = np.zeros((max_num_seqs, vocab_size), dtype=np.int32)
 
     def add(self, slot: int, params: SamplingParams, token_ids: list[int], num_prompt_tokens: int) -> None:
-        """Set every field of a slot anew.
+        """Set every field of a slot.
 
         Args:
-            slot: whose last user is gone.
-            params: of the new user.
-            token_ids: its prompt, and its output so far.
+            slot: a free one.
+            params: of its new request.
+            token_ids: the request's prompt, and its output so far.
             num_prompt_tokens: where the output begins.
         """
         last_seen = self._seen_token_ids[slot, : self._num_seen[slot]]
@@ -106,7 +106,7 @@ class PenaltyState:
         self._output_counts[slot, self._column_of[slot, output] - 1] = counts
 
     def append(self, slots: Int64Array, token_ids: Int64Array) -> None:
-        """Count one new output token per slot; slots that use no penalty are passed over."""
+        """Count one new output token per slot; slots that use no penalty are skipped."""
         used = self.is_used[slots]
         if not used.any():
             return
@@ -121,11 +121,11 @@ class PenaltyState:
         self._output_counts[slots, columns] += 1
 
     def gather(self, slots: Int64Array, drafts: Mapping[int, Int64Array] = MappingProxyType({})) -> Penalties | None:
-        """The penalties of a step whose rows are these slots; None when no row uses any.
+        """The penalties of a step with these slots as its rows; None if no row uses any.
 
         Args:
             slots: of the rows.
-            drafts: by row, the tokens that its request is to have seen besides.
+            drafts: by row, tokens that count as seen in addition.
         """
         rows = np.flatnonzero(self.is_used[slots])
         if not len(rows):
@@ -150,7 +150,7 @@ class PenaltyState:
     def _with_drafts(
         self, slot: int, token_ids: Int64Array, output_counts: Float32Array, drafts: Int64Array
     ) -> tuple[Int64Array, Float32Array]:
-        """What a slot has seen, and how often, as if it had sampled the drafts as well."""
+        """The tokens that a slot has seen, and how often, as if it had sampled the drafts as well."""
         drafted, counts = np.unique(drafts, return_counts=True)
         columns = self._column_of[slot, drafted] - 1
         is_new = columns < 0

@@ -24,15 +24,15 @@ def compute_prompt_logprobs(
     """Score prompt tokens by the hidden states of the positions before them.
 
     Args:
-        compute_logits: [T, E] → [T, V], or None on a rank that only takes part in it.
+        compute_logits: [T, E] → [T, V], or None on a rank that only takes part in the computation.
         hidden_TE: row i belongs to position `start - 1 + i`.
-        token_ids_T: int64; token i stands at position `start + i`, so row i predicts it.
+        token_ids_T: int64; token i is at position `start + i`, so row i predicts it.
         start: at least 1.
-        num_logprobs: how many of the most likely tokens besides.
+        num_logprobs: how many of the most likely tokens to add.
         vocab_size: V.
 
     Returns:
-        The scores; None where `compute_logits` gives none.
+        The scores; None if `compute_logits` returns None.
     """
     num_logprobs = min(num_logprobs, vocab_size)
     rows = max(1, CHUNK_LOGITS // vocab_size)

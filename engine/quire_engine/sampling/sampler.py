@@ -30,8 +30,8 @@ class SamplerOutput:
     """One token per row, on its way to the host.
 
     Args:
-        token_ids_S: int64; nobody may write to it any more.
-        logprobs: of the rows in `num_logprobs`, in that order; None when there are none.
+        token_ids_S: int64; must not change any more.
+        logprobs: of the rows in `num_logprobs`, in that order; None if there are none.
         num_logprobs: see `SamplingMetadata`.
     """
 
@@ -39,12 +39,12 @@ class SamplerOutput:
         self, token_ids_S: torch.Tensor, logprobs: TopLogprobs | None = None, num_logprobs: dict[int, int] | None = None
     ) -> None:
         self.token_ids_S = token_ids_S
-        """Where it was sampled."""
+        """On the device that sampled."""
         self._num_logprobs = num_logprobs or {}
         self._download = Download(token_ids_S, *(logprobs or ()))
 
     def wait(self) -> SampledTokens:
-        """All of it, once it has come."""
+        """Wait for the transfer, and return the tokens."""
         token_ids_S, *top = self._download.wait()
         logprobs: list[TokenLogprobs | None] = [None] * len(token_ids_S)
         if top:
@@ -57,23 +57,23 @@ class Sampler:
     """Draws one token per row of logits:
 
     1. Take the logits as float32.
-    2. Where asked for, keep their log-softmax: reported log-probabilities are the model's own, before any of the below.
+    2. If asked for, keep their log-softmax: reported log-probabilities are the model's own, before the steps below.
     3. Mask the tokens that would stop a request before its `min_tokens`.
     4. Mask tokens that are not allowed or would complete a bad word; add the biases of `logit_bias`.
     5. Apply repetition, frequency and presence penalties.
-    6. Mask the tokens that a row's grammar does not allow; last, so that nothing brings one back.
+    6. Mask the tokens that a row's grammar does not allow; last, so that no other step unmasks one.
     7. Greedy rows take the most likely token.
-    8. The others divide by the temperature, mask by min-p, top-k and top-p, add Gumbel noise, which is a function of
-       (seed, position, token id) alone, and take the largest: a draw from the softmax.
+    8. The others divide by the temperature, mask by min-p, top-k and top-p, add Gumbel noise, which is a function only
+       of (seed, position, token id), and take the largest: a draw from the softmax.
 
-    On a GPU the host waits for nothing of this.
+    On a GPU the host does not wait for any of this.
     """
 
     def __call__(self, logits_SV: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         """Sample.
 
         Args:
-            logits_SV: one row per request that is sampled in this step.
+            logits_SV: one row per position that this step samples.
             metadata: the parameters of these rows.
         """
         logits_SV = logits_SV.float()

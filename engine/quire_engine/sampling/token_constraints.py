@@ -1,7 +1,7 @@
-"""What one request may or may not sample, by token id: `allowed_token_ids`, `bad_words` and `logit_bias`.
+"""Constraints on the tokens that a request may sample: `allowed_token_ids`, `bad_words` and `logit_bias`.
 
-`TokenConstraintState` keeps it per slot; `gather` lays out what a step needs, and the functions change the logits of
-all rows at once. Nothing is kept for slots that use none of it.
+`TokenConstraintState` keeps them per slot; `gather` lays out what a step needs, and the functions change the logits of
+all rows at once. Nothing is kept for slots without constraints.
 """
 
 from collections import defaultdict
@@ -25,19 +25,19 @@ OutputTail = Callable[[int, int], list[int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenConstraints:
-    """What a step needs; an empty pair of tensors changes nothing."""
+    """A step's constraints; empty tensors change nothing."""
 
     restricted_rows: torch.Tensor
     """[A] int64, the rows that may only sample allowed tokens."""
     limits: torch.Tensor
-    """[A, V] float32, infinite for these tokens and minus infinity for all others. The smaller of logit and limit is
-    found without a branch: 64 rows of 32,000 in 0.5 ms, where masking by booleans takes 11."""
+    """[A, V] float32, infinity for allowed tokens and minus infinity for all others. The minimum of logit and limit
+    needs no branch: 64 rows of 32,000 take 0.5 ms, while masking by booleans takes 11."""
     bad_rows: torch.Tensor
     """[B] int64, with `bad_token_ids`: the tokens that would complete a bad word."""
     bad_token_ids: torch.Tensor
     """[B] int64."""
     bias_rows: torch.Tensor
-    """[C] int64, with `bias_token_ids` and `biases`; no pair of row and token comes twice."""
+    """[C] int64, with `bias_token_ids` and `biases`; no pair of row and token occurs twice."""
     bias_token_ids: torch.Tensor
     """[C] int64."""
     biases: torch.Tensor
@@ -58,9 +58,9 @@ def apply_token_constraints(logits_SV: torch.Tensor, constraints: TokenConstrain
 
 
 class BadWords:
-    """The bad words of one request, by the token that comes before their last one.
+    """The bad words of one request, by the token before their last one.
 
-    So a step looks at the few words that could be completed by the very next token, and at no others.
+    So a step only looks at the few words that the next token could complete.
     """
 
     def __init__(self, sequences: list[list[int]]) -> None:
@@ -74,7 +74,7 @@ class BadWords:
                 self.max_prefix = max(self.max_prefix, len(prefix))
 
     def completions(self, output: list[int]) -> list[int]:
-        """The tokens that would complete a bad word; of the output, the last `max_prefix` tokens suffice."""
+        """The tokens that would complete a bad word; the last `max_prefix` tokens of the output suffice."""
         candidates = self._by_previous.get(output[-1], ()) if output else ()
         return self._single + [last for prefix, last in candidates if output[-len(prefix) :] == prefix]
 
@@ -85,13 +85,13 @@ class TokenConstraintState:
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self.is_used = np.zeros(max_num_seqs, dtype=np.bool_)
         self._is_restricted = np.zeros(max_num_seqs, dtype=np.bool_)
-        # Pages become real memory when a slot first writes to them.
+        # Pages take memory only when a slot first writes to them.
         self._limits = np.zeros((max_num_seqs, vocab_size), dtype=np.float32)
         self._bad_words: list[BadWords | None] = [None] * max_num_seqs
         self._bias: list[tuple[Int64Array, npt.NDArray[np.float32]] | None] = [None] * max_num_seqs
 
     def add(self, slot: int, params: SamplingParams) -> None:
-        """Set every field of a slot anew."""
+        """Set every field of a slot."""
         allowed, bias, bad_words = params.allowed_token_ids, params.logit_bias, params.bad_words_token_ids
         self._is_restricted[slot] = allowed is not None
         if allowed is not None:
@@ -104,7 +104,7 @@ class TokenConstraintState:
         self.is_used[slot] = bool(allowed or bad_words or bias)
 
     def gather(self, slots: Int64Array, output_tail: OutputTail) -> TokenConstraints | None:
-        """The constraints of a step whose rows are these slots; None when no row has any.
+        """The constraints of a step with these slots as its rows; None if no row has any.
 
         Args:
             slots: of the rows.

@@ -1,4 +1,4 @@
-"""One rank: the model, its KV cache, and the batch that it keeps from step to step."""
+"""One rank: the model, its KV cache, and the persistent batch."""
 
 from quire_engine.worker.worker import Worker
 

@@ -1,4 +1,4 @@
-"""What the process of a worker is told when it starts. All else it hears through its queue; see `messages`."""
+"""Arguments of a worker's process. Everything else it receives through its queue; see `messages`."""
 
 import msgspec
 
@@ -20,11 +20,11 @@ class WorkerArguments(msgspec.Struct):
     responses: MessageQueueHandle
     abort: AbortFlagHandle
     busy_time: int
-    """Descriptor of the memory of `BusyTime`, which is for all ranks."""
+    """Descriptor of the memory of `BusyTime`, shared by all ranks."""
     tensor_group: SharedMemoryGroup | None
     pipeline_group: SharedMemoryGroup | None
     meeting_place: MeetingPlace | None
-    """Where the ranks form groups of torch.distributed, in the place of the two above."""
+    """Where the ranks form groups of torch.distributed, instead of the two above."""
     parent_pid: int
     kill_with_parent: bool
-    """Whether the kernel is to kill the worker when the thread that started it ends."""
+    """Whether the kernel kills the worker when the thread that started it ends."""

@@ -1,9 +1,9 @@
-"""How much memory there is for the KV cache: measured by a profiling run, on the CPU and on a GPU.
+"""How much memory the KV cache can have: measured by a profiling run, on the CPU and on a GPU.
 
 ::
 
     a GPU's memory   │ others' │ weights │ largest step │ libraries │ CUDA graphs │ KV cache │ left free │
-                               │◄──────────────── gpu_memory_utilization of it all ─────────►│
+                               │◄──────────── gpu_memory_utilization of all memory ─────────►│
 """
 
 from collections.abc import Callable
@@ -17,31 +17,31 @@ from quire_engine.system.memory import available_memory_bytes, peak_memory_growt
 __all__ = ["CPU_MEMORY_SHARE", "CacheMemory", "CpuCacheMemory", "GpuCacheMemory", "check_tables"]
 
 CPU_MEMORY_SHARE = 0.5
-"""On the CPU the cache shares memory with everything else on the machine, so it never plans with more than this, for
-all ranks together."""
+"""On the CPU the cache shares memory with everything else on the machine, so all ranks together plan with at most this
+share of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheMemory:
-    """What a profiling run has shown, in bytes."""
+    """Result of a profiling run, in bytes."""
 
     planned_bytes: int
-    """What `gpu_memory_utilization` stands for."""
+    """The memory that `gpu_memory_utilization` allows."""
     activation_bytes: int
-    """The largest step's, at their peak."""
+    """Peak of the largest step's activations."""
     available_bytes: int
-    """What is left of it for the cache; may be negative."""
+    """What is left of `planned_bytes` for the cache; may be negative."""
 
 
 def check_tables(max_num_seqs: int, max_model_len: int, head_size: int) -> None:
-    """Check that what grows with the context alone fits into the memory: angles of every position, ids of every slot.
+    """Check that the tables that grow with the context fit into the memory: angles per position, token ids per slot.
 
-    Nothing in the files bounds `max_position_embeddings`, which `max_model_len` is unless it is set.
+    `max_model_len` defaults to the checkpoint's `max_position_embeddings`, which may be any number.
 
     Raises:
-        ValueError: it does not.
+        ValueError: they do not fit.
     """
-    angle_bytes = 10 * head_size  # cos and sin in float32, and what they are made of
+    angle_bytes = 10 * head_size  # cos and sin in float32, and what they are computed from
     slot_bytes = 16 * max_num_seqs  # token ids, and for penalties
     needed, available = max_model_len * (angle_bytes + slot_bytes), available_memory_bytes()
     if needed > available:
@@ -53,17 +53,17 @@ def check_tables(max_num_seqs: int, max_model_len: int, head_size: int) -> None:
 
 
 class CpuCacheMemory:
-    """Of the machine's memory that is free now."""
+    """Measures the machine's memory that is free now."""
 
     def __init__(self, config: EngineCoreConfig) -> None:
         self._config = config
 
     def check_setting(self) -> None:
-        """Check that there is as much memory as `kv_cache_memory_bytes` says. Others may hold it at the moment: the
-        cache takes it as it is used.
+        """Check that the machine has as much memory as `kv_cache_memory_bytes` says. Other processes may hold some of
+        it now: the cache takes its pages only as it uses them.
 
         Raises:
-            ValueError: there is not.
+            ValueError: it does not have as much.
         """
         parallel = self._config.parallel
         ranks = 1 if parallel.executor_backend == "ray" else parallel.world_size  # Ray's may be on other machines
@@ -71,24 +71,24 @@ class CpuCacheMemory:
         _check_setting(self._config, total_memory_bytes() // ranks, where)
 
     def measure(self, profile_run: Callable[[], None], recorded_bytes: Callable[[], int]) -> CacheMemory:
-        """Run the largest step there can be.
+        """Run the largest possible step.
 
         Args:
             profile_run: that step.
-            recorded_bytes: afterwards, what the process will take besides.
+            recorded_bytes: called afterwards: memory that recordings will take in addition.
         """
         activation_bytes = peak_memory_growth(profile_run) + recorded_bytes()
-        trim_heap()  # of what the largest step took; the steps to come may be small
+        trim_heap()  # free what the largest step allocated; later steps may be small
         share = CPU_MEMORY_SHARE * self._config.cache.gpu_memory_utilization / self._config.parallel.world_size
         planned_bytes = int(available_memory_bytes() * share)
         return CacheMemory(planned_bytes, activation_bytes, planned_bytes - activation_bytes)
 
 
 class GpuCacheMemory:
-    """Of one GPU's memory. Made before the rank takes any of it.
+    """Measures one GPU's memory. Must be created before the rank allocates any of it.
 
     Raises:
-        ValueError: others hold so much of it that the rank cannot have its share.
+        ValueError: other processes hold so much of it that the rank's share is not free.
     """
 
     def __init__(self, config: EngineCoreConfig, device: torch.device) -> None:
@@ -107,29 +107,29 @@ class GpuCacheMemory:
         """Check that the GPU has as much memory as `kv_cache_memory_bytes` says.
 
         Raises:
-            ValueError: it has not.
+            ValueError: it does not have as much.
         """
         _check_setting(self._config, self._total, str(self._device))
 
     def measure(self, profile_run: Callable[[], None], graph_bytes: int) -> CacheMemory:
-        """Run the largest step there can be, when the weights are there.
+        """Run the largest possible step, after the weights are loaded.
 
         Args:
             profile_run: that step.
-            graph_bytes: what is to be left for CUDA graphs.
+            graph_bytes: memory to leave for CUDA graphs.
         """
         weights = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         profile_run()
         torch.cuda.synchronize(self._device)
         peak = torch.cuda.max_memory_allocated(self._device)
-        # What torch does not know of: libraries' workspaces, and kernels.
+        # Memory outside torch's allocator: libraries' workspaces, and kernels.
         outside = self._free_at_start - self.free_bytes() - torch.cuda.memory_reserved(self._device)
         available = self._planned_bytes - peak - max(outside, 0) - graph_bytes
         return CacheMemory(self._planned_bytes, peak - weights, available)
 
     def free_bytes(self) -> int:
-        """Of the GPU, at the moment; what torch keeps for later counts as free."""
+        """Free memory of the GPU now, including what torch's allocator has cached."""
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]
 

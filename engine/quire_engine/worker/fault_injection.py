@@ -1,8 +1,8 @@
-"""FaultInjection: a worker that fails on demand, for tests of what happens then.
+"""FaultInjection: makes a worker fail on demand, for tests of the recovery.
 
 It is part of the package because faults have to occur in processes that a test does not start itself: ranks under an
-engine core, under tritonserver. Nothing of it exists unless the environment names a file, and nothing happens unless
-that file is there::
+engine core, under tritonserver. It is not created unless the environment names a file, and does nothing unless that
+file exists::
 
     QUIRE_FAULT_INJECTION=/path/of/fault.json
 
@@ -10,7 +10,7 @@ that file is there::
     {"action": "kill", "num_output_tokens": 5, "once": true}    when a request's fifth token is sampled, one time
     {"action": "slow", "rank": 1, "seconds": 0.02}     every step of this rank takes so much longer
 
-A fault without a rank applies to every rank. Put the file there atomically (write another one, and rename it).
+A fault without a rank applies to every rank. Create the file atomically (write another one, and rename it).
 The fault occurs after the step was computed and before its result is sent.
 """
 
@@ -49,7 +49,7 @@ class FaultInjection:
 
     @classmethod
     def from_environment(cls, rank: int = 0) -> "FaultInjection | None":
-        """None when the environment does not ask for faults."""
+        """None if the environment does not name a file."""
         file = os.environ.get(FAULT_INJECTION_VARIABLE)
         return cls(Path(file), rank) if file else None
 

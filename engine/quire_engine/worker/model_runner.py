@@ -29,9 +29,9 @@ Int64Array = npt.NDArray[np.int64]
 class ModelRunner:
     """Owns the persistent batch and the KV cache tensors of one rank.
 
-    All ranks keep the same batch. Only the output rank samples. The others hear of the tokens in a later step; or where
-    steps are submitted ahead at once, as the next step begins with them, but not of requests with drafts, of which the
-    next step begins with what came of this one.
+    All ranks keep the same batch. Only the output rank samples. The other ranks receive the tokens with a later step.
+    If steps are submitted ahead they receive them at once, as the next step needs them as input; except for requests
+    with drafts, whose next step is scheduled only after this one's result.
 
     Args:
         model: this rank's part, on its device.
@@ -39,7 +39,7 @@ class ModelRunner:
         block_size: tokens per KV block.
         parallel: the rank.
         device: where the model is.
-        runs_ahead: whether a step may be submitted that follows on from tokens of which no result was taken yet.
+        runs_ahead: whether a step may be submitted before the result of the step whose tokens it goes on after.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class ModelRunner:
         self.sampler = Sampler()
         self.graphs: DecodeGraphs | None = None
         self.last_token_ids = torch.zeros(batch.max_num_seqs + 1, dtype=torch.int64, device=device)
-        """By slot, the token that was sampled last; then one that nobody reads."""
+        """By slot, the token that was sampled last; the extra last entry is written but never read."""
         self._runs_ahead = runs_ahead
         self._lock = threading.Lock()
-        """Held by who reads or changes the batch: a result may be waited for in another thread."""
+        """Guards the batch: another thread may wait for a result and write it to the batch."""
         self._kv_caches: KVCaches = []
         self._eager: EagerForward | None = None
         self._recorded: RecordedForward | None = None
@@ -75,24 +75,24 @@ class ModelRunner:
     @kv_caches.setter
     def kv_caches(self, kv_caches: KVCaches) -> None:
         self._kv_caches = kv_caches
-        self._eager = self._recorded = self.graphs = None  # they point to the caches and weights of before
+        self._eager = self._recorded = self.graphs = None  # they point to the old caches and weights
 
     @property
     def recorded_bytes(self) -> int:
-        """What the recording of small steps takes, once they use all of it."""
+        """Memory that the recording of small steps takes at most."""
         return 0 if self._recorded is None else self._recorded.num_bytes
 
     @torch.inference_mode()
     def submit(self, scheduler_output: SchedulerOutput) -> SubmittedStep:
-        """Begin one step. On a GPU this returns while it computes:
+        """Begin one step. On a GPU this returns while the GPU still computes:
 
-        1. Apply what changed: forget, add, extend.
+        1. Apply what changed to the batch: remove, add, extend.
         2. Flatten the scheduled tokens of all requests into one batch.
-        3. Run the model over it, by the first way of doing so that takes such a step.
-        4. Where asked for, keep the log-probabilities of the prompt tokens that were computed.
+        3. Run the model over it, with the first `Forward` that takes such a step.
+        4. If asked for, keep the log-probabilities of the prompt tokens that were computed.
         5. Sample for the requests whose last token was computed, and count one token more for each without drafts.
 
-        A stage before the last ends with 3. Of the last one all ranks compute logits, and one has something to return.
+        A stage before the last ends with 3. On the last stage all ranks compute logits, and one returns a result.
         """
         with self._lock:
             self._update_batch(scheduler_output)
@@ -133,9 +133,9 @@ class ModelRunner:
 
         Args:
             sampled: the rows.
-            hidden_RE: of their tokens.
+            hidden_RE: the hidden states of their tokens.
             bitmask: of the requests with a grammar.
-            graphs: that have computed the hidden states, if any have.
+            graphs: the graphs that computed the hidden states; None if none did.
         """
         batch, output, is_stored = self.batch, None, False
         if graphs is not None and graphs.samples and bitmask is None and batch.are_plain(sampled.slots):
@@ -147,23 +147,23 @@ class ModelRunner:
         if self._runs_ahead and not is_stored:
             self._store_last_token_ids(sampled.slots, output)
         if output is None and not self._runs_ahead:
-            return SubmittedStep()  # the batch hears of the tokens in the step that follows on from them
+            return SubmittedStep()  # the tokens come with the request's next step
         pending = None if output is None else PendingTokens(batch, self._lock, sampled, output)
         batch.expect_tokens(sampled.slots_without_drafts)
         return SubmittedStep(pending)
 
     def _store_last_token_ids(self, slots: Int64Array, output: SamplerOutput | None) -> None:
-        """Keep the tokens where the next step finds them, on all ranks: the sum of them all is the output rank's."""
+        """Store the tokens for the next step, on all ranks: the others contribute zeros to the sum."""
         (slots_R,) = upload(self.device, slots)
         token_ids_R = torch.zeros_like(slots_R) if output is None else output.token_ids_S
         group = self.parallel.tensor_group
         if group is not None:
             token_ids_R = group.all_reduce(token_ids_R.clone())
-        # Of a slot with drafts any of its tokens may be left here: the next step has them from the host.
+        # For a slot with drafts this may store any of its tokens: the next step gets them from the host.
         self.last_token_ids[slots_R] = token_ids_R
 
     def _prompt_logprobs(self, inputs: StepInputs, hidden_TE: torch.Tensor) -> dict[str, PromptLogprobs]:
-        """Score the prompt tokens that follow the ones computed in this step, for the requests that want it."""
+        """Score the prompt tokens after those computed in this step, for the requests that want it."""
         batch, result = self.batch, {}
         for i in np.flatnonzero(batch.num_prompt_logprobs[inputs.slots] != NO_LOGPROBS).tolist():
             slot, row, number = inputs.slots[i], inputs.query_start_loc[i], inputs.num_scheduled[i]
@@ -201,6 +201,6 @@ class ModelRunner:
             self.batch.place_drafts(request_id, token_ids)
 
     def _append_new_tokens(self, cached: CachedRequestData) -> None:
-        """Take over what the output rank has sampled."""
+        """Write the tokens that the output rank sampled to the batch."""
         slots = np.fromiter((self.batch.slots[request_id] for request_id in cached.request_ids), dtype=np.int64)
         self.batch.settle_lists(slots, self.batch.num_known_tokens[slots], cached.new_token_ids)

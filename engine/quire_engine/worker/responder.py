@@ -1,9 +1,9 @@
-"""Responder: tells what came of steps, in the order in which they were begun, while the next one is begun.
+"""Responder: sends the results of steps, in the order in which they began, while the main thread begins the next.
 
 ::
 
     main thread    begin 1 ─► begin 2 ─────────► begin 3 ─► …
-    responder               wait for 1, tell ─► wait for 2, tell ─► …
+    responder               wait for 1, send ─► wait for 2, send ─► …
 """
 
 import logging
@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 class Responder(Generic[T]):
-    """A thread that takes answers one by one.
+    """A thread that sends answers one by one.
 
     Args:
-        respond: waits for an answer and tells it. If it raises, nobody would ever hear: this process ends.
-        max_waiting: answers that may wait for their turn.
+        respond: waits for an answer and sends it. If it raises, this process ends: the answer would never come.
+        max_waiting: answers that may wait in its queue.
     """
 
     def __init__(self, respond: Callable[[T], None], max_waiting: int) -> None:
@@ -34,11 +34,11 @@ class Responder(Generic[T]):
         threading.Thread(target=self._run, name="responder", daemon=True).start()
 
     def put(self, answer: T) -> None:
-        """Have it told after those before it; waits while too many wait already."""
+        """Queue an answer; blocks while the queue is full."""
         self._answers.put(answer)
 
     def wait_until_idle(self) -> None:
-        """Until all that was put here has been told."""
+        """Wait until all queued answers are sent."""
         self._answers.join()
 
     def _run(self) -> None:

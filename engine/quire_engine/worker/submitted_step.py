@@ -1,4 +1,4 @@
-"""SubmittedStep: a step that was begun, and what comes of it.
+"""SubmittedStep: a step that was begun, and its result.
 
 ::
 
@@ -6,11 +6,11 @@
     submit N+1   batch: count another one                    device: takes the tokens of N from there
     result N     batch: which tokens they are, if the slots are still those requests'
 
-Of a request with drafts nothing is counted before the result: how many tokens come is what the result says. A draft is
-accepted if it is the very token that the model samples in its place; the first that is not is replaced by that token,
-and what was sampled behind it is dropped. If all are accepted, one token more has been sampled behind the last one::
+For a request with drafts nothing is counted before the result, as only the result says how many tokens there are. A
+draft is accepted if it is the token that the model samples in its place. The first draft that is not is replaced by the
+sampled token, and what was sampled after it is dropped. If all are accepted, there is one more token after the last::
 
-    known   drafts        sampled         come of it
+    known   drafts        sampled         result
     5 8     31  4  9      31  4  7  2     31 4 7
 """
 
@@ -33,9 +33,9 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class PendingTokens:
-    """The requests of a step that are sampled, and the tokens that come for them.
+    """The requests of a step that are sampled, and the tokens that will come for them.
 
-    Made before the batch counts the tokens, under the lock that keeps others from changing it.
+    Must be created before the batch counts the tokens, with the batch's lock held.
     """
 
     def __init__(self, batch: InputBatch, lock: threading.Lock, sampled: SampledRows, tokens: SamplerOutput) -> None:
@@ -49,7 +49,7 @@ class PendingTokens:
         self._generation = batch.generation[self._slots]
 
     def fill(self, output: ModelRunnerOutput) -> None:
-        """Wait for the tokens, and tell the batch and the output of them."""
+        """Wait for the tokens, and write them to the batch and to the output."""
         tokens, request_ids, batch = self._tokens.wait(), self._sampled.request_ids, self._batch
         if self._sampled.drafts:
             rows = self._rows_that_count(tokens.token_ids)
@@ -70,7 +70,7 @@ class PendingTokens:
         output.logprobs = {request_id: own for request_id, own in zip(request_ids, logprobs, strict=True) if own}
 
     def _rows_that_count(self, token_ids: list[int]) -> list[slice]:
-        """Of each request, the rows up to the first one whose token is not the draft in its place."""
+        """For each request, the rows up to and including the first whose token is not the draft in its place."""
         rows = []
         for request_id, start in zip(self._sampled.request_ids, self._starts.tolist(), strict=True):
             own = self._sampled.drafts.get(request_id, ())
@@ -79,7 +79,7 @@ class PendingTokens:
 
 
 def count_accepted(drafts: Sequence[int], sampled: Sequence[int]) -> int:
-    """How many drafts are what was sampled in their place, up to the first that is not."""
+    """How many drafts equal the token sampled in their place, up to the first that does not."""
     count = 0
     while count < len(drafts) and drafts[count] == sampled[count]:
         count += 1
@@ -91,13 +91,13 @@ class SubmittedStep:
     """What `ModelRunner.submit` returns."""
 
     pending: PendingTokens | None = None
-    """None where nothing is sampled, or another rank does."""
+    """None if nothing is sampled, or another rank samples."""
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
     on_result: Callable[[ModelRunnerOutput], None] | None = None
-    """Told of the result before anybody else is."""
+    """Called with the result before it is returned."""
 
     def result(self) -> ModelRunnerOutput:
-        """Wait for what came of the step: once, and in the order of submission. Any thread may call it.
+        """Wait for the result. Call it once per step, in the order of submission, from any thread.
 
         Raises:
             Exception: the step failed on the device.

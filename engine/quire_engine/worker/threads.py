@@ -1,4 +1,4 @@
-"""How many threads compute."""
+"""The number of threads that compute."""
 
 import os
 
@@ -7,19 +7,19 @@ from quire_kernels import cpu
 __all__ = ["configure_threads"]
 
 PARAMETERS_PER_THREAD = 16_000_000
-"""A smaller share is not worth a second thread: a step of the 5 M parameter demo model takes 6.0 ms with two threads
-and 7.0 ms with one on two idle cores, but 22.7 and 6.4 ms when something else runs, as every op waits for both."""
+"""With fewer, a second thread does not pay: a step of the 5 M parameter demo model takes 6.0 ms with two threads and
+7.0 ms with one on two idle cores, but 22.7 and 6.4 ms when something else runs, as every op waits for both threads."""
 
 
 def configure_threads(num_parameters: int, num_ranks: int = 1, torch_computes: bool = False) -> int:
     """Set the number of threads by the size of the model and the cores this process may use.
 
-    `OMP_NUM_THREADS` in the environment has the last word.
+    `OMP_NUM_THREADS` in the environment overrides this.
 
     Args:
         num_parameters: of this rank.
-        num_ranks: processes that compute at the same time, and have to divide the cores among them.
-        torch_computes: the model has a type or shape that is left to plain torch.
+        num_ranks: processes that compute at the same time, and divide the cores among them.
+        torch_computes: whether the model has a type or shape that only plain torch computes.
 
     Returns:
         The number of threads.

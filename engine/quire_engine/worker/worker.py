@@ -48,16 +48,16 @@ __all__ = ["Worker"]
 logger = logging.getLogger(__name__)
 
 SUFFIX_TOKENS = 64
-"""Of a prompt that follows a cached one: about as many as have parts of their attention left in memory."""
+"""Tokens of a suffix after a cached prefix: about the most for which attention keeps partial results in memory."""
 QUANTIZED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """By the setting `quantization`."""
 
 
 class Worker:
-    """One rank. Built, then `initialize_cache`, then any number of `execute_model`.
+    """One rank. Call `initialize_cache` first, then `execute_model` any number of times.
 
-    With several ranks each call is made on all of them with the same arguments, in the same order: they wait for each
-    other within.
+    With several ranks make each call on all of them, with the same arguments and in the same order: ranks wait for each
+    other inside the calls.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Worker:
         spec = model.attention_specs[0]
         shape = (0, spec.num_kv_heads, config.cache.block_size, spec.head_size)
         cache = torch.empty(shape, dtype=self.cache_dtype, device=device)
-        # Stages hand each other what they compute in between, which is for the host to do.
+        # Between stages the host transfers the hidden states, which a graph cannot contain.
         is_stage = parallel.pipeline_parallel_size > 1
         self._uses_triton = uses_triton(cache)
         self._captures_graphs = self._uses_triton and not config.model.enforce_eager and not is_stage
@@ -105,17 +105,17 @@ class Worker:
         self.runner = ModelRunner(model, batch, config.cache.block_size, parallel, device, self._runs_ahead)
 
     def _prepare_cpu(self, parameters: int, cache: torch.Tensor) -> str:
-        """Set the number of threads, and say what computes."""
+        """Set the number of threads; returns a description for the log."""
         num_threads = configure_threads(parameters, self.config.parallel.world_size, torch_computes=not is_tiled(cache))
         if kernel_status().instruction_set is None:
             logger.warning("models are computed in plain torch, which is slow: %s", kernel_status().reason)
         return f"threads: {num_threads}, kernels: {kernel_status().instruction_set or 'plain torch'}"
 
     def determine_num_blocks(self) -> int:
-        """Blocks for `kv_cache_memory_bytes`, or for what a profiling run leaves of the memory.
+        """Blocks that fit into `kv_cache_memory_bytes`, or into the memory that a profiling run leaves.
 
         Raises:
-            ValueError: not even one block fits, or there is not as much memory as the setting says.
+            ValueError: not even one block fits, or there is less memory than the setting says.
         """
         specs = self.runner.model.attention_specs
         bytes_per_block = block_bytes(specs, self.config.cache.block_size, self.cache_dtype.itemsize)
@@ -151,9 +151,9 @@ class Worker:
         return num_blocks
 
     def initialize_cache(self, num_blocks: int) -> None:
-        """Allocate the cache, and capture CUDA graphs. On the CPU pages become real memory when first written."""
+        """Allocate the cache, and capture CUDA graphs. On the CPU pages take memory only when first written."""
         self._num_blocks = num_blocks
-        # One block more for the rows of padding that a graph has, which no request ever gets.
+        # One more block, for graphs' rows of padding; no request ever gets it.
         self.runner.kv_caches = self._allocate_caches(num_blocks + self._captures_graphs)
         if self._captures_graphs:
             self._capture_graphs()
@@ -175,14 +175,14 @@ class Worker:
         return self.submit_model(scheduler_output).result()
 
     def submit_model(self, scheduler_output: SchedulerOutput) -> SubmittedStep:
-        """Begin one step; on a GPU this returns while it computes."""
+        """Begin one step; on a GPU this returns while the GPU still computes."""
         step = self.runner.submit(scheduler_output)
         if self._fault_injection is not None:
             step.on_result = partial(self._fault_injection.strike, batch=self.runner.batch)
         return step
 
     def sleep(self, level: int) -> None:
-        """Give the KV cache's memory back to the system, and with level 2 the weights' as well."""
+        """Free the KV cache's memory, and with level 2 the weights' as well."""
         self.runner.kv_caches = []
         if level == 2:
             del self.runner.model
@@ -199,7 +199,7 @@ class Worker:
         self.initialize_cache(self._num_blocks)
 
     def call(self, call: WorkerCall) -> int:
-        """Do one of the things above between two steps, and answer with a number, 0 for want of one."""
+        """Make one of the calls above between two steps; returns a number, 0 if there is none to return."""
         match call:
             case DetermineNumBlocks():
                 return self.determine_num_blocks()
@@ -225,7 +225,7 @@ class Worker:
         )  # fmt: skip
 
     def _allocate_caches(self, num_blocks: int) -> KVCaches:
-        """Keys and values, by layer; on the CPU in huge pages, as a step reads all over them."""
+        """Keys and values, by layer; on the CPU in huge pages, as a step's reads are scattered."""
 
         def cache(spec: AttentionSpec) -> torch.Tensor:
             shape = (num_blocks, spec.num_kv_heads, self.config.cache.block_size, spec.head_size)
@@ -236,15 +236,15 @@ class Worker:
         return [(cache(spec), cache(spec)) for spec in self.runner.model.attention_specs]
 
     def _profile_run(self) -> None:
-        """The largest step there can be, on a cache of its own: shows its memory, and warms every op up.
+        """Run the largest possible step, on a cache of its own, to measure its memory and warm up every op.
 
-        Through one layer of each kind, which shows as much as all of them, and takes a fraction of the time. Kernels in
-        the Triton language are compiled when they are first used: for those, the requests decode, too, and there is
-        another step of one prompt, as those of many requests may be so short that they are computed as decodes are.
+        It runs one layer of each kind, which needs as much memory as all layers in a fraction of the time. Kernels in
+        the Triton language are compiled when first used. For those, the requests also decode, and there is another step
+        of one prompt: the prompts of many requests may be so short that they are computed like decodes.
         """
         scheduler, block_size = self.config.scheduler, self.config.cache.block_size
         num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        # The last token that the context has room for is never computed.
+        # The last token that fits into the context is never computed.
         longest = max(self.max_model_len - 1, 1)
         num_tokens = min(scheduler.max_num_batched_tokens // num_seqs, longest)
         blocks_each = -(-min(num_tokens + 1, self.max_model_len) // block_size)
@@ -260,16 +260,16 @@ class Worker:
         num_layers = len(model.attention_specs)
         with model.one_layer_of_each_kind():
             self.runner.kv_caches = self._allocate_caches(num_seqs * blocks_each)
-            # Of the longest sequences there can be, attention leaves parts in memory that these short ones do not need.
+            # For the longest sequences attention keeps partial results in memory; these short ones have none.
             parts = self._plan_longest(num_seqs) if self._uses_triton else None
             for requests in batches:
                 self._profile_batch(requests)
             del parts
-        self._recorded_bytes = num_layers * self.runner.recorded_bytes  # at most, where there are several kinds
+        self._recorded_bytes = num_layers * self.runner.recorded_bytes  # an upper bound if there are several kinds
         self.runner.kv_caches = []
 
     def _plan_longest(self, num_seqs: int) -> object:
-        """The memory that plans of the longest sequences there can be hold: decodes, and a short suffix."""
+        """Plans of the longest possible sequences, which hold their memory: decodes, and a short suffix."""
         query_lens = torch.ones(num_seqs + 1, dtype=torch.int64)
         query_lens[-1] = min(SUFFIX_TOKENS, self.max_model_len)
         query_start_loc = torch.cat((query_lens.new_zeros(1), query_lens.cumsum(0)))
@@ -278,11 +278,11 @@ class Worker:
         return plan_attentions(self.runner.model, self.runner.kv_caches, table, query_start_loc, seq_lens)
 
     def _profile_batch(self, requests: list[NewRequestData]) -> None:
-        """Compute the requests' prompts in one step, and where kernels are compiled, in another one a token more."""
+        """Compute the requests' prompts in one step, and if kernels are compiled, one more token in another."""
         lengths = {request.request_id: request.num_prompt_tokens for request in requests}
         self.execute_model(SchedulerOutput(lengths, new_requests=requests))
         if self._uses_triton:
-            token_ids = [] if self._runs_ahead else [[0] for _ in requests]  # of which ranks that do not sample hear
+            token_ids = [] if self._runs_ahead else [[0] for _ in requests]  # for ranks that do not sample
             columns = CachedRequestData(list(lengths), [[] for _ in requests], list(lengths.values()), token_ids)
             self.execute_model(SchedulerOutput(dict.fromkeys(lengths, 1), cached_requests=columns))
         for request_id in lengths:

@@ -1,15 +1,15 @@
-"""The process of one rank: `python -m quire_engine.worker.worker_process`, started by `MultiProcExecutor` alone.
+"""The process of one rank: `python -m quire_engine.worker.worker_process`, started only by `MultiProcExecutor`.
 
 ::
 
     stdin                 one line of JSON (`WorkerArguments`), then open for as long as the parent lives
     queue of calls        WorkerRequest, the same to all ranks
-    queue of responses    WorkerResponse: one when ready, of steps the output or the error, one to every other call
+    queue of responses    WorkerResponse: one when ready, the output or the error of a step, one to every other call
 
-With async scheduling the main thread begins steps, and a `Responder` waits for what comes of them: it gives all answers
-then, in the order of the calls. Those between steps are made when no step is under way.
+With async scheduling the main thread begins steps, and a `Responder` waits for their results; it then sends all
+answers, in the order of the calls. Other calls are made only while no step is in flight.
 
-When there is nothing to do it blocks in poll and uses no CPU. SIGUSR1 writes every thread's stack to stderr.
+When there is nothing to do the process blocks in poll and uses no CPU. SIGUSR1 writes every thread's stack to stderr.
 """
 
 import faulthandler
@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 NUM_TIMED_STEPS = 128
 MAX_BEGUN_STEPS = 4
-"""Steps that may wait for their end on a rank: more than are ever in flight, so that only one that is behind waits."""
+"""Steps that may wait for their end on a rank: more than are ever in flight, so that only a slow rank blocks."""
 
 
 @dataclass(slots=True)
@@ -70,13 +70,13 @@ class _BegunStep:
     step: SubmittedStep
     began_at: float
     waited_seconds: float
-    """For other ranks, while it was begun."""
+    """Time waited for other ranks while it was begun."""
     end: torch.cuda.Event | None
-    """Of what the GPU has to do for it; None where the step's result is waited for, or is there already."""
+    """Recorded after its GPU work; None if waiting for the step's result is enough."""
 
 
 class WorkerProcess:
-    """A worker between its two queues."""
+    """A worker with its two queues."""
 
     def __init__(self, arguments: WorkerArguments) -> None:
         config = arguments.config
@@ -88,7 +88,8 @@ class WorkerProcess:
         self._busy_time = BusyTime(config.parallel.world_size, arguments.busy_time)
         self._groups: list[SharedMemoryCommunicator] = []
         self._step_nanoseconds: deque[int] = deque(maxlen=NUM_TIMED_STEPS)
-        """Of the last steps, without waits for other ranks: all ranks' steps end together, but one is the slow one."""
+        """Times of the last steps, without waits for other ranks: all ranks' steps end together, so only these show
+        which rank is slow."""
         self._step_clock = StepClock()
         try:
             checkpoint = CheckpointConfig.from_folder(Path(config.model.model))
@@ -107,10 +108,10 @@ class WorkerProcess:
         self._send(WorkerResponse(0))
 
     def _make_state(self, arguments: WorkerArguments) -> ParallelState:
-        """Join the groups of this rank, in shared memory or where the ranks meet."""
+        """Join the groups of this rank, in shared memory or at the meeting place."""
         parallel = arguments.config.parallel
         if arguments.meeting_place is not None:
-            # Not above: torch.distributed takes a while to import, and one rank alone has no use for it.
+            # Imported here because torch.distributed takes a while to import, and a single rank does not need it.
             from quire_engine.distributed.torch_distributed import initialize_parallel_state
 
             return initialize_parallel_state(
@@ -140,13 +141,13 @@ class WorkerProcess:
 
     def run(self) -> None:
         """Serve until told to stop."""
-        gc.freeze()  # a full collection would walk all that the imports brought: 0.15 s in which no token comes
+        gc.freeze()  # else a full collection walks all imported objects: 0.15 s without a token
         while True:
             request = self._calls.read_with(self._decoder.decode)
             if self._responder is not None and not isinstance(request.call, ExecuteModel):
                 self._responder.wait_until_idle()
             if isinstance(request.call, Shutdown):
-                self._worker.runner.graphs = None  # NCCL would wait for ever to leave a group that graphs refer to
+                self._worker.runner.graphs = None  # NCCL would wait forever to leave a group that graphs refer to
                 return
             try:
                 with on_device(self._device):
@@ -159,7 +160,7 @@ class WorkerProcess:
                 self._respond(answer)
 
     def _call(self, request: WorkerRequest) -> "WorkerResponse | _BegunStep":
-        """Begin a step, or do what is to be done between two."""
+        """Begin a step, or make a call between two steps."""
         result = 0
         match request.call:
             case ExecuteModel(scheduler_output=scheduler_output):
@@ -185,7 +186,7 @@ class WorkerProcess:
         return _BegunStep(request, step, began_at, self._waited_seconds - waited_before, end)
 
     def _respond(self, answer: "WorkerResponse | _BegunStep") -> None:
-        """Wait for a step's result, and send what there is to tell."""
+        """Wait for a step's result, and send the response, if there is one."""
         if isinstance(answer, WorkerResponse):
             self._send(answer)
             return
@@ -205,17 +206,17 @@ class WorkerProcess:
 
     @property
     def _waited_seconds(self) -> float:
-        """What other ranks have cost this one so far."""
+        """Time that this rank has waited for others so far."""
         return sum(group.waited_seconds for group in self._groups)
 
     def _failure(self, request: WorkerRequest | None, error: Exception) -> WorkerResponse:
-        """What to tell of an error. Ranks that wait for this one are let go at once, before anybody is told.
+        """The response to an error. First releases the ranks that wait for this one.
 
         Args:
-            request: what failed; None: the start, which is in the log already.
+            request: the request that failed; None for the start, which is logged already.
             error: its cause.
         """
-        self._abort.set()  # when all ranks have answered, the executor lowers it
+        self._abort.set()  # the executor clears it when all ranks have answered
         is_aborted = isinstance(error, AbortedError)
         is_step = request is not None and isinstance(request.call, ExecuteModel)
         what = "a step" if request is None or is_step else type(request.call).__name__
@@ -224,7 +225,7 @@ class WorkerProcess:
         elif request is not None:
             logger.error("%s failed", what, exc_info=error)
         name = type(error).__name__
-        # Of a step the error is for a log; of all else the caller gets it as if it had been raised there.
+        # A step's error goes to a log; that of any other call is raised again in the caller.
         known = isinstance(error, EngineDeadError if is_step else EngineError | ValueError | OSError)
         response = WorkerResponse(
             0 if request is None else request.call_id, error=str(error) if known else f"{name}: {error}"
@@ -240,8 +241,7 @@ class WorkerProcess:
 def _end_with_parent(arguments: WorkerArguments) -> None:
     """End when the parent does, in two ways.
 
-    The end of stdin is noticed by a thread, which has to get to run; the kernel's signal reaches a process that is
-    stopped, too.
+    A thread notices the end of stdin, but only if it gets to run; the kernel's signal reaches a stopped process, too.
     """
     end_with_stdin()
     if arguments.kill_with_parent:

@@ -1,1 +1,1 @@
-"""What the worker remembers of its requests, and what a step needs of that."""
+"""The worker's state of its requests, and the inputs of a step."""

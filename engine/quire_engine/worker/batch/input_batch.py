@@ -1,7 +1,7 @@
-"""InputBatch: what a worker remembers of each request, in arrays with one slot per request.
+"""InputBatch: a worker's state of each request, in arrays with one slot per request.
 
-A request keeps its slot for as long as the worker knows it; a step gathers the slots it needs. So nothing is ever moved
-between slots, and `add` sets every field of the slot anew: nothing of the last user is left.
+A request keeps its slot for as long as the worker knows it; a step gathers the slots it needs. So nothing ever moves
+between slots, and `add` sets every field of the slot, so that nothing of its last request is left.
 
 ::
 
@@ -12,8 +12,8 @@ between slots, and `add` sets every field of the slot anew: nothing of the last 
       2  │ 5 5 8 812 77 301 4 4 4 19 ? · · · · · ·│    11      │ 3 40 7 · · · · · · │ 0.8
       3  │ 66 2 9 9 31 (31 4) · · · · · · · · · · ·│     5      │ 1 · · · · · · · ·  │ 0.0
 
-The last token of a request may be sampled and not have come from the device yet (`?`): it counts among `num_tokens`,
-and not among `num_known_tokens`. Drafts of the tokens to come stand behind the others for one step, and do not count.
+The last token of a request may be sampled but still be on the device (`?`): it counts in `num_tokens`, but not in
+`num_known_tokens`. Drafts are stored after the other tokens for one step, and do not count.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ Int64Array = npt.NDArray[np.int64]
 
 NO_LOGPROBS = -1
 TABLE_STEP = 16
-"""Width of a block table is a multiple of it: kernels are compiled anew for rows that begin elsewhere."""
+"""A block table's width is a multiple of this: kernels would be recompiled for rows with another alignment."""
 
 
 class InputBatch:
@@ -47,7 +47,7 @@ class InputBatch:
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_known_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.generation = np.zeros(max_num_seqs, dtype=np.int64)
-        """How many requests the slot has had: a result that comes late may be its last user's."""
+        """How many requests the slot has had: a late result may belong to an earlier one."""
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
@@ -75,7 +75,7 @@ class InputBatch:
         self.generation[slot] += 1
         self.num_prompt_tokens[slot] = request.num_prompt_tokens
         self.num_computed_tokens[slot] = request.num_computed_tokens
-        self.block_table[slot] = 0  # entries past the request's blocks are read, if never used: they must be valid ids
+        self.block_table[slot] = 0  # entries past the request's blocks are read, but not used: they must be valid ids
         self.num_blocks[slot] = 0
         self.append_blocks(slot, request.block_ids)
         self.temperature[slot] = params.temperature
@@ -86,61 +86,61 @@ class InputBatch:
         self.min_tokens[slot] = params.min_tokens
         self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self.stop_token_ids[slot] = request.stop_token_ids
-        # A request that comes back with output has had the log-probabilities of its prompt.
+        # A request that is added again with output has already returned the log-probabilities of its prompt.
         wants_prompt_logprobs = params.prompt_logprobs is not None and num_tokens == request.num_prompt_tokens
         self.num_prompt_logprobs[slot] = params.prompt_logprobs if wants_prompt_logprobs else NO_LOGPROBS
         self.penalties.add(slot, params, request.token_ids, request.num_prompt_tokens)
         self.token_constraints.add(slot, params)
 
     def remove(self, request_id: str) -> None:
-        """Free a request's slot, if it has one: a step that failed may not have come to adding it."""
+        """Free a request's slot, if it has one: a step may have failed before it added the request."""
         slot = self.slots.pop(request_id, None)
         if slot is not None:
             self._free_slots.append(slot)
 
     def place_drafts(self, request_id: str, token_ids: list[int]) -> None:
-        """Lay drafts behind a request's tokens, for a step that computes them, too."""
+        """Store drafts after a request's tokens, for a step that computes them, too."""
         slot = self.slots[request_id]
         end = self.num_tokens[slot]
         self.token_ids[slot, end : end + len(token_ids)] = token_ids
 
     def expect_tokens(self, slots: Int64Array) -> None:
-        """Count one token more in each slot: it is sampled, and `settle_tokens` will say which it is."""
+        """Count one more token in each slot: it is sampled, and `settle_tokens` will give its id."""
         self.num_tokens[slots] += 1
 
     def settle_tokens(self, slots: Int64Array, positions: Int64Array, token_ids: Int64Array) -> None:
-        """Take down which token was sampled for a position of each slot; it counts now, if it was not expected."""
+        """Store the token that was sampled for a position of each slot; counts it, if it was not expected."""
         self.token_ids[slots, positions] = token_ids
         self.num_known_tokens[slots] = positions + 1
         self.num_tokens[slots] = np.maximum(self.num_tokens[slots], positions + 1)
         self.penalties.append(slots, token_ids)
 
     def settle_lists(self, slots: Int64Array, positions: Int64Array, token_ids: Sequence[Sequence[int]]) -> None:
-        """Take down the tokens that were sampled for each slot, from a position on: any number of them."""
+        """Store the tokens that were sampled for each slot, any number of them, from a position on."""
         counts = np.fromiter(map(len, token_ids), dtype=np.int64)
         for i in range(counts.max(initial=0)):
             own = np.flatnonzero(counts > i)
             self.settle_tokens(slots[own], positions[own] + i, np.array([token_ids[k][i] for k in own.tolist()]))
 
     def num_output_tokens(self, request_id: str) -> int | None:
-        """Tokens that were sampled for a request so far, and are known; None when the request is not."""
+        """The number of known tokens sampled for a request so far; None if the request is unknown."""
         slot = self.slots.get(request_id)
         return None if slot is None else int(self.num_known_tokens[slot] - self.num_prompt_tokens[slot])
 
     def are_plain(self, slots: Int64Array) -> bool:
-        """Whether all these are sampled by temperature, min-p, top-k and top-p alone, and nothing else is told."""
+        """Whether all these use only temperature, min-p, top-k and top-p, and return no log-probabilities."""
         num_output_tokens = self.num_tokens[slots] - self.num_prompt_tokens[slots]
         special = self.penalties.is_used[slots] | self.token_constraints.is_used[slots]
         special |= (self.num_logprobs[slots] != NO_LOGPROBS) | (num_output_tokens < self.min_tokens[slots])
         return not special.any()
 
     def drafts(self, slots: Int64Array, offsets: Int64Array) -> dict[int, Int64Array]:
-        """By row, the first drafts of its slot, as many as `offsets` says; rows of none are not there."""
+        """By row, the first `offsets[row]` drafts of its slot; rows without drafts are left out."""
         rows, ends = np.flatnonzero(offsets), self.num_tokens[slots]
         return {row: self.token_ids[slots[row], ends[row] : ends[row] + offsets[row]].copy() for row in rows.tolist()}
 
     def output_tail(self, slot: int, num_tokens: int, num_drafts: int = 0) -> list[int]:
-        """The last `num_tokens` of the output tokens and the first drafts behind them, or all if there are fewer."""
+        """The last `num_tokens` of the output tokens and the first drafts after them, or all if there are fewer."""
         end = self.num_tokens[slot] + num_drafts
         tail: list[int] = self.token_ids[slot, max(end - num_tokens, self.num_prompt_tokens[slot]) : end].tolist()
         return tail

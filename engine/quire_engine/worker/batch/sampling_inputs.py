@@ -1,4 +1,4 @@
-"""What the sampler is told of the rows of a step."""
+"""The sampler's inputs for the rows of a step."""
 
 from functools import partial
 
@@ -18,10 +18,10 @@ __all__ = ["sampling_metadata"]
 def sampling_metadata(
     batch: InputBatch, sampled: SampledRows, bitmask: GrammarBitmask | None, device: torch.device
 ) -> SamplingMetadata:
-    """The sampling parameters of each row, behind the drafts that stand before it.
+    """The sampling parameters of each row, as if the drafts before it were part of the output.
 
     Args:
-        batch: with the drafts behind its tokens.
+        batch: with the drafts stored after its tokens.
         sampled: the rows.
         bitmask: of the requests with a grammar.
         device: where the logits are.
@@ -30,7 +30,7 @@ def sampling_metadata(
     grammar = None if bitmask is None else _grammar_rows(bitmask, sampled)
     num_tokens = batch.num_tokens[slots] + sampled.offsets
     early_rows = np.flatnonzero(num_tokens - batch.num_prompt_tokens[slots] < batch.min_tokens[slots]).tolist()
-    constrained = set(grammar[0]) if grammar is not None else ()  # there the bitmask has it
+    constrained = set(grammar[0]) if grammar is not None else ()  # there the bitmask covers it
     num_logprobs = batch.num_logprobs[slots]
     rows_with_logprobs = np.flatnonzero(num_logprobs != NO_LOGPROBS)
     columns = (
@@ -57,12 +57,12 @@ def sampling_metadata(
 
 
 def _output_tail(batch: InputBatch, sampled: SampledRows, row: int, num_tokens: int) -> list[int]:
-    """The last output tokens before the one that a row samples, drafts included; see `OutputTail`."""
+    """The last output tokens before the one that a row samples, including drafts; see `OutputTail`."""
     return batch.output_tail(int(sampled.slots[row]), num_tokens, int(sampled.offsets[row]))
 
 
 def _grammar_rows(bitmask: GrammarBitmask, sampled: SampledRows) -> tuple[list[int], npt.NDArray[np.int32]]:
-    """The rows of logits that grammars constrain, and how."""
+    """The rows of logits that grammars constrain, and their bitmasks."""
     first_rows = dict(zip(sampled.request_ids, sampled.starts.tolist(), strict=True))
     rows: list[int] = []
     for request_id in bitmask.request_ids:

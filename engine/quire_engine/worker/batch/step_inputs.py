@@ -1,4 +1,4 @@
-"""StepInputs: one step, flattened, on the host. Whoever computes it, by whatever means, begins with these arrays.
+"""StepInputs: one step, flattened, on the host. Every `Forward` begins with these arrays.
 
 ::
 
@@ -8,12 +8,12 @@
     token_slots        a a   b  b  b    c              T = 6
     positions          7 8   0  1  2    40             num_computed + 0, 1, …
 
-Rows are what is sampled of it: the last token of each request that the step completes, and the drafts behind it, if it
-has any. `b` has a prompt of one token here, and drafts of two::
+Rows are the positions that are sampled: the last token of each request that the step completes, and the drafts after
+it, if it has any. Here, `b` has a prompt of one token and two drafts::
 
     sampled            a     b          c              R = 5
     token_rows           1   2  3  4    5
-    offsets              0   0  1  2    0              how many drafts stand before the token that is sampled
+    offsets              0   0  1  2    0              how many drafts come before the token that is sampled
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,18 +32,18 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledRows:
-    """R rows of N requests, one request after the other."""
+    """R rows of N requests; each request's rows are consecutive."""
 
     request_ids: list[str]
     """N."""
     token_rows: Int64Array
-    """[R], which of the step's tokens."""
+    """[R], indices into the step's tokens."""
     slots: Int64Array
     """[R]"""
     offsets: Int64Array
-    """[R], how many drafts stand between the last known token and the one that is sampled."""
+    """[R], how many drafts are between the last known token and the one that is sampled."""
     drafts: Mapping[str, Sequence[int]]
-    """By request; those without any are not there."""
+    """By request; requests without drafts are left out."""
 
     @property
     def starts(self) -> Int64Array:
@@ -52,7 +52,7 @@ class SampledRows:
 
     @property
     def slots_without_drafts(self) -> Int64Array:
-        """Those of the requests of which one token is sampled for certain."""
+        """The slots of the requests that get exactly one token."""
         if not self.drafts:
             return self.slots
         is_drafted = np.fromiter((request_id in self.drafts for request_id in self.request_ids), dtype=np.bool_)
@@ -67,7 +67,7 @@ class StepInputs:
     slots: Int64Array
     """[S]"""
     num_scheduled: Int64Array
-    """[S], tokens of each."""
+    """[S], scheduled tokens of each request."""
     query_start_loc: Int64Array
     """[S + 1], cumulative number of scheduled tokens."""
     seq_lens: Int64Array
@@ -79,22 +79,22 @@ class StepInputs:
     positions: Int64Array
     """[T]"""
     slot_mapping: Int64Array
-    """[T], where each token's key and value go."""
+    """[T], cache slot for each token's key and value."""
     is_on_device: npt.NDArray[np.bool_]
-    """[T], whether the token has been sampled, and has not come to the host yet."""
+    """[T], whether the token has been sampled, but is not on the host yet."""
     sampled: SampledRows
 
     @property
     def is_plain_decode(self) -> bool:
-        """Whether the step is one token of each request, all of them sampled."""
+        """Whether the step computes one token of each request, and samples after all of them."""
         return len(self.sampled.token_rows) == len(self.slots) == len(self.token_ids)
 
     @classmethod
     def of(cls, batch: InputBatch, scheduler_output: SchedulerOutput, block_size: int) -> "StepInputs":
-        """Lay a step out, without a Python loop over its tokens.
+        """Lay out a step, without a Python loop over its tokens.
 
         Args:
-            batch: which has been told of all that is new with the step.
+            batch: with the step's changes already applied.
             scheduler_output: the step.
             block_size: tokens per KV block.
         """
@@ -137,15 +137,15 @@ def _sampled_rows(
     num_drafts: Int64Array | None,
     drafts: Mapping[str, Sequence[int]],
 ) -> SampledRows:
-    """The rows of the requests of which all tokens that there are will have been computed.
+    """The rows of the requests that have all of their tokens computed after this step.
 
     Args:
         request_ids: S.
         slots: [S]
         query_start_loc: [S + 1]
-        num_beyond: [S], how many tokens more are computed than there are: as many as there are drafts, then; less than
-            0 where some of a prompt are left.
-        num_drafts: [S]; None where no request has any.
+        num_beyond: [S], computed tokens after this step minus the request's tokens: the number of drafts, or less than
+            0 if a part of the prompt is left.
+        num_drafts: [S]; None if no request has any.
         drafts: by request.
     """
     complete = np.flatnonzero(num_beyond >= 0)

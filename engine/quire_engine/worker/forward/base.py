@@ -1,4 +1,4 @@
-"""Forward: one way of computing a step, and what all ways share."""
+"""Forward: one way of computing a step, and what all of them share."""
 
 from typing import Protocol
 
@@ -12,13 +12,13 @@ __all__ = ["Forward", "plan_attentions"]
 
 
 class Forward(Protocol):
-    """Computes hidden states with one model and its KV cache, which must stay where they are."""
+    """Computes hidden states with one model and its KV cache, whose tensors must not move."""
 
     def takes(self, inputs: StepInputs) -> bool:
-        """Whether this step can be computed so."""
+        """Whether it can compute this step."""
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor | None:
-        """Compute a step that it takes; on a GPU this returns before it is computed.
+        """Compute a step that it takes; on a GPU this returns while the GPU still computes.
 
         Returns:
             [T, E] hidden states after the last norm, overwritten by the next call; None on stages before the last.
@@ -32,12 +32,12 @@ def plan_attentions(
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
 ) -> dict[AttentionSpec, AttentionPlan]:
-    """A plan for each kind of layer; layers of one kind share theirs, as a step is alike for all of them.
+    """A plan for each kind of layer. Layers of one kind share a plan, as a step is the same for all of them.
 
     Args:
-        model: whose layers they are.
-        kv_caches: as of its `forward`.
-        block_table: as of `ForwardContext`.
+        model: the model that the layers belong to.
+        kv_caches: see its `forward`.
+        block_table: see `ForwardContext`.
         query_start_loc: likewise, on the host.
         seq_lens: likewise, on the host.
     """

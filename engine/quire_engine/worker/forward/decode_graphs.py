@@ -1,19 +1,19 @@
-"""DecodeGraphs: steps that decode one token for each request, captured once for some batch sizes, and then replayed.
+"""DecodeGraphs: steps that decode one token for each request, captured once for some batch sizes and then replayed.
 
 A CUDA graph (https://developer.nvidia.com/blog/cuda-graphs/) is a list of kernels with their arguments, launched all at
-once. It reads its inputs from where they were when it was captured, so a step is:
+once. It reads its inputs from the addresses that they had when it was captured, so a step is:
 
 ::
 
     1. round up the number of requests to a captured size: 5 ─► 8
     2. lay the inputs out on the host     │ token_ids │ from_device │ slots │ positions │ … │   one array, one copy
-       and the blocks that the batch has got since, for the block table that is kept on the device, by slot
+       and the batch's new blocks, for the block table that is kept on the device, by slot
     3. copy, replay the forward graph     token = from_device ? last_token_ids[slot] : token_ids  ─► hidden
     4. replay the sampling graph          hidden ─► logits ─► token ids ─► last_token_ids[slot]
        or, for rows with penalties, a grammar and the like, compute logits and sample op by op
 
-Rows of padding are requests of one token whose keys and values go to a scratch block, and whose token goes to a scratch
-slot. The graphs share their memory, as no two of them run at once.
+Rows of padding are requests of one token; their keys and values go to a scratch block, and their token goes to a
+scratch slot. The graphs share their memory, as no two of them run at the same time.
 """
 
 import logging
@@ -57,7 +57,7 @@ class _Graph:
 
 
 class DeviceBlockTable:
-    """The batch's block tables on the device, by slot: of a step only what is new in them goes there."""
+    """A copy of the batch's block tables on the device, by slot. A step uploads only new entries."""
 
     def __init__(self, batch: InputBatch, device: torch.device) -> None:
         self._batch = batch
@@ -67,7 +67,7 @@ class DeviceBlockTable:
         self._generation = np.full(batch.max_num_seqs, -1, dtype=np.int64)
 
     def update(self, slots: Int64Array) -> None:
-        """Tell the device of the blocks that these slots' requests have got since they were last named here."""
+        """Upload the blocks that these slots' requests got since their last update."""
         batch = self._batch
         is_new = self._generation[slots] != batch.generation[slots]
         self._num_uploaded[slots[is_new]] = 0
@@ -90,13 +90,13 @@ class DecodeGraphs:
     """A `Forward` that takes steps of one token for each request, and can sample them, too.
 
     Args:
-        model: all of its layers; the graphs hold what its ranks tell each other, too.
-        kv_caches: as of its `forward`; the last block is the scratch block.
-        batch: whose slots the steps are about.
-        last_token_ids: [max_num_seqs + 1] int64 on the device, by slot: where tokens are sampled to, and read from.
-        max_model_len: the longest sequence there can be.
-        new_capture: how; called anew after graphs were let go of.
-        samples: whether to capture the sampling as well; ranks that share their logits do it op by op.
+        model: all of its layers; the graphs contain the communication of its ranks, too.
+        kv_caches: see its `forward`; the last block is the scratch block.
+        batch: the steps' slots refer to it.
+        last_token_ids: [max_num_seqs + 1] int64 on the device, by slot: sampled tokens are written to it and read back.
+        max_model_len: the longest possible sequence.
+        new_capture: makes a `Capture`; called again after all graphs were released.
+        samples: whether to capture the sampling as well; tensor parallel ranks sample op by op.
     """
 
     def __init__(
@@ -120,19 +120,19 @@ class DecodeGraphs:
 
     @property
     def max_size(self) -> int:
-        """The most requests of a captured step; 0 when there is none."""
+        """Requests of the largest captured step; 0 if there is none."""
         return self._sizes[-1] if self._sizes else 0
 
     @torch.inference_mode()
     def capture(self, sizes: list[int], used_bytes: Callable[[], int], budget_bytes: int) -> None:
-        """Capture steps of these sizes: the largest first, as the others then find room in its memory, and then from
-        coarse to fine, so that where there is no room for all of them, steps are rounded up further.
+        """Capture steps of these sizes: the largest first, as the others can then reuse its memory, and then from
+        coarse to fine, so that if the memory does not suffice for all, steps are rounded up further.
 
         Args:
-            sizes: in rising order.
-            used_bytes: how much memory is taken at the moment.
-            budget_bytes: the most that the graphs may take. A size with which they take more, on any rank, is left out
-                on all: a graph computes rows of padding, and the ranks add up as many as each other.
+            sizes: in ascending order.
+            used_bytes: how much memory is in use now.
+            budget_bytes: upper bound on the graphs' memory. A size that exceeds it on any rank is left out on all of
+                them: graphs compute rows of padding, and ranks must all-reduce the same number of rows.
         """
         before = used_bytes()
         self._graphs.clear()
@@ -158,7 +158,7 @@ class DecodeGraphs:
             self._warn_of(sorted(left_out), budget_bytes)
 
     def _warn_of(self, left_out: list[int], budget_bytes: int) -> None:
-        """Say which sizes had no room, and what becomes of their steps."""
+        """Log which sizes had no room, and what that means for their steps."""
         effects = []
         if any(size < self.max_size for size in left_out):
             effects.append("steps of fewer requests compute more rows of padding")
@@ -176,7 +176,7 @@ class DecodeGraphs:
         return not group.all_reduce(self._last_token_ids.new_tensor([not is_true_here])).item()
 
     def _allocate(self, max_size: int) -> None:
-        """What the graphs read, and what they write: for the largest, and the others take a part of it."""
+        """Allocate what the graphs read and write, for the largest size; the others use a part of it."""
         key_cache = self._kv_caches[0][0]
         device, dtype = key_cache.device, self._model.dtype
         num_blocks, _, self._block_size, _ = key_cache.shape
@@ -232,7 +232,7 @@ class DecodeGraphs:
         return _Graph(self._capture(forward), self._capture(sample_tokens) if self.samples else None)
 
     def _columns(self, size: int) -> dict[str, torch.Tensor]:
-        """Where the graphs of a size find each column."""
+        """The views from which the graphs of a size read each column."""
         stride = _round_up(size, COLUMN_STEP)
         names = (*INTEGERS, *FLOATS)
         columns = {name: self._inputs[i * stride : i * stride + size] for i, name in enumerate(names)}
@@ -241,7 +241,7 @@ class DecodeGraphs:
         return columns
 
     def _lay_out(self, inputs: StepInputs, size: int) -> Int64Array:
-        """The columns on the host, those of padding included."""
+        """The columns on the host, including padding."""
         batch, slots, n, stride = self._batch, inputs.slots, len(inputs.slots), _round_up(size, COLUMN_STEP)
         columns = np.zeros((len(INTEGERS) + len(FLOATS), stride), dtype=np.int64)
         integers = dict(zip(INTEGERS, columns, strict=False))
@@ -258,7 +258,7 @@ class DecodeGraphs:
         return columns.reshape(-1)
 
     def takes(self, inputs: StepInputs) -> bool:
-        """Whether the step is one token of each of so few requests that there is a graph for them."""
+        """Whether the step computes one token of each request, and there is a graph for as many requests."""
         return inputs.is_plain_decode and len(inputs.slots) <= self.max_size
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor:
@@ -273,7 +273,14 @@ class DecodeGraphs:
         return self._hidden[:num_requests]
 
     def sample(self, num_requests: int) -> torch.Tensor:
-        """[S] int64, the tokens of the requests of the step computed last, which had so many."""
+        """Sample for the step that was computed last.
+
+        Args:
+            num_requests: S, of that step.
+
+        Returns:
+            [S] int64, a token for each request.
+        """
         replay = self._graphs[self._sizes[bisect_left(self._sizes, num_requests)]].sample
         assert replay is not None
         replay()

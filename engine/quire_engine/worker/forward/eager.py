@@ -1,4 +1,4 @@
-"""The model over any step, op by op."""
+"""EagerForward: computes any step, op by op."""
 
 from typing import Any
 
@@ -19,10 +19,10 @@ class EagerForward:
 
     Args:
         model: this rank's part.
-        kv_caches: as of its `forward`.
-        batch: which the steps are about.
-        last_token_ids: [max_num_seqs + 1] int64 on the device, by slot: where tokens are that the host does not know;
-            None where it knows all of them.
+        kv_caches: see its `forward`.
+        batch: the steps' slots refer to it.
+        last_token_ids: [max_num_seqs + 1] int64 on the device, by slot: holds the tokens that the host does not know;
+            None if it knows all of them.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class EagerForward:
         self._last_token_ids = last_token_ids
 
     def takes(self, inputs: StepInputs) -> bool:
-        """It does."""
+        """Always True."""
         return True
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor | None:
@@ -42,7 +42,7 @@ class EagerForward:
         return self._model.forward(*self.upload(inputs), self._kv_caches)
 
     def upload(self, inputs: StepInputs) -> tuple[torch.Tensor, ForwardContext]:
-        """The step's token ids, [T], and where they stand, on the device."""
+        """The step's token ids, [T], and its context, on the device."""
         key_cache = self._kv_caches[0][0]
         device, block_size = key_cache.device, key_cache.shape[2]
         width = -(-int(inputs.seq_lens.max()) // block_size)
@@ -58,7 +58,7 @@ class EagerForward:
         if self._last_token_ids is not None:
             slots_T, is_on_device_T = ahead
             token_ids_T = torch.where(is_on_device_T, self._last_token_ids[slots_T], token_ids_T)
-        # On a GPU, plans are made of what the host knows: of what is there it would wait for.
+        # Plans are made from the host's copies: reading from a GPU would wait for it.
         known = (torch.from_numpy(inputs.query_start_loc), torch.from_numpy(inputs.seq_lens))
         context = ForwardContext(
             positions=positions_T,

@@ -1,4 +1,4 @@
-"""The model over small steps, recorded once, so that no Python runs between two kernels."""
+"""RecordedForward: computes small steps from a recording, so that no Python runs between two kernels."""
 
 import logging
 
@@ -14,17 +14,17 @@ from quire_engine.worker.forward.eager import EagerForward
 __all__ = ["RECORDED_TOKENS", "RecordedForward"]
 
 RECORDED_TOKENS = 64
-"""Steps of more tokens are computed op by op: they take so long that what is between the ops does not show."""
+"""Steps of more tokens are computed op by op: they take so long that Python's overhead does not matter."""
 
 logger = logging.getLogger(__name__)
 
 
 class RecordedForward:
-    """A `Forward` that takes small steps, where the model can be recorded.
+    """A `Forward` that takes small steps, if the model can be recorded.
 
     Args:
-        model: of one rank alone: what ranks tell each other cannot be recorded.
-        kv_caches: as of its `forward`.
+        model: of a single rank: communication cannot be recorded.
+        kv_caches: see its `forward`.
         eager: uploads the steps.
     """
 
@@ -61,16 +61,16 @@ class RecordedForward:
 
     @property
     def num_bytes(self) -> int:
-        """Of the results that the recorded ops write."""
+        """Memory of the results that the recorded ops write."""
         return 0 if self._recording is None else self._recording.num_bytes
 
     def _record(self) -> None:
-        """Record the layers over one request's tokens; any plan will do, as each run brings its own."""
+        """Record the layers over one request's tokens. Any plan works, as each run copies its own into it."""
         table, seq_lens = torch.zeros(1, RECORDED_TOKENS, dtype=torch.int64), torch.tensor([RECORDED_TOKENS])
         start_loc = torch.tensor([0, RECORDED_TOKENS])
         plans = plan_attentions(self._model, self._kv_caches, table, start_loc, seq_lens)
         self._plans = {spec: plan for spec, plan in plans.items() if isinstance(plan, CpuAttentionPlan)}
-        if not self._plans:  # none but the C++ kernels can be recorded
+        if not self._plans:  # only the C++ kernels can be recorded
             return
         context = ForwardContext(
             positions=self._positions,
