@@ -359,4 +359,4 @@ class WorkerResponse(msgspec.Struct, array_like=True, omit_defaults=True):
     error_type: str = ""
     """Name of the exception's class, if `error` is only its text; else `error` includes it."""
     is_aborted: bool = False
-    """Whether the step only stopped because another rank failed."""
+    """Whether this rank only failed because another one did."""

@@ -1,1 +1,1 @@
-"""Which device a rank computes on, and how tensors get there and back."""
+"""The device that a rank computes on, and transfers of tensors to and from it."""

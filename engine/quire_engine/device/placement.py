@@ -1,4 +1,4 @@
-"""Where a rank computes: on the CPU, or on a GPU of its own; and what that GPU's errors mean.
+"""The device of a rank, which is the CPU or a GPU of its own; and the classification of that GPU's errors.
 
 ::
 
@@ -20,18 +20,18 @@ from quire_engine.errors import EngineDeadError
 __all__ = ["has_cuda", "on_device", "prepare_device", "rank_device"]
 
 BFLOAT16_COMPUTE_CAPABILITY = (8, 0)
-"""Ampere; GPUs before it have no bfloat16."""
+"""Ampere; earlier GPUs have no bfloat16."""
 FP8_COMPUTE_CAPABILITY = (8, 9)
 """Ada."""
 LOST_DEVICE_MESSAGES = ("CUDA error", "Triton Error [CUDA]")
-"""How the messages begin of errors of CUDA that have no class of their own: of its libraries, and of Triton's."""
+"""First words of CUDA errors without a class of their own: those of CUDA's libraries, and Triton's."""
 
 
 def rank_device(config: EngineCoreConfig, rank: int) -> torch.device:
-    """The device of one rank. Takes no memory on it, so that other processes can ask too.
+    """The device of one rank. Allocates nothing on it, so other processes can call this too.
 
     Raises:
-        ValueError: there is none such on this machine.
+        ValueError: this machine has no such device.
     """
     parallel = config.parallel
     has_gpu = parallel.device != "cpu" and torch.cuda.is_available()
@@ -54,15 +54,15 @@ def rank_device(config: EngineCoreConfig, rank: int) -> torch.device:
 
 
 def prepare_device(config: EngineCoreConfig, checkpoint_dtype: str, rank: int) -> torch.device:
-    """The device of the rank that this process is, made the current one before anything is allocated.
+    """The device of this process's rank. Makes it the current one, before anything is allocated.
 
     Args:
         config: the engine core's settings.
-        checkpoint_dtype: what the setting `dtype` stands for where it is "auto".
-        rank: of the model's processes.
+        checkpoint_dtype: used if the setting `dtype` is "auto".
+        rank: of this process.
 
     Raises:
-        ValueError: there is none such, or it cannot compute with the model's dtype.
+        ValueError: this machine has no such device, or it does not support the model's dtype.
     """
     device = rank_device(config, rank)
     if device.type == "cuda":
@@ -73,10 +73,10 @@ def prepare_device(config: EngineCoreConfig, checkpoint_dtype: str, rank: int) -
 
 @contextlib.contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
-    """What is called within computes on this device, in whatever thread.
+    """Make this the current device inside the block, in any thread.
 
     Raises:
-        EngineDeadError: an error of CUDA after which this process is of no use, whoever it was for.
+        EngineDeadError: a CUDA error after which this process cannot use the GPU any more.
     """
     try:
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -89,7 +89,8 @@ def on_device(device: torch.device) -> Iterator[None]:
 
 
 def _is_device_lost(error: Exception) -> bool:
-    """Memory that ran out is an ordinary error: what was asked for was too much, and the device is as it was."""
+    """Whether an error leaves the device unusable. Running out of memory does not: the allocation failed, and nothing
+    else changed."""
     if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
         return False
     if isinstance(error, torch.AcceleratorError | torch.cuda.CudaError | torch.distributed.DistBackendError):
@@ -98,12 +99,12 @@ def _is_device_lost(error: Exception) -> bool:
 
 
 def has_cuda() -> bool:
-    """Whether this torch could compute on GPUs at all."""
+    """Whether torch is built with CUDA."""
     return bool(torch.backends.cuda.is_built())  # type: ignore[no-untyped-call]
 
 
 def _why_no_gpu() -> str:
-    """Cause and mend."""
+    """The cause, and what to do about it."""
     if not has_cuda():
         return f"torch {torch.__version__} has no CUDA; install a CUDA build of torch"
     return "torch finds no GPU; see what `quire doctor` says of them and whether CUDA_VISIBLE_DEVICES hides them"

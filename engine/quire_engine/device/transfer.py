@@ -1,8 +1,8 @@
-"""Transfers: numbers of a step on their way to the device that computes, and its results on their way back.
+"""Transfers: a step's inputs to the device that computes, and its results back.
 
-On a GPU the host waits for neither. What goes there is put into pinned memory, whose pages the device reads by itself
-(from other memory a copy would first wait for all that the device still has to do), and what comes back is known to be
-there when an event has passed that was recorded behind it.
+On a GPU the host waits for neither. Inputs are put into pinned memory, which the device reads by DMA (a copy from
+pageable memory would first wait for all work queued on the device). Results are on the host once an event has passed
+that was recorded after their copy.
 
 ::
 
@@ -21,13 +21,13 @@ __all__ = ["CPU", "Download", "upload", "upload_tensors"]
 
 CPU = torch.device("cpu")
 ALIGNMENT = 128
-"""Bytes: kernels are compiled anew for pointers that are less aligned than 16 bytes."""
+"""Bytes. Triton recompiles kernels for pointers that are aligned to less than 16 bytes."""
 
 Columns = TypeVar("Columns")
 
 
 def upload(device: torch.device, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
-    """The arrays as tensors on a device, by one copy for all of them; on the CPU they are not copied at all."""
+    """The arrays as tensors on a device, with one copy for all of them; on the CPU they are not copied at all."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     ends = np.cumsum([-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]).tolist()
@@ -44,7 +44,7 @@ def upload(device: torch.device, *arrays: npt.NDArray[Any]) -> list[torch.Tensor
 
 
 def upload_tensors(device: torch.device, columns: Columns) -> Columns:
-    """A dataclass of tensors of the host, or None, with all tensors on the device."""
+    """A dataclass with all of its tensors moved from the host to the device; None stays None."""
     if columns is None or device.type == "cpu":
         return columns
     names = [item.name for item in fields(columns)]  # type: ignore[arg-type]
@@ -57,7 +57,7 @@ class Download:
     """Tensors on their way to the host."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
-        # A copy to the host that does not block goes to pinned memory.
+        # A non-blocking copy to the host goes to pinned memory.
         self._tensors = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
         self._event: torch.cuda.Event | None = None
         if any(tensor.is_cuda for tensor in tensors):
@@ -65,7 +65,7 @@ class Download:
             self._event.record()
 
     def wait(self) -> list[torch.Tensor]:
-        """The tensors, once they have come. Uses no CPU meanwhile. Any thread may call it."""
+        """Wait for the tensors and return them. Uses no CPU while it waits. Any thread may call it."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None

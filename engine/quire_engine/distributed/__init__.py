@@ -1,4 +1,4 @@
-"""What ranks say to each other during a step: sums, shards put together, activations handed on."""
+"""Communication of ranks during a step: all-reduce, gather, and activations sent to the next stage."""
 
 from quire_engine.distributed.communicator import Communicator, ParallelState
 

@@ -1,4 +1,4 @@
-"""Communicator: the seam between a model and the other ranks that hold parts of it; ParallelState: who is who.
+"""Communicator: the seam between a model and the other ranks that hold parts of it; ParallelState: a rank's place.
 
 ::
 
@@ -6,8 +6,8 @@
     pipeline   ┌ stage 0 │ rank 0 │ rank 1 │      rank = stage · tensor_parallel_size + place in the stage
     parallel   └ stage 1 │ rank 2 │ rank 3 │      rank 2 samples: the first one of the last stage
 
-The ranks of a stage hold a slice of each of its layers and see the same tokens (Megatron-LM, Shoeybi et al. 2019,
-https://arxiv.org/abs/1909.08053, section 3). A stage hands its activations to the rank at the same place in the next.
+The ranks of a stage hold a slice of each of its layers and get the same tokens (Megatron-LM, Shoeybi et al. 2019,
+https://arxiv.org/abs/1909.08053, section 3). Each rank sends its activations to the same place in the next stage.
 """
 
 from dataclasses import dataclass
@@ -40,29 +40,29 @@ class Communicator(Protocol):
         ...
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
-        """Hand a tensor to another rank of the group, which calls `receive`; it may return before that one has."""
+        """Send a tensor to another rank of the group, which calls `receive`; may return before it is received."""
         ...
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> torch.Tensor:
-        """What another rank has sent, whose shape and dtype are known; waits for it."""
+        """Wait for a tensor of this shape and dtype that another rank sends, and return it."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelState:
-    """One rank's place among all."""
+    """One rank's place among all ranks."""
 
     rank: int = 0
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     tensor_group: Communicator | None = None
-    """The ranks of this stage, by their place in it; None when there is only one."""
+    """The ranks of this stage, by their place in it; None if there is only one."""
     pipeline_group: Communicator | None = None
-    """The ranks at this place of all stages, by stage; None when there is only one stage."""
+    """The ranks at this place in all stages, by stage; None if there is only one stage."""
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
@@ -87,10 +87,10 @@ class ParallelState:
 
     @property
     def output_rank(self) -> int:
-        """The rank that samples, and answers for all: the first one of the last stage."""
+        """The rank that samples and returns the results: the first one of the last stage."""
         return (self.pipeline_parallel_size - 1) * self.tensor_parallel_size
 
     @property
     def is_output_rank(self) -> bool:
-        """Whether it is this one."""
+        """Whether this is the output rank."""
         return self.rank == self.output_rank

@@ -1,7 +1,7 @@
-"""MeetingPlace: where ranks that are processes of one machine find each other to form groups of torch.distributed.
+"""MeetingPlace: where the ranks of one machine rendezvous to form groups of torch.distributed.
 
-A file in memory that has no name, of which every rank inherits the descriptor: nobody else can come, and nothing is
-left behind however they end.
+It is an unnamed file in memory. Every rank inherits its descriptor, so no other process can join, and nothing is left
+behind however the ranks end.
 """
 
 import os
@@ -14,13 +14,13 @@ __all__ = ["MeetingPlace"]
 
 
 class MeetingPlace(msgspec.Struct, frozen=True):
-    """The file, as told to the processes that inherit its descriptor and keep it open."""
+    """The file's descriptor, for the processes that inherit it and keep it open."""
 
     descriptor: int
 
     @classmethod
     def create(cls) -> "MeetingPlace":
-        """A new one; whoever creates it has to `close` it."""
+        """A new one; the caller has to `close` it."""
         return cls(SharedMemory.create("quire-meeting", 0))
 
     @property

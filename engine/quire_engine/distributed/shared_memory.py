@@ -1,4 +1,4 @@
-"""SharedMemoryCommunicator: ranks of one machine, over memory that they inherit and that has no name.
+"""SharedMemoryCommunicator: communication of one machine's ranks, over unnamed memory that they inherit.
 
 ::
 
@@ -7,22 +7,22 @@
 
 **Collective operations** go piece by piece, each in the same three steps on every rank:
 
-1. copy one's own piece into one's buffer of this turn,
-2. barrier: tell every other rank that one has arrived, and wait until each of them has,
+1. copy the rank's own piece into its buffer of this turn,
+2. barrier: signal the arrival to every other rank, and wait until all of them have arrived,
 3. read all buffers of this turn, in the order of the ranks, so that all compute the same bits.
 
-The turns alternate, and one barrier is enough. A rank writes to a buffer of turn 0 again, in piece k + 2, only when it
-is past the barrier of piece k + 1. To that one every rank arrives only after its own step 3 of piece k. So nobody reads
-the buffers of piece k any more. Nor can arrivals be mixed up: each pair of ranks has a semaphore of its own, which
-counts, and each rank takes one arrival of each other rank per piece.
+The turns alternate, so one barrier is enough. A rank writes to a buffer of turn 0 again, in piece k + 2, only after the
+barrier of piece k + 1. Every rank arrives at that barrier only after its own step 3 of piece k. So no rank still reads
+the buffers of piece k. Arrivals cannot be mixed up either: each ordered pair of ranks has its own counting semaphore,
+and each rank takes one arrival of each other rank per piece.
 
-**Send and receive** hand pieces over in a ring of `NUM_SLOTS` slots per ordered pair, as `executor.message_queue` does.
+**Send and receive** pass pieces through a ring of `NUM_SLOTS` slots per ordered pair, as `ipc.message_queue` does.
 
-**Abort.** A rank that fails never arrives, and the others would wait for ever. So it raises the abort flag, which wakes
-them and makes whatever they do in any of their groups raise `AbortedError`, until the flag is reset:
+**Abort.** A rank that fails never arrives, and the others would wait forever. So it raises the abort flag, which wakes
+them. Until the flag is reset, all operations in any of their groups raise `AbortedError`:
 
 1. every rank has stopped using its groups, and has called `forget`,
-2. then whoever owns the groups calls `reset` on them and on the flag,
+2. then the owner of the groups calls `reset` on them and on the flag,
 3. then the ranks may go on.
 """
 
@@ -38,12 +38,12 @@ from quire_engine.ipc.semaphore import WORD_BYTES, Semaphore, SemaphoreHandle, S
 __all__ = ["AbortFlag", "AbortFlagHandle", "SharedMemoryCommunicator", "SharedMemoryGroup"]
 
 PIECE_BYTES = 1024 * 1024
-"""Of a tensor that is exchanged at once: the buffers of a few ranks fit into a cache together."""
+"""Size of a piece of a tensor: the buffers of a few ranks fit into a CPU cache together."""
 NUM_SLOTS = 4
 
 
 class AbortFlagHandle(msgspec.Struct, frozen=True):
-    """The flag that all ranks of an engine share, as told to the processes that inherit its descriptors."""
+    """Descriptors of the flag that all ranks of an engine share, for the processes that inherit them."""
 
     memory: int
     flag: SemaphoreHandle
@@ -54,7 +54,7 @@ class AbortFlagHandle(msgspec.Struct, frozen=True):
         return cls(SharedMemory.create("quire-abort", WORD_BYTES), SemaphoreHandle.create(0))
 
     def descriptors(self) -> list[int]:
-        """What every rank has to inherit."""
+        """Descriptors that every rank has to inherit."""
         return [self.memory, self.flag.descriptor]
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class AbortFlagHandle(msgspec.Struct, frozen=True):
 
 
 class AbortFlag:
-    """Raised by any rank. Nobody ever acquires it, so that it stays readable for all who wait."""
+    """Any rank can raise it. No rank ever acquires its semaphore, so it stays readable for all that wait."""
 
     def __init__(self, handle: AbortFlagHandle) -> None:
         self._memory = SharedMemory(handle.memory)
@@ -76,10 +76,10 @@ class AbortFlag:
         self._flag.release()
 
     def check(self) -> None:
-        """Go on, or not.
+        """Check that the flag is not raised.
 
         Raises:
-            AbortedError: the flag is raised.
+            AbortedError: it is.
         """
         if self._flag.is_released():
             raise AbortedError("another rank failed")
@@ -89,13 +89,13 @@ class AbortFlag:
         self._flag.reset()
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Unmap the memory."""
         self._flag.close()
         self._memory.close()
 
 
 class _Pair(msgspec.Struct, frozen=True):
-    """From one rank to another."""
+    """Semaphores from one rank to another."""
 
     arrived: SemaphoreHandle
     filled: SemaphoreHandle
@@ -103,17 +103,17 @@ class _Pair(msgspec.Struct, frozen=True):
 
 
 class SharedMemoryGroup(msgspec.Struct, frozen=True):
-    """A group, as told to the processes that inherit its descriptors."""
+    """Descriptors and sizes of a group, for the processes that inherit them."""
 
     memory: int
     size: int
     piece_bytes: int
     pairs: list[_Pair | None]
-    """From rank i to rank j at `i · size + j`; None where they are the same."""
+    """From rank i to rank j at `i · size + j`; None if i equals j."""
 
     @classmethod
     def create(cls, size: int, piece_bytes: int = PIECE_BYTES) -> "SharedMemoryGroup":
-        """A new group; whoever creates it has to `close` it, and gives `piece_bytes` in multiples of 64."""
+        """A new group; the caller has to `close` it. `piece_bytes` must be a multiple of 64."""
         offsets = itertools.count(0, WORD_BYTES)
         pairs = [
             _Pair(
@@ -135,13 +135,13 @@ class SharedMemoryGroup(msgspec.Struct, frozen=True):
         return 3 * self.size * (self.size - 1) * WORD_BYTES
 
     def pair(self, sender: int, receiver: int) -> _Pair:
-        """The semaphores from one rank to another one."""
+        """The semaphores from one rank to another."""
         pair = self.pairs[sender * self.size + receiver]
         assert pair is not None
         return pair
 
     def _semaphores(self, rank: int | None = None) -> list[SemaphoreHandle]:
-        """All, or those between this rank and the others."""
+        """All semaphores, or those between this rank and the others."""
         return [
             semaphore
             for sender, receiver in itertools.permutations(range(self.size), 2)
@@ -151,11 +151,11 @@ class SharedMemoryGroup(msgspec.Struct, frozen=True):
         ]
 
     def descriptors(self, rank: int) -> list[int]:
-        """What the process of this rank has to inherit."""
+        """Descriptors that the process of this rank has to inherit."""
         return [self.memory, *(item.descriptor for item in self._semaphores(rank))]
 
     def reset(self) -> None:
-        """Make it as it was at first; see the module."""
+        """Restore the initial state; see the module."""
         memory = SharedMemory(self.memory)
         for handle in self._semaphores():
             semaphore = Semaphore(handle, memory)
@@ -170,7 +170,7 @@ class SharedMemoryGroup(msgspec.Struct, frozen=True):
 
 
 class _Channel:
-    """One direction between this rank and another: the semaphores, and a way to wait for each that is waited for."""
+    """One direction between this rank and another: its semaphores, and a waiter for each."""
 
     def __init__(self, pair: _Pair, memory: SharedMemory, watch: Watch, ring: torch.Tensor) -> None:
         self.arrived, self.filled, self.free = (
@@ -183,7 +183,7 @@ class _Channel:
         self._position = 0
 
     def next_slot(self) -> torch.Tensor:
-        """uint8, [piece_bytes]."""
+        """The ring's next slot: uint8, [piece_bytes]."""
         slot = self._ring[self._position]
         self._position = (self._position + 1) % NUM_SLOTS
         return slot
@@ -195,14 +195,15 @@ class _Channel:
         return sum(waiter.waited_seconds for waiter in waiters)
 
     def forget(self) -> None:
-        """See the module."""
+        """Start afresh after an abort; see the module."""
         self._position = 0
         for semaphore in (self.arrived, self.filled, self.free):
             semaphore.forget()
 
 
 class SharedMemoryCommunicator:
-    """One rank's end of a group. See `Communicator`; besides, every operation raises `AbortedError` after an abort."""
+    """One rank's end of a group; see `Communicator`. In addition, every operation raises `AbortedError` after an
+    abort."""
 
     def __init__(self, group: SharedMemoryGroup, rank: int, abort: AbortFlag) -> None:
         self._rank, self._size, self._piece_bytes, self._abort = rank, group.size, group.piece_bytes, abort
@@ -248,7 +249,7 @@ class SharedMemoryCommunicator:
         return torch.cat(parts, dim=1) if self._rank == 0 else None
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
-        """It runs ahead by `NUM_SLOTS` pieces at most."""
+        """Runs ahead of the receiver by at most `NUM_SLOTS` pieces."""
         channel = self._to[rank]
         for piece in self._pieces(tensor.contiguous()):
             self._abort.check()
@@ -267,7 +268,7 @@ class SharedMemoryCommunicator:
         return tensor
 
     def forget(self) -> None:
-        """Begin anew at this rank, after an abort; see the module."""
+        """Start this rank afresh after an abort; see the module."""
         self._turn = 0
         for channel in (*self._to.values(), *self._from.values()):
             channel.forget()
@@ -278,7 +279,7 @@ class SharedMemoryCommunicator:
         return [flat[start : start + step] for start in range(0, flat.numel(), step)]
 
     def _exchange(self, piece: torch.Tensor) -> list[torch.Tensor]:
-        """All ranks' pieces, by rank. They stay as they are until this rank's next call but one."""
+        """All ranks' pieces, by rank. They stay valid until this rank's call after the next."""
         self._abort.check()
         shards = list(self._buffers[self._turn, :, : piece.nbytes].view(piece.dtype).unbind())
         self._turn = 1 - self._turn

@@ -1,6 +1,6 @@
 """TorchDistributedCommunicator: ranks on several machines, or on GPUs, over torch.distributed's process groups.
 
-gloo carries tensors of the CPU and NCCL those of GPUs. On one machine's CPU there are faster ways.
+gloo transfers CPU tensors and NCCL GPU tensors. For CPU ranks on one machine, shared memory is faster.
 """
 
 import os
@@ -24,7 +24,7 @@ class TorchDistributedCommunicator:
         self._group = group
         self._device = device
         self._sending: _Sending | None = None
-        """The last `send`, whose tensor has to live until it is through."""
+        """The last `send`; keeps its tensor alive until it has completed."""
 
     @property
     def rank(self) -> int:
@@ -35,9 +35,9 @@ class TorchDistributedCommunicator:
         return self._group.size()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Each part is summed up on one rank and handed to the others, hence the same bits.
+        """Each part is summed on one rank and sent to the others, so all get the same bits.
 
-        In place, and with NCCL on the current stream without waiting for it: so it can be part of a CUDA graph.
+        Works in place. NCCL runs on the current stream without a wait, so this can be part of a CUDA graph.
         """
         tensor = tensor.contiguous()
         dist.all_reduce(tensor, group=self._group)
@@ -50,7 +50,7 @@ class TorchDistributedCommunicator:
         return None if parts is None else torch.cat(parts, dim=-1)
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
-        """Waits for the one before, so that no more than one is under way."""
+        """Waits for the previous `send`, so at most one is in flight."""
         if self._sending is not None:
             self._sending[0].wait()
         tensor = tensor.contiguous()
@@ -77,23 +77,23 @@ def initialize_parallel_state(
     """Meet the other ranks, and form this one's groups. Every rank of the engine calls it once, in its own process.
 
     Args:
-        rank: this one, from 0; see `ParallelState` for the order.
+        rank: this rank, from 0; see `ParallelState` for the order.
         tensor_parallel_size: ranks of a stage.
         pipeline_parallel_size: stages.
-        init_method: where the ranks meet: `file://PATH` on one machine, with a path at which there is no file;
+        init_method: where the ranks meet: `file://PATH` of a file that does not exist yet, on one machine;
             `tcp://HOST:PORT` on several.
         device: where this rank computes; unset: the CPU.
         interface: the network interface that gloo and NCCL listen on: loopback, unless there are several machines.
-            None: they choose by themselves.
+            None: they choose it themselves.
         timeout_seconds: how long a rank waits for the others, in each operation.
 
     Raises:
-        RuntimeError: the others did not come in time.
+        RuntimeError: the other ranks did not join in time.
     """
     device = device or torch.device("cpu")
     if interface is not None:
         os.environ["GLOO_SOCKET_IFNAME" if device.type == "cpu" else "NCCL_SOCKET_IFNAME"] = interface
-    os.environ["NCCL_RAS_ENABLE"] = "0"  # a port for operators' questions
+    os.environ["NCCL_RAS_ENABLE"] = "0"  # it opens a port for diagnostic queries
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "nccl",
         init_method=init_method,
@@ -119,7 +119,10 @@ def shutdown_parallel_state() -> None:
 
 
 def _own_group(groups: list[list[int]], rank: int, device: torch.device) -> TorchDistributedCommunicator | None:
-    """Form groups, in which every rank has to take part, its own or not; None when this one's has no one else."""
+    """Form all groups, as every rank has to call `new_group` for each of them; returns this rank's own.
+
+    Returns None if each group has only one rank.
+    """
     if len(groups[0]) == 1:
         return None
     formed = {tuple(ranks): dist.new_group(ranks) for ranks in groups}

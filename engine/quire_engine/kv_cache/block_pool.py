@@ -8,7 +8,7 @@ A block is in exactly one of two states:
     referenced  ref_cnt  > 0, not in the free queue
 
 and, independently of that, it may carry the hash of its content (it is *cached*). A cached block that becomes free
-keeps its hash until it is handed out again, so an equal prefix can take it back out of the middle of the queue:
+keeps its hash until it is allocated again, so an equal prefix can take it back out of the middle of the queue:
 
 ::
 
@@ -31,9 +31,9 @@ class KVCacheBlock:
         self.ref_cnt = 0
         self.block_hash: bytes | None = None
         self.root_hash = b""
-        """While it is cached: hash of the first block of its prefix."""
+        """While cached: hash of the first block of its prefix."""
         self.depth = 0
-        """While it is cached: its index in its prefix."""
+        """While cached: its index in its prefix."""
         self.prev_free: KVCacheBlock | None = None
         self.next_free: KVCacheBlock | None = None
 
@@ -53,7 +53,7 @@ class FreeKVCacheBlockQueue:
             self.append(block)
 
     def append(self, block: KVCacheBlock) -> None:
-        """Link at the tail: the last to be reused."""
+        """Link at the tail, to be reused last."""
         last = self._tail.prev_free
         assert last is not None
         last.next_free = block
@@ -62,7 +62,7 @@ class FreeKVCacheBlockQueue:
         self.num_free_blocks += 1
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Unlink from wherever it is."""
+        """Unlink from anywhere in the queue."""
         before, after = block.prev_free, block.next_free
         assert before is not None, f"{block} is not in the free queue"
         assert after is not None, f"{block} is not in the free queue"
@@ -96,11 +96,11 @@ class BlockPool:
         self._cached: dict[bytes, KVCacheBlock] = {}
         self._num_cached_free = 0
         self.num_evictions = 0
-        """Cached blocks that were handed out for other content since the start."""
+        """Cached blocks that were reallocated for other content since the start."""
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be handed out, cached ones included."""
+        """Blocks that can be allocated, including cached ones."""
         return self.free_queue.num_free_blocks
 
     @property
@@ -113,7 +113,7 @@ class BlockPool:
         return self._cached.get(block_hash)
 
     def allocate(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Hand out the least recently used free blocks, each with `ref_cnt` 1 and no hash.
+        """Allocate the least recently used free blocks, each with `ref_cnt` 1 and no hash.
 
         The caller checks `num_free_blocks` first.
         """
@@ -139,7 +139,7 @@ class BlockPool:
             block.ref_cnt += 1
 
     def free(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Drop a reference from each; those without any left become free, reused in the order given."""
+        """Drop a reference from each block; blocks without references become free, to be reused in the order given."""
         for block in blocks:
             assert block.ref_cnt > 0, f"{block} is freed twice"
             block.ref_cnt -= 1
@@ -153,13 +153,13 @@ class BlockPool:
         return self._cached.values()
 
     def cache(self, block: KVCacheBlock, block_hash: bytes, root_hash: bytes = b"", depth: int = 0) -> None:
-        """Note the content of a full block. When another block holds the same already, that one stays cached.
+        """Cache a full block under its hash. If another block with this hash is cached already, that one stays.
 
         Args:
             block: a referenced one.
-            block_hash: of its content and all that is before it.
-            root_hash: that of the first block of its prefix; for who looks at the cache.
-            depth: its index in its prefix, likewise.
+            block_hash: of its content and everything before it.
+            root_hash: that of the first block of its prefix; only for snapshots.
+            depth: its index in its prefix; only for snapshots.
         """
         assert block.ref_cnt > 0, f"{block} is cached while free"
         if block.block_hash is None and block_hash not in self._cached:
@@ -167,7 +167,7 @@ class BlockPool:
             self._cached[block_hash] = block
 
     def reset_cache(self) -> None:
-        """Forget all cached content. Blocks in use stay with their owners, who go on undisturbed."""
+        """Forget all cached content. Requests keep the blocks that they use."""
         for block in self._cached.values():
             block.block_hash = None
         self._cached.clear()
@@ -177,7 +177,7 @@ class BlockPool:
         """Check that every block is in exactly one state, and that the counters and the hash map agree.
 
         Raises:
-            AssertionError: a block was lost, shared wrongly or cached wrongly.
+            AssertionError: a block is lost, or shared or cached by mistake.
         """
         free = list(self.free_queue)
         assert len(free) == self.num_free_blocks, "free queue: its length and its counter differ"

@@ -4,7 +4,7 @@
 
     NONE_HASH ─► h0 = H(NONE_HASH, tokens[0:16], extra) ─► h1 = H(h0, tokens[16:32], extra) ─► …
 
-SHA-256 rather than a faster hash: a collision would show one user's context to another.
+SHA-256 rather than a faster hash, because a collision would expose one user's context to another.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 __all__ = ["NONE_HASH", "MultimodalHash", "encode_extra_keys", "hash_block_tokens"]
 
 MultimodalHash = tuple[bytes, int, int]
-"""An image or other input that takes the place of tokens: `(hash of its content, first position, number of tokens)`."""
+"""An image or other input in place of tokens: `(hash of its content, first position, number of tokens)`."""
 
 NONE_HASH = hashlib.sha256(b"quire block hash chain, version 1").digest()
 """The parent of a sequence's first block."""
@@ -26,30 +26,30 @@ def hash_block_tokens(parent: bytes, token_ids: Sequence[int], extra_keys: bytes
     Args:
         parent: hash of the block before it, or `NONE_HASH`.
         token_ids: exactly the block's tokens.
-        extra_keys: what else the content depends on (LoRA, cache salt, image), already encoded unambiguously.
+        extra_keys: what else the content depends on (LoRA, cache salt, image), as `encode_extra_keys` returns it.
 
     Returns:
         32 bytes.
     """
-    # parent and tokens have a fixed length for a given block size, so nothing can shift between the parts.
+    # Parent and tokens have a fixed length for a given block size, so the concatenation is unambiguous.
     return hashlib.sha256(parent + array("q", token_ids).tobytes() + extra_keys).digest()
 
 
 def encode_extra_keys(
     cache_salt: str | None = None, lora_id: str | None = None, mm_hashes: Iterable[MultimodalHash] = ()
 ) -> bytes:
-    """What a block's content depends on besides its tokens, so that different keys never give the same bytes.
+    """Encode what a block's content depends on besides its tokens. Different keys never give the same bytes.
 
     ::
 
-        │ tag │ length, 8 bytes │ value │  …one after the other; nothing at all when there is nothing to tell apart
+        │ tag │ length, 8 bytes │ value │  …one after the other; empty if there are no extra keys
 
-    Salt and adapter are the request's, so its first block tells them and the chain carries them on.
+    Salt and adapter belong to the whole request, so only its first block encodes them, and the chain passes them on.
 
     Args:
         cache_salt: the request's salt; first block only.
         lora_id: the request's adapter; first block only.
-        mm_hashes: what reaches into this block, its first position counted from the block's.
+        mm_hashes: inputs that overlap this block; their first position is relative to the block's.
     """
     parts = []
     if cache_salt is not None:

@@ -1,18 +1,19 @@
 """KVCacheManager: the blocks of each request, between the scheduler above and the block pool below.
 
-A cached block always holds, for whoever comes to read it, what its hash says; steps in flight change nothing about it:
+Whenever a cached block is read, its content matches its hash, even with steps in flight:
 
-1. A block is filed when all of its tokens are known and their computation is scheduled, not when it is done. Workers
-   run steps in the order in which they were scheduled, so whoever finds the block reads it in a later step (or later
-   in the same), behind the writes.
-2. With async scheduling a request may compute tokens that are not known yet. These are always its last, so they are in
-   no block that is filed, and nothing that is in flight writes to one: not even the step too many of a request that has
-   ended at a stop token, which computes that very token, at its place.
-3. Drafts are computed at the places behind the last known token, which are in no block that is filed either. Those that
-   were right have become known tokens, and were computed as such; one that was wrong is computed anew, at its place,
-   before it can be in a block that is filed.
-4. A request that ends or is preempted files what has become known since, and frees its blocks while steps in flight
-   may still write to those that were not filed. Their next owner's writes come later, and it reads only what it wrote.
+1. A block is cached when all of its tokens are known and their computation is scheduled, not when it is done. Workers
+   run steps in the order in which they were scheduled, so any reader of the block runs in a later step (or later in the
+   same), after the writes.
+2. With async scheduling a request may compute tokens that are not known yet. These are always its last, so no cached
+   block contains them, and no step in flight writes to a cached block. This includes the extra step of a request that
+   has ended at a stop token: it computes that token, at its own position.
+3. Drafts are computed at the positions after the last known token, which no cached block contains either. Accepted
+   drafts become known tokens, and are computed already. The position of a rejected draft is computed again before its
+   block can be cached.
+4. A request that ends or is preempted caches the blocks whose tokens have become known since, and frees its blocks
+   while steps in flight may still write to uncached ones. Their next owner's writes come later, and it reads only what
+   it wrote.
 5. After a failed step nothing is in flight any more, and all hashes are forgotten.
 """
 
@@ -29,7 +30,7 @@ __all__ = ["KVCacheManager"]
 
 
 class KVCacheManager:
-    """Gives requests the blocks for the tokens they are about to compute, and shares equal prefixes."""
+    """Allocates blocks for the tokens that requests are about to compute, and shares equal prefixes."""
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
         self.block_size = block_size
@@ -52,7 +53,7 @@ class KVCacheManager:
         return len(self._blocks.get(request_id, ()))
 
     def snapshot(self, request_ids: Iterable[str]) -> PackedBlocks:
-        """All blocks at this moment; the block tables are those of `request_ids`, in that order."""
+        """The present state of all blocks, with the block tables of `request_ids`, in that order."""
         cached = self.block_pool.cached_blocks
         return PackedBlocks(
             self.block_size,
@@ -64,7 +65,7 @@ class KVCacheManager:
         )
 
     def get_computed_blocks(self, request: CachedSequence) -> list[KVCacheBlock]:
-        """The longest cached prefix of a request that holds no blocks yet, as blocks that are not yet referenced.
+        """The longest cached prefix of a request that holds no blocks yet. Does not reference the blocks yet.
 
         The last token is always left to compute: without it there would be no logits to sample from.
         """
@@ -92,21 +93,21 @@ class KVCacheManager:
 
         Args:
             request: `num_computed_tokens` does not yet include the prefix hit.
-            num_new_tokens: tokens to compute in the coming step, those in flight included. As long as
-                `num_computed_tokens` plus these do not exceed `request.no_allocation_until`, the call may be left
-                out: it would change nothing.
+            num_new_tokens: tokens to compute in the coming step, including those in flight. If `num_computed_tokens`
+                plus these do not exceed `request.no_allocation_until`, the call may be skipped: it would change
+                nothing.
             computed_blocks: the prefix hit, for a request that is just being admitted.
 
         Returns:
-            The ids of the blocks that were added, hit blocks included, or None when there is not enough room; then
-            nothing has changed.
+            The ids of the added blocks, including hit blocks, or None if there is not enough room; then nothing has
+            changed.
         """
         computed_blocks = computed_blocks or []
         blocks = self._blocks.get(request.request_id, [])
         num_computed = request.num_computed_tokens + len(computed_blocks) * self.block_size
         num_tokens = num_computed + num_new_tokens
         num_new_blocks = -(-num_tokens // self.block_size) - len(blocks) - len(computed_blocks)
-        # A hit block that is free leaves the free queue too, though it is not allocated anew.
+        # A free hit block leaves the free queue too, though it is not newly allocated.
         num_free_hits = sum(block.ref_cnt == 0 for block in computed_blocks)
         if max(num_new_blocks, 0) + num_free_hits > self.block_pool.num_free_blocks:
             return None
@@ -140,7 +141,7 @@ class KVCacheManager:
         """Check the pool, and that reference counts are exactly the requests' references.
 
         Raises:
-            AssertionError: a block was lost or shared wrongly.
+            AssertionError: a block is lost, or shared by mistake.
         """
         self.block_pool.check_integrity()
         references = Counter(block.block_id for blocks in self._blocks.values() for block in blocks)
@@ -148,10 +149,10 @@ class KVCacheManager:
             assert block.ref_cnt == references[block.block_id], f"{block} has {references[block.block_id]} owners"
 
     def _cache_full_blocks(self, request: CachedSequence, num_tokens: int) -> None:
-        """File the blocks that will be full once `num_tokens`, all of them known, are computed.
+        """Cache the blocks that will be full once `num_tokens`, all of them known, are computed.
 
-        That is before they are: every layer writes the keys and values of the whole step before any request attends
-        to them, so another request of the same step may already share these blocks.
+        This happens before they are computed: every layer writes the keys and values of the whole step before any
+        request attends to them, so another request of the same step may already share these blocks.
         """
         num_full = num_tokens // self.block_size
         first = self._num_cached_blocks[request.request_id]

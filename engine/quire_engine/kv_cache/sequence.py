@@ -1,4 +1,4 @@
-"""CachedSequence: what the KV cache has to know of a request."""
+"""CachedSequence: what the KV cache needs to know about a request."""
 
 from typing import Protocol
 
@@ -9,23 +9,23 @@ __all__ = ["CachedSequence"]
 
 
 class CachedSequence(Protocol):
-    """Tokens that are being computed, and what their blocks depend on besides; the scheduler's `Request` is one."""
+    """A request's tokens, and what else its blocks depend on; the scheduler's `Request` implements it."""
 
     request_id: str
     sampling_params: SamplingParams
-    """Its cache salt."""
+    """Only the cache salt is used."""
     all_token_ids: list[int]
     num_computed_tokens: int
     block_hashes: list[bytes]
-    """Of each full block, as far as it was needed so far; filled in here."""
+    """Of each full block, as far as needed so far; the KV cache manager fills it in."""
     lora_id: str | None
     mm_hashes: list[MultimodalHash]
     no_allocation_until: int
-    """Up to this many tokens `allocate_slots`, which sets it, has no block to add and none that has become full."""
+    """Up to this many tokens `allocate_slots`, which sets it, has no block to add and none that becomes full."""
 
     @property
     def num_tokens(self) -> int:
-        """Of `all_token_ids`."""
+        """Length of `all_token_ids`."""
 
     @property
     def skip_reading_prefix_cache(self) -> bool:

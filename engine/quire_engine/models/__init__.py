@@ -1,6 +1,6 @@
-"""Model architectures, and how a checkpoint folder becomes one.
+"""Model architectures, and the loading of checkpoint folders.
 
-This module stays free of torch: the frontend reads a checkpoint's configuration without paying for the import.
+This module does not import torch, so that the frontend can read a checkpoint's configuration without that cost.
 """
 
 from quire_engine.models.checkpoint import CheckpointConfig, RopeConfig

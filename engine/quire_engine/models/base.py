@@ -1,4 +1,4 @@
-"""CausalLM: what the worker asks of a model."""
+"""CausalLM: the interface between the worker and a model."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,12 +18,12 @@ KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """The attention of a layer, as far as its KV cache and its kernels depend on it; layers may differ.
+    """The properties of a layer's attention that its KV cache and kernels depend on; layers may differ.
 
     Attributes:
         num_heads: query heads of this rank.
         num_kv_heads: key and value heads of this rank.
-        head_size: of all of them.
+        head_size: of queries, keys and values alike.
     """
 
     num_heads: int
@@ -33,12 +33,12 @@ class AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardContext:
-    """What the layers know of a step's tokens besides their hidden states. All int64; legend in `quire_kernels`."""
+    """What the layers need about a step's tokens besides hidden states. All int64; legend in `quire_kernels`."""
 
     positions: torch.Tensor
     """[T], each token's position in its sequence."""
     slot_mapping: torch.Tensor
-    """[T], where its key and value go."""
+    """[T], cache slot for its key and value."""
     block_table: torch.Tensor
     """[S, M], block ids in order."""
     query_start_loc: torch.Tensor
@@ -46,8 +46,8 @@ class ForwardContext:
     seq_lens: torch.Tensor
     """[S], context and scheduled tokens together."""
     plans: Mapping[AttentionSpec, AttentionPlan]
-    """How the attention is divided among threads, in layers of each kind; a layer whose kind is not there makes its
-    own."""
+    """How the attention of each kind of layer is divided among threads; a layer makes its own plan if its kind is
+    missing."""
 
 
 class CausalLM(Protocol):
@@ -56,7 +56,7 @@ class CausalLM(Protocol):
     ::
 
         forward          embed ─► run_layers ─► final_norm     eager, of any stage
-        recorded, graphs         ─► run_layers ─► final_norm   ops of `quire_kernels` alone, in one stage
+        recorded, graphs         ─► run_layers ─► final_norm   only ops of `quire_kernels`, in one stage
     """
 
     parallel: ParallelState
@@ -72,8 +72,8 @@ class CausalLM(Protocol):
         """Compute one step. All ranks take part.
 
         Args:
-            token_ids_T: int64, the scheduled tokens of all requests, one after the other.
-            context: whose tokens they are.
+            token_ids_T: int64, the scheduled tokens of all requests, concatenated.
+            context: of these tokens.
             kv_caches: written in place.
 
         Returns:
@@ -90,26 +90,26 @@ class CausalLM(Protocol):
         context: ForwardContext,
         kv_caches: KVCaches,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layers of this stage: ops of `quire_kernels` and nothing else, so that they can be recorded.
+        """Run the layers of this stage. Uses only ops of `quire_kernels`, so that it can be recorded.
 
         Args:
-            hidden_TE: becomes the residual stream, in place, where there is none.
+            hidden_TE: becomes the residual stream, in place, if `residual_TE` is None.
             residual_TE: written in place.
-            context: as of `forward`.
-            kv_caches: as of `forward`.
+            context: see `forward`.
+            kv_caches: see `forward`.
 
         Returns:
-            What the last layer adds to the residual stream, and the stream without it.
+            The last layer's output, not yet added to the residual stream, and the residual stream.
         """
 
     def final_norm(self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor:
-        """What `run_layers` has returned -> [T, E]; on the last stage only."""
+        """The results of `run_layers` -> [T, E]; on the last stage only."""
 
     def compute_logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
-        """[S, E] -> [S, V] float32, for the positions that are sampled only.
+        """[S, E] -> [S, V] float32, only for the positions that are sampled.
 
         All ranks of the last stage take part; those that do not sample get None.
         """
 
     def one_layer_of_each_kind(self) -> AbstractContextManager[None]:
-        """While it lasts, these are all the layers there are; for measuring memory."""
+        """Inside the block, the model has only these layers; for measuring memory."""

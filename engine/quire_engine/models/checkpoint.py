@@ -1,4 +1,4 @@
-"""What a checkpoint's `config.json` says, read and checked field by field. Knows nothing of torch."""
+"""Reads a checkpoint's `config.json` and checks it field by field. Does not use torch."""
 
 import os
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ __all__ = ["CheckpointConfig", "RopeConfig"]
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "llama3")
 MAX_SIZE = 1 << 24
-"""Of each dimension of a weight; the largest vocabularies have 2^18 tokens."""
+"""Upper bound on each dimension of a weight; the largest vocabularies have 2^18 tokens."""
 MAX_LAYERS = 10_000
 MAX_POSITIONS = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeConfig:
-    """Rotary embedding parameters, under the names of `config.json`."""
+    """Rotary embedding parameters, with the names of `config.json`."""
 
     rope_type: str = "default"
     rope_theta: float = 10000.0
@@ -36,7 +36,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """What `config.json` and `generation_config.json` say that the engine needs."""
+    """The values of `config.json` and `generation_config.json` that the engine needs."""
 
     architecture: str
     dtype: str
@@ -51,9 +51,10 @@ class CheckpointConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     options: DecoderOptions
-    """In what this family's layers differ from others'."""
+    """How this family's layers differ from others'."""
     int8: bool
-    """The linear layers' weights are int8 with a `weight_scale` per output feature, for int8 activations (W8A8)."""
+    """Whether the linear layers' weights are int8 with a `weight_scale` per output feature, for int8 activations
+    (W8A8)."""
     rope: RopeConfig
     eos_token_ids: tuple[int, ...]
 
@@ -100,10 +101,10 @@ class CheckpointConfig:
         return checkpoint
 
     def check_parallel(self, tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> None:
-        """Check that the model can be cut among so many ranks.
+        """Check that the model can be divided among this many ranks.
 
         Raises:
-            ValueError: it cannot; names the setting, the size that is in the way, and what would be right.
+            ValueError: it cannot; names the setting, the size that prevents it, and the allowed values.
         """
         reason = self._indivisible(tensor_parallel_size)
         if reason is not None:
@@ -119,7 +120,7 @@ class CheckpointConfig:
             )
 
     def _indivisible(self, ranks: int) -> str | None:
-        """Why the layers cannot be cut into so many slices; None when they can."""
+        """Why the layers cannot be cut into this many slices; None if they can."""
         for name, size in (("num_attention_heads", self.num_heads), ("intermediate_size", self.intermediate_size)):
             if size % ranks:
                 return f"{name}={size} is no multiple of it"
@@ -128,7 +129,7 @@ class CheckpointConfig:
         return None if ranks <= self.vocab_size else f"vocab_size={self.vocab_size} is less"
 
     def _check(self, path: Path) -> None:
-        """Refuse what would fail later, and less clearly."""
+        """Refuse what would only fail later, with a less clear message."""
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
                 f"{path}: num_attention_heads is {self.num_heads}; it must be a multiple of "
@@ -139,7 +140,7 @@ class CheckpointConfig:
 
 
 def _is_int8(fields: Fields) -> bool:
-    """Whether this is a compressed-tensors checkpoint in W8A8, the one quantised kind that is served.
+    """Whether this is a compressed-tensors checkpoint in W8A8, the only kind of quantised checkpoint that is served.
 
     Raises:
         CheckpointError: it is quantised in another way.
@@ -201,7 +202,7 @@ def _rope_config(fields: Fields) -> RopeConfig:
 
 
 def _eos_token_ids(folder: Path, fields: Fields) -> tuple[int, ...]:
-    """`generation_config.json` has the last word, as it may name several."""
+    """`generation_config.json` takes precedence, as it may name several."""
     path = folder / "generation_config.json"
     if os.path.lexists(path):
         generation = Fields(path, read_json(path))

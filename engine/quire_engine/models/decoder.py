@@ -1,12 +1,12 @@
-"""The decoder that most families are: RMSNorm, rotary GQA attention, SwiGLU, as in Llama (Touvron et al. 2023,
-https://arxiv.org/abs/2302.13971), with the options in which families differ (`models/options.py`).
+"""The decoder of most families: RMSNorm, rotary GQA attention, SwiGLU, as in Llama (Touvron et al. 2023,
+https://arxiv.org/abs/2302.13971), with options for the differences between families (`models/options.py`).
 
 One layer, in calls::
 
     add_rms_norm ─ qkv_proj ─ rope_and_cache ─ paged_attention ─ o_proj
     add_rms_norm ─ gate_up_proj (with SiLU · mul) ─ down_proj
 
-Each `add_rms_norm` adds the output of the line before to the residual stream, and norms the sum. With several ranks the
+Each `add_rms_norm` adds the previous line's output to the residual stream, and norms the sum. With several ranks the
 projections are cut into slices, and the layers divided among stages (`models/parallel.py`).
 """
 
@@ -106,7 +106,7 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm, on one residual stream."""
+    """Attention and feed-forward, each after a norm, on one residual stream."""
 
     def __init__(self, config: CheckpointConfig, parallel: ParallelState) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A `CausalLM`, whose members are explained there."""
+    """A `CausalLM`; see there."""
 
     def __init__(self, config: CheckpointConfig, max_model_len: int, parallel: ParallelState = ParallelState()) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Decoder(nn.Module):
         if parallel.is_first_stage or (parallel.is_last_stage and config.tie_word_embeddings):
             is_head = parallel.is_last_stage and config.tie_word_embeddings
             self.embed_tokens = VocabParallel(vocab_size, self.hidden_size, parallel, is_head)
-        # By their numbers in the checkpoint, whichever stage this is.
+        # By their numbers in the checkpoint, on every stage.
         numbers = stage_layers(config.num_layers, parallel)
         self.layers = nn.ModuleDict({str(number): DecoderLayer(config, parallel) for number in numbers})
         self.lm_head = None
@@ -141,7 +141,7 @@ class Decoder(nn.Module):
         self.cos_sin = rope_cos_sin(config.rope, config.head_size, max_model_len)
 
     def forward(self, token_ids_T: torch.Tensor, context: ForwardContext, kv_caches: KVCaches) -> torch.Tensor | None:
-        """[T] -> [T, E], or None; from the stage before, and to the next one."""
+        """[T] -> [T, E], or None; receives from the previous stage, and sends to the next."""
         if self.parallel.is_first_stage:
             hidden, residual = self.embed(token_ids_T), None
         else:
@@ -163,7 +163,7 @@ class Decoder(nn.Module):
         context: ForwardContext,
         kv_caches: KVCaches,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, E] and the residual stream -> what the last layer adds to it, and the stream."""
+        """[T, E] and the residual stream -> the last layer's output, and the stream."""
         for layer, (key_cache, value_cache) in zip(self.layers.values(), kv_caches, strict=True):
             assert isinstance(layer, DecoderLayer)
             norm = layer.input_layernorm.weight
@@ -178,12 +178,12 @@ class Decoder(nn.Module):
         return hidden_TE, residual_TE
 
     def final_norm(self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor:
-        """What `run_layers` has returned -> [T, E]; on the last stage only."""
+        """The results of `run_layers` -> [T, E]; on the last stage only."""
         return add_rms_norm(hidden_TE, residual_TE, self.norm.weight, self.eps)
 
     @contextlib.contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:
-        """They take as much memory as all of them: each gives back what it took before the next one begins."""
+        """They need as much memory as all layers, as each layer frees its memory before the next begins."""
         layers = self.layers
         first = {spec: number for number, spec in reversed(list(zip(layers, self.attention_specs, strict=True)))}
         self.layers = nn.ModuleDict({number: layers[number] for number in sorted(first.values(), key=int)})

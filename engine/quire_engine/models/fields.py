@@ -1,4 +1,4 @@
-"""The fields of `config.json`, each read as what it must be: what is wrong is refused by its name, value and bounds."""
+"""Typed reading of the fields of `config.json`; errors state a field's name, value and bounds."""
 
 import math
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ _UNSET: Any = object()
 
 
 class Fields:
-    """One JSON object of a file. A field that is null counts as one that is not there.
+    """One JSON object of a file. A field that is null counts as missing.
 
     Args:
         path: the file, for messages.
         values: the object.
-        prefix: of the fields' names in messages, for an object within another one.
+        prefix: of the fields' names in messages, for a nested object.
     """
 
     def __init__(self, path: Path, values: Mapping[str, Any], prefix: str = "") -> None:
@@ -76,10 +76,10 @@ class Fields:
         return value
 
     def inner(self, name: str) -> "Fields":
-        """The object in a field, without any fields where there is none.
+        """The object in a field; empty if the field is missing.
 
         Raises:
-            CheckpointError: it is no object.
+            CheckpointError: it is not an object.
         """
         value = self._get(name, {})
         if not isinstance(value, dict):
@@ -87,7 +87,7 @@ class Fields:
         return Fields(self.path, value, f"{self._prefix}{name}.")
 
     def error(self, name: str, allowed: str) -> CheckpointError:
-        """What to raise for a field that is not what it must be."""
+        """The exception to raise for a field with a wrong value."""
         value = self.values.get(name)
         return CheckpointError(f"{self.path}: {self._prefix}{name} is {brief(value)}; it must be {allowed}")
 

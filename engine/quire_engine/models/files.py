@@ -1,7 +1,8 @@
-"""The files of a checkpoint folder, opened with suspicion: they were downloaded, and the folder is somebody else's.
+"""The files of a checkpoint folder. They are not trusted: they were downloaded, and others may own the folder.
 
-Only regular files are opened, for anything else may wait for ever (a FIFO) or have no end (a device); links to them are
-followed, as Hugging Face's cache is made of links. Only files in the folder itself are read, and of JSON only so much.
+Only regular files are opened, as anything else may block forever (a FIFO) or have no end (a device). Links to regular
+files are followed, as Hugging Face's cache consists of links. Only files in the folder itself are read, and at most
+`MAX_JSON_BYTES` of JSON.
 """
 
 import json
@@ -32,19 +33,19 @@ READ_NAMES = (
     "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model", "tiktoken.model", "tekken.json", "processor_config.json",
 )  # fmt: skip
-"""What is read from a folder, here or by the tokenizer's library, besides the weights."""
+"""Files that are read from a folder, here or by the tokenizer's library, besides the weights."""
 MAX_JSON_BYTES = 16 << 20
-"""Of a configuration, an index or a header; those of the largest models take a tenth of it."""
+"""Upper bound on a configuration, an index or a header; those of the largest models take a tenth of it."""
 POINTER_START = b"version https://git-lfs.github.com/spec/"
-"""With this begins what git-LFS leaves in the place of a file that it has not fetched."""
+"""First bytes of a git-LFS pointer, which stands in for a file that was not fetched."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """What a safetensors header says of a tensor."""
+    """A tensor's entry in a safetensors header."""
 
     dtype: str
-    """As it is called there: `F32`, `BF16`, `I8`, …"""
+    """Its name there: `F32`, `BF16`, `I8`, …"""
     shape: tuple[int, ...]
     num_bytes: int
     path: Path
@@ -52,10 +53,10 @@ class StoredTensor:
 
 
 def check_files(folder: Path) -> None:
-    """Check that whatever may be read from a folder, but for the weights, is a regular file, and is there in full.
+    """Check that all files that may be read from a folder, except the weights, are regular and fetched.
 
     Raises:
-        CheckpointError: one is a FIFO, a device, a link to nothing, or a git-LFS pointer.
+        CheckpointError: one is a FIFO, a device, a dangling link, or a git-LFS pointer.
     """
     try:
         paths = sorted(path for path in folder.iterdir() if path.name in READ_NAMES)
@@ -123,14 +124,14 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Read a safetensors file's header, and check that the file is as long as it says.
+    """Read a safetensors file's header, and check that the file has the length that the header implies.
 
     ::
 
         | 8 bytes: header length, little endian | header, JSON | tensors, at offsets that the header gives |
 
     Returns:
-        What is in the file, by name.
+        The file's tensors, by name.
 
     Raises:
         CheckpointError: the file is truncated or has no valid header.
@@ -156,7 +157,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def brief(value: object) -> str:
-    """A value as a message shows it: on one line, and cut where it is long."""
+    """A value as a message shows it: on one line, and cut if it is long."""
     return cut(repr(value))
 
 
@@ -173,15 +174,15 @@ def _open(path: Path) -> IO[bytes]:
     """Open a regular file.
 
     Raises:
-        CheckpointError: it is none, or what git-LFS put in its place.
+        CheckpointError: it is not a regular file, or it is a git-LFS pointer.
     """
     try:
-        # Neither call waits for the other end of a FIFO, nor for a device.
+        # Neither call blocks on a FIFO or a device.
         if stat.S_ISREG(os.stat(path).st_mode):
             file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return _not_a_pointer(path, file)
-            file.close()  # it was replaced in between
+            file.close()  # it was replaced between the two calls
     except FileNotFoundError:
         if path.is_symlink():
             raise CheckpointError(f"{path} is a link to {os.readlink(path)}, which is not there") from None

@@ -11,7 +11,7 @@ __all__ = ["Weight", "rope_cos_sin"]
 
 
 class Weight(nn.Module):
-    """A parameter that a `quire_kernels` op reads, such as the scale of a norm. Every rank has all of it."""
+    """A parameter that a `quire_kernels` op reads, such as the scale of a norm. Replicated on every rank."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -21,8 +21,8 @@ class Weight(nn.Module):
 def rope_cos_sin(rope: RopeConfig, head_size: int, max_position: int) -> torch.Tensor:
     """The table that `quire_kernels.rope_and_cache` reads: [max_position, D] float32, cos of D/2 angles, then sin.
 
-    Computed on the host, wherever it is to be: a GPU's powers and quotients differ in their last bits, which positions
-    of 100,000 and more multiply.
+    Always computed on the CPU: a GPU's powers and quotients differ in their last bits, and positions of 100,000 and
+    more multiply the difference.
     """
     with torch.device("cpu"):
         angles = torch.outer(torch.arange(max_position).float(), _inverse_frequencies(rope, head_size))
@@ -35,8 +35,8 @@ def _inverse_frequencies(rope: RopeConfig, head_size: int) -> torch.Tensor:
     if rope.rope_type == "linear":
         return inv_freq / rope.factor
     if rope.rope_type == "llama3":
-        # Llama 3.1: wavelengths beyond the original context are stretched by `factor`, short ones are left alone, and
-        # between the two bounds it goes over smoothly.
+        # Llama 3.1: wavelengths beyond the original context are stretched by `factor`, short ones stay the same, and
+        # between the two bounds the factor is interpolated.
         wavelength = 2 * math.pi / inv_freq
         context = rope.original_max_position_embeddings
         smooth = (context / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)

@@ -1,7 +1,7 @@
-"""Weights: from safetensors files, memory-mapped, into a model's parameters, converted on the way; or random ones.
+"""Loads weights from memory-mapped safetensors files into a model's parameters and converts them, or makes random ones.
 
-Each rank reads its own slice of each tensor and nothing else; tensors of other stages are not touched. What has been
-read is let go of, and a matrix is packed as soon as it is whole: loading takes hardly more memory than the model.
+Each rank reads only its own slice of each tensor; tensors of other stages are not touched. Pages that have been read
+are released, and a matrix is packed as soon as it is complete, so loading takes hardly more memory than the model.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from quire_engine.system.memory import release_pages, trim_heap
 __all__ = ["load_model"]
 
 DUMMY_STD = 0.02
-"""Standard deviation of random weights: what models are initialised with before they are trained."""
+"""Standard deviation of random weights, as in the usual initialisation of models before training."""
 
 
 def load_model(
@@ -44,14 +44,14 @@ def load_model(
     """Build a rank's part of the model on a device, fill every parameter, and pack the matrices, quantised if a dtype
     is given.
 
-    With the load format `dummy` no file is read, and the weights are random numbers, the same each time.
+    With the load format `dummy` no weight file is read, and the weights are random numbers, the same each time.
 
     Raises:
         CheckpointError: a file is truncated; a tensor is missing, superfluous, of the wrong shape or type, or holds
-            something that is no finite number.
+            a value that is not finite.
     """
     is_dummy = load_format == "dummy"
-    # First of all: nothing is allocated for a configuration that the files do not bear out.
+    # First, so that nothing is allocated for a configuration that does not match the files.
     files = {} if is_dummy else check_weights(folder, config)
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -75,17 +75,17 @@ def load_model(
 
 
 class _Loading:
-    """What a model still waits for."""
+    """The tensors that a model still has to load."""
 
     def __init__(self, model: Decoder, quantized_dtype: torch.dtype | None) -> None:
         self.targets = load_targets(model)
-        """By name; of tensors that have not come yet."""
+        """By name; only of tensors that are not loaded yet."""
         self._quantized_dtype = quantized_dtype
         self._num_missing: Counter[Packable | None] = Counter(target.module for target in self.targets.values())
 
     def fill(self, name: str, tensor: torch.Tensor | None, source: str = "") -> None:
-        """Take a tensor, or random numbers for None, and pack what is whole with it. The target, which holds the
-        parameter, is forgotten first.
+        """Fill a parameter with a tensor, or with random numbers for None, and pack its module if that completes it.
+        Drops the target first, as it keeps the parameter alive.
 
         Args:
             name: of the tensor.
@@ -93,7 +93,7 @@ class _Loading:
             source: where it comes from, for messages.
 
         Raises:
-            CheckpointError: it holds something that is no finite number.
+            CheckpointError: it holds a value that is not finite.
         """
         target = self.targets.pop(name)
         if tensor is None:
@@ -109,20 +109,20 @@ class _Loading:
 
 
 def _load_file(path: Path, stored: Mapping[str, StoredTensor], loading: _Loading, progress: LoadProgress) -> None:
-    """Copy what this rank wants of a file.
+    """Copy the tensors of a file that this rank needs.
 
     Args:
         path: a safetensors file.
-        stored: what is in it, as `check_weights` found it.
+        stored: its tensors, from `check_weights`.
         loading: where this rank's slices go.
-        progress: hears of every tensor.
+        progress: counts every tensor.
 
     Raises:
-        CheckpointError: the file is damaged, or a tensor holds something that is no finite number.
+        CheckpointError: the file is damaged, or a tensor holds a value that is not finite.
     """
     try:
         with safe_open(path, framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118 - it is no mapping
+            for key in tensors.keys():  # noqa: SIM118 - it is not a mapping
                 name = key.removeprefix("model.")
                 if name not in loading.targets:  # another stage's, or derived
                     continue
@@ -138,16 +138,16 @@ def _load_file(path: Path, stored: Mapping[str, StoredTensor], loading: _Loading
 def _check_finite(tensor: torch.Tensor, parameter: torch.Tensor, source: str) -> None:
     """Refuse weights that would make every logit NaN.
 
-    A sum that is finite has only finite terms, and takes one pass over what has just been copied. Rows whose sum is
-    not, which may have overflown, are looked at again.
+    If a row's sum is finite, all of its terms are; this takes one pass over what was just copied. Rows whose sum is not
+    finite are checked again, as the sum may have overflowed.
 
     Args:
         tensor: as it is stored.
-        parameter: the same in the type that the model is computed in.
+        parameter: the same in the model's dtype.
         source: for messages.
 
     Raises:
-        CheckpointError: a weight is NaN or infinite, or becomes so in that type.
+        CheckpointError: a weight is NaN or infinite, or becomes so in that dtype.
     """
     if not parameter.is_floating_point() or not parameter.numel():
         return
@@ -166,7 +166,7 @@ def _check_finite(tensor: torch.Tensor, parameter: torch.Tensor, source: str) ->
 
 
 def _randomize(parameter: torch.Tensor, name: str) -> None:
-    """Of the name alone: what several ranks hold of a tensor is alike on all of them, and so are all loads."""
+    """The values depend only on the name: replicas on several ranks are the same, and so is every load."""
     generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
     if parameter.dtype == torch.int8:
         parameter.random_(-127, 128, generator=generator)
@@ -175,6 +175,6 @@ def _randomize(parameter: torch.Tensor, name: str) -> None:
 
 
 def _release(tensor: torch.Tensor) -> None:
-    """Let go of the file's pages that a tensor is a view of."""
+    """Release the file's pages that a tensor is a view of."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     release_pages(tensor.data_ptr(), elements * tensor.itemsize)

@@ -1,4 +1,4 @@
-"""Tensors in mappings of their own, not on the heap: unwritten they take no memory, freed they leave none behind."""
+"""Tensors in mappings of their own, not on the heap: unwritten pages take no memory, and freeing returns it all."""
 
 import contextlib
 import math
@@ -10,12 +10,12 @@ __all__ = ["mapped_zeros"]
 
 
 def mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype, *, huge_pages: bool = False) -> torch.Tensor:
-    """Zeros from the system, none of them written: `torch.zeros` writes them all, which makes every page real.
+    """Zero pages from the system, not yet written: `torch.zeros` writes all of them, which takes the memory at once.
 
     Args:
         shape: of the tensor.
         dtype: of the tensor.
-        huge_pages: where the system has them; for what is read all over at once.
+        huge_pages: use them if the system has them; for tensors with scattered reads.
     """
     size = math.prod(shape) * dtype.itemsize
     if not size or torch.get_default_device().type != "cpu":

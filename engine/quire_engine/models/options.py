@@ -1,4 +1,4 @@
-"""DecoderOptions: in what the layers of families differ."""
+"""DecoderOptions: the differences between the layers of families."""
 
 from dataclasses import dataclass
 
@@ -9,25 +9,25 @@ __all__ = ["DecoderOptions", "refuse_sliding_window"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderOptions:
-    """Of all layers alike; see `models/decoder.py`."""
+    """The same for all layers; see `models/decoder.py`."""
 
     qkv_bias: bool = False
-    """Queries, keys and values have biases."""
+    """The projections of queries, keys and values have biases."""
     o_bias: bool = False
-    """So has the projection of the heads' outputs."""
+    """The output projection of the attention has a bias."""
     mlp_bias: bool = False
-    """And so have the linear layers of the feed-forward."""
+    """The linear layers of the feed-forward have biases."""
     qk_norm: bool = False
     """Each head of queries and keys is normed before the rotation, with one weight per head feature."""
     default_head_size: int | None = None
-    """Where `config.json` has no `head_dim`; unset: `hidden_size` by the number of heads."""
+    """Used if `config.json` has no `head_dim`; unset: `hidden_size` divided by the number of heads."""
 
 
 def refuse_sliding_window(fields: Fields) -> None:
-    """Raise where some layers attend to the latest tokens alone.
+    """Refuse models with sliding window attention.
 
     Raises:
-        CheckpointError: they do.
+        CheckpointError: the model uses it.
     """
     if fields.boolean("use_sliding_window", False):
         raise fields.error("use_sliding_window", "false: sliding windows are not served")

@@ -1,26 +1,26 @@
 """Layers cut into slices, one per rank of a stage (Megatron-LM, https://arxiv.org/abs/1909.08053, section 3).
 
-Who holds what is one formula, `shard`: `size` units are cut into as many pieces as there are ranks, or as units if
-these are fewer; a piece then has several holders::
+One function, `shard`, decides which rank holds what: `size` units are cut into one piece per rank, or into one per unit
+if there are fewer units than ranks; then several ranks hold the same piece::
 
                           4 ranks                                                    piece = rank · pieces // ranks
     8 query heads         │ 0 1 │ 2 3 │ 4 5 │ 6 7 │                                  units = ceil(size / pieces)
     2 KV heads            │  0  │  0  │  1  │  1  │   replicated                     first = piece · units
     515 tokens            │ 0 … │129 …│258 …│387 … 514, padding │                    end   = first + units, at most size
 
-A layer of the model is then two matrix multiplications around what happens to each head or feature by itself, and one
-sum over the ranks::
+Half a layer, attention or feed-forward, is then two matrix multiplications, with an operation on single heads or
+features in between, and one sum over the ranks::
 
                      ┌ weight rows of rank 0 ─► heads of rank 0 ─► weight columns of rank 0 ┐
     the same hidden ─┤                                                                      ├─ all_reduce ─► same sum
                      └ weight rows of rank 1 ─► heads of rank 1 ─► weight columns of rank 1 ┘
                         ColumnParallel, QKVParallel                 RowParallel
 
-The vocabulary is cut too. `VocabParallel.embed` sums up rows that only one rank has, `VocabParallel.logits` puts the
-columns together on the first rank. With one rank each of them is the plain operation.
+The vocabulary is cut too. `VocabParallel.embed` sums rows that only one rank has, and `VocabParallel.logits` gathers
+the columns on the first rank. With one rank each of them is the plain operation.
 
-As soon as a matrix is loaded, `pack` brings it into the form that `quire_kernels.linear` reads, and frees the parameter
-that it was loaded into: no two forms of the model are ever whole.
+As soon as a matrix is loaded, `pack` converts it to the form that `quire_kernels.linear` reads, and frees the parameter
+that it was loaded into, so the model is never in memory twice.
 """
 
 import dataclasses
@@ -52,12 +52,12 @@ __all__ = [
 
 
 def shard(size: int, parallel: ParallelState, unit: int = 1) -> slice:
-    """Which part of a dimension a rank holds.
+    """The part of a dimension that a rank holds.
 
     Args:
         size: of the whole dimension.
         parallel: the rank.
-        unit: neighbours that stay together, such as the features of a head; divides `size`.
+        unit: consecutive elements that stay together, such as the features of a head; divides `size`.
     """
     num_units, ranks = size // unit, parallel.tensor_parallel_size
     pieces = min(num_units, ranks)
@@ -67,7 +67,7 @@ def shard(size: int, parallel: ParallelState, unit: int = 1) -> slice:
 
 
 def stage_layers(num_layers: int, parallel: ParallelState) -> range:
-    """The layers of a rank's stage, by their numbers in the checkpoint; what is left over goes to the first stages."""
+    """The layers of a rank's stage, by their numbers in the checkpoint; the first stages get the remainder."""
     each, left = divmod(num_layers, parallel.pipeline_parallel_size)
     first = parallel.stage * each + min(parallel.stage, left)
     return range(first, first + each + (parallel.stage < left))
@@ -87,9 +87,9 @@ class LoadTarget:
     shape: tuple[int, ...]
     """Of the whole tensor."""
     index: tuple[slice, ...]
-    """The rank's slice of it, one entry per dimension; an empty one if another rank has it all."""
+    """The rank's slice of it, one entry per dimension; empty if another rank holds the tensor."""
     module: "Packable | None" = None
-    """What is to be packed when all its targets are filled."""
+    """The module to pack when all its targets are filled."""
 
 
 def _rows(parameter: torch.Tensor, size: int, rows: slice) -> LoadTarget:
@@ -119,12 +119,12 @@ class Packable(nn.Module):
 
     @property
     def packed(self) -> LinearWeight:
-        """The weight that is computed with."""
+        """The packed weight."""
         assert self._packed is not None, "pack was not called"
         return self._packed
 
     def pack(self, quantized_dtype: torch.dtype | None) -> None:
-        """Pack the parameters, quantised if a dtype is given and they are not already, and let go of them."""
+        """Pack the parameters, quantised if a dtype is given and they are not already, and free them."""
         assert self.weight is not None
         bias = None if self.bias is None else self.bias.data
         scales = None if self.weight_scale is None else self.weight_scale.data[:, 0]
@@ -143,15 +143,15 @@ class Packable(nn.Module):
 class ColumnParallel(Packable):
     """One or several projections of the same input, stacked by output feature into one matrix multiplication.
 
-    Each rank has a slice of the output features of each of them.
+    Each rank has a slice of each projection's output features.
 
     Args:
-        in_features: size of the input, which all ranks have whole.
+        in_features: size of the input, of which every rank has all.
         parts: the checkpoint's name of each projection, and its output size, in the order in which they are stacked.
         bias: whether each projection has one.
         parallel: the rank.
         unit: output features that stay together.
-        gated: there are two parts, a gate and what it gates, and the output is `silu(gate) * up`.
+        gated: there are two parts, gate and up, and the output is `silu(gate) * up`.
         int8: the checkpoint's weights are int8 with a scale per output feature.
     """
 
@@ -177,7 +177,7 @@ class ColumnParallel(Packable):
         return linear(x, self.packed)
 
     def load_targets(self) -> dict[str, LoadTarget]:
-        """By name beside this module."""
+        """By name, relative to the parent of this module."""
         return {
             f"{name}.{kind}": _rows(piece, self.parts[name], rows)
             for kind, parameter in self.named_parameters()
@@ -188,7 +188,7 @@ class ColumnParallel(Packable):
 
 
 class QKVParallel(ColumnParallel):
-    """Queries, keys and values of this rank's heads; a KV head has several holders where heads are fewer than ranks."""
+    """Queries, keys and values of this rank's heads; with fewer KV heads than ranks, several ranks hold the same."""
 
     def __init__(
         self,
@@ -207,13 +207,13 @@ class QKVParallel(ColumnParallel):
 
 
 class RowParallel(Packable):
-    """A projection of which each rank has a slice of the input features; the ranks' outputs are summed.
+    """A projection whose input features are sliced among the ranks; the ranks' outputs are summed.
 
     Args:
-        in_features: size of the whole input, of which each rank has what `ColumnParallel` gave it.
+        in_features: size of the whole input; each rank has the slice that its `ColumnParallel` computed.
         name: the checkpoint's name of the projection.
-        out_features: size of the output, which all ranks get whole.
-        bias: whether it has one: the first rank's, so that it is added once.
+        out_features: size of the output; every rank gets all of it.
+        bias: whether it has one; only the first rank holds it, so that it is added once.
         parallel: the rank.
         int8: the checkpoint's weights are int8 with a scale per output feature.
     """
@@ -234,7 +234,7 @@ class RowParallel(Packable):
         return out if self.group is None else self.group.all_reduce(out)
 
     def load_targets(self) -> dict[str, LoadTarget]:
-        """By name beside this module."""
+        """By name, relative to the parent of this module."""
         assert self.weight is not None
         weight, out_features = self.weight.data, len(self.weight)
         whole = (out_features, self.in_features)
@@ -248,17 +248,17 @@ class RowParallel(Packable):
 
 
 class VocabParallel(Packable):
-    """A vector per token of the vocabulary, of which each rank has a slice: an embedding, a head, or both.
+    """A vector per token of the vocabulary, which is sliced among the ranks: an embedding, a head, or both.
 
     Args:
         vocab_size: V.
         hidden_size: E.
         parallel: the rank.
-        is_head: whether `logits` is asked for; else it stays the plain table that `embed` reads.
+        is_head: whether `logits` is used; else it stays the plain table that `embed` reads.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, parallel: ParallelState, is_head: bool) -> None:
-        # The last rank may have less; its logits are as many as the others' nevertheless, for `gather`.
+        # The last rank may have fewer tokens, but `gather` needs the same number of logits from all ranks.
         super().__init__(-(-vocab_size // parallel.tensor_parallel_size), hidden_size)
         assert self.weight is not None
         self.vocab_size, self.group, self.is_head = vocab_size, parallel.tensor_group, is_head
@@ -266,7 +266,7 @@ class VocabParallel(Packable):
         self.weight.data[_length(self.rows) :].zero_()
 
     def pack(self, quantized_dtype: torch.dtype | None) -> None:
-        """Pack a head; a table has nothing to gain."""
+        """Pack a head; a table does not benefit."""
         if self.is_head:
             super().pack(quantized_dtype)
 
@@ -290,13 +290,13 @@ class VocabParallel(Packable):
         return None if gathered is None else gathered[:, : self.vocab_size].contiguous()
 
     def load_targets(self) -> dict[str, LoadTarget]:
-        """By name within this module."""
+        """By name, relative to this module."""
         assert self.weight is not None
         return {"weight": _rows(self.weight.data[: _length(self.rows)], self.vocab_size, self.rows)}
 
 
 def load_targets(model: nn.Module) -> dict[str, LoadTarget]:
-    """Where each tensor of a checkpoint goes, by its name there, without the leading `model.`."""
+    """Where each tensor of a checkpoint goes, by its name without the leading `model.`."""
     targets: dict[str, LoadTarget] = {}
     for path, module in model.named_modules():
         if isinstance(module, Weight):
@@ -322,7 +322,7 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def send_activations(parallel: ParallelState, hidden_TE: torch.Tensor, residual_TE: torch.Tensor) -> None:
-    """Hand a stage's result to the next one."""
+    """Send a stage's result to the next stage."""
     assert parallel.pipeline_group is not None
     parallel.pipeline_group.send(torch.stack((hidden_TE, residual_TE)), parallel.stage + 1)
 
@@ -330,7 +330,7 @@ def send_activations(parallel: ParallelState, hidden_TE: torch.Tensor, residual_
 def receive_activations(
     parallel: ParallelState, num_tokens: int, hidden_size: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states and residual of the stage before, each [T, E]."""
+    """Receive hidden states and residual from the previous stage, each [T, E]."""
     assert parallel.pipeline_group is not None
     hidden, residual = parallel.pipeline_group.receive((2, num_tokens, hidden_size), dtype, parallel.stage - 1)
     return hidden, residual

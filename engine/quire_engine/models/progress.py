@@ -1,4 +1,4 @@
-"""How much of the weights is loaded, told in the log: whoever waits reads it there, in whichever process that is."""
+"""Logs how much of the weights is loaded, so that other processes that wait for it can follow the log."""
 
 import contextlib
 import logging
@@ -10,15 +10,15 @@ __all__ = ["LoadProgress", "reported_progress"]
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
-"""A model that loads within it has nothing to tell."""
+"""A model that loads faster logs nothing."""
 
 
 class LoadProgress:
     """Logs the share that is loaded, as "loading weights: 40% of 1234 MB", once a second.
 
     Args:
-        total_bytes: of all tensors that are to come.
-        reports: whether this rank speaks; of several, one is enough.
+        total_bytes: of all tensors to load.
+        reports: whether this rank logs; one rank is enough.
     """
 
     def __init__(self, total_bytes: int, *, reports: bool = True) -> None:
@@ -28,7 +28,7 @@ class LoadProgress:
         self._next = time.monotonic() + INTERVAL_S
 
     def add(self, num_bytes: int) -> None:
-        """Count what has been loaded."""
+        """Count loaded bytes."""
         self._loaded_bytes += num_bytes
         now = time.monotonic()
         if self._reports and now >= self._next:
@@ -49,7 +49,7 @@ class _Reporter(logging.Handler):
 
 @contextlib.contextmanager
 def reported_progress(report: Callable[[int], None]) -> Iterator[None]:
-    """While it lasts, the share that this process has loaded, in percent, goes to a function instead of the log."""
+    """Inside the block, the share that this process has loaded, in percent, goes to a function instead of the log."""
     handler, level, propagates = _Reporter(report), logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""Architecture name of `config.json` → the family that reads the rest of it."""
+"""Maps the architecture name in `config.json` to the family that reads the rest of the file."""
 
 from importlib import import_module
 
@@ -12,7 +12,7 @@ ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen
 
 
 def read_options(architecture: str, fields: Fields) -> DecoderOptions:
-    """What the family makes of `config.json`.
+    """Read the family's options from `config.json`.
 
     Args:
         architecture: one of `ARCHITECTURES`.

@@ -1,4 +1,4 @@
-"""The tensors that a checkpoint must hold, compared with what the headers of its files say, without loading any."""
+"""Compares the tensors that a checkpoint must hold with the headers of its files, without loading any."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -11,22 +11,22 @@ from quire_engine.models.files import StoredTensor, check_files, check_tokenizer
 __all__ = ["check_checkpoint", "check_weights", "expected_shapes"]
 
 FLOATING = ("F64", "F32", "BF16", "F16")
-"""Types that weights are converted from; eight bits and less mean something only together with scales."""
+"""Types that weights are converted from; types of eight bits or fewer need scales."""
 
 
 def check_checkpoint(folder: Path, tokenizer_folder: Path | None = None, load_format: str = "auto") -> CheckpointConfig:
-    """Check everything that can be known without loading: configuration, tokenizer, weight files, tensors' shapes.
+    """Check everything that can be checked without loading: configuration, tokenizer, weight files, tensors' shapes.
 
     Args:
         folder: the checkpoint.
-        tokenizer_folder: where the tokenizer is, when it is elsewhere.
-        load_format: with `dummy` there need be no weight files.
+        tokenizer_folder: the tokenizer's folder, if it is another one.
+        load_format: `dummy` needs no weight files.
 
     Returns:
         The configuration.
 
     Raises:
-        CheckpointError: what is missing, truncated or of the wrong shape.
+        CheckpointError: something is missing, truncated or of the wrong shape.
     """
     check_files(folder)
     config = CheckpointConfig.from_folder(folder)
@@ -37,12 +37,12 @@ def check_checkpoint(folder: Path, tokenizer_folder: Path | None = None, load_fo
 
 
 def check_weights(folder: Path, config: CheckpointConfig) -> dict[Path, dict[str, StoredTensor]]:
-    """Compare what the headers of a checkpoint's files say with what its configuration asks for.
+    """Compare the headers of a checkpoint's files with its configuration.
 
-    It costs no more than the headers are long, whatever the configuration says.
+    Time and memory are bounded by the headers' length, whatever the configuration says.
 
     Returns:
-        The tensors of each file by name, which is without the leading `model.`.
+        The tensors of each file, by name without the leading `model.`.
 
     Raises:
         CheckpointError: a file is missing or broken; a tensor is missing, superfluous, or of another shape or type.

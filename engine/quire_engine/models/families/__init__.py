@@ -1,4 +1,5 @@
-"""Families of decoders: what each reads in `config.json`, and so which options of `models/decoder.py` it has.
+"""Families of decoders. Each reads its options of `models/decoder.py` from `config.json`.
 
-A file here is free of torch, as the frontend reads checkpoints too, and imported when a checkpoint is of that family.
+The files here do not import torch, as the frontend reads checkpoints too. Each is imported only for its family's
+checkpoints.
 """

@@ -1,4 +1,4 @@
-"""Llama (Touvron et al. 2023, https://arxiv.org/abs/2302.13971): the decoder without any option but for biases."""
+"""Llama (Touvron et al. 2023, https://arxiv.org/abs/2302.13971): the decoder with no options except biases."""
 
 from quire_engine.models.fields import Fields
 from quire_engine.models.options import DecoderOptions
@@ -7,7 +7,7 @@ __all__ = ["read_options"]
 
 
 def read_options(fields: Fields) -> DecoderOptions:
-    """What `config.json` says of the layers.
+    """Read the options of the layers from `config.json`.
 
     Raises:
         CheckpointError: it describes a model that cannot be served.

@@ -7,7 +7,7 @@ __all__ = ["read_options"]
 
 
 def read_options(fields: Fields) -> DecoderOptions:
-    """What `config.json` says of the layers.
+    """Read the options of the layers from `config.json`.
 
     Raises:
         CheckpointError: it describes a model that cannot be served.
