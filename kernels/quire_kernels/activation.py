@@ -34,7 +34,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
         [T, I].
 
     Raises:
-        ValueError: the halves are not alike.
+        ValueError: the number of columns is odd.
     """
     if uses_triton(gate_up):
         from quire_kernels.gpu import activation as gpu

@@ -5,7 +5,7 @@ One call serves prefill chunks, decodes and anything between: sequence s owns th
 
 ::
 
-    sequence s:   | context, in the cache already | query rows of this step |
+    sequence s:   | context, already in the cache | query rows of this step |
                   |◄──────────────────── seq_lens[s] ─────────────────────►|
                                                   |◄── query_len ──────────►|
     row r of the step sees keys 0 … seq_lens[s] - query_len + r
@@ -85,7 +85,7 @@ class _AttentionCall(Call):
 
 
 PLAN_CAPACITY = 1 << 14
-"""Bytes of a plan that are tried first: enough for some 600 items."""
+"""First size of a plan in bytes: enough for about 600 items."""
 
 
 def plan_attention(
@@ -98,19 +98,19 @@ def plan_attention(
     """Divide the work of a step: once, for all layers.
 
     Args:
-        block_table_SM: as of `paged_attention`, like the two that follow.
-        query_start_loc: [S + 1] int64. For a cache on a GPU give it and `seq_lens` as the host has them, if it has
-            them: with those of the GPU, this waits for it.
+        block_table_SM: see `paged_attention`, also for the next two.
+        query_start_loc: [S + 1] int64. For a cache on a GPU, pass the host's copies of it and of `seq_lens` if there
+            are any: reading them from the GPU waits for it.
         seq_lens: [S] int64.
         num_heads: query heads.
         key_cache_NKBD: of any layer.
 
     Returns:
-        What `paged_attention` is to be given; None where it has no use for it.
+        The plan for `paged_attention`; None if it does not need one.
 
     Raises:
         TypeError: a tensor is not int64.
-        ValueError: the tensors' lengths do not go together, or the number of heads with that of the key cache.
+        ValueError: the tensors' lengths do not match, or the number of heads does not match the key cache's.
     """
     if uses_triton(key_cache_NKBD):
         from quire_kernels.gpu import attention as gpu
@@ -176,24 +176,24 @@ def paged_attention(
 
     Args:
         query_THD: queries. H is a multiple of K; query head h uses key head h // (H / K).
-        key_cache_NKBD: keys, those of this step already written.
+        key_cache_NKBD: keys, including those of this step.
         value_cache_NKBD: values, likewise.
         block_table_SM: int64 block ids; entries past a sequence's blocks are ignored but must be valid ids.
         query_start_loc: [S + 1] int64, cumulative query lengths.
         seq_lens: [S] int64, context plus query tokens.
         scale: factor of the scores, usually D ** -0.5; above 0.
         plan: from `plan_attention` for the same `block_table_SM` and what follows it; made here if it is None.
-        window: each row sees that many keys at most, the last of those that it would see otherwise (Beltagy et al.
-            2020, https://arxiv.org/abs/2004.05150, section 3.1); None for all.
+        window: each row sees at most its last `window` keys (Beltagy et al. 2020, https://arxiv.org/abs/2004.05150,
+            section 3.1); None for all.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2, https://arxiv.org/abs/2408.00118,
-            section 2); None for as they are.
+            section 2); None leaves them unchanged.
 
     Returns:
         [T, H, D], in the queries' dtype.
 
     Raises:
-        TypeError: a tensor's dtype is another one, or not all are on one device.
-        ValueError: a tensor's shape does not go with the others, or with those that the plan was made for.
+        TypeError: a tensor has a wrong dtype, or not all are on one device.
+        ValueError: a tensor's shape does not match the others, or the plan's.
     """
     caches = (key_cache_NKBD, value_cache_NKBD)
     if uses_triton(query_THD):
@@ -251,8 +251,8 @@ def _attend_cpu(
     plan: CpuAttentionPlan,
     scale: float,
 ) -> torch.Tensor:
-    """Each row's result is one chain of operations in the order of its keys: it does not depend on the batch, on how a
-    prompt was cut into chunks, nor on the number of threads, to the last bit."""
+    """Each row's result is one chain of operations in the order of its keys: bit for bit, it does not depend on the
+    batch, on how a prompt was cut into chunks, or on the number of threads."""
     query_THD, token_stride, head_stride = with_dense_heads(query_THD)
     num_tokens, num_heads, head_size = query_THD.shape
     _, num_kv_heads, block_size, cache_head_size = key_cache_NKBD.shape
@@ -310,7 +310,7 @@ def _attend_single(
     outside = torch.arange(key.shape[2], device=key.device) >= seq_lens[:, None]
     scores.masked_fill_(outside[:, None, None], float("-inf"))
     weights = scores.softmax(-1).to(value.dtype)
-    # A weight of 0 is not enough to leave a value out: padding may be another sequence's NaN or infinity.
+    # A weight of 0 does not exclude a value: padding may be another sequence's NaN or infinity.
     value.masked_fill_(outside[:, None, :, None], 0.0)
     return (weights @ value).reshape(num_seqs, num_heads, head_size)
 
@@ -340,7 +340,7 @@ def _attend_many(
     if window is not None:
         visible &= keys > last_key - window
         seen = visible.any(0)[:, None]
-        key, value = key.where(seen, 0.0), value.where(seen, 0.0)  # before the window there may be anything
+        key, value = key.where(seen, 0.0), value.where(seen, 0.0)  # values before the window may be NaN or infinity
     query = query_QHD.transpose(0, 1).unsqueeze(0)
     if soft_cap is None:
         out_HQD = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale, enable_gqa=True)

@@ -1,4 +1,4 @@
-"""AttentionPlan: how the work of one step's attention is divided, made once and used by all layers."""
+"""AttentionPlan: how the work of one step's attention is divided; made once, for all layers."""
 
 import ctypes
 from dataclasses import dataclass
@@ -16,36 +16,38 @@ class CpuAttentionPlan:
     """How the work of one step's `paged_attention` is divided among threads."""
 
     step: Call
-    """What is the same for all layers of the step."""
+    """The part of the call that is the same for all layers of the step."""
     partials: torch.Tensor
-    """Where threads that share a sequence leave their parts: float32."""
+    """float32, partial results of threads that share a sequence."""
     tensors: tuple[torch.Tensor, ...]
-    """That `step` points to."""
+    """The tensors that `step` points to."""
     num_tokens: int
     shape: tuple[int, int, int, int]
-    """Query heads, key/value heads, tokens per block, head size: what the plan holds for."""
+    """Query heads, key/value heads, tokens per block, head size: the shapes that the plan is valid for."""
 
     def copy_(self, other: "CpuAttentionPlan") -> None:
-        """Become another plan, which is to be kept for as long, under the address that recorded calls know."""
+        """Take over another plan's content, at the address that recorded calls use. Keep the other plan alive as long
+        as this one is used."""
         ctypes.memmove(ctypes.byref(self.step), ctypes.byref(other.step), ctypes.sizeof(self.step))
 
 
 @dataclass(frozen=True, slots=True)
 class GpuAttentionPlan:
-    """What the host needs to know of one step's sequences to launch the kernels of `gpu/attention.py`."""
+    """What the host needs to know about one step's sequences to launch the kernels of `gpu/attention.py`."""
 
     prefill_programs: int
-    """Of each tile of rows and KV head, if a sequence has more query rows than one tile of a decode; 0 if none has."""
+    """Programs per tile of rows and KV head, for sequences with more query rows than a decode's tile; 0 if there are
+    none."""
     decode_rows: int
-    """Of the other sequences with any row: most query rows for each KV head; 0 if there is no such sequence."""
+    """Largest number of query rows per KV head among the other sequences; 0 if there are none."""
     max_splits: int
-    """Of those: into how many splits the keys of the longest are divided."""
+    """Number of splits of the keys of the longest of these sequences."""
     partials: torch.Tensor
-    """Where the splits' results are left: [S, K, decode_rows, max_splits, D] float32, empty if there is one split."""
+    """The splits' results: [S, K, decode_rows, max_splits, D] float32, empty if there is one split."""
     partial_lse: torch.Tensor
     """[S, K, decode_rows, max_splits] float32, the base-2 logarithms of their sums of exponentials."""
     prefill_parts: torch.Tensor
-    """Where programs that share a tile leave theirs: [T, H, parts, D] float32, empty if each tile has one."""
+    """Results of programs that share a tile: [T, H, parts, D] float32, empty if each tile has one program."""
     prefill_parts_lse: torch.Tensor
     """[T, H, parts] float32, likewise."""
 

@@ -1,13 +1,13 @@
 """The C++ kernels of `kernels/csrc/`, loaded once per process and bound with ctypes.
 
-`pip install` builds the library beside this file when there is a C++ compiler. It holds each kernel once per
-instruction set; the best one that the processor has is taken, or the one that `QUIRE_CPU_KERNELS` names:
+`pip install` builds the library beside this file if there is a C++ compiler. It holds each kernel once per instruction
+set, and uses the best one that the processor supports, or the one that `QUIRE_CPU_KERNELS` names:
 
     avx512_bf16    AVX-512 with bfloat16 and int8 dot products (Zen 4, Cooper Lake, Sapphire Rapids and later)
     avx512         AVX-512 F, BW, VL and DQ (Skylake-X and later)
     avx2           AVX2 and FMA
     torch          no library: every op in plain torch
-    triton         no library: the kernels of GPUs in Triton's interpreter, with TRITON_INTERPRET=1 only; for tests
+    triton         no library: the GPU kernels in Triton's interpreter, only with TRITON_INTERPRET=1; for tests
 
 Without the library every op falls back to plain torch, which is correct and slow.
 """
@@ -59,11 +59,11 @@ MEND = "install g++, then quire again (CXX=g++ pip install …)"
 """Advice if the library is missing."""
 
 FLOATS = (torch.float32, torch.bfloat16)
-"""What the kernels compute with."""
+"""Dtypes that the kernels compute with."""
 GROUPS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
-"""`LinearKind` of kernels/csrc/calls.h: how many elements fill 32 bits, the least that a dot product takes at once."""
+"""`LinearKind` of kernels/csrc/calls.h: how many elements fill 32 bits, the smallest unit of a dot product."""
 
-# The constants of kernels/csrc/calls.h, where they are explained.
+# The constants of kernels/csrc/calls.h; see there.
 VERSION = 2
 PANEL = 32
 HEAD_SIZE_STEP = 16
@@ -71,12 +71,12 @@ MAX_HEAD_SIZE = 1024
 
 
 Kernel: TypeAlias = Callable[..., None]
-"""A function of the library, that takes a pointer to its call."""
+"""A function of the library that takes a pointer to its call."""
 
 
 class Call(ctypes.Structure):
-    """What a kernel is called with, or leaves behind: each subclass mirrors the structure of its name (but for a
-    leading underscore) in kernels/csrc/calls.h, field by field. A library with other fields is not used."""
+    """A kernel's arguments or results. Each subclass mirrors, field by field, the structure of the same name (without
+    the leading underscore) in kernels/csrc/calls.h. A library with other fields is not used."""
 
 
 _C_TYPES: dict[Any, str] = {
@@ -85,14 +85,14 @@ _C_TYPES: dict[Any, str] = {
     ctypes.c_int32: "int32_t",
     ctypes.c_float: "float",
 }
-"""As calls.h writes them; `*` is a pointer to anything."""
+"""Names in calls.h; `*` is a pointer to any type."""
 
 
 class Recorder(Protocol):
-    """Notes kernels down instead of running them (`recording.py`)."""
+    """Records kernels instead of running them (`recording.py`)."""
 
     def add(self, kernel: Kernel, call: Call, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Take over the call as it is now."""
+        """Record a copy of the call."""
 
 
 class _Thread(threading.local):
@@ -105,7 +105,7 @@ _thread = _Thread()
 class KernelStatus:
     """Whether the library is used: its `instruction_set`, or None and a `reason`.
 
-    With `interprets_triton`, CPU tensors are computed with by the kernels of GPUs instead (`dispatch.py`).
+    With `interprets_triton`, the GPU kernels compute with CPU tensors instead (`dispatch.py`).
     """
 
     def __init__(
@@ -164,7 +164,7 @@ def _layout_of(handle: ctypes.CDLL) -> str:
 
 
 def _agrees(layout: str) -> bool:
-    """Whether a library has the same constants, and structures with the same fields: another would read wild memory.
+    """Whether a library has the same constants and fields of structures: else it would access wrong memory.
 
     Args:
         layout: `NAME=value` of each constant, then the declarations of kernels/csrc/calls.h.
@@ -191,17 +191,17 @@ def _missing(wanted: str, reason: str) -> KernelStatus:
 
 
 def library() -> ctypes.CDLL | None:
-    """The library, or None where ops are to use plain torch."""
+    """The library, or None if ops use plain torch."""
     return status().handle
 
 
 def set_num_threads(num_threads: int, *, torch_computes: bool = False) -> None:
-    """How many threads compute, the caller's own among them; until this is called, as many as torch has.
+    """Set how many threads compute, including the caller's own. The default is torch's number of threads.
 
     Args:
         num_threads: of the library, which has a pool of its own.
-        torch_computes: torch gets as many, as it always does without the library. If it has little to compute they do
-            harm: two pools take the cores from each other while their threads wait.
+        torch_computes: torch gets as many, as it always does without the library. Leave it False if torch has little
+            to compute: two pools take the cores from each other while their threads wait.
     """
     handle = library()
     if handle is not None:
@@ -220,8 +220,8 @@ def launch(kernel: Kernel, call: Call, *tensors: torch.Tensor) -> None:
 
     Args:
         kernel: of the library.
-        call: all that it reads; may be filled anew afterwards.
-        tensors: those that this op has created and the call points to: a recording has to keep them.
+        call: its arguments; may be reused afterwards.
+        tensors: those that this op has created and the call points to: a recording has to keep them alive.
     """
     recorder = _thread.recorder
     if recorder is None:
@@ -242,7 +242,7 @@ def recording_to(recorder: Recorder) -> Iterator[None]:
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:
-    """Where a tensor's data is, for a structure's field."""
+    """Address of a tensor's data, for a structure's field."""
     return None if tensor is None else tensor.data_ptr()
 
 

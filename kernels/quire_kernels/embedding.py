@@ -1,4 +1,4 @@
-"""Embedding: rows of a table by token id, also of a table that is packed because it is the head's weight as well."""
+"""Embedding: rows of a table by token id; also of a packed table, which is the weight of a tied head."""
 
 import ctypes
 

@@ -1,8 +1,8 @@
-"""The inner order of the paged KV cache: tensors of [N, K, B, D], where only the ops here know the order of B and D.
+"""Memory layout of the paged KV cache: tensors of [N, K, B, D], where only the ops here know the order of B and D.
 
-Where the C++ kernels are used, the keys and values of one block and KV head are tiles of pairs (bfloat16) or single
-numbers (float32), drawn in `kernels/csrc/attention.inc`; elsewhere they lie as the strides say. On a GPU these are of
-[N, B, K, D] in memory, so that a token's heads lie side by side, as they are written.
+For the C++ kernels, the keys and values of one block and KV head are tiles of pairs (bfloat16) or single numbers
+(float32), drawn in `kernels/csrc/attention.inc`; otherwise the layout is given by the strides. On a GPU it is
+[N, B, K, D], so that a token's heads are contiguous, as they are written.
 """
 
 import torch
@@ -27,10 +27,10 @@ def new_kv_cache(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """A cache of keys, or of values, full of zeros.
+    """A cache of keys, or of values, filled with zeros.
 
     Returns:
-        [N, K, B, D], in the order in memory that suits the device.
+        [N, K, B, D], in the device's memory layout.
     """
     if torch.device(device).type == "cpu":
         return torch.zeros(num_blocks, num_kv_heads, block_size, head_size, dtype=dtype)
@@ -39,7 +39,7 @@ def new_kv_cache(
 
 
 def is_tiled(cache_NKBD: torch.Tensor) -> bool:
-    """Whether the C++ kernels use a cache of this type and shape. It holds for all caches of a process."""
+    """Whether the C++ kernels use a cache of this dtype and shape: the same for all caches of a process."""
     block_size, head_size = cache_NKBD.shape[2:]
     dtype = cache_NKBD.dtype
     if dtype not in FLOATS or not cache_NKBD.is_cpu or library() is None:
@@ -48,7 +48,7 @@ def is_tiled(cache_NKBD: torch.Tensor) -> bool:
 
 
 def check_caches(key_cache_NKBD: torch.Tensor, value_cache_NKBD: torch.Tensor) -> None:
-    """Refuse a tiled key cache and a value cache that do not go together.
+    """Refuse a tiled key cache and a value cache that do not match.
 
     Raises:
         TypeError: they are of different dtypes, or not both on the CPU.
@@ -60,7 +60,7 @@ def check_caches(key_cache_NKBD: torch.Tensor, value_cache_NKBD: torch.Tensor) -
 
 
 def natural_key_order(cache_NKBD: torch.Tensor) -> torch.Tensor:
-    """Some blocks of a key cache, [n, K, B, D], as their shape says: a copy where they are tiled."""
+    """Some blocks of a key cache, [n, K, B, D], in the order of their shape: a copy if they are tiled."""
     if not is_tiled(cache_NKBD):
         return cache_NKBD
     n, num_kv_heads, block_size, head_size = cache_NKBD.shape
@@ -69,7 +69,7 @@ def natural_key_order(cache_NKBD: torch.Tensor) -> torch.Tensor:
 
 
 def natural_value_order(cache_NKBD: torch.Tensor) -> torch.Tensor:
-    """Some blocks of a value cache, [n, K, B, D], as their shape says: a copy where they are tiled."""
+    """Some blocks of a value cache, [n, K, B, D], in the order of their shape: a copy if they are tiled."""
     if not is_tiled(cache_NKBD):
         return cache_NKBD
     n, num_kv_heads, block_size, head_size = cache_NKBD.shape
@@ -84,7 +84,7 @@ def write_kv_cache(
     key_cache_NKBD: torch.Tensor,
     value_cache_NKBD: torch.Tensor,
 ) -> None:
-    """Write keys and values to their slots, in the caches' order; in plain torch."""
+    """Write keys and values to their slots, in the caches' layout; in plain torch."""
     n, num_kv_heads, block_size, head_size = key_cache_NKBD.shape
     blocks, offsets = slot_mapping_T // block_size, slot_mapping_T % block_size
     if is_tiled(key_cache_NKBD):
@@ -99,7 +99,7 @@ def write_kv_cache(
 
 
 def _in_range(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In `dtype`; numbers beyond the range of 8 bits become its largest, and not NaN."""
+    """Convert to `dtype`; numbers beyond the range of an 8-bit type become its largest, not NaN."""
     if dtype.itemsize == 1:
         limits = torch.finfo(dtype)
         x = x.float().clamp(limits.min, limits.max)

@@ -1,12 +1,11 @@
 """Linear layers over weights that are packed once, when a model is loaded: `pack_linear`, then `linear`.
 
-Weights are bfloat16 and float32 as the checkpoint has them, or W8A8 (`quantize=True`): int8 or fp8 weights with one
-scale per output feature, and activations that are quantised per token as they come (SmoothQuant's notation, Xiao et al.
-2022, https://arxiv.org/abs/2211.10438, section 2). The layout of a packed weight is drawn in `kernels/csrc/linear.inc`.
+Weights are bfloat16 or float32 as in the checkpoint, or W8A8 (`quantize=True`): int8 or fp8 weights with one scale per
+output feature, and activations that are dynamically quantised per token (SmoothQuant's notation, Xiao et al. 2022,
+https://arxiv.org/abs/2211.10438, section 2). The layout of a packed weight is drawn in `kernels/csrc/linear.inc`.
 
-Every result is one chain of sums over the input features in their order, whatever the batch: a token's result does not
-depend on the tokens beside it, to the last bit. (Plain torch does not promise that, nor cuBLAS for weights that are not
-quantised.)
+Every result is one chain of sums over the input features in their order, in any batch: bit for bit, a token's result
+does not depend on the other tokens. (Plain torch does not guarantee that, nor does cuBLAS for unquantised weights.)
 """
 
 import ctypes
@@ -23,7 +22,7 @@ from quire_kernels.quantized import LARGEST
 __all__ = ["LinearWeight", "linear", "pack_linear", "quantize_per_token"]
 
 BAND = 32 * PANEL
-"""Rows that plain torch quantises at a time, so that temporaries are small beside the weight."""
+"""Rows that plain torch quantises at a time, so that temporaries are small compared with the weight."""
 
 
 class _LinearCall(Call):
@@ -87,18 +86,18 @@ class LinearWeight:
     out_features: int
     in_features: int
     gated: bool
-    """The output features are a gate and what it gates; `linear` returns `silu(gate) * up`, half as many."""
+    """The output features are gate and up; `linear` returns `silu(gate) * up`, half as many."""
     dtype: torch.dtype
     """Of activations."""
     data: torch.Tensor
-    """Packed, or as in the checkpoint where there is no C++ kernel: [N, K]."""
+    """Packed, or unpacked as [N, K] if there is no C++ kernel."""
     bias: torch.Tensor | None
     scales: torch.Tensor | None
     """Quantised only: float32, one per output feature."""
     offsets: torch.Tensor | None
     """int8 only, packed only: int32, 128 times the sum of each output feature's weights."""
     call: _LinearCall | None
-    """Filled except for what changes from call to call; None for the plain torch form."""
+    """Filled except for the fields that change from call to call; None for plain torch."""
 
     @property
     def is_quantized(self) -> bool:
@@ -115,7 +114,7 @@ def pack_linear(
     quantized_dtype: torch.dtype = torch.int8,
     gated: bool = False,
 ) -> LinearWeight:
-    """Bring a weight into the form that `linear` reads fastest.
+    """Convert a weight to the form that `linear` reads fastest.
 
     Args:
         weight_NK: as in the checkpoint; may be freed afterwards, unless the C++ kernels are missing.
@@ -123,14 +122,15 @@ def pack_linear(
         scales_N: of a weight that is int8 or fp8 already: float32, one per output feature.
         dtype: of activations, if it is not the weight's.
         quantize: symmetrically, with one scale per output feature.
-        quantized_dtype: to int8 or float8_e4m3fn (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433). There is
-            no C++ kernel for fp8.
-        gated: the first half of N is the gate of the second half, and `linear` is to apply it.
+        quantized_dtype: int8 or float8_e4m3fn (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433). There is no
+            C++ kernel for fp8.
+        gated: the first half of N is the gate of the second half, and `linear` applies it.
 
     Raises:
-        TypeError: the weight is int8 or fp8 without scales, or has scales without being so, or is of another dtype
-            than activations; or `quantized_dtype` is neither.
-        ValueError: bias or scales are not as many as the output features, or these are no two halves of a gated weight.
+        TypeError: the weight is int8 or fp8 without scales, or has scales but another dtype, or an unquantised weight's
+            dtype is not that of activations; or `quantized_dtype` is neither of the two.
+        ValueError: the number of biases or scales is not that of output features, or a gated weight has an odd number
+            of output features.
     """
     dtype = dtype or weight_NK.dtype
     if quantized_dtype not in LARGEST:
@@ -165,7 +165,7 @@ def pack_linear(
         weight_NK.data_ptr(), weight_NK.stride(0), rows.data_ptr(), packed.data_ptr(), pointer(scales),
         pointer(offsets), len(packed), in_features, out_features, GROUPS[weight_NK.dtype], quantize,
     )  # fmt: skip
-    launch(handle.quire_pack_linear, pack_call)  # it cannot be recorded: its `rows` is not a number of rows
+    launch(handle.quire_pack_linear, pack_call)  # cannot be recorded: its `rows` does not count tokens
     bias = _padded(bias_N, rows)
     call = _LinearCall(
         weight=packed.data_ptr(),
@@ -182,7 +182,7 @@ def pack_linear(
 
 def _quantize_rows(weight_NK: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     quantized = torch.empty_like(weight_NK, dtype=dtype)
-    # A tensor: to divide by a number, torch multiplies with its inverse on a GPU, unlike on the CPU.
+    # A tensor, because torch divides by a number on a GPU by multiplying by its inverse, unlike on the CPU.
     largest = torch.full((), LARGEST[dtype], dtype=torch.float32, device=weight_NK.device)
     scales = torch.empty(len(weight_NK), dtype=torch.float32, device=weight_NK.device)
     for source, target, scale in zip(*(torch.split(one, BAND) for one in (weight_NK, quantized, scales)), strict=True):
@@ -194,7 +194,7 @@ def _quantize_rows(weight_NK: torch.Tensor, dtype: torch.dtype) -> tuple[torch.T
 
 
 def _panel_rows(out_features: int, gated: bool) -> torch.Tensor:
-    """Which row of the weight each row of the panels is; `out_features` stands for padding."""
+    """The weight's row for each row of the panels; `out_features` stands for padding."""
     if not gated:
         rows = torch.arange(-(-out_features // PANEL) * PANEL)
         return rows.clamp_(max=out_features)
@@ -216,12 +216,12 @@ def linear(x_TK: torch.Tensor, weight: LinearWeight, out_dtype: torch.dtype | No
 
     Args:
         x_TK: activations, in the weight's dtype; rows may be strided.
-        weight: from `pack_linear`. One thread at a time may compute with it: its `call` is filled in place.
+        weight: from `pack_linear`. Only one thread at a time may use it: its `call` is filled in place.
         out_dtype: the result's, if it is not that of `x_TK`; float32 keeps the sums as they were accumulated.
 
     Raises:
-        TypeError: the activations have another dtype than the weight was packed for, or are elsewhere; or the result
-            is to be of a dtype that the kernels do not write.
+        TypeError: the activations have another dtype than the weight was packed for, or are on another device; or the
+            kernels cannot write the result's dtype.
         ValueError: the activations have another size than the weight was packed for.
 
     Returns:
@@ -236,7 +236,7 @@ def linear(x_TK: torch.Tensor, weight: LinearWeight, out_dtype: torch.dtype | No
         return gpu.linear(x_TK, weight.data, weight.scales, weight.bias, weight.gated, out_dtype)
     if call is None:
         if x_TK.is_cuda and out_dtype != x_TK.dtype and weight.bias is None and not weight.gated:
-            return torch.mm(x_TK, weight.data.t(), out_dtype=out_dtype)  # not rounded to the activations' in between
+            return torch.mm(x_TK, weight.data.t(), out_dtype=out_dtype)  # not rounded to their dtype in between
         return _linear_torch(x_TK, weight).to(out_dtype)
     if x_TK.dtype is not weight.dtype or not x_TK.is_cpu:
         raise TypeError(f"activations are {x_TK.dtype} on {x_TK.device}; the weight was packed for {weight.dtype}")
@@ -275,7 +275,7 @@ def _linear_torch(x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
 
 
 def quantize_per_token(x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric int8 with one scale per row, as unsigned numbers: the int8 dot product multiplies u8 by s8.
+    """Symmetric int8 quantisation with one scale per row, as unsigned numbers: the dot product multiplies u8 by s8.
 
     Returns:
         [T, K] uint8, `round(x / scale) + 128`, and [T] float32, the scales.

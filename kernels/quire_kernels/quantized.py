@@ -5,4 +5,4 @@ import torch
 __all__ = ["LARGEST"]
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""Number of each type that the largest value is quantised to."""
+"""The number of each type that the largest absolute value is quantised to."""

@@ -1,12 +1,12 @@
-"""A step's kernels, noted down once and run by one call from then on.
+"""A step's kernels, recorded once and then run by one call.
 
-Between two kernels Python takes some ten microseconds: to make the result's tensor, to fill the call, to get in and out
-of the library. A model of 24 layers launches 170 to 270 kernels, so a step that takes 15 ms spends 2 of them so. CUDA
-graphs are the same idea.
+Between two kernels Python takes some ten microseconds: to allocate the result, to fill the call, and to enter and leave
+the library. A model of 24 layers launches 170 to 270 kernels, which costs 2 ms of a step of 15 ms. CUDA graphs are the
+same idea.
 
 ::
 
-    with record(64) as recording:          forward's ops note their calls down and run nothing:
+    with record(64) as recording:          forward's ops record their calls and run nothing:
         out = forward(hidden)
                                             add_rms_norm     linear           rope       …
                                            ┌──────────────┐ ┌──────────────┐ ┌──────────┐
@@ -17,8 +17,8 @@ graphs are the same idea.
     recording.run(5)                       the same calls, with rows = 5
     out[:5]
 
-All tensors stay where they are. So a recording is for up to as many rows as it was made with, and everything that
-differs from step to step is written into tensors that were there when it was made.
+All tensors keep their addresses. So a recording can be run with at most as many rows as it was made with, and
+everything that differs from step to step is written into tensors that existed when it was made.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ __all__ = ["NotRecordableError", "Recording", "record"]
 
 
 class NotRecordableError(Exception):
-    """What was to be recorded computes something in torch, which a recording would leave out."""
+    """The recorded code computes something in torch, which the recording would miss."""
 
 
 class _RecordedCall(Call):
@@ -48,7 +48,7 @@ class Recording:
     """Calls of kernels, in order. Made by `record`.
 
     Args:
-        max_rows: that it is recorded with, and may be run with.
+        max_rows: rows that it is recorded with, and can be run with at most.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -61,10 +61,10 @@ class Recording:
         self._array: ctypes.Array[_RecordedCall] | None = None
 
     def add(self, kernel: Kernel, call: Call, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Note a call down.
+        """Record a call.
 
         Raises:
-            NotRecordableError: it has another number of rows than the recording.
+            NotRecordableError: its number of rows is not that of the recording.
         """
         copy = type(call).from_buffer_copy(call)
         rows = getattr(copy, "rows", None)
@@ -79,14 +79,14 @@ class Recording:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensors that it keeps."""
+        """Bytes of the tensors that it keeps alive."""
         return sum(tensor.nbytes for tensor in self._tensors)
 
     def run(self, rows: int) -> None:
         """Run all calls for the first `rows` rows, at most `max_rows`."""
         assert 0 < rows <= self.max_rows
         if rows != self._rows:
-            self._rows = 0  # neither the old nor the new number, should this be interrupted
+            self._rows = 0  # neither the old nor the new number, in case this is interrupted
             for call in self._calls_with_rows:
                 call.rows = rows
             self._rows = rows
@@ -105,11 +105,11 @@ def _address(kernel: Kernel) -> int:
 
 
 class _NothingComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets ops of torch make tensors and views of them, and nothing else."""
+    """Lets torch only create tensors and views of them."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # or torch imports its compiler with the first op: seconds, and 100 MB
+        return False  # else torch imports its compiler with the first op: seconds, and 100 MB
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.is_view or func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.new_empty):
@@ -119,13 +119,13 @@ class _NothingComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def record(max_rows: int) -> Iterator[Recording]:
-    """Note down what this thread launches.
+    """Record the kernels that this thread launches inside the block.
 
     Args:
         max_rows: of everything that is computed inside.
 
     Raises:
-        NotRecordableError: something inside is computed by torch, or has another number of rows.
+        NotRecordableError: torch computes something inside, or something has another number of rows.
     """
     recording = Recording(max_rows)
     with recording_to(recording), _NothingComputed():  # type: ignore[no-untyped-call]

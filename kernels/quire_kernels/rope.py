@@ -71,8 +71,8 @@ def rope_and_cache(
         slot_mapping_T: int64; slot = block id * B + offset within the block. No two tokens share a slot.
         key_cache_NKBD: written in place, in the order of `kv_cache.py`.
         value_cache_NKBD: written in place.
-        query_norm_D: weight, of the queries' dtype, with which each of their heads is RMS-normed before it is rotated
-            (Henry et al. 2020, https://arxiv.org/abs/2010.04245, with RMSNorm as in Qwen 3); None for no such norm.
+        query_norm_D: weight, of the queries' dtype, of the RMSNorm of each query head before its rotation (Henry et al.
+            2020, https://arxiv.org/abs/2010.04245, with RMSNorm as in Qwen 3); None for no norm.
         key_norm_D: likewise for the keys.
         eps: of both norms.
 
@@ -80,8 +80,8 @@ def rope_and_cache(
         The rotated queries, [T, H, D].
 
     Raises:
-        TypeError: a tensor's dtype is another one, or not all are on one device.
-        ValueError: a tensor's shape does not go with those of the queries and the key cache.
+        TypeError: a tensor has a wrong dtype, or not all are on one device.
+        ValueError: a tensor's shape does not match those of the queries and the key cache.
     """
     if uses_triton(query_THD):
         from quire_kernels.gpu import rope as gpu

@@ -1,10 +1,10 @@
 """From logits to token ids: greedy, or a draw by counter-based Gumbel noise after min-p, top-k and top-p.
 
-Each mask is a threshold on the logits' values, so tokens with equal logits stay or go together: the result never
-depends on the order in which a sort leaves ties, and so not on the rest of the batch. The C++ kernel
-(`kernels/csrc/sampling.inc`) keeps the very same tokens as the plain torch form, but for two things: it counts all ties
-of the k-th largest logit, and its sums of probabilities are exact, where torch's are rounded. So a nucleus can end a
-token sooner or later where its sum and p agree to seven digits.
+Each mask is a threshold on the logits' values, so tokens with equal logits are kept or masked together: the result
+never depends on the order in which a sort leaves ties, and so not on the rest of the batch. The C++ kernel
+(`kernels/csrc/sampling.inc`) keeps the same tokens as plain torch, with two exceptions: it counts all ties of the k-th
+largest logit, and its sums of probabilities are exact, while torch's are rounded. So a nucleus can end one token
+earlier or later if its sum and p agree to seven digits.
 
 `argmax(logits + g)` with independent Gumbel noise g is a draw from `softmax(logits)` (Gumbel 1954; Maddison et al.
 2014, https://arxiv.org/abs/1411.0030). Here g is a pure function of (seed, position, vocabulary id): no generator, no
@@ -18,9 +18,9 @@ the Triton language's `tl.philox` computes:
     key      = seed, low and high half           ┐
     counter  = (vocab_id // 4, position, 0, 0)   ┘ ─► 4 words; vocab_id takes word vocab_id % 4
 
-The noise is -log(-log(u)) of the upper 23 bits of that word. C++ on any instruction set computes it bit by bit alike;
-torch's logarithm, or a GPU's, may differ in the last bit, which a draw shows only where two tokens are that near to
-each other.
+The noise is -log(-log(u)) of the upper 23 bits of that word. C++ computes it bit for bit the same on all instruction
+sets. The logarithms of torch or of a GPU may differ in the last bit, which changes a draw only if two tokens are that
+close to each other.
 """
 
 import ctypes
@@ -45,7 +45,7 @@ _COLUMNS = {
     "seeds": torch.int64,
     "positions": torch.int64,
 }
-"""Of `sample`, which has them for each row."""
+"""Dtypes of the arguments of `sample` with one entry per row."""
 
 
 class _SampleCall(Call):
@@ -68,7 +68,7 @@ class _SampleCall(Call):
 
 
 def argmax(logits_SV: torch.Tensor) -> torch.Tensor:
-    """The most likely token of each row: of equal ones the first, and NaN counts as the largest, as in torch.
+    """The most likely token of each row: the first of equal ones, and NaN counts as the largest, as in torch.
 
     Returns:
         [S] int64.
@@ -91,11 +91,11 @@ def sample(
     seeds: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """One token per row. Each row for itself:
+    """Sample one token per row. For each row:
 
-    1. Temperature 0 takes the most likely token, and that was it.
+    1. If the temperature is 0, take the most likely token and stop.
     2. Divide by the temperature.
-    3. Mask by min-p, then by top-k, then by top-p over what is left.
+    3. Mask by min-p, then by top-k, then by top-p over the remaining tokens.
     4. Add Gumbel noise, and take the largest.
 
     Args:
@@ -105,14 +105,14 @@ def sample(
         top_k: [S] int64, at least 1; V or more keeps all.
         top_p: [S] float32; 1 keeps all.
         seeds: [S] int64, the 64 bits of each row's seed.
-        positions: [S] int64 below 2**32, the position in the sequence that the row's token will take.
+        positions: [S] int64 below 2**32, the position of the row's token in its sequence.
 
     Returns:
         [S] int64.
 
     Raises:
-        TypeError: a column is of another dtype, or not where the logits are.
-        ValueError: a column has not as many rows as the logits.
+        TypeError: a column has a wrong dtype, or is not on the logits' device.
+        ValueError: a column does not have as many rows as the logits.
     """
     columns = (temperature, min_p, top_k, top_p, seeds, positions)
     if uses_triton(logits_SV):
@@ -155,7 +155,7 @@ def _sample_torch(
     if not len(rows):
         return token_ids_S
     logits_RV, vocab_size = logits_SV[rows].float(), logits_SV.shape[1]
-    # Below their maximum, logits cannot overflow, however small the temperature.
+    # After the maximum is subtracted, logits cannot overflow, however small the temperature.
     logits_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)) / temperature[rows, None]
     min_p, top_k, top_p = min_p[rows], top_k[rows], top_p[rows]
     if bool((min_p > 0).any()):
@@ -176,11 +176,11 @@ def _apply_min_p(logits_SV: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
 def _apply_top_k_top_p(logits_SV: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Mask all but the `top_k` most likely tokens, and of these all but the smallest set that reaches `top_p`.
 
-    1. Take the largest logits, sorted: as many as the largest top_k, or, where top_p has no such bound, first few and
-       then ever more until they hold the probability that every row asks for. So the vocabulary is hardly ever sorted.
+    1. Take the largest logits, sorted: as many as the largest top_k, or, if there is only top_p, first few and then
+       more until they hold the probability that every row asks for. So the vocabulary is hardly ever sorted.
     2. top-k: the threshold is the k-th largest value.
-    3. top-p (Holtzman et al. 2019, https://arxiv.org/abs/1904.09751), over what top-k left, renormalised: the
-       threshold is the first value at which the cumulative probability reaches p.
+    3. top-p (Holtzman et al. 2019, https://arxiv.org/abs/1904.09751), over the tokens that top-k keeps, renormalised:
+       the threshold is the first value at which the cumulative probability reaches p.
     """
     vocab_size = logits_SV.shape[1]
     top_k = top_k.clamp(max=vocab_size)
@@ -198,7 +198,7 @@ def _apply_top_k_top_p(logits_SV: torch.Tensor, top_k: torch.Tensor, top_p: torc
     kth_value = values.gather(1, last)
     threshold = torch.where(top_k[:, None] < vocab_size, kth_value, float("-inf"))
     within_k = values.masked_fill(values < threshold, float("-inf"))
-    # Rows without top-k normalise over the whole vocabulary, the others over what top-k left.
+    # Rows without top-k normalise over the whole vocabulary, the others over the tokens that top-k keeps.
     log_kept = torch.where(top_k < vocab_size, within_k.logsumexp(-1), log_total)
     cumulative = (within_k - log_kept[:, None]).exp().cumsum(-1)
     nth = (cumulative < top_p[:, None]).sum(-1, keepdim=True).clamp(max=num_sorted - 1)
@@ -219,7 +219,7 @@ def _gumbel_noise_torch(seeds: torch.Tensor, positions: torch.Tensor, vocab_size
 
 
 def _philox(seeds: torch.Tensor, positions: torch.Tensor, num_counters: int) -> torch.Tensor:
-    """[S, 4 * num_counters] int64, each a 32-bit word. Products wrap in int64, which keeps all their bits."""
+    """[S, 4 * num_counters] int64, one 32-bit word each. Products wrap in int64, which keeps all their bits."""
     zeros = torch.zeros(len(seeds), num_counters, dtype=torch.int64, device=seeds.device)
     c0 = zeros + torch.arange(num_counters, device=seeds.device)
     c1 = zeros + positions[:, None]

@@ -1,4 +1,4 @@
-"""Masking what a grammar does not allow, by one bit per token."""
+"""Masking of tokens that a grammar does not allow, by one bit per token."""
 
 import ctypes
 
@@ -30,12 +30,12 @@ def apply_token_bitmask(logits_SV: torch.Tensor, row_ids_R: torch.Tensor, bitmas
 
     Args:
         logits_SV: the logits.
-        row_ids_R: int64, R of their S rows; the others are not touched. Of logits on a GPU, on either side.
-        bitmask_RW: int32, bit i % 32 of word i // 32 belongs to token i. Of logits on a GPU, on either side.
+        row_ids_R: int64, R of their S rows; the others do not change. For logits on a GPU, on the GPU or the host.
+        bitmask_RW: int32, bit i % 32 of word i // 32 belongs to token i. For logits on a GPU, on the GPU or the host.
 
     Raises:
-        TypeError: row ids or bitmask are of another dtype.
-        ValueError: the bitmask has not as many rows as there are ids, or too few words for the vocabulary.
+        TypeError: row ids or bitmask have a wrong dtype.
+        ValueError: the bitmask does not have one row per id, or has too few words for the vocabulary.
     """
     if uses_triton(logits_SV) and logits_SV.stride(1) == 1:
         from quire_kernels.gpu import token_bitmask as gpu

@@ -1,4 +1,4 @@
-"""SiLU · mul in the Triton language: one pass over the gate and what it gates."""
+"""SiLU · mul in the Triton language: one pass over gate and up."""
 
 import torch
 import triton
@@ -9,13 +9,13 @@ from quire_kernels.gpu.interpreter import cast
 __all__ = ["silu", "silu_and_mul"]
 
 BLOCK = 1024
-"""Elements of a program: 8 for each of 128 threads, which are one 16-byte load in 16 bits."""
+"""Elements per program: 8 for each of 128 threads, which is one 16-byte load for 16-bit types."""
 
 
 @triton.jit
 def silu(x):
     """`x * sigmoid(x)`, of float32."""
-    decay = tl.exp(-tl.abs(x))  # of a number that is 0 at most, so that nothing overflows
+    decay = tl.exp(-tl.abs(x))  # the argument is at most 0, so it cannot overflow
     return x * tl.where(x < 0, decay, 1.0) / (1.0 + decay)
 
 
@@ -29,7 +29,7 @@ def _silu_and_mul_kernel(gate_up, out, row_stride, SIZE: tl.constexpr, BLOCK: tl
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """As of `quire_kernels.silu_and_mul`."""
+    """See `quire_kernels.silu_and_mul`."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, size)
     if rows:

@@ -4,7 +4,7 @@ FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691, section 3.1) over 
 Flash-Decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html) where a sequence has few query rows.
 
 Query heads that share a KV head are rows of one tile, so each key and value is read once for all of them. Row r of a
-tile is head r % G of token r // G, with G = H / K. A sequence goes one of two ways, whichever its neighbours go:
+tile is head r % G of token r // G, with G = H / K. Each sequence goes one of two ways, independently of the others:
 
 ::
 
@@ -18,18 +18,18 @@ tile is head r % G of token r // G, with G = H / K. A sequence goes one of two w
                                                                         _combine ─► out
     full   every row sees every key: no mask
     diag   masked, row by row
-    ║      every PREFILL_SPLIT keys a chain ends, and its result is merged with what came before
+    ║      every PREFILL_SPLIT keys a chain ends, and its result is merged with the previous ones
 
-On the right a split holds `MIN_SPLIT` keys or more; how many there are depends on the sequence alone. All splits of all
-sequences stand in one line, by their keys, of which each of a fixed number of programs takes an equal length. On the
-left one program goes through a tile's chains, one after the other; where there are few tiles, as of a short prompt that
-follows a long cached one, several do, and leave the parts for `_merge_parts_kernel`, which merges them in that order.
+On the right a split holds at least `MIN_SPLIT` keys; the number of splits depends only on the sequence. The keys of all
+splits of all sequences form one line, and each of a fixed number of programs takes an equal part of it. On the left one
+program computes a tile's chains in order. If there are few tiles, as for a short prompt after a long cached prefix,
+several programs share a tile and write parts, which `_merge_parts_kernel` merges in the same order.
 
-So a row's result is the same in any batch, and with any number of programs. It is the same, too, however a prompt is
-cut into chunks of more than DECODE_ROWS rows; but the two ways round otherwise.
+So a row's result is the same in any batch, and with any number of programs. It is also the same however a prompt is cut
+into chunks of more than DECODE_ROWS rows; but the two ways round differently.
 
-Both launches cover all sequences, and pass over those that go the other way: nothing is sorted, and the host needs to
-know no more than what is in `GpuAttentionPlan`.
+Both launches cover all sequences, and skip those that go the other way: nothing is sorted, and the host only needs to
+know what is in `GpuAttentionPlan`.
 """
 
 import functools
@@ -48,30 +48,31 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 DECODE_ROWS = 16
 """Rows of the smallest tile that the tensor cores multiply."""
 MIN_SPLIT = 256
-"""Keys: with G = 4 a partial result is then 1/64 of the keys' and values' bytes, and is written and read once. Not
-measured yet; `tests/benchmarks/gpu.py` has others beside it."""
+"""Keys. With G = 4 a partial result is then 1/64 of the keys' and values' bytes, and is written and read once. Not
+measured yet; `tests/benchmarks/gpu.py` compares it with others."""
 MAX_SPLITS = 32
-"""Of a sequence: with 8 KV heads, enough for one program on each of 132 multiprocessors."""
+"""Per sequence: with 8 KV heads, enough for one program on each of 132 multiprocessors."""
 DECODE_STAGES = 5
-"""Block ids and the keys and values that they lead to are stages of their own: of 5, two are of keys and values."""
+"""Pipeline stages. Loads of block ids and of the keys and values they point to are separate stages: of 5, two are for
+keys and values."""
 PREFILL_SPLIT = 1024
-"""Keys: a suffix on a prefix of 8k is then 8 chains for each KV head and tile."""
+"""Keys. A suffix after a prefix of 8k tokens then has 8 chains for each KV head and tile."""
 MAX_PREFILL_PARTS_BYTES = 64 << 20
-"""What parts of prefills may take; where they would take more, each tile has one program."""
+"""Upper bound on the memory of prefills' parts; if they would need more, each tile has one program."""
 PROGRAMS_EACH = 2
-"""Of a multiprocessor, whose shared memory has room for two programs of a decode."""
+"""Programs per multiprocessor: its shared memory has room for two programs of a decode."""
 MULTIPROCESSORS = 132
-"""Of the device that stands for a GPU where there is none: an H100's."""
+"""Used if there is no GPU: an H100's."""
 MERGED_ROWS = 16
-"""Rows of a program that merges parts."""
+"""Rows per program that merges parts."""
 SEQUENCES = 256
-"""How many a program of a decode looks at in one go, to find its splits."""
+"""Sequences that a decode program looks at in one iteration, to find its splits."""
 
 
 @triton.jit
 def _sequence_of_tile(tile, query_start_loc, num_seqs, TOKENS: tl.constexpr):
-    """The sequence s for which `query_start_loc[s] // TOKENS + s <= tile` is true last: each sequence has as many tiles
-    as it can need, and the host needs no lengths to know the sum."""
+    """The last sequence s with `query_start_loc[s] // TOKENS + s <= tile`: each sequence has as many tiles as it can
+    need, and the host can compute their sum without the lengths."""
     low, high = 0, num_seqs - 1
     while low < high:
         middle = (low + high + 1) // 2
@@ -84,7 +85,7 @@ def _sequence_of_tile(tile, query_start_loc, num_seqs, TOKENS: tl.constexpr):
 
 @triton.jit
 def _keys_per_split(first_key, seq_len, BLOCK_N: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Keys of a split, in whole tiles; from nothing but the keys that the sequence's rows see."""
+    """Keys of a split, in whole tiles; depends only on the keys that the sequence's rows see."""
     return tl.cdiv(tl.maximum(tl.cdiv(seq_len - first_key, MAX_SPLITS), MIN_SPLIT), BLOCK_N) * BLOCK_N
 
 
@@ -106,19 +107,19 @@ def _attend_tiles(
 ):  # fmt: skip
     """Online softmax (Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867) over the keys `first_key : end_key`.
 
-    Takes and returns its state: each row's maximum, sum, and weighted sum of values. Scores are logarithms to the base
-    2, as `exp2` is one instruction; `scale` makes them so, unless there is a soft cap to apply in between.
+    Takes and returns its state: each row's maximum, sum, and weighted sum of values. Scores are base-2 logarithms, as
+    `exp2` is one instruction; `scale` converts them, unless a soft cap has to be applied in between.
 
-    Whether tiles are masked or not, a key's weight is the same to the last bit: else a row's result would depend on
-    which rows share its tile. So the scale is multiplied and the maximum subtracted in one operation that is asked for,
-    and not left to the compiler, which joins the two only where no mask comes in between.
+    A key's weight is the same, bit for bit, whether its tile is masked or not: else a row's result would depend on
+    which rows share its tile. So multiplying by the scale and subtracting the maximum is an explicit fused operation.
+    The compiler would fuse the two only if no mask comes in between.
     """
     dims_D: tl.constexpr = query_MD.shape[1]
     dims = tl.arange(0, dims_D)
     in_head_D = dims < HEAD_SIZE if dims_D > HEAD_SIZE else tl.full([dims_D], True, tl.int1)
     for start in range(first_key, end_key, BLOCK_N):
         keys_N = start + tl.arange(0, BLOCK_N)
-        # What others left in a block must not even be read as a number: a weight of 0 does not undo NaN.
+        # Stale values of other sequences must not be loaded at all: a weight of 0 does not cancel NaN.
         inside_N = keys_N < end_key if MASKED else tl.full([BLOCK_N], True, tl.int1)
         if HAS_WINDOW:
             inside_N &= keys_N > tl.min(positions_M, 0) - window
@@ -140,7 +141,7 @@ def _attend_tiles(
                 visible_MN &= keys_N[None, :] > positions_M[:, None] - window
             scores_MN = tl.where(visible_MN, scores_MN, float("-inf"))
         new_max_M = tl.maximum(max_M, tl.max(scores_MN, 1))
-        # A row that has seen nothing yet has no maximum to subtract.
+        # A row that has seen no key yet has no maximum to subtract.
         base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M) if MASKED else new_max_M
         weights_MN = tl.exp2(tl.fma(product_MN, factor, -base_M[:, None]))
         if MASKED:
@@ -163,7 +164,7 @@ def _attend(
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
-    """Attention of a tile of rows to the keys `first_key : end_key`, of which the first begins a tile of keys.
+    """Attention of a tile of rows to the keys `first_key : end_key`; `first_key` begins a tile of keys.
 
     Returns:
         The mean of the values, weighted by exponentials of the scores, and the base-2 logarithm of the weights' sum;
@@ -192,8 +193,8 @@ def _attend(
 
 @triton.jit
 def _merge(out_MD, lse_M, part_MD, part_lse_M):
-    """One result over the keys of two, as of `_attend`. A part that saw nothing changes no bit; what is added to a
-    product is asked for, and not left to the compiler, so that two kernels do the same."""
+    """Merge two results of `_attend`. A part that saw no keys changes no bit. Multiply-adds are explicitly fused, not
+    left to the compiler, so that two kernels compute the same."""
     base_M = tl.maximum(lse_M, part_lse_M)
     is_seen_M = part_lse_M != float("-inf")
     base_M = tl.where(is_seen_M, base_M, 0.0)
@@ -222,7 +223,7 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, IN_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, KV head, which chains). The last tiles of a sequence see most keys, and so come first."""
+    """Program (tile, KV head, part of the chains). A sequence's last tiles see the most keys, and so come first."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     s, row_start, query_len, first_token = _tile_of_prefill(tile, query_start_loc, num_seqs, TOKENS)
@@ -238,7 +239,7 @@ def _prefill_kernel(
     query_offsets_M = tokens_M.to(tl.int64) * query_strides[0] + heads_M * query_strides[1]
     query_MD = tl.load(query + query_offsets_M[:, None] + dims_D[None, :], mask=mask_MD, other=0.0)
 
-    # Rows past the end see what the last one sees.
+    # Rows past the end see the same keys as the last row.
     num_tokens = tl.minimum(TOKENS, query_len - first_token)
     positions_M = first_position + tl.minimum(rows_M // GROUP, num_tokens - 1)
     end_key = first_position + num_tokens
@@ -272,7 +273,7 @@ def _merge_parts_kernel(
     TILE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     SPLIT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, KV head, rows of it): what `_prefill_kernel` does with its parts if it does not leave them."""
+    """Program (tile, KV head, rows of it): merges the parts as `_prefill_kernel` does when it does not write them."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     s, row_start, query_len, first_token = _tile_of_prefill(tile, query_start_loc, num_seqs, TILE_TOKENS)
     if (query_len <= DECODE_TOKENS) | (first_token >= query_len):
@@ -302,8 +303,8 @@ def _decode_lengths(
     s, num_seqs, query_start_loc, seq_lens, window,
     BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Of sequence s, or of several: the first row, how many there are, how many tokens, the first key that is seen, and
-    the tiles of keys from there on; none for one that goes the other way."""
+    """For sequence s, or for several: the first row, the number of rows, the number of tokens, the first key that is
+    seen, and the number of tiles of keys from there on, which is 0 for sequences that go the other way."""
     row_start = tl.load(query_start_loc + s, mask=s < num_seqs, other=0).to(tl.int32)
     query_len = tl.load(query_start_loc + s + 1, mask=s < num_seqs, other=0).to(tl.int32) - row_start
     seq_len = tl.load(seq_lens + s, mask=s < num_seqs, other=0).to(tl.int32)
@@ -330,7 +331,7 @@ def _decode_kernel(
         splits                             ├───┬───┼───┼─────────┬─────────┬───────┼───┬─┤
         programs                           │ 0       │ 1         │ 2         │ 3         │
 
-    A part's length is that of the line by the number of programs, which the host need not know.
+    A part's length is the line's length divided by the number of programs; the host does not need to know it.
     """
     kv_head = tl.program_id(1)
     total = 0
@@ -345,7 +346,7 @@ def _decode_kernel(
     if first >= end:
         return
 
-    # The sequence that has the first tile, and the tiles before it.
+    # The sequence with the program's first tile, and the number of tiles before it.
     s, tile, counted = 0, 0, 0
     for start in range(0, num_seqs, SEQUENCES):
         _, _, _, _, tiles_S = _decode_lengths(
@@ -423,14 +424,14 @@ def _combine_kernel(
 
 
 def _decode_shape(group: int) -> tuple[int, int]:
-    """Rows of a decode's tile, and how many tokens of a sequence fit in."""
+    """Rows of a decode's tile, and how many tokens of a sequence fit into it."""
     rows = max(DECODE_ROWS, triton.next_power_of_2(group))
     return rows, rows // group
 
 
 @functools.cache
 def _num_programs(device: torch.device) -> int:
-    """That the device runs at the same time."""
+    """Programs that the device runs at the same time."""
     if device.type != "cuda":
         return PROGRAMS_EACH * MULTIPROCESSORS
     return PROGRAMS_EACH * int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -439,7 +440,7 @@ def _num_programs(device: torch.device) -> int:
 def plan_attention(
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_heads: int, key_cache_NKBD: torch.Tensor
 ) -> GpuAttentionPlan:
-    """As of `quire_kernels.plan_attention`. Where the lengths are on the device, this waits for it."""
+    """See `quire_kernels.plan_attention`. If the lengths are on the device, this waits for it."""
     num_kv_heads, head_size = key_cache_NKBD.shape[1], key_cache_NKBD.shape[3]
     group = num_heads // num_kv_heads
     query_lens, lens = query_start_loc.cpu().diff(), seq_lens.cpu()
@@ -478,9 +479,9 @@ def _padded(head_size: int) -> int:
 
 
 def _prefill_tiles(element_size: int, padded_size: int, group: int) -> dict[str, int]:
-    """Shape of the tiles; of nothing that changes with the batch, so that results do not either."""
+    """Shape of the tiles. It does not depend on the batch, so that results do not either."""
     if element_size == 2:
-        # Of a row two results are in registers at the same time, and those of 128 rows of 256 have no room there.
+        # Registers hold two results per row at the same time, which is too much for 128 rows of 256.
         rows, keys, warps, stages = (128, 64, 8, 3) if padded_size <= 128 else (64, 32, 8, 2)
     else:
         rows, keys, warps, stages = (64, 32, 8, 2) if padded_size <= 128 else (32, 16, 8, 1)
@@ -501,7 +502,7 @@ def paged_attention(
     window: int | None,
     soft_cap: float | None,
 ) -> torch.Tensor:
-    """As of `quire_kernels.paged_attention`."""
+    """See `quire_kernels.paged_attention`."""
     assert (
         query_THD.stride(2) == key_cache_NKBD.stride(3) == value_cache_NKBD.stride(3) == block_table_SM.stride(1) == 1
     )
@@ -554,5 +555,5 @@ def paged_attention(
 
 
 def _cache_strides(cache_NKBD: torch.Tensor) -> tuple[int, int, int]:
-    """Of a block, of a token within it, and of a head."""
+    """Strides of a block, of a token within it, and of a head."""
     return cache_NKBD.stride(0), cache_NKBD.stride(2), cache_NKBD.stride(1)

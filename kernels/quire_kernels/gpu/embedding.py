@@ -1,4 +1,4 @@
-"""Embedding in the Triton language: rows of a table by token id, scaled where the table is quantised."""
+"""Embedding in the Triton language: rows of a table by token id, scaled if the table is quantised."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ from quire_kernels.gpu.interpreter import cast
 __all__ = ["embedding"]
 
 BLOCK = 1024
-"""Elements of a program."""
+"""Elements per program."""
 
 
 @triton.jit

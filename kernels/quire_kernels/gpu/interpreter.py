@@ -1,8 +1,8 @@
-"""What Triton's interpreter computes otherwise than a GPU does, set right in one place.
+"""Corrections for operations that Triton's interpreter computes differently from a GPU.
 
 With `TRITON_INTERPRET=1` in the environment when triton is first imported, kernels run in numpy, on any machine. The
-interpreter of triton 3.6 to 3.9 multiplies the bits of bfloat16 numbers as though they were integers, rounds float32 to
-bfloat16 towards 0, and loses the carry when it rounds to fp8. On a GPU nothing of that is compiled.
+interpreter of triton 3.6 to 3.9 multiplies the bits of bfloat16 numbers as if they were integers, rounds float32 to
+bfloat16 towards 0, and loses the carry when it rounds to fp8. On a GPU none of the corrections are compiled.
 """
 
 import triton
@@ -16,8 +16,8 @@ INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
 @triton.jit
 def dot(a, b, accumulator):
-    """`a @ b + accumulator`. Of float32 by three products of TF32 parts (Ootomo & Yokota 2022,
-    https://arxiv.org/abs/2203.03341), which is nearly as exact as float32, and uses the tensor cores."""
+    """`a @ b + accumulator`. float32 uses three products of TF32 parts (Ootomo & Yokota 2022,
+    https://arxiv.org/abs/2203.03341), which is nearly as exact as float32 and runs on the tensor cores."""
     if INTERPRETED and a.dtype == tl.bfloat16:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, accumulator, input_precision="tf32x3")
@@ -25,7 +25,7 @@ def dot(a, b, accumulator):
 
 @triton.jit
 def cast(x, dtype: tl.constexpr):
-    """A float32 tensor as `dtype`, rounded to the nearest, of two the even."""
+    """A float32 tensor as `dtype`, rounded to nearest, ties to even."""
     if INTERPRETED and dtype == tl.bfloat16:
         x = _rounded(x, 16)
     if INTERPRETED and dtype == tl.float8e4nv:
@@ -36,8 +36,8 @@ def cast(x, dtype: tl.constexpr):
 
 @triton.jit
 def round_even(x):
-    """The nearest whole number, of two the even, of a float32 below 2**22."""
-    return (x + 1.5 * 2.0**23) - 1.5 * 2.0**23  # from 2**23 on, numbers of float32 are 1 apart
+    """Round a float32 below 2**22 to the nearest integer, ties to even."""
+    return (x + 1.5 * 2.0**23) - 1.5 * 2.0**23  # from 2**23 on, float32 numbers are 1 apart
 
 
 @triton.jit

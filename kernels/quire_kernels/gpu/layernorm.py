@@ -1,5 +1,5 @@
-"""RMSNorm in the Triton language, alone and fused with the residual addition: a row is read once, and lies in registers
-from then on."""
+"""RMSNorm in the Triton language, alone and fused with the residual addition: a row is read once, and then stays in
+registers."""
 
 import torch
 import triton
@@ -37,14 +37,14 @@ def _rms_norm_kernel(
 
 
 def rms_norm(hidden_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
-    """As of `quire_kernels.rms_norm`."""
+    """See `quire_kernels.rms_norm`."""
     return _rms_norm(hidden_TE, None, weight_E, eps)
 
 
 def add_rms_norm(
     hidden_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """As of `quire_kernels.add_rms_norm`."""
+    """See `quire_kernels.add_rms_norm`."""
     return _rms_norm(hidden_TE, residual_TE, weight_E, eps)
 
 

@@ -7,11 +7,11 @@
                  then · token's scale · feature's scale + bias, and for a gated weight SiLU(gate) · up
                  of two sums, so that neither half is ever written
 
-Weights that are not quantised are no kernel of ours: `torch.nn.functional.linear` is cuBLAS there.
+Unquantised weights have no kernel here: `torch.nn.functional.linear` uses cuBLAS for them.
 
-Sums of int8 are exact, so their tiles may follow the number of tokens. Those of fp8 are rounded as they come: there
-all tiles are as long, and as high as one or two of the instructions that multiply 64 rows, so that a token's result is
-the same in any batch.
+Sums of int8 are exact, so their tiles may depend on the number of tokens. Sums of fp8 are rounded as they accumulate,
+so their tiles all have the same length, and the height of one or two of the instructions that multiply 64 rows. A
+token's result is then the same in any batch.
 """
 
 import torch
@@ -26,7 +26,7 @@ __all__ = ["linear", "quantize_per_token"]
 
 
 SUPERTILE = 8
-"""Tiles of tokens that follow each other, for all of which a tile of the weight stays in the L2 cache."""
+"""Consecutive tiles of tokens that reuse a tile of the weight from the L2 cache."""
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _linear_kernel(
     IN_FEATURES: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUPERTILE: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of the result), in the order::
+    """Program (tile of the result), in this order::
 
     0 2 4 │ 12 …     tiles of tokens downwards, of columns to the right; SUPERTILE = 2
     1 3 5 │
@@ -79,7 +79,7 @@ def _linear_kernel(
         inside_K = start + k_K < IN_FEATURES if IN_FEATURES % BLOCK_K else tl.full([BLOCK_K], True, tl.int1)
         mask = in_columns_N[None, :] & inside_K[:, None]
         tile_MK = tl.load(x_MK + start, mask=in_rows_M[:, None] & inside_K[None, :], other=0.0)
-        # fp8 products are added up with few bits within the tensor cores: there, never more than a tile of them.
+        # The tensor cores add fp8 products with few bits, so they never add more than one tile of them.
         tile_KN = tl.load(weight_KN + start, mask=mask, other=0.0)
         sums_MN = tl.dot(tile_MK, tile_KN, sums_MN, max_num_imprecise_acc=BLOCK_K, out_dtype=dtype)
         if GATED:
@@ -97,7 +97,7 @@ def _linear_kernel(
 
 
 def quantize_per_token(x_TK: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric, with one scale per row.
+    """Symmetric quantisation, with one scale per row.
 
     Returns:
         [T, K] of `dtype`, int8 or float8_e4m3fn, and [T] float32, the scales.
@@ -113,7 +113,7 @@ def quantize_per_token(x_TK: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Te
 
 
 def _tiles(rows: int, gated: bool, dtype: torch.dtype) -> dict[str, int]:
-    """Few tokens: the weight is read once, by as many programs as can be. Many: large tiles, for the tensor cores."""
+    """Few tokens: as many programs as possible read the weight, once. Many: large tiles, for the tensor cores."""
     if rows > 64:
         return {"BLOCK_M": 128, "BLOCK_N": 64 if gated else 128, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3}
     if dtype != torch.int8:
@@ -130,7 +130,7 @@ def linear(
     gated: bool,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """As of `quire_kernels.linear`, for a quantised weight."""
+    """See `quire_kernels.linear`; for a quantised weight."""
     rows, in_features = x_TK.shape
     assert weight_NK.is_contiguous()
     columns = len(weight_NK) // 2 if gated else len(weight_NK)

@@ -1,6 +1,6 @@
 """Rotary position embedding in the Triton language, fused with the norms before it and the KV-cache write after it.
 
-Queries, keys and values are read once, from the merged projection's output, and written once, each to its place::
+Queries, keys and values are read once, from the merged projection's output, and written once, to their destinations::
 
     program (token, i)   i <  ceil(H / 8)   8 query heads:      [norm] ─ rotate ─► out
                          i >= ceil(H / 8)   8 KV heads, key:    [norm] ─ rotate ─► key cache
@@ -18,15 +18,15 @@ from quire_kernels.quantized import LARGEST
 __all__ = ["rope_and_cache"]
 
 HEADS = 8
-"""Of a program: with 64 pairs in each, 8 pairs for each of 64 threads."""
+"""Heads per program: with 64 pairs in each head, 8 pairs for each of 64 threads."""
 LARGEST_FP8 = LARGEST[torch.float8_e4m3fn]
-"""Of e4m3 (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433, table 1)."""
+"""Largest number of e4m3 (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433, table 1)."""
 
 
 @triton.jit
 def _rotate(x_HP, norm, angles_P, real_HP, eps, HEAD_SIZE: tl.constexpr):
-    """The rotated halves of some heads, normed before unless `norm` is None; pointers to the first halves, to the
-    norm's weight, and to the cosines."""
+    """Rotate the two halves of some heads, after norming them unless `norm` is None. Takes pointers to the first
+    halves, to the norm's weight, and to the cosines."""
     first_HP, second_HP = (
         tl.load(x_HP, mask=real_HP, other=0.0),
         tl.load(x_HP + HEAD_SIZE // 2, mask=real_HP, other=0.0),
@@ -49,7 +49,7 @@ def _rotate(x_HP, norm, angles_P, real_HP, eps, HEAD_SIZE: tl.constexpr):
 
 @triton.jit
 def _store(cache, x, mask, IS_FP8: tl.constexpr, LARGEST_FP8: tl.constexpr):
-    """Write to the cache; what is too large for fp8 becomes its largest number."""
+    """Write to the cache; values too large for fp8 become its largest number."""
     if IS_FP8:
         x = tl.clamp(x.to(tl.float32), -LARGEST_FP8, LARGEST_FP8)
     tl.store(cache, cast(x.to(tl.float32), cache.dtype.element_ty), mask=mask)
@@ -111,7 +111,7 @@ def rope_and_cache(
     key_norm_D: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
-    """As of `quire_kernels.rope_and_cache`."""
+    """See `quire_kernels.rope_and_cache`."""
     query_THD, key_TKD, value_TKD = (
         x if x.stride(-1) == 1 else x.contiguous() for x in (query_THD, key_TKD, value_TKD)
     )

@@ -1,16 +1,16 @@
-"""From logits to token ids in the Triton language, without a sort: `quire_kernels/sampling.py` says what is computed.
+"""From logits to token ids in the Triton language, without a sort; see `quire_kernels/sampling.py` for the algorithm.
 
-Four launches, whatever the rows ask for, and no number comes back to the host between them::
+Four launches for any sampling parameters, with no transfer to the host between them::
 
-    _maxima     program (row, chunk)   the chunk's largest logit and whose it is    ─► ranks [S, C]
+    _maxima     program (row, chunk)   the chunk's largest logit and its token      ─► ranks [S, C]
     _bounds     program (row)          which tokens min-p, top-k and top-p keep     ─► bounds [S]
-    _draws      program (row, chunk)   the largest of logit + noise, of those kept  ─► ranks [S, C]
+    _draws      program (row, chunk)   the largest logit + noise of kept tokens     ─► ranks [S, C]
     _tokens     program (row)          the largest of the row's ranks, as a token
 
-Logits are looked at as x = (logit - largest logit of the row) / temperature. None of these is above 0, and so the bits
-of |x|, as an integer, order the tokens, the likeliest first. A row's *bound* is such an integer: tokens up to it are
-kept. It is the least one at which the number of tokens reaches k, or their probability p; a search narrows it down by
-counting at several pivots in one pass over the row, as in a search tree (the pivots of FlashInfer's sampling kernels,
+The kernels use x = (logit - largest logit of the row) / temperature. As x is never above 0, the bits of |x|, as an
+integer, order the tokens, the likeliest first. A row's *bound* is such an integer: tokens up to it are kept. It is the
+smallest at which the number of tokens reaches k, or their probability reaches p. A search narrows it down by counting
+at several pivots in one pass over the row, as in a search tree (the pivots of FlashInfer's sampling kernels,
 https://flashinfer.ai/2025/03/10/sampling.html, without their rejected draws).
 
 A row's chunks and passes are the same in any batch, and so is its token.
@@ -23,22 +23,22 @@ import triton.language as tl
 __all__ = ["argmax", "gumbel_noise", "sample"]
 
 CHUNK = 4096
-"""Tokens of a program, at most: a row of 128k is 32 programs."""
+"""Upper bound on tokens per program: a row of 128k has 32 programs."""
 PIVOTS = 8
-"""Of one pass of a search."""
+"""Pivots per pass of a search."""
 TILE = 2048
-"""Tokens that a pass takes at a time, at most: with 8 pivots and 16 warps, 32 counters for each thread."""
+"""Upper bound on the tokens that a pass loads at a time: with 8 pivots and 16 warps, 32 counters per thread."""
 EVERYTHING = 0x7F800000
 """The bits of infinity: a bound that keeps all tokens."""
 LIKELIEST = -1
-"""A bound that keeps none: the row's token is that of its largest logit."""
+"""A bound that keeps no token: the row's token is the one with the largest logit."""
 NONE = -(2**63)
-"""The rank of no token at all."""
+"""The rank that stands for no token."""
 
 
 @triton.jit
 def _rank(values, tokens):
-    """An integer that is larger for a larger value, and of equal values for the earlier token. NaN is the largest."""
+    """An integer that is larger for a larger value, and for the earlier token if values are equal. NaN is largest."""
     bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)  # -0 equals 0
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     bits = tl.where(values != values, 0x7FFFFFFF, bits)
@@ -47,7 +47,7 @@ def _rank(values, tokens):
 
 @triton.jit
 def _value(rank):
-    """The value of a rank, and NaN for one of NaN."""
+    """The value of a rank; NaN for the rank of a NaN."""
     bits = (rank >> 32).to(tl.int32)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
@@ -87,8 +87,8 @@ def _tokens_kernel(ranks, token_ids, num_chunks, CHUNKS: tl.constexpr, NONE: tl.
 
 @triton.jit
 def _pivots(low, high, is_first, PIVOTS: tl.constexpr):
-    """Integers that divide those above `low` up to `high` evenly; the last is `high`. In the first pass they are those
-    of evenly divided numbers, as most integers are of numbers near 0 or far off, which are hardly a token's."""
+    """Integers that divide the range above `low` up to `high` evenly; the last is `high`. In the first pass they divide
+    the numbers evenly instead, as most integers stand for numbers near 0 or very large, where hardly any token is."""
     steps_P = tl.arange(1, PIVOTS + 1)
     width = high - low
     pivots_P = low + width // PIVOTS * steps_P + width % PIVOTS * steps_P // PIVOTS
@@ -102,8 +102,9 @@ def _search(
     row_logits, largest, temperature, vocab_size, wanted, bound,
     BY_MASS: tl.constexpr, PIVOTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The least bound at which the number of tokens is `wanted`, or (`BY_MASS`) their share of the probability of those
-    up to the given bound; or another one that keeps the same tokens. At most the given one.
+    """The smallest bound at which the number of tokens reaches `wanted`, or with `BY_MASS` their share of the
+    probability of the tokens up to the given bound; or another bound that keeps the same tokens. Never above the given
+    bound.
 
     ::
 
@@ -111,7 +112,7 @@ def _search(
         bounds            -1            low        high           bound
                               not enough             enough
 
-    It ends when all tokens between the two are of one depth: they stay or go together.
+    It ends when all tokens between the two have the same depth: they are kept or masked together.
     """
     low, high = tl.full([], -1, tl.int32), bound
     is_first = tl.full([], True, tl.int1)
@@ -172,7 +173,7 @@ def _bounds_kernel(
 
 @triton.jit
 def _gumbel(seed, position, first_token, COUNT: tl.constexpr):
-    """The noise of `COUNT` tokens, of which the first has a number that 4 divides."""
+    """The noise of `COUNT` tokens; the first token's id must be a multiple of 4."""
     counters = first_token // 4 + tl.arange(0, COUNT // 4)
     word0, word1, word2, word3 = tl.philox(seed, counters, position.to(tl.uint32), 0, 0)
     words = tl.interleave(tl.interleave(word0, word2), tl.interleave(word1, word3))
@@ -233,7 +234,7 @@ def _token_ids(ranks_SC: torch.Tensor) -> torch.Tensor:
 
 
 def argmax(logits_SV: torch.Tensor) -> torch.Tensor:
-    """As of `quire_kernels.argmax`."""
+    """See `quire_kernels.argmax`."""
     return _token_ids(_ranks(logits_SV)) if len(logits_SV) else logits_SV.new_empty(0, dtype=torch.int64)
 
 
@@ -246,7 +247,7 @@ def sample(
     seeds: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """As of `quire_kernels.sample`."""
+    """See `quire_kernels.sample`."""
     rows, vocab_size = logits_SV.shape
     if not rows:
         return logits_SV.new_empty(0, dtype=torch.int64)
@@ -269,7 +270,7 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
     """What `sample` adds to each token's logit, for tests.
 
     Args:
-        seeds: [S] int64, as of `quire_kernels.sample`; without gaps.
+        seeds: [S] int64, contiguous; see `quire_kernels.sample`.
         positions: [S] int64, likewise.
         vocab_size: V.
 

@@ -1,4 +1,4 @@
-"""Masking by one bit per token in the Triton language: writes to the forbidden tokens' logits and reads none."""
+"""Masking by one bit per token in the Triton language: writes the forbidden tokens' logits and reads none."""
 
 import torch
 import triton
@@ -7,7 +7,7 @@ import triton.language as tl
 __all__ = ["apply_token_bitmask"]
 
 BLOCK = 2048
-"""Tokens of a program."""
+"""Tokens per program."""
 
 
 @triton.jit(do_not_specialize=["vocab_size"])
@@ -23,7 +23,7 @@ def _bitmask_kernel(logits, row_ids, bitmask, logits_stride, words_stride, vocab
 
 
 def apply_token_bitmask(logits_SV: torch.Tensor, row_ids_R: torch.Tensor, bitmask_RW: torch.Tensor) -> None:
-    """As of `quire_kernels.apply_token_bitmask`; the row ids and the bitmask may lie on the host."""
+    """See `quire_kernels.apply_token_bitmask`; the row ids and the bitmask may be on the host."""
     assert logits_SV.stride(1) == bitmask_RW.stride(1) == 1
     if len(row_ids_R):
         row_ids_R, bitmask_RW = (x.to(logits_SV.device, non_blocking=True) for x in (row_ids_R, bitmask_RW))
