@@ -1,4 +1,4 @@
-"""Health in words: what is wrong, what the likely cause is, and what to do about it.
+"""Health in words: what is wrong, the likely cause, and what to do about it.
 
 A pure function of /metrics and the snapshot. Findings are ordered by how much they explain: an engine that is down
 explains every miss, a full KV cache explains preemptions, and those explain a bad time to first token.
@@ -12,14 +12,14 @@ from enum import IntEnum
 __all__ = ["Evidence", "Finding", "Health", "Level", "assess"]
 
 GOOD_ENOUGH = 0.99
-"""Share of good requests below which users are said to be affected."""
+"""Below this share of good requests, users count as affected."""
 BAD = 0.90
 FULL = 0.95
-"""Share of the KV blocks that live requests hold from which on the cache counts as full."""
+"""The cache counts as full from this share of its blocks held by live requests."""
 SLOW_RANK = 1.5
 """How many times slower than the median rank counts as slow."""
 LONG_PREFILL = 0.5
-"""Share of the time to first token spent in prefill from which on the prompts are to blame."""
+"""Prompts count as the cause from this share of the time to first token spent in prefill."""
 
 
 class Level(IntEnum):
@@ -81,7 +81,7 @@ class Health:
     level: Level
     headline: str
     findings: tuple[Finding, ...] = ()
-    """The likely cause first; none when all is well."""
+    """The likely cause first; empty if all is well."""
 
 
 def assess(evidence: Evidence) -> Health:
@@ -141,7 +141,7 @@ _TARGETS = {
 }  # fmt: skip
 
 
-# -- what can be wrong, by how much it explains ------------------------------------------------------------------------
+# -- possible problems, those that explain the most first --------------------------------------------------------------
 
 
 def _engine_down(evidence: Evidence) -> Finding | None:

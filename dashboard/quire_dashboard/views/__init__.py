@@ -1,1 +1,1 @@
-"""The pages, one module each; `show` draws it."""
+"""The pages, one module each; its `show` draws the page."""

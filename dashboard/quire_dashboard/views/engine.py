@@ -1,4 +1,4 @@
-"""The engine from inside: ranks, the phases of a step, what a batch is made of, messages that wait."""
+"""The engine page: ranks, the phases of a step, the composition of batches, and waiting messages."""
 
 import streamlit as st
 
@@ -26,7 +26,7 @@ __all__ = ["show"]
 
 
 def show() -> None:
-    """The page."""
+    """Draw the page."""
     st.title("Engine")
     live(_now)
     live(_charts, CHARTS_S)

@@ -1,4 +1,4 @@
-"""The KV cache: who holds which blocks, and what the prefix cache saves."""
+"""The KV cache page: the blocks that each request holds, and what the prefix cache saves."""
 
 import streamlit as st
 
@@ -26,7 +26,7 @@ _HITS = Ratio(part=Rate(name="quire_prefix_cache_hits_total"), whole=Rate(name="
 
 
 def show() -> None:
-    """The page."""
+    """Draw the page."""
     st.title("KV cache")
     live(_now)
     live(_charts, CHARTS_S)

@@ -1,4 +1,4 @@
-"""Send a small load, and watch what becomes of it."""
+"""The load page: send a small load, and watch its results."""
 
 import threading
 from collections import Counter
@@ -14,11 +14,11 @@ __all__ = ["show", "stop_all"]
 
 _lock = threading.Lock()
 _jobs: dict[str, LoadJob] = {}
-"""By server: one load at a time, whoever started it; every visitor can stop it."""
+"""By server: one load at a time, which every visitor can stop."""
 
 
 def stop_all() -> None:
-    """End every load, and wait until it has."""
+    """Stop all loads, and wait until they have ended."""
     with _lock:
         for job in _jobs.values():
             job.stop()
@@ -27,7 +27,7 @@ def stop_all() -> None:
 
 
 def show() -> None:
-    """The page."""
+    """Draw the page."""
     st.title("Load")
     model = selection().model
     if not model:

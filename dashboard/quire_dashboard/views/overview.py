@@ -1,4 +1,4 @@
-"""Are users served within their SLO, and if not, why."""
+"""The overview page: whether users are served within their SLO, and if not, why."""
 
 import streamlit as st
 
@@ -16,7 +16,7 @@ _QUANTILES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
 
 
 def show() -> None:
-    """The page."""
+    """Draw the page."""
     st.title("Overview")
     view = monitor().view()
     classes = {

@@ -1,4 +1,4 @@
-"""Try the model: a completion or a chat, streamed, with the request's own timings."""
+"""The playground page: a streamed completion or chat, with the request's timings."""
 
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -13,12 +13,12 @@ from quire_dashboard.triton_client import Chunk, TritonError
 __all__ = ["show"]
 
 _MOST_SEED = 2**63 - 1
-"""A request parameter of Triton's is an int64."""
+"""Triton's integer request parameters are int64."""
 _SEED_DIGITS = len(str(_MOST_SEED))
 
 
 def show() -> None:
-    """The page."""
+    """Draw the page."""
     st.title("Playground")
     model = selection().model
     if not model:
@@ -77,13 +77,13 @@ def _chat(model: str, parameters: dict[str, Any]) -> None:
     with st.chat_message("user"):
         st.text(said)
     with st.chat_message("assistant"):
-        # Stop strings are a list, which no request parameter can be; the text is cut here, and the stream closed.
+        # Stop strings are a list, and request parameters cannot be lists: cut the text and close the stream here.
         text, _ = _stream(model, chat_prompt(turns, format_), parameters, stop=STOPS[format_])
     turns.append(("assistant", text))
 
 
 def _stream(model: str, prompt: str, parameters: dict[str, Any], stop: str = "") -> tuple[str, Chunk | None]:
-    """Show the text as it comes, then its timings."""
+    """Show the text as it arrives, then its timings."""
     place = st.empty()
     text, last = "", None
     chunks = monitor().triton.generate(model, prompt, parameters)

@@ -1,4 +1,4 @@
-"""Every request that has not ended: where it is, how it got there, and a button that ends it."""
+"""The requests page: the state and the timeline of every live request, and a button that cancels it."""
 
 import time
 from typing import Any
@@ -24,11 +24,11 @@ __all__ = ["show"]
 
 _MOST_BARS = 40
 _TOLD_S = 10.0
-"""How long the page says what came of a cancellation."""
+"""How long the page shows the result of a cancellation."""
 
 
 def show() -> None:
-    """The page."""
+    """Draw the page."""
     st.title("Requests")
     live(_now)
 
@@ -103,7 +103,7 @@ def _one(model: str, requests: list[RequestState], names: dict[str, str]) -> Non
         for event in sorted(request.events, key=lambda event: -event.age_seconds)
     ]
     st.markdown("\n".join(happened[-12:]) or "Nothing has happened to it yet.")
-    # The button says which one and carries its id: what is cancelled is what it says, whatever has moved since.
+    # The button's label and callback hold this request, so it cancels what it names even if the list has changed.
     name = words.as_code(names[request.id])
     st.button(f"Cancel {name}", key=f"cancel-{request.id}", type="primary", on_click=_cancel,
               args=(model, request.id, name))  # fmt: skip
