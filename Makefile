@@ -18,10 +18,10 @@ test: $(VENV)/.dev-installed $(VENV)/.prometheus-installed $(VENV)/chromium  ## 
 ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
 else
-	@# First what starts neither a server nor a browser, then the others. Tests also wait: three processes keep two cores busy.
+	@# First what starts neither a server nor a browser, then the others. In as many processes as the smallest machine has cores.
 	@status=0; \
-	$(BIN)/python -m pytest -n 3 --servers=not || status=1; \
-	$(BIN)/python -m pytest -n 3 --servers=only || status=1; \
+	$(BIN)/python -m pytest -n 2 --servers=not || status=1; \
+	$(BIN)/python -m pytest -n 2 --servers=only || status=1; \
 	exit $$status
 endif
 

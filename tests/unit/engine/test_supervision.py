@@ -106,7 +106,7 @@ def test_nobody_waits_for_engines_that_die_and_the_next_that_lives_serves(
         assert (await Stream(llm, PROMPTS[0], params()).task).outputs == expected[0]
 
     expected = offline(own_copy, PROMPTS[:1], params())
-    with engine(own_copy) as (llm, _):
+    with engine(own_copy, step_seconds=0.005) as (llm, _):
         run(llm, main)
 
 
@@ -147,7 +147,7 @@ def test_engines_are_started_again_when_there_are_descriptors_again(
         assert (await Stream(llm, PROMPTS[0], params()).task).finished
         assert len(open_descriptors()) <= len(before), "attempts that failed have left some open"
 
-    with engine(folder) as (llm, _):
+    with engine(folder, step_seconds=0.005) as (llm, _):
         run(llm, main)
 
 
@@ -161,7 +161,7 @@ def test_shutdown_while_an_engine_is_being_started(folder: Path) -> None:
         with pytest.raises(EngineDeadError, match="shut down"):
             await stream.task
 
-    with engine(folder) as (llm, _):
+    with engine(folder, step_seconds=0.005) as (llm, _):
         run(llm, main)
         assert state(llm.engine_pid) == ""
 
@@ -258,7 +258,7 @@ def test_an_engine_that_is_stopped_while_it_starts_is_found(folder: Path) -> Non
         kill(llm, signal.SIGSTOP)
         assert (await stream.task).outputs == expected[0]
 
-    with engine(folder) as (llm, recorder):
+    with engine(folder, step_seconds=0.01) as (llm, recorder):
         run(llm, main)
         assert recorder.num_restarts == 1
 
@@ -290,7 +290,7 @@ def test_shutdown_as_the_next_engine_is_ready(folder: Path, monkeypatch: pytest.
 
     actual = supervisor.SupervisedClient._replace_client
     monkeypatch.setattr(supervisor.SupervisedClient, "_replace_client", replace_client)
-    with engine(folder) as (llm, _):
+    with engine(folder, step_seconds=0.005) as (llm, _):
         run(llm, main)
 
 
@@ -337,7 +337,7 @@ def test_sockets_that_never_close_keep_no_engine_from_being_started(
 
     term, ends, waiting = zmq.Context.term, threading.Event(), list[threading.Thread]()
     try:
-        with engine(folder) as (llm, _):
+        with engine(folder, step_seconds=0.005) as (llm, _):
             run(llm, main)
     finally:
         ends.set()
