@@ -96,7 +96,7 @@ def test_abort_ends_all_sequences_and_frees_their_blocks(checkpoint: Callable[[s
         assert recorder.scheduler_stats is not None
         assert (recorder.scheduler_stats.num_running, recorder.scheduler_stats.num_blocks_used) == (0, 0)
 
-    with engine(checkpoint("tied-gqa")) as (llm, recorder):
+    with engine(checkpoint("tied-gqa"), step_seconds=0.005) as (llm, recorder):
         asyncio.run(main(llm, recorder))
 
 

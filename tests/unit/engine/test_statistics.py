@@ -231,7 +231,7 @@ def test_a_replayed_request_keeps_its_clock(folder: Path) -> None:
         assert metrics.decode_seconds > restarted_at - killed_at
         assert recorder.verdicts() == [("default", "good", "none")]
 
-    with engine(folder) as (llm, recorder):
+    with engine(folder, step_seconds=0.005) as (llm, recorder):
         run(llm, main)
 
 
@@ -244,7 +244,7 @@ def test_a_request_that_dies_with_its_engine_is_a_miss(folder: Path) -> None:
             await task
         assert recorder.verdicts() == [("steady", "miss", "error")]
 
-    with engine(folder, replay_on_crash=False) as (llm, recorder):
+    with engine(folder, step_seconds=0.005, replay_on_crash=False) as (llm, recorder):
         run(llm, main)
 
 
