@@ -36,7 +36,7 @@ from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.cache_memory import CpuCacheMemory, GpuCacheMemory, check_tables
 from quire_engine.worker.cache_sizing import block_bytes, num_blocks_for
 from quire_engine.worker.fault_injection import FaultInjection
-from quire_engine.worker.forward.base import plan_attentions
+from quire_engine.worker.forward.base import key_caches_by_kind, plan_attentions
 from quire_engine.worker.forward.decode_graphs import DecodeGraphs
 from quire_engine.worker.forward.graph_capture import CudaCapture, capture_sizes, run_as_captured
 from quire_engine.worker.model_runner import ModelRunner
@@ -275,7 +275,8 @@ class Worker:
         query_start_loc = torch.cat((query_lens.new_zeros(1), query_lens.cumsum(0)))
         seq_lens = torch.full_like(query_lens, self.max_model_len)
         table = torch.zeros(num_seqs + 1, 1, dtype=torch.int64)
-        return plan_attentions(self.runner.model, self.runner.kv_caches, table, query_start_loc, seq_lens)
+        key_caches = key_caches_by_kind(self.runner.model, self.runner.kv_caches)
+        return plan_attentions(key_caches, table, query_start_loc, seq_lens)
 
     def _profile_batch(self, requests: list[NewRequestData]) -> None:
         """Compute the requests' prompts in one step, and if kernels are compiled, one more token in another."""

@@ -111,9 +111,10 @@ class StepInputs:
             places = np.arange(query_start_loc[-1]) - np.repeat(query_start_loc[:-1], num_scheduled)
             token_slots, positions = np.repeat(slots, num_scheduled), np.repeat(num_computed, num_scheduled) + places
         seq_lens = num_computed + num_scheduled
-        num_drafts = np.fromiter((len(drafts.get(i, ())) for i in request_ids), np.int64) if drafts else None
         block_ids = batch.block_table[token_slots, positions // block_size]
-        is_on_device = (positions >= batch.num_known_tokens[token_slots]) & (positions < batch.num_tokens[token_slots])
+        is_on_device = positions >= batch.num_known_tokens[token_slots]
+        if drafts:
+            is_on_device &= positions < batch.num_tokens[token_slots]
         return cls(
             request_ids=request_ids,
             slots=slots,
@@ -125,7 +126,7 @@ class StepInputs:
             positions=positions,
             slot_mapping=block_ids * block_size + positions % block_size,
             is_on_device=is_on_device,
-            sampled=_sampled_rows(request_ids, slots, query_start_loc, seq_lens - num_tokens, num_drafts, drafts),
+            sampled=_sampled_rows(request_ids, slots, query_start_loc, seq_lens - num_tokens, drafts),
         )
 
 
@@ -134,7 +135,6 @@ def _sampled_rows(
     slots: Int64Array,
     query_start_loc: Int64Array,
     num_beyond: Int64Array,
-    num_drafts: Int64Array | None,
     drafts: Mapping[str, Sequence[int]],
 ) -> SampledRows:
     """The rows of the requests that have all of their tokens computed after this step.
@@ -145,23 +145,22 @@ def _sampled_rows(
         query_start_loc: [S + 1]
         num_beyond: [S], computed tokens after this step minus the request's tokens: the number of drafts, or less than
             0 if a part of the prompt is left.
-        num_drafts: [S]; None if no request has any.
         drafts: by request.
     """
     complete = np.flatnonzero(num_beyond >= 0)
     if len(complete) < len(request_ids):
         request_ids = [request_ids[i] for i in complete.tolist()]
     last_rows, slots = query_start_loc[1:][complete] - 1, slots[complete]
-    if num_drafts is None:
+    if not drafts:
         return SampledRows(
             request_ids=request_ids, token_rows=last_rows, slots=slots, offsets=np.zeros_like(slots), drafts=drafts
         )
-    num_rows = num_drafts[complete] + 1
+    num_rows = num_beyond[complete] + 1
     ends = num_rows.cumsum()
     offsets = np.arange(num_rows.sum()) - np.repeat(ends - num_rows, num_rows)
     return SampledRows(
         request_ids=request_ids,
-        token_rows=np.repeat(last_rows - num_drafts[complete], num_rows) + offsets,
+        token_rows=np.repeat(last_rows - num_beyond[complete], num_rows) + offsets,
         slots=np.repeat(slots, num_rows),
         offsets=offsets,
         drafts=drafts,

@@ -34,7 +34,7 @@ from quire_engine.messages import SchedulerOutput
 from quire_engine.models.base import AttentionSpec, CausalLM, ForwardContext, KVCaches
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import StepInputs
-from quire_engine.worker.forward.base import plan_attentions
+from quire_engine.worker.forward.base import key_caches_by_kind, plan_attentions
 from quire_engine.worker.forward.graph_capture import Capture, Function, coarse_to_fine
 
 __all__ = ["DecodeGraphs"]
@@ -188,7 +188,7 @@ class DecodeGraphs:
         self._sampled = torch.zeros(max_size, dtype=torch.int64, device=device)
         self._query_start_loc = torch.arange(max_size + 1, device=device)
         longest = (torch.arange(max_size + 1), torch.full((max_size,), self._max_model_len))
-        plans = plan_attentions(self._model, self._kv_caches, self._block_table.by_slot, *longest)
+        plans = plan_attentions(key_caches_by_kind(self._model, self._kv_caches), self._block_table.by_slot, *longest)
         self._plans: dict[AttentionSpec, GpuAttentionPlan] = {}
         for spec, plan in plans.items():
             assert isinstance(plan, GpuAttentionPlan), "only kernels in the Triton language find theirs on the device"

@@ -9,7 +9,7 @@ from quire_engine.device.transfer import upload
 from quire_engine.models.base import CausalLM, ForwardContext, KVCaches
 from quire_engine.worker.batch.input_batch import TABLE_STEP, InputBatch
 from quire_engine.worker.batch.step_inputs import StepInputs
-from quire_engine.worker.forward.base import plan_attentions
+from quire_engine.worker.forward.base import key_caches_by_kind, plan_attentions
 
 __all__ = ["EagerForward"]
 
@@ -30,6 +30,7 @@ class EagerForward:
     ) -> None:
         self._model = model
         self._kv_caches = kv_caches
+        self._key_caches = key_caches_by_kind(model, kv_caches)
         self._batch = batch
         self._last_token_ids = last_token_ids
 
@@ -66,6 +67,6 @@ class EagerForward:
             block_table=block_table,
             query_start_loc=starts,
             seq_lens=lens,
-            plans=plan_attentions(self._model, self._kv_caches, block_table, *known),
+            plans=plan_attentions(self._key_caches, block_table, *known),
         )
         return token_ids_T, context

@@ -8,7 +8,7 @@ from quire_kernels.attention_plan import CpuAttentionPlan
 
 from quire_engine.models.base import AttentionSpec, CausalLM, ForwardContext, KVCaches
 from quire_engine.worker.batch.step_inputs import StepInputs
-from quire_engine.worker.forward.base import plan_attentions
+from quire_engine.worker.forward.base import key_caches_by_kind, plan_attentions
 from quire_engine.worker.forward.eager import EagerForward
 
 __all__ = ["RECORDED_TOKENS", "RecordedForward"]
@@ -68,7 +68,7 @@ class RecordedForward:
         """Record the layers over one request's tokens. Any plan works, as each run copies its own into it."""
         table, seq_lens = torch.zeros(1, RECORDED_TOKENS, dtype=torch.int64), torch.tensor([RECORDED_TOKENS])
         start_loc = torch.tensor([0, RECORDED_TOKENS])
-        plans = plan_attentions(self._model, self._kv_caches, table, start_loc, seq_lens)
+        plans = plan_attentions(key_caches_by_kind(self._model, self._kv_caches), table, start_loc, seq_lens)
         self._plans = {spec: plan for spec, plan in plans.items() if isinstance(plan, CpuAttentionPlan)}
         if not self._plans:  # only the C++ kernels can be recorded
             return

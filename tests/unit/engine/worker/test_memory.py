@@ -77,9 +77,7 @@ def test_steps_of_all_kinds_are_run_where_kernels_are_compiled_when_first_used(
 ) -> None:
     """On all ranks alike: they wait for each other."""
 
-    def plan(
-        model: object, caches: object, table: torch.Tensor, starts: torch.Tensor, seq_lens: torch.Tensor
-    ) -> torch.Tensor:
+    def plan(key_caches: object, table: torch.Tensor, starts: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
         planned.append(seq_lens.tolist())
         return seq_lens
 
