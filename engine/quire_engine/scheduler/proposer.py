@@ -1,10 +1,20 @@
 """Proposer: the seam between the scheduler and the method that drafts tokens."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from quire_engine.scheduler.request import Request
 
-__all__ = ["Proposer"]
+__all__ = ["Proposal", "Proposer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Draft tokens, and how likely each is to be accepted."""
+
+    token_ids: list[int]
+    chances: list[float]
+    """For each, the estimated chance in (0, 1] that it is accepted if those before it were."""
 
 
 class Proposer(Protocol):
@@ -22,5 +32,11 @@ class Proposer(Protocol):
         """Whether it drafts for a new request. If so, no step of the request is scheduled while its last token is in
         flight."""
 
-    def propose(self, request: Request, max_tokens: int) -> list[int]:
-        """Draft the next tokens, at most `max_tokens`, which is at least 1; empty if there is no draft."""
+    def propose(self, request: Request, max_tokens: int) -> Proposal:
+        """Draft the next tokens, at most `max_tokens`, which is at least 1; none if there is no draft.
+
+        It is not asked after every token: only where its drafts can be worth their cost.
+        """
+
+    def forget(self, request: Request) -> None:
+        """The request has ended, with or without drafts."""

@@ -1,0 +1,127 @@
+"""What the methods share that look drafts up: the text of each request, and how often such drafts were accepted."""
+
+from collections.abc import Sequence
+
+from quire_engine.scheduler.proposer import Proposal
+from quire_engine.scheduler.request import Request
+from quire_engine.spec_decode.match_index import RequestText
+
+__all__ = ["NO_DRAFT", "AcceptanceRates", "LookupProposer"]
+
+NO_DRAFT = Proposal([], [])
+
+
+class AcceptanceRates:
+    """How often a token was accepted, by kind of draft and length of match, over all requests.
+
+    With each token that is accepted, the match is one longer. So the token at index i of a draft from a match of length
+    n is filed under n + i, and a rate is that of a token whose predecessors were accepted.
+
+    Args:
+        factors: for each kind of draft, what its rates are before anything was accepted, relative to `PRIOR`.
+    """
+
+    BUCKETS = (1, 2, 3, 4, 5, 7, 10, 14, 20, 28)
+    """The shortest match of each bucket."""
+    PRIOR = (0.2, 0.5, 0.5, 0.6, 0.65, 0.75, 0.8, 0.85, 0.9, 0.92)
+    """What they are to begin with: about as measured on Python source (tests/benchmarks/proposers.py)."""
+    WEIGHT = 1 / 64
+    """Of the latest token in a rate, which is a moving average: it forgets what is a few hundred tokens old."""
+    MINIMUM = 0.01
+    """A rate of 0 would never be tried again."""
+
+    def __init__(self, factors: Sequence[float]) -> None:
+        self.rates = [min(rate * factor, 0.95) for factor in factors for rate in self.PRIOR]
+        """By cell: of the first kind, then of the next."""
+        buckets = [sum(length >= shortest for shortest in self.BUCKETS) - 1 for length in range(self.BUCKETS[-1] + 1)]
+        self._cells = [[max(b, 0) + kind * len(self.BUCKETS) for b in buckets] for kind in range(len(factors))]
+
+    def cell(self, kind: int, length: int) -> int:
+        """The cell of a token that follows a match of `length`."""
+        cells = self._cells[kind]
+        return cells[length] if length < len(cells) else cells[-1]
+
+    def cells(self, kind: int, length: int, num_tokens: int) -> list[int]:
+        """The cells of the tokens of a draft of one kind, from a match of `length`."""
+        cells = self._cells[kind][length : length + num_tokens]
+        if len(cells) < num_tokens:
+            cells += self._cells[kind][-1:] * (num_tokens - len(cells))
+        return cells
+
+    def learn(self, token_ids: Sequence[int], cells: Sequence[int], actual: Sequence[int]) -> None:
+        """Compare a draft with the tokens that came; those after the first difference say nothing."""
+        rates = self.rates
+        for token_id, cell, came in zip(token_ids, cells, actual, strict=False):
+            if token_id != came:
+                rates[cell] = max(rates[cell] * (1 - self.WEIGHT), self.MINIMUM)
+                return
+            rates[cell] += (1 - rates[cell]) * self.WEIGHT
+
+
+class _Draft:
+    """The last draft of a request, to be compared with the tokens that come."""
+
+    __slots__ = ("cells", "text", "token_ids")
+
+    def __init__(self, text: RequestText) -> None:
+        self.text = text
+        self.token_ids: Sequence[int] = ()
+        self.cells: Sequence[int] = ()
+
+
+class LookupProposer:
+    """Base of proposers that look drafts up in the request's own text.
+
+    Args:
+        lengths: of the n-grams by which text is found, ascending.
+        window: how long a match is measured, in tokens.
+        factors: for each kind of draft, how its acceptance rates begin.
+    """
+
+    def __init__(self, lengths: Sequence[int], window: int, factors: Sequence[float]) -> None:
+        self.lengths = lengths
+        self.window = window
+        self.rates = AcceptanceRates(factors)
+        self._drafts: dict[str, _Draft] = {}
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests it holds the text of."""
+        return len(self._drafts)
+
+    def new_text(self) -> RequestText:
+        """An empty text, as it keeps one for each request."""
+        return RequestText(self.lengths, self.window)
+
+    def drafts_for(self, request: Request) -> bool:
+        """Whether it drafts for a new request: for all. It takes no note of one before its first `propose`."""
+        return True
+
+    def propose(self, request: Request, max_tokens: int) -> Proposal:
+        """Draft the next tokens, at most `max_tokens`; empty if there is no draft.
+
+        It takes in the tokens that came since it was last asked, however many. The rates are shared, so a request with
+        a `cache_salt` leaves them alone.
+        """
+        draft = self._drafts.get(request.request_id)
+        if draft is None:
+            draft = self._drafts[request.request_id] = _Draft(self.new_text())
+        text = draft.text
+        new_token_ids = request.all_token_ids[text.num_tokens :]
+        if new_token_ids:
+            if draft.token_ids and request.sampling_params.cache_salt is None:
+                self.rates.learn(draft.token_ids, draft.cells, new_token_ids)
+            text.extend(new_token_ids)
+        draft.token_ids, draft.cells = self._look_up(request, text, max_tokens)
+        if not draft.token_ids:
+            return NO_DRAFT
+        rates = self.rates.rates
+        return Proposal(draft.token_ids, [rates[cell] for cell in draft.cells])
+
+    def forget(self, request: Request) -> None:
+        """Drop what is kept of a request that has ended; nothing, if it was never asked for a draft."""
+        self._drafts.pop(request.request_id, None)
+
+    def _look_up(self, request: Request, text: RequestText, max_tokens: int) -> tuple[list[int], list[int]]:
+        """A draft, and the cell of each of its tokens."""
+        raise NotImplementedError
