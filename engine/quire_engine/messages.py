@@ -152,6 +152,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     """The kind of `error`, if neither the request nor the engine is at fault."""
     retry_after_seconds: float | None = None
     """With `ErrorCode.UNAVAILABLE`: an estimate of when to try again."""
+    num_draft_tokens: int = 0
+    """Drafts that the step computed. All but one of the new tokens are accepted drafts."""
 
 
 class Call(msgspec.Struct, array_like=True, tag=True):

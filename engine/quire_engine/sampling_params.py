@@ -117,6 +117,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Lower goes first; for `scheduling_policy` "priority" only."""
     cache_salt: str | None = None
     """Prefixes are shared only among requests with the same salt, so that nobody else can probe for them."""
+    num_speculative_tokens: int | None = None
+    """The most tokens to draft in a step, where the engine drafts; 0: none. Unset: the engine's setting. It changes how
+    fast the tokens come, but not which ones."""
     beam_width: int | None = None
     """Set by beam search for its steps, not by clients: raises the limit of `logprobs` to what its beams need."""
 
@@ -171,6 +174,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                  "empty when detokenize is false: without text there is nothing to look for it in")  # fmt: skip
         _require(1 <= self.n <= MAX_N, "n", self.n, f"from 1 to {MAX_N}")
         _require(self.n == 1 or not self.is_greedy, "n", self.n, "1 when sampling is greedy (temperature is 0)")
+        _require(self.num_speculative_tokens is None or self.num_speculative_tokens >= 0, "num_speculative_tokens",
+                 self.num_speculative_tokens, "at least 0 (no drafts)")  # fmt: skip
         _require(-(2**63) <= self.priority < 2**63, "priority", self.priority, "an integer of 64 bits")
         _require(self.cache_salt is None or _is_text(self.cache_salt), "cache_salt", "half a surrogate pair",
                  "of text that UTF-8 can encode")  # fmt: skip

@@ -7,7 +7,44 @@ from typing import Protocol
 
 import msgspec
 
-__all__ = ["FinishedRequestStats", "IterationStats", "SchedulerStats", "StatLogger", "StepStats"]
+__all__ = ["DraftStats", "FinishedRequestStats", "IterationStats", "SchedulerStats", "StatLogger", "StepStats"]
+
+
+class DraftStats(msgspec.Struct, array_like=True):
+    """What came of drafts: totals since the engine core's start."""
+
+    num_drafts: int = 0
+    """Times that a request had drafts in a step."""
+    num_draft_tokens: int = 0
+    """Tokens that were drafted, and computed."""
+    num_accepted_tokens: int = 0
+    """Of these, those that the model sampled in their place."""
+    num_accepted_tokens_per_pos: list[int] = []
+    """Accepted first, second, … tokens of a draft."""
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Mean tokens that a step yields for a request with drafts: those accepted and one more. None without any."""
+        return acceptance_length(self.num_drafts, self.num_accepted_tokens)
+
+    def copy(self) -> "DraftStats":
+        """The present numbers."""
+        return DraftStats(
+            self.num_drafts,
+            self.num_draft_tokens,
+            self.num_accepted_tokens,
+            self.num_accepted_tokens_per_pos.copy(),
+        )
+
+    def count(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Add a request's drafts of one step."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted_tokens
+        per_pos = self.num_accepted_tokens_per_pos
+        per_pos.extend([0] * (num_draft_tokens - len(per_pos)))
+        for place in range(num_accepted_tokens):
+            per_pos[place] += 1
 
 
 class SchedulerStats(msgspec.Struct, array_like=True):
@@ -30,10 +67,8 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """Steps that raised, and were computed again request by request."""
     num_waiting_for_fsm: int = 0
     """Those of `num_waiting` whose grammar is still being compiled."""
-    num_draft_tokens: int = 0
-    """Tokens that speculative decoding proposed."""
-    num_accepted_tokens: int = 0
-    """Of these, those that the model agreed with."""
+    drafts: DraftStats | None = None
+    """None without speculative decoding."""
     rank_busy_seconds: list[float] = []
     """By rank, how long it has computed steps, without waits for other ranks; empty where that is not known."""
     num_block_evictions: int = 0
@@ -58,6 +93,8 @@ class StepStats(msgspec.Struct, array_like=True):
     """Tokens that were computed for these requests."""
     num_prefill_tokens: int = 0
     """Of these, all that were not a request's next token alone: prompts, and what a preemption made it forget."""
+    num_draft_tokens: int = 0
+    """Of the others, drafts."""
 
     @property
     def num_decode_tokens(self) -> int:
@@ -74,6 +111,11 @@ class FinishedRequestStats(msgspec.Struct):
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_drafts: int = 0
+    """Steps that it had drafts in."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Of its draft tokens, those that the model sampled in their place."""
     e2e_seconds: float = 0.0
     queue_seconds: float | None = None
     """From the engine core's admission to the request's first step, by the core's clock. Of one that was refused
@@ -103,10 +145,20 @@ class FinishedRequestStats(msgspec.Struct):
     """The caller's name for the request, which need not be unique."""
 
     @property
+    def acceptance_length(self) -> float | None:
+        """As in `DraftStats`."""
+        return acceptance_length(self.num_drafts, self.num_accepted_tokens)
+
+    @property
     def time_per_output_token_seconds(self) -> float | None:
         """Mean time per token after the first of each sequence; None with fewer than two."""
         num_later_tokens = self.num_output_tokens - self.num_sequences
         return self.decode_seconds * self.num_sequences / num_later_tokens if num_later_tokens > 0 else None
+
+
+def acceptance_length(num_drafts: int, num_accepted_tokens: int) -> float | None:
+    """Mean tokens that a step yields for a request with drafts: those accepted and one more. None without any."""
+    return 1 + num_accepted_tokens / num_drafts if num_drafts else None
 
 
 class IterationStats(msgspec.Struct):

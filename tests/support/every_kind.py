@@ -38,7 +38,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def make_llm(folder: Path, **settings: Any) -> LLM:
-    return LLM(folder, dtype="float32", max_model_len=128, device="cpu", **settings)
+    return LLM(folder, **{"dtype": "float32", "max_model_len": 128, "device": "cpu", **settings})
 
 
 def core_of(llm: LLM) -> EngineCore:

@@ -16,17 +16,22 @@ from itertools import count
 from random import Random
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.messages import EngineCoreOutput, FinishReason, ModelRunnerOutput, SchedulerOutput
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
+from quire_engine.scheduler.proposer import Proposal, Proposer
 from quire_engine.scheduler.request import Request
+from quire_engine.scheduler.step_costs import StepCosts
 
 __all__ = [
     "VOCAB_SIZE",
     "FakeModelRunner",
     "RandomProposer",
+    "draft_always",
     "make_request",
     "make_requests",
     "make_scheduler",
@@ -139,20 +144,44 @@ class RandomProposer:
         self._vocab_size = vocab_size
         self.num_drafts = 0
         self.share = 0.8
-        """Of the requests, and of the tokens that are right."""
+        """Of the requests that have drafts, and of the tokens that are right."""
 
     def drafts_for(self, request: Request) -> bool:
         """For most requests."""
         return self._random.random() < self.share
 
-    def propose(self, request: Request, max_tokens: int) -> list[int]:
-        """Up to seven tokens."""
-        drafts = self._continuation(request, min(max_tokens, self._random.randint(0, 7)))
+    def propose(self, request: Request, max_tokens: int) -> Proposal:
+        """Up to as many as asked for."""
+        drafts = self._continuation(request, self._random.randint(0, max_tokens))
         self.num_drafts += len(drafts)
-        return [
+        token_ids = [
             token_id if self._random.random() < self.share else self._random.randrange(self._vocab_size)
             for token_id in drafts
         ]
+        return Proposal(token_ids, [1.0] * len(token_ids))
+
+    def forget(self, request: Request) -> None:
+        """Nothing is kept."""
+
+
+class _FreeDrafts(StepCosts):
+    """All steps take the same time, and asking takes none, so that all drafts are worth computing."""
+
+    def record_asking(self, num_requests: int, seconds: float) -> None:
+        """It is not counted."""
+
+    def is_unknown(self, num_tokens: int, max_age: int) -> bool:
+        """Never."""
+        return False
+
+    def seconds(self, num_tokens: int, num_drafts: int) -> npt.NDArray[np.float64]:
+        """A second."""
+        return np.ones(1 + num_drafts)
+
+
+def draft_always(scheduler: Scheduler, proposer: Proposer, vocab_size: int = VOCAB_SIZE, most: int = 7) -> None:
+    """Draft at most so many tokens of a request in a step, whatever they are worth."""
+    scheduler.draft_with(proposer, vocab_size, most, _FreeDrafts())
 
 
 def true_continuation(request: Request, num_tokens: int) -> list[int]:

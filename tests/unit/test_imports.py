@@ -17,7 +17,9 @@ ENGINE = {
     "async_llm": "core frontend messages outputs config sampling_params stats errors models slo snapshot system",
     # The frontend and the engine core.
     "frontend": "scheduler models messages outputs sampling_params stats errors slo snapshot system",
-    "core": "executor scheduler kv_cache structured_output models config messages stats errors snapshot ipc system",
+    "core": "executor scheduler spec_decode kv_cache structured_output models config messages stats errors snapshot "
+    "ipc system",
+    "spec_decode": "scheduler config",
     "structured_output": "scheduler frontend messages structured_outputs_params errors system",
     "scheduler": "kv_cache config messages sampling_params stats errors snapshot",
     "kv_cache": "sampling_params snapshot",
@@ -44,7 +46,8 @@ ENGINE = {
 """Within `quire_engine`: file or folder → those whose names it may say."""
 
 TENSOR_FREE = {
-    "scheduler", "kv_cache", "outputs", "messages", "config", "sampling_params", "slo", "snapshot", "stats", "errors",
+    "scheduler", "spec_decode", "kv_cache", "outputs", "messages", "config", "sampling_params", "slo", "snapshot",
+    "stats", "errors",
 }  # fmt: skip
 """They never import torch."""
 

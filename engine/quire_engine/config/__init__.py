@@ -10,6 +10,7 @@ from quire_engine.config.engine_config import (
     ParallelConfig,
     SchedulerConfig,
 )
+from quire_engine.config.speculative_config import SpeculativeConfig
 
 __all__ = [
     "SECRETS",
@@ -20,4 +21,5 @@ __all__ = [
     "ModelConfig",
     "ParallelConfig",
     "SchedulerConfig",
+    "SpeculativeConfig",
 ]

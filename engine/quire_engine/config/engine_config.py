@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from quire_engine.config.speculative_config import SpeculativeConfig
 from quire_engine.config.vllm_settings import without_vllm_names
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, parse_classes
 
@@ -29,6 +30,9 @@ QUANTIZATIONS = ("int8", "fp8")
 KV_CACHE_DTYPES = ("auto", "fp8")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_NUM_SEQS = 4096
+MAX_DRAFTED_ROWS = 512
+"""Each row takes the memory of a vocabulary's logits. Long before this many, a step is bound by what it computes, and a
+draft costs as much as a token of another request."""
 SECRETS = ("introspection_token",)
 MIN_TOKEN_CHARACTERS = 16
 DEVICES = ("auto", "cpu", "cuda")
@@ -137,8 +141,13 @@ class SchedulerConfig:
     async_scheduling: bool | None = None
     """Whether a step is scheduled while the one before it computes. Unset: on a GPU it is; on the CPU it is not, where
     the scheduler would take its time from the model."""
+    speculative_config: SpeculativeConfig | None = None
+    """Speculative decoding: `{"method": "suffix"}` drafts tokens, and a step checks several at once. It gives the same
+    tokens, sooner where the text repeats itself. Unset: each step computes one token of a request."""
 
     def __post_init__(self) -> None:
+        if self.speculative_config is not None and not isinstance(self.speculative_config, SpeculativeConfig):
+            object.__setattr__(self, "speculative_config", SpeculativeConfig.from_value(self.speculative_config))
         _check_int("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
         _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
@@ -156,6 +165,18 @@ class SchedulerConfig:
                    "max_queue_delay_ms", self.max_queue_delay_ms, "a number of milliseconds above 0")  # fmt: skip
         if self.async_scheduling is not None:
             _check_bool("async_scheduling", self.async_scheduling)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Of a request in a step; 0 without speculative decoding."""
+        return 0 if self.speculative_config is None else self.speculative_config.max_draft_tokens
+
+    @property
+    def max_num_sampled_rows(self) -> int:
+        """Positions that a step samples, at most: the last of each request, and those after its drafts. The same number
+        for each of `max_num_seqs` requests."""
+        rows_each = min(MAX_DRAFTED_ROWS, self.max_num_batched_tokens) // self.max_num_seqs
+        return self.max_num_seqs * max(min(1 + self.max_draft_tokens, rows_each), 1)
 
     def for_max_model_len(self, max_model_len: int) -> "SchedulerConfig":
         """The same, with a threshold of 4% of the context where several partial prefills need one and none is set."""
@@ -244,8 +265,8 @@ class FrontendConfig:
     disable_log_stats: bool = False
     """vLLM's way to say that they are not."""
     report_cached_tokens: bool = True
-    """Whether the performance metrics of a request say how many of its prompt's tokens came from the cache. Who sees
-    that can find out what others have sent."""
+    """Whether a request's performance metrics say how many of its prompt's tokens came from the cache, and how many
+    drafts were accepted. Who sees that can find out what others have sent."""
 
     introspection_token: str | None = field(default=None, repr=False)
     """What a caller has to show who wants to see or cancel requests. Unset: nobody can."""

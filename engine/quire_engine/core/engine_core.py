@@ -42,6 +42,7 @@ from quire_engine.scheduler.grammar import GrammarError
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.validation import validate_request
 from quire_engine.snapshot import MAX_WAITING_REQUESTS, EngineCoreSnapshot, RankSnapshot
+from quire_engine.spec_decode import make_proposer
 from quire_engine.stats import SchedulerStats, StepStats
 from quire_engine.structured_output.compiler_messages import CompilerArguments
 from quire_engine.structured_output.manager import StructuredOutputManager
@@ -89,6 +90,9 @@ class EngineCore:
             async_scheduling=self.executor.async_scheduling,
             sends_new_token_ids=config.parallel.world_size > 1,
         )
+        if config.scheduler.speculative_config is not None:
+            proposer = make_proposer(config.scheduler.speculative_config)
+            self.scheduler.draft_with(proposer, checkpoint.vocab_size, config.scheduler.max_draft_tokens)
         self._in_flight: deque[SchedulerOutput] = deque()
         """Steps that were submitted and not yet collected, oldest first."""
         self._history = StepHistory()
@@ -190,6 +194,7 @@ class EngineCore:
             seconds = time.perf_counter() - began_at
             times.update_seconds = max(seconds - times.schedule_seconds - times.execute_seconds, 0.0)
             result.step_stats = times
+            self.scheduler.note_step_seconds(times, seconds)
             self._history.record(times)
         return result
 
@@ -406,6 +411,7 @@ def _count_tokens(scheduler_output: SchedulerOutput, stats: StepStats) -> None:
     """Count a step's requests and tokens. One token of a request that ran before counts as a decode, as do drafts."""
     scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.draft_token_ids
     stats.num_requests, stats.num_tokens = len(scheduled), sum(scheduled.values())
+    stats.num_draft_tokens = sum(map(len, drafts.values()))
     if scheduler_output.new_requests or stats.num_tokens > stats.num_requests:
         new = {request.request_id for request in scheduler_output.new_requests}
         stats.num_prefill_tokens = sum(

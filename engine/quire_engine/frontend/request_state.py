@@ -76,6 +76,10 @@ class RequestState:
             if self.first_token_time is not None:
                 arrival_time = self.request.arrival_time
                 own.preemptions.append((self.last_token_time - arrival_time, now - arrival_time))
+        if output.num_draft_tokens:
+            own.num_drafts += 1
+            own.num_draft_tokens += output.num_draft_tokens
+            own.num_accepted_tokens += max(len(output.new_token_ids) - 1, 0)  # a grammar may refuse the first one
         if not num_new_tokens:
             if self.first_token_time is None:
                 own.queue_seconds = output.queue_seconds

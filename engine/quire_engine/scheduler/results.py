@@ -51,10 +51,11 @@ def take_result(
         request = requests.get(request_id)
         if request is None or request.last_stale_step >= step:
             continue
-        if request_id in drafts:
-            request.num_computed_tokens -= 1 + len(drafts[request_id]) - len(new_token_ids)
-        token_ids, grammar = request.all_token_ids, request.grammar
         output = EngineCoreOutput(request_id, num_preemptions=request.num_preemptions)
+        if request_id in drafts:
+            output.num_draft_tokens = len(drafts[request_id])
+            request.num_computed_tokens -= 1 + output.num_draft_tokens - len(new_token_ids)
+        token_ids, grammar = request.all_token_ids, request.grammar
         if len(token_ids) == request.num_prompt_tokens and request.scheduled_at is not None:
             output.queue_seconds = request.scheduled_at - request.queued_at
             output.num_cached_tokens = request.num_cached_tokens

@@ -45,9 +45,10 @@ from quire_engine.scheduler.request_queue import FCFSRequestQueue, RequestQueue,
 from quire_engine.scheduler.request_snapshots import request_snapshot
 from quire_engine.scheduler.results import take_result
 from quire_engine.scheduler.step_budget import StepBudget
+from quire_engine.scheduler.step_costs import StepCosts
 from quire_engine.scheduler.worker_knowledge import WorkerKnowledge
 from quire_engine.snapshot import RequestSnapshot
-from quire_engine.stats import SchedulerStats
+from quire_engine.stats import SchedulerStats, StepStats
 
 __all__ = ["Scheduler"]
 
@@ -101,9 +102,21 @@ class Scheduler:
         self._ended: list[EngineCoreOutput] = []
         """Outputs of requests that ended without a step: refused, or overdue."""
 
-    def draft_with(self, proposer: Proposer, vocab_size: int) -> None:
-        """Draft tokens for requests that are added from now on."""
-        self._drafter = Drafter(proposer, self.kv_cache, vocab_size, self.config.max_num_seqs)
+    def draft_with(
+        self, proposer: Proposer, vocab_size: int, max_draft_tokens: int, costs: StepCosts | None = None
+    ) -> None:
+        """Draft tokens for requests that are added from now on.
+
+        Args:
+            proposer: drafts them.
+            vocab_size: of the model.
+            max_draft_tokens: of a request in a step.
+            costs: how long steps take; unset: that is learned.
+        """
+        num_rows = self.config.max_num_sampled_rows
+        self._drafter = Drafter(
+            proposer, self.kv_cache, vocab_size, max_draft_tokens, num_rows, costs if costs is not None else StepCosts()
+        )
 
     # -- requests come and go ---------------------------------------------------------------------------------------
 
@@ -156,6 +169,8 @@ class Scheduler:
         else:
             next(queue for queue in self._queues if request in queue).remove(request)
         self._isolation.request_ended(request)
+        if self._drafter is not None:
+            self._drafter.forget(request)
         request.status = RequestStatus.FINISHED
         self._structured.pop(request_id, None)
         self.kv_cache.free(request)
@@ -356,6 +371,8 @@ class Scheduler:
             runner_output: its result.
         """
         outputs, self._ended = self._ended, []
+        if self._drafter is not None:
+            self._drafter.count(scheduler_output, runner_output)
         new, complete = take_result(self.requests, scheduler_output, runner_output)
         outputs += new
         for output in new:
@@ -404,6 +421,11 @@ class Scheduler:
         self.kv_cache.reset_prefix_cache()
         return outputs
 
+    def note_step_seconds(self, step: StepStats, seconds: float) -> None:
+        """Note how long a step took in all: it decides what drafts are worth."""
+        if self._drafter is not None and step.num_decode_tokens:
+            self._drafter.costs.record(step.num_tokens, seconds, has_drafts=step.num_draft_tokens > 0)
+
     @property
     def num_steps(self) -> int:
         """Scheduled steps, including empty ones."""
@@ -433,6 +455,7 @@ class Scheduler:
             num_failed_steps=self.num_failed_steps,
             num_waiting_for_fsm=len(self.waiting_for_fsm),
             num_block_evictions=pool.num_evictions,
+            drafts=None if self._drafter is None else self._drafter.stats.copy(),
         )
 
     def check_integrity(self) -> None:

@@ -39,6 +39,12 @@ class _Fault(msgspec.Struct):
     rank: int | None = None
     seconds: float = 0.0
 
+    def is_reached(self, num_output_tokens: int | None, num_new_tokens: int) -> bool:
+        """Whether a request that has so many tokens now has got to the fault's number with the new ones."""
+        if self.num_output_tokens is None or num_output_tokens is None:
+            return False
+        return num_output_tokens - num_new_tokens < self.num_output_tokens <= num_output_tokens
+
 
 class FaultInjection:
     """Reads the file after each step, so that it can appear and change while the worker runs."""
@@ -65,8 +71,7 @@ class FaultInjection:
             time.sleep(fault.seconds)
             return
         if not any(
-            fault.token_id in token_ids
-            or (fault.num_output_tokens is not None and fault.num_output_tokens == batch.num_output_tokens(request_id))
+            fault.token_id in token_ids or fault.is_reached(batch.num_output_tokens(request_id), len(token_ids))
             for request_id, token_ids in output.sampled_token_ids.items()
         ):
             return

@@ -247,6 +247,7 @@ class Worker:
         # The last token that fits into the context is never computed.
         longest = max(self.max_model_len - 1, 1)
         num_tokens = min(scheduler.max_num_batched_tokens // num_seqs, longest)
+        num_drafts = min(scheduler.max_num_sampled_rows // num_seqs, num_tokens) - 1
         blocks_each = -(-min(num_tokens + 1, self.max_model_len) // block_size)
         many = [
             _profile_request(num_tokens, range(i * blocks_each, (i + 1) * blocks_each), f"profile-{i}")
@@ -263,7 +264,7 @@ class Worker:
             # For the longest sequences attention keeps partial results in memory; these short ones have none.
             parts = self._plan_longest(num_seqs) if self._uses_triton else None
             for requests in batches:
-                self._profile_batch(requests)
+                self._profile_batch(requests, num_drafts if requests is many else 0)
             del parts
         self._recorded_bytes = num_layers * self.runner.recorded_bytes  # an upper bound if there are several kinds
         self.runner.kv_caches = []
@@ -278,13 +279,26 @@ class Worker:
         key_caches = key_caches_by_kind(self.runner.model, self.runner.kv_caches)
         return plan_attentions(key_caches, table, query_start_loc, seq_lens)
 
-    def _profile_batch(self, requests: list[NewRequestData]) -> None:
-        """Compute the requests' prompts in one step, and if kernels are compiled, one more token in another."""
+    def _profile_batch(self, requests: list[NewRequestData], num_drafts: int) -> None:
+        """Compute the requests' prompts in one step, and if kernels are compiled, one more token in another.
+
+        Args:
+            requests: each with a prompt.
+            num_drafts: how many of each prompt's last tokens are given as drafts, so that the step samples more rows.
+        """
         lengths = {request.request_id: request.num_prompt_tokens for request in requests}
-        self.execute_model(SchedulerOutput(lengths, new_requests=requests))
+        drafts = {}
+        if num_drafts:
+            drafts = {request_id: [0] * num_drafts for request_id in lengths}
+            for request in requests:
+                request.num_prompt_tokens -= num_drafts
+                del request.token_ids[request.num_prompt_tokens :]
+        self.execute_model(SchedulerOutput(lengths, new_requests=requests, draft_token_ids=drafts))
         if self._uses_triton:
-            token_ids = [] if self._runs_ahead else [[0] for _ in requests]  # for ranks that do not sample
-            columns = CachedRequestData(list(lengths), [[] for _ in requests], list(lengths.values()), token_ids)
+            # For ranks that do not sample; if they run ahead, they have the tokens of requests without drafts.
+            token_ids = [] if self._runs_ahead and not drafts else [[0] for _ in requests]
+            known = [request.num_prompt_tokens for request in requests]
+            columns = CachedRequestData(list(lengths), [[] for _ in requests], known, token_ids)
             self.execute_model(SchedulerOutput(dict.fromkeys(lengths, 1), cached_requests=columns))
         for request_id in lengths:
             self.runner.batch.remove(request_id)

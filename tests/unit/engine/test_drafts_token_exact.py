@@ -17,9 +17,10 @@ from quire_engine.messages import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
+from quire_engine.scheduler.proposer import Proposal
 from quire_engine.scheduler.request import Request
 from support.every_kind import KINDS, PARAMS, PROMPTS, WAYS, Told, core_of, make_llm
-from support.scheduling import RandomProposer
+from support.scheduling import RandomProposer, draft_always
 
 VOCAB_SIZE = 900
 """Wrong drafts are below it."""
@@ -122,13 +123,17 @@ def test_every_kind_of_request_gets_what_it_gets_without(
     expected = undisturbed(**{name: settings[name] for name in ("quantization",) if name in settings})
     llm = make_llm(checkpoint("tinypy"), **{"async_scheduling": False, **settings})
     scheduler, accepted = core_of(llm).scheduler, Accepted(core_of(llm))
-    scheduler.draft_with(RandomProposer(Random(way), expected.continuation, VOCAB_SIZE), VOCAB_SIZE)
+    proposer = RandomProposer(Random(way), expected.continuation, VOCAB_SIZE)
+    proposer.share = 0.7
+    draft_always(scheduler, proposer, VOCAB_SIZE)
     outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     for output, want, name in zip(outputs, expected.told, [*KINDS] * 2, strict=True):
         told = Told(output)
         assert (told.text, told.end, told.ranks) == (want.text, want.end, want.ranks), name
         assert told.logprobs == pytest.approx(want.logprobs, abs=1e-4), name
-    assert min(accepted.num_accepted, accepted.num_rejected) > 5
+    assert accepted.num_accepted > 5
+    # In small steps there is only room beside requests with a grammar, which cuts what is wrong.
+    assert accepted.num_rejected > 5 or way == "small steps"
     stats = llm.get_stats()
     assert (stats.num_preemptions > 0) == (way == "few blocks")
     assert (stats.num_failed_steps, stats.num_blocks_used, stats.num_running) == (0, 0, 0)
@@ -156,7 +161,7 @@ def test_a_request_goes_on_with_drafts_where_another_engine_has_left_it(
     expected = undisturbed()
     llm = make_llm(checkpoint("tinypy"), async_scheduling=False)
     core = core_of(llm)
-    core.scheduler.draft_with(RandomProposer(Random(0), expected.continuation, VOCAB_SIZE), VOCAB_SIZE)
+    draft_always(core.scheduler, RandomProposer(Random(0), expected.continuation, VOCAB_SIZE), VOCAB_SIZE)
     whole = run(core, expected.messages)
     for number in range(1, 32, 3):
         messages = [
@@ -182,7 +187,7 @@ def test_drafts_that_leave_the_grammar_are_cut(behind: str | None, checkpoint: C
     drafts = [one, last, one]
     proposer = RandomProposer(Random(0), lambda request, num_tokens: drafts[:num_tokens], VOCAB_SIZE)
     proposer.share = 1.0
-    core.scheduler.draft_with(proposer, VOCAB_SIZE)
+    draft_always(core.scheduler, proposer, VOCAB_SIZE)
     computed: list[list[int]] = []
     submit = core.executor.submit
 
@@ -206,8 +211,9 @@ def test_what_is_slow_behind_drafts_alone_is_no_fault_of_the_request(checkpoint:
     letter = tokenizer.encode("a", add_special_tokens=False)[-1]
     proposer = RandomProposer(Random(0), lambda request, num_tokens: [], VOCAB_SIZE)
     proposer.share = 1.0
-    proposer.propose = lambda request, max_tokens: [letter] * max_tokens  # type: ignore[method-assign]
-    core.scheduler.draft_with(proposer, VOCAB_SIZE)
+    many = lambda request, max_tokens: Proposal([letter] * max_tokens, [1.0] * max_tokens)  # noqa: E731
+    proposer.propose = many  # type: ignore[method-assign]
+    draft_always(core.scheduler, proposer, VOCAB_SIZE)
     one = tokenizer.encode("1", add_special_tokens=False)[-1]
     params = SamplingParams(
         max_tokens=128,

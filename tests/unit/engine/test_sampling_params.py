@@ -365,6 +365,7 @@ def test_every_field_can_be_sent_by_a_client() -> None:
             "n": "2",
             "priority": "-3",
             "cache_salt": "tenant",
+            "num_speculative_tokens": "3",
         }
     )
     defaults = SamplingParams()

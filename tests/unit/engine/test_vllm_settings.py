@@ -83,7 +83,6 @@ def test_nothing_is_logged_of_settings_of_ours(caplog: Any) -> None:
         ("revision", "main", "model is a folder"),
         ("cpu_offload_gb", 4, "leave it out, or 0"),
         ("max_logprobs", 50, "20 is the most"),
-        ("speculative_config", {"model": "x"}, "there is nothing of the kind here; leave it out"),
         ("speculative_model", "x", "leave it out"),
         ("num_scheduler_steps", True, "leave it out, or 1"),
         ("task", "embed", "'auto' or 'generate'"),

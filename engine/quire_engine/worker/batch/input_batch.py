@@ -17,6 +17,7 @@ The last token of a request may be sampled but still be on the device (`?`): it 
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -111,16 +112,26 @@ class InputBatch:
     def settle_tokens(self, slots: Int64Array, positions: Int64Array, token_ids: Int64Array) -> None:
         """Store the token that was sampled for a position of each slot; counts it, if it was not expected."""
         self.token_ids[slots, positions] = token_ids
-        self.num_known_tokens[slots] = positions + 1
-        self.num_tokens[slots] = np.maximum(self.num_tokens[slots], positions + 1)
+        self._count_up_to(slots, positions + 1)
         self.penalties.append(slots, token_ids)
 
     def settle_lists(self, slots: Int64Array, positions: Int64Array, token_ids: Sequence[Sequence[int]]) -> None:
         """Store the tokens that were sampled for each slot, any number of them, from a position on."""
         counts = np.fromiter(map(len, token_ids), dtype=np.int64)
-        for i in range(counts.max(initial=0)):
-            own = np.flatnonzero(counts > i)
-            self.settle_tokens(slots[own], positions[own] + i, np.array([token_ids[k][i] for k in own.tolist()]))
+        flat = np.fromiter(chain.from_iterable(token_ids), dtype=np.int64)
+        places = np.arange(len(flat)) - np.repeat(counts.cumsum() - counts, counts)  # within each list
+        flat_slots = np.repeat(slots, counts)
+        self.token_ids[flat_slots, np.repeat(positions, counts) + places] = flat
+        is_new = counts > 0
+        self._count_up_to(slots[is_new], (positions + counts)[is_new])
+        if self.penalties.is_used[slots].any():
+            for place in range(counts.max(initial=0)):
+                self.penalties.append(flat_slots[places == place], flat[places == place])
+
+    def _count_up_to(self, slots: Int64Array, ends: Int64Array) -> None:
+        """Count the tokens before these positions as known."""
+        self.num_known_tokens[slots] = ends
+        self.num_tokens[slots] = np.maximum(self.num_tokens[slots], ends)
 
     def num_output_tokens(self, request_id: str) -> int | None:
         """The number of known tokens sampled for a request so far; None if the request is unknown."""

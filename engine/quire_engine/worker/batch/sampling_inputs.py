@@ -38,7 +38,8 @@ def sampling_metadata(
         batch.seed[slots].view(np.int64), num_tokens,
     )  # fmt: skip
     temperature, top_p, top_k, min_p, seeds, positions = upload(device, *columns)
-    drafts = batch.drafts(slots, sampled.offsets) if sampled.drafts else {}
+    # Only penalties look at the drafts before a row.
+    drafts = batch.drafts(slots, sampled.offsets) if sampled.drafts and batch.penalties.is_used[slots].any() else {}
     tails = partial(_output_tail, batch, sampled)
     return SamplingMetadata(
         temperature=temperature,

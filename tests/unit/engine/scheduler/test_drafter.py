@@ -2,13 +2,20 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import pytest
-from quire_engine.messages import FinishReason
+from quire_engine.messages import EngineCoreOutput, FinishReason
+from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
+from quire_engine.scheduler.proposer import Proposal
 from quire_engine.scheduler.request import Request
+from quire_engine.scheduler.step_costs import StepCosts
+from quire_engine.stats import DraftStats
 from support.scheduling import (
     VOCAB_SIZE,
     FakeModelRunner,
+    draft_always,
     make_request,
     make_requests,
     make_scheduler,
@@ -23,12 +30,17 @@ class Proposer:
 
     def __init__(self, token_ids: Sequence[int] | None = None) -> None:
         self.token_ids = token_ids
+        self.forgotten: list[str] = []
 
     def drafts_for(self, request: Request) -> bool:
         return True
 
-    def propose(self, request: Request, max_tokens: int) -> list[int]:
-        return true_continuation(request, max_tokens) if self.token_ids is None else list(self.token_ids)
+    def propose(self, request: Request, max_tokens: int) -> Proposal:
+        token_ids = true_continuation(request, max_tokens) if self.token_ids is None else list(self.token_ids)
+        return Proposal(token_ids, [1.0] * len(token_ids))
+
+    def forget(self, request: Request) -> None:
+        self.forgotten.append(request.request_id)
 
 
 class Raises(Proposer):
@@ -44,7 +56,7 @@ class Raises(Proposer):
             raise RuntimeError(self.question)
         return True
 
-    def propose(self, request: Request, max_tokens: int) -> list[int]:
+    def propose(self, request: Request, max_tokens: int) -> Proposal:
         self.num_asked += 1
         raise RuntimeError("propose")
 
@@ -52,7 +64,7 @@ class Raises(Proposer):
 def drafting(proposer: Proposer, num_requests: int = 1, max_tokens: int = 9, **settings: int) -> Scheduler:
     """A scheduler whose requests have a token each."""
     scheduler = make_scheduler(**settings)
-    scheduler.draft_with(proposer, VOCAB_SIZE)
+    draft_always(scheduler, proposer)
     for request in make_requests(num_requests, max_tokens=max_tokens):
         scheduler.add_request(request)
     return scheduler
@@ -91,7 +103,7 @@ def test_drafts_take_what_is_left_of_the_tokens_and_rows_and_no_more() -> None:
     run_step(scheduler, FakeModelRunner.for_scheduler(scheduler))
     scheduler.add_request(make_request([50] * 9, request_id="new"))
     step = scheduler.schedule()
-    assert step.num_scheduled_tokens == {"r0": 1 + 5, "r1": 1, "new": 9}, "8 rows; 3 are taken"
+    assert step.num_scheduled_tokens == {"r0": 1 + 3, "r1": 1 + 2, "new": 9}, "8 rows; 3 are taken"
     scheduler = drafting(Proposer([7] * 20), 1, max_tokens=4)
     run_step(scheduler, FakeModelRunner.for_scheduler(scheduler))
     assert scheduler.schedule().num_scheduled_tokens == {"r0": 1 + 2}, "the last token is sampled behind the last draft"
@@ -122,3 +134,132 @@ def test_a_request_that_is_isolated_has_no_drafts() -> None:
 
     assert run(scheduler, Runner.for_scheduler(scheduler)) == expected
     assert len(failed) == 3
+
+
+class Costs(StepCosts):
+    """Every token of a step takes so long, and the step itself a second. Asking takes no time."""
+
+    def __init__(self, seconds_per_token: float) -> None:
+        super().__init__()
+        self.seconds_per_token = seconds_per_token
+        self.unknown: set[int] = set()
+
+    def record_asking(self, num_requests: int, seconds: float) -> None:
+        pass
+
+    def is_unknown(self, num_tokens: int, max_age: int) -> bool:
+        return num_tokens in self.unknown
+
+    def seconds(self, num_tokens: int, num_drafts: int) -> npt.NDArray[np.float64]:
+        return 1.0 + self.seconds_per_token * np.arange(num_tokens, num_tokens + num_drafts + 1)
+
+
+class Certain(Proposer):
+    """Drafts with these chances."""
+
+    def __init__(self, *chances: float) -> None:
+        super().__init__()
+        self.chances = chances
+
+    def propose(self, request: Request, max_tokens: int) -> Proposal:
+        chances = list(self.chances[:max_tokens])
+        return Proposal([7] * len(chances), chances)
+
+
+@pytest.mark.parametrize(
+    ("seconds_per_token", "num_drafts"),
+    [
+        (0.0, 4),  # reading the weights takes all the time
+        (0.1, 3),
+        (0.3, 2),
+        (1.0, 1),
+        (100.0, 0),  # a draft takes as long as a step, and is accepted less often than not
+    ],
+)
+def test_so_many_drafts_are_computed_as_make_the_most_tokens_per_second(
+    seconds_per_token: float, num_drafts: int
+) -> None:
+    scheduler = make_scheduler()
+    scheduler.draft_with(Certain(0.9, 0.6, 0.6, 0.6), VOCAB_SIZE, 7, Costs(seconds_per_token))
+    scheduler.add_request(make_request([5], request_id="r0", params=SamplingParams(max_tokens=30)))
+    run_step(scheduler, FakeModelRunner.for_scheduler(scheduler))
+    assert len(scheduler.schedule().draft_token_ids.get("r0", ())) == num_drafts
+
+
+def test_the_likeliest_drafts_of_all_requests_come_first() -> None:
+    class ByRequest(Proposer):
+        def propose(self, request: Request, max_tokens: int) -> Proposal:
+            return Proposal([7] * 4, [0.9] * 4 if request.request_id == "r1" else [0.5] * 4)
+
+    scheduler = drafting(ByRequest(), 2, max_tokens=30, max_num_seqs=6)
+    run_step(scheduler, FakeModelRunner.for_scheduler(scheduler))
+    assert {name: len(own) for name, own in scheduler.schedule().draft_token_ids.items()} == {"r1": 4}
+
+
+def test_a_step_without_drafts_comes_first_where_nothing_is_known_of_its_time() -> None:
+    scheduler = make_scheduler()
+    costs = Costs(0.0)
+    costs.unknown = {1}
+    scheduler.draft_with(Certain(0.9), VOCAB_SIZE, 7, costs)
+    scheduler.add_request(make_request([5], request_id="r0", params=SamplingParams(max_tokens=30)))
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    run_step(scheduler, runner)
+    step = scheduler.schedule()
+    assert not step.draft_token_ids
+    runner.submit(step)
+    scheduler.update_from_output(step, runner.collect())
+    costs.unknown = set()
+    assert scheduler.schedule().draft_token_ids
+
+
+def test_drafts_that_were_right_all_along_are_computed_though_none_was_for_long() -> None:
+    """The record also learns from drafts that are not computed."""
+    scheduler = make_scheduler(num_blocks=400)
+    costs = Costs(100.0)
+    scheduler.draft_with(Proposer(), VOCAB_SIZE, 7, costs)
+    scheduler.add_request(make_request([50], request_id="r0", params=SamplingParams(max_tokens=200)))
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    for _ in range(50):
+        run_step(scheduler, runner)
+    assert scheduler.make_stats().drafts == DraftStats()
+    costs.seconds_per_token = 0.0
+    for _ in range(18):
+        run_step(scheduler, runner)
+    stats = scheduler.make_stats().drafts
+    assert stats is not None
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
+
+
+def test_a_request_may_have_fewer_drafts_or_none() -> None:
+    scheduler = drafting(Proposer([7] * 9), 0)
+    for number, own in enumerate((None, 0, 2, 50)):
+        params = SamplingParams(max_tokens=30, num_speculative_tokens=own)
+        scheduler.add_request(make_request([50 + number], request_id=f"r{number}", params=params))
+    run_step(scheduler, FakeModelRunner.for_scheduler(scheduler))
+    drafts = scheduler.schedule().draft_token_ids
+    assert {name: len(own) for name, own in drafts.items()} == {"r0": 7, "r2": 2, "r3": 7}
+
+
+def test_what_was_drafted_and_accepted_is_counted() -> None:
+    scheduler = drafting(Proposer(), 2)
+    outputs: list[EngineCoreOutput] = []
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    while scheduler.has_requests():
+        outputs += run_step(scheduler, runner)
+    stats = scheduler.make_stats().drafts
+    assert stats is not None
+    drafted = [output for output in outputs if output.num_draft_tokens]
+    assert stats.num_drafts == len(drafted)
+    assert stats.num_draft_tokens == sum(output.num_draft_tokens for output in drafted)
+    assert stats.num_accepted_tokens == sum(len(output.new_token_ids) - 1 for output in drafted)
+    assert sum(stats.num_accepted_tokens_per_pos) == stats.num_accepted_tokens
+    assert stats.num_accepted_tokens_per_pos == sorted(stats.num_accepted_tokens_per_pos, reverse=True)
+    assert stats.acceptance_length == 1 + stats.num_accepted_tokens / stats.num_drafts
+
+
+def test_the_proposer_is_told_of_every_end() -> None:
+    proposer = Proposer()
+    scheduler = drafting(proposer, 3)
+    scheduler.finish_request("r1")
+    run(scheduler)
+    assert sorted(proposer.forgotten) == ["r0", "r1", "r2"]

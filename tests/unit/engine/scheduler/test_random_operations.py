@@ -16,9 +16,9 @@ from quire_engine.scheduler.drafter import cut_drafts
 from quire_engine.scheduler.request import Request
 from quire_engine.structured_outputs_params import StructuredOutputsParams
 from support.scheduling import (
-    VOCAB_SIZE,
     FakeModelRunner,
     RandomProposer,
+    draft_always,
     make_request,
     make_scheduler,
     run_step,
@@ -115,7 +115,7 @@ class Life:
             **settings,
         )
         if drafts:
-            self.scheduler.draft_with(RandomProposer(rng, true_continuation), VOCAB_SIZE)
+            draft_always(self.scheduler, RandomProposer(rng, true_continuation))
         self.runners = [FakeModelRunner.for_scheduler(self.scheduler, self.is_poisoned)]
         if num_batches > 1:
             follower = Follower.for_scheduler(self.scheduler, self.is_poisoned)

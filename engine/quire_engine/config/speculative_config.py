@@ -1,0 +1,136 @@
+"""SpeculativeConfig: how tokens are drafted, under the keys of vLLM's `speculative_config`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+
+__all__ = ["SpeculativeConfig"]
+
+METHODS = ("ngram", "suffix")
+MAX_SPECULATIVE_TOKENS = 128
+DEFAULT_LOOKUP = 5
+"""vLLM's, for both ends of the range of n."""
+NGRAM_TOKENS = 16
+"""Drafts of n-grams where `num_speculative_tokens` is unset: how many of them pay off is found out in each step."""
+
+_PREFIXES = {"ngram": "prompt_lookup_", "suffix": "suffix_decoding_"}
+"""Of the keys that only this method has."""
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "draft_tensor_parallel_size": (1,),
+    "disable_logprobs": (False,),
+    "enforce_eager": (True, False),
+    "disable_padded_drafter_batch": (True, False),
+    "disable_by_batch_size": (),
+    "rejection_sample_method": ("strict",),
+}
+"""vLLM's keys that ask for nothing here → the values that do; of `disable_by_batch_size` any value does, as it is found
+out in each step whether drafts are worth their cost."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeculativeConfig:
+    """Which method drafts tokens, and how many at most. No setting here changes a token of the output."""
+
+    method: str
+    """`ngram` drafts what followed where the request's last tokens occurred in it before (prompt lookup). `suffix` does
+    so for the longest such match, in recent outputs of other requests too, and takes what followed most often."""
+    num_speculative_tokens: int | None = None
+    """The most tokens drafted for a request in one step. Unset: 16 for `ngram`; for `suffix` what the tree depth has
+    room for beside the match, which is 12."""
+    prompt_lookup_max: int | None = None
+    """`ngram`: the most tokens that are looked up. Unset: `prompt_lookup_min`, or 5 if that is unset, too."""
+    prompt_lookup_min: int | None = None
+    """`ngram`: the least. Unset: `prompt_lookup_max`, or 5."""
+    suffix_decoding_max_tree_depth: int = 24
+    """`suffix`: the most tokens of a match and the draft after it together."""
+    suffix_decoding_max_cached_requests: int = 10_000
+    """`suffix`: outputs of other requests that are kept, at most; 0: none."""
+    suffix_decoding_max_spec_factor: float = 1.0
+    """`suffix`: drafts are at most this many times as long as the match."""
+    suffix_decoding_min_token_prob: float = 0.1
+    """`suffix`: a draft ends before the first token that is less likely than this, by what followed so far."""
+
+    def __post_init__(self) -> None:
+        _check(self.method in METHODS, "method", self.method, f"one of {', '.join(METHODS)}")
+        for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
+            value = getattr(self, name)
+            _check(value is None or _is_int(value, 1, MAX_SPECULATIVE_TOKENS), name, value,
+                   f"an integer from 1 to {MAX_SPECULATIVE_TOKENS}")  # fmt: skip
+        shortest, longest = self.lookup_range
+        _check(shortest <= longest, "prompt_lookup_min", shortest, f"at most prompt_lookup_max={longest}")
+        _check(_is_int(self.suffix_decoding_max_tree_depth, 2, 2 * MAX_SPECULATIVE_TOKENS),
+               "suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth,
+               f"an integer from 2 to {2 * MAX_SPECULATIVE_TOKENS}")  # fmt: skip
+        _check(_is_int(self.suffix_decoding_max_cached_requests, 0, 2**31), "suffix_decoding_max_cached_requests",
+               self.suffix_decoding_max_cached_requests, "an integer of at least 0")  # fmt: skip
+        factor, least = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
+        _check(_is_number(factor) and 0 < factor < float("inf"), "suffix_decoding_max_spec_factor", factor,
+               "a number above 0")  # fmt: skip
+        _check(_is_number(least) and 0 <= least <= 1, "suffix_decoding_min_token_prob", least, "from 0 to 1")
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """`num_speculative_tokens`, or what it is when unset."""
+        if self.method == "suffix":
+            return min(self.num_speculative_tokens or MAX_SPECULATIVE_TOKENS, self._longest_of_suffix)
+        return self.num_speculative_tokens or NGRAM_TOKENS
+
+    @property
+    def _longest_of_suffix(self) -> int:
+        """The longest draft that the tree depth has room for behind a match that allows it."""
+        depth, factor = self.suffix_decoding_max_tree_depth, self.suffix_decoding_max_spec_factor
+        return max(1, max(min(int(length * factor + 1e-6), depth - length) for length in range(1, depth)))
+
+    @property
+    def lookup_range(self) -> tuple[int, int]:
+        """`prompt_lookup_min` and `prompt_lookup_max`, or what they are when unset."""
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        return shortest or longest or DEFAULT_LOOKUP, longest or shortest or DEFAULT_LOOKUP
+
+    @classmethod
+    def from_value(cls, value: object) -> "SpeculativeConfig | None":
+        """From a decoded JSON object; None if it is empty.
+
+        Raises:
+            ValueError: it is no object, lacks `method`, has an unknown key (the nearest known one is named), or a bad
+                value.
+        """
+        if not isinstance(value, Mapping):
+            raise ValueError(f"speculative_config is {value!r}; it must be an object, such as {{'method': 'suffix'}}")
+        if not value:
+            return None
+        known = [item.name for item in fields(cls)]
+        settings = {}
+        for name, setting in value.items():
+            if name in _NEUTRAL:
+                allowed = _NEUTRAL[name]
+                _check(setting is None or not allowed or setting in allowed, name, setting,
+                       f"left out, or {' or '.join(repr(item) for item in allowed)}")  # fmt: skip
+            elif name not in known:
+                near = get_close_matches(str(name), known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+                raise ValueError(f"speculative_config: unknown key {name!r}; {hint}")
+            elif setting is not None:
+                settings[name] = setting
+        if "method" not in settings:
+            raise ValueError(f"speculative_config: method is missing; it must be one of {', '.join(METHODS)}")
+        for name in settings:
+            for method, prefix in _PREFIXES.items():
+                _check(not name.startswith(prefix) or settings["method"] == method, name, settings[name],
+                       f"left out with method {settings['method']!r}: it is of {method!r}")  # fmt: skip
+        return cls(**settings)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_int(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _check(ok: bool, name: str, value: object, allowed: str) -> None:
+    if not ok:
+        raise ValueError(f"speculative_config: {name} is {value!r}; it must be {allowed}")

@@ -1,0 +1,133 @@
+"""StepCosts: how long a step takes, by the number of its tokens, learned from the steps themselves.
+
+A small step takes as long as it takes to read the weights, however many tokens it has; a large one as long as it takes
+to multiply. Where one becomes the other depends on model, machine and number format::
+
+    seconds
+      │              ╱
+      │            ╱      a draft costs what a token of another request costs
+      │ ─────────╱
+      │  a draft costs nearly nothing
+      └──────────────────── tokens
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["StepCosts"]
+
+_WEIGHT = 0.2
+"""Of a new measurement against those before it."""
+_LARGEST_RATIO = 2.0
+"""A measurement counts as at most this many times the mean: other programs may have had the cores."""
+_FORGOTTEN_AFTER = 64
+"""Steps after which a size is unknown again, for each measurement of it: one slow step must not decide for long."""
+_MOST_MEASUREMENTS = 16
+"""That count for this: contexts grow, and the machine's other load changes."""
+_UNKNOWN_SLOPE = 0.5
+"""What a token costs beyond the largest step known, against the mean cost of a token of a step of that size or of
+`_SMALL_STEP`: low enough to try."""
+_SMALL_STEP = 16
+"""Tokens up to which a step is likely to wait for memory."""
+_OLDEST = _FORGOTTEN_AFTER * _MOST_MEASUREMENTS
+
+
+@dataclass(slots=True)
+class _Size:
+    """Measurements of one size of step. The first is left out: what such a step needs was in no cache."""
+
+    last_step: int
+    seconds: float = 0.0
+    num_measurements: int = 0
+
+    def is_known(self, step: int, max_age: int) -> bool:
+        """Whether the last measurement is at most so many steps old, and not forgotten."""
+        limit = min(max_age, _FORGOTTEN_AFTER * self.num_measurements)
+        return self.num_measurements > 0 and step - self.last_step <= limit
+
+
+class StepCosts:
+    """Means of the last times, by size, and straight lines between them.
+
+    Steps with drafts and without are kept apart: they are computed in other ways, on a GPU without and with graphs.
+    """
+
+    def __init__(self) -> None:
+        self._plain: dict[int, _Size] = {}
+        self._drafted: dict[int, _Size] = {}
+        self._step = 0
+        self.ask_seconds = 0.0
+        """What it takes to ask a request for drafts."""
+
+    def record(self, num_tokens: int, seconds: float, *, has_drafts: bool) -> None:
+        """Take note of a step.
+
+        Args:
+            num_tokens: that it computed, drafts and prompts too.
+            seconds: that it took in all.
+            has_drafts: whether some of them were drafts.
+        """
+        self._step += 1
+        sizes = self._drafted if has_drafts else self._plain
+        size = sizes.get(_size_class(num_tokens))
+        if size is None:
+            sizes[_size_class(num_tokens)] = _Size(self._step)
+            return
+        if size.is_known(self._step, _OLDEST):
+            size.seconds = _moved(size.seconds, seconds)
+            size.num_measurements = min(size.num_measurements + 1, _MOST_MEASUREMENTS)
+        else:
+            size.seconds, size.num_measurements = seconds, 1
+        size.last_step = self._step
+
+    def record_asking(self, num_requests: int, seconds: float) -> None:
+        """Take note of how long it took to ask so many requests for drafts."""
+        each = seconds / num_requests
+        self.ask_seconds = _moved(self.ask_seconds, each) if self.ask_seconds else each
+
+    def is_unknown(self, num_tokens: int, max_age: int) -> bool:
+        """Whether no step of about this size without drafts was among the last `max_age`, or too few of them."""
+        size = self._plain.get(_size_class(num_tokens))
+        return size is None or not size.is_known(self._step, max_age)
+
+    def seconds(self, num_tokens: int, num_drafts: int) -> npt.NDArray[np.float64] | None:
+        """How long steps take with 0, 1, 2, … drafts; None if nothing is known of steps without.
+
+        Args:
+            num_tokens: of the step without drafts; at least 1.
+            num_drafts: the most.
+        """
+        plain = self._known(self._plain)
+        if not plain:
+            return None
+        without = float(_on_line(np.array([num_tokens]), plain)[0])
+        drafted = {size: mean for size, mean in self._known(self._drafted).items() if size > num_tokens}
+        return _on_line(np.arange(num_tokens, num_tokens + num_drafts + 1), {num_tokens: without, **drafted})
+
+    def _known(self, sizes: dict[int, _Size]) -> dict[int, float]:
+        """Size → seconds, ascending."""
+        return {tokens: size.seconds for tokens, size in sorted(sizes.items()) if size.is_known(self._step, _OLDEST)}
+
+
+def _moved(mean: float, seconds: float) -> float:
+    """A mean after one more measurement."""
+    return mean + _WEIGHT * (min(seconds, _LARGEST_RATIO * mean) - mean)
+
+
+def _on_line(num_tokens: npt.NDArray[np.int64], known: dict[int, float]) -> npt.NDArray[np.float64]:
+    """[N] -> [N], seconds between and beyond known sizes, which are in ascending order."""
+    sizes = list(known)
+    # More tokens never take less time: where it seems so, both are means of the same with noise.
+    means = np.maximum.accumulate(list(known.values()))
+    slope = _UNKNOWN_SLOPE * means[-1] / max(sizes[-1], _SMALL_STEP)
+    seconds: npt.NDArray[np.float64] = np.interp(num_tokens, sizes, means)
+    seconds += np.maximum(num_tokens - sizes[-1], 0) * slope
+    return seconds
+
+
+def _size_class(num_tokens: int) -> int:
+    """Sizes above 15 are rounded down to one of eight per power of two."""
+    shift = max(num_tokens.bit_length() - 4, 0)
+    return num_tokens >> shift << shift

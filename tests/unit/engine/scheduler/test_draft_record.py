@@ -1,0 +1,57 @@
+"""What a request's drafts have been worth, by the tokens that came in their place."""
+
+import pytest
+from quire_engine.scheduler.draft_record import DraftRecord
+from quire_engine.scheduler.proposer import Proposal
+
+
+def test_a_proposal_is_compared_up_to_its_first_wrong_token() -> None:
+    record = DraftRecord()
+    record.note(Proposal([5, 6, 7, 8], [0.5, 0.25, 0.75, 1.0]), start=2)
+    assert record.learn([1, 2, 5, 6, 9, 8]) == (2.0, 1.5)
+
+
+def test_what_is_not_known_yet_does_not_count() -> None:
+    record = DraftRecord()
+    record.note(Proposal([5, 6, 7], [0.5, 0.5, 0.5]), start=2)
+    assert record.learn([1, 2, 5]) == (1.0, 0.5)
+    assert record.learn([1, 2, 5, 6, 7]) == (0.0, 0.0), "once"
+
+
+def test_the_factor_goes_from_that_of_all_to_its_own() -> None:
+    record = DraftRecord()
+    assert record.factor(prior=0.4) == pytest.approx(0.4)
+    for _ in range(100):
+        record.note(Proposal([5], [0.5]), start=0)
+        record.learn([6])
+    assert record.factor(prior=1.0) < 0.4
+    for _ in range(100):
+        record.note(Proposal([5], [0.5]), start=0)
+        record.learn([5])
+    assert 1.5 < record.factor(prior=1.0) < 2.0
+
+
+def rest_of(record: DraftRecord) -> int:
+    steps = 0
+    while record.is_passed_over():
+        steps += 1
+    return steps
+
+
+def test_it_rests_longer_each_time_while_asking_it_is_worth_too_little() -> None:
+    record = DraftRecord()
+    rests = []
+    for _ in range(30):
+        record.was_asked(0.0, least=0.25, longest_rest=16)
+        rests.append(rest_of(record))
+    assert rests[:11] == [0] * 10 + [1], "it is given some time"
+    assert rests[11:] == [3, 7, 15] + [16] * 16
+    record.was_asked(8.0, least=0.25, longest_rest=16)
+    assert rest_of(record) == 0, "one draft that is worth much"
+
+
+def test_it_never_rests_where_asking_costs_nothing() -> None:
+    record = DraftRecord()
+    for _ in range(100):
+        record.was_asked(0.0, least=0.0, longest_rest=16)
+        assert rest_of(record) == 0

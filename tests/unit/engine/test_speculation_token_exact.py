@@ -1,0 +1,118 @@
+"""With every method that drafts, the engine says token for token what it says without, whatever the request."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire_engine import LLM
+from quire_engine.spec_decode import make_proposer
+from support.engines import Stream, assert_same, engine, offline, params, run
+from support.every_kind import KINDS, PARAMS, PROMPTS, WAYS, Told, core_of, make_llm
+from support.scheduling import draft_always
+
+VOCAB_SIZE = 2048
+METHODS: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    "suffix": {"method": "suffix"},
+}
+MOST_DRAFTS = [1, 3, 7]
+WHOLE_WAYS: dict[str, dict[str, Any]] = {
+    **WAYS,
+    "ahead": {"async_scheduling": True},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"quantization": "int8"},
+    "two ranks": {"tensor_parallel_size": 2},
+    "two stages": {"pipeline_parallel_size": 2},
+}
+CHANGES_TOKENS = ("dtype", "quantization")
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Callable[[str], Path]) -> Callable[..., list[Told]]:
+    """What comes of every request without speculation, by settings that may change tokens."""
+    known: dict[tuple[Any, ...], list[Told]] = {}
+
+    def expected(**settings: Any) -> list[Told]:
+        key = tuple(settings.items())
+        if key not in known:
+            llm = make_llm(checkpoint("tinypy"), **settings)
+            known[key] = [Told(output) for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+            llm.shutdown()
+        return known[key]
+
+    return expected
+
+
+def drafting_llm(folder: Path, method: str, most: int, **settings: Any) -> LLM:
+    """One that computes all that the method drafts, whether it pays off or not."""
+    llm = make_llm(folder, speculative_config={**METHODS[method], "num_speculative_tokens": most}, **settings)
+    config = core_of(llm).scheduler.config.speculative_config
+    assert config is not None
+    draft_always(core_of(llm).scheduler, make_proposer(config), VOCAB_SIZE, most)
+    return llm
+
+
+def check_twice(llm: LLM, expected: list[Told]) -> None:
+    """The second time, the outputs of the first are among what a method may know."""
+    for _ in range(2):
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        for output, want, name in zip(outputs, expected, [*KINDS] * 2, strict=True):
+            told = Told(output)
+            assert (told.text, told.end, told.ranks) == (want.text, want.end, want.ranks), name
+            assert told.logprobs == pytest.approx(want.logprobs, abs=1e-4), name
+    stats = llm.get_stats()
+    assert (stats.num_failed_steps, stats.num_blocks_used, stats.num_running) == (0, 0, 0)
+    assert stats.drafts is not None
+    assert stats.drafts.num_accepted_tokens > 20
+    core_of(llm).scheduler.check_integrity()
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("most", MOST_DRAFTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_kind_of_request_with_few_and_many_drafts(
+    method: str, most: int, expected: Callable[..., list[Told]], checkpoint: Callable[[str], Path]
+) -> None:
+    check_twice(drafting_llm(checkpoint("tinypy"), method, most), expected())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("way", [name for name in WHOLE_WAYS if name != "roomy"])
+def test_every_kind_of_request_in_all_ways(
+    way: str, method: str, expected: Callable[..., list[Told]], checkpoint: Callable[[str], Path]
+) -> None:
+    settings = WHOLE_WAYS[way]
+    want = expected(**{name: settings[name] for name in CHANGES_TOKENS if name in settings})
+    check_twice(drafting_llm(checkpoint("tinypy"), method, 7, **settings), want)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_engine_chooses_how_many_drafts_pay_off(
+    method: str, expected: Callable[..., list[Told]], checkpoint: Callable[[str], Path]
+) -> None:
+    """As it does for a user: which drafts are computed depends on how long steps take, and the tokens do not."""
+    llm = make_llm(checkpoint("tinypy"), speculative_config=METHODS[method])
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert [Told(output).text for output in outputs] == [told.text for told in expected()]
+    assert llm.get_stats().drafts is not None
+    llm.shutdown()
+
+
+@pytest.mark.slow
+def test_killed_at_every_token_of_a_window(checkpoint: Callable[[str], Path], fault: Callable[..., Path]) -> None:
+    """A step with drafts yields several tokens; the engine dies when any of them is the last it has sampled."""
+    folder = checkpoint("tinypy")
+    prompt, sampling_params = [5, 6, 7] * 8, params(temperature=0, max_tokens=40)
+    (undisturbed,) = offline(folder, [prompt], sampling_params)
+
+    async def main() -> None:
+        for number in range(20, 30):
+            file = fault(action="kill", num_output_tokens=number, once=True)
+            output = await Stream(llm, prompt, sampling_params).task
+            assert not file.exists(), "it was killed"
+            assert_same(output.outputs, undisturbed)
+
+    with engine(folder, speculative_config={"method": "suffix"}) as (llm, recorder):
+        run(llm, main)
+        assert recorder.num_restarts == 10
