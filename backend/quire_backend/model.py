@@ -128,6 +128,7 @@ class TritonPythonModel:
             labels,
             slo_classes=config.frontend.slo,
             num_ranks=config.parallel.world_size,
+            max_draft_tokens=config.scheduler.max_draft_tokens,
             aliases=config.frontend.metric_aliases == "vllm",
         )
         self._otel = make_otel(config, labels)

@@ -109,8 +109,10 @@ def _perf_metrics(metrics: "FinishedRequestStats | None", options: ResponseOptio
     values = msgspec.to_builtins(metrics)
     for name in ("traceparent", "label"):  # the client has received them
         del values[name]
-    if not options.report_cached_tokens:
-        values["num_cached_tokens"] = None
+    values["acceptance_length"] = metrics.acceptance_length
+    if not options.report_cached_tokens:  # what was cached, and what was drafted, may be what others sent and got
+        for name in ("num_cached_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "acceptance_length"):
+            values[name] = None
     values["time_per_output_token_seconds"] = metrics.time_per_output_token_seconds
     return json.dumps(values)
 

@@ -84,14 +84,17 @@ class Ratio:
 
     part: Rate
     whole: Rate
+    plus: float = 0.0
+    """Added to it."""
 
     def promql(self, labels: Mapping[str, str], window_s: float) -> str:
-        return f"{self.part.promql(labels, window_s)} / ({self.whole.promql(labels, window_s)} > 0)"
+        ratio = f"{self.part.promql(labels, window_s)} / ({self.whole.promql(labels, window_s)} > 0)"
+        return f"{self.plus:g} + {ratio}" if self.plus else ratio
 
     def values(self, view: View, labels: Mapping[str, str], first: int, last: int) -> dict[str, float]:
         whole = self.whole.increases(view, labels, first, last)
         part = self.part.increases(view, labels, first, last)
-        return {series: part.get(series, 0.0) / total for series, total in whole.items() if total > 0}
+        return {series: self.plus + part.get(series, 0.0) / total for series, total in whole.items() if total > 0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,8 @@ import re
 import unicodedata
 
 __all__ = [
-    "as_code", "as_text", "count", "per_second", "percent", "phase_name", "printable", "seconds", "seconds_or_dash",
+    "as_code", "as_text", "count", "decimal", "per_second", "percent", "phase_name", "printable", "seconds",
+    "seconds_or_dash",
 ]  # fmt: skip
 
 _MARKDOWN = re.compile(r"([\\`*_~\[\]<>$:&])")
@@ -44,6 +45,11 @@ def seconds_or_dash(value: float | None) -> str:
 def count(value: float | None) -> str:
     """12345 → `12,345`."""
     return "—" if value is None else f"{value:,.0f}"
+
+
+def decimal(value: float | None) -> str:
+    """2.345 → `2.35`."""
+    return "—" if value is None else f"{value:.2f}"
 
 
 def percent(value: float | None) -> str:

@@ -11,7 +11,7 @@ from functools import cache
 from typing import TypeVar
 
 from quire_engine.slo import DEFAULT_CLASS
-from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats
+from quire_engine.stats import DraftStats, FinishedRequestStats, IterationStats, SchedulerStats
 
 from quire_monitoring.definitions import OUTCOMES, WINDOWS, Series, aliases_of, series
 from quire_monitoring.goodput import Goodput
@@ -84,9 +84,17 @@ class Accumulator:
         for rank, busy in enumerate(stats.rank_busy_seconds):
             busy_before = before.rank_busy_seconds[rank] if before.rank_busy_seconds else 0.0
             counters[_busy(rank)] += _growth(busy_before, busy)  # type: ignore[assignment]
-        if stats.num_draft_tokens:
-            counters[_DRAFTS] += _growth(before.num_draft_tokens, stats.num_draft_tokens)
-            counters[_ACCEPTED] += _growth(before.num_accepted_tokens, stats.num_accepted_tokens)
+        if stats.drafts is not None:
+            self._record_drafts(before.drafts or DraftStats(), stats.drafts)
+
+    def _record_drafts(self, before: DraftStats, now: DraftStats) -> None:
+        counters = self._counters
+        counters[_DRAFTS] += _growth(before.num_drafts, now.num_drafts)
+        counters[_DRAFT_TOKENS] += _growth(before.num_draft_tokens, now.num_draft_tokens)
+        counters[_ACCEPTED] += _growth(before.num_accepted_tokens, now.num_accepted_tokens)
+        known = before.num_accepted_tokens_per_pos
+        for place, accepted in enumerate(now.num_accepted_tokens_per_pos):
+            counters[_accepted_at(place)] += _growth(known[place] if place < len(known) else 0, accepted)
 
     def _record_iteration(self, stats: IterationStats) -> None:
         counters, observations = self._counters, self._observations
@@ -188,6 +196,11 @@ def _busy(rank: int) -> Series:
     return series("quire_worker_busy_seconds_total", rank=str(rank))
 
 
+@cache
+def _accepted_at(place: int) -> Series:
+    return series("quire_spec_decode_accepted_tokens_per_pos_total", position=str(place))
+
+
 def _growth(before: _Number, now: _Number) -> _Number:
     """The growth of a total; an engine that was started again counts from 0."""
     return now - before if now >= before else now
@@ -211,7 +224,8 @@ _QUERIES = series("quire_prefix_cache_queries_total")
 _HITS = series("quire_prefix_cache_hits_total")
 _RESTARTS = series("quire_engine_restarts_total")
 _REPLAYED = series("quire_requests_replayed_total")
-_DRAFTS = series("quire_spec_decode_draft_tokens_total")
+_DRAFTS = series("quire_spec_decode_drafts_total")
+_DRAFT_TOKENS = series("quire_spec_decode_draft_tokens_total")
 _ACCEPTED = series("quire_spec_decode_accepted_tokens_total")
 _FIRST_TOKEN = series("quire_time_to_first_token_seconds")
 _INTER_TOKEN = series("quire_inter_token_latency_seconds")

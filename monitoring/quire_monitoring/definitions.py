@@ -114,8 +114,9 @@ _ENGINE: tuple[MetricDefinition, ...] = (
     _counter("quire_prefix_cache_hits_total", "Tokens found in the prefix cache"),
     _counter("quire_engine_restarts_total", "Times the engine was started again after a crash or a hang"),
     _counter("quire_requests_replayed_total", "Live requests that went on after a restart of the engine"),
-    _counter("quire_spec_decode_draft_tokens_total", "Tokens that speculative decoding proposed"),
-    _counter("quire_spec_decode_accepted_tokens_total", "Proposed tokens that the model agreed with"),
+    _counter("quire_spec_decode_drafts_total", "Times that a request had drafts in a step"),
+    _counter("quire_spec_decode_draft_tokens_total", "Tokens that were drafted, and computed along with known ones"),
+    _counter("quire_spec_decode_accepted_tokens_total", "Drafted tokens that the model sampled in their place"),
     _histogram("quire_time_to_first_token_seconds", "From the request's arrival to its first token",
                _FIRST_TOKEN_BUCKETS),
     _histogram("quire_inter_token_latency_seconds", "From one token of a request to its next", _PER_TOKEN_BUCKETS,
@@ -140,19 +141,25 @@ _ENGINE: tuple[MetricDefinition, ...] = (
 )  # fmt: skip
 
 
-def make_metrics(slo_classes: Sequence[str] = ("default",), num_ranks: int = 1) -> tuple[MetricDefinition, ...]:
+def make_metrics(
+    slo_classes: Sequence[str] = ("default",), num_ranks: int = 1, max_draft_tokens: int = 0
+) -> tuple[MetricDefinition, ...]:
     """All metrics under their own names.
 
     Args:
         slo_classes: the classes of the setting `slo`.
         num_ranks: processes that share the model.
+        max_draft_tokens: of a request in a step; 0 without speculative decoding.
     """
     classes, ranks = tuple(slo_classes), tuple(map(str, range(num_ranks)))
+    positions = tuple(map(str, range(max_draft_tokens)))
     return (
         *_ENGINE,
         _gauge("quire_worker_up", "1 while the rank's process runs", rank=ranks),
         _counter("quire_worker_busy_seconds_total", "What the rank computed for, without waits for other ranks",
                  rank=ranks),
+        *([_counter("quire_spec_decode_accepted_tokens_per_pos_total", "Accepted tokens, by their place in the draft",
+                    position=positions)] if positions else []),
         _gauge("quire_goodput_ratio", "Share of the requests that met their objectives, of those that ended lately",
                slo=classes, window=tuple(WINDOWS)),
         _counter("quire_goodput_tokens_total", "Generated tokens of requests that met their objectives", slo=classes),
@@ -183,6 +190,8 @@ _ALIASES = {
     "quire_preemptions_total": "vllm:num_preemptions_total",
     "quire_prefix_cache_queries_total": "vllm:prefix_cache_queries_total",
     "quire_prefix_cache_hits_total": "vllm:prefix_cache_hits_total",
+    "quire_spec_decode_drafts_total": "vllm:spec_decode_num_drafts_total",
+    "quire_spec_decode_accepted_tokens_per_pos_total": "vllm:spec_decode_num_accepted_tokens_per_pos_total",
     "quire_spec_decode_draft_tokens_total": "vllm:spec_decode_num_draft_tokens_total",
     "quire_spec_decode_accepted_tokens_total": "vllm:spec_decode_num_accepted_tokens_total",
     "quire_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",

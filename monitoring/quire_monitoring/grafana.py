@@ -199,9 +199,12 @@ CACHE = Dashboard(
             Panel(title="Tokens per step", queries=_quantiles("quire_iteration_tokens"),
                   description="Of all requests in a step; at most max_num_batched_tokens."),
             Panel(title="Speculative decoding", unit="none",
-                  queries=((_rate("quire_spec_decode_draft_tokens_total", "model"), "{{model}} proposed/s"),
-                           (_rate("quire_spec_decode_accepted_tokens_total", "model"), "{{model}} accepted/s")),
-                  description="Proposed tokens, and those that the model agreed with."),
+                  queries=((_rate("quire_spec_decode_draft_tokens_total", "model"), "{{model}} drafted/s"),
+                           (_rate("quire_spec_decode_accepted_tokens_total", "model"), "{{model}} accepted/s"),
+                           (f"1 + {_rate('quire_spec_decode_accepted_tokens_total', 'model')} / "
+                            f"{_rate('quire_spec_decode_drafts_total', 'model')}", "{{model}} acceptance length")),
+                  description="Drafted tokens, and those that the model sampled in their place. The acceptance length "
+                              "is how many tokens a step yields for a request with drafts, in the mean."),
         )),
     ),
 )  # fmt: skip

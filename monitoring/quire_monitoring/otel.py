@@ -253,6 +253,7 @@ class OtelStatLogger:
             "gen_ai.usage.output_tokens": request.num_output_tokens,
             "quire.num_cached_tokens": request.num_cached_tokens,
             "quire.num_preemptions": request.num_preemptions,
+            **_drafts(request),
         }
 
 
@@ -261,6 +262,17 @@ def _error_type(request: FinishedRequestStats) -> dict[str, str]:
     if request.finish_reason not in ("error", REJECTED):
         return {}
     return {"error.type": request.error_code or "error"}
+
+
+def _drafts(request: FinishedRequestStats) -> dict[str, float]:
+    """The attributes of speculative decoding; none if the request had no drafts."""
+    if request.acceptance_length is None:
+        return {}
+    return {
+        "quire.num_draft_tokens": request.num_draft_tokens,
+        "quire.num_accepted_tokens": request.num_accepted_tokens,
+        "quire.acceptance_length": request.acceptance_length,
+    }
 
 
 def _phases(request: FinishedRequestStats) -> list[tuple[str, float, float]]:

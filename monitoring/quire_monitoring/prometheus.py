@@ -35,6 +35,7 @@ class PrometheusStatLogger(Collector):
         labels: of every series: model, version and engine.
         slo_classes: the classes of the setting `slo`.
         num_ranks: processes that share the model.
+        max_draft_tokens: of a request in a step; 0 without speculative decoding.
         aliases: whether there are series under vLLM's names, too.
     """
 
@@ -44,10 +45,11 @@ class PrometheusStatLogger(Collector):
         *,
         slo_classes: Iterable[str] = ("default",),
         num_ranks: int = 1,
+        max_draft_tokens: int = 0,
         aliases: bool = True,
     ) -> None:
         classes = tuple(slo_classes)
-        metrics = make_metrics(classes, num_ranks)
+        metrics = make_metrics(classes, num_ranks, max_draft_tokens)
         self._accumulator = Accumulator(classes, aliases=aliases)
         self._definitions = (*metrics, *(make_aliases(metrics) if aliases else ()))
         self._labels = dict(labels)

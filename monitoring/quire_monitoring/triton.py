@@ -63,6 +63,7 @@ class TritonStatLogger:
         labels: of every series: model, version and engine.
         slo_classes: the classes of the setting `slo`.
         num_ranks: processes that share the model.
+        max_draft_tokens: of a request in a step; 0 without speculative decoding.
         aliases: whether there are series under vLLM's names, too.
     """
 
@@ -73,11 +74,12 @@ class TritonStatLogger:
         *,
         slo_classes: Iterable[str] = ("default",),
         num_ranks: int = 1,
+        max_draft_tokens: int = 0,
         aliases: bool = True,
     ) -> None:
         classes = tuple(slo_classes)
         self._make_family, self._labels = make_family, dict(labels)
-        metrics = make_metrics(classes, num_ranks)
+        metrics = make_metrics(classes, num_ranks, max_draft_tokens)
         self._definitions = (*metrics, *(make_aliases(metrics) if aliases else ()))
         self._accumulator = Accumulator(classes, aliases=aliases)
         self._is_kept = True

@@ -192,6 +192,26 @@ def test_engine_shows_ranks_phases_and_queues(fake: FakeTriton) -> None:
     assert list(app.dataframe[1].value["median"]) == ["1.0 ms", "20 ms", "1.0 ms"]
 
 
+def test_engine_shows_what_becomes_of_drafts(fake: FakeTriton) -> None:
+    app = open_page("engine")
+    assert "Acceptance length" not in text_of(app), "the model has no speculative decoding"
+    names = ("drafts_total", "draft_tokens_total", "accepted_tokens_total")
+    for name in names:
+        fake.state.set(f"spec_decode_{name}", 0)
+    fake.state.set("spec_decode_accepted_tokens_per_pos_total", 0, position="0")
+    read_again()
+    text = text_of(app.run())
+    assert "Acceptance length: **—** tokens of a step" in text, "nothing was drafted in the last minute"
+    for name, value in zip(names, (10, 40, 25), strict=True):
+        fake.state.add(f"spec_decode_{name}", value)
+    read_again()
+    text = text_of(app.run())
+    assert "Acceptance length: **3.50** tokens of a step" in text
+    for chart in ("Drafts", "Acceptance length"):
+        assert f"**{chart}** " in text
+    assert "per step with drafts 3.50" in text
+
+
 def test_playground_streams_and_shows_the_requests_timings(fake: FakeTriton) -> None:
     app = open_page("playground")
     app.text_area(key="prompt").set_value("def fib(")

@@ -21,7 +21,7 @@ CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
 SLO: dict[str, Any] = {"default": {"e2e_ms": 1e7}, "fast": {"ttft_ms": 0.001}, "batch": {}}
 MODELS: dict[str, dict[str, Any]] = {
     "judged": {"slo": SLO, "max_num_seqs": 1, "max_queued_requests": 0},
-    "plain": {"metric_aliases": "none"},
+    "plain": {"metric_aliases": "none", "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
 }
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -70,7 +70,8 @@ def verdicts(server: Server) -> Counter[tuple[str, str, str]]:
 
 def test_metrics_are_those_of_the_table(server: Server) -> None:
     for model, settings in MODELS.items():
-        metrics = make_metrics(settings.get("slo", {"default": {}}))
+        drafts = settings.get("speculative_config", {}).get("num_speculative_tokens", 0)
+        metrics = make_metrics(settings.get("slo", {"default": {}}), max_draft_tokens=drafts)
         samples, types = scrape(server, model)
         expected = set()
         for definition in (*metrics, *(make_aliases(metrics) if model == "judged" else ())):

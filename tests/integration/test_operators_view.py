@@ -24,7 +24,6 @@ TTFT, E2E = "quire_time_to_first_token_seconds", "quire_e2e_request_latency_seco
 ALL_ZERO = {
     "Restarts, last hour": "no engine dies in this run",
     "Restarts": "the same",
-    "Speculative decoding": "the model has no proposer",
 }
 """Panels of Grafana whose queries have data that never differs from 0."""
 
@@ -70,6 +69,23 @@ def test_the_load_was_too_much_for_the_cache(seen: OperatorsRun) -> None:
     preemptions = sum(one.perf["num_preemptions"] for one in seen.answered)
     assert preemptions > 0
     assert grown(seen, "quire_preemptions_total", "") == {"": preemptions}
+
+
+def test_drafts_are_counted_as_the_requests_were_told(seen: OperatorsRun) -> None:
+    """Requests that end at a stop string do not hear of the step that is computed meanwhile."""
+    told = Counter[str]()
+    for one in seen.answered:
+        for name in ("drafts", "draft_tokens", "accepted_tokens"):
+            told[name] += one.perf[f"num_{name}"]
+    assert told["draft_tokens"] > told["accepted_tokens"] > 0
+    counted = {}
+    for name, number in told.items():
+        (counted[name],) = grown(seen, f"quire_spec_decode_{name}_total", "").values()
+        assert number <= counted[name] <= 1.1 * number, name
+        assert grown(seen, f"vllm:spec_decode_num_{name}_total", "") == {"": counted[name]}
+    by_place = grown(seen, "quire_spec_decode_accepted_tokens_per_pos_total", "position")
+    assert by_place.keys() == {"0", "1"}
+    assert sum(by_place.values()) == counted["accepted_tokens"]
 
 
 # -- Grafana and the rules --------------------------------------------------------------------------------------------
@@ -118,7 +134,7 @@ def test_every_recording_rule_has_data_and_every_rule_is_healthy(seen: Operators
 
 # -- the dashboard ----------------------------------------------------------------------------------------------------
 
-NUM_CHARTS = {"overview": 8, "kv_cache": 4, "requests": 1, "engine": 5, "playground": 0, "load": 3}
+NUM_CHARTS = {"overview": 8, "kv_cache": 4, "requests": 1, "engine": 7, "playground": 0, "load": 3}
 NUM_TABLES = {"kv_cache": 2, "requests": 1, "engine": 2}
 
 

@@ -47,7 +47,7 @@ SETTINGS = {
     "model": str(ROOT / "model_repository" / "tinypy" / "1" / "model"), "dtype": "float32", "max_model_len": 512,
     "kv_cache_memory_bytes": 6 << 20,  # 64 blocks, less than half of what the running requests want
     "max_num_seqs": NUM_SEQS, "max_queued_requests": 2 * NUM_SEQS, "stream_interval_ms": 50, "slo": SLO,
-    "introspection_token": TOKEN,
+    "introspection_token": TOKEN, "speculative_config": {"method": "suffix", "num_speculative_tokens": 2},
 }  # fmt: skip
 _OWN_TARGETS = ({}, {}, {"slo_ttft_ms": "0.001"}, {"slo_tpot_ms": "0.000001"}, {"slo_e2e_ms": "0.001"})
 _PAGES_WITH_LIVE_REQUESTS = ("overview", "kv_cache", "requests", "engine")

@@ -19,10 +19,16 @@ from quire_dashboard.frame import (
     table,
 )
 from quire_dashboard.monitor import StepState
-from quire_dashboard.queries import Gauge, Quantile, Rate
+from quire_dashboard.queries import Gauge, Quantile, Rate, Ratio, latest
 from quire_dashboard.snapshot_answer import Snapshot
 
 __all__ = ["show"]
+
+_DRAFTED = Rate(name="quire_spec_decode_draft_tokens_total")
+_ACCEPTED = Rate(name="quire_spec_decode_accepted_tokens_total")
+_BY_PLACE = Rate(name="quire_spec_decode_accepted_tokens_per_pos_total", by="position")
+"""Only of models with speculative decoding."""
+_ACCEPTANCE_LENGTH = Ratio(part=_ACCEPTED, whole=Rate(name="quire_spec_decode_drafts_total"), plus=1.0)
 
 
 def show() -> None:
@@ -83,6 +89,12 @@ def _step(snapshot: Snapshot) -> None:
     ]
     share = st.column_config.ProgressColumn("share", format="percent", min_value=0.0, max_value=1.0)
     table(rows, columns={"share": share}, key="phases")
+    if _drafts_tokens():
+        length = latest(_ACCEPTANCE_LENGTH, monitor().view(), selection().labels).get("")
+        st.markdown(
+            f"Acceptance length: **{words.decimal(length)}** tokens of a step for a request with drafts, in the mean "
+            "of the last minute."
+        )
     queues = snapshot.engine.queues
     st.markdown(
         f"Messages that wait: **{queues.get('to_engine', 0)}** to the engine, **{queues.get('responses', 0)}** "
@@ -110,6 +122,19 @@ def _charts() -> None:
             Line(query=Rate(name="quire_engine_restarts_total"), name="restarts"),
             Line(query=Rate(name="quire_requests_replayed_total"), name="replayed requests"),
         ], key="restarts", say=words.per_second)  # fmt: skip
+
+        if _drafts_tokens():
+            chart("Drafts", "tokens per second", [
+                Line(query=_DRAFTED, name="drafted"),
+                Line(query=_ACCEPTED, name="accepted"),
+            ], key="drafts", say=words.per_second)  # fmt: skip
+            chart("Acceptance length", "tokens", [Line(query=_ACCEPTANCE_LENGTH, name="per step with drafts")],
+                  key="acceptance_length", say=words.decimal)  # fmt: skip
+
+
+def _drafts_tokens() -> bool:
+    """Whether the model has speculative decoding."""
+    return bool(latest(_BY_PLACE, monitor().view(), selection().labels))
 
 
 def _composition(steps: list[StepState]) -> None:

@@ -125,8 +125,11 @@ def _timings(last: Chunk | None) -> None:
     metrics = last.metrics
     figures([(label, words.seconds_or_dash(metrics.get(name)), "") for label, name in _TIMINGS])
     verdict = metrics.get("slo_verdict")
+    length = metrics.get("acceptance_length")
     st.caption(
         f"{metrics.get('num_prompt_tokens', 0)} prompt tokens, {metrics.get('num_cached_tokens', 0)} of them from the "
         f"cache; {metrics.get('num_output_tokens', 0)} generated; finished by {last.finish_reason or 'the server'}; "
-        f"preempted {metrics.get('num_preemptions', 0)} times" + (f"; SLO: {verdict}" if verdict else "")
+        f"preempted {metrics.get('num_preemptions', 0)} times"
+        + (f"; acceptance length {words.decimal(length)}" if length else "")
+        + (f"; SLO: {verdict}" if verdict else "")
     )

@@ -70,17 +70,23 @@ def test_unknown_lora_is_not_found(serve: Any, request_of: Any) -> None:
     assert error_of(request)[0] == "NOT_FOUND"
 
 
-@pytest.mark.parametrize(("settings", "told"), [({}, 304), ({"report_cached_tokens": False}, None)])
+@pytest.mark.parametrize(
+    ("settings", "told"), [({}, [304, 2, 6, 3, 2.5]), ({"report_cached_tokens": False}, [None] * 5)]
+)
 def test_what_others_have_cached_is_told_unless_the_settings_say_no(
-    engine: Any, serve: Any, request_of: Any, settings: dict[str, Any], told: int | None
+    engine: Any, serve: Any, request_of: Any, settings: dict[str, Any], told: list[float | None]
 ) -> None:
-    metrics = FinishedRequestStats("stop", num_prompt_tokens=320, num_cached_tokens=304)
+    metrics = FinishedRequestStats(
+        "stop", num_prompt_tokens=320, num_cached_tokens=304, num_drafts=2, num_draft_tokens=6, num_accepted_tokens=3
+    )
     engine.on_add = lambda engine, request_id: engine.emit(request_id, "x", finish_reason="stop", metrics=metrics)
     request = request_of(text_input="Hi", return_perf_metrics=True)
     serve(**settings).submit(request)
     (response,) = request.sender.wait()
     said = json.loads(response.tensors["perf_metrics"][0])
-    assert (said["num_cached_tokens"], said["num_prompt_tokens"]) == (told, 320)
+    names = ("num_cached_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "acceptance_length")
+    assert [said[name] for name in names] == told
+    assert said["num_prompt_tokens"] == 320
 
 
 def test_fault_of_ours_is_internal(serve: Any, request_of: Any) -> None:

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats, StepStats
+from quire_engine.stats import DraftStats, FinishedRequestStats, IterationStats, SchedulerStats, StepStats
 from quire_monitoring import MetricDefinition, MetricKind, TritonStatLogger
 from quire_monitoring.prometheus import PrometheusStatLogger
 
 LABELS = {"model": "m", "version": "1", "engine": "0"}
 SLO_CLASSES = ("default", "batch")
 WORKERS = [True, False]
+MAX_DRAFTS = 5
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -91,20 +92,21 @@ def random_history(rng: random.Random, num_steps: int) -> list[tuple[SchedulerSt
     """Steps, requests that end in all ways, an engine that is started again and forgets its totals."""
     history: list[tuple[SchedulerStats | None, IterationStats]] = []
     totals = Counter[str]()
-    busy_seconds = [0.0] * len(WORKERS)
+    busy_seconds, drafts = [0.0] * len(WORKERS), DraftStats()
     for _ in range(num_steps):
         if rng.random() < 0.02:
             totals.clear()
-            busy_seconds = [0.0] * len(WORKERS)
-        for name in ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "num_draft_tokens",
-                     "num_accepted_tokens", "num_block_evictions"):  # fmt: skip
+            busy_seconds, drafts = [0.0] * len(WORKERS), DraftStats()
+        for name in ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "num_block_evictions"):
             totals[name] += rng.randrange(3)
         busy_seconds = [own + rng.random() for own in busy_seconds]
+        if rng.random() < 0.5:
+            drafts.count(MAX_DRAFTS, rng.randint(0, MAX_DRAFTS))
         waiting = rng.randrange(4)
         scheduler_stats = SchedulerStats(
             num_running=rng.randrange(9), num_waiting=waiting, num_waiting_for_fsm=rng.randint(0, waiting),
             num_blocks_used=rng.randrange(50), num_blocks_cached=rng.randrange(9), num_blocks_free=rng.randrange(9),
-            rank_busy_seconds=busy_seconds, **totals,
+            rank_busy_seconds=busy_seconds, drafts=drafts.copy(), **totals,
         )  # fmt: skip
         iteration = IterationStats(
             num_prompt_tokens=rng.randrange(9), num_cached_tokens=rng.randrange(5),
@@ -136,7 +138,8 @@ def random_request(rng: random.Random) -> FinishedRequestStats:
 
 def pair(aliases: bool = True) -> tuple[FakeServer, TritonStatLogger, PrometheusStatLogger]:
     server = FakeServer()
-    options: dict[str, Any] = {"slo_classes": SLO_CLASSES, "num_ranks": len(WORKERS), "aliases": aliases}
+    options: dict[str, Any] = {"slo_classes": SLO_CLASSES, "num_ranks": len(WORKERS), "aliases": aliases,
+                               "max_draft_tokens": MAX_DRAFTS}  # fmt: skip
     triton = TritonStatLogger(server.make_family, LABELS, **options)
     triton._declare_all()  # it is flushed by hand, without the thread
     return server, triton, PrometheusStatLogger(LABELS, **options)
