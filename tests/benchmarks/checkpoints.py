@@ -1,10 +1,13 @@
 """Makes the checkpoints that speed is measured with: Llamas of realistic shape with seeded random weights.
 
-    python tests/benchmarks/checkpoints.py [--cache FOLDER] [s60 m400 l1b]
+    python tests/benchmarks/checkpoints.py [--cache FOLDER] [s60 m400 l1b m400-walk]
 
 Each is a Hugging Face folder: bf16 safetensors, a byte-level BPE tokenizer trained on Python's standard library, a chat
 template. Their text is noise: they are for speed, and for token-exactness in float32, never for quality. A checkpoint
 that is there already is left alone. l1b takes 2 GB of disk, and 5 GB of memory while it is made.
+
+m400-walk says after each token a fixed other one (`walk_order` of workload.py), at the same cost: so the text that it
+really says can be one that stands in the prompt. See harness/walk.py.
 """
 
 import argparse
@@ -15,8 +18,9 @@ import time
 from pathlib import Path
 
 from harness.engines import cache_folder
+from workload import walk_order
 
-__all__ = ["SHAPES", "make_checkpoint"]
+__all__ = ["MODELS", "SHAPES", "make_checkpoint"]
 
 VOCAB_SIZE = 32_000
 MAX_POSITIONS = 4096
@@ -27,6 +31,9 @@ SHAPES = {  # hidden size, intermediate size, layers, query heads, key/value hea
     "m400": (1024, 2816, 24, 16, 8),
     "l1b": (2048, 5632, 22, 32, 4),
 }
+WALKS = {"m400-walk": "m400"}
+"""And their shapes."""
+MODELS = [*SHAPES, *WALKS]
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 
 
@@ -34,7 +41,7 @@ def make_checkpoint(name: str, folder: Path) -> Path:
     """The folder of a checkpoint, which is made there if it is not.
 
     Args:
-        name: one of `SHAPES`.
+        name: one of `MODELS`.
         folder: of all checkpoints.
     """
     done = folder / name
@@ -45,7 +52,7 @@ def make_checkpoint(name: str, folder: Path) -> Path:
     partial = folder / f"{name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     _write_weights(name, partial)
-    others = [folder / other for other in SHAPES if (folder / other / "tokenizer.json").exists()]
+    others = [folder / other for other in MODELS if (folder / other / "tokenizer.json").exists()]
     if others:  # all have the same, and training it takes as long as the rest
         for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             if (others[0] / file).exists():
@@ -60,10 +67,11 @@ def make_checkpoint(name: str, folder: Path) -> Path:
 
 def _write_weights(name: str, folder: Path) -> None:
     import torch
+    from harness.walk import teach_walk
     from transformers import LlamaConfig, LlamaForCausalLM, logging
 
     logging.disable_progress_bar()
-    hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads = SHAPES[name]
+    hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads = SHAPES[WALKS.get(name, name)]
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=hidden_size,
@@ -74,7 +82,7 @@ def _write_weights(name: str, folder: Path) -> None:
         max_position_embeddings=MAX_POSITIONS,
         bos_token_id=0,
         eos_token_id=1,
-        tie_word_embeddings=True,
+        tie_word_embeddings=name not in WALKS,
     )
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
@@ -82,6 +90,8 @@ def _write_weights(name: str, folder: Path) -> None:
         model = LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(torch.float32)
+    if name in WALKS:
+        teach_walk(model, walk_order())
     model.save_pretrained(folder)
 
 
@@ -108,12 +118,12 @@ def _write_tokenizer(folder: Path) -> None:
 def main() -> None:
     """Make those that are named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SHAPES)}; unset: s60 m400")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MODELS)}; unset: s60 m400")
     parser.add_argument("--cache", type=Path, default=cache_folder())
     arguments = parser.parse_args()
     for name in arguments.names or ["s60", "m400"]:
-        if name not in SHAPES:
-            parser.error(f"there is no checkpoint {name!r}; there are {', '.join(SHAPES)}")
+        if name not in MODELS:
+            parser.error(f"there is no checkpoint {name!r}; there are {', '.join(MODELS)}")
         print(make_checkpoint(name, arguments.cache / "checkpoints"))
 
 

@@ -7,6 +7,10 @@
 a request before its time. The warm-up's prompts begin like none that is measured. Random ids: what the engines compute
 does not depend on sense, and a draft or a cache cannot guess them.
 
+`copying` is one stream for the checkpoints whose name ends in `-walk` (checkpoints.py): 256 tokens out, most of which
+stand in the prompt in the same order, as when a file is written again with edits. `copying_prompt` is its prompt with
+one token out, so that the prompt's time can be taken off.
+
 Standard library only: the engines' own environments import this too.
 """
 
@@ -14,13 +18,18 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["WORKLOADS", "Workload", "make_workload"]
+__all__ = ["WALK_LENGTH", "WORKLOADS", "Workload", "copying_task", "make_workload", "walk_order"]
 
 FIRST_ID, END_ID = 2, 31_000
 """Below are special tokens; from here on there may be no tokens."""
 COMMON_TOKENS = 512
 WARM_UP_TOKENS = 16
 """Output of each warm-up request."""
+WALK_LENGTH = END_ID - FIRST_ID
+"""Tokens of the walk, which then begins again."""
+COPYING_TOKENS, COPYING_PROMPT_TOKENS = 256, 768
+KEPT_TOKENS, EDITED_TOKENS = (6, 40), (1, 5)
+"""Bounds of the stretches that `copying` keeps, and of its edits; the upper one is excluded."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +76,65 @@ def shared_prefix(num_requests: int) -> Workload:
     return Workload(prompts, [16] * num_requests, [_token_ids(rng, 64) for _ in range(2)])
 
 
+def walk_order() -> list[int]:
+    """All token ids but special ones, in the order in which a walk visits them: each is followed by the next."""
+    order = list(range(FIRST_ID, END_ID))
+    random.Random(3).shuffle(order)
+    return order
+
+
+def copying_task(number: int, num_tokens: int, num_prompt_tokens: int) -> tuple[list[int], list[int]]:
+    """A prompt, and what a walk makes of it: its own tokens again, edited.
+
+    ::
+
+        output    31 4 9 | 7  2  | 60 5 5 8 | 12        a stretch of the walk
+        prompt    31 4 9 | 88    | 60 5 5 8 | 12 …  3   the same with other tokens here and there; the token before 31
+
+    Args:
+        number: tasks with different numbers have different outputs.
+        num_tokens: length of the output.
+        num_prompt_tokens: of the prompt; behind its version of the output come tokens that the output does not reach.
+
+    Raises:
+        ValueError: the walk has no such stretch left.
+    """
+    order, start = walk_order(), number * num_tokens
+    if start + num_tokens >= WALK_LENGTH:
+        raise ValueError(f"task {number} of {num_tokens} tokens is beyond the walk's {WALK_LENGTH}")
+    rng = random.Random(number)
+    output = order[start : start + num_tokens]
+    strangers = sorted(set(order) - set(output))
+    rng.shuffle(strangers)
+    # Behind the output, which is a part of the text, the walk would go on with another task's output.
+    source, edits = output + strangers[:num_prompt_tokens], strangers[num_prompt_tokens:]
+    prompt: list[int] = []
+    at = 0
+    while len(prompt) < num_prompt_tokens - 1:
+        kept = rng.randrange(*KEPT_TOKENS)
+        prompt += source[at : at + kept]
+        at += kept + rng.randrange(*EDITED_TOKENS) * rng.randrange(2)  # the output inserts or replaces these
+        prompt += rng.sample(edits, rng.randrange(*EDITED_TOKENS) * rng.randrange(2))  # and drops these
+    return [*prompt[: num_prompt_tokens - 1], order[start - 1]], output
+
+
+def copying(num_requests: int) -> Workload:
+    """One user, who wants a text again with some edits."""
+    prompt, output = copying_task(0, COPYING_TOKENS, COPYING_PROMPT_TOKENS)
+    return Workload([prompt], [len(output)], one_stream(num_requests).warm_up)
+
+
+def copying_prompt(num_requests: int) -> Workload:
+    """The same, without waiting for more than the first token."""
+    return Workload(copying(num_requests).prompts, [1], one_stream(num_requests).warm_up)
+
+
 WORKLOADS: dict[str, Callable[[int], Workload]] = {
     "mixed": mixed,
     "one_stream": one_stream,
     "shared_prefix": shared_prefix,
+    "copying": copying,
+    "copying_prompt": copying_prompt,
 }
 
 
@@ -88,7 +152,7 @@ def main() -> None:
     for name in WORKLOADS:
         workload = make_workload(name)
         print(
-            f"{name:13} {len(workload.prompts):2} requests, "
+            f"{name:14} {len(workload.prompts):2} requests, "
             f"{workload.num_input_tokens:6,} tokens in, {workload.num_output_tokens:6,} out"
         )
 

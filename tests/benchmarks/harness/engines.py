@@ -40,6 +40,8 @@ class Engine:
     """What is compared with what: `bf16`, or `int8`."""
     peer: str | None = None
     """Name of its environment; None: ours, in this one."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Further settings, which its script knows."""
 
 
 ENGINES = [
@@ -77,16 +79,18 @@ class Job:
     prefix_caching: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     """More settings of ours, as in `model.json`; the others have their own."""
+    outputs: bool = False
+    """Keep the token ids of the outputs."""
 
     def command(self, engine: Engine) -> list[str]:
         """The command line of a run."""
         python = self.peers / engine.peer / "bin" / "python" if engine.peer else Path(sys.executable)
         command = [str(python), str(SCRIPTS / engine.script), str(self.model), "--variant", engine.variant]
         command += ["--workloads", *self.workloads, "--threads", str(self.threads)]
-        settings = self.settings if engine.peer is None else {}
+        settings = {**engine.settings, **(self.settings if engine.peer is None else {})}
         command += ["--converted", str(self.cache / "converted"), "--settings", json.dumps(settings)]
         command += ["--requests", str(self.requests)]
-        return command + ["--prefix-caching"] * self.prefix_caching
+        return command + ["--prefix-caching"] * self.prefix_caching + ["--outputs"] * self.outputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +112,8 @@ class Run:
     peak_memory_bytes: int = 0
     """Of the process with all its children, until the end of the last workload."""
     round: int = 0
+    outputs: list[list[int]] | None = None
+    """Token ids, where the job keeps them."""
 
     @property
     def rate(self) -> float:

@@ -1,7 +1,8 @@
 """llama.cpp's server. Variants: bf16, q8_0. The command line is in runner.py.
 
 16 slots for many requests and one for a single stream, each in a server of its own: the slots share the batch, and more
-of them than are needed cost the single stream time. The workload goes in as token ids, over a Unix socket.
+of them than are needed cost the single stream time. The workload goes in as token ids, over a Unix socket. Settings are
+options of the server.
 """
 
 import http.client
@@ -19,7 +20,8 @@ import gguf_file
 import runner
 
 SLOTS = 16
-TOKENS_PER_SLOT = 1024
+ONE_STREAM = ("one_stream", "copying", "copying_prompt")
+TOKENS_PER_SLOT, COPYING_TOKENS = 1024, 2048
 READY_SECONDS = 120.0
 
 
@@ -72,12 +74,12 @@ class LlamaCpp:
         described = subprocess.run([program("llama-server"), "--version"], capture_output=True, text=True, check=True)
         words = (described.stderr + described.stdout).split()
         self.version = words[words.index("version:") + 1]
-        self.slots = 0
+        self.slots = self.tokens_per_slot = 0
         self.reset(arguments.workloads[0])
 
-    def generate(self, prompts: list[list[int]], output_lengths: list[int]) -> list[int]:
+    def generate(self, prompts: list[list[int]], output_lengths: list[int]) -> list[list[int]]:
         """All at once, one connection each."""
-        made = [0] * len(prompts)
+        made: list[list[int]] = [[] for _ in prompts]
 
         def ask(i: int) -> None:
             answer = self._post(
@@ -88,8 +90,9 @@ class LlamaCpp:
                 cache_prompt=self.arguments.prefix_caching,
                 samplers=["top_k"],  # the shortest way to the most likely token
                 top_k=1,
+                return_tokens=True,
             )
-            made[i] = answer["tokens_predicted"]
+            made[i] = answer["tokens"]
 
         threads = [threading.Thread(target=ask, args=(i,), daemon=True) for i in range(len(prompts))]
         for thread in threads:
@@ -99,11 +102,12 @@ class LlamaCpp:
         return made
 
     def reset(self, workload: str) -> None:
-        """Start another server where this workload needs another number of slots."""
-        slots = 1 if workload == "one_stream" else SLOTS
-        if slots != self.slots:
+        """Start another server where this workload needs another number of slots, or longer ones."""
+        slots = 1 if workload in ONE_STREAM else SLOTS
+        tokens_per_slot = COPYING_TOKENS if workload.startswith("copying") else TOKENS_PER_SLOT
+        if (slots, tokens_per_slot) != (self.slots, self.tokens_per_slot):
             self._stop()
-            self.slots = slots
+            self.slots, self.tokens_per_slot = slots, tokens_per_slot
             self._start()
 
     def close(self) -> None:
@@ -121,7 +125,7 @@ class LlamaCpp:
         threads = str(self.arguments.threads)
         command = [program("llama-server"), "--model", str(model_file(self.arguments, self.arguments.variant))]
         command += ["--host", self.socket, "--parallel", str(self.slots)]
-        command += ["--ctx-size", str(self.slots * TOKENS_PER_SLOT), "--batch-size", "2048"]
+        command += ["--ctx-size", str(self.slots * self.tokens_per_slot), "--batch-size", "2048"]
         command += ["--threads", threads, "--threads-batch", threads, "--no-ui", "--log-verbosity", "2"]
         for name, value in json.loads(self.arguments.settings).items():
             command += [f"--{name}", str(value)]

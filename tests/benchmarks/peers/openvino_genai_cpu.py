@@ -1,7 +1,8 @@
 """OpenVINO GenAI's continuous batching on the CPU. Variants: fp16, int8 (weights). The command line is in runner.py.
 
 It computes in bf16 where the processor can, whatever the weights are stored in, and keeps its KV cache as f16 for fp16
-weights and as u8 for int8 ones, unless told otherwise.
+weights and as u8 for int8 ones, unless told otherwise. Settings are properties of the pipeline, but for those of each
+request's `GenerationConfig`: `num_assistant_tokens` and `max_ngram_size`, which `prompt_lookup` wants.
 """
 
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 import runner
 
 KV_CACHE_GIB = 4
+GENERATION_SETTINGS = ("num_assistant_tokens", "max_ngram_size")
 
 
 def converted_folder(arguments: runner.Arguments) -> Path:
@@ -48,12 +50,14 @@ class OpenVINO:
         scheduler.max_num_batched_tokens = 2048
         scheduler.dynamic_split_fuse = True
         scheduler.enable_prefix_caching = arguments.prefix_caching
+        settings = json.loads(arguments.settings)
+        self.generation_settings = {name: settings.pop(name) for name in GENERATION_SETTINGS if name in settings}
         properties = {"INFERENCE_NUM_THREADS": arguments.threads, "INFERENCE_PRECISION_HINT": "bf16"}
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(
-            str(converted_folder(arguments)), scheduler, "CPU", properties | json.loads(arguments.settings)
+            str(converted_folder(arguments)), scheduler, "CPU", properties | settings
         )
 
-    def generate(self, prompts: list[list[int]], output_lengths: list[int]) -> list[int]:
+    def generate(self, prompts: list[list[int]], output_lengths: list[int]) -> list[list[int]]:
         """All at once."""
         import numpy as np
         import openvino
@@ -65,8 +69,10 @@ class OpenVINO:
             config = openvino_genai.GenerationConfig()
             config.max_new_tokens, config.ignore_eos = length, True
             config.do_sample, config.apply_chat_template = False, False
+            for name, value in self.generation_settings.items():
+                setattr(config, name, value)
             configs.append(config)
-        return [len(result.m_generation_ids[0]) for result in self.pipeline.generate(tensors, configs)]
+        return [list(result.m_generation_ids[0]) for result in self.pipeline.generate(tensors, configs)]
 
     def reset(self, workload: str) -> None:
         """It cannot empty its prefix cache; compare.py never repeats a prompt where that is on."""

@@ -38,14 +38,14 @@ class Quire:
         except PackageNotFoundError:  # from the source folder
             self.version = "source"
 
-    def generate(self, prompts: list[list[int]], output_lengths: list[int]) -> list[int]:
+    def generate(self, prompts: list[list[int]], output_lengths: list[int]) -> list[list[int]]:
         """All at once."""
         outputs = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
             [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in output_lengths],
             use_tqdm=False,
         )
-        return [len(output.outputs[0].token_ids) for output in outputs]
+        return [list(output.outputs[0].token_ids) for output in outputs]
 
     def reset(self, workload: str) -> None:
         """Empty the prefix cache."""

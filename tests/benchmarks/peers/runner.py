@@ -1,13 +1,14 @@
 """The common part of the scripts that run one engine once, in a process and an environment of its own.
 
     python peers/NAME.py MODEL --variant VARIANT [--workloads one_stream mixed] [--threads 2] [--converted FOLDER]
-                         [--requests 64] [--prefix-caching] [--prepare]
+                         [--requests 64] [--prefix-caching] [--outputs] [--prepare]
 
 Prints one line of JSON per event, and nothing else, on standard output (what the engine itself prints goes to standard
 error)::
 
     {"event": "ready", "version": …, "load_seconds": …, …}                   loaded, and warmed up by nothing yet
-    {"event": "run", "workload": …, "seconds": …, "output_tokens": …, …}     of each workload; one_stream several times
+    {"event": "run", "workload": …, "seconds": …, "output_tokens": …, …}     of each workload; one_stream several times;
+                                                            with --outputs, also the token ids that came out
     {"event": "end"}                                        and then waits for the end of its standard input, so that
                                                             whoever reads this can look at its memory
 
@@ -49,6 +50,8 @@ class Arguments(argparse.Namespace):
     """Folder for what is made from checkpoints."""
     requests: int
     prefix_caching: bool
+    outputs: bool
+    """Tell the token ids of the outputs, too."""
     prepare: bool
     settings: str
     """JSON object of further settings of the engine."""
@@ -59,8 +62,8 @@ class Engine(Protocol):
 
     version: str
 
-    def generate(self, prompts: list[list[int]], output_lengths: list[int]) -> list[int]:
-        """Run the requests together, greedily; returns how many tokens each got."""
+    def generate(self, prompts: list[list[int]], output_lengths: list[int]) -> list[list[int]]:
+        """Run the requests together, greedily; returns the token ids that each got."""
 
     def reset(self, workload: str) -> None:
         """Called before each run, the warm-up's too: empty the prefix cache if there is one."""
@@ -102,7 +105,7 @@ def _measure(engine: Engine, name: str, arguments: Arguments, events: TextIO) ->
     repeats = ONE_STREAM_REPEATS if name == "one_stream" and not arguments.prefix_caching else 1
     for _ in range(repeats):
         engine.reset(name)
-        seconds = _generate(engine, workload.prompts, workload.output_lengths)
+        seconds, outputs = _generate(engine, workload.prompts, workload.output_lengths)
         _tell(
             events,
             event="run",
@@ -111,16 +114,18 @@ def _measure(engine: Engine, name: str, arguments: Arguments, events: TextIO) ->
             requests=len(workload.prompts),
             input_tokens=workload.num_input_tokens,
             output_tokens=workload.num_output_tokens,
+            outputs=outputs if arguments.outputs else None,
         )
 
 
-def _generate(engine: Engine, prompts: list[list[int]], output_lengths: list[int]) -> float:
+def _generate(engine: Engine, prompts: list[list[int]], output_lengths: list[int]) -> tuple[float, list[list[int]]]:
     start = time.perf_counter()
-    lengths = engine.generate(prompts, output_lengths)
+    outputs = engine.generate(prompts, output_lengths)
     seconds = time.perf_counter() - start
+    lengths = [len(output) for output in outputs]
     if lengths != output_lengths:
         raise SystemExit(f"asked for outputs of {output_lengths} tokens, got {lengths}")
-    return seconds
+    return seconds, outputs
 
 
 def _claim_stdout() -> TextIO:
@@ -143,6 +148,7 @@ def _parse() -> Arguments:
     parser.add_argument("--converted", type=Path, default=Path("converted"))
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--prefix-caching", action="store_true")
+    parser.add_argument("--outputs", action="store_true")
     parser.add_argument("--prepare", action="store_true")
     parser.add_argument("--settings", default="{}")
     return parser.parse_args(namespace=Arguments())

@@ -24,14 +24,14 @@ class StaticBatches:
         self.model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16).eval()
 
     @torch.inference_mode()
-    def generate(self, prompts: list[list[int]], output_lengths: list[int]) -> list[int]:
+    def generate(self, prompts: list[list[int]], output_lengths: list[int]) -> list[list[int]]:
         """In batches of `BATCH`."""
-        made = []
+        made: list[list[int]] = []
         for i in range(0, len(prompts), BATCH):
             made += self._batch(prompts[i : i + BATCH], output_lengths[i : i + BATCH])
         return made
 
-    def _batch(self, prompts: list[list[int]], output_lengths: list[int]) -> list[int]:
+    def _batch(self, prompts: list[list[int]], output_lengths: list[int]) -> list[list[int]]:
         width, longest = max(map(len, prompts)), max(output_lengths)
         input_ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -40,7 +40,7 @@ class StaticBatches:
         )
         output = self.model.generate(input_ids, attention_mask=mask, generation_config=config)
         assert output.shape[1] == width + longest
-        return output_lengths
+        return [row[:length] for row, length in zip(output[:, width:].tolist(), output_lengths, strict=True)]
 
     def reset(self, workload: str) -> None:
         """It has no prefix cache."""
@@ -70,20 +70,20 @@ class ContinuousBatching:
         )
         self.manager.start()
 
-    def generate(self, prompts: list[list[int]], output_lengths: list[int]) -> list[int]:
+    def generate(self, prompts: list[list[int]], output_lengths: list[int]) -> list[list[int]]:
         """All at once."""
         ids = [
             self.manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1)
             for prompt, length in zip(prompts, output_lengths, strict=True)
         ]
-        lengths = {}
-        while len(lengths) < len(ids):
+        outputs = {}
+        while len(outputs) < len(ids):
             result = self.manager.get_result(timeout=1)
             if result is not None and result.is_finished():
-                lengths[result.request_id] = len(result.generated_tokens)
+                outputs[result.request_id] = list(result.generated_tokens)
             elif result is None and not self.manager.is_running():
                 raise SystemExit("its thread has ended")
-        return [lengths[request_id] for request_id in ids]
+        return [outputs[request_id] for request_id in ids]
 
     def reset(self, workload: str) -> None:
         """It cannot empty its prefix cache; compare.py never repeats a prompt where that is on."""

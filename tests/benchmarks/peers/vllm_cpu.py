@@ -33,7 +33,7 @@ class VLLM:
             **json.loads(arguments.settings),
         )
 
-    def generate(self, prompts: list[list[int]], output_lengths: list[int]) -> list[int]:
+    def generate(self, prompts: list[list[int]], output_lengths: list[int]) -> list[list[int]]:
         """All at once."""
         from vllm import SamplingParams
 
@@ -42,7 +42,7 @@ class VLLM:
             [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in output_lengths],
             use_tqdm=False,
         )
-        return [len(output.outputs[0].token_ids) for output in outputs]
+        return [list(output.outputs[0].token_ids) for output in outputs]
 
     def reset(self, workload: str) -> None:
         """Empty the prefix cache."""

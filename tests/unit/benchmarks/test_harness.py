@@ -17,6 +17,7 @@ from benchmarks.harness.plot import draw_rates
 from benchmarks.harness.processes import peak_memory_bytes, process_tree
 from benchmarks.harness.results import Row, Spread
 from benchmarks.harness.roofline import Ceilings, ModelShape, decode_roofline_seconds
+from benchmarks.workload import make_workload
 
 SCRIPTS = Path(engines.__file__).resolve().parents[1] / "peers"
 ENGINE = Engine(name="fake", label="Fake", script="fake.py", variant="any", precision="bf16")
@@ -33,7 +34,7 @@ class Fake:
     def generate(self, prompts, output_lengths):
         {generate}
         self.calls.append(len(prompts))
-        return output_lengths
+        return [prompt[:1] * length for prompt, length in zip(prompts, output_lengths)]
     def reset(self, workload):
         pass
     def close(self):
@@ -65,13 +66,21 @@ def test_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, job: Job) -> None:
     log = (tmp_path / "log").read_text()
     assert "this is not for the harness" in log
     assert "[2, 1, 1, 1, 2, 5]" in log  # each workload is warmed up, and the engine was closed
+    assert all(run.outputs is None for run in runs)
+
+
+def test_outputs_are_kept_for_jobs_that_want_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, job: Job) -> None:
+    fake_engine(monkeypatch, tmp_path)
+    (run,) = engines.run(ENGINE, replace(job, workloads=["copying"], outputs=True), tmp_path / "log")
+    workload = make_workload("copying")
+    assert run.outputs == [workload.prompts[0][:1] * workload.output_lengths[0]]
 
 
 @pytest.mark.parametrize(
     ("generate", "reason"),
     [
         ("raise ValueError('no such thing')", "ValueError: no such thing"),
-        ("return [1]", "asked for outputs of"),
+        ("return [[1]]", "asked for outputs of"),
         ("import os; os._exit(3)", "ended too early"),
     ],
 )
@@ -127,6 +136,8 @@ def test_settings_are_for_ours_only(job: Job) -> None:
     assert told.command(ours)[0] == sys.executable
     assert json.dumps({"block_size": 32}) in told.command(ours)
     assert json.dumps({"block_size": 32}) not in told.command(peer)
+    assert json.dumps({"spec-type": "x"}) in told.command(replace(peer, settings={"spec-type": "x"}))
+    assert json.dumps({"seed": 1, "block_size": 32}) in told.command(replace(ours, settings={"seed": 1}))
 
 
 def test_peak_memory_counts_children() -> None:

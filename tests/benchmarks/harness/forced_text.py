@@ -1,0 +1,65 @@
+"""Forced text: a model computes everything as ever, but what it says is a text that is given.
+
+Random weights say nothing that repeats, so that no draft is ever right. To measure what drafts gain on a certain text
+with a model of realistic size, the token that the sampler returns is replaced by the token that the text has at that
+position. It goes the way of any sampled token from there on: it is compared with the draft in its place, becomes the
+next step's input, and is what the caller gets. This belongs to the benchmarks; the engine knows nothing of it.
+
+A request finds its text by its seed, and its place in the text by the position that is sampled, which is known for the
+rows behind drafts, too::
+
+    prompt  5 8 9    text  31 4 7 2          known  5 8 9 31    drafts  4 7 6
+    sampled          row 0 (position 4): 4   row 1 (5): 7   row 2 (6): 2   row 3 (7): beyond the text, as sampled
+
+Only for an `LLM` that computes on the CPU, in this process.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from quire_engine import LLM
+from quire_engine.sampling import Sampler, SamplerOutput, SamplingMetadata
+
+__all__ = ["ForcedTexts", "force_texts"]
+
+
+class ForcedTexts(Sampler):
+    """A sampler that samples, and then returns the texts' tokens for the requests that have one."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, tuple[int, Sequence[int]]] = {}
+
+    def clear(self) -> None:
+        """Forget all texts."""
+        self._texts.clear()
+
+    def add(self, seed: int, num_prompt_tokens: int, text: Sequence[int]) -> None:
+        """Force the text of the requests with this seed, below 2**63."""
+        self._texts[seed] = num_prompt_tokens, text
+
+    def __call__(self, logits_SV: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
+        """Sample, and replace."""
+        output = super().__call__(logits_SV, metadata)
+        if not self._texts:
+            return output
+        token_ids_S = output.token_ids_S.clone()
+        for row, (seed, position) in enumerate(zip(metadata.seeds.tolist(), metadata.positions.tolist(), strict=True)):
+            start, text = self._texts.get(seed, (0, ()))
+            if 0 <= position - start < len(text):
+                token_ids_S[row] = text[position - start]
+        return SamplerOutput(token_ids_S)
+
+
+def force_texts(llm: LLM) -> ForcedTexts:
+    """Replace the sampler of an engine; it forces nothing before a text is added.
+
+    Log-probabilities are not returned any more.
+
+    Raises:
+        TypeError: the engine computes in other processes, or on a GPU.
+    """
+    worker = getattr(llm._core._core.executor, "_worker", None)
+    if worker is None or worker.device.type != "cpu":
+        raise TypeError("texts can be forced only where one rank computes on the CPU, in this process")
+    worker.runner.sampler = texts = ForcedTexts()
+    return texts

@@ -1,0 +1,324 @@
+"""What speculative decoding gains, and that it changes no token: by model, method, workload and number of streams.
+
+    python tests/benchmarks/speculation.py [--models m400 …] [--quantizations bf16 int8] [--methods ngram suffix …]
+                                           [--workloads copy …] [--streams 1 4 16 64] [--rounds 2] [--out FOLDER]
+
+Engines with and without drafts stand in one process and take turns with the same tasks; every round has new tasks, as
+what was said before could be drafted from, and goes through the engines in the other order. The prompts are computed
+before the clock starts; the column `with prompt` is the ratio if their time counts, too. A ratio is taken within each
+round: the median is quoted, with the smallest and the largest. The acceptance length is the mean number of tokens that
+a step yields for a request that has a draft.
+
+Which text is forced, and why. m400 and s60 have random weights, whose text never repeats, so that no draft would ever
+be right. In the workloads `copy`, `agentic`, `chat` and `misleading` their text, and tinypy's, is therefore given:
+everything is computed and sampled as ever, and then the token is replaced by the text's (harness/forced_text.py). The
+texts, and where they come from, are in harness/texts.py. That tokens are the same with and without drafts is then no
+wonder. Everything else is the model's own text, and there each token that differs counts:
+
+    random, greedy    random prompts, at temperature 1 and greedily
+    files             tinypy, a small model that was really trained, goes on with source files, greedily
+    walk              m400-walk, made so that its greedy text is its prompt with edits (harness/walk.py)
+
+Then drafting from the text so far in other engines, as far as peers/setup.sh has installed them: m400-walk, one stream,
+each in a process of its own (harness/lookups.py).
+
+Bars, printed as met or missed: at one stream of `copy` suffix gains 2.5 times, ngram 1.8 times; with `random` and
+`greedy`, nothing is ever below 0.97. Ends with 1 if a token differs. s60 takes some twenty minutes on two cores, and
+all models hours (`--models s60 m400 tinypy m400-walk`): leave the machine alone meanwhile.
+"""
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from checkpoints import make_checkpoint
+from harness.checkpoint_size import kv_bytes_per_token, weight_bytes
+from harness.drafting import Cell, Figures, judge, run_batch, table
+from harness.engines import Job, cache_folder
+from harness.forced_text import ForcedTexts, force_texts
+from harness.lookups import lookup_table, lookups, run_lookups
+from harness.machine import describe_machine
+from harness.texts import FILES_AT_ONCE, WORKLOADS, NoMoreTextsError, Task, Texts
+from quire_engine import LLM
+from tokenizers import Tokenizer
+from workload import WALK_LENGTH, copying_task, make_workload
+
+ROOT = Path(__file__).resolve().parents[2]
+TINYPY = ROOT / "model_repository" / "tinypy" / "1" / "model"
+MODELS = {
+    "m400": WORKLOADS,
+    "s60": WORKLOADS,
+    "tinypy": ("files", "agentic", "chat", "random", "greedy", "misleading"),
+    "m400-walk": ("walk",),
+}
+"""Models and their workloads."""
+METHODS: dict[str, dict[str, Any]] = {
+    "ngram": {"prompt_lookup_max": 4, "prompt_lookup_min": 2},
+    "suffix": {},
+}
+COPY_PROMPT_TOKENS = 1536
+"""Or fewer, where the model's context is shorter."""
+MAX_NUM_SEQS = 64
+BLOCK_SIZE = 16
+WARM_UP_TOKENS = 24
+MIN_SECONDS, MAX_ROUNDS = 4.0, 8
+"""Cells whose rounds together take less have more of them, up to this number."""
+MEMORY_SHARE = 0.8
+"""Of the free memory, for all engines of one process."""
+
+
+def say(line: str) -> None:
+    """Progress, as it comes."""
+    print(line, file=sys.stderr, flush=True)
+
+
+class Model:
+    """A checkpoint and the tasks for it.
+
+    Args:
+        name: of `MODELS`.
+        folder: of the checkpoint.
+        num_tokens: length of all outputs.
+    """
+
+    def __init__(self, name: str, folder: Path, num_tokens: int) -> None:
+        self.name, self.folder, self.num_tokens = name, folder, num_tokens
+        config = json.loads((folder / "config.json").read_text())
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.max_prompt_tokens = min(COPY_PROMPT_TOKENS, config["max_position_embeddings"] - num_tokens)
+        self.max_model_len = self.max_prompt_tokens + num_tokens
+        vocab_size = min(config["vocab_size"], tokenizer.get_vocab_size())
+        self._texts = Texts(
+            lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),
+            vocab_size, num_tokens, self.max_prompt_tokens,
+        )  # fmt: skip
+        self._num_walks = 0
+
+    def tasks(self, workload: str, streams: int) -> list[Task]:
+        """New ones.
+
+        Raises:
+            NoMoreTextsError: all have been given.
+        """
+        if workload == "files":
+            return self._texts.continued_files(streams)
+        if workload == "walk":
+            first, self._num_walks = self._num_walks, self._num_walks + streams
+            if self._num_walks * self.num_tokens >= WALK_LENGTH:
+                raise NoMoreTextsError("the walk has no more stretches: fewer rounds, streams or tokens")
+            numbers = range(first, self._num_walks)
+            return [Task(copying_task(i, self.num_tokens, self.max_prompt_tokens // 2)[0], None) for i in numbers]
+        return self._texts.make(workload, streams)
+
+    def warm_up_tasks(self, streams: int) -> list[Task]:
+        """Short prompts with much to draft from."""
+        return self._texts.looping(streams)
+
+    def cache_bytes(self, streams: int) -> int:
+        """KV cache of one engine: room for all streams of any workload, so that no prompt leaves it before its turn."""
+        files = FILES_AT_ONCE * self.max_prompt_tokens
+        own = streams * (self.max_prompt_tokens // 2 + self.num_tokens + 4 * BLOCK_SIZE)
+        return (files + own) * kv_bytes_per_token(self.folder)
+
+    def memory_bytes(self, streams: int) -> int:
+        """About what an engine takes: weights as they are read and as they are packed, KV cache."""
+        return 2 * weight_bytes(self.folder) + self.cache_bytes(streams)
+
+
+@contextmanager
+def open_engines(
+    model: Model, quantization: str, methods: Sequence[str], streams: int, further: dict[str, Any]
+) -> Iterator[dict[str, tuple[LLM, ForcedTexts]]]:
+    """An engine without drafts, `off`, and one for each method that there is."""
+    settings: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "quantization": None if quantization == "bf16" else quantization,
+        "device": "cpu",
+        "max_model_len": model.max_model_len,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "block_size": BLOCK_SIZE,
+        "kv_cache_memory_bytes": model.cache_bytes(streams),
+        "enable_prefix_caching": True,
+    }
+    configs = {method: {"method": method, **METHODS[method], **further} for method in methods}
+    engines: dict[str, tuple[LLM, ForcedTexts]] = {}
+    with ExitStack() as stack:
+        llm = LLM(model.folder, **settings)
+        stack.callback(llm.shutdown)
+        engines["off"] = llm, force_texts(llm)
+        for method, config in configs.items():
+            try:
+                llm = LLM(model.folder, speculative_config=config, **settings)
+            except ValueError as error:
+                say(f"{method} is passed over: {error}")
+                continue
+            stack.callback(llm.shutdown)
+            engines[method] = llm, force_texts(llm)
+        yield engines
+
+
+def measure(
+    model: Model,
+    quantization: str,
+    engines: dict[str, tuple[LLM, ForcedTexts]],
+    workload: str,
+    streams: int,
+    num_rounds: int,
+) -> dict[Cell, Figures]:
+    """The figures of each method with one workload; none if there are not enough texts for all rounds."""
+    figures = {
+        method: (Cell(model.name, quantization, workload, streams, method), Figures())
+        for method in engines
+        if method != "off"
+    }
+    temperature = 1.0 if workload == "random" else 0.0
+    first = FILES_AT_ONCE if workload == "copy" else 1
+    warm_up = model.warm_up_tasks(streams)
+    done = 0.0
+    for llm, texts in engines.values():
+        run_batch(llm, texts, warm_up, min(WARM_UP_TOKENS, model.num_tokens))
+    for number in range(max(num_rounds, MAX_ROUNDS)):
+        if number >= num_rounds and done >= MIN_SECONDS:
+            break
+        try:
+            tasks = model.tasks(workload, streams)
+        except NoMoreTextsError as error:
+            say(f"{model.name}, {workload}, {streams} streams: {error}")
+            return {}
+        batches = {}
+        for name, (llm, texts) in list(engines.items())[:: -1 if number % 2 else 1]:
+            gc.collect()
+            batches[name] = run_batch(
+                llm, texts, tasks, model.num_tokens, temperature=temperature, first=first, number=number + 1
+            )
+        done += batches["off"].seconds
+        for method, (_, own) in figures.items():
+            own.off.append(batches["off"])
+            own.on.append(batches[method])
+        ratios = ", ".join(f"{name} {batches['off'].seconds / batches[name].seconds:.2f}" for name in figures)
+        say(f"round {number + 1}  {model.name} {quantization} {workload}, {streams} streams: {ratios}")
+    return dict(figures.values())
+
+
+def groups(model: Model, methods: Sequence[str], streams: int) -> list[list[str]]:
+    """Methods whose engines have room in memory together; one by one if not all have."""
+    free = next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable")
+    )
+    if (1 + len(methods)) * model.memory_bytes(streams) <= MEMORY_SHARE * free:
+        return [list(methods)]
+    return [[method] for method in methods]
+
+
+def measure_model(model: Model, quantization: str, arguments: argparse.Namespace) -> dict[Cell, Figures]:
+    """All cells of one model and quantization."""
+    figures: dict[Cell, Figures] = {}
+    streams = sorted(set(arguments.streams))
+    workloads = [
+        name for name in MODELS[model.name]
+        if name in (*arguments.workloads, *(("files", "walk") if "copy" in arguments.workloads else ()))
+    ]  # fmt: skip
+    for methods in groups(model, arguments.methods, streams[-1]):
+        with open_engines(model, quantization, methods, streams[-1], arguments.speculative) as engines:
+            for workload in workloads:
+                for number in streams:
+                    figures |= measure(model, quantization, engines, workload, number, arguments.rounds)
+        gc.collect()
+    return figures
+
+
+def compare_with_peers(arguments: argparse.Namespace, logs: Path) -> str:
+    """Lookups of all engines."""
+    configs = {
+        method: {"method": method, **METHODS[method], **arguments.speculative}
+        for method in arguments.methods
+    }  # fmt: skip
+    wanted = lookups(arguments.quantizations, configs)
+    job = Job(
+        model=make_checkpoint("m400-walk", arguments.cache / "checkpoints"),
+        workloads=["copying", "copying_prompt"],
+        cache=arguments.cache,
+        peers=arguments.peers or arguments.cache / "peers",
+        threads=arguments.threads,
+        outputs=True,
+    )
+    runs = run_lookups(wanted, job, arguments.rounds, logs, say)
+    workload = make_workload("copying")
+    expected = copying_task(0, workload.num_output_tokens, workload.num_input_tokens)[1]
+    (arguments.out / "lookups.json").write_text(json.dumps([dataclasses.asdict(run) for run in runs]) + "\n")
+    return lookup_table(wanted, runs, expected)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", choices=list(MODELS), default=["s60"])
+    parser.add_argument("--quantizations", nargs="+", choices=["bf16", "int8"], default=["bf16", "int8"])
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["copy", "agentic", "chat", "random",
+                        "greedy"], help="`copy` stands for `files` and `walk`, too")  # fmt: skip
+    parser.add_argument("--streams", nargs="+", type=int, default=[1, 4, 16, 64], help="at most 64")
+    parser.add_argument("--tokens", type=int, default=384, help="of each output")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=min(2, len(os.sched_getaffinity(0))))
+    parser.add_argument("--speculative", action="append", default=[], metavar="NAME=JSON",
+                        help="a further setting of speculative_config, for all methods")  # fmt: skip
+    parser.add_argument("--no-lookups", action="store_true", help="leave out the comparison with other engines")
+    parser.add_argument("--cache", type=Path, default=cache_folder(), help="of checkpoints ($QUIRE_BENCH_CACHE)")
+    parser.add_argument(
+        "--peers", type=Path, default=os.environ.get("QUIRE_BENCH_PEERS"), help="environments ($QUIRE_BENCH_PEERS)"
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "benchmarks" / "speculation")
+    arguments = parser.parse_args()
+    if not 1 <= min(arguments.streams) <= max(arguments.streams) <= MAX_NUM_SEQS:
+        parser.error(f"--streams are {arguments.streams}, and may be 1 to {MAX_NUM_SEQS}")
+    pairs = (item.partition("=") for item in arguments.speculative)
+    arguments.speculative = {name: json.loads(value) for name, _, value in pairs}
+    return arguments
+
+
+def main() -> int:
+    """Measure, print, write; returns the exit code."""
+    arguments = parse()
+    logs = arguments.out / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
+    machine = describe_machine()
+    report = [f"{machine['processor']}, {arguments.threads} threads, {arguments.tokens} tokens each, medians of "
+              f"{arguments.rounds} rounds, {machine['date']}\n"]  # fmt: skip
+    print(report[0], flush=True)
+    figures: dict[Cell, Figures] = {}
+
+    def tell(part: str) -> None:
+        report.append(part)
+        print(part, flush=True)
+        (arguments.out / "table.md").write_text("\n".join(report))
+
+    for name in arguments.models:
+        checkpoints = arguments.cache / "checkpoints"
+        folder = TINYPY if name == "tinypy" else make_checkpoint(name, checkpoints)
+        for quantization in arguments.quantizations:
+            own = measure_model(Model(name, folder, arguments.tokens), quantization, arguments)
+            figures |= own
+            tell(f"### {name}, {quantization}\n\n{table(own)}")
+    if not arguments.no_lookups:
+        tell(f"### m400-walk, one stream, next to others\n\n{compare_with_peers(arguments, logs)}")
+    num_differing = sum(own.num_differing for own in figures.values())
+    tell("\n".join([*judge(figures), f"tokens that differ between on and off: {num_differing}"]))
+    record = [{**dataclasses.asdict(cell), **dataclasses.asdict(own)} for cell, own in figures.items()]
+    (arguments.out / "results.json").write_text(json.dumps({"machine": machine, "cells": record}) + "\n")
+    say(f"written to {arguments.out}")
+    return 1 if num_differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

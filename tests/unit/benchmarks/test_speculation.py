@@ -1,0 +1,91 @@
+"""tests/benchmarks/speculation.py: all of it runs on the demo model."""
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from quire_engine import LLM
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+OWN_MODULES = ("speculation", "checkpoints", "workload", "harness")
+
+
+@pytest.fixture
+def speculation(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The script as a module, as it finds its own when it is started."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: None)  # these are the tests' cores, too
+    yield importlib.import_module("speculation")
+    for name in list(sys.modules):
+        if name.split(".")[0] in OWN_MODULES:
+            del sys.modules[name]
+
+
+class WrongLLM(LLM):
+    """With drafts it says something else now and then."""
+
+    def generate(self, *arguments: Any, **keywords: Any) -> Any:
+        outputs = super().generate(*arguments, **keywords)
+        if self.get_stats().drafts is not None:
+            outputs[0].outputs[0].token_ids[0] += 1
+        return outputs
+
+
+def run(speculation: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path, arguments: Sequence[str]) -> int:
+    command = ["speculation.py", "--models", "tinypy", "--quantizations", "bf16", "--tokens", "8", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", [*command, "--no-lookups", "--out", str(out), *arguments])
+    monkeypatch.setattr(speculation, "MIN_SECONDS", 0.0)
+    code: int = speculation.main()
+    return code
+
+
+def test_all_workloads_run_and_are_judged(
+    speculation: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workloads = ["copy", "agentic", "chat", "random", "greedy", "misleading"]
+    options = ["--methods", "ngram", "suffix", "--streams", "2", "1", "--workloads", *workloads]
+    assert run(speculation, monkeypatch, tmp_path, options) == 0
+    told = capsys.readouterr()
+    lines = [line.split(" | ") for line in told.out.splitlines() if " | ngram | " in line]
+    assert len(lines) == sum(" | suffix | " in line for line in told.out.splitlines())
+    expected = [f"| {name}" for name in ["files", *workloads[1:]] for _ in range(2)]
+    assert sorted(line[0] for line in lines) == sorted(expected)
+    assert {line[1] for line in lines} == {"1", "2"}
+    assert sum(": ngram, tinypy bf16" in line for line in told.out.splitlines()) == 4  # random and greedy
+    assert "tokens that differ between on and off: 0" in told.out
+    assert (tmp_path / "table.md").read_text().strip() == told.out.strip()
+    cells = json.loads((tmp_path / "results.json").read_text())["cells"]
+    assert len(cells) == 2 * len(lines)
+    assert all(len(cell["off"]) == len(cell["on"]) == 1 for cell in cells)
+
+
+def test_another_token_is_a_failure(
+    speculation: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(speculation, "LLM", WrongLLM)
+    options = ["--methods", "ngram", "--streams", "1", "--workloads", "random"]
+    assert run(speculation, monkeypatch, tmp_path, options) == 1
+    assert "tokens that differ between on and off: 1" in capsys.readouterr().out
+
+
+def test_every_walk_is_another_one_until_there_are_no_more(speculation: ModuleType) -> None:
+    model = speculation.Model("m400-walk", speculation.TINYPY, 512)
+    tasks = model.tasks("walk", 16)
+    assert len({tuple(task.prompt) for task in tasks}) == 16
+    assert all(task.text is None and len(task.prompt) == 256 for task in tasks)
+    with pytest.raises(speculation.NoMoreTextsError, match="the walk has no more"):
+        model.tasks("walk", 64)
+
+
+def test_streams_that_do_not_fit_are_refused(
+    speculation: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(speculation, monkeypatch, tmp_path, ["--streams", "65"])
+    assert "may be 1 to 64" in capsys.readouterr().err
