@@ -20,17 +20,20 @@ class DraftRecord:
 
     So it also learns from drafts that were not computed, which cost nothing: a request whose drafts are no longer worth
     computing is watched, and drafted for again once they would have been right.
+
+    Args:
+        worth: accepted tokens that asking such a request for drafts yields in the mean.
     """
 
     __slots__ = ("_accepted", "_expected", "_proposal", "_rest", "_rest_left", "_start", "_worth")
 
-    def __init__(self) -> None:
+    def __init__(self, worth: float) -> None:
         self._accepted = 0.0
         self._expected = 0.0
         self._proposal = _NO_DRAFTS
         self._start = 0
-        self._worth = 1.0
-        """Tokens that a step yields in addition if the request is asked for drafts, in the mean; at first a guess."""
+        self._worth = worth
+        """Tokens that a step yields in addition if the request is asked for drafts, in the mean."""
         self._rest = self._rest_left = 0
 
     def is_passed_over(self) -> bool:

@@ -42,7 +42,9 @@ _HIGHEST_CHANCE = 0.98
 _REFRESH_STEPS = 16, 256
 """After so many steps with drafts one goes without, to know how long that takes: after the first number where drafts
 gain little, and after the second where they more than double the tokens per second."""
-_LEAST_REST = 8
+_WORTH_WEIGHT = 0.02
+"""Of the last time that a request was asked, in what asking is worth to all."""
+_LEAST_REST = 16
 """Steps for which a request may be passed over; in larger batches as many as there are requests, so that hardly more
 than one is asked in vain in each step."""
 _NET_SHARE = 0.5
@@ -92,6 +94,8 @@ class Drafter:
         self._max_num_rows = max_num_rows
         self._records: dict[str, DraftRecord] = {}
         self._accepted = self._expected = 0.0
+        self._worth = 1.0
+        """Accepted tokens that asking a request yields, in the mean of all; at first a guess."""
         self._refresh_after = _REFRESH_STEPS[0]
         self.costs = costs
         self.stats = DraftStats()
@@ -106,7 +110,7 @@ class Drafter:
             logger.exception("no tokens are drafted for request %s", request.request_id)
         request.needs_token_values |= request.is_drafted  # a draft follows the last token
         if request.is_drafted:
-            self._records[request.request_id] = DraftRecord()
+            self._records[request.request_id] = DraftRecord(self._worth)
 
     def forget(self, request: Request) -> None:
         """A request has ended."""
@@ -141,6 +145,7 @@ class Drafter:
         for candidate, count in zip(candidates, counts, strict=True):
             is_added = count > 0 and self._add(output, candidate, count)
             gained = sum(candidate.chances[:count]) if is_added else 0.0
+            self._worth += (gained - self._worth) * _WORTH_WEIGHT
             record = self._records[candidate.request.request_id]
             record.was_asked(gained, least, longest_rest=max(num_rows, _LEAST_REST))
 

@@ -6,20 +6,20 @@ from quire_engine.scheduler.proposer import Proposal
 
 
 def test_a_proposal_is_compared_up_to_its_first_wrong_token() -> None:
-    record = DraftRecord()
+    record = DraftRecord(worth=1.0)
     record.note(Proposal([5, 6, 7, 8], [0.5, 0.25, 0.75, 1.0]), start=2)
     assert record.learn([1, 2, 5, 6, 9, 8]) == (2.0, 1.5)
 
 
 def test_what_is_not_known_yet_does_not_count() -> None:
-    record = DraftRecord()
+    record = DraftRecord(worth=1.0)
     record.note(Proposal([5, 6, 7], [0.5, 0.5, 0.5]), start=2)
     assert record.learn([1, 2, 5]) == (1.0, 0.5)
     assert record.learn([1, 2, 5, 6, 7]) == (0.0, 0.0), "once"
 
 
 def test_the_factor_goes_from_that_of_all_to_its_own() -> None:
-    record = DraftRecord()
+    record = DraftRecord(worth=1.0)
     assert record.factor(prior=0.4) == pytest.approx(0.4)
     for _ in range(100):
         record.note(Proposal([5], [0.5]), start=0)
@@ -39,7 +39,7 @@ def rest_of(record: DraftRecord) -> int:
 
 
 def test_it_rests_longer_each_time_while_asking_it_is_worth_too_little() -> None:
-    record = DraftRecord()
+    record = DraftRecord(worth=1.0)
     rests = []
     for _ in range(30):
         record.was_asked(0.0, least=0.25, longest_rest=16)
@@ -51,7 +51,13 @@ def test_it_rests_longer_each_time_while_asking_it_is_worth_too_little() -> None
 
 
 def test_it_never_rests_where_asking_costs_nothing() -> None:
-    record = DraftRecord()
+    record = DraftRecord(worth=1.0)
     for _ in range(100):
         record.was_asked(0.0, least=0.0, longest_rest=16)
         assert rest_of(record) == 0
+
+
+def test_it_rests_at_once_where_asking_is_worth_nothing_to_others() -> None:
+    record = DraftRecord(worth=0.0)
+    record.was_asked(0.0, least=0.25, longest_rest=16)
+    assert rest_of(record) == 1

@@ -263,3 +263,27 @@ def test_the_proposer_is_told_of_every_end() -> None:
     scheduler.finish_request("r1")
     run(scheduler)
     assert sorted(proposer.forgotten) == ["r0", "r1", "r2"]
+
+
+def test_requests_are_asked_less_often_where_no_request_had_drafts() -> None:
+    class Counted(Certain):
+        num_asked = 0
+
+        def propose(self, request: Request, max_tokens: int) -> Proposal:
+            self.num_asked += 1
+            return super().propose(request, max_tokens)
+
+    scheduler, proposer = make_scheduler(num_blocks=400), Counted()
+    costs = Costs(0.0)
+    costs.ask_seconds = 0.1  # a tenth of a step
+    scheduler.draft_with(proposer, VOCAB_SIZE, 7, costs)
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    asked = []
+    for number in range(60):
+        before = proposer.num_asked
+        scheduler.add_request(make_request([number], request_id=f"r{number}", params=SamplingParams(max_tokens=40)))
+        while scheduler.has_requests():
+            run_step(scheduler, runner)
+        asked.append(proposer.num_asked - before)
+    assert asked[0] > asked[-1] > 0
+    assert asked[-1] <= 6, "the first time, and then after 1, 3, 7, 15 steps"
