@@ -25,7 +25,7 @@ LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def shared(checkpoint: Callable[[str], Path]) -> Iterator[SharedEngine]:
-    with shared_engine(checkpoint("tied-gqa")) as running:
+    with shared_engine(checkpoint("tied-gqa"), step_seconds=0.005) as running:  # streams are looked at while they run
         yield running
 
 
