@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from quire_engine.config.checks import check, check_bool, check_int, is_int, is_number
 from quire_engine.config.speculative_config import SpeculativeConfig
 from quire_engine.config.vllm_settings import without_vllm_names
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, parse_classes
@@ -66,16 +67,16 @@ class ModelConfig:
     """Seeds what is random at start-up. Requests without a seed of their own get a random one each."""
 
     def __post_init__(self) -> None:
-        _check(isinstance(self.model, str) and self.model != "", "model", self.model, "the path of a folder")
-        _check(self.tokenizer is None or isinstance(self.tokenizer, str), "tokenizer", self.tokenizer, "a path")
-        _check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
-        _check(self.load_format in LOAD_FORMATS, "load_format", self.load_format, f"one of {', '.join(LOAD_FORMATS)}")
-        _check(self.quantization in (None, *QUANTIZATIONS), "quantization", self.quantization,
-               f"unset or one of {', '.join(QUANTIZATIONS)}")  # fmt: skip
+        check(isinstance(self.model, str) and self.model != "", "model", self.model, "the path of a folder")
+        check(self.tokenizer is None or isinstance(self.tokenizer, str), "tokenizer", self.tokenizer, "a path")
+        check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        check(self.load_format in LOAD_FORMATS, "load_format", self.load_format, f"one of {', '.join(LOAD_FORMATS)}")
+        check(self.quantization in (None, *QUANTIZATIONS), "quantization", self.quantization,
+              f"unset or one of {', '.join(QUANTIZATIONS)}")  # fmt: skip
         if self.max_model_len is not None:
-            _check_int("max_model_len", self.max_model_len, 1)
-        _check_bool("enforce_eager", self.enforce_eager)
-        _check_int("seed", self.seed, 0)
+            check_int("max_model_len", self.max_model_len, 1)
+        check_bool("enforce_eager", self.enforce_eager)
+        check_int("seed", self.seed, 0)
 
     @property
     def tokenizer_path(self) -> str:
@@ -104,15 +105,15 @@ class CacheConfig:
     """Reuse the KV blocks of equal prompt beginnings."""
 
     def __post_init__(self) -> None:
-        _check_int("block_size", self.block_size, 1, 1024)
+        check_int("block_size", self.block_size, 1, 1024)
         if self.kv_cache_memory_bytes is not None:
-            _check_int("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
-        _check(_is_number(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1,
-               "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")  # fmt: skip
-        _check_int("cuda_graph_memory_bytes", self.cuda_graph_memory_bytes, 0)
-        _check(self.kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", self.kv_cache_dtype,
-               f"one of {', '.join(KV_CACHE_DTYPES)}")  # fmt: skip
-        _check_bool("enable_prefix_caching", self.enable_prefix_caching)
+            check_int("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        check(is_number(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1,
+              "gpu_memory_utilization", self.gpu_memory_utilization, "in (0, 1]")  # fmt: skip
+        check_int("cuda_graph_memory_bytes", self.cuda_graph_memory_bytes, 0)
+        check(self.kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", self.kv_cache_dtype,
+              f"one of {', '.join(KV_CACHE_DTYPES)}")  # fmt: skip
+        check_bool("enable_prefix_caching", self.enable_prefix_caching)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,23 +149,23 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         if self.speculative_config is not None and not isinstance(self.speculative_config, SpeculativeConfig):
             object.__setattr__(self, "speculative_config", SpeculativeConfig.from_value(self.speculative_config))
-        _check_int("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
-        _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        _check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
-        _check(self.scheduling_policy in SCHEDULING_POLICIES, "scheduling_policy", self.scheduling_policy,
-               "'fcfs' or 'priority'")  # fmt: skip
-        _check_int("max_num_partial_prefills", self.max_num_partial_prefills, 1)
-        _check_int("max_long_partial_prefills", self.max_long_partial_prefills, 1)
-        _check(self.max_long_partial_prefills <= self.max_num_partial_prefills, "max_long_partial_prefills",
-               self.max_long_partial_prefills,
-               f"at most max_num_partial_prefills={self.max_num_partial_prefills}")  # fmt: skip
+        check_int("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
+        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        check(self.scheduling_policy in SCHEDULING_POLICIES, "scheduling_policy", self.scheduling_policy,
+              "'fcfs' or 'priority'")  # fmt: skip
+        check_int("max_num_partial_prefills", self.max_num_partial_prefills, 1)
+        check_int("max_long_partial_prefills", self.max_long_partial_prefills, 1)
+        check(self.max_long_partial_prefills <= self.max_num_partial_prefills, "max_long_partial_prefills",
+              self.max_long_partial_prefills,
+              f"at most max_num_partial_prefills={self.max_num_partial_prefills}")  # fmt: skip
         if self.max_queued_requests is not None:
-            _check_int("max_queued_requests", self.max_queued_requests, 0)
+            check_int("max_queued_requests", self.max_queued_requests, 0)
         if self.max_queue_delay_ms is not None:
-            _check(_is_number(self.max_queue_delay_ms) and 0 < self.max_queue_delay_ms < float("inf"),
-                   "max_queue_delay_ms", self.max_queue_delay_ms, "a number of milliseconds above 0")  # fmt: skip
+            check(is_number(self.max_queue_delay_ms) and 0 < self.max_queue_delay_ms < float("inf"),
+                  "max_queue_delay_ms", self.max_queue_delay_ms, "a number of milliseconds above 0")  # fmt: skip
         if self.async_scheduling is not None:
-            _check_bool("async_scheduling", self.async_scheduling)
+            check_bool("async_scheduling", self.async_scheduling)
 
     @property
     def max_draft_tokens(self) -> int:
@@ -202,27 +203,27 @@ class ParallelConfig:
     `ray` as Ray actors, also on several machines. Unset: `uni` for one rank, `mp` for several."""
 
     def __post_init__(self) -> None:
-        _check(self.device in DEVICES, "device", self.device, f"one of {', '.join(DEVICES)}")
-        _check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
-        _check_int("pipeline_parallel_size", self.pipeline_parallel_size, 1)
+        check(self.device in DEVICES, "device", self.device, f"one of {', '.join(DEVICES)}")
+        check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
+        check_int("pipeline_parallel_size", self.pipeline_parallel_size, 1)
         backend = self.distributed_executor_backend
-        _check(backend in (None, *EXECUTOR_BACKENDS), "distributed_executor_backend", backend,
-               f"one of {', '.join(EXECUTOR_BACKENDS)}")  # fmt: skip
-        _check(backend != "uni" or self.world_size == 1, "distributed_executor_backend", backend,
-               f"'mp' or 'ray' for {self.world_size} ranks")  # fmt: skip
+        check(backend in (None, *EXECUTOR_BACKENDS), "distributed_executor_backend", backend,
+              f"one of {', '.join(EXECUTOR_BACKENDS)}")  # fmt: skip
+        check(backend != "uni" or self.world_size == 1, "distributed_executor_backend", backend,
+              f"'mp' or 'ray' for {self.world_size} ranks")  # fmt: skip
         if self.gpu_device_ids is not None:
             self._check_gpu_device_ids(self.gpu_device_ids)
 
     def _check_gpu_device_ids(self, ids: list[int]) -> None:
-        def check(ok: bool, allowed: str) -> None:
-            _check(ok, "gpu_device_ids", ids, allowed)
+        def check_ids(ok: bool, allowed: str) -> None:
+            check(ok, "gpu_device_ids", ids, allowed)
 
-        check(isinstance(ids, list) and all(_is_int(item, 0) for item in ids), "a list of integers of at least 0")
-        check(self.device != "cpu", "unset with device='cpu', or device 'cuda'")
-        check(self.distributed_executor_backend != "ray", "unset with distributed_executor_backend='ray': Ray chooses "
-              "the GPUs")  # fmt: skip
-        check(len(set(ids)) == len(ids), "without repetition: a rank has its GPU to itself")
-        check(len(ids) == self.world_size, f"of {self.world_size}, one for each rank")
+        check_ids(isinstance(ids, list) and all(is_int(item, 0) for item in ids), "a list of integers of at least 0")
+        check_ids(self.device != "cpu", "unset with device='cpu', or device 'cuda'")
+        check_ids(self.distributed_executor_backend != "ray", "unset with distributed_executor_backend='ray': Ray "
+                  "chooses the GPUs")  # fmt: skip
+        check_ids(len(set(ids)) == len(ids), "without repetition: a rank has its GPU to itself")
+        check_ids(len(ids) == self.world_size, f"of {self.world_size}, one for each rank")
 
     @property
     def world_size(self) -> int:
@@ -273,23 +274,23 @@ class FrontendConfig:
 
     def __post_init__(self) -> None:
         _check_token(self.introspection_token)
-        _check_int("stream_interval", self.stream_interval, 1)
-        _check(_is_number(self.stream_interval_ms) and 0 <= self.stream_interval_ms <= 1000,
-               "stream_interval_ms", self.stream_interval_ms, "from 0 to 1000")  # fmt: skip
-        _check_int("max_response_bytes", self.max_response_bytes, 1)
-        _check_bool("replay_on_crash", self.replay_on_crash)
-        _check(_is_number(self.step_timeout_s) and 0 < self.step_timeout_s < float("inf"),
-               "step_timeout_s", self.step_timeout_s, "a number of seconds above 0")  # fmt: skip
+        check_int("stream_interval", self.stream_interval, 1)
+        check(is_number(self.stream_interval_ms) and 0 <= self.stream_interval_ms <= 1000,
+              "stream_interval_ms", self.stream_interval_ms, "from 0 to 1000")  # fmt: skip
+        check_int("max_response_bytes", self.max_response_bytes, 1)
+        check_bool("replay_on_crash", self.replay_on_crash)
+        check(is_number(self.step_timeout_s) and 0 < self.step_timeout_s < float("inf"),
+              "step_timeout_s", self.step_timeout_s, "a number of seconds above 0")  # fmt: skip
         object.__setattr__(self, "slo", parse_classes(self.slo))
-        _check(self.metric_aliases in METRIC_ALIASES, "metric_aliases", self.metric_aliases,
-               f"one of {', '.join(METRIC_ALIASES)}")  # fmt: skip
-        _check_bool("metrics", self.metrics)
-        _check_bool("disable_log_stats", self.disable_log_stats)
-        _check_bool("report_cached_tokens", self.report_cached_tokens)
-        _check(self.otlp_endpoint is None or (isinstance(self.otlp_endpoint, str) and self.otlp_endpoint != ""),
-               "otlp_endpoint", self.otlp_endpoint, "an address, such as http://localhost:4317")  # fmt: skip
+        check(self.metric_aliases in METRIC_ALIASES, "metric_aliases", self.metric_aliases,
+              f"one of {', '.join(METRIC_ALIASES)}")  # fmt: skip
+        check_bool("metrics", self.metrics)
+        check_bool("disable_log_stats", self.disable_log_stats)
+        check_bool("report_cached_tokens", self.report_cached_tokens)
+        check(self.otlp_endpoint is None or (isinstance(self.otlp_endpoint, str) and self.otlp_endpoint != ""),
+              "otlp_endpoint", self.otlp_endpoint, "an address, such as http://localhost:4317")  # fmt: skip
         ratio = self.otlp_trace_sample_ratio
-        _check(_is_number(ratio) and 0 <= ratio <= 1, "otlp_trace_sample_ratio", ratio, "from 0 to 1")
+        check(is_number(ratio) and 0 <= ratio <= 1, "otlp_trace_sample_ratio", ratio, "from 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -385,19 +386,6 @@ def _group_of(name: str) -> str:
     raise ValueError(f"unknown setting {name!r}{hint}")
 
 
-def _check(ok: bool, name: str, value: object, allowed: str) -> None:
-    if not ok:
-        raise ValueError(f"{name} is {value!r}; it must be {allowed}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_int(value: object, low: int, high: int | None = None) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
-
-
 def _check_token(value: object) -> None:
     """Its value is in no message: these end up in logs."""
     if value is not None and not (isinstance(value, str) and value.isascii() and value.isprintable() and value.strip()):
@@ -407,12 +395,3 @@ def _check_token(value: object) -> None:
             f"introspection_token has {len(value)} characters; it must have at least {MIN_TOKEN_CHARACTERS}, such as "
             "openssl rand -hex 16 makes"
         )
-
-
-def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    ok = _is_int(value, low, high)
-    _check(ok, name, value, f"an integer from {low} to {high}" if high else f"an integer of at least {low}")
-
-
-def _check_bool(name: str, value: object) -> None:
-    _check(isinstance(value, bool), name, value, "true or false")

@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
+from quire_engine.config.checks import check, is_int, is_number
+
 __all__ = ["SpeculativeConfig"]
 
 METHODS = ("ngram", "suffix")
@@ -56,19 +58,19 @@ class SpeculativeConfig:
         _check(self.method in METHODS, "method", self.method, f"one of {', '.join(METHODS)}")
         for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
             value = getattr(self, name)
-            _check(value is None or _is_int(value, 1, MAX_SPECULATIVE_TOKENS), name, value,
+            _check(value is None or is_int(value, 1, MAX_SPECULATIVE_TOKENS), name, value,
                    f"an integer from 1 to {MAX_SPECULATIVE_TOKENS}")  # fmt: skip
         shortest, longest = self.lookup_range
         _check(shortest <= longest, "prompt_lookup_min", shortest, f"at most prompt_lookup_max={longest}")
-        _check(_is_int(self.suffix_decoding_max_tree_depth, 2, 2 * MAX_SPECULATIVE_TOKENS),
+        _check(is_int(self.suffix_decoding_max_tree_depth, 2, 2 * MAX_SPECULATIVE_TOKENS),
                "suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth,
                f"an integer from 2 to {2 * MAX_SPECULATIVE_TOKENS}")  # fmt: skip
-        _check(_is_int(self.suffix_decoding_max_cached_requests, 0, 2**31), "suffix_decoding_max_cached_requests",
+        _check(is_int(self.suffix_decoding_max_cached_requests, 0, 2**31), "suffix_decoding_max_cached_requests",
                self.suffix_decoding_max_cached_requests, "an integer of at least 0")  # fmt: skip
         factor, least = self.suffix_decoding_max_spec_factor, self.suffix_decoding_min_token_prob
-        _check(_is_number(factor) and 0 < factor < float("inf"), "suffix_decoding_max_spec_factor", factor,
+        _check(is_number(factor) and 0 < factor < float("inf"), "suffix_decoding_max_spec_factor", factor,
                "a number above 0")  # fmt: skip
-        _check(_is_number(least) and 0 <= least <= 1, "suffix_decoding_min_token_prob", least, "from 0 to 1")
+        _check(is_number(least) and 0 <= least <= 1, "suffix_decoding_min_token_prob", least, "from 0 to 1")
 
     @property
     def max_draft_tokens(self) -> int:
@@ -123,14 +125,5 @@ class SpeculativeConfig:
         return cls(**settings)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_int(value: object, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
 def _check(ok: bool, name: str, value: object, allowed: str) -> None:
-    if not ok:
-        raise ValueError(f"speculative_config: {name} is {value!r}; it must be {allowed}")
+    check(ok, f"speculative_config: {name}", value, allowed)
