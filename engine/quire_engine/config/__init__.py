@@ -10,7 +10,7 @@ from quire_engine.config.engine_config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from quire_engine.config.speculative_config import SpeculativeConfig
+from quire_engine.config.speculative_config import SpeculativeConfig, longest_suffix_drafts
 
 __all__ = [
     "SECRETS",
@@ -22,4 +22,5 @@ __all__ = [
     "ParallelConfig",
     "SchedulerConfig",
     "SpeculativeConfig",
+    "longest_suffix_drafts",
 ]

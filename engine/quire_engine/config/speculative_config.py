@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from itertools import accumulate
 from typing import Any
 
 from quire_engine.config.checks import check, is_int, is_number
 
-__all__ = ["SpeculativeConfig"]
+__all__ = ["SpeculativeConfig", "longest_suffix_drafts"]
 
 METHODS = ("ngram", "suffix")
 MAX_SPECULATIVE_TOKENS = 128
@@ -76,14 +77,11 @@ class SpeculativeConfig:
     def max_draft_tokens(self) -> int:
         """`num_speculative_tokens`, or what it is when unset."""
         if self.method == "suffix":
-            return min(self.num_speculative_tokens or MAX_SPECULATIVE_TOKENS, self._longest_of_suffix)
+            longest = longest_suffix_drafts(self.suffix_decoding_max_tree_depth, self.suffix_decoding_max_spec_factor)[
+                -1
+            ]
+            return min(self.num_speculative_tokens or MAX_SPECULATIVE_TOKENS, max(1, longest))
         return self.num_speculative_tokens or NGRAM_TOKENS
-
-    @property
-    def _longest_of_suffix(self) -> int:
-        """The longest draft that the tree depth has room for behind a match that allows it."""
-        depth, factor = self.suffix_decoding_max_tree_depth, self.suffix_decoding_max_spec_factor
-        return max(1, max(min(int(length * factor + 1e-6), depth - length) for length in range(1, depth)))
 
     @property
     def lookup_range(self) -> tuple[int, int]:
@@ -123,6 +121,16 @@ class SpeculativeConfig:
                 _check(not name.startswith(prefix) or settings["method"] == method, name, settings[name],
                        f"left out with method {settings['method']!r}: it is of {method!r}")  # fmt: skip
         return cls(**settings)
+
+
+def longest_suffix_drafts(max_tree_depth: int, max_spec_factor: float) -> list[int]:
+    """How many tokens suffix decoding drafts at most, by the length of the match: from 0 to `max_tree_depth`.
+
+    Of a long match, a part may leave more room in the tree than the whole.
+    """
+    lengths = range(max_tree_depth + 1)
+    limits = (int(min(length * max_spec_factor + 1e-6, max_tree_depth - length)) for length in lengths)
+    return list(accumulate(limits, max))
 
 
 def _check(ok: bool, name: str, value: object, allowed: str) -> None:

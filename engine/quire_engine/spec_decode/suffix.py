@@ -7,6 +7,7 @@ frequencies are counted among them.
 
 from array import array
 
+from quire_engine.config import longest_suffix_drafts
 from quire_engine.scheduler.request import Request
 from quire_engine.spec_decode.lookup import LookupProposer
 from quire_engine.spec_decode.match_index import MAX_STEPS, SEPARATOR, Match, RequestText, TextRing
@@ -66,11 +67,7 @@ class SuffixProposer(LookupProposer):
             shared_lengths = [length for length in lengths if length >= MIN_SHARED_LENGTH] or lengths
             self.shared = TextRing(shared_lengths, max_tree_depth, shared_tokens, max_cached_requests)
         self.min_token_prob = min_token_prob
-        self._limits = [0]
-        """Longest draft by length of match. Of a long match, a part may leave more room in the tree than the whole."""
-        for length in range(1, max_tree_depth + 1):
-            limit = min(int(length * max_spec_factor + 1e-6), max_tree_depth - length)
-            self._limits.append(max(limit, self._limits[-1]))
+        self._limits = longest_suffix_drafts(max_tree_depth, max_spec_factor)
 
     def forget(self, request: Request) -> None:
         """Drop what is kept of a request that has ended, and share its output."""

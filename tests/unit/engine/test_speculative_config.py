@@ -35,6 +35,7 @@ def test_nothing_is_asked_for(value: Any) -> None:
         ({"method": "suffix", "suffix_decoding_max_tree_depth": 256}, 128, (5, 5)),
         ({"method": "suffix", "suffix_decoding_max_spec_factor": 4.0}, 19, (5, 5)),
         ({"method": "suffix", "suffix_decoding_max_spec_factor": 0.01}, 1, (5, 5)),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": 1e308}, 23, (5, 5)),
         ({"method": "suffix", "num_speculative_tokens": 7, "suffix_decoding_max_tree_depth": 12}, 6, (5, 5)),
     ],
 )
