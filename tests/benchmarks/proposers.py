@@ -19,6 +19,7 @@ from pathlib import Path
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.request import Request
 from quire_engine.spec_decode.lookup import LookupProposer
+from quire_engine.spec_decode.match_index import RequestText
 from quire_engine.spec_decode.ngram import NgramProposer
 from quire_engine.spec_decode.suffix import SHARED_TOKENS, SuffixProposer
 from tokenizers import Tokenizer
@@ -189,7 +190,8 @@ def main() -> None:
     for name in ("ngram 2-4", "suffix, nothing shared"):
         figures = []
         for num_tokens in (1000, PROMPT_LENGTH, LONG_PROMPT):
-            text_index = proposers[name]().new_text()
+            proposer = proposers[name]()
+            text_index = RequestText(proposer.lengths, proposer.window)
             text_index.extend(long_prompt[:num_tokens])
             figures.append(f"{text_index.num_bytes / num_tokens:5.1f} at {num_tokens}")
         print(f"  {name:44} {', '.join(figures)}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from quire_engine.scheduler.proposer import Proposal
+from quire_engine.scheduler.proposer import NO_DRAFTS, Proposal
 
 __all__ = ["DraftRecord"]
 
@@ -12,7 +12,6 @@ _PRIOR_WEIGHT = 2.0
 """How many drafts of the request's own weigh as much as the record of all requests."""
 _WORTH_WEIGHT = 0.125
 """Of the last time that it was asked for drafts, in what asking is worth."""
-_NO_DRAFTS = Proposal([], [])
 
 
 class DraftRecord:
@@ -30,7 +29,7 @@ class DraftRecord:
     def __init__(self, worth: float) -> None:
         self._accepted = 0.0
         self._expected = 0.0
-        self._proposal = _NO_DRAFTS
+        self._proposal = NO_DRAFTS
         self._start = 0
         self._worth = worth
         """Tokens that a step yields in addition if the request is asked for drafts, in the mean."""
@@ -61,7 +60,7 @@ class DraftRecord:
             if token_ids[self._start + place] != draft:
                 break
             accepted += 1.0
-        self._proposal = _NO_DRAFTS
+        self._proposal = NO_DRAFTS
         if expected:
             self._accepted = _WEIGHT_KEPT * self._accepted + accepted
             self._expected = _WEIGHT_KEPT * self._expected + expected

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
 from quire_engine.scheduler.draft_record import DraftRecord
-from quire_engine.scheduler.proposer import Proposal, Proposer
+from quire_engine.scheduler.proposer import NO_DRAFTS, Proposal, Proposer
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.step_costs import StepCosts
 from quire_engine.stats import DraftStats
@@ -192,7 +192,7 @@ class Drafter:
     def _propose(self, request: Request, max_tokens: int) -> Proposal:
         """At most `max_tokens` drafts; the step samples one more token after the last of them."""
         if max_tokens < 1:
-            return Proposal([], [])
+            return NO_DRAFTS
         try:
             proposal = self._proposer.propose(request, max_tokens)
             num_tokens = min(len(proposal.token_ids), len(proposal.chances), max_tokens)
@@ -204,7 +204,7 @@ class Drafter:
         except Exception:
             logger.exception("no more tokens are drafted for request %s", request.request_id)
             request.is_drafted = False
-            return Proposal([], [])
+            return NO_DRAFTS
 
     def _most_profitable(
         self, candidates: list[_Candidate], num_rows: int, seconds: npt.NDArray[np.float64]

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from quire_engine.scheduler.request import Request
 
-__all__ = ["Proposal", "Proposer"]
+__all__ = ["NO_DRAFTS", "Proposal", "Proposer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +15,9 @@ class Proposal:
     token_ids: list[int]
     chances: list[float]
     """For each, the estimated chance in (0, 1] that it is accepted if those before it were."""
+
+
+NO_DRAFTS = Proposal([], [])
 
 
 class Proposer(Protocol):

@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 
-from quire_engine.scheduler.proposer import Proposal
+from quire_engine.scheduler.proposer import NO_DRAFTS, Proposal
 from quire_engine.scheduler.request import Request
 from quire_engine.spec_decode.match_index import RequestText
 
-__all__ = ["NO_DRAFT", "AcceptanceRates", "LookupProposer"]
-
-NO_DRAFT = Proposal([], [])
+__all__ = ["AcceptanceRates", "LookupProposer"]
 
 
 class AcceptanceRates:
@@ -84,15 +82,6 @@ class LookupProposer:
         self.rates = AcceptanceRates(factors)
         self._drafts: dict[str, _Draft] = {}
 
-    @property
-    def num_requests(self) -> int:
-        """How many requests it holds the text of."""
-        return len(self._drafts)
-
-    def new_text(self) -> RequestText:
-        """An empty text, as it keeps one for each request."""
-        return RequestText(self.lengths, self.window)
-
     def drafts_for(self, request: Request) -> bool:
         """Whether it drafts for a new request: for all. It takes no note of one before its first `propose`."""
         return True
@@ -105,7 +94,7 @@ class LookupProposer:
         """
         draft = self._drafts.get(request.request_id)
         if draft is None:
-            draft = self._drafts[request.request_id] = _Draft(self.new_text())
+            draft = self._drafts[request.request_id] = _Draft(RequestText(self.lengths, self.window))
         text = draft.text
         new_token_ids = request.all_token_ids[text.num_tokens :]
         if new_token_ids:
@@ -114,7 +103,7 @@ class LookupProposer:
             text.extend(new_token_ids)
         draft.token_ids, draft.cells = self._look_up(request, text, max_tokens)
         if not draft.token_ids:
-            return NO_DRAFT
+            return NO_DRAFTS
         rates = self.rates.rates
         return Proposal(draft.token_ids, [rates[cell] for cell in draft.cells])
 

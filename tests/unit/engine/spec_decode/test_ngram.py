@@ -85,7 +85,7 @@ def test_a_request_that_ended_is_forgotten(asked: bool) -> None:
     request = make_request([1, 2, 1, 2])
     assert proposer.drafts_for(request)
     if asked:
-        proposer.propose(request, 3)
-    assert proposer.num_requests == asked
+        assert proposer.propose(request, 3).token_ids == [1, 2, 1]
     proposer.forget(request)
-    assert proposer.num_requests == 0
+    namesake = make_request([3, 4, 5, 3, 4], request_id=request.request_id)
+    assert proposer.propose(namesake, 3).token_ids == [5, 3, 4]

@@ -150,14 +150,15 @@ def test_outputs_are_shared_and_prompts_are_not() -> None:
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SALT])
-def test_forgetting_frees_also_what_was_never_drafted(params: SamplingParams) -> None:
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_request_that_ended_is_forgotten(asked: bool, params: SamplingParams) -> None:
     proposer = make_proposer()
-    asked, not_asked = make_request([1, 2, 1, 2], params=params), make_request([1, 2, 1, 2], params=params)
-    proposer.propose(asked, 4)
-    assert proposer.num_requests == 1
-    for request in (asked, not_asked):
-        proposer.forget(request)
-        assert proposer.num_requests == 0
+    request = make_request([1, 2, 1, 2], params=params)
+    if asked:
+        assert proposer.propose(request, 4).token_ids == [1, 2]
+    proposer.forget(request)
+    namesake = make_request([3, 4, 5, 3, 4], request_id=request.request_id, params=params)
+    assert proposer.propose(namesake, 4).token_ids == [5, 3]
 
 
 def test_salted_requests_neither_read_nor_write_what_is_shared() -> None:
