@@ -3,19 +3,19 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from quire_dashboard.settings import Settings
 from support.chromium import find_chromium
+from support.ports import free_port
+from support.serving import wait_until
 
 __all__ = ["TIMEOUT_MS", "chromium", "dashboard", "is_dark", "pages_of", "sidebar_link"]
 
@@ -65,29 +65,28 @@ def pages_of(browser: Browser, address: str) -> Iterator[Callable[..., Page]]:
 @contextmanager
 def dashboard(settings: Settings) -> Iterator[str]:
     """Started as `quire dashboard` starts it; gives its address."""
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = ("--url", settings.url, "--metrics", settings.metrics, "--port", str(port))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "quire_dashboard", *arguments],
-        env={**os.environ, **settings.to_environment()}, stdout=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
-    address = f"http://127.0.0.1:{port}"
-    try:
-        end = time.monotonic() + 60
-        while not _answers(f"{address}/_stcore/health"):
+    with free_port() as port:
+        arguments = ("--url", settings.url, "--metrics", settings.metrics, "--port", str(port))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "quire_dashboard", *arguments],
+            env={**os.environ, **settings.to_environment()}, stdout=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        address = f"http://127.0.0.1:{port}"
+
+        def is_up() -> bool:
             assert process.poll() is None, "the dashboard ended while it started"
-            assert time.monotonic() < end, "the dashboard did not start"
-            time.sleep(0.05)
-        yield address
-    finally:
-        process.send_signal(signal.SIGTERM)
+            return _answers(f"{address}/_stcore/health")
+
         try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            wait_until(is_up, "the dashboard has started")
+            yield address
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def _answers(address: str) -> bool:

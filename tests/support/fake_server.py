@@ -13,7 +13,6 @@ files in FOLDER:
     flags           and one with the flags that it was given
 """
 
-import errno
 import json
 import os
 import signal
@@ -58,16 +57,7 @@ def _indexed(name: str, state: str, reason: str = "") -> dict[str, str]:
 def _listen(port: int, opens: Path | None) -> None:
     while opens is not None and not opens.exists():
         time.sleep(0.01)
-    while True:
-        try:
-            server = _Server(("127.0.0.1", port), _Answer)
-            break
-        except OSError as error:
-            # For a moment, some connection of another test's may have the port that was free.
-            if error.errno != errno.EADDRINUSE:
-                raise
-            time.sleep(0.01)
-    server.serve_forever()
+    _Server(("127.0.0.1", port), _Answer).serve_forever()
 
 
 def _show(folder: Path, stub: int, plan: dict[str, Any]) -> None:

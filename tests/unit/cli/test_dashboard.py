@@ -10,8 +10,9 @@ from quire_cli import dashboard
 from quire_cli.console import Console
 from quire_cli.dashboard import Dashboard, DashboardOptions, run_dashboard
 from quire_cli.errors import UsageError
-from quire_cli.ports import Endpoint, reserve
+from quire_cli.ports import Endpoint
 from quire_dashboard import __main__ as launcher
+from support.ports import free_port
 from support.serving import wait_until
 
 SERVER = {service: Endpoint("127.0.0.1", 8001 + number) for number, service in enumerate(("grpc", "metrics", "health"))}
@@ -24,19 +25,16 @@ time.sleep(600)
 """
 
 
-def free_endpoint() -> Endpoint:
-    return reserve({"port": Endpoint("127.0.0.1", 0)})["port"]
-
-
 def test_one_that_listens_is_named_however_long_the_server_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    endpoint = free_endpoint()
-    monkeypatch.setattr(
-        DashboardOptions, "command", lambda self, port: [sys.executable, "-c", LISTEN, str(endpoint.port)]
-    )
-    with Dashboard(endpoint, SERVER, Console()) as running:
-        wait_until(lambda: running.ready_word() is not None, "it listens")
-        monkeypatch.setattr(dashboard, "_START_S", 0.0)
-        assert running.ready_word() == f" dashboard={endpoint}"
+    with free_port() as port:
+        endpoint = Endpoint("127.0.0.1", port)
+        monkeypatch.setattr(
+            DashboardOptions, "command", lambda self, port: [sys.executable, "-c", LISTEN, str(endpoint.port)]
+        )
+        with Dashboard(endpoint, SERVER, Console()) as running:
+            wait_until(lambda: running.ready_word() is not None, "it listens")
+            monkeypatch.setattr(dashboard, "_START_S", 0.0)
+            assert running.ready_word() == f" dashboard={endpoint}"
 
 
 def test_one_that_does_not_start_in_time_holds_nobody_up_and_another_one_is_not_taken_for_it(

@@ -13,17 +13,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from quire_cli.errors import CommandError
-from quire_cli.ports import Endpoint, reserve
 from quire_cli.run_directory import RunId
 from quire_cli.supervisor import delay_after_death
 from quire_engine.system import process_state
 from quire_engine.system.crash_loop import CrashLoop
 from support import fake_server
+from support.ports import free_port
 from support.processes import is_gone
 from support.serving import wait_until
 
@@ -73,9 +74,9 @@ class Supervised:
         self.plan(**plan)
         # A program of the stub's name; what is started by a link has the link's name.
         (folder / "triton_python_backend_stub").symlink_to(str(shutil.which("sleep")))
-        reserved = reserve({service: Endpoint("127.0.0.1", 0) for service in (*SERVICES, "health")})
-        self.ports = {service: reserved[service].port for service in SERVICES}
-        self.health_port = reserved["health"].port
+        self.held = ExitStack()
+        self.ports = {service: self.held.enter_context(free_port()) for service in SERVICES}
+        self.health_port = self.held.enter_context(free_port())
         self.log_file = folder / "log"
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
@@ -159,6 +160,7 @@ def supervise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         supervised.process.wait(60)
         assert supervised.process.stdout is not None
         supervised.process.stdout.close()
+        supervised.held.close()
 
 
 @pytest.mark.parametrize("late", SERVICES)
