@@ -144,7 +144,8 @@ struct NormCall {
   void* residual;        // [rows, size], added to and written; or null
   int64_t residual_stride;
   const void* weight;    // [size]
-  void* out;             // [rows, size], without gaps
+  void* out;             // [rows, size]
+  int64_t out_stride;
   int64_t rows;
   int64_t size;
   float eps;
@@ -180,6 +181,54 @@ struct EmbeddingCall {
   int32_t is_float;
 };
 
+struct StoreCall {
+  const void* source;           // [rows, size], bfloat16 or float32, as is out
+  int64_t source_stride;        // elements between rows
+  const int64_t* slot_mapping;  // [rows], which row of out
+  void* out;                    // [any, size]
+  int64_t out_stride;
+  int64_t rows;
+  int64_t size;
+  int32_t is_float;
+};
+
+struct StoreColumnsCall {
+  const float* source;       // [rows, size]
+  int64_t source_stride;     // elements between rows
+  const int64_t* columns;    // [size], which column of out
+  float* out;                // [rows, any]
+  int64_t out_stride;
+  int64_t rows;
+  int64_t size;
+};
+
+struct TokenProbabilitiesCall {
+  const float* logits;       // [rows, vocab_size]
+  int64_t logits_stride;
+  const int64_t* token_ids;  // [rows]
+  float* probabilities;      // [rows], written
+  int64_t rows;
+  int64_t vocab_size;
+};
+
+struct AdvanceCall {
+  const int64_t* token_ids;     // [rows], drawn
+  const float* probabilities;   // [rows], of these
+  int64_t* next_token_ids;      // [rows], written
+  int64_t* drawn_token_ids;     // [any, capacity], of which row `place` is written
+  float* drawn_probabilities;   // [any, capacity], likewise
+  int64_t* place;               // one number, counted up
+  int64_t* positions;           // [rows], counted up
+  int64_t* draw_positions;      // [rows], counted up
+  int64_t* seq_lens;            // [rows], written
+  int64_t* slot_mapping;        // [rows], written
+  const int64_t* block_table;   // [rows, blocks]
+  int64_t blocks;
+  int64_t block_size;
+  int64_t capacity;
+  int64_t rows;
+};
+
 struct SampleCall {
   const void* logits;        // [rows, vocab_size], bfloat16 or float32
   int64_t logits_stride;
@@ -190,6 +239,19 @@ struct SampleCall {
   const int64_t* seeds;      // [rows]
   const int64_t* positions;  // [rows]
   int64_t* token_ids;        // [rows], written
+  int64_t rows;
+  int64_t vocab_size;
+  int32_t is_float;
+};
+
+struct ProbabilitiesCall {
+  const void* logits;        // [rows, vocab_size], bfloat16 or float32
+  int64_t logits_stride;
+  const float* temperature;  // [rows], 0 is greedy
+  const float* min_p;        // [rows]
+  const int64_t* top_k;      // [rows]
+  const float* top_p;        // [rows]
+  float* probabilities;      // [rows, vocab_size], written
   int64_t rows;
   int64_t vocab_size;
   int32_t is_float;

@@ -33,7 +33,12 @@ struct Kernels {
   void (*silu_and_mul)(const ActivationCall&);
   void (*quantize_per_token)(const QuantizeCall&);
   void (*embedding)(const EmbeddingCall&);
+  void (*store_rows)(const StoreCall&);
+  void (*store_columns)(const StoreColumnsCall&);
   void (*sample)(const SampleCall&);
+  void (*probabilities)(const ProbabilitiesCall&);
+  void (*token_probabilities)(const TokenProbabilitiesCall&);
+  void (*advance_drafts)(const AdvanceCall&);
   void (*apply_bitmask)(const BitmaskCall&);
   void (*pack_linear)(const PackCall&);
 };
@@ -123,6 +128,11 @@ QUIRE_API void quire_rms_norm(const NormCall* call) { kernels.rms_norm(*call); }
 QUIRE_API void quire_silu_and_mul(const ActivationCall* call) { kernels.silu_and_mul(*call); }
 QUIRE_API void quire_quantize_per_token(const QuantizeCall* call) { kernels.quantize_per_token(*call); }
 QUIRE_API void quire_embedding(const EmbeddingCall* call) { kernels.embedding(*call); }
+QUIRE_API void quire_store_rows(const StoreCall* call) { kernels.store_rows(*call); }
+QUIRE_API void quire_store_columns(const StoreColumnsCall* call) { kernels.store_columns(*call); }
 QUIRE_API void quire_sample(const SampleCall* call) { kernels.sample(*call); }
+QUIRE_API void quire_probabilities(const ProbabilitiesCall* call) { kernels.probabilities(*call); }
+QUIRE_API void quire_token_probabilities(const TokenProbabilitiesCall* call) { kernels.token_probabilities(*call); }
+QUIRE_API void quire_advance_drafts(const AdvanceCall* call) { kernels.advance_drafts(*call); }
 QUIRE_API void quire_apply_bitmask(const BitmaskCall* call) { kernels.apply_bitmask(*call); }
 }

@@ -12,20 +12,25 @@ in the Triton language, in C++ or in plain torch (`dispatch.py`). Shape suffixes
 from quire_kernels.activation import silu_and_mul
 from quire_kernels.attention import paged_attention, plan_attention
 from quire_kernels.attention_plan import AttentionPlan
+from quire_kernels.drafts import DraftState, advance_drafts
 from quire_kernels.embedding import embedding
 from quire_kernels.layernorm import add_rms_norm, rms_norm
 from quire_kernels.linear import LinearWeight, linear, pack_linear
 from quire_kernels.recording import NotRecordableError, Recording, record
 from quire_kernels.rope import rope_and_cache
-from quire_kernels.sampling import argmax, sample
+from quire_kernels.sampling import argmax, probabilities, sample
+from quire_kernels.store import store_columns, store_rows
 from quire_kernels.token_bitmask import apply_token_bitmask
+from quire_kernels.token_probabilities import token_probabilities
 
 __all__ = [
     "AttentionPlan",
+    "DraftState",
     "LinearWeight",
     "NotRecordableError",
     "Recording",
     "add_rms_norm",
+    "advance_drafts",
     "apply_token_bitmask",
     "argmax",
     "embedding",
@@ -33,9 +38,13 @@ __all__ = [
     "pack_linear",
     "paged_attention",
     "plan_attention",
+    "probabilities",
     "record",
     "rms_norm",
     "rope_and_cache",
     "sample",
     "silu_and_mul",
+    "store_columns",
+    "store_rows",
+    "token_probabilities",
 ]

@@ -38,6 +38,7 @@ __all__ = [
     "KernelStatus",
     "Recorder",
     "check_tensor",
+    "check_written_rows",
     "get_num_threads",
     "launch",
     "library",
@@ -259,6 +260,22 @@ def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, *shape: in
         raise ValueError(
             f"{name} has shape {list(tensor.shape)} and strides {list(tensor.stride())}; it must be {list(shape)}, "
             "without gaps"
+        )
+
+
+def check_written_rows(name: str, out: torch.Tensor, rows: torch.Tensor) -> None:
+    """Refuse a matrix that rows like those of another cannot be written to. It may be a part of a wider one.
+
+    Raises:
+        TypeError: it is of another dtype, or on another device.
+        ValueError: its rows have another length, or gaps between their elements.
+    """
+    if out.dtype != rows.dtype or out.device != rows.device:
+        raise TypeError(f"{name} is {out.dtype} on {out.device}; it must be {rows.dtype} on {rows.device}")
+    if out.dim() != 2 or out.shape[1] != rows.shape[-1] or out.stride(1) != 1:
+        raise ValueError(
+            f"{name} has shape {list(out.shape)} and strides {list(out.stride())}; its rows must be {rows.shape[-1]} "
+            "elements without gaps"
         )
 
 

@@ -30,7 +30,7 @@ import torch
 from quire_kernels.cpu import Call, check_tensor, launch, library, library_for, pointer, with_dense_rows
 from quire_kernels.dispatch import uses_triton
 
-__all__ = ["argmax", "sample"]
+__all__ = ["argmax", "probabilities", "sample"]
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -61,6 +61,23 @@ class _SampleCall(Call):
         ("seeds", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
         ("token_ids", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("vocab_size", ctypes.c_int64),
+        ("is_float", ctypes.c_int32),
+    )
+
+
+class _ProbabilitiesCall(Call):
+    """`ProbabilitiesCall` of kernels/csrc/calls.h."""
+
+    _fields_ = (
+        ("logits", ctypes.c_void_p),
+        ("logits_stride", ctypes.c_int64),
+        ("temperature", ctypes.c_void_p),
+        ("min_p", ctypes.c_void_p),
+        ("top_k", ctypes.c_void_p),
+        ("top_p", ctypes.c_void_p),
+        ("probabilities", ctypes.c_void_p),
         ("rows", ctypes.c_int64),
         ("vocab_size", ctypes.c_int64),
         ("is_float", ctypes.c_int32),
@@ -127,6 +144,56 @@ def sample(
     return _sample(logits_SV, *dense)
 
 
+def probabilities(
+    logits_SV: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    """The distribution that `sample` draws each row's token from, for the same arguments.
+
+    A row of temperature 0, or whose largest logit is not finite, has all its probability on the token of `argmax`. On a
+    GPU the host does not wait.
+
+    Returns:
+        [S, V] float32, without NaN; exactly 0 for masked tokens.
+
+    Raises:
+        TypeError: a column has a wrong dtype, or is not on the logits' device.
+        ValueError: a column does not have as many rows as the logits.
+    """
+    columns = (temperature, min_p, top_k, top_p)
+    handle = None if uses_triton(logits_SV) else library_for(logits_SV)
+    if handle is None:
+        return _probabilities(logits_SV, *columns)
+    logits_SV, dense = with_dense_rows(logits_SV), [column.contiguous() for column in columns]
+    rows, vocab_size = logits_SV.shape
+    for (name, dtype), column in zip(_COLUMNS.items(), dense, strict=False):
+        check_tensor(name, column, dtype, rows)
+    probabilities_SV = torch.empty(rows, vocab_size)
+    call = _ProbabilitiesCall(
+        logits_SV.data_ptr(), logits_SV.stride(0), *map(pointer, dense),
+        probabilities_SV.data_ptr(), rows, vocab_size, logits_SV.dtype == torch.float32,
+    )  # fmt: skip
+    launch(handle.quire_probabilities, call, probabilities_SV)
+    return probabilities_SV
+
+
+def _probabilities(
+    logits_SV: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    likeliest_S1 = argmax(logits_SV)[:, None]
+    logits_SV = logits_SV.float()
+    largest_S1 = logits_SV.gather(1, likeliest_S1)
+    is_certain_S1 = (temperature == 0)[:, None] | ~largest_S1.isfinite()
+    # A certain row gets the logits of its distribution: 0 for one token, minus infinity for the others.
+    logits_SV = logits_SV.masked_fill(is_certain_S1, float("-inf"))
+    logits_SV.scatter_(1, likeliest_S1, largest_S1.masked_fill(is_certain_S1, 0.0))
+    columns = (temperature.masked_fill(is_certain_S1.squeeze(1), 1.0), min_p, top_k, top_p)
+    if uses_triton(logits_SV):
+        from quire_kernels.gpu import sampling as gpu
+
+        return gpu.kept_logits(logits_SV, *(column.contiguous() for column in columns)).softmax(-1)
+    return _kept_logits_torch(logits_SV, *columns).softmax(-1)
+
+
 def _sample(logits_SV: torch.Tensor, *columns: torch.Tensor) -> torch.Tensor:
     logits_SV = with_dense_rows(logits_SV)
     rows, vocab_size = logits_SV.shape
@@ -154,17 +221,25 @@ def _sample_torch(
     rows = (temperature > 0).nonzero().squeeze(1)
     if not len(rows):
         return token_ids_S
-    logits_RV, vocab_size = logits_SV[rows].float(), logits_SV.shape[1]
-    # After the maximum is subtracted, logits cannot overflow, however small the temperature.
-    logits_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)) / temperature[rows, None]
-    min_p, top_k, top_p = min_p[rows], top_k[rows], top_p[rows]
-    if bool((min_p > 0).any()):
-        logits_RV = _apply_min_p(logits_RV, min_p)
-    if bool((top_p < 1).any()) or bool((top_k < vocab_size).any()):
-        logits_RV = _apply_top_k_top_p(logits_RV, top_k, top_p)
-    noise_RV = _gumbel_noise_torch(seeds[rows], positions[rows], vocab_size)
-    token_ids_S[rows] = (logits_RV + noise_RV).argmax(-1)
+    columns = (column[rows] for column in (temperature, min_p, top_k, top_p))
+    noise_RV = _gumbel_noise_torch(seeds[rows], positions[rows], logits_SV.shape[1])
+    token_ids_S[rows] = (_kept_logits_torch(logits_SV[rows].float(), *columns) + noise_RV).argmax(-1)
     return token_ids_S
+
+
+def _kept_logits_torch(
+    logits_SV: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    """[S, V] float32: divided by the temperature, which is above 0, and minus infinity where masked.
+
+    Each row is shifted so that its largest logit is 0: so nothing overflows, however small the temperature.
+    """
+    logits_SV = (logits_SV - logits_SV.amax(-1, keepdim=True)) / temperature[:, None]
+    if bool((min_p > 0).any()):
+        logits_SV = _apply_min_p(logits_SV, min_p)
+    if bool((top_p < 1).any()) or bool((top_k < logits_SV.shape[1]).any()):
+        logits_SV = _apply_top_k_top_p(logits_SV, top_k, top_p)
+    return logits_SV
 
 
 def _apply_min_p(logits_SV: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:

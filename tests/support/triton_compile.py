@@ -24,6 +24,7 @@ from quire_kernels import (
     rope_and_cache,
     sample,
     silu_and_mul,
+    store_rows,
 )
 from quire_kernels.attention_plan import GpuAttentionPlan
 from quire_kernels.gpu.sampling import gumbel_noise
@@ -70,6 +71,7 @@ def rows(dtype: torch.dtype) -> None:
     add_rms_norm(rms_norm(x, x[0], 1e-5), x.clone(), x[0], 1e-5)
     silu_and_mul(x)
     embedding(ids, x)
+    store_rows(x[:, :1000], ids, x.clone()[:, 1000:2000])
     apply_token_bitmask(x, ids, torch.zeros(4, 128, dtype=torch.int32))
     norms = {"query_norm_D": x[0, :80], "key_norm_D": x[1, :80]}
     for cache_dtype, options in ((dtype, {}), (dtype, norms), (FP8, norms)):

@@ -19,7 +19,7 @@ def normed(x, weight, mean_square, eps, dtype: tl.constexpr):
 
 @triton.jit
 def _rms_norm_kernel(
-    hidden, residual, weight, out, hidden_stride, residual_stride, eps,
+    hidden, residual, weight, out, hidden_stride, residual_stride, out_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Program (row)."""
@@ -33,12 +33,14 @@ def _rms_norm_kernel(
         x = total.to(tl.float32)
     scale = tl.load(weight + i, mask=i < SIZE, other=0.0)
     y = normed(x, scale, tl.sum(x * x, 0) / SIZE, eps, out.dtype.element_ty)
-    tl.store(out + row * SIZE + i, y, mask=i < SIZE)
+    tl.store(out + row * out_stride + i, y, mask=i < SIZE)
 
 
-def rms_norm(hidden_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    hidden_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """See `quire_kernels.rms_norm`."""
-    return _rms_norm(hidden_TE, None, weight_E, eps)
+    return _rms_norm(hidden_TE, None, weight_E, eps, out)
 
 
 def add_rms_norm(
@@ -49,15 +51,19 @@ def add_rms_norm(
 
 
 def _rms_norm(
-    hidden_TE: torch.Tensor, residual_TE: torch.Tensor | None, weight_E: torch.Tensor, eps: float
+    hidden_TE: torch.Tensor,
+    residual_TE: torch.Tensor | None,
+    weight_E: torch.Tensor,
+    eps: float,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     rows, size = hidden_TE.shape
-    out_TE = hidden_TE.new_empty(rows, size)
+    out_TE = hidden_TE.new_empty(rows, size) if out is None else out
     block = triton.next_power_of_2(size)
     residual_stride = 0 if residual_TE is None else residual_TE.stride(0)
     if rows:
         _rms_norm_kernel[(rows,)](
-            hidden_TE, residual_TE, weight_E, out_TE, hidden_TE.stride(0), residual_stride, eps,
-            size, block, residual_TE is not None, num_warps=min(16, max(1, block // 512)),
+            hidden_TE, residual_TE, weight_E, out_TE, hidden_TE.stride(0), residual_stride,
+            out_TE.stride(0), eps, size, block, residual_TE is not None, num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
     return out_TE

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["argmax", "gumbel_noise", "sample"]
+__all__ = ["argmax", "gumbel_noise", "kept_logits", "sample"]
 
 CHUNK = 4096
 """Upper bound on tokens per program: a row of 128k has 32 programs."""
@@ -233,6 +233,24 @@ def _token_ids(ranks_SC: torch.Tensor) -> torch.Tensor:
     return token_ids_S
 
 
+def _bounds(
+    logits_SV: torch.Tensor,
+    ranks_SC: torch.Tensor,
+    temperature: torch.Tensor,
+    min_p: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+) -> torch.Tensor:
+    """[S] int32: the bound of each row."""
+    (rows, vocab_size), num_chunks = logits_SV.shape, ranks_SC.shape[1]
+    bounds_S = torch.empty(rows, dtype=torch.int32, device=logits_SV.device)
+    _bounds_kernel[(rows,)](
+        logits_SV, ranks_SC, temperature, min_p, top_k, top_p, bounds_S, logits_SV.stride(0), vocab_size, num_chunks,
+        triton.next_power_of_2(num_chunks), PIVOTS, _chunk(vocab_size, TILE), EVERYTHING, LIKELIEST, NONE, num_warps=16,
+    )  # fmt: skip
+    return bounds_S
+
+
 def argmax(logits_SV: torch.Tensor) -> torch.Tensor:
     """See `quire_kernels.argmax`."""
     return _token_ids(_ranks(logits_SV)) if len(logits_SV) else logits_SV.new_empty(0, dtype=torch.int64)
@@ -252,18 +270,32 @@ def sample(
     if not rows:
         return logits_SV.new_empty(0, dtype=torch.int64)
     ranks_SC = _ranks(logits_SV)
-    bounds_S, draws_SC = torch.empty(rows, dtype=torch.int32, device=logits_SV.device), torch.empty_like(ranks_SC)
-    num_chunks = ranks_SC.shape[1]
-    chunks, stride = triton.next_power_of_2(num_chunks), logits_SV.stride(0)
-    _bounds_kernel[(rows,)](
-        logits_SV, ranks_SC, temperature, min_p, top_k, top_p, bounds_S, stride, vocab_size, num_chunks,
-        chunks, PIVOTS, _chunk(vocab_size, TILE), EVERYTHING, LIKELIEST, NONE, num_warps=16,
-    )  # fmt: skip
+    bounds_S = _bounds(logits_SV, ranks_SC, temperature, min_p, top_k, top_p)
+    draws_SC, num_chunks = torch.empty_like(ranks_SC), ranks_SC.shape[1]
     _draws_kernel[(rows, num_chunks)](
-        logits_SV, ranks_SC, temperature, bounds_S, seeds, positions, draws_SC, stride, vocab_size,
-        _chunk(vocab_size), chunks, LIKELIEST, NONE, num_warps=8,
+        logits_SV, ranks_SC, temperature, bounds_S, seeds, positions, draws_SC, logits_SV.stride(0), vocab_size,
+        _chunk(vocab_size), triton.next_power_of_2(num_chunks), LIKELIEST, NONE, num_warps=8,
     )  # fmt: skip
     return _token_ids(draws_SC)
+
+
+def kept_logits(
+    logits_SV: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> torch.Tensor:
+    """What `sample` adds noise to, in rows that it does not take the most likely token of.
+
+    Args:
+        logits_SV: float32 with dense rows; the largest of each is finite.
+        temperature: [S] float32 above 0; the others see `quire_kernels.sample`.
+
+    Returns:
+        [S, V] float32: minus the largest logit, divided by the temperature, and minus infinity where masked.
+    """
+    if not len(logits_SV):
+        return torch.empty_like(logits_SV)
+    bounds_S = _bounds(logits_SV, _ranks(logits_SV), temperature, min_p, top_k, top_p)
+    x_SV = (logits_SV - logits_SV.amax(-1, keepdim=True)) / temperature[:, None]
+    return x_SV.masked_fill_(x_SV.abs().view(torch.int32) > bounds_S[:, None], float("-inf"))
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -14,10 +14,12 @@ from quire_kernels import (
     pack_linear,
     paged_attention,
     plan_attention,
+    probabilities,
     rms_norm,
     rope_and_cache,
     sample,
     silu_and_mul,
+    store_rows,
 )
 
 T, H, K, D, B, S, V = 3, 4, 2, 16, 16, 2, 70
@@ -45,7 +47,9 @@ def ints(*shape: int) -> torch.Tensor:
 
 
 GOOD: dict[Callable[..., Any], Callable[[], dict[str, Any]]] = {
-    rms_norm: lambda: {"hidden_TE": torch.zeros(T, 8), "weight_E": torch.zeros(8), "eps": 1e-5},
+    rms_norm: lambda: {
+        "hidden_TE": torch.zeros(T, 8), "weight_E": torch.zeros(8), "eps": 1e-5, "out": torch.ones(T, 8),
+    },
     add_rms_norm: lambda: {
         "hidden_TE": torch.zeros(T, 8), "residual_TE": torch.zeros(T, 8), "weight_E": torch.zeros(8), "eps": 1e-5,
     },
@@ -53,6 +57,9 @@ GOOD: dict[Callable[..., Any], Callable[[], dict[str, Any]]] = {
     linear: lambda: {"x_TK": torch.zeros(T, 8), "weight": pack_linear(torch.zeros(5, 8)), "out_dtype": FLOAT32},
     pack_linear: lambda: {"weight_NK": torch.zeros(5, 8)},
     embedding: lambda: {"token_ids_T": ints(T), "weight": pack_linear(torch.zeros(5, 8))},
+    store_rows: lambda: {
+        "rows_TE": torch.zeros(T, 8), "slot_mapping_T": torch.arange(T), "out_NE": torch.ones(9, 8),
+    },
     rope_and_cache: lambda: {
         "query_THD": torch.zeros(T, H, D), "key_TKD": torch.zeros(T, K, D), "value_TKD": torch.zeros(T, K, D),
         "positions_T": ints(T), "cos_sin": torch.zeros(9, D), "slot_mapping_T": torch.arange(T),
@@ -73,6 +80,10 @@ GOOD: dict[Callable[..., Any], Callable[[], dict[str, Any]]] = {
         "logits_SV": torch.zeros(S, V), "temperature": torch.ones(S), "min_p": torch.zeros(S),
         "top_k": ints(S) + V, "top_p": torch.ones(S), "seeds": ints(S), "positions": ints(S),
     },
+    probabilities: lambda: {
+        "logits_SV": torch.zeros(S, V), "temperature": torch.ones(S), "min_p": torch.zeros(S),
+        "top_k": ints(S) + V, "top_p": torch.ones(S),
+    },
     apply_token_bitmask: lambda: {
         "logits_SV": torch.zeros(S, V), "row_ids_R": ints(1), "bitmask_RW": torch.zeros(1, 3, dtype=torch.int32),
     },
@@ -82,6 +93,10 @@ GOOD: dict[Callable[..., Any], Callable[[], dict[str, Any]]] = {
 BAD: list[tuple[Callable[..., Any], str, Any]] = [
     (rms_norm, "hidden_TE", torch.zeros(T, 2, 8)),
     *((op, "weight_E", weight) for op in (rms_norm, add_rms_norm) for weight in (torch.zeros(7), gapped(8))),
+    *(
+        (rms_norm, "out", out)
+        for out in (torch.ones(T - 1, 8), torch.ones(T, 9), gapped(T, 8), torch.ones(T, 8, dtype=BFLOAT16), meta(T, 8))
+    ),
     (add_rms_norm, "residual_TE", torch.zeros(T - 1, 8)),
     (silu_and_mul, "gate_up", torch.zeros(T, 7)),
     (linear, "x_TK", torch.zeros(T, 7)),
@@ -101,6 +116,20 @@ BAD: list[tuple[Callable[..., Any], str, Any]] = [
     (embedding, "token_ids_T", torch.zeros(T, dtype=torch.int32)),
     (embedding, "token_ids_T", ints(T, 2)),
     (embedding, "token_ids_T", meta(T, dtype=INT64)),
+    (store_rows, "rows_TE", torch.zeros(T - 1, 8)),
+    (store_rows, "rows_TE", torch.zeros(T, 7)),
+    (store_rows, "rows_TE", torch.zeros(T, 2, 8)),
+    (store_rows, "rows_TE", torch.zeros(T, 8, dtype=BFLOAT16)),
+    (store_rows, "rows_TE", meta(T, 8)),
+    (store_rows, "slot_mapping_T", torch.zeros(T, dtype=torch.int32)),
+    (store_rows, "slot_mapping_T", ints(T - 1)),
+    (store_rows, "slot_mapping_T", ints(T, 1)),
+    (store_rows, "slot_mapping_T", meta(T, dtype=INT64)),
+    (store_rows, "out_NE", torch.ones(9, 9)),
+    (store_rows, "out_NE", torch.ones(9, 2, 8)),
+    (store_rows, "out_NE", torch.ones(9, 8, dtype=BFLOAT16)),
+    (store_rows, "out_NE", gapped(9, 8)),
+    (store_rows, "out_NE", meta(9, 8)),
     (rope_and_cache, "query_THD", torch.zeros(T, H, 2 * D)),
     (rope_and_cache, "query_THD", torch.zeros(T, H * D)),
     (rope_and_cache, "query_THD", meta(T, H, D)),
@@ -131,11 +160,15 @@ BAD: list[tuple[Callable[..., Any], str, Any]] = [
     *((op, "block_table_SM", ints(S - 1, 1)) for op in (plan_attention, paged_attention)),
     *((op, "block_table_SM", ints(S)) for op in (plan_attention, paged_attention)),
     *((op, "block_table_SM", torch.zeros(S, 1, dtype=torch.int32)) for op in (plan_attention, paged_attention)),
-    (sample, "logits_SV", torch.zeros(V)),
-    *((sample, name, torch.zeros(S, dtype=torch.float64)) for name in ("temperature", "min_p", "top_p")),
-    *((sample, name, torch.zeros(S, dtype=torch.int32)) for name in ("top_k", "seeds", "positions")),
-    *((sample, name, torch.ones(S - 1)) for name in ("temperature", "min_p", "top_p")),
-    *((sample, name, ints(S - 1)) for name in ("top_k", "seeds", "positions")),
+    *((op, "logits_SV", torch.zeros(V)) for op in (sample, probabilities)),
+    *(
+        (op, name, column)
+        for op in (sample, probabilities)
+        for name in ("temperature", "min_p", "top_p")
+        for column in (torch.zeros(S, dtype=torch.float64), torch.ones(S - 1))
+    ),
+    *((op, "top_k", column) for op in (sample, probabilities) for column in (ints(S).int(), ints(S - 1))),
+    *((sample, name, column) for name in ("seeds", "positions") for column in (ints(S).int(), ints(S - 1))),
     (apply_token_bitmask, "row_ids_R", torch.zeros(1, dtype=torch.int32)),
     (apply_token_bitmask, "row_ids_R", ints(2)),
     (apply_token_bitmask, "bitmask_RW", ints(1, 3)),

@@ -4,7 +4,17 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from quire_kernels import NotRecordableError, add_rms_norm, argmax, cpu, linear, pack_linear, record, rope_and_cache
+from quire_kernels import (
+    NotRecordableError,
+    add_rms_norm,
+    argmax,
+    cpu,
+    linear,
+    pack_linear,
+    record,
+    rope_and_cache,
+    store_rows,
+)
 from quire_kernels.linear import LinearWeight
 from support.processes import ended, start_python
 
@@ -129,6 +139,21 @@ def test_normed_heads_are_recorded_as_one_kernel(dtype: torch.dtype) -> None:
         recording.run(rows)
         assert torch.equal(out[:rows], expected)
         assert torch.equal(caches, expected_caches)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_rows_are_stored_where_the_slots_of_a_run_say(dtype: torch.dtype) -> None:
+    given, slots = torch.empty(ROWS, SIZE, dtype=dtype), torch.zeros(ROWS, dtype=torch.int64)
+    table = torch.zeros(20, 2 * SIZE, dtype=dtype)
+    with record(ROWS) as recording:
+        store_rows(given, slots, table[:, SIZE:])
+    assert not table.any()
+    expected = table.clone()
+    for rows in (1, ROWS, 3):
+        given[:], slots[:] = torch.randn(given.shape), torch.randperm(20)[:ROWS]
+        expected[slots[:rows], SIZE:] = given[:rows]
+        recording.run(rows)
+        assert torch.equal(table, expected)
 
 
 def test_sampling_is_recorded_too() -> None:

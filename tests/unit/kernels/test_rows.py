@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from quire_kernels import add_rms_norm, embedding, rms_norm, silu_and_mul
+from quire_kernels import add_rms_norm, embedding, rms_norm, silu_and_mul, store_rows
 from quire_kernels.linear import pack_linear, quantize_per_token
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -35,6 +35,10 @@ def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype, cpu_kernels: str) 
     out = rms_norm(strided(hidden), weight, EPS)
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), expected, **tolerance(dtype))
+    wide = torch.ones(shape[0], 3 * shape[1], dtype=dtype)
+    middle = wide[:, shape[1] : 2 * shape[1]]
+    assert rms_norm(strided(hidden), weight, EPS, out=middle) is middle
+    assert torch.equal(wide, torch.cat((torch.ones_like(out), out, torch.ones_like(out)), dim=1))
 
 
 @DTYPES
@@ -105,6 +109,20 @@ def test_embedding_of_a_plain_table(size: int, dtype: torch.dtype, cpu_kernels: 
     token_ids = torch.tensor([49, 0, 7, 7] * 20)
     assert torch.equal(embedding(token_ids, table), table[token_ids])
     assert embedding(token_ids[:0], table).shape == (0, size)
+
+
+@DTYPES
+@SHAPES
+def test_store_rows(shape: tuple[int, int], dtype: torch.dtype, cpu_kernels: str) -> None:
+    num_tokens, size = shape
+    rows, table = randn(*shape, dtype=dtype), randn(num_tokens + 9, 3 * size, dtype=dtype)
+    slots = torch.randperm(len(table), generator=torch.Generator().manual_seed(0))[:num_tokens]
+    expected = table.clone()
+    expected[slots, size : 2 * size] = rows
+    store_rows(strided(rows), strided(slots[:, None])[:, 0], table[:, size : 2 * size])
+    assert torch.equal(table, expected)
+    store_rows(rows[:0], slots[:0], table[:, :size])
+    assert torch.equal(table, expected)
 
 
 @DTYPES

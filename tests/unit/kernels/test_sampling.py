@@ -1,10 +1,10 @@
-"""`sample` and `argmax` on every instruction set (see conftest.py): against plain torch and the textbook."""
+"""Sampling on every instruction set (see conftest.py): against plain torch and the textbook."""
 
 import pytest
 import torch
-from quire_kernels import apply_token_bitmask, argmax, cpu, sample
+from quire_kernels import apply_token_bitmask, argmax, cpu, probabilities, sample
 from quire_kernels.sampling import _gumbel_noise_torch, _sample_torch
-from support.sampling import MASKS, columns, logits_of
+from support.sampling import MASKS, columns, distribution, extreme_rows, logits_of, p_value, without_noise
 
 INFINITY = float("inf")
 VOCAB_SIZES = [1, 7, 64, 515, 4096, 32003]
@@ -43,47 +43,54 @@ def test_tokens_are_those_of_torch(vocab_size: int, mask: dict[str, float], cpu_
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_only_kept_tokens_are_drawn_and_each_of_them_sometimes(mask: dict[str, float], cpu_kernels: str) -> None:
-    """Sort, cut after k, renormalise, cut after the token with which the sum reaches p."""
-    draws, vocab_size = 4000, 130
-    row = logits_of(1, vocab_size, 1.5)[0].double()
-    probabilities = row.softmax(0)
-    kept = probabilities >= mask.get("min_p", 0.0) * probabilities.max()
-    order = row.argsort(descending=True)
-    kept[order[int(mask.get("top_k", vocab_size)) :]] = False
-    probabilities = (probabilities * kept) / (probabilities * kept).sum()
-    before = probabilities[order].cumsum(0) - probabilities[order]
-    kept[order] &= before < mask.get("top_p", 1.0)
-    arguments = columns(draws, seeds=torch.arange(draws), **mask)
-    tokens = sample(row.float().expand(draws, vocab_size), **arguments)
-    counts = torch.bincount(tokens, minlength=vocab_size)
-    probabilities = (probabilities * kept) / (probabilities * kept).sum()
-    assert not counts[~kept].any()
-    assert counts[kept & (probabilities > 0.005)].all()
-    deviation = (counts - draws * probabilities).abs() / (draws * probabilities * (1 - probabilities)).sqrt().clamp(
-        min=1
-    )
-    assert deviation.max() < 5
+def test_tokens_are_drawn_from_the_distribution(mask: dict[str, float], cpu_kernels: str) -> None:
+    draws, vocab_size = 20_000, 130
+    row = logits_of(1, vocab_size, 1.5)
+    for temperature in (1.0, 0.6):
+        arguments = columns(draws, temperature=temperature, seeds=torch.arange(draws), **mask)
+        counts = torch.bincount(sample(row.expand(draws, vocab_size), **arguments), minlength=vocab_size)
+        assert p_value(counts, distribution(row[0] / temperature, **mask)) > 1e-4
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_probabilities_are_those_of_the_textbook(vocab_size: int, mask: dict[str, float], cpu_kernels: str) -> None:
+    """But for one token at the end of a nucleus, where rounding decides whether the sum has reached p."""
+    rows = 5
+    for scale in (0.1, 1.0, 4.0):
+        logits = logits_of(rows, vocab_size, scale)
+        before, temperature = logits.clone(), torch.tensor([0.0, 0.3, 0.8, 1.0, 1.6])
+        p = probabilities(logits, **without_noise(rows, temperature=temperature, **mask))
+        one_hot = torch.nn.functional.one_hot(logits.argmax(-1), vocab_size).double()
+        wanted = [distribution(logits[row] / temperature[row], **mask) for row in range(1, rows)]
+        assert (p - torch.stack((one_hot[0], *wanted))).abs().sum(-1).max() < 2e-4
+        assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_probabilities_of_extreme_rows(mask: dict[str, float], cpu_kernels: str) -> None:
+    logits = extreme_rows()
+    for temperature in (1.0, 1e-30, 1e30):
+        p = probabilities(logits, **without_noise(len(logits), temperature=temperature, **mask))
+        torch.testing.assert_close(p.sum(-1), torch.ones(len(logits)))
+        assert p[[0, 1, 3], [0, 700, 123]].tolist() == [1, 1, 1]
+        assert p[7, 9] == 1 or temperature == 1e30
+        assert p[8, 5] == 1, "NaN counts as the largest"
+        assert not p[4, 500:].any()
+        torch.testing.assert_close(p[2], torch.full((1000,), 1e-3))
+
+
+def test_probabilities_of_no_rows(cpu_kernels: str) -> None:
+    assert probabilities(torch.zeros(0, 7), **without_noise(0)).shape == (0, 7)
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_extreme_rows(mask: dict[str, float], cpu_kernels: str) -> None:
-    vocab_size = 1000
-    logits = logits_of(9, vocab_size, 1.0)
-    logits[0] = -INFINITY  # all masked
-    logits[1] = -INFINITY
-    logits[1, 700] = -5.0  # one left
-    logits[2] = 3.25  # all equal
-    logits[3, 123] = INFINITY
-    logits[4, 500:] = -INFINITY
-    logits[5] = logits[5].round()  # ties
-    logits[6] *= 1e30
-    logits[7, 9] = 1e30
-    logits[8, 5] = float("nan")
+    logits = extreme_rows()
     for temperature in (1.0, 1e-30, 1e30):
         arguments = columns(9, temperature=temperature, **mask)
         tokens = sample(logits, **arguments).tolist()
-        assert all(0 <= token < vocab_size for token in tokens)
+        assert all(0 <= token < logits.shape[1] for token in tokens)
         assert (tokens[1], tokens[3], tokens[7]) == (700, 123, 9) or temperature == 1e30
         assert tokens[4] < 500
         assert tokens == _sample_torch(logits, **arguments).tolist()

@@ -19,6 +19,7 @@ starts = torch.tensor([0, 2])
 ops.plan_attention(ids[None, :1], starts, starts[1:], 1, cache[0])
 ops.paged_attention(query, cache[0], cache[1], ids[None, :1], starts, starts[1:], 1.0)
 ops.apply_token_bitmask(x, ids, torch.zeros(2, 1, dtype=torch.int32))
+ops.store_rows(x, ids, x.clone())
 ops.argmax(x), ops.sample(x, ones, ones, ids + 1, ones, ids, ids)
 print("triton" in sys.modules)
 """

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from quire_kernels import add_rms_norm, embedding, rms_norm, silu_and_mul
+from quire_kernels import add_rms_norm, embedding, rms_norm, silu_and_mul, store_rows
 from quire_kernels.linear import pack_linear
 
 SHAPES = pytest.mark.parametrize("shape", [(1, 8), (5, 33), (3, 1024), (9, 2816), (0, 64)], ids=str)
@@ -33,6 +33,10 @@ def test_rms_norm(
     out = rms_norm(strided(hidden), weight, EPS)
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), exact_rms_norm(hidden, weight), **tolerance)
+    wide = torch.ones(shape[0], 3 * shape[1], dtype=dtype, device=device)
+    middle = wide[:, shape[1] : 2 * shape[1]]
+    assert rms_norm(strided(hidden), weight, EPS, out=middle) is middle
+    assert torch.equal(wide, torch.cat((torch.ones_like(out), out, torch.ones_like(out)), dim=1))
 
 
 @SHAPES
@@ -84,6 +88,17 @@ def test_embedding_of_a_packed_table(quantize: bool, device: torch.device, dtype
         scales = (table.float().abs().amax(1, keepdim=True).cpu() / 127).to(device)
         expected = ((table.float() / scales).round() * scales).to(dtype)
     assert torch.equal(out, expected[token_ids])
+
+
+@SHAPES
+def test_store_rows(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> None:
+    num_tokens, size = shape
+    rows, table = randn(device, dtype, *shape), randn(device, dtype, num_tokens + 9, 3 * size)
+    slots = torch.randperm(len(table), generator=torch.Generator().manual_seed(0))[:num_tokens].to(device)
+    expected = table.clone()
+    expected[slots, size : 2 * size] = rows
+    store_rows(strided(rows), slots, table[:, size : 2 * size])
+    assert torch.equal(table, expected)
 
 
 def test_a_row_does_not_depend_on_its_batch(device: torch.device, dtype: torch.dtype) -> None:

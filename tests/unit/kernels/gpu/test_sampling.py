@@ -1,11 +1,11 @@
-"""`sample`, `argmax`, the noise and the bitmask, against plain torch."""
+"""`sample`, `argmax`, `probabilities`, the noise and the bitmask, against plain torch."""
 
 import pytest
 import torch
-from quire_kernels import apply_token_bitmask, argmax, sample
-from quire_kernels.sampling import _gumbel_noise_torch, _philox, _sample_torch
+from quire_kernels import apply_token_bitmask, argmax, probabilities, sample
+from quire_kernels.sampling import _gumbel_noise_torch, _kept_logits_torch, _philox, _sample_torch
 from support import sampling as support
-from support.sampling import columns, logits_of
+from support.sampling import columns, extreme_rows, logits_of, without_noise
 
 INFINITY = float("inf")
 VOCAB_SIZES = [1, 515, 5000]
@@ -64,22 +64,34 @@ def test_only_kept_tokens_are_drawn(mask: dict[str, float], device: torch.device
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_extreme_rows(mask: dict[str, float], device: torch.device) -> None:
-    vocab_size = 1000
-    logits = logits_of(9, vocab_size, 1.0)
-    logits[0] = -INFINITY  # all masked
-    logits[1], logits[1, 700] = -INFINITY, -5.0  # one left
-    logits[2] = 3.25  # all equal
-    logits[3, 123] = INFINITY
-    logits[4, 500:] = -INFINITY
-    logits[5] = logits[5].round()  # ties
-    logits[6] *= 1e30
-    logits[7, 9] = 1e30
-    logits[8, 5] = float("nan")
+    logits = extreme_rows()
     for temperature in (1.0, 1e-30, 1e30):
-        arguments = columns(9, temperature=temperature, **mask)
+        arguments = columns(len(logits), temperature=temperature, **mask)
         tokens = sample_on(device, logits, arguments)
-        assert 0 <= tokens.pop() < vocab_size
+        assert 0 <= tokens.pop() < logits.shape[1]
         assert tokens == _sample_torch(logits, **arguments).tolist()[:-1]
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_probabilities_are_those_of_torch(mask: dict[str, float], device: torch.device) -> None:
+    for logits in (logits_of(4, 515, 1.0), logits_of(4, 4099, 0.1), logits_of(4, 63, 3.0, torch.bfloat16)):
+        arguments = without_noise(4, temperature=torch.tensor([0.0, 0.3, 1.0, 1.6]), **mask)
+        p = probabilities(logits.to(device), **{name: column.to(device) for name, column in arguments.items()}).cpu()
+        kept = _kept_logits_torch(logits[1:].float(), *(column[1:] for column in arguments.values()))
+        assert p[0].nonzero().tolist() == [[int(logits[0].argmax())]]
+        torch.testing.assert_close(p[1:], kept.softmax(-1), rtol=1e-4, atol=1e-4)
+        assert torch.equal(p[1:] > 0, kept.softmax(-1) > 0) or mask.get("top_p", 1.0) < 1
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_probabilities_of_extreme_rows(device: torch.device) -> None:
+    logits = extreme_rows()
+    for mask in (MASKS["none"], MASKS["all"]):
+        arguments = without_noise(len(logits), temperature=1.0, **mask)
+        p = probabilities(logits.to(device), **{name: column.to(device) for name, column in arguments.items()}).cpu()
+        assert p[[0, 1, 3, 7, 8], [0, 700, 123, 9, 5]].tolist() == [1, 1, 1, 1, 1]
+        torch.testing.assert_close(p.sum(-1), torch.ones(len(logits)))
+        assert not p[4, 500:].any()
 
 
 def test_top_k_and_top_p_keep_ties(device: torch.device) -> None:

@@ -1,0 +1,100 @@
+"""Rows of a matrix written to slots of a paged table, as keys and values are to their caches."""
+
+import ctypes
+
+import torch
+
+from quire_kernels.cpu import Call, check_tensor, check_written_rows, launch, library_for, with_dense_rows
+from quire_kernels.dispatch import uses_triton
+
+__all__ = ["store_columns", "store_rows"]
+
+
+class _StoreCall(Call):
+    """`StoreCall` of kernels/csrc/calls.h."""
+
+    _fields_ = (
+        ("source", ctypes.c_void_p),
+        ("source_stride", ctypes.c_int64),
+        ("slot_mapping", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("out_stride", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("is_float", ctypes.c_int32),
+    )
+
+
+class _StoreColumnsCall(Call):
+    """`StoreColumnsCall` of kernels/csrc/calls.h."""
+
+    _fields_ = (
+        ("source", ctypes.c_void_p),
+        ("source_stride", ctypes.c_int64),
+        ("columns", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("out_stride", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+    )
+
+
+def store_rows(rows_TE: torch.Tensor, slot_mapping_T: torch.Tensor, out_NE: torch.Tensor) -> None:
+    """Write row t of a matrix to row `slot_mapping_T[t]` of a table.
+
+    Args:
+        rows_TE: any strides.
+        slot_mapping_T: int64, each at least 0 and below the table's rows: not checked by the kernels. Of tokens that
+            share a slot, any may remain.
+        out_NE: of the same dtype, written in place; its rows may be a part of longer ones.
+
+    Raises:
+        TypeError: the table is of another dtype, or the slots are not int64, or not all are on one device.
+        ValueError: the shapes do not match, or the elements of the table's rows have gaps between them.
+    """
+    rows_TE = with_dense_rows(rows_TE)
+    rows, size = rows_TE.shape
+    check_written_rows("out_NE", out_NE, rows_TE)
+    if uses_triton(rows_TE):
+        from quire_kernels.gpu import store as gpu
+
+        return gpu.store_rows(rows_TE, slot_mapping_T, out_NE)
+    slot_mapping_T = slot_mapping_T.contiguous()
+    check_tensor("slot_mapping_T", slot_mapping_T, torch.int64, rows)
+    handle = library_for(rows_TE)
+    if handle is None:
+        out_NE[slot_mapping_T] = rows_TE
+        return None
+    call = _StoreCall(
+        rows_TE.data_ptr(), rows_TE.stride(0), slot_mapping_T.data_ptr(), out_NE.data_ptr(), out_NE.stride(0), rows,
+        size, rows_TE.dtype == torch.float32,
+    )  # fmt: skip
+    launch(handle.quire_store_rows, call)
+    return None
+
+
+def store_columns(rows_SD: torch.Tensor, columns_D: torch.Tensor, out_SV: torch.Tensor) -> None:
+    """Write column i of a matrix to column `columns_D[i]` of another; its other columns stay.
+
+    Args:
+        rows_SD: float32.
+        columns_D: int64, each at least 0, below V and there once: not checked by the C++ kernel.
+        out_SV: float32, written in place.
+
+    Raises:
+        TypeError: the columns are not int64, or not all are on one device.
+        ValueError: the shapes do not match.
+    """
+    if len(out_SV) != len(rows_SD):
+        raise ValueError(f"out_SV has {len(out_SV)} rows; it must have {len(rows_SD)}, as rows_SD has")
+    handle = library_for(rows_SD, out_SV) if rows_SD.dtype == torch.float32 else None
+    if handle is None or out_SV.stride(1) != 1:
+        out_SV.index_copy_(1, columns_D, rows_SD)
+        return
+    rows_SD = with_dense_rows(rows_SD)
+    rows, size = rows_SD.shape
+    check_tensor("columns_D", columns_D, torch.int64, size)
+    call = _StoreColumnsCall(
+        rows_SD.data_ptr(), rows_SD.stride(0), columns_D.data_ptr(), out_SV.data_ptr(), out_SV.stride(0), rows, size
+    )
+    launch(handle.quire_store_columns, call)
