@@ -54,7 +54,8 @@ def generate(
     except ValueError as error:
         raise UsageError(str(error)) from error
     try:
-        check_checkpoint(model, Path(config.model.tokenizer_path), config.model.load_format)
+        tokenizer, drafts = Path(config.model.tokenizer_path), config.scheduler.draft_checkpoint
+        check_checkpoint(model, tokenizer, config.model.load_format, drafts)
         if input_file is not None:
             batch = read_batch(input_file, sampling)
             with _loaded(model, settings) as llm:

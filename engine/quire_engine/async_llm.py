@@ -72,7 +72,8 @@ class AsyncLLM:
         """Requests that the engine core was told to end, until it says that they are gone."""
         tokenizer_path = Path(config.model.tokenizer_path)
         # Takes milliseconds, and the start of a process seconds.
-        check_checkpoint(Path(config.model.model), tokenizer_path, config.model.load_format)
+        drafts = config.scheduler.draft_checkpoint
+        check_checkpoint(Path(config.model.model), tokenizer_path, config.model.load_format, drafts)
         self._client = SupervisedClient(config, self._on_restart)
         try:
             tokenizer = load_tokenizer(tokenizer_path)  # while the engine core loads the weights

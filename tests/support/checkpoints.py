@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-__all__ = ["POINTER", "edit_json", "make_small_checkpoint"]
+__all__ = ["POINTER", "edit_json", "make_small_checkpoint", "write_checkpoint"]
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "hidden_act": "silu",
@@ -19,11 +19,16 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize
 """What git-LFS leaves in the place of a file."""
 
 
+def write_checkpoint(folder: Path, fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+    """Write `config.json` and `model.safetensors`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(fields))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 def make_small_checkpoint(folder: Path) -> Path:
     """Write `config.json`, a tokenizer's file in name only, and weights that are all 0.01."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    (folder / "tokenizer.json").write_text("{}")
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (32, 16), "norm": (16,)}
     for i in range(2):
         shapes |= {f"layers.{i}.{name}": (16,) for name in ("input_layernorm", "post_attention_layernorm")}
@@ -32,7 +37,8 @@ def make_small_checkpoint(folder: Path) -> Path:
         shapes |= {f"layers.{i}.mlp.{name}": (24, 16) for name in ("gate_proj", "up_proj")}
         shapes[f"layers.{i}.mlp.down_proj"] = (16, 24)
     tensors = {f"model.{name}.weight": torch.full(shape, 0.01) for name, shape in shapes.items()}
-    save_file(tensors | {"lm_head.weight": torch.full((32, 16), 0.01)}, folder / "model.safetensors")
+    write_checkpoint(folder, CONFIG, tensors | {"lm_head.weight": torch.full((32, 16), 0.01)})
+    (folder / "tokenizer.json").write_text("{}")
     return folder
 
 

@@ -3,7 +3,7 @@
 This module does not import torch, so that the frontend can read a checkpoint's configuration without that cost.
 """
 
+from quire_engine.models.check import check_checkpoint
 from quire_engine.models.checkpoint import CheckpointConfig, RopeConfig
-from quire_engine.models.weights import check_checkpoint
 
 __all__ = ["CheckpointConfig", "RopeConfig", "check_checkpoint"]

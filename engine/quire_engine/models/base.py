@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from quire_kernels import AttentionPlan
+from quire_kernels import AttentionPlan, store_rows
 
 from quire_engine.distributed import ParallelState
 
-__all__ = ["AttentionSpec", "CausalLM", "ForwardContext", "KVCaches"]
+__all__ = ["AttentionSpec", "CausalLM", "FeatureTaps", "ForwardContext", "KVCaches"]
 
 KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
 """By layer of a stage: keys and values, each [N, K, B, D]; legend in `quire_kernels`."""
@@ -50,6 +50,26 @@ class ForwardContext:
     missing."""
 
 
+class FeatureTaps:
+    """Where a model keeps the residual stream at the inputs of some layers, for every slot of the KV cache.
+
+    Args:
+        layers: their numbers in the checkpoint, in the order of the table's columns; may repeat.
+        table_NE: [num_slots, len(layers) * E] of the model's dtype, written in each step at `slot_mapping`. A stage
+            writes the columns of its own layers.
+    """
+
+    def __init__(self, layers: Sequence[int], table_NE: torch.Tensor) -> None:
+        self.table_NE = table_NE
+        self._columns = list(zip(layers, table_NE.chunk(len(layers), dim=1), strict=True))
+
+    def store(self, layer: int, residual_TE: torch.Tensor, context: ForwardContext) -> None:
+        """Write the columns of a layer, if it is one of those."""
+        for number, column_NE in self._columns:
+            if number == layer:
+                store_rows(residual_TE, context.slot_mapping, column_NE)
+
+
 class CausalLM(Protocol):
     """One rank's part of a model, over a flattened batch of tokens; with one rank, all of it.
 
@@ -63,6 +83,8 @@ class CausalLM(Protocol):
     hidden_size: int
     dtype: torch.dtype
     """Of the hidden states."""
+    feature_taps: FeatureTaps | None
+    """Set before the first step, as what is recorded or captured refers to its table; None: nothing is kept."""
 
     @property
     def attention_specs(self) -> Sequence[AttentionSpec]:

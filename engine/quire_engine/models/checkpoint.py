@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.errors import CheckpointError
-from quire_engine.models.fields import Fields
+from quire_engine.models.fields import Fields, read_config
 from quire_engine.models.files import brief, read_json
 from quire_engine.models.options import DecoderOptions
 from quire_engine.models.registry import ARCHITECTURES, read_options
 
-__all__ = ["CheckpointConfig", "RopeConfig"]
+__all__ = ["MAX_SIZE", "CheckpointConfig", "RopeConfig", "read_architecture"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -65,23 +65,30 @@ class CheckpointConfig:
         Raises:
             CheckpointError: the folder or file is missing, or describes a model that cannot be served.
         """
-        path = folder / "config.json"
-        if not folder.is_dir():
-            raise CheckpointError(f"model: there is no folder {folder}; give the path of a Hugging Face checkpoint")
-        fields = Fields(path, read_json(path))
-        config = fields.values
-        architectures = config.get("architectures")
-        architecture = architectures[0] if isinstance(architectures, list) and architectures else "(none named)"
-        if architecture not in tuple(ARCHITECTURES):
-            raise CheckpointError(
-                f"{path}: unknown architecture {brief(architecture)}; known are {', '.join(ARCHITECTURES)}"
-            )
+        fields = read_config(folder)
+        architecture = read_architecture(fields, tuple(ARCHITECTURES))
+        return cls.from_fields(folder, fields, architecture, read_options(architecture, fields))
+
+    @classmethod
+    def from_fields(
+        cls, folder: Path, fields: Fields, architecture: str, options: DecoderOptions
+    ) -> "CheckpointConfig":
+        """Read and check the configuration of layers like a decoder's.
+
+        Args:
+            folder: for `generation_config.json`.
+            fields: of `config.json`.
+            architecture: its name.
+            options: of its layers.
+
+        Raises:
+            CheckpointError: a field has a wrong value.
+        """
         fields.choice("hidden_act", ("silu",), "silu")
-        options = read_options(architecture, fields)
         hidden_size, num_heads = (fields.integer(name, 1, MAX_SIZE) for name in ("hidden_size", "num_attention_heads"))
         checkpoint = cls(
             architecture=architecture,
-            dtype=fields.choice("torch_dtype" if config.get("dtype") is None else "dtype", DTYPES, "float32"),
+            dtype=fields.choice("torch_dtype" if fields.values.get("dtype") is None else "dtype", DTYPES, "float32"),
             vocab_size=fields.integer("vocab_size", 1, MAX_SIZE),
             hidden_size=hidden_size,
             intermediate_size=fields.integer("intermediate_size", 1, MAX_SIZE),
@@ -97,7 +104,7 @@ class CheckpointConfig:
             rope=_rope_config(fields),
             eos_token_ids=_eos_token_ids(folder, fields),
         )
-        checkpoint._check(path)
+        checkpoint._check(fields.path)
         return checkpoint
 
     def check_parallel(self, tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> None:
@@ -137,6 +144,20 @@ class CheckpointConfig:
             )
         if self.head_size < 2 or self.head_size % 2:
             raise CheckpointError(f"{path}: the head size is {self.head_size}; it must be even")
+
+
+def read_architecture(fields: Fields, known: tuple[str, ...]) -> str:
+    """The architecture that `config.json` names first.
+
+    Raises:
+        CheckpointError: it is none of those that are known.
+    """
+    named = fields.values.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else "(none named)"
+    if architecture not in known:
+        names = ", ".join(known)
+        raise CheckpointError(f"{fields.path}: unknown architecture {brief(architecture)}; known are {names}")
+    return str(architecture)
 
 
 def _is_int8(fields: Fields) -> bool:

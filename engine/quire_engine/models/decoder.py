@@ -18,7 +18,7 @@ from quire_kernels import add_rms_norm, paged_attention, rms_norm, rope_and_cach
 from torch import nn
 
 from quire_engine.distributed import ParallelState
-from quire_engine.models.base import AttentionSpec, ForwardContext, KVCaches
+from quire_engine.models.base import AttentionSpec, FeatureTaps, ForwardContext, KVCaches
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.layers import Weight, rope_cos_sin
 from quire_engine.models.parallel import (
@@ -35,19 +35,25 @@ __all__ = ["Decoder"]
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over the paged cache."""
+    """Grouped-query attention over the paged cache.
 
-    def __init__(self, config: CheckpointConfig, parallel: ParallelState) -> None:
+    Args:
+        config: of the checkpoint.
+        parallel: the rank.
+        in_features: of the projections to queries, keys and values; unset: `hidden_size`.
+    """
+
+    def __init__(self, config: CheckpointConfig, parallel: ParallelState, in_features: int | None = None) -> None:
         super().__init__()
         self.head_size, options = config.head_size, config.options
         self.qkv_proj = QKVParallel(
-            config.hidden_size, config.num_heads, config.num_kv_heads, self.head_size, options.qkv_bias, parallel,
-            config.int8,
+            in_features or config.hidden_size, config.num_heads, config.num_kv_heads, self.head_size,
+            options.qkv_bias, parallel, config.int8,
         )  # fmt: skip
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.spec = AttentionSpec(self.num_heads, self.num_kv_heads, self.head_size)
-        in_features = config.num_heads * self.head_size
-        self.o_proj = RowParallel(in_features, "o_proj", config.hidden_size, options.o_bias, parallel, config.int8)
+        size = config.num_heads * self.head_size
+        self.o_proj = RowParallel(size, "o_proj", config.hidden_size, options.o_bias, parallel, config.int8)
         self.eps = config.rms_norm_eps
         self.q_norm = Weight(self.head_size) if options.qk_norm else None
         self.k_norm = Weight(self.head_size) if options.qk_norm else None
@@ -60,7 +66,7 @@ class Attention(nn.Module):
         value_cache_NKBD: torch.Tensor,
         context: ForwardContext,
     ) -> torch.Tensor:
-        """[T, E] -> [T, E]; writes this step's keys and values to the cache first."""
+        """[T, in_features] -> [T, E]; writes this step's keys and values to the cache first."""
         q, k, v = self.qkv_proj(hidden_TE).split(self.qkv_proj.sizes, dim=-1)
         query_THD = rope_and_cache(
             q.unflatten(-1, (self.num_heads, self.head_size)),
@@ -125,6 +131,7 @@ class Decoder(nn.Module):
         self.eps = config.rms_norm_eps
         self.parallel = parallel
         self.dtype = torch.get_default_dtype()
+        self.feature_taps: FeatureTaps | None = None
         vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         # A tied head has no weights of its own, unless the embedding is on another stage.
         if parallel.is_first_stage or (parallel.is_last_stage and config.tie_word_embeddings):
@@ -164,13 +171,16 @@ class Decoder(nn.Module):
         kv_caches: KVCaches,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, E] and the residual stream -> the last layer's output, and the stream."""
-        for layer, (key_cache, value_cache) in zip(self.layers.values(), kv_caches, strict=True):
+        taps = self.feature_taps
+        for (number, layer), (key_cache, value_cache) in zip(self.layers.items(), kv_caches, strict=True):
             assert isinstance(layer, DecoderLayer)
             norm = layer.input_layernorm.weight
             if residual_TE is None:
                 residual_TE, hidden_TE = hidden_TE, rms_norm(hidden_TE, norm, self.eps)
             else:
                 hidden_TE = add_rms_norm(hidden_TE, residual_TE, norm, self.eps)
+            if taps is not None:
+                taps.store(int(number), residual_TE, context)
             hidden_TE = layer.self_attn(hidden_TE, self.cos_sin, key_cache, value_cache, context)
             hidden_TE = add_rms_norm(hidden_TE, residual_TE, layer.post_attention_layernorm.weight, self.eps)
             hidden_TE = layer.mlp(hidden_TE)
@@ -199,5 +209,9 @@ class Decoder(nn.Module):
 
     def compute_logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
         """[S, E] -> [S, V], or None."""
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return head.logits(hidden_SE)
+        return self.head.logits(hidden_SE)
+
+    @property
+    def head(self) -> VocabParallel:
+        """The output matrix; on the last stage only."""
+        return self.embed_tokens if self.lm_head is None else self.lm_head

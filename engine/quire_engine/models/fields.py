@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.errors import CheckpointError
-from quire_engine.models.files import brief
+from quire_engine.models.files import brief, read_json
 
-__all__ = ["Fields"]
+__all__ = ["Fields", "read_config"]
 
 _UNSET: Any = object()
 
@@ -86,6 +86,15 @@ class Fields:
             raise self.error(name, "an object")
         return Fields(self.path, value, f"{self._prefix}{name}.")
 
+    def same_as_target(self, name: str, value: int) -> None:
+        """A size of a drafting model that must be its target's, if it is given.
+
+        Raises:
+            CheckpointError: it is another one.
+        """
+        if self._get(name, value) != value:
+            raise self.error(name, f"{value}, as in the model that is drafted for")
+
     def error(self, name: str, allowed: str) -> CheckpointError:
         """The exception to raise for a field with a wrong value."""
         value = self.values.get(name)
@@ -98,3 +107,19 @@ class Fields:
         if default is _UNSET:
             raise CheckpointError(f"{self.path}: {self._prefix}{name} is missing")
         return default
+
+
+def read_config(folder: Path, setting: str = "model") -> Fields:
+    """The fields of a checkpoint's `config.json`.
+
+    Args:
+        folder: the checkpoint.
+        setting: that names the folder, for messages.
+
+    Raises:
+        CheckpointError: there is no such folder or file, or it holds no JSON object.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{setting}: there is no folder {folder}; give the path of a Hugging Face checkpoint")
+    path = folder / "config.json"
+    return Fields(path, read_json(path))

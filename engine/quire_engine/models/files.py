@@ -34,6 +34,8 @@ READ_NAMES = (
     "sentencepiece.bpe.model", "tiktoken.model", "tekken.json", "processor_config.json",
 )  # fmt: skip
 """Files that are read from a folder, here or by the tokenizer's library, besides the weights."""
+PICKLES = (".bin", ".pt", ".pth")
+"""Suffixes of weights that torch has pickled. They are not read, as unpickling runs any code that a file names."""
 MAX_JSON_BYTES = 16 << 20
 """Upper bound on a configuration, an index or a header; those of the largest models take a tenth of it."""
 POINTER_START = b"version https://git-lfs.github.com/spec/"
@@ -44,6 +46,8 @@ POINTER_START = b"version https://git-lfs.github.com/spec/"
 class StoredTensor:
     """A tensor's entry in a safetensors header."""
 
+    name: str
+    """Its name in the file."""
     dtype: str
     """Its name there: `F32`, `BF16`, `I8`, …"""
     shape: tuple[int, ...]
@@ -103,8 +107,10 @@ def weight_files(folder: Path) -> list[Path]:
     index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not os.path.lexists(index):
         if not os.path.lexists(whole):
+            pickled = [path.name for path in folder.glob("*") if path.suffix in PICKLES]
+            mend = f": convert {brief(min(pickled))} with safetensors.torch.save_file" if pickled else ""
             raise CheckpointError(
-                f"{folder}: there is no model.safetensors and no {index.name}; only safetensors are read"
+                f"{folder}: there is no model.safetensors and no {index.name}; only safetensors are read{mend}"
             )
         return [whole]
     weight_map = read_json(index).get("weight_map")
@@ -166,7 +172,7 @@ def _stored_tensor(path: Path, name: str, entry: Any) -> StoredTensor:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if (
             all(type(size) is int and size >= 0 for size in shape) and 0 <= begin <= end
         ):
-            return StoredTensor(dtype, tuple(shape), end - begin, path)
+            return StoredTensor(name, dtype, tuple(shape), end - begin, path)
     raise CheckpointError(f"{path}: not a safetensors file; its header has {brief(entry)} for {brief(name)}")
 
 

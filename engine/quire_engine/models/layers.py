@@ -13,9 +13,9 @@ __all__ = ["Weight", "rope_cos_sin"]
 class Weight(nn.Module):
     """A parameter that a `quire_kernels` op reads, such as the scale of a norm. Replicated on every rank."""
 
-    def __init__(self, *shape: int) -> None:
+    def __init__(self, *shape: int, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(*shape), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
 
 
 def rope_cos_sin(rope: RopeConfig, head_size: int, max_position: int) -> torch.Tensor:

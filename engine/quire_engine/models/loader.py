@@ -8,11 +8,13 @@ import contextlib
 import math
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
@@ -25,7 +27,7 @@ from quire_engine.models.progress import LoadProgress
 from quire_engine.models.weights import check_weights
 from quire_engine.system.memory import release_pages, trim_heap
 
-__all__ = ["load_model"]
+__all__ = ["build", "load_model", "load_tensors"]
 
 DUMMY_STD = 0.02
 """Standard deviation of random weights, as in the usual initialisation of models before training."""
@@ -53,31 +55,61 @@ def load_model(
     is_dummy = load_format == "dummy"
     # First, so that nothing is allocated for a configuration that does not match the files.
     files = {} if is_dummy else check_weights(folder, config)
+    model = build(lambda: Decoder(config, max_model_len, parallel), dtype, device)
+    if is_dummy:
+        loading = _Loading(model, quantized_dtype)
+        for name in sorted(loading.targets):
+            loading.fill(name, None)
+    else:
+        load_tensors(model, files, quantized_dtype, reports=parallel.rank == 0)
+    return model.eval()
+
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def build(make: Callable[[], Model], dtype: torch.dtype, device: torch.device) -> Model:
+    """Make a module whose parameters are of a dtype, on a device."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with contextlib.nullcontext() if device.type == "cpu" else device:
-            model = Decoder(config, max_model_len, parallel)
+            return make()
     finally:
         torch.set_default_dtype(previous)
+
+
+def load_tensors(
+    model: nn.Module,
+    files: Mapping[Path, Mapping[str, StoredTensor]],
+    quantized_dtype: torch.dtype | None,
+    *,
+    reports: bool = True,
+) -> None:
+    """Fill every parameter of a module from files, and pack the matrices, quantised if a dtype is given.
+
+    Args:
+        model: whose `load_targets` the files hold.
+        files: their tensors, by name; others than the model's are left alone.
+        quantized_dtype: see `load_model`.
+        reports: whether this process logs the progress.
+
+    Raises:
+        CheckpointError: a file is damaged, or a tensor holds a value that is not finite.
+    """
     loading = _Loading(model, quantized_dtype)
-    if is_dummy:
-        for name in sorted(loading.targets):
-            loading.fill(name, None)
-        return model.eval()
     sizes = {name: tensor.num_bytes for stored in files.values() for name, tensor in stored.items()}
-    progress = LoadProgress(sum(sizes[name] for name in loading.targets), reports=parallel.rank == 0)
+    progress = LoadProgress(sum(sizes[name] for name in loading.targets), reports=reports)
     for path, stored in files.items():
         _load_file(path, stored, loading, progress)
     assert not loading.targets, f"the headers had {sorted(loading.targets)[:3]}"
     trim_heap()
-    return model.eval()
 
 
 class _Loading:
     """The tensors that a model still has to load."""
 
-    def __init__(self, model: Decoder, quantized_dtype: torch.dtype | None) -> None:
+    def __init__(self, model: nn.Module, quantized_dtype: torch.dtype | None) -> None:
         self.targets = load_targets(model)
         """By name; only of tensors that are not loaded yet."""
         self._quantized_dtype = quantized_dtype
@@ -113,7 +145,7 @@ def _load_file(path: Path, stored: Mapping[str, StoredTensor], loading: _Loading
 
     Args:
         path: a safetensors file.
-        stored: its tensors, from `check_weights`.
+        stored: its tensors, by the names that the model has for them.
         loading: where this rank's slices go.
         progress: counts every tensor.
 
@@ -122,15 +154,14 @@ def _load_file(path: Path, stored: Mapping[str, StoredTensor], loading: _Loading
     """
     try:
         with safe_open(path, framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118 - it is not a mapping
-                name = key.removeprefix("model.")
+            for name, tensor in stored.items():
                 if name not in loading.targets:  # another stage's, or derived
                     continue
-                piece = tensors.get_slice(key)[loading.targets[name].index]
-                loading.fill(name, piece, f"{path}: tensor {key}")
+                piece = tensors.get_slice(tensor.name)[loading.targets[name].index]
+                loading.fill(name, piece, f"{path}: tensor {tensor.name}")
                 if piece.numel():
                     _release(piece)
-                progress.add(stored[name].num_bytes)
+                progress.add(tensor.num_bytes)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: {error}") from None
 

@@ -1,39 +1,26 @@
 """Compares the tensors that a checkpoint must hold with the headers of its files, without loading any."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoint import CheckpointConfig
-from quire_engine.models.files import StoredTensor, check_files, check_tokenizer, read_header, weight_files
+from quire_engine.models.files import StoredTensor, read_header, weight_files
 
-__all__ = ["check_checkpoint", "check_weights", "expected_shapes"]
+__all__ = [
+    "FLOATING",
+    "check_tensors",
+    "check_weights",
+    "expected_shapes",
+    "read_tensors",
+    "vocabulary_tensor",
+]
 
 FLOATING = ("F64", "F32", "BF16", "F16")
 """Types that weights are converted from; types of eight bits or fewer need scales."""
-
-
-def check_checkpoint(folder: Path, tokenizer_folder: Path | None = None, load_format: str = "auto") -> CheckpointConfig:
-    """Check everything that can be checked without loading: configuration, tokenizer, weight files, tensors' shapes.
-
-    Args:
-        folder: the checkpoint.
-        tokenizer_folder: the tokenizer's folder, if it is another one.
-        load_format: `dummy` needs no weight files.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        CheckpointError: something is missing, truncated or of the wrong shape.
-    """
-    check_files(folder)
-    config = CheckpointConfig.from_folder(folder)
-    check_tokenizer(tokenizer_folder or folder)
-    if load_format != "dummy":
-        check_weights(folder, config)
-    return config
+INDICES = ("I64",)
+"""Types of numbers of tokens."""
 
 
 def check_weights(folder: Path, config: CheckpointConfig) -> dict[Path, dict[str, StoredTensor]]:
@@ -47,34 +34,88 @@ def check_weights(folder: Path, config: CheckpointConfig) -> dict[Path, dict[str
     Raises:
         CheckpointError: a file is missing or broken; a tensor is missing, superfluous, or of another shape or type.
     """
-    files = {path: read_header(path) for path in weight_files(folder)}
-    tensors = {name.removeprefix("model."): tensor for file in files.values() for name, tensor in file.items()}
-    missing = list(islice((name for name, _ in expected_shapes(config) if name not in tensors), 3))
+    files = read_tensors(folder, lambda name: name.removeprefix("model."))
+
+    def kinds(name: str) -> tuple[str, ...]:
+        return ("I8",) if config.int8 and _is_linear(name) else FLOATING
+
+    # The copy of a tied head, and the frequency tables of old checkpoints, are derived.
+    def is_derived(name: str) -> bool:
+        return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
+
+    check_tensors(folder, files, lambda: expected_shapes(config), kinds, is_derived)
+    return files
+
+
+def read_tensors(folder: Path, rename: Callable[[str], str]) -> dict[Path, dict[str, StoredTensor]]:
+    """The tensors of each safetensors file of a checkpoint, by the name that we have for them.
+
+    Args:
+        folder: the checkpoint.
+        rename: gives that name, for a name in the file.
+
+    Raises:
+        CheckpointError: a file is missing or broken.
+    """
+    return {path: {rename(name): tensor for name, tensor in read_header(path).items()} for path in weight_files(folder)}
+
+
+def vocabulary_tensor(folder: Path, config: CheckpointConfig, name: str) -> dict[Path, dict[str, StoredTensor]]:
+    """The one tensor of a checkpoint that a model has under this name, in its file; a tied head is the embedding.
+
+    Args:
+        folder: the checkpoint.
+        config: its configuration.
+        name: `lm_head.weight` or `embed_tokens.weight`.
+
+    Raises:
+        CheckpointError: see `check_weights`.
+    """
+    source = "embed_tokens.weight" if config.tie_word_embeddings else name
+    files = check_weights(folder, config)
+    return {path: {name: file[source]} for path, file in files.items() if source in file}
+
+
+def check_tensors(
+    folder: Path,
+    files: Mapping[Path, Mapping[str, StoredTensor]],
+    expected_shapes: Callable[[], Iterable[tuple[str, tuple[int, ...]]]],
+    kinds: Callable[[str], tuple[str, ...]],
+    is_ignored: Callable[[str], bool],
+) -> None:
+    """Compare the tensors of files with those that are expected.
+
+    Args:
+        folder: of the files, for messages.
+        files: from `read_tensors`.
+        expected_shapes: yields names and shapes; may yield more than fits into memory, if the files do not hold them.
+        kinds: the types that a tensor may have.
+        is_ignored: whether a tensor that is not expected may be there.
+
+    Raises:
+        CheckpointError: a tensor is missing, superfluous, or of another shape or type.
+    """
+    names = {name for file in files.values() for name in file}
+    missing = list(islice((name for name, _ in expected_shapes() if name not in names), 3))
     if missing:
         raise CheckpointError(f"{folder}: its safetensors files hold no {', '.join(missing)}")
-    expected = dict(expected_shapes(config))
+    expected = dict(expected_shapes())
     for path, file in files.items():
-        for full_name, tensor in file.items():
-            name = full_name.removeprefix("model.")
+        for name, tensor in file.items():
             if name in expected:
-                _check_tensor(full_name, tensor, expected[name], config.int8)
-            # The copy of a tied head, and the frequency tables of old checkpoints, are derived.
-            elif name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
-                raise CheckpointError(f"{path}: tensor {full_name} has no place in this architecture")
-    return {
-        path: {name.removeprefix("model."): tensor for name, tensor in file.items()} for path, file in files.items()
-    }
+                _check_tensor(tensor, expected[name], kinds(name))
+            elif not is_ignored(name):
+                raise CheckpointError(f"{path}: tensor {tensor.name} has no place in this architecture")
 
 
-def _check_tensor(name: str, tensor: StoredTensor, shape: tuple[int, ...], is_int8: bool) -> None:
+def _check_tensor(tensor: StoredTensor, shape: tuple[int, ...], allowed: tuple[str, ...]) -> None:
+    where = f"{tensor.path}: tensor {tensor.name}"
     if tensor.shape != shape:
-        raise CheckpointError(f"{tensor.path}: tensor {name} has shape {tensor.shape}; config.json asks for {shape}")
-    allowed = ("I8",) if is_int8 and _is_linear(name) else FLOATING
+        raise CheckpointError(f"{where} has shape {tensor.shape}; config.json asks for {shape}")
     if tensor.dtype not in allowed:
-        asked = "I8" if allowed == ("I8",) else f"a floating-point type ({', '.join(allowed)})"
-        raise CheckpointError(
-            f"{tensor.path}: tensor {name} is {tensor.dtype}; quantization_config in config.json asks for {asked}"
-        )
+        asks = "it must be" if allowed == INDICES else "quantization_config in config.json asks for"
+        asked = f"a floating-point type ({', '.join(allowed)})" if allowed == FLOATING else " or ".join(allowed)
+        raise CheckpointError(f"{where} is {tensor.dtype}; {asks} {asked}")
 
 
 def _is_linear(name: str) -> bool:

@@ -1,0 +1,185 @@
+"""EAGLE-3: one decoder layer that drafts from hidden states of several of the target's layers (Li et al. 2025,
+https://arxiv.org/abs/2503.01840, section 3).
+
+Its input at position p is the token at p + 1, which is known there, and a feature of position p: of the target's hidden
+states where the target has computed the position (`features`), else the head's own output. ::
+
+    token ── embed ── input_layernorm ─┐
+                                       ├─ attention ─ + ─┬─ post_attention_layernorm ─ mlp ─ + ─┬─ next feature
+    feature ──┬────── hidden_norm ─────┘              │  │                                   │  └─ norm ─ lm_head
+              └───────────────────────────────────────┘  └───────────────────────────────────┘
+
+Its logits are of some of the target's tokens only, the frequent ones (`target_ids`). It is not cut into slices: one
+rank has all of it, and computes alone.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from quire_kernels import add_rms_norm, rms_norm
+from torch import nn
+
+from quire_engine.device.transfer import CPU
+from quire_engine.distributed import ParallelState
+from quire_engine.errors import CheckpointError
+from quire_engine.models.base import AttentionSpec, ForwardContext
+from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.decoder import Attention, Decoder, GatedMLP
+from quire_engine.models.eagle3_checkpoint import Eagle3Checkpoint
+from quire_engine.models.layers import Weight, rope_cos_sin
+from quire_engine.models.loader import build, load_tensors
+from quire_engine.models.parallel import ColumnParallel, VocabParallel
+from quire_engine.models.weights import vocabulary_tensor
+
+__all__ = ["Eagle3", "load_eagle3"]
+
+ALONE = ParallelState()
+
+
+class _MidLayer(nn.Module):
+    """The head's layer, whose attention reads a token's embedding and a feature."""
+
+    def __init__(self, config: CheckpointConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.self_attn = Attention(config, ALONE, in_features=2 * size)
+        self.mlp = GatedMLP(config, ALONE)
+        self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (Weight(size) for _ in range(3))
+
+
+class Eagle3(nn.Module):
+    """A head.
+
+    Args:
+        config: its checkpoint.
+        max_model_len: of the target.
+        embed: the target's embedding, [T] -> [T, E], if the head uses it; None: it has its own.
+    """
+
+    def __init__(
+        self,
+        config: Eagle3Checkpoint,
+        max_model_len: int,
+        embed: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        decoder = config.decoder
+        self.dtype = torch.get_default_dtype()
+        self.hidden_size, self.eps = decoder.hidden_size, decoder.rms_norm_eps
+        if embed is None:
+            self.embed_tokens = VocabParallel(decoder.vocab_size, self.hidden_size, ALONE, is_head=False)
+            embed = self.embed_tokens.embed
+        self._embed = embed
+        self.tapped_layers = config.tapped_layers
+        in_features = len(config.tapped_layers) * config.target_hidden_size
+        self.fc = ColumnParallel(in_features, {"fc": self.hidden_size}, False, ALONE)
+        self.layers = nn.ModuleList([_MidLayer(decoder)])
+        self.norm = Weight(self.hidden_size)
+        self.lm_head = VocabParallel(config.draft_vocab_size, self.hidden_size, ALONE, is_head=True)
+        self.d2t = Weight(config.draft_vocab_size, dtype=torch.int64) if config.has_offsets else None
+        self.target_ids = torch.arange(config.draft_vocab_size)
+        """[draft vocabulary] int64, the target's number of each token; right once `d2t` is loaded."""
+        self.cos_sin = rope_cos_sin(decoder.rope, decoder.head_size, max_model_len)
+
+    @property
+    def attention_spec(self) -> AttentionSpec:
+        """Of its layer, which needs a KV cache like one of the target's."""
+        return self._layer.self_attn.spec
+
+    @property
+    def _layer(self) -> _MidLayer:
+        layer = self.layers[0]
+        assert isinstance(layer, _MidLayer)
+        return layer
+
+    def features(self, states_TE: torch.Tensor) -> torch.Tensor:
+        """The target's hidden states at the inputs of the tapped layers, side by side, -> [T, E] features."""
+        feature_TE: torch.Tensor = self.fc(states_TE)
+        return feature_TE
+
+    def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, E]."""
+        return self._embed(token_ids_T)
+
+    def run_layer(
+        self,
+        embedded_TE: torch.Tensor,
+        feature_TE: torch.Tensor,
+        context: ForwardContext,
+        kv_cache: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Compute some positions. Uses only ops of `quire_kernels`, so that it can be recorded.
+
+        Args:
+            embedded_TE: of the token after each position.
+            feature_TE: of each position; the result is written to it.
+            context: of the positions.
+            kv_cache: the layer's keys and values, written in place.
+
+        Returns:
+            [T, E], the features with which drafting goes on at the next positions.
+        """
+        layer = self._layer
+        both = feature_TE.new_empty(len(feature_TE), 2 * self.hidden_size)
+        embedded_half, feature_half = both.chunk(2, dim=-1)
+        rms_norm(embedded_TE, layer.input_layernorm.weight, self.eps, out=embedded_half)
+        rms_norm(feature_TE, layer.hidden_norm.weight, self.eps, out=feature_half)
+        hidden = layer.self_attn(both, self.cos_sin, *kv_cache, context)
+        hidden = add_rms_norm(hidden, feature_TE, layer.post_attention_layernorm.weight, self.eps)
+        add_rms_norm(layer.mlp(hidden), feature_TE, self.norm.weight, self.eps)  # for the sum: torch's is not recorded
+        return feature_TE
+
+    def logits(self, out_SE: torch.Tensor) -> torch.Tensor:
+        """Results of `run_layer`, [S, E] -> [S, draft vocabulary] float32."""
+        logits = self.lm_head.logits(rms_norm(out_SE, self.norm.weight, self.eps))
+        assert logits is not None
+        return logits
+
+
+def load_eagle3(
+    folder: Path,
+    target_folder: Path,
+    target_config: CheckpointConfig,
+    target: Decoder,
+    dtype: torch.dtype,
+    max_model_len: int,
+    quantized_dtype: torch.dtype | None = None,
+    device: torch.device = CPU,
+) -> Eagle3:
+    """Load the head of a folder, on a rank of the target's last stage.
+
+    If it has no embedding of its own, it uses the target's, unless this rank does not have all of it: then it is loaded
+    from the target's folder.
+
+    Args:
+        folder: see `Eagle3Checkpoint.from_folder`.
+        target_folder: the target's checkpoint.
+        target_config: its configuration.
+        target: this rank's part of it.
+        dtype: of the activations, as in the target.
+        max_model_len: of the target.
+        quantized_dtype: of the matrices; None: they are not quantised.
+        device: of the target.
+
+    Raises:
+        CheckpointError: a folder or a weight in it is not as it has to be.
+    """
+    config = Eagle3Checkpoint.from_folder(folder, target_config)
+    files, embed = dict(config.files), None
+    if not config.has_embedding:
+        if target.parallel.tensor_parallel_size == 1 and hasattr(target, "embed_tokens"):
+            embed = target.embed_tokens.embed
+        else:
+            files |= vocabulary_tensor(target_folder, target_config, "embed_tokens.weight")
+    head = build(lambda: Eagle3(config, max_model_len, embed), dtype, device)
+    load_tensors(head, files, quantized_dtype)
+    if head.d2t is not None:
+        head.target_ids += head.d2t.weight
+        low, high = (int(bound) for bound in head.target_ids.aminmax())
+        if low < 0 or high >= target_config.vocab_size:
+            raise CheckpointError(
+                f"{folder}: tensor d2t leads to token {low if low < 0 else high}; it must be from 0 to "
+                f"{target_config.vocab_size - 1}"
+            )
+    return head.eval()
