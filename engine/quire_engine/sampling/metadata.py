@@ -9,7 +9,19 @@ import torch
 from quire_engine.sampling.penalties import Penalties
 from quire_engine.sampling.token_constraints import TokenConstraints
 
-__all__ = ["SamplingMetadata"]
+__all__ = ["DraftsToVerify", "SamplingMetadata"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftsToVerify:
+    """Drafts that are accepted or rejected by chance; see `sampling/rejection.py`. R of the S rows."""
+
+    rows: torch.Tensor
+    """[R] int64."""
+    token_ids: torch.Tensor
+    """[R] int64, the draft in each row's place."""
+    probabilities: torch.Tensor
+    """[R, V] float32, what it was drawn from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,3 +51,5 @@ class SamplingMetadata:
     """None if no row has any."""
     grammar_bitmask: tuple[list[int], npt.NDArray[np.int32]] | None = None
     """Rows with a grammar, and [R, ceil(V / 32)] the tokens that it allows; see `GrammarBitmask`."""
+    drafts_to_verify: DraftsToVerify | None = None
+    """None if there are none."""

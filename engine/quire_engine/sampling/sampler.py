@@ -11,8 +11,9 @@ from quire_engine.messages import TokenLogprobs
 from quire_engine.sampling.grammar_bitmask import apply_grammar_bitmask
 from quire_engine.sampling.logits_processors import apply_min_tokens
 from quire_engine.sampling.logprobs import TopLogprobs, to_entries, top_logprobs
-from quire_engine.sampling.metadata import SamplingMetadata
+from quire_engine.sampling.metadata import DraftsToVerify, SamplingMetadata
 from quire_engine.sampling.penalties import apply_penalties
+from quire_engine.sampling.rejection import verify_drafts
 from quire_engine.sampling.token_constraints import apply_token_constraints
 
 __all__ = ["SampledTokens", "Sampler", "SamplerOutput"]
@@ -65,6 +66,7 @@ class Sampler:
     7. Greedy rows take the most likely token.
     8. The others divide by the temperature, mask by min-p, top-k and top-p, add Gumbel noise, which is a function only
        of (seed, position, token id), and take the largest: a draw from the softmax.
+    9. Where drafts are accepted by chance, their rows take the draft, or a token in its place.
 
     On a GPU the host does not wait for any of this.
     """
@@ -90,6 +92,8 @@ class Sampler:
         if metadata.grammar_bitmask is not None:
             apply_grammar_bitmask(logits_SV, *metadata.grammar_bitmask)
         token_ids_S = argmax(logits_SV) if metadata.all_greedy else self._draw(logits_SV, metadata)
+        if metadata.drafts_to_verify is not None:
+            _verify(logits_SV, metadata, metadata.drafts_to_verify, token_ids_S)
         if logprobs_RV is None or rows_R is None:
             return SamplerOutput(token_ids_S)
         top = top_logprobs(logprobs_RV, token_ids_S[rows_R], max(metadata.num_logprobs.values()))
@@ -105,3 +109,21 @@ class Sampler:
             metadata.seeds,
             metadata.positions,
         )
+
+
+def _verify(
+    logits_SV: torch.Tensor, metadata: SamplingMetadata, drafts: DraftsToVerify, token_ids_S: torch.Tensor
+) -> None:
+    """Write the tokens of the rows whose drafts are accepted by chance."""
+    rows = drafts.rows
+    token_ids_S[rows] = verify_drafts(
+        logits_SV[rows],
+        metadata.temperature[rows],
+        metadata.min_p[rows],
+        metadata.top_k[rows],
+        metadata.top_p[rows],
+        metadata.seeds[rows],
+        metadata.positions[rows],
+        drafts.token_ids,
+        drafts.probabilities,
+    )

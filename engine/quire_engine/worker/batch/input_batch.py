@@ -42,6 +42,7 @@ class InputBatch:
         max_blocks = -(-max_model_len // (block_size * TABLE_STEP)) * TABLE_STEP
         self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
+        self.block_size = block_size
         self.slots: dict[str, int] = {}
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)

@@ -8,7 +8,7 @@ import torch
 
 from quire_engine.device.transfer import upload, upload_tensors
 from quire_engine.messages import GrammarBitmask
-from quire_engine.sampling import SamplingMetadata
+from quire_engine.sampling import DraftsToVerify, SamplingMetadata
 from quire_engine.worker.batch.input_batch import NO_LOGPROBS, InputBatch
 from quire_engine.worker.batch.step_inputs import SampledRows
 
@@ -16,7 +16,11 @@ __all__ = ["sampling_metadata"]
 
 
 def sampling_metadata(
-    batch: InputBatch, sampled: SampledRows, bitmask: GrammarBitmask | None, device: torch.device
+    batch: InputBatch,
+    sampled: SampledRows,
+    bitmask: GrammarBitmask | None,
+    device: torch.device,
+    drafts_to_verify: DraftsToVerify | None = None,
 ) -> SamplingMetadata:
     """The sampling parameters of each row, as if the drafts before it were part of the output.
 
@@ -25,6 +29,7 @@ def sampling_metadata(
         sampled: the rows.
         bitmask: of the requests with a grammar.
         device: where the logits are.
+        drafts_to_verify: those that are accepted by chance.
     """
     slots = sampled.slots
     grammar = None if bitmask is None else _grammar_rows(bitmask, sampled)
@@ -54,6 +59,7 @@ def sampling_metadata(
         penalties=upload_tensors(device, batch.penalties.gather(slots, drafts)),
         token_constraints=upload_tensors(device, batch.token_constraints.gather(slots, tails)),
         grammar_bitmask=grammar,
+        drafts_to_verify=drafts_to_verify,
     )
 
 
