@@ -91,7 +91,8 @@ def write_model(
     except ValueError as error:
         raise UsageError(str(error)) from None
     try:
-        check_checkpoint(Path(config.model.model), Path(config.model.tokenizer_path), config.model.load_format)
+        tokenizer, drafts = Path(config.model.tokenizer_path), config.scheduler.draft_checkpoint
+        check_checkpoint(Path(config.model.model), tokenizer, config.model.load_format, drafts)
     except CheckpointError as error:
         raise CommandError(str(error)) from None
     if (folder / "config.pbtxt").exists() and not force:
@@ -100,6 +101,8 @@ def write_model(
     written = {**(settings or {}), "model": config.model.model}
     if config.model.tokenizer is not None:
         written["tokenizer"] = config.model.tokenizer
+    if drafts is not None:
+        written["speculative_config"] = {**written["speculative_config"], "model": drafts[1]}
     (folder / "1").mkdir(parents=True, exist_ok=True)
     file = folder / "1" / "model.json"
     if any(name in written for name in SECRETS):

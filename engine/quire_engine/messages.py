@@ -19,6 +19,7 @@ __all__ = [
     "CachedRequestData",
     "Call",
     "DetermineNumBlocks",
+    "DraftTokens",
     "EngineCoreOutput",
     "EngineCoreOutputs",
     "EngineCoreReady",
@@ -275,6 +276,16 @@ class GrammarBitmask(msgspec.Struct, array_like=True):
     one row, followed by one row per draft, for the token after that draft."""
 
 
+class DraftTokens(msgspec.Struct, array_like=True):
+    """What a model on the workers drafted for a request."""
+
+    start: int
+    """Position of the first of them: the number of tokens that the request then had."""
+    token_ids: list[int]
+    chances: list[float]
+    """For each, the estimated chance in (0, 1] that it is accepted if those before it were."""
+
+
 class SchedulerOutput(msgspec.Struct, array_like=True):
     """One step: how many tokens to compute for which request. Prefill and decode differ only in that number."""
 
@@ -289,6 +300,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     draft_token_ids: dict[str, list[int]] = {}
     """Draft tokens, for requests whose last token this step computes. They count as scheduled tokens: the step also
     samples after each of them."""
+    num_drafts_wanted: dict[str, int] = {}
+    """How many tokens the workers are to draft for requests that this step samples, once it has. The requests have
+    blocks for them."""
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True):
@@ -301,6 +315,10 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     logprobs: dict[str, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[str, PromptLogprobs] = {}
     """Of the prompt tokens that this step scored, for requests that want them."""
+    drafts: dict[str, DraftTokens] = {}
+    """For requests that drafts were wanted for, if there are any."""
+    draft_seconds: float = 0.0
+    """How long drafting took, after all else."""
 
 
 class DetermineNumBlocks(Call):

@@ -69,7 +69,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_p: float = 0.0
     """Drop tokens less likely than this share of the most likely one, in [0, 1]."""
     seed: int | None = None
-    """Makes the sampled tokens reproducible, in any batch. Unset: a random seed per request."""
+    """Makes the sampled tokens reproducible, in any batch; not where drafts are accepted by rejection sampling. Unset:
+    a random seed per request."""
     max_tokens: int | None = 16
     """The most tokens to generate; unset: as many as the context holds."""
     min_tokens: int = 0

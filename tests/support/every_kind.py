@@ -1,13 +1,15 @@
 """Requests of every kind there is, and what a caller hears of them: for settings that must not change a token."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.core.engine_core import EngineCore
 from quire_engine.outputs import RequestOutput
 
-__all__ = ["BLOCK_BYTES", "KINDS", "PARAMS", "PROMPTS", "WAYS", "Told", "core_of", "make_llm"]
+__all__ = ["BLOCK_BYTES", "KINDS", "PARAMS", "PROMPTS", "WAYS", "Told", "assert_told", "core_of", "make_llm"]
 
 BLOCK_BYTES = 2 * 6 * 4 * 16 * 32 * 4
 """Of the demo model, in float32."""
@@ -56,3 +58,13 @@ class Told:
         entries = [entry for entry in [*(output.prompt_logprobs or ()), *(completion.logprobs or ())] if entry]
         self.ranks = [(token_id, item.rank) for entry in entries for token_id, item in entry.items()]
         self.logprobs = [item.logprob for entry in entries for item in entry.values()]
+
+
+def assert_told(outputs: Sequence[RequestOutput], expected: Sequence[Told]) -> None:
+    """Fail unless the callers of `PROMPTS` hear what is expected: to the letter, but for the last digits of
+    log-probabilities."""
+    for output, want, name in zip(outputs, expected, [*KINDS] * 2, strict=True):
+        told = Told(output)
+        assert (told.text, told.end, told.ranks) == (want.text, want.end, want.ranks), name
+        assert told.logprobs == pytest.approx(want.logprobs, abs=1e-4), name
+        assert bool(told.logprobs) == (name == "log-probabilities")

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheManager
-from quire_engine.messages import EngineCoreOutput, FinishReason, ModelRunnerOutput, SchedulerOutput
+from quire_engine.messages import DraftTokens, EngineCoreOutput, FinishReason, ModelRunnerOutput, SchedulerOutput
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.proposer import Proposal, Proposer
@@ -30,8 +30,11 @@ from quire_engine.scheduler.step_costs import StepCosts
 __all__ = [
     "VOCAB_SIZE",
     "FakeModelRunner",
+    "FixedCosts",
     "RandomProposer",
     "draft_always",
+    "draft_partly_right",
+    "draft_right",
     "make_request",
     "make_requests",
     "make_scheduler",
@@ -164,32 +167,58 @@ class RandomProposer:
         """Nothing is kept."""
 
 
-class _FreeDrafts(StepCosts):
-    """All steps take the same time, and asking takes none, so that all drafts are worth computing."""
+class FixedCosts(StepCosts):
+    """A step takes a second, and so long for each of its tokens. Asking takes no time.
 
-    def record_asking(self, num_requests: int, seconds: float) -> None:
+    Where tokens take none, all drafts are worth computing.
+    """
+
+    def __init__(self, seconds_per_token: float = 0.0) -> None:
+        super().__init__()
+        self.seconds_per_token = seconds_per_token
+        self.unknown: set[int] = set()
+        """Sizes of steps, in tokens."""
+
+    def record_asking(self, number: int, seconds: float, *, is_upper_bound: bool = False) -> None:
         """It is not counted."""
 
     def is_unknown(self, num_tokens: int, max_age: int) -> bool:
-        """Never."""
-        return False
+        """Only if it is in `unknown`."""
+        return num_tokens in self.unknown
 
     def seconds(self, num_tokens: int, num_drafts: int) -> npt.NDArray[np.float64]:
-        """A second."""
-        return np.ones(1 + num_drafts)
+        """Of steps with 0, 1, 2, … drafts."""
+        return 1.0 + self.seconds_per_token * np.arange(num_tokens, num_tokens + num_drafts + 1)
+
+
+def draft_right(token_ids: Sequence[int], num_tokens: int) -> list[int]:
+    """What the stand-in model puts after these tokens."""
+    known = list(token_ids)
+    for _ in range(num_tokens):
+        known.append(next_token(known))
+    return known[len(token_ids) :]
+
+
+def draft_partly_right(token_ids: Sequence[int], num_tokens: int) -> list[int] | None:
+    """Some of the tokens that come next, among wrong ones; now and then none, or none at all (None). The same tokens
+    have the same drafts."""
+    random = Random(str(token_ids))
+    if random.random() < 0.1:
+        return None
+    return [
+        token_id if random.random() < 0.8 else random.randrange(VOCAB_SIZE)
+        for token_id in draft_right(token_ids, random.randint(0, num_tokens))
+    ]
 
 
 def draft_always(scheduler: Scheduler, proposer: Proposer, vocab_size: int = VOCAB_SIZE, most: int = 7) -> None:
     """Draft at most so many tokens of a request in a step, whatever they are worth."""
-    scheduler.draft_with(proposer, vocab_size, most, _FreeDrafts())
+    scheduler.draft_with(proposer, vocab_size, most, FixedCosts())
 
 
 def true_continuation(request: Request, num_tokens: int) -> list[int]:
     """What the stand-in model puts after a request's tokens."""
-    token_ids = request.all_token_ids.copy()
-    for _ in range(num_tokens):
-        token_ids.append(next_token(token_ids))
-    return token_ids[len(request.all_token_ids) :]
+    return draft_right(request.all_token_ids, num_tokens)
 
 
 def undisturbed_output(request: Request) -> tuple[list[int], FinishReason]:
@@ -230,7 +259,8 @@ class FakeModelRunner:
 
     Checked at every step: a dropped request is known and told once; a new one is not known; what is said of a known one
     agrees with the worker's own count; there is a block for every token; no slot is written twice in a step; and after
-    the writes of the whole step, each request finds its own tokens behind its block table.
+    the writes of the whole step, each request finds its own tokens behind its block table. If drafts are wanted of a
+    request, the step samples it, and there are blocks for them.
 
     Like a worker that takes steps ahead, it computes a step when that is submitted: what it samples is there for the
     next step at once, and for everybody else when it is collected. A step behind one that has failed fails as well.
@@ -247,6 +277,8 @@ class FakeModelRunner:
     ) -> None:
         self.block_size = block_size
         self.fails = fails
+        self.draft: Callable[[Sequence[int], int], list[int] | None] = draft_right
+        """(all tokens of a request, n) → at most n that may come next, if drafts are wanted; None if that fails."""
         self.num_steps = 0
         self._slots = [0] * (num_blocks * block_size)
         self._requests: dict[str, _WorkerRequest] = {}
@@ -298,6 +330,8 @@ class FakeModelRunner:
             request.num_computed_tokens -= len(own) + 1 - len(token_ids)
             del request.states[request.num_computed_tokens :]
             output.sampled_token_ids[request_id] = token_ids
+        if not failure:
+            self._draft(scheduler_output, output)
         self._results.append(RuntimeError(failure) if failure else output)
 
     def _accept(self, request: _WorkerRequest, drafts: list[int]) -> list[int]:
@@ -308,6 +342,19 @@ class FakeModelRunner:
             if token_ids[-1] != draft:
                 break
         return token_ids
+
+    def _draft(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Draft where that is wanted. The blocks have to suffice if all drafts of the step had been accepted."""
+        for request_id, num_wanted in scheduler_output.num_drafts_wanted.items():
+            assert request_id in output.sampled_token_ids, f"{request_id} has no new token to draft after"
+            request, own = self._requests[request_id], scheduler_output.draft_token_ids.get(request_id, [])
+            num_rejected = len(own) + 1 - len(output.sampled_token_ids[request_id])
+            num_inputs = len(request.token_ids) + num_rejected + num_wanted - 1  # the last draft is not computed
+            assert num_wanted > 0
+            assert len(request.block_ids) * self.block_size >= num_inputs, f"{request_id}: too few blocks for drafts"
+            drafts = self.draft(request.token_ids, num_wanted)
+            if drafts is not None:
+                output.drafts[request_id] = DraftTokens(len(request.token_ids), drafts, [1.0] * len(drafts))
 
     def collect(self) -> ModelRunnerOutput:
         """What came of the oldest step that is not collected yet.

@@ -173,6 +173,11 @@ class SchedulerConfig:
         return 0 if self.speculative_config is None else self.speculative_config.max_draft_tokens
 
     @property
+    def draft_checkpoint(self) -> tuple[str, str] | None:
+        """The method that drafts and its checkpoint folder; None without such a method."""
+        return None if self.speculative_config is None else self.speculative_config.checkpoint
+
+    @property
     def max_num_sampled_rows(self) -> int:
         """Positions that a step samples, at most: the last of each request, and those after its drafts. The same number
         for each of `max_num_seqs` requests."""
@@ -308,6 +313,13 @@ class EngineCoreConfig:
                 f"async_scheduling is True with pipeline_parallel_size={self.parallel.pipeline_parallel_size}, whose "
                 "stages are kept busy by several batches already; leave one of the two unset"
             )
+        drafts = self.scheduler.draft_checkpoint
+        if drafts is not None and drafts[0] == "eagle3" and self.parallel.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"speculative_config: method is 'eagle3' with pipeline_parallel_size="
+                f"{self.parallel.pipeline_parallel_size}; its head reads hidden states of several stages: use another "
+                "method, or tensor_parallel_size"
+            )
 
     def async_scheduling(self, uses_gpu: bool) -> bool:
         """Whether steps are scheduled ahead, by workers that compute on a GPU or on the CPU.
@@ -344,7 +356,8 @@ class EngineConfig(EngineCoreConfig):
 
         Args:
             settings: name → value.
-            base_dir: what a relative `model` or `tokenizer` path is relative to; unset: the working directory.
+            base_dir: what relative paths of `model`, `tokenizer` and a model that drafts start from; unset: the working
+                directory.
 
         Raises:
             ValueError: an unknown name (the nearest known one is named), a missing `model`, a bad value, or one of
@@ -360,6 +373,11 @@ class EngineConfig(EngineCoreConfig):
             path = groups["model"].get(name)
             if base_dir is not None and isinstance(path, str) and path:
                 groups["model"][name] = str((base_dir / path).resolve())
+        drafts = groups["scheduler"].get("speculative_config")
+        if base_dir is not None and isinstance(drafts, Mapping):
+            path = drafts.get("model")
+            if isinstance(path, str) and path:
+                groups["scheduler"]["speculative_config"] = {**drafts, "model": str((base_dir / path).resolve())}
         return cls(**{name: _GROUPS[name](**values) for name, values in groups.items()})
 
 

@@ -10,12 +10,19 @@ from quire_engine.config.checks import check, is_int, is_number
 
 __all__ = ["SpeculativeConfig", "longest_suffix_drafts"]
 
-METHODS = ("ngram", "suffix")
+LOOKUPS = ("ngram", "suffix")
+MODELS = ("draft_model", "eagle3", "medusa")
+"""Methods that run a checkpoint of their own, beside the model, on the rank that samples."""
+METHODS = LOOKUPS + MODELS
+ACCEPTANCE = ("exact", "rejection")
 MAX_SPECULATIVE_TOKENS = 128
 DEFAULT_LOOKUP = 5
 """vLLM's, for both ends of the range of n."""
 NGRAM_TOKENS = 16
 """Drafts of n-grams where `num_speculative_tokens` is unset: how many of them pay off is found out in each step."""
+
+MODEL_TOKENS = 8
+"""The same for drafts of a model, each of which takes time."""
 
 _PREFIXES = {"ngram": "prompt_lookup_", "suffix": "suffix_decoding_"}
 """Of the keys that only this method has."""
@@ -34,14 +41,22 @@ out in each step whether drafts are worth their cost."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeculativeConfig:
-    """Which method drafts tokens, and how many at most. No setting here changes a token of the output."""
+    """Which method drafts tokens, and how many at most. Only `acceptance` can change a token of the output."""
 
     method: str
     """`ngram` drafts what followed where the request's last tokens occurred in it before (prompt lookup). `suffix` does
-    so for the longest such match, in recent outputs of other requests too, and takes what followed most often."""
+    so for the longest such match, in recent outputs of other requests too, and takes what followed most often.
+    With the others a model drafts, see there: `draft_model` is a smaller one with the same vocabulary; `eagle3` and
+    `medusa` are heads trained for the model, which read its hidden states."""
+    model: str | None = None
+    """The checkpoint folder of what drafts, for methods that have one."""
+    acceptance: str = "exact"
+    """`exact`: a draft is accepted if it is the token that the model samples in its place anyway. `rejection`, for the
+    methods that have a model: by chance, such that the output is distributed as without drafts (rejection sampling);
+    more drafts are accepted, and the tokens of sampled requests are others."""
     num_speculative_tokens: int | None = None
     """The most tokens drafted for a request in one step. Unset: 16 for `ngram`; for `suffix` what the tree depth has
-    room for beside the match, which is 12."""
+    room for beside the match, which is 12; 8 for a model."""
     prompt_lookup_max: int | None = None
     """`ngram`: the most tokens that are looked up. Unset: `prompt_lookup_min`, or 5 if that is unset, too."""
     prompt_lookup_min: int | None = None
@@ -57,6 +72,14 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         _check(self.method in METHODS, "method", self.method, f"one of {', '.join(METHODS)}")
+        _check(self.acceptance in ACCEPTANCE, "acceptance", self.acceptance, f"one of {', '.join(ACCEPTANCE)}")
+        if self.method in MODELS:
+            is_path = isinstance(self.model, str) and self.model != ""
+            _check(is_path, "model", self.model, f"the path of a checkpoint folder, with method {self.method!r}")
+        else:
+            _check(self.model is None, "model", self.model, f"left out with method {self.method!r}: it has none")
+            _check(self.acceptance == "exact", "acceptance", self.acceptance,
+                  f"'exact' with method {self.method!r}: its drafts have no distribution")  # fmt: skip
         for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
             value = getattr(self, name)
             _check(value is None or is_int(value, 1, MAX_SPECULATIVE_TOKENS), name, value,
@@ -77,11 +100,15 @@ class SpeculativeConfig:
     def max_draft_tokens(self) -> int:
         """`num_speculative_tokens`, or what it is when unset."""
         if self.method == "suffix":
-            longest = longest_suffix_drafts(self.suffix_decoding_max_tree_depth, self.suffix_decoding_max_spec_factor)[
-                -1
-            ]
+            depth, factor = self.suffix_decoding_max_tree_depth, self.suffix_decoding_max_spec_factor
+            longest = longest_suffix_drafts(depth, factor)[-1]
             return min(self.num_speculative_tokens or MAX_SPECULATIVE_TOKENS, max(1, longest))
-        return self.num_speculative_tokens or NGRAM_TOKENS
+        return self.num_speculative_tokens or (NGRAM_TOKENS if self.method == "ngram" else MODEL_TOKENS)
+
+    @property
+    def checkpoint(self) -> tuple[str, str] | None:
+        """The method and its checkpoint folder; None if it has none."""
+        return None if self.model is None else (self.method, self.model)
 
     @property
     def lookup_range(self) -> tuple[int, int]:
@@ -114,6 +141,8 @@ class SpeculativeConfig:
                 raise ValueError(f"speculative_config: unknown key {name!r}; {hint}")
             elif setting is not None:
                 settings[name] = setting
+        if "method" not in settings and "model" in settings:
+            settings["method"] = "draft_model"
         if "method" not in settings:
             raise ValueError(f"speculative_config: method is missing; it must be one of {', '.join(METHODS)}")
         for name in settings:

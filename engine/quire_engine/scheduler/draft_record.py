@@ -12,6 +12,8 @@ _PRIOR_WEIGHT = 2.0
 """How many drafts of the request's own weigh as much as the record of all requests."""
 _WORTH_WEIGHT = 0.125
 """Of the last time that it was asked for drafts, in what asking is worth."""
+_FIRST_WANTED = 4
+"""Drafts that a model is asked for first."""
 
 
 class DraftRecord:
@@ -21,26 +23,53 @@ class DraftRecord:
     computing is watched, and drafted for again once they would have been right.
 
     Args:
-        worth: accepted tokens that asking such a request for drafts yields in the mean.
+        worth: what asking such a request for drafts yields in the mean; see `was_asked`.
+        first_rest: steps for which it is passed over at first.
     """
 
-    __slots__ = ("_accepted", "_expected", "_proposal", "_rest", "_rest_left", "_start", "_worth")
+    __slots__ = (
+        "_accepted",
+        "_expected",
+        "_has_rested",
+        "_proposal",
+        "_rest",
+        "_rest_left",
+        "_start",
+        "_worth",
+        "catch_up_seconds",
+        "num_wanted",
+    )
 
-    def __init__(self, worth: float) -> None:
+    def __init__(self, worth: float, first_rest: int = 0) -> None:
         self._accepted = 0.0
         self._expected = 0.0
         self._proposal = NO_DRAFTS
         self._start = 0
         self._worth = worth
-        """Tokens that a step yields in addition if the request is asked for drafts, in the mean."""
-        self._rest = self._rest_left = 0
+        self._rest = self._rest_left = first_rest
+        self._has_rested = True
+        self.catch_up_seconds = 0.0
+        """What a model has computed for it before it could draft, the last time."""
+        self.num_wanted = _FIRST_WANTED
+        """How many drafts are worth asking a model for, which takes longer for each of them."""
 
     def is_passed_over(self) -> bool:
         """Whether it is not asked for drafts in this step; counts the step."""
         if self._rest_left == 0:
             return False
         self._rest_left -= 1
+        self._has_rested = True
         return True
+
+    def has_rested(self) -> bool:
+        """Whether it was passed over since the last time that this was asked, or this was never asked."""
+        has_rested, self._has_rested = self._has_rested, False
+        return has_rested
+
+    def take_catch_up_seconds(self) -> float:
+        """Those that no asking was charged with yet."""
+        seconds, self.catch_up_seconds = self.catch_up_seconds, 0.0
+        return seconds
 
     def learn(self, token_ids: Sequence[int]) -> tuple[float, float]:
         """Compare the last proposal with the tokens that followed, as far as they are known.
@@ -83,14 +112,26 @@ class DraftRecord:
         """
         self._proposal, self._start = proposal, start
 
-    def was_asked(self, num_gained: float, least: float, longest_rest: int) -> None:
-        """Say what it was worth to ask the request for drafts. If too little in the mean, it rests, longer each time.
+    def was_asked(self, worth: float, least: float, longest_rest: int) -> None:
+        """Say what it was worth to ask the request for drafts. If too little in the mean, it rests: longer each time,
+        and half as long after a time that was worth it.
 
         Args:
-            num_gained: accepted tokens that are expected of its drafts in this step; 0 if it has none.
-            least: what makes up for the time that asking takes.
+            worth: the time that its drafts are expected to save in this step, in that of a token without drafts; 0 if
+                it has none.
+            least: the time that asking takes, likewise.
             longest_rest: in steps.
         """
-        self._worth += (num_gained - self._worth) * _WORTH_WEIGHT
-        self._rest = min(2 * self._rest + 1, longest_rest) if self._worth < least else 0
+        self._worth += (worth - self._worth) * _WORTH_WEIGHT
+        if self._worth >= least:
+            self._rest = 0
+        elif worth > least:
+            self._rest //= 2
+        else:
+            self._rest = min(2 * self._rest + 1, longest_rest)
         self._rest_left = self._rest
+
+    def was_worth(self, num_drafts: int) -> None:
+        """Say how many of its drafts were worth asking for: next time one more is wanted, to see whether that is worth
+        it, too; but at most one fewer than the last time."""
+        self.num_wanted = max(num_drafts + 1, self.num_wanted - 1)

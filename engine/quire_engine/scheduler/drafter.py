@@ -4,7 +4,8 @@ For each step:
 
 1. Each request's last proposal is compared with the tokens that came (`draft_record`), and it gets a new one. With it
    come chances; what the request's and everybody's drafts have been worth so far corrects them. That takes time, too: a
-   request of which little comes is asked less often.
+   request of which little comes is asked less often. A model that drafts is asked one step before, as it runs on the
+   workers (`worker_drafts`).
 2. All drafts of all requests are put in the order of the chance that they are accepted: the product of their own chance
    and those of the drafts before them.
 3. So many of them are computed that tokens per second are highest, by what steps of each size have taken so far
@@ -15,6 +16,7 @@ So a single stream gets long drafts, as its steps only wait for memory, and a fu
 """
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,7 +32,8 @@ from quire_engine.scheduler.draft_record import DraftRecord
 from quire_engine.scheduler.proposer import NO_DRAFTS, Proposal, Proposer
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.step_costs import StepCosts
-from quire_engine.stats import DraftStats
+from quire_engine.scheduler.worker_drafts import WorkerDrafts
+from quire_engine.stats import DraftStats, StepStats
 
 __all__ = ["Drafter", "cut_drafts"]
 
@@ -42,13 +45,16 @@ _HIGHEST_CHANCE = 0.98
 _REFRESH_STEPS = 16, 256
 """After so many steps with drafts one goes without, to know how long that takes: after the first number where drafts
 gain little, and after the second where they more than double the tokens per second."""
-_WORTH_WEIGHT = 0.02
-"""Of the last time that a request was asked, in what asking is worth to all."""
+_MEAN_WEIGHT = 0.02
+"""Of the last time that a request was asked, in what asking is worth to all, and costs."""
+_LONGEST_REST = 1024
+"""Steps, whatever asking takes: a measurement may be wrong."""
 _LEAST_REST = 16
-"""Steps for which a request may be passed over; in larger batches as many as there are requests, so that hardly more
-than one is asked in vain in each step."""
-_NET_SHARE = 0.5
-"""Of the time that an accepted draft saves; about as much goes to computing it, and those that are rejected."""
+"""Steps for which a request may be passed over at least. In larger batches as many as there are requests, so that
+hardly more than one is asked in vain in each step."""
+_VAIN_SHARE = 0.01
+"""Of the time of all steps, that may go to asking requests in vain."""
+_GOLDEN_RATIO = 0.618033988749895
 _RECORD_KEPT = 0.998
 """Of the record of all requests, at each proposal."""
 
@@ -88,6 +94,7 @@ class Drafter:
         costs: StepCosts,
     ) -> None:
         self._proposer = proposer
+        self._worker_drafts = proposer if isinstance(proposer, WorkerDrafts) else None
         self._kv_cache = kv_cache
         self._vocab_size = vocab_size
         self._max_draft_tokens = max_draft_tokens
@@ -95,9 +102,17 @@ class Drafter:
         self._records: dict[str, DraftRecord] = {}
         self._accepted = self._expected = 0.0
         self._worth = 1.0
-        """Accepted tokens that asking a request yields, in the mean of all; at first a guess."""
+        """What asking a request yields, in the mean of all; see `DraftRecord`. At first a guess."""
+        self._cost = 0.0
+        """What it costs, in the mean of all."""
+        self._num_drafted = 0
+        """Requests so far that are drafted for."""
         self._refresh_after = _REFRESH_STEPS[0]
-        self.costs = costs
+        self._seconds_of_drafting = 0.0
+        self._catching_up: dict[int, list[str]] = {}
+        """By step in flight, the requests for which a model drafts for the first time after it, or the first time in
+        long. It computes what it lacks then, which is part of what it costs to ask these."""
+        self._costs = costs
         self.stats = DraftStats()
 
     def take_note(self, request: Request) -> None:
@@ -110,7 +125,11 @@ class Drafter:
             logger.exception("no tokens are drafted for request %s", request.request_id)
         request.needs_token_values |= request.is_drafted  # a draft follows the last token
         if request.is_drafted:
-            self._records[request.request_id] = DraftRecord(self._worth)
+            self._num_drafted += 1
+            is_poor = self._worth < self._cost
+            # Spread evenly over the time of a rest, so that some are asked soon however many requests come and go.
+            first_rest = int(self._num_drafted * _GOLDEN_RATIO % 1 * _longest_rest(self._cost)) if is_poor else 0
+            self._records[request.request_id] = DraftRecord(self._worth, first_rest)
 
     def forget(self, request: Request) -> None:
         """A request has ended."""
@@ -121,48 +140,145 @@ class Drafter:
             logger.exception("the end of request %s", request.request_id)
 
     def add_drafts(self, output: SchedulerOutput, requests: Mapping[str, Request], num_tokens: int) -> None:
-        """Add drafts to a step, after the last tokens of requests that ran before.
+        """Add drafts to a step, after the last tokens of requests that ran before; and say for whom the workers are to
+        draft at its end.
 
         Args:
             output: the step.
             requests: by id.
             num_tokens: how many tokens the step has room for.
         """
-        num_rows = len(output.num_scheduled_tokens)
-        room = min(num_tokens, self._max_num_rows - num_rows)
+        room = min(num_tokens, self._max_num_rows - len(output.num_scheduled_tokens))
         due = self._due(output, requests) if room > 0 else []
-        if not due:
-            return
+        if due:
+            self._add_drafts_of(due, output, room)
+        if self._worker_drafts is not None and room > 0:
+            self._want_drafts(output, requests)
+
+    def _add_drafts_of(self, due: list[tuple[int, Request]], output: SchedulerOutput, room: int) -> None:
+        """Ask these requests, and add as many of their drafts as pay off.
+
+        Args:
+            due: requests, with their indices in the step's columns.
+            output: the step.
+            room: drafts that it may have.
+        """
+        num_rows = len(output.num_scheduled_tokens)
         computed = sum(output.num_scheduled_tokens.values())
-        seconds = self.costs.seconds(computed, room)
-        if seconds is None or (computed == num_rows and self.costs.is_unknown(computed, self._refresh_after)):
+        if computed == num_rows and self._costs.is_unknown(computed, self._refresh_after):
+            return
+        seconds = self._costs.seconds(computed, min(room, len(due) * self._max_draft_tokens))
+        if seconds is None:
             return
         began_at = time.perf_counter()
         candidates = [self._candidate(index, request, room) for index, request in due]
-        self.costs.record_asking(len(due), time.perf_counter() - began_at)
-        counts = self._most_profitable(candidates, num_rows, seconds)
-        least = self.costs.ask_seconds / (_NET_SHARE * seconds[0] / num_rows)
+        if self._worker_drafts is None:
+            self._costs.record_asking(len(due), time.perf_counter() - began_at)
+        counts, share = self._most_profitable(candidates, num_rows, seconds)
+        token_seconds = seconds[0] / num_rows
+        least = self._costs.ask_seconds / token_seconds
         for candidate, count in zip(candidates, counts, strict=True):
+            num_asked = 1 if self._worker_drafts is None else len(candidate.token_ids)
+            if num_asked == 0:
+                continue  # its drafts were of no use any more: that says nothing of what they are worth
             is_added = count > 0 and self._add(output, candidate, count)
-            gained = sum(candidate.chances[:count]) if is_added else 0.0
-            self._worth += (gained - self._worth) * _WORTH_WEIGHT
+            worth = share * sum(candidate.chances[:count]) if is_added else 0.0
             record = self._records[candidate.request.request_id]
-            record.was_asked(gained, least, longest_rest=max(num_rows, _LEAST_REST))
+            cost = least * num_asked + record.take_catch_up_seconds() / token_seconds
+            self._note_asking(record, worth, cost, num_rows)
+            record.was_worth(sum(share * chance >= least for chance in candidate.chances) if share else 0)
 
-    def count(self, output: SchedulerOutput, runner_output: ModelRunnerOutput) -> None:
-        """Count a step's drafts, and those of them that were accepted."""
+    def _note_asking(self, record: DraftRecord, worth: float, cost: float, num_rows: int) -> None:
+        """Note what it was worth to ask a request, and what it cost, in a step of so many rows; see `DraftRecord`."""
+        self._worth += (worth - self._worth) * _MEAN_WEIGHT
+        self._cost += (cost - self._cost) * _MEAN_WEIGHT
+        record.was_asked(worth, cost, max(num_rows, _longest_rest(cost)))
+
+    def take_result(
+        self, output: SchedulerOutput, runner_output: ModelRunnerOutput, requests: Mapping[str, Request]
+    ) -> None:
+        """Count a step's drafts, and those of them that were accepted; take in what the workers drafted for requests
+        that do not ignore the step's result."""
         for request_id, drafts in output.draft_token_ids.items():
             sampled = runner_output.sampled_token_ids.get(request_id)
             if sampled is not None:
                 self.stats.count(len(drafts), len(sampled) - 1)
+        if output.num_drafts_wanted and self._worker_drafts is not None:
+            self._take_drafts(output, runner_output, requests, self._worker_drafts)
+
+    def _take_drafts(
+        self,
+        output: SchedulerOutput,
+        runner_output: ModelRunnerOutput,
+        requests: Mapping[str, Request],
+        worker_drafts: WorkerDrafts,
+    ) -> None:
+        """Take in what the workers drafted after a step, and what it cost."""
+        seconds, drafts = runner_output.draft_seconds, runner_output.drafts
+        self._seconds_of_drafting += seconds
+        catching_up = self._catching_up.pop(output.step, [])
+        num_drafts = sum(len(own.token_ids) for own in drafts.values())
+        if num_drafts:
+            self._costs.record_asking(num_drafts, seconds, is_upper_bound=bool(catching_up))
+        records = [self._records[request_id] for request_id in catching_up if request_id in self._records]
+        for record in records:
+            record.catch_up_seconds = max(seconds - num_drafts * self._costs.ask_seconds, 0.0) / len(records)
+        for request_id in output.num_drafts_wanted:
+            request, own_record = requests.get(request_id), self._records.get(request_id)
+            if request is None or own_record is None or request.last_stale_step >= output.step:
+                continue
+            if request_id in drafts:
+                worker_drafts.take(request_id, drafts[request_id])
+            else:  # drafting failed: it is tried again, but not in every step
+                self._note_asking(own_record, 0.0, 1.0, len(output.num_scheduled_tokens))
+
+    def note_step_seconds(self, step: StepStats, seconds: float) -> None:
+        """Note how long a step took in all: it decides what drafts are worth."""
+        seconds, self._seconds_of_drafting = seconds - self._seconds_of_drafting, 0.0
+        if step.num_decode_tokens:
+            self._costs.record(step.num_tokens, seconds, has_drafts=step.num_draft_tokens > 0)
+
+    def _want_drafts(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
+        """Let the workers draft after this step, for the requests that it samples, but for those that rest.
+
+        They get blocks for the drafts now: the drafting model computes keys and values of its own for them.
+        """
+        if self._costs.seconds(1, 0) is None:
+            return
+        block_ids = dict(zip(output.cached_requests.request_ids, output.cached_requests.new_block_ids, strict=True))
+        block_ids |= {new.request_id: new.block_ids for new in output.new_requests}
+        for request_id in output.num_scheduled_tokens:
+            record, request = self._records.get(request_id), requests[request_id]
+            if record is None or not request.is_drafted or request.num_computed_tokens < request.num_tokens:
+                continue
+            # All drafts of this step may be accepted, and it samples one more token.
+            num_more = len(output.draft_token_ids.get(request_id, ())) + 1
+            most = min(record.num_wanted, self._most(request, num_more))
+            if most < 1 or record.is_passed_over():
+                continue
+            added = self._kv_cache.allocate_slots(request, most)
+            if added is not None:
+                block_ids[request_id] += added
+                output.num_drafts_wanted[request_id] = most
+                if record.has_rested():
+                    self._catching_up.setdefault(output.step, []).append(request_id)
+
+    def _most(self, request: Request, num_more: int = 0) -> int:
+        """How many drafts a step may have of a request once it has so many more tokens. The step samples one more token
+        after the last of them."""
+        most = min(self._max_draft_tokens, request.max_tokens - request.num_output_tokens - num_more - 1)
+        own = request.sampling_params.num_speculative_tokens
+        return most if own is None else min(most, own)
 
     def _due(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> list[tuple[int, Request]]:
         """The requests that are to be asked for drafts, with their indices in the step's columns. Others rest, or go on
-        without their last token."""
+        without their last token, or the workers did not draft for them."""
         due = []
         for index, request_id in enumerate(output.cached_requests.request_ids):
             record = self._records.get(request_id)
-            if record is None or record.is_passed_over():
+            if record is None:
+                continue
+            if record.is_passed_over() if self._worker_drafts is None else request_id not in self._worker_drafts:
                 continue
             request = requests[request_id]
             if request.is_drafted and request.num_computed_tokens == request.num_tokens:
@@ -181,9 +297,7 @@ class Drafter:
         accepted, expected = record.learn(request.all_token_ids)
         self._accepted = _RECORD_KEPT * self._accepted + accepted
         self._expected = _RECORD_KEPT * self._expected + expected
-        most = min(room, self._max_draft_tokens, request.max_tokens - request.num_output_tokens - 1)
-        own = request.sampling_params.num_speculative_tokens
-        proposal = self._propose(request, most if own is None else min(most, own))
+        proposal = self._propose(request, min(room, self._most(request)))
         record.note(proposal, request.num_tokens)
         factor = record.factor((self._accepted + 1.0) / (self._expected + 1.0))
         chances = [min(chance * factor, _HIGHEST_CHANCE) for chance in proposal.chances]
@@ -196,8 +310,8 @@ class Drafter:
         try:
             proposal = self._proposer.propose(request, max_tokens)
             num_tokens = min(len(proposal.token_ids), len(proposal.chances), max_tokens)
-            for place, token_id in enumerate(proposal.token_ids[:num_tokens]):
-                if not 0 <= token_id < self._vocab_size:
+            for place in range(num_tokens):
+                if not (0 <= proposal.token_ids[place] < self._vocab_size and 0 < proposal.chances[place] <= 1):
                     num_tokens = place
                     break
             return Proposal(proposal.token_ids[:num_tokens], proposal.chances[:num_tokens])
@@ -208,16 +322,20 @@ class Drafter:
 
     def _most_profitable(
         self, candidates: list[_Candidate], num_rows: int, seconds: npt.NDArray[np.float64]
-    ) -> list[int]:
+    ) -> tuple[list[int], float]:
         """How many drafts of each candidate make the step yield the most tokens per second.
 
         Args:
             candidates: with their drafts.
             num_rows: tokens that the step yields without drafts.
             seconds: what it takes with 0, 1, 2, … drafts, up to as many as it has room for.
+
+        Returns:
+            The numbers; and the share of the time of the tokens gained that is saved, as drafts take time, too.
         """
+        counts = [0] * len(candidates)
         if not any(candidate.chances for candidate in candidates):
-            return [0] * len(candidates)
+            return counts, 0.0
         ranked = sorted(
             (
                 (chance, place, number)
@@ -232,11 +350,12 @@ class Drafter:
         gain = rates[best] / rates[0]
         soon, late = _REFRESH_STEPS
         self._refresh_after = int(min(max(late * (gain - 1), soon), late))
-        counts = [0] * len(candidates)
-        if gain > _LEAST_GAIN:
-            for _, _, number in ranked[:best]:
-                counts[number] += 1
-        return counts
+        if gain <= _LEAST_GAIN:
+            return counts, 0.0
+        for _, _, number in ranked[:best]:
+            counts[number] += 1
+        extra_seconds = seconds[best] - seconds[0]
+        return counts, float(1 - extra_seconds / ((num_yielded[best] - num_rows) * seconds[0] / num_rows))
 
     def _add(self, output: SchedulerOutput, candidate: _Candidate, count: int) -> bool:
         """Add a request's first `count` drafts, if there are blocks for them."""
@@ -259,3 +378,8 @@ def cut_drafts(output: SchedulerOutput, request: Request, num_left: int) -> None
         output.draft_token_ids[request.request_id] = drafts[:num_left]
     output.num_scheduled_tokens[request.request_id] -= len(drafts) - num_left
     request.num_computed_tokens -= len(drafts) - num_left
+
+
+def _longest_rest(cost: float) -> int:
+    """How many steps a request rests at most, if asking it costs so much, in the time of a token without drafts."""
+    return min(max(_LEAST_REST, math.ceil(cost / _VAIN_SHARE)), _LONGEST_REST)

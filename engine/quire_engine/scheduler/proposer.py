@@ -23,7 +23,8 @@ NO_DRAFTS = Proposal([], [])
 class Proposer(Protocol):
     """Drafts tokens. A step computes them along with the last known token, and samples after each.
 
-    A draft is accepted if it is the token that the model samples in its place. So drafts change how many tokens a step
+    A draft is accepted if it is the token that the model samples in its place, unless the settings ask for rejection
+    sampling (`sampling/rejection.py`). So drafts change how many tokens a step
     yields, but not which ones. (Like anything that changes how many rows are computed together: bit for bit on the CPU,
     and on a GPU as far as its kernels compute alike.)
 

@@ -12,7 +12,8 @@ With async scheduling a request goes on after a token before the token is known:
 
 If a request ends while a step with it is in flight, that step's result for it is skipped. A request that is taken back
 (preempted, or a suspect) ignores the result too; it samples the same token again later, as noise depends only on seed
-and position. Steps are numbered for this, and `last_stale_step` is the last one whose result the request ignores.
+and position (with `acceptance: rejection`, one of the same distribution). Steps are numbered for this, and
+`last_stale_step` is the last one whose result the request ignores.
 """
 
 import logging

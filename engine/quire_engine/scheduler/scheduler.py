@@ -372,7 +372,7 @@ class Scheduler:
         """
         outputs, self._ended = self._ended, []
         if self._drafter is not None:
-            self._drafter.count(scheduler_output, runner_output)
+            self._drafter.take_result(scheduler_output, runner_output, self.requests)
         new, complete = take_result(self.requests, scheduler_output, runner_output)
         outputs += new
         for output in new:
@@ -423,8 +423,8 @@ class Scheduler:
 
     def note_step_seconds(self, step: StepStats, seconds: float) -> None:
         """Note how long a step took in all: it decides what drafts are worth."""
-        if self._drafter is not None and step.num_decode_tokens:
-            self._drafter.costs.record(step.num_tokens, seconds, has_drafts=step.num_draft_tokens > 0)
+        if self._drafter is not None:
+            self._drafter.note_step_seconds(step, seconds)
 
     @property
     def num_steps(self) -> int:

@@ -59,7 +59,7 @@ class StepCosts:
         self._drafted: dict[int, _Size] = {}
         self._step = 0
         self.ask_seconds = 0.0
-        """What it takes to ask a request for drafts."""
+        """What it takes to look up drafts for a request; or what each draft takes that a model is asked for."""
 
     def record(self, num_tokens: int, seconds: float, *, has_drafts: bool) -> None:
         """Take note of a step.
@@ -82,10 +82,19 @@ class StepCosts:
             size.seconds, size.num_measurements = seconds, 1
         size.last_step = self._step
 
-    def record_asking(self, num_requests: int, seconds: float) -> None:
-        """Take note of how long it took to ask so many requests for drafts."""
-        each = seconds / num_requests
-        self.ask_seconds = _moved(self.ask_seconds, each) if self.ask_seconds else each
+    def record_asking(self, number: int, seconds: float, *, is_upper_bound: bool = False) -> None:
+        """Take note of how long it took to ask so many requests, or a model for so many drafts.
+
+        Args:
+            number: how many.
+            seconds: in all.
+            is_upper_bound: it took longer than usually.
+        """
+        each = seconds / number
+        if is_upper_bound:
+            self.ask_seconds = min(self.ask_seconds or each, each)
+        else:
+            self.ask_seconds = _moved(self.ask_seconds, each) if self.ask_seconds else each
 
     def is_unknown(self, num_tokens: int, max_age: int) -> bool:
         """Whether no step of about this size without drafts was among the last `max_age`, or too few of them."""

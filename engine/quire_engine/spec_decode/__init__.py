@@ -1,11 +1,13 @@
 """Speculative decoding: the methods that draft tokens, a file each.
 
-A method is a `Proposer`. `scheduler/drafter.py` decides how many of its drafts a step computes, the worker samples
-after each of them, and those that equal what is sampled in their place are accepted. So no method changes a token.
+A method is a `Proposer`; those that run a model do so on the workers (`worker/drafting`). `scheduler/drafter.py`
+decides how many of its drafts a step computes, the worker samples after each of them, and those that equal what is
+sampled in their place are accepted. So no method changes a token, unless `acceptance` is `rejection`.
 """
 
 from quire_engine.config import SpeculativeConfig
 from quire_engine.scheduler.proposer import Proposer
+from quire_engine.scheduler.worker_drafts import WorkerDrafts
 from quire_engine.spec_decode.ngram import NgramProposer
 from quire_engine.spec_decode.suffix import SuffixProposer
 
@@ -16,6 +18,8 @@ def make_proposer(config: SpeculativeConfig) -> Proposer:
     """The method that the settings name."""
     if config.method == "ngram":
         return NgramProposer(*config.lookup_range)
+    if config.model is not None:
+        return WorkerDrafts()
     return SuffixProposer(
         max_tree_depth=config.suffix_decoding_max_tree_depth,
         max_cached_requests=config.suffix_decoding_max_cached_requests,

@@ -15,6 +15,7 @@ from quire_engine.sampling.prompt_logprobs import compute_prompt_logprobs
 from quire_engine.worker.batch.input_batch import NO_LOGPROBS, InputBatch
 from quire_engine.worker.batch.sampling_inputs import sampling_metadata
 from quire_engine.worker.batch.step_inputs import SampledRows, StepInputs
+from quire_engine.worker.drafting.drafting import Drafting
 from quire_engine.worker.forward.base import Forward
 from quire_engine.worker.forward.decode_graphs import DecodeGraphs
 from quire_engine.worker.forward.eager import EagerForward
@@ -58,10 +59,12 @@ class ModelRunner:
         self.device = device
         self.sampler = Sampler()
         self.graphs: DecodeGraphs | None = None
+        self.drafting: Drafting | None = None
+        """What drafts after steps, on the rank that samples."""
         self.last_token_ids = torch.zeros(batch.max_num_seqs + 1, dtype=torch.int64, device=device)
         """By slot, the token that was sampled last; the extra last entry is written but never read."""
         self._runs_ahead = runs_ahead
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         """Guards the batch: another thread may wait for a result and write it to the batch."""
         self._kv_caches: KVCaches = []
         self._eager: EagerForward | None = None
@@ -92,9 +95,12 @@ class ModelRunner:
         4. If asked for, keep the log-probabilities of the prompt tokens that were computed.
         5. Sample for the requests whose last token was computed, and count one token more for each without drafts.
 
+        On the rank that samples, drafts that are wanted are made when the result is fetched, which has the tokens that
+        they follow.
+
         A stage before the last ends with 3. On the last stage all ranks compute logits, and one returns a result.
         """
-        with self._lock:
+        with self.lock:
             self._update_batch(scheduler_output)
             if not scheduler_output.num_scheduled_tokens:
                 return SubmittedStep()
@@ -110,6 +116,8 @@ class ModelRunner:
                     hidden_TE = hidden_TE[upload(self.device, inputs.sampled.token_rows)[0]]
                 graphs = self.graphs if forward is self.graphs else None
                 step = self._sample(inputs.sampled, hidden_TE, scheduler_output.grammar_bitmask, graphs)
+                if self.drafting is not None and scheduler_output.num_drafts_wanted:
+                    step.draft = self.drafting.after(scheduler_output, inputs.sampled, hidden_TE)
             step.prompt_logprobs = prompt_logprobs
             return step
 
@@ -143,12 +151,14 @@ class ModelRunner:
         else:
             logits_RV = self.model.compute_logits(hidden_RE)
             if logits_RV is not None:
-                output = self.sampler(logits_RV, sampling_metadata(batch, sampled, bitmask, self.device))
+                verified = None if self.drafting is None else self.drafting.to_verify(sampled)
+                metadata = sampling_metadata(batch, sampled, bitmask, self.device, verified)
+                output = self.sampler(logits_RV, metadata)
         if self._runs_ahead and not is_stored:
             self._store_last_token_ids(sampled.slots, output)
         if output is None and not self._runs_ahead:
             return SubmittedStep()  # the tokens come with the request's next step
-        pending = None if output is None else PendingTokens(batch, self._lock, sampled, output)
+        pending = None if output is None else PendingTokens(batch, self.lock, sampled, output)
         batch.expect_tokens(sampled.slots_without_drafts)
         return SubmittedStep(pending)
 
@@ -184,6 +194,8 @@ class ModelRunner:
 
     def _update_batch(self, scheduler_output: SchedulerOutput) -> None:
         for request_id in scheduler_output.dropped_request_ids:
+            if self.drafting is not None:
+                self.drafting.forget(request_id)
             self.batch.remove(request_id)
         for request in scheduler_output.new_requests:
             self.batch.add(request)
@@ -197,6 +209,8 @@ class ModelRunner:
                 self.batch.append_blocks(slot, block_ids)
         if cached.new_token_ids and not self.parallel.is_output_rank:
             self._append_new_tokens(cached)
+        if self.drafting is not None:
+            self.drafting.update_blocks(scheduler_output)
         for request_id, token_ids in scheduler_output.draft_token_ids.items():
             self.batch.place_drafts(request_id, token_ids)
 

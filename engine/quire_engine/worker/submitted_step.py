@@ -93,6 +93,8 @@ class SubmittedStep:
     pending: PendingTokens | None = None
     """None if nothing is sampled, or another rank samples."""
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
+    draft: Callable[[ModelRunnerOutput], None] | None = None
+    """Adds drafts to the result."""
     on_result: Callable[[ModelRunnerOutput], None] | None = None
     """Called with the result before it is returned."""
 
@@ -105,6 +107,8 @@ class SubmittedStep:
         output = ModelRunnerOutput({}, prompt_logprobs=self.prompt_logprobs)
         if self.pending is not None:
             self.pending.fill(output)
+        if self.draft is not None:
+            self.draft(output)
         if self.on_result is not None:
             self.on_result(output)
         return output

@@ -1,6 +1,7 @@
 """Worker: loads the model, sizes and owns the KV cache, executes steps."""
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from quire_kernels.kv_cache import is_tiled, new_kv_cache
 from quire_engine.config import EngineCoreConfig
 from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
+from quire_engine.errors import EngineError
 from quire_engine.messages import (
     CachedRequestData,
     DetermineNumBlocks,
@@ -35,6 +37,8 @@ from quire_engine.system.memory import return_freed_memory
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.cache_memory import CpuCacheMemory, GpuCacheMemory, check_tables
 from quire_engine.worker.cache_sizing import block_bytes, num_blocks_for
+from quire_engine.worker.drafting.drafting import Drafting
+from quire_engine.worker.drafting.make import make_draft_method
 from quire_engine.worker.fault_injection import FaultInjection
 from quire_engine.worker.forward.base import key_caches_by_kind, plan_attentions
 from quire_engine.worker.forward.decode_graphs import DecodeGraphs
@@ -103,6 +107,22 @@ class Worker:
         batch = InputBatch(config.scheduler.max_num_seqs, max_model_len, config.cache.block_size, checkpoint.vocab_size)
         self._runs_ahead = config.async_scheduling(uses_gpu=device.type == "cuda")
         self.runner = ModelRunner(model, batch, config.cache.block_size, parallel, device, self._runs_ahead)
+        self._load_drafter()
+
+    def _load_drafter(self) -> None:
+        """Load the model that drafts, if there is one, on the rank that samples."""
+        if self.config.scheduler.draft_checkpoint is None or not self.parallel.is_output_rank:
+            return
+        runner, model = self.runner, self.runner.model
+        assert isinstance(model, Decoder)
+        method = make_draft_method(
+            self.config, model, self.checkpoint, self._quantized_dtype, self.cache_dtype, runner.batch,
+            self.max_model_len, self.device, self._allocate_caches,
+        )  # fmt: skip
+        logger.info("drafts: %s, %d bytes per KV block", self.config.scheduler.draft_checkpoint, method.bytes_per_block)
+        spec = self.config.scheduler.speculative_config
+        by_chance = spec is not None and spec.acceptance == "rejection"
+        runner.drafting = Drafting(method, runner.batch, runner.lock, self.device, by_chance)
 
     def _prepare_cpu(self, parameters: int, cache: torch.Tensor) -> str:
         """Set the number of threads; returns a description for the log."""
@@ -119,6 +139,8 @@ class Worker:
         """
         specs = self.runner.model.attention_specs
         bytes_per_block = block_bytes(specs, self.config.cache.block_size, self.cache_dtype.itemsize)
+        if self.runner.drafting is not None:
+            bytes_per_block += self.runner.drafting.method.bytes_per_block
         cpu_memory = CpuCacheMemory(self.config)
         (self._gpu_memory or cpu_memory).check_setting()
         if self._gpu_memory is not None:
@@ -154,9 +176,17 @@ class Worker:
         """Allocate the cache, and capture CUDA graphs. On the CPU pages take memory only when first written."""
         self._num_blocks = num_blocks
         # One more block, for graphs' rows of padding; no request ever gets it.
-        self.runner.kv_caches = self._allocate_caches(num_blocks + self._captures_graphs)
+        self._allocate(num_blocks + self._captures_graphs)
         if self._captures_graphs:
             self._capture_graphs()
+
+    def _allocate(self, num_blocks: int) -> None:
+        """Allocate keys and values for so many blocks, of the model and of what drafts; 0 frees them."""
+        self.runner.kv_caches = (
+            self._allocate_caches(self.runner.model.attention_specs, num_blocks) if num_blocks else []
+        )
+        if self.runner.drafting is not None:
+            self.runner.drafting.initialize_cache(num_blocks)
 
     def _capture_graphs(self) -> None:
         memory, runner = self._gpu_memory, self.runner
@@ -183,9 +213,10 @@ class Worker:
 
     def sleep(self, level: int) -> None:
         """Free the KV cache's memory, and with level 2 the weights' as well."""
-        self.runner.kv_caches = []
+        self._allocate(0)
         if level == 2:
             del self.runner.model
+            self.runner.drafting = None
             self._weights_discarded = True
         return_freed_memory()
         if self._gpu_memory is not None:
@@ -195,6 +226,7 @@ class Worker:
         """Load the weights again if they are gone, and allocate an empty KV cache of the same size."""
         if self._weights_discarded:
             self.runner.model = self._load_model()
+            self._load_drafter()
             self._weights_discarded = False
         self.initialize_cache(self._num_blocks)
 
@@ -215,16 +247,20 @@ class Worker:
                 self.wake_up()
                 return 0
 
+    @property
+    def _quantized_dtype(self) -> torch.dtype | None:
+        """Of the matrices; None if they are not quantised."""
+        quantization = self.config.model.quantization
+        return None if quantization is None else QUANTIZED_DTYPES[quantization]
+
     def _load_model(self) -> Decoder:
         folder = Path(self.config.model.model)
-        quantization = self.config.model.quantization
-        quantized_dtype = None if quantization is None else QUANTIZED_DTYPES[quantization]
         return load_model(
-            folder, self.checkpoint, self.dtype, self.max_model_len, self.parallel, quantized_dtype, self.device,
+            folder, self.checkpoint, self.dtype, self.max_model_len, self.parallel, self._quantized_dtype, self.device,
             self.config.model.load_format,
         )  # fmt: skip
 
-    def _allocate_caches(self, num_blocks: int) -> KVCaches:
+    def _allocate_caches(self, specs: Sequence[AttentionSpec], num_blocks: int) -> KVCaches:
         """Keys and values, by layer; on the CPU in huge pages, as a step's reads are scattered."""
 
         def cache(spec: AttentionSpec) -> torch.Tensor:
@@ -233,7 +269,7 @@ class Worker:
                 return mapped_zeros(shape, self.cache_dtype, huge_pages=True)
             return new_kv_cache(*shape, self.cache_dtype, self.device)
 
-        return [(cache(spec), cache(spec)) for spec in self.runner.model.attention_specs]
+        return [(cache(spec), cache(spec)) for spec in specs]
 
     def _profile_run(self) -> None:
         """Run the largest possible step, on a cache of its own, to measure its memory and warm up every op.
@@ -244,11 +280,13 @@ class Worker:
         """
         scheduler, block_size = self.config.scheduler, self.config.cache.block_size
         num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        max_wanted = 0 if self.runner.drafting is None else min(scheduler.max_draft_tokens, self.max_model_len - 2)
         # The last token that fits into the context is never computed.
-        longest = max(self.max_model_len - 1, 1)
+        longest = max(self.max_model_len - 1 - max_wanted, 1)
         num_tokens = min(scheduler.max_num_batched_tokens // num_seqs, longest)
         num_drafts = min(scheduler.max_num_sampled_rows // num_seqs, num_tokens) - 1
-        blocks_each = -(-min(num_tokens + 1, self.max_model_len) // block_size)
+        num_wanted = max(min(max_wanted, self.max_model_len - num_tokens - 1), 0)
+        blocks_each = -(-min(num_tokens + 1 + num_wanted, self.max_model_len) // block_size)
         many = [
             _profile_request(num_tokens, range(i * blocks_each, (i + 1) * blocks_each), f"profile-{i}")
             for i in range(num_seqs)
@@ -260,14 +298,16 @@ class Worker:
             batches.append([_profile_request(num_tokens, blocks)])
         num_layers = len(model.attention_specs)
         with model.one_layer_of_each_kind():
-            self.runner.kv_caches = self._allocate_caches(num_seqs * blocks_each)
+            self._allocate(num_seqs * blocks_each)
             # For the longest sequences attention keeps partial results in memory; these short ones have none.
             parts = self._plan_longest(num_seqs) if self._uses_triton else None
             for requests in batches:
-                self._profile_batch(requests, num_drafts if requests is many else 0)
+                self._profile_batch(requests, *((num_drafts, num_wanted) if requests is many else (0, 0)))
             del parts
         self._recorded_bytes = num_layers * self.runner.recorded_bytes  # an upper bound if there are several kinds
-        self.runner.kv_caches = []
+        if self.runner.drafting is not None:
+            self._recorded_bytes += self.runner.drafting.method.recorded_bytes
+        self._allocate(0)
 
     def _plan_longest(self, num_seqs: int) -> object:
         """Plans of the longest possible sequences, which hold their memory: decodes, and a short suffix."""
@@ -276,15 +316,16 @@ class Worker:
         query_start_loc = torch.cat((query_lens.new_zeros(1), query_lens.cumsum(0)))
         seq_lens = torch.full_like(query_lens, self.max_model_len)
         table = torch.zeros(num_seqs + 1, 1, dtype=torch.int64)
-        key_caches = key_caches_by_kind(self.runner.model, self.runner.kv_caches)
+        key_caches = key_caches_by_kind(self.runner.model.attention_specs, self.runner.kv_caches)
         return plan_attentions(key_caches, table, query_start_loc, seq_lens)
 
-    def _profile_batch(self, requests: list[NewRequestData], num_drafts: int) -> None:
+    def _profile_batch(self, requests: list[NewRequestData], num_drafts: int, num_wanted: int) -> None:
         """Compute the requests' prompts in one step, and if kernels are compiled, one more token in another.
 
         Args:
             requests: each with a prompt.
             num_drafts: how many of each prompt's last tokens are given as drafts, so that the step samples more rows.
+            num_wanted: how many tokens are drafted after each of them, if a model drafts.
         """
         lengths = {request.request_id: request.num_prompt_tokens for request in requests}
         drafts = {}
@@ -293,7 +334,12 @@ class Worker:
             for request in requests:
                 request.num_prompt_tokens -= num_drafts
                 del request.token_ids[request.num_prompt_tokens :]
-        self.execute_model(SchedulerOutput(lengths, new_requests=requests, draft_token_ids=drafts))
+        wanted = dict.fromkeys(lengths, num_wanted) if num_wanted else {}
+        output = self.execute_model(
+            SchedulerOutput(lengths, new_requests=requests, draft_token_ids=drafts, num_drafts_wanted=wanted)
+        )
+        if wanted and not output.drafts:
+            raise EngineError("no tokens could be drafted in the largest step; the log above says why")
         if self._uses_triton:
             # For ranks that do not sample; if they run ahead, they have the tokens of requests without drafts.
             token_ids = [] if self._runs_ahead and not drafts else [[0] for _ in requests]

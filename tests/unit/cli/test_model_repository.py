@@ -43,6 +43,23 @@ def test_writes_a_model_that_the_engine_reads(tmp_path: Path, monkeypatch: pytes
     assert settings == {"model": str(CHECKPOINT), "max_model_len": 128, "tokenizer": str(CHECKPOINT)}
 
 
+def test_the_path_of_a_model_that_drafts_is_written_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(CHECKPOINT.parent)
+    drafting = {"model": "model", "num_speculative_tokens": 3}
+    folder = write_model(tmp_path, Path("model"), "mine", {"speculative_config": drafting})
+    settings = json.loads((folder / "1" / "model.json").read_text())
+    assert settings["speculative_config"] == {"model": str(CHECKPOINT), "num_speculative_tokens": 3}
+    assert drafting["model"] == "model", "the caller's are left alone"
+    folder = write_model(tmp_path, Path("model"), "other", {"speculative_config": {"method": "ngram"}})
+    assert json.loads((folder / "1" / "model.json").read_text())["speculative_config"] == {"method": "ngram"}
+
+
+def test_a_model_that_drafts_has_to_be_there(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match=r"^speculative_config: model: there is no folder .*nowhere"):
+        write_model(tmp_path, CHECKPOINT, "mine", {"speculative_config": {"model": "nowhere"}})
+    assert not (tmp_path / "mine").exists()
+
+
 def test_overwrites_only_when_forced(tmp_path: Path) -> None:
     write_model(tmp_path, CHECKPOINT, "mine")
     with pytest.raises(CommandError, match="--force"):

@@ -1,21 +1,28 @@
 """With every method that drafts, the engine says token for token what it says without, whatever the request."""
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from quire_engine import LLM
+from quire_engine.executor.ray import RayExecutor
 from quire_engine.spec_decode import make_proposer
 from support.engines import Stream, assert_same, engine, offline, params, run
-from support.every_kind import KINDS, PARAMS, PROMPTS, WAYS, Told, core_of, make_llm
+from support.every_kind import PARAMS, PROMPTS, WAYS, Told, assert_told, core_of, make_llm
 from support.scheduling import draft_always
 
-VOCAB_SIZE = 2048
+VOCAB_SIZE = 4096
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
     "suffix": {"method": "suffix"},
+    "draft_model": {"method": "draft_model", "model": "draft"},
+    "eagle3": {"method": "eagle3", "model": "eagle3"},
+    "medusa": {"method": "medusa", "model": "medusa"},
 }
+"""A `model` is beside the demo model's."""
+LOOKUPS = ("ngram", "suffix")
 MOST_DRAFTS = [1, 3, 7]
 WHOLE_WAYS: dict[str, dict[str, Any]] = {
     **WAYS,
@@ -44,27 +51,29 @@ def expected(checkpoint: Callable[[str], Path]) -> Callable[..., list[Told]]:
     return expected
 
 
+def config_of(folder: Path, method: str, **settings: Any) -> dict[str, Any]:
+    """A `speculative_config`."""
+    config = {**METHODS[method], **settings}
+    return {**config, "model": str(folder.parent / config["model"])} if "model" in config else config
+
+
 def drafting_llm(folder: Path, method: str, most: int, **settings: Any) -> LLM:
     """One that computes all that the method drafts, whether it pays off or not."""
-    llm = make_llm(folder, speculative_config={**METHODS[method], "num_speculative_tokens": most}, **settings)
+    llm = make_llm(folder, speculative_config=config_of(folder, method, num_speculative_tokens=most), **settings)
     config = core_of(llm).scheduler.config.speculative_config
     assert config is not None
     draft_always(core_of(llm).scheduler, make_proposer(config), VOCAB_SIZE, most)
     return llm
 
 
-def check_twice(llm: LLM, expected: list[Told]) -> None:
-    """The second time, the outputs of the first are among what a method may know."""
-    for _ in range(2):
-        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-        for output, want, name in zip(outputs, expected, [*KINDS] * 2, strict=True):
-            told = Told(output)
-            assert (told.text, told.end, told.ranks) == (want.text, want.end, want.ranks), name
-            assert told.logprobs == pytest.approx(want.logprobs, abs=1e-4), name
+def check(llm: LLM, expected: list[Told], times: int = 2, least_accepted: int = 20) -> None:
+    """The second time, the outputs of the first are among what a method may know, and in the prefix cache."""
+    for _ in range(times):
+        assert_told(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
     stats = llm.get_stats()
     assert (stats.num_failed_steps, stats.num_blocks_used, stats.num_running) == (0, 0, 0)
     assert stats.drafts is not None
-    assert stats.drafts.num_accepted_tokens > 20
+    assert stats.drafts.num_accepted_tokens >= least_accepted
     core_of(llm).scheduler.check_integrity()
     llm.shutdown()
 
@@ -74,17 +83,26 @@ def check_twice(llm: LLM, expected: list[Told]) -> None:
 def test_every_kind_of_request_with_few_and_many_drafts(
     method: str, most: int, expected: Callable[..., list[Told]], checkpoint: Callable[[str], Path]
 ) -> None:
-    check_twice(drafting_llm(checkpoint("tinypy"), method, most), expected())
+    check(
+        drafting_llm(checkpoint("tinypy"), method, most), expected(), times=2 if most == 7 or method in LOOKUPS else 1
+    )
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("way", [name for name in WHOLE_WAYS if name != "roomy"])
+@pytest.mark.parametrize(
+    ("way", "method"),
+    [
+        (way, method)
+        for way, method in product(WHOLE_WAYS, METHODS)
+        if way != "roomy" and (way, method) != ("two stages", "eagle3")  # which is refused
+    ],
+)
 def test_every_kind_of_request_in_all_ways(
     way: str, method: str, expected: Callable[..., list[Told]], checkpoint: Callable[[str], Path]
 ) -> None:
     settings = WHOLE_WAYS[way]
     want = expected(**{name: settings[name] for name in CHANGES_TOKENS if name in settings})
-    check_twice(drafting_llm(checkpoint("tinypy"), method, 7, **settings), want)
+    times, least_accepted = (2, 20) if method in LOOKUPS else (1, 1 if way == "small steps" else 20)
+    check(drafting_llm(checkpoint("tinypy"), method, 7, **settings), want, times, least_accepted)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -92,7 +110,8 @@ def test_the_engine_chooses_how_many_drafts_pay_off(
     method: str, expected: Callable[..., list[Told]], checkpoint: Callable[[str], Path]
 ) -> None:
     """As it does for a user: which drafts are computed depends on how long steps take, and the tokens do not."""
-    llm = make_llm(checkpoint("tinypy"), speculative_config=METHODS[method])
+    folder = checkpoint("tinypy")
+    llm = make_llm(folder, speculative_config=config_of(folder, method))
     outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert [Told(output).text for output in outputs] == [told.text for told in expected()]
     assert llm.get_stats().drafts is not None
@@ -100,7 +119,23 @@ def test_the_engine_chooses_how_many_drafts_pay_off(
 
 
 @pytest.mark.slow
-def test_killed_at_every_token_of_a_window(checkpoint: Callable[[str], Path], fault: Callable[..., Path]) -> None:
+def test_every_kind_of_request_on_ranks_that_are_actors_of_ray(
+    expected: Callable[..., list[Told]], checkpoint: Callable[[str], Path]
+) -> None:
+    settings = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
+    llm = drafting_llm(checkpoint("tinypy"), "suffix", 7, **settings)
+    try:
+        assert isinstance(core_of(llm).executor, RayExecutor)
+        check(llm, expected())
+    finally:
+        llm.shutdown()  # or Ray would outlive a failure, and be the next test's
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["suffix", "draft_model"])
+def test_killed_at_every_token_of_a_window(
+    method: str, checkpoint: Callable[[str], Path], fault: Callable[..., Path]
+) -> None:
     """A step with drafts yields several tokens; the engine dies when any of them is the last it has sampled."""
     folder = checkpoint("tinypy")
     prompt, sampling_params = [5, 6, 7] * 8, params(temperature=0, max_tokens=40)
@@ -113,6 +148,6 @@ def test_killed_at_every_token_of_a_window(checkpoint: Callable[[str], Path], fa
             assert not file.exists(), "it was killed"
             assert_same(output.outputs, undisturbed)
 
-    with engine(folder, speculative_config={"method": "suffix"}) as (llm, recorder):
+    with engine(folder, speculative_config=config_of(folder, method)) as (llm, recorder):
         run(llm, main)
         assert recorder.num_restarts == 10

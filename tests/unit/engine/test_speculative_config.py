@@ -1,5 +1,6 @@
 """The setting `speculative_config`: vLLM's keys, checked at the start."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -37,6 +38,9 @@ def test_nothing_is_asked_for(value: Any) -> None:
         ({"method": "suffix", "suffix_decoding_max_spec_factor": 0.01}, 1, (5, 5)),
         ({"method": "suffix", "suffix_decoding_max_spec_factor": 1e308}, 23, (5, 5)),
         ({"method": "suffix", "num_speculative_tokens": 7, "suffix_decoding_max_tree_depth": 12}, 6, (5, 5)),
+        ({"method": "draft_model", "model": "/d"}, 8, (5, 5)),
+        ({"method": "eagle3", "model": "/d", "num_speculative_tokens": 3}, 3, (5, 5)),
+        ({"method": "medusa", "model": "/d"}, 8, (5, 5)),
     ],
 )
 def test_what_is_left_out_has_a_value_that_works(value: Any, most: int, lookup: tuple[int, int]) -> None:
@@ -69,11 +73,59 @@ def test_vllms_keys_that_ask_for_nothing_here_are_passed_over() -> None:
         ({"method": "suffix", "prompt_lookup_max": 3}, r": prompt_lookup_max is 3; .* it is of 'ngram'"),
         ({"method": "ngram", "suffix_decoding_max_tree_depth": 8}, r": suffix_.* is 8; .* 'suffix'"),
         ({"method": "suffix", "draft_tensor_parallel_size": 2}, r": draft_tensor_parallel_size is 2; .* or 1"),
+        ({"method": "eagle3"}, r": model is None; .* a checkpoint folder, with method 'eagle3'"),
+        ({"method": "medusa", "model": ""}, r": model is ''; .* a checkpoint folder"),
+        ({"method": "draft_model", "model": ["/d"]}, r": model is \['/d'\]; .* a checkpoint folder"),
+        ({"method": "ngram", "model": "/d"}, r": model is '/d'; .* left out with method 'ngram': it has none"),
+        ({"method": "suffix", "model": "/d"}, r": model is '/d'; .* left out with method 'suffix'"),
+        ({"method": "suffix", "acceptance": "rejection"}, r": acceptance is 'rejection'; .* 'exact' with method 'suff"),
+        ({"method": "ngram", "acceptance": "rejection"}, r": acceptance is 'rejection'; .* 'exact' with method 'ngr"),
+        ({"model": "/d", "acceptance": "typical"}, r": acceptance is 'typical'; .* one of exact, rejection"),
+        ({"model": "/d", "num_speculative_tokens": 0}, r": num_speculative_tokens is 0; .* from 1 to 128"),
+        ({"model": "/d", "prompt_lookup_max": 3}, r": prompt_lookup_max is 3; .* it is of 'ngram'"),
+        ({"modle": "/d"}, r": unknown key 'modle'; did you mean 'model'"),
+        ({"acceptance": "rejection"}, r": method is missing; .* draft_model, eagle3, medusa"),
     ],
 )  # fmt: skip
 def test_a_bad_one_is_refused_by_name(value: Any, told: str) -> None:
     with pytest.raises(ValueError, match=f"^speculative_config{told}"):
         config_of(value)
+
+
+def test_a_model_alone_is_a_draft_model() -> None:
+    config = speculative({"model": "/d"})
+    assert (config.method, config.acceptance) == ("draft_model", "exact")
+    assert config.checkpoint == ("draft_model", "/d")
+    assert speculative({"method": "medusa", "model": "/d", "acceptance": "rejection"}).checkpoint == ("medusa", "/d")
+    assert speculative({"method": "ngram"}).checkpoint is None
+    assert config_of({"model": "/d"}).scheduler.draft_checkpoint == ("draft_model", "/d")
+    assert config_of(None).scheduler.draft_checkpoint is None
+
+
+def test_the_path_of_what_drafts_is_relative_to_the_same_folder_as_the_models(tmp_path: Path) -> None:
+    def path_of(path: str, base_dir: Path | None) -> str | None:
+        settings = {"model": "m", "speculative_config": {"model": path}}
+        found = EngineConfig.from_settings(settings, base_dir).scheduler.speculative_config
+        assert settings == {"model": "m", "speculative_config": {"model": path}}, "it is the caller's"
+        assert found is not None
+        return found.model
+
+    assert path_of("../draft", tmp_path / "1") == str(tmp_path / "draft")
+    assert path_of("/d", tmp_path) == "/d"
+    assert path_of("draft", None) == "draft"
+    with pytest.raises(ValueError, match="model is ''"):
+        path_of("", tmp_path)
+
+
+def test_a_head_reads_hidden_states_of_one_stage_only() -> None:
+    drafting = {"method": "eagle3", "model": "/d"}
+    with pytest.raises(
+        ValueError, match=r"^speculative_config: method is 'eagle3' with pipeline_parallel_size=2; .* use"
+    ):
+        config_of(drafting, pipeline_parallel_size=2)
+    config_of(drafting, tensor_parallel_size=2)
+    for method in ("medusa", "draft_model"):
+        config_of({"method": method, "model": "/d"}, pipeline_parallel_size=2)
 
 
 def test_the_ranks_are_told() -> None:

@@ -8,7 +8,7 @@ import pytest
 from quire_engine import SamplingParams
 from quire_engine.core.engine_core import EngineCore
 from quire_engine.messages import EngineCoreOutputs
-from support.every_kind import KINDS, PARAMS, PROMPTS, WAYS, Told, core_of, make_llm
+from support.every_kind import PARAMS, PROMPTS, WAYS, Told, assert_told, core_of, make_llm
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +27,7 @@ def test_every_kind_of_request_gets_what_it_gets_without(
     llm = make_llm(checkpoint("tinypy"), async_scheduling=True, **WAYS[way])
     assert core_of(llm).executor.max_concurrent_batches == 2
     outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-    for output, want, name in zip(outputs, expected, [*KINDS] * 2, strict=True):
-        told = Told(output)
-        assert (told.text, told.end, told.ranks) == (want.text, want.end, want.ranks), name
-        assert told.logprobs == pytest.approx(want.logprobs, abs=1e-4), name
-        assert bool(told.logprobs) == (name == "log-probabilities")
+    assert_told(outputs, expected)
     stats = llm.get_stats()
     assert (stats.num_preemptions > 0) == (way == "few blocks")
     assert (stats.num_failed_steps, stats.num_blocks_used, stats.num_running) == (0, 0, 0)

@@ -188,7 +188,9 @@ class DecodeGraphs:
         self._sampled = torch.zeros(max_size, dtype=torch.int64, device=device)
         self._query_start_loc = torch.arange(max_size + 1, device=device)
         longest = (torch.arange(max_size + 1), torch.full((max_size,), self._max_model_len))
-        plans = plan_attentions(key_caches_by_kind(self._model, self._kv_caches), self._block_table.by_slot, *longest)
+        plans = plan_attentions(
+            key_caches_by_kind(self._model.attention_specs, self._kv_caches), self._block_table.by_slot, *longest
+        )
         self._plans: dict[AttentionSpec, GpuAttentionPlan] = {}
         for spec, plan in plans.items():
             assert isinstance(plan, GpuAttentionPlan), "only kernels in the Triton language find theirs on the device"

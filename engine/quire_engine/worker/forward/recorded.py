@@ -1,9 +1,11 @@
 """RecordedForward: computes small steps from a recording, so that no Python runs between two kernels."""
 
 import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
-from quire_kernels import NotRecordableError, Recording, record
+from quire_kernels import AttentionPlan, NotRecordableError, record
 from quire_kernels.attention_plan import CpuAttentionPlan
 
 from quire_engine.models.base import AttentionSpec, CausalLM, ForwardContext, KVCaches
@@ -11,12 +13,100 @@ from quire_engine.worker.batch.step_inputs import StepInputs
 from quire_engine.worker.forward.base import key_caches_by_kind, plan_attentions
 from quire_engine.worker.forward.eager import EagerForward
 
-__all__ = ["RECORDED_TOKENS", "RecordedForward"]
+__all__ = ["RECORDED_TOKENS", "RecordedContext", "RecordedForward", "RecordedLayers"]
 
 RECORDED_TOKENS = 64
 """Steps of more tokens are computed op by op: they take so long that Python's overhead does not matter."""
 
+Layers: TypeAlias = Callable[[Sequence[torch.Tensor], ForwardContext], torch.Tensor]
+"""(inputs, each [T, its width], context) → [T, E]; uses only ops of `quire_kernels`, and may overwrite the inputs."""
+
 logger = logging.getLogger(__name__)
+
+
+class RecordedContext:
+    """A context whose tensors do not move, for recorded ops to read from.
+
+    Args:
+        specs: of the layers' attention.
+        kv_caches: by layer; their tensors must not move.
+
+    Raises:
+        NotRecordableError: the attention is not computed by the C++ kernels.
+    """
+
+    def __init__(self, specs: Sequence[AttentionSpec], kv_caches: KVCaches) -> None:
+        # Of one request's tokens. Any plan works, as each run copies its own into it.
+        table, seq_lens = torch.zeros(1, RECORDED_TOKENS, dtype=torch.int64), torch.tensor([RECORDED_TOKENS])
+        start_loc = torch.tensor([0, RECORDED_TOKENS])
+        plans = plan_attentions(key_caches_by_kind(specs, kv_caches), table, start_loc, seq_lens)
+        self._plans = {spec: plan for spec, plan in plans.items() if isinstance(plan, CpuAttentionPlan)}
+        if not self._plans:
+            raise NotRecordableError("only attention in C++ can be recorded")
+        self.context = ForwardContext(
+            positions=torch.zeros(RECORDED_TOKENS, dtype=torch.int64),
+            slot_mapping=torch.zeros(RECORDED_TOKENS, dtype=torch.int64),
+            block_table=table,
+            query_start_loc=start_loc,
+            seq_lens=seq_lens,
+            plans=self._plans,
+        )
+
+    def set(self, context: ForwardContext) -> None:
+        """Take over another context, which has to be kept alive as long as ops read from this one."""
+        num_tokens = len(context.positions)
+        self.context.positions[:num_tokens] = context.positions
+        self.context.slot_mapping[:num_tokens] = context.slot_mapping
+        self.set_plans(context.plans)
+
+    def set_plans(self, plans: Mapping[AttentionSpec, AttentionPlan]) -> None:
+        """Take over the plans alone, likewise."""
+        for spec, plan in self._plans.items():
+            given = plans[spec]
+            assert isinstance(given, CpuAttentionPlan)
+            plan.copy_(given)
+
+
+class RecordedLayers:
+    """Layers, recorded over at most `RECORDED_TOKENS` tokens.
+
+    Args:
+        layers: to be recorded.
+        widths: of their inputs.
+        dtype: of their inputs.
+        specs: of their attention, by layer.
+        kv_caches: by layer; their tensors must not move.
+
+    Raises:
+        NotRecordableError: they use other ops than those of `quire_kernels`.
+    """
+
+    def __init__(
+        self,
+        layers: Layers,
+        widths: Sequence[int],
+        dtype: torch.dtype,
+        specs: Sequence[AttentionSpec],
+        kv_caches: KVCaches,
+    ) -> None:
+        self._inputs = [torch.empty(RECORDED_TOKENS, width, dtype=dtype) for width in widths]
+        self._context = RecordedContext(specs, kv_caches)
+        with record(RECORDED_TOKENS) as self._recording:
+            self._out = layers(self._inputs, self._context.context)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the results that the recorded ops write."""
+        return self._recording.num_bytes
+
+    def __call__(self, inputs: Sequence[torch.Tensor], context: ForwardContext) -> torch.Tensor:
+        """[T, E], overwritten by the next call."""
+        num_tokens = len(context.positions)
+        for own, given in zip(self._inputs, inputs, strict=True):
+            own[:num_tokens] = given
+        self._context.set(context)
+        self._recording.run(num_tokens)
+        return self._out[:num_tokens]
 
 
 class RecordedForward:
@@ -30,61 +120,28 @@ class RecordedForward:
 
     def __init__(self, model: CausalLM, kv_caches: KVCaches, eager: EagerForward) -> None:
         self._model = model
-        self._kv_caches = kv_caches
         self._eager = eager
-        self._hidden = torch.empty(RECORDED_TOKENS, model.hidden_size, dtype=model.dtype)
-        self._positions = torch.zeros(RECORDED_TOKENS, dtype=torch.int64)
-        self._slot_mapping = torch.zeros(RECORDED_TOKENS, dtype=torch.int64)
-        self._plans: dict[AttentionSpec, CpuAttentionPlan] = {}
-        self._out = self._hidden
-        self._recording: Recording | None = None
-        self._record()
+
+        def layers(inputs: Sequence[torch.Tensor], context: ForwardContext) -> torch.Tensor:
+            return model.final_norm(*model.run_layers(inputs[0], None, context, kv_caches))
+
+        self._layers: RecordedLayers | None = None
+        try:
+            self._layers = RecordedLayers(layers, [model.hidden_size], model.dtype, model.attention_specs, kv_caches)
+        except NotRecordableError as error:
+            logger.warning("steps are computed op by op, which takes longer where they are small: %s", error)
 
     def takes(self, inputs: StepInputs) -> bool:
         """Whether there is a recording, and the step is small enough for it."""
-        return self._recording is not None and len(inputs.token_ids) <= RECORDED_TOKENS
+        return self._layers is not None and len(inputs.token_ids) <= RECORDED_TOKENS
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor:
         """[T, E]; see `Forward`."""
-        num_tokens = len(inputs.token_ids)
+        assert self._layers is not None
         token_ids_T, context = self._eager.upload(inputs)
-        assert self._recording is not None
-        self._hidden[:num_tokens] = self._model.embed(token_ids_T)
-        self._positions[:num_tokens] = context.positions
-        self._slot_mapping[:num_tokens] = context.slot_mapping
-        for spec, plan in self._plans.items():
-            own = context.plans[spec]
-            assert isinstance(own, CpuAttentionPlan)
-            plan.copy_(own)
-        self._recording.run(num_tokens)
-        return self._out[:num_tokens]
+        return self._layers([self._model.embed(token_ids_T)], context)
 
     @property
     def num_bytes(self) -> int:
         """Memory of the results that the recorded ops write."""
-        return 0 if self._recording is None else self._recording.num_bytes
-
-    def _record(self) -> None:
-        """Record the layers over one request's tokens. Any plan works, as each run copies its own into it."""
-        table, seq_lens = torch.zeros(1, RECORDED_TOKENS, dtype=torch.int64), torch.tensor([RECORDED_TOKENS])
-        start_loc = torch.tensor([0, RECORDED_TOKENS])
-        plans = plan_attentions(key_caches_by_kind(self._model, self._kv_caches), table, start_loc, seq_lens)
-        self._plans = {spec: plan for spec, plan in plans.items() if isinstance(plan, CpuAttentionPlan)}
-        if not self._plans:  # only the C++ kernels can be recorded
-            return
-        context = ForwardContext(
-            positions=self._positions,
-            slot_mapping=self._slot_mapping,
-            block_table=table,
-            query_start_loc=start_loc,
-            seq_lens=seq_lens,
-            plans=self._plans,
-        )
-        try:
-            with record(RECORDED_TOKENS) as recording:
-                layers = self._model.run_layers(self._hidden, None, context, self._kv_caches)
-                self._out = self._model.final_norm(*layers)
-        except NotRecordableError as error:
-            logger.warning("steps are computed op by op, which takes longer where they are small: %s", error)
-        else:
-            self._recording = recording
+        return 0 if self._layers is None else self._layers.num_bytes

@@ -61,3 +61,45 @@ def test_it_rests_at_once_where_asking_is_worth_nothing_to_others() -> None:
     record = DraftRecord(worth=0.0)
     record.was_asked(0.0, least=0.25, longest_rest=16)
     assert rest_of(record) == 1
+
+
+@pytest.mark.parametrize(
+    ("worth", "wanted"),
+    [
+        ([4], [5]),  # all of them, so perhaps one more
+        ([2], [3]),
+        ([0] * 5, [3, 2, 1, 1, 1]),  # one draft is the least, or nothing would ever be found out
+        ([4, 5, 0, 5], [5, 6, 5, 6]),
+    ],
+)
+def test_as_many_are_wanted_as_were_worth_it_and_one_more(worth: list[int], wanted: list[int]) -> None:
+    record, told = DraftRecord(worth=1.0), []
+    assert record.num_wanted == 4
+    for num_drafts in worth:
+        record.was_worth(num_drafts)
+        told.append(record.num_wanted)
+    assert told == wanted
+
+
+def test_a_rest_is_halved_after_a_time_that_was_worth_it() -> None:
+    record = DraftRecord(worth=0.0)
+    for _ in range(4):
+        record.was_asked(0.0, least=2.0, longest_rest=100)
+        assert rest_of(record) > 0
+    record.was_asked(3.0, least=2.0, longest_rest=100)
+    assert rest_of(record) == 7, "it was 15"
+
+
+def test_its_first_rest_may_be_given() -> None:
+    assert rest_of(DraftRecord(worth=0.0, first_rest=5)) == 5
+
+
+def test_it_says_once_that_it_has_rested_and_at_first() -> None:
+    record = DraftRecord(worth=0.0)
+    assert [record.has_rested(), record.has_rested()] == [True, False]
+    assert not record.is_passed_over()
+    assert not record.has_rested()
+    record.was_asked(0.0, least=0.25, longest_rest=16)
+    assert not record.has_rested(), "not yet"
+    assert rest_of(record) == 1
+    assert [record.has_rested(), record.has_rested()] == [True, False]

@@ -2,19 +2,17 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 from quire_engine.messages import EngineCoreOutput, FinishReason
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.proposer import Proposal
 from quire_engine.scheduler.request import Request
-from quire_engine.scheduler.step_costs import StepCosts
 from quire_engine.stats import DraftStats
 from support.scheduling import (
     VOCAB_SIZE,
     FakeModelRunner,
+    FixedCosts,
     draft_always,
     make_request,
     make_requests,
@@ -136,24 +134,6 @@ def test_a_request_that_is_isolated_has_no_drafts() -> None:
     assert len(failed) == 3
 
 
-class Costs(StepCosts):
-    """Every token of a step takes so long, and the step itself a second. Asking takes no time."""
-
-    def __init__(self, seconds_per_token: float) -> None:
-        super().__init__()
-        self.seconds_per_token = seconds_per_token
-        self.unknown: set[int] = set()
-
-    def record_asking(self, num_requests: int, seconds: float) -> None:
-        pass
-
-    def is_unknown(self, num_tokens: int, max_age: int) -> bool:
-        return num_tokens in self.unknown
-
-    def seconds(self, num_tokens: int, num_drafts: int) -> npt.NDArray[np.float64]:
-        return 1.0 + self.seconds_per_token * np.arange(num_tokens, num_tokens + num_drafts + 1)
-
-
 class Certain(Proposer):
     """Drafts with these chances."""
 
@@ -180,7 +160,7 @@ def test_so_many_drafts_are_computed_as_make_the_most_tokens_per_second(
     seconds_per_token: float, num_drafts: int
 ) -> None:
     scheduler = make_scheduler()
-    scheduler.draft_with(Certain(0.9, 0.6, 0.6, 0.6), VOCAB_SIZE, 7, Costs(seconds_per_token))
+    scheduler.draft_with(Certain(0.9, 0.6, 0.6, 0.6), VOCAB_SIZE, 7, FixedCosts(seconds_per_token))
     scheduler.add_request(make_request([5], request_id="r0", params=SamplingParams(max_tokens=30)))
     run_step(scheduler, FakeModelRunner.for_scheduler(scheduler))
     assert len(scheduler.schedule().draft_token_ids.get("r0", ())) == num_drafts
@@ -198,7 +178,7 @@ def test_the_likeliest_drafts_of_all_requests_come_first() -> None:
 
 def test_a_step_without_drafts_comes_first_where_nothing_is_known_of_its_time() -> None:
     scheduler = make_scheduler()
-    costs = Costs(0.0)
+    costs = FixedCosts(0.0)
     costs.unknown = {1}
     scheduler.draft_with(Certain(0.9), VOCAB_SIZE, 7, costs)
     scheduler.add_request(make_request([5], request_id="r0", params=SamplingParams(max_tokens=30)))
@@ -215,7 +195,7 @@ def test_a_step_without_drafts_comes_first_where_nothing_is_known_of_its_time() 
 def test_drafts_that_were_right_all_along_are_computed_though_none_was_for_long() -> None:
     """The record also learns from drafts that are not computed."""
     scheduler = make_scheduler(num_blocks=400)
-    costs = Costs(100.0)
+    costs = FixedCosts(100.0)
     scheduler.draft_with(Proposer(), VOCAB_SIZE, 7, costs)
     scheduler.add_request(make_request([50], request_id="r0", params=SamplingParams(max_tokens=200)))
     runner = FakeModelRunner.for_scheduler(scheduler)
@@ -274,7 +254,7 @@ def test_requests_are_asked_less_often_where_no_request_had_drafts() -> None:
             return super().propose(request, max_tokens)
 
     scheduler, proposer = make_scheduler(num_blocks=400), Counted()
-    costs = Costs(0.0)
+    costs = FixedCosts(0.0)
     costs.ask_seconds = 0.1  # a tenth of a step
     scheduler.draft_with(proposer, VOCAB_SIZE, 7, costs)
     runner = FakeModelRunner.for_scheduler(scheduler)

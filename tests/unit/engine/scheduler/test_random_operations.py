@@ -14,11 +14,13 @@ from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.drafter import cut_drafts
 from quire_engine.scheduler.request import Request
+from quire_engine.scheduler.worker_drafts import WorkerDrafts
 from quire_engine.structured_outputs_params import StructuredOutputsParams
 from support.scheduling import (
     FakeModelRunner,
     RandomProposer,
     draft_always,
+    draft_partly_right,
     make_request,
     make_scheduler,
     run_step,
@@ -82,10 +84,10 @@ class Life:
             been scheduled before that.
         ahead: whether they are steps of one worker that follow on from each other's tokens, and not the stages' of a
             pipeline. Then each is executed when it is submitted.
-        drafts: whether tokens are drafted.
+        drafts: who drafts tokens: the scheduler's `proposer`, the `workers`, or nobody.
     """
 
-    def __init__(self, seed: int, num_batches: int = 1, ahead: bool = False, drafts: bool = False) -> None:
+    def __init__(self, seed: int, num_batches: int = 1, ahead: bool = False, drafts: str | None = None) -> None:
         self.num_batches = num_batches
         self.ahead = ahead
         self.in_flight: deque[SchedulerOutput] = deque()
@@ -114,14 +116,18 @@ class Life:
             sends_new_token_ids=num_batches > 1,
             **settings,
         )
-        if drafts:
-            draft_always(self.scheduler, RandomProposer(rng, true_continuation))
+        self.workers_draft = drafts == "workers"
+        if drafts is not None:
+            proposer = WorkerDrafts() if self.workers_draft else RandomProposer(rng, true_continuation)
+            draft_always(self.scheduler, proposer)
         self.runners = [FakeModelRunner.for_scheduler(self.scheduler, self.is_poisoned)]
         if num_batches > 1:
             follower = Follower.for_scheduler(self.scheduler, self.is_poisoned)
             assert isinstance(follower, Follower)
             follower.scheduler = self.scheduler
             self.runners.append(follower)
+        for runner in self.runners:
+            runner.draft = draft_partly_right
         self.poison: dict[str, int] = {}
         self.expected: dict[str, tuple[list[int], FinishReason]] = {}
         self.streamed: dict[str, list[int]] = {}
@@ -135,8 +141,10 @@ class Life:
         """Tokens that were sampled for a request after its end."""
         if ahead:
             self.counts |= {"wasted": 0, "unknown": 0}
-        if drafts:
+        if drafts is not None:
             self.counts |= {"accepted": 0, "rejected": 0, "without": 0}
+        if self.workers_draft:
+            self.counts |= {"wanted": 0}
         self._prefixes = [[rng.randrange(64) for _ in range(12)] for _ in range(2)]
 
     def is_poisoned(self, request_id: str, num_output_tokens: int) -> bool:
@@ -154,6 +162,7 @@ class Life:
             cache_salt=rng.choice([None, None, "tenant"]),
             structured_outputs=StructuredOutputsParams(regex=".*") if rng.random() < 0.2 else None,
             presence_penalty=rng.choice([0.0, 0.0, 0.0, 1.0]) if self.ahead else 0.0,
+            num_speculative_tokens=rng.choice([None, None, 0, 2]) if self.workers_draft else None,
         )
         deadline_ms = rng.choice([None, None, None, 20.0, 90.0])
         for _ in range(rng.choice([1, 1, 3])):
@@ -225,6 +234,7 @@ class Life:
         num_preemptions = first.num_preemptions if first else 0
         isolated = scheduler._isolation.isolated
         scheduler_output = scheduler.schedule()
+        self._check_drafts(scheduler_output)
         for request_id, drafts in list(scheduler_output.draft_token_ids.items()):
             if self.random.random() < 0.2:
                 cut_drafts(scheduler_output, scheduler.requests[request_id], self.random.randrange(len(drafts)))
@@ -254,6 +264,19 @@ class Life:
             elif "unknown" in self.counts:
                 self.counts["unknown"] += request.num_computed_tokens > request.num_tokens
         return scheduler_output
+
+    def _check_drafts(self, scheduler_output: SchedulerOutput) -> None:
+        """None is at or behind the end of the output, and no request has more of them than it asked for."""
+        drafts, wanted = scheduler_output.draft_token_ids, scheduler_output.num_drafts_wanted
+        for request_id in {**drafts, **wanted}:
+            request, own = self.scheduler.requests[request_id], len(drafts.get(request_id, ()))
+            left = request.max_tokens - request.num_output_tokens - own - 1
+            assert left >= 0
+            assert wanted.get(request_id, 0) <= max(left - 1, 0)
+            most = request.sampling_params.num_speculative_tokens
+            assert most is None or max(own, wanted.get(request_id, 0)) <= most
+        if "wanted" in self.counts:
+            self.counts["wanted"] += len(wanted)
 
     def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """All ranks come to the same; they fail together, too."""
@@ -400,9 +423,10 @@ def test_books_balance_with_steps_ahead(num_batches: int) -> None:
     live(range(NUM_SEQUENCES // NUM_PARTS), num_batches=num_batches, ahead=True)
 
 
+@pytest.mark.parametrize("drafts", ["proposer", "workers"])
 @pytest.mark.parametrize(("num_batches", "ahead"), [(1, False), (2, False), (2, True)])
-def test_books_balance_with_drafts(num_batches: int, ahead: bool) -> None:
-    live(range(NUM_SEQUENCES // NUM_PARTS), num_batches=num_batches, ahead=ahead, drafts=True)
+def test_books_balance_with_drafts(num_batches: int, ahead: bool, drafts: str) -> None:
+    live(range(NUM_SEQUENCES // NUM_PARTS), num_batches=num_batches, ahead=ahead, drafts=drafts)
 
 
 def test_group_with_one_prompt_holds_its_full_blocks_once() -> None:

@@ -17,7 +17,7 @@ from quire_engine.sampling_params import SamplingParams
 from quire_engine.worker import model_runner
 from quire_engine.worker.batch import sampling_inputs
 from quire_engine.worker.batch.input_batch import InputBatch
-from quire_engine.worker.forward import base, decode_graphs, eager
+from quire_engine.worker.forward import base, decode_graphs
 from quire_engine.worker.forward.decode_graphs import DecodeGraphs
 from quire_engine.worker.forward.graph_capture import run_as_captured
 from quire_engine.worker.model_runner import ModelRunner
@@ -90,7 +90,7 @@ def _gpu(config: CheckpointConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         pytest.skip("there is a GPU, and other tests run on it")
     monkeypatch.setenv(cpu.KERNELS_VARIABLE, cpu.INTERPRETER)  # the kernels of GPUs, whose launch is another below
     cpu.status.cache_clear()
-    for module in (model_runner, sampling_inputs, eager, sampler, grammar_bitmask, logits_processors, decode_graphs):
+    for module in (model_runner, sampling_inputs, base, sampler, grammar_bitmask, logits_processors, decode_graphs):
         monkeypatch.setattr(module, "upload", upload)
     monkeypatch.setattr(sampling_inputs, "upload_tensors", upload_tensors)
     monkeypatch.setattr(sampler, "Download", FakeDownload)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,13 +106,13 @@ def test_its_memory_is_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     counted = []
-    record = recorded_forward.RecordedForward._record
+    create = RecordedForward.__init__
 
-    def note(forward: RecordedForward) -> None:
-        record(forward)
+    def note(forward: RecordedForward, *args: Any) -> None:
+        create(forward, *args)
         counted.append(forward.num_bytes)
 
-    monkeypatch.setattr(RecordedForward, "_record", note)
+    monkeypatch.setattr(RecordedForward, "__init__", note)
     monkeypatch.setattr(cache_memory, "peak_memory_growth", lambda function: (function(), 0)[1])
     with caplog.at_level(logging.INFO, worker.__name__):
         generate(LLM(checkpoint("untied-mha"), dtype="float32"))

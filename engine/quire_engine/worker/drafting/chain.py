@@ -1,0 +1,208 @@
+"""ChainDrafter: drafts one token after the other, each from those before it.
+
+::
+
+    known tokens      5   8  31   4 │             31 and 4 came with the last step
+    computed before   5   8         │
+    first pass               31   4 │ ─► 17       catches up, however far it is behind
+    second pass                     │ 17 ─► 90
+    third pass                      │     90 ─► 4
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from quire_kernels import NotRecordableError
+
+from quire_engine.device.transfer import upload
+from quire_engine.messages import DraftTokens
+from quire_engine.models.base import AttentionSpec, ForwardContext, KVCaches
+from quire_engine.worker.batch.input_batch import InputBatch
+from quire_engine.worker.drafting.chain_model import ChainModel
+from quire_engine.worker.drafting.draft_sampling import DraftSampling
+from quire_engine.worker.drafting.drafted_positions import DraftedPositions
+from quire_engine.worker.drafting.recorded_chain import RecordedChain
+from quire_engine.worker.forward.base import key_caches_by_kind, plan_attentions, table_width, upload_context
+from quire_engine.worker.forward.recorded import RECORDED_TOKENS, RecordedLayers
+from quire_engine.worker.submitted_step import count_accepted
+
+__all__ = ["ChainDrafter"]
+
+logger = logging.getLogger(__name__)
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class ChainDrafter:
+    """A `DraftMethod`.
+
+    Args:
+        model: drafts.
+        bytes_per_block: of its keys and values, and of what else it keeps.
+        batch: the requests.
+        device: of the model.
+        max_tokens: that it computes at once.
+        max_drafts: of a request.
+    """
+
+    needs_hidden = False
+
+    def __init__(
+        self,
+        model: ChainModel,
+        bytes_per_block: int,
+        batch: InputBatch,
+        device: torch.device,
+        max_tokens: int,
+        max_drafts: int,
+    ) -> None:
+        self.bytes_per_block = bytes_per_block
+        self._model = model
+        self._batch = batch
+        self._device = device
+        self._max_tokens = max_tokens
+        self._max_drafts = max_drafts
+        self._last: dict[int, tuple[int, DraftTokens]] = {}
+        """By slot, the slot's generation and what was drafted last."""
+        self.initialize_cache(0)
+
+    def initialize_cache(self, num_blocks: int) -> None:
+        """Allocate keys and values."""
+        self._kv_caches: KVCaches = []
+        self._key_caches: dict[AttentionSpec, torch.Tensor] = {}
+        self._layers: RecordedLayers | None = None
+        self._chain: RecordedChain | None = None
+        self._drafted = DraftedPositions(self._batch, num_blocks)
+        self._last.clear()
+        model, caches = self._model, self._model.allocate_caches(num_blocks)
+        self._kv_caches, self._key_caches = caches, key_caches_by_kind(model.attention_specs, caches)
+        if num_blocks and self._device.type == "cpu":
+            try:
+                self._layers = RecordedLayers(
+                    lambda inputs, context: model.layers(inputs, context, caches),
+                    model.input_widths, model.dtype, model.attention_specs, caches,
+                )  # fmt: skip
+                self._chain = RecordedChain(model, caches, self._batch.block_table.shape[1], self._max_drafts)
+            except NotRecordableError as error:
+                logger.warning(
+                    "drafts are computed op by op, which takes longer: %s", str(error)
+                )  # it refers to the caches
+
+    @property
+    def recorded_bytes(self) -> int:
+        """See `DraftMethod`."""
+        return sum(recorded.num_bytes for recorded in (self._layers, self._chain) if recorded is not None)
+
+    def forget_blocks(self, block_ids: list[int]) -> None:
+        """See `DraftMethod`."""
+        self._drafted.forget(block_ids)
+
+    def draft(self, slots: Int64Array, hidden_SE: torch.Tensor | None, sampling: DraftSampling) -> list[DraftTokens]:
+        """See `DraftMethod`."""
+        model = self._model
+        ends = self._batch.num_known_tokens[slots] - model.token_offset
+        out_SE = self._catch_up(slots, ends)
+        if self._chain is not None and len(slots) <= RECORDED_TOKENS and sampling.by_chance is None:
+            drafts = sampling.drafts_of(*self._chain.draft(out_SE, ends, self._batch.block_table[slots], sampling))
+        else:
+            token_ids = sampling.draw(model.logits(out_SE))
+            for context in self._contexts(slots, ends, sampling):
+                num_rows = len(context.positions)
+                out_SE = self._run(model.drafted_inputs(token_ids[:num_rows], out_SE[:num_rows]), context)
+                token_ids = sampling.draw(model.logits(out_SE))
+            drafts = sampling.drafts()
+        generations = self._batch.generation[slots].tolist()
+        self._last.update(zip(slots.tolist(), zip(generations, drafts, strict=True), strict=True))
+        return drafts
+
+    def _contexts(self, slots: Int64Array, ends: Int64Array, sampling: DraftSampling) -> Iterator[ForwardContext]:
+        """The contexts of the drafts after the first, place by place: one position of each request that has one.
+
+        Args:
+            slots: [S]
+            ends: [S], the first position after the known ones.
+            sampling: says which requests have how many drafts.
+        """
+        num_places = sampling.num_places - 1
+        if num_places < 1:
+            return
+        block_size, table = self._batch.block_size, self._batch.block_table
+        positions_PS = ends + np.arange(num_places)[:, None]
+        # Of requests with fewer drafts, the positions of further places may be outside the table; nobody reads them.
+        blocks_PS = np.minimum(positions_PS // block_size, table.shape[1] - 1)
+        slot_mapping_PS = table[slots, blocks_PS] * block_size + positions_PS % block_size
+        width = table_width(int(positions_PS.max()) + 1, block_size, self._device)
+        starts = np.arange(len(slots) + 1)
+        *columns, table_SM, starts_there = upload(
+            self._device, positions_PS, slot_mapping_PS, positions_PS + 1, table[slots, :width], starts
+        )
+        for place in range(num_places):
+            rows = slice(sampling.num_rows(place + 1))
+            positions, slot_mapping, lens = (column[place, rows] for column in columns)
+            known = torch.from_numpy(starts[: rows.stop + 1]), torch.from_numpy(positions_PS[place, rows] + 1)
+            yield ForwardContext(
+                positions=positions,
+                slot_mapping=slot_mapping,
+                block_table=table_SM[rows],
+                query_start_loc=starts_there[: rows.stop + 1],
+                seq_lens=lens,
+                plans=plan_attentions(self._key_caches, table_SM[rows], *known),
+            )
+
+    def _catch_up(self, slots: Int64Array, ends: Int64Array) -> torch.Tensor:
+        """Compute the positions before `ends`, [S], as far as they are not; [S, E] of the last of each."""
+        if self._model.token_offset == 0:
+            self._keep_accepted(slots)
+        starts = np.minimum(self._drafted.counts(slots), ends - 1)
+        while (ends - starts).sum() > self._max_tokens:  # one long part after the other, for their effect alone
+            row = int((ends - starts).argmax())
+            lens = np.minimum(ends - starts - 1, self._max_tokens)[row : row + 1]
+            self._pass(slots[row : row + 1], starts[row : row + 1], lens)
+            starts[row] += lens[0]
+        lens = ends - starts
+        out_TE = self._pass(slots, starts, lens)
+        self._drafted.extend(slots, starts, ends)
+        if len(out_TE) == len(slots):
+            return out_TE
+        return out_TE[upload(self._device, lens.cumsum() - 1)[0]]
+
+    def _keep_accepted(self, slots: Int64Array) -> None:
+        """Drafts that were accepted need not be computed again, but for the last one, which was not an input yet."""
+        batch = self._batch
+        for slot in slots.tolist():
+            generation, drafts = self._last.pop(slot, (-1, None))
+            if drafts is None or generation != batch.generation[slot]:
+                continue
+            start, computed = drafts.start, drafts.token_ids[:-1]
+            end = min(start + len(computed), int(batch.num_known_tokens[slot]))
+            num_accepted = count_accepted(computed[: end - start], batch.token_ids[slot, start:end].tolist())
+            row = np.array([slot])
+            self._drafted.extend(row, np.array([start]), np.array([start + num_accepted]))
+
+    def _pass(self, slots: Int64Array, starts: Int64Array, lens: Int64Array) -> torch.Tensor:
+        """Compute `lens` positions of known tokens from `starts` on, [S] each → [T, E]."""
+        places = np.arange(lens.sum()) - np.repeat(lens.cumsum() - lens, lens)
+        positions = np.repeat(starts, lens) + places
+        token_ids = self._batch.token_ids[np.repeat(slots, lens), positions + self._model.token_offset]
+        context, (token_ids_T,) = self._context(slots, positions, lens, token_ids)
+        return self._run(self._model.known_inputs(token_ids_T, context.slot_mapping), context)
+
+    def _context(
+        self, slots: Int64Array, positions: Int64Array, lens: Int64Array, *others: Int64Array
+    ) -> tuple[ForwardContext, list[torch.Tensor]]:
+        """The context of `lens` consecutive positions of each request, [S]; and the others on the device."""
+        block_size = self._batch.block_size
+        ends, table = lens.cumsum(), self._batch.block_table
+        block_ids = table[np.repeat(slots, lens), positions // block_size]
+        return upload_context(
+            self._key_caches, table, slots, positions, block_ids * block_size + positions % block_size,
+            np.concatenate(([0], ends)), positions[ends - 1] + 1, *others,
+        )  # fmt: skip
+
+    def _run(self, inputs: Sequence[torch.Tensor], context: ForwardContext) -> torch.Tensor:
+        if self._layers is not None and len(context.positions) <= RECORDED_TOKENS:
+            return self._layers(inputs, context)
+        return self._model.layers(inputs, context, self._kv_caches)

@@ -1,0 +1,171 @@
+"""Drafting: what happens at the end of a step that drafts are wanted after."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Set
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from quire_engine.device.transfer import upload
+from quire_engine.messages import DraftTokens, ModelRunnerOutput, SchedulerOutput
+from quire_engine.sampling import DraftsToVerify
+from quire_engine.worker.batch.input_batch import InputBatch
+from quire_engine.worker.batch.step_inputs import SampledRows
+from quire_engine.worker.drafting.base import DraftMethod
+from quire_engine.worker.drafting.draft_sampling import DraftSampling
+
+__all__ = ["Drafting"]
+
+logger = logging.getLogger(__name__)
+
+
+class _Drawn(NamedTuple):
+    """The last drafts of a request that are to be accepted by chance."""
+
+    generation: int
+    drafts: DraftTokens
+    distributions: torch.Tensor
+    """[number of drafts, V]"""
+
+
+class Drafting:
+    """Lets a method draft, once the tokens of a step are known.
+
+    Args:
+        method: drafts.
+        batch: the requests.
+        lock: guards the batch.
+        device: of the model.
+        by_chance: whether drafts of sampled requests are accepted by chance. Not those with a grammar: drafts
+            that leave it are cut, and that depends on which token they are.
+    """
+
+    def __init__(
+        self, method: DraftMethod, batch: InputBatch, lock: threading.Lock, device: torch.device, by_chance: bool
+    ) -> None:
+        self.method = method
+        self._batch = batch
+        self._lock = lock
+        self._device = device
+        self._by_chance = by_chance
+        self._num_failures = 0
+        self._drawn: dict[int, _Drawn] = {}
+        """By slot."""
+
+    def initialize_cache(self, num_blocks: int) -> None:
+        """Let the method allocate what it keeps for so many blocks, and forget what it drafted before; 0 frees it."""
+        self._drawn.clear()
+        self.method.initialize_cache(num_blocks)
+
+    def forget(self, request_id: str) -> None:
+        """A request is about to lose its slot."""
+        self._drawn.pop(self._batch.slots.get(request_id, -1), None)
+
+    def update_blocks(self, scheduler_output: SchedulerOutput) -> None:
+        """Take note of blocks that belong to other tokens from this step on."""
+        block_ids: list[int] = []
+        for request in scheduler_output.new_requests:
+            num_found = request.num_computed_tokens // self._batch.block_size
+            block_ids += request.block_ids[num_found:]
+        for own in scheduler_output.cached_requests.new_block_ids:
+            block_ids += own
+        if block_ids:
+            self.method.forget_blocks(block_ids)
+
+    def to_verify(self, sampled: SampledRows) -> DraftsToVerify | None:
+        """The drafts of a step that are accepted by chance. The batch does not have its tokens yet."""
+        rows: list[int] = []
+        token_ids: list[int] = []
+        distributions: list[torch.Tensor] = []
+        if self._drawn:
+            for request_id, first in zip(sampled.request_ids, sampled.starts.tolist(), strict=True):
+                own, slot = sampled.drafts.get(request_id, ()), int(sampled.slots[first])
+                drawn = self._drawn.pop(slot, None)
+                if drawn is None or drawn.generation != self._batch.generation[slot]:
+                    continue
+                start, drafts = drawn.drafts.start, drawn.drafts.token_ids[: len(own)]
+                if own and start == self._batch.num_tokens[slot] and list(own) == drafts:
+                    rows += range(first, first + len(own))
+                    token_ids += own
+                    distributions.append(drawn.distributions[: len(own)])
+        if not rows:
+            return None
+        rows_R, token_ids_R = upload(self._device, np.array(rows), np.array(token_ids))
+        return DraftsToVerify(rows=rows_R, token_ids=token_ids_R, probabilities=torch.cat(distributions))
+
+    def after(
+        self, scheduler_output: SchedulerOutput, sampled: SampledRows, hidden_RE: torch.Tensor
+    ) -> Callable[[ModelRunnerOutput], None]:
+        """What is to be called with the step's result, as soon as the batch has its tokens.
+
+        Args:
+            scheduler_output: the step, which drafts are wanted after.
+            sampled: its rows.
+            hidden_RE: their hidden states; overwritten by the next step.
+        """
+        wanted, bitmask = scheduler_output.num_drafts_wanted, scheduler_output.grammar_bitmask
+        with_grammar = frozenset(() if bitmask is None else bitmask.request_ids)
+        generations = {request_id: self._generation(request_id) for request_id in wanted}
+        kept = hidden_RE.clone() if self.method.needs_hidden else None
+
+        def draft(output: ModelRunnerOutput) -> None:
+            """If it fails, there are no drafts: the step's tokens are as good without."""
+            began_at = time.perf_counter()
+            try:
+                with self._lock, torch.inference_mode():
+                    live = [name for name in wanted if self._generation(name) == generations[name] is not None]
+                    live.sort(key=lambda name: -wanted[name])
+                    if live:
+                        hidden_SE = None if kept is None else self._last_rows(live, sampled, kept, output)
+                        self._draft(live, [wanted[name] for name in live], with_grammar, hidden_SE, output)
+            except Exception as error:
+                self._num_failures += 1
+                logger.log(
+                    logging.ERROR if self._num_failures == 1 else logging.WARNING,
+                    "no tokens are drafted after a step of %d requests, %d times so far: %r",
+                    len(sampled.request_ids), self._num_failures, error,
+                    exc_info=error if self._num_failures == 1 else None,
+                )  # fmt: skip
+            output.draft_seconds = time.perf_counter() - began_at
+
+        return draft
+
+    def _generation(self, request_id: str) -> int | None:
+        """Which request of its slot this is; None if it has none."""
+        slot = self._batch.slots.get(request_id)
+        return None if slot is None else int(self._batch.generation[slot])
+
+    def _last_rows(
+        self, request_ids: list[str], sampled: SampledRows, hidden_RE: torch.Tensor, output: ModelRunnerOutput
+    ) -> torch.Tensor:
+        """[S, E], the hidden states that each request's last token was sampled from."""
+        firsts = dict(zip(sampled.request_ids, sampled.starts.tolist(), strict=True))
+        rows = [firsts[name] + len(output.sampled_token_ids[name]) - 1 for name in request_ids]
+        return hidden_RE[upload(self._device, np.array(rows))[0]]
+
+    def _draft(
+        self,
+        request_ids: list[str],
+        counts: list[int],
+        with_grammar: Set[str],
+        hidden_SE: torch.Tensor | None,
+        output: ModelRunnerOutput,
+    ) -> None:
+        """Draft so many tokens for each of these requests, descending."""
+        batch = self._batch
+        slots = np.array([batch.slots[name] for name in request_ids])
+        by_chance = None
+        if self._by_chance:
+            by_chance = (batch.temperature[slots] > 0) & np.array([name not in with_grammar for name in request_ids])
+            by_chance = by_chance if by_chance.any() else None
+        sampling = DraftSampling(batch, slots, np.array(counts), self._device, by_chance)
+        drafts = self.method.draft(slots, hidden_SE, sampling)
+        output.drafts = dict(zip(request_ids, drafts, strict=True))
+        if by_chance is not None:
+            for row, slot in enumerate(slots.tolist()):
+                distributions_KV = sampling.distributions(row)
+                if distributions_KV is not None:
+                    self._drawn[slot] = _Drawn(int(batch.generation[slot]), drafts[row], distributions_KV)

@@ -1,0 +1,83 @@
+"""Makes the method that drafts, from the settings."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from quire_engine.config import EngineCoreConfig
+from quire_engine.models.base import AttentionSpec, KVCaches
+from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.decoder import Decoder
+from quire_engine.models.draft_checkpoint import read_draft_model
+from quire_engine.models.eagle3 import load_eagle3
+from quire_engine.models.loader import load_model
+from quire_engine.models.medusa import load_medusa
+from quire_engine.worker.batch.input_batch import InputBatch
+from quire_engine.worker.cache_sizing import block_bytes
+from quire_engine.worker.drafting.base import DraftMethod
+from quire_engine.worker.drafting.chain import ChainDrafter
+from quire_engine.worker.drafting.draft_model import DraftModel
+from quire_engine.worker.drafting.eagle3 import Eagle3Model
+from quire_engine.worker.drafting.medusa import MedusaDrafter
+from quire_engine.worker.forward.recorded import RECORDED_TOKENS
+
+__all__ = ["make_draft_method"]
+
+logger = logging.getLogger(__name__)
+
+
+def make_draft_method(
+    config: EngineCoreConfig,
+    target: Decoder,
+    target_config: CheckpointConfig,
+    quantized_dtype: torch.dtype | None,
+    cache_dtype: torch.dtype,
+    batch: InputBatch,
+    max_model_len: int,
+    device: torch.device,
+    allocate_caches: Callable[[Sequence[AttentionSpec], int], KVCaches],
+) -> DraftMethod:
+    """Load what drafts.
+
+    Args:
+        config: names it.
+        target: this rank's part of the model that it drafts for.
+        target_config: of the whole.
+        quantized_dtype: of the target's matrices; None: they are not quantised.
+        cache_dtype: of keys and values.
+        batch: the requests.
+        max_model_len: of the target.
+        device: of the target.
+        allocate_caches: (layers, number of blocks) → their keys and values.
+
+    Raises:
+        CheckpointError: its checkpoint is not as it has to be.
+    """
+    drafts = config.scheduler.draft_checkpoint
+    assert drafts is not None, "without a model that drafts"
+    method, folder, target_folder = drafts[0], Path(drafts[1]), Path(config.model.model)
+    if method == "medusa":
+        return MedusaDrafter(
+            load_medusa(folder, target_folder, target_config, target, target.dtype, quantized_dtype, device)
+        )
+    size, max_tokens = batch.block_size, config.scheduler.max_num_batched_tokens
+    max_drafts = config.scheduler.max_draft_tokens
+    max_num_rows = max(config.scheduler.max_num_seqs, RECORDED_TOKENS)
+    if method == "eagle3":
+        head = load_eagle3(
+            folder, target_folder, target_config, target, target.dtype, max_model_len, quantized_dtype, device
+        )
+        eagle = Eagle3Model(head, target, target_config.vocab_size, max_num_rows, size, allocate_caches)
+        own_bytes = block_bytes(eagle.attention_specs, size, cache_dtype.itemsize) + eagle.table_bytes_per_block
+        return ChainDrafter(eagle, own_bytes, batch, device, max_tokens, max_drafts)
+    own_config = read_draft_model(folder, target_config)
+    if own_config.max_position_embeddings < max_model_len:
+        logger.warning(
+            "%s: max_position_embeddings is %d, less than max_model_len=%d; drafts beyond it are hardly ever right",
+            folder, own_config.max_position_embeddings, max_model_len,
+        )  # fmt: skip
+    model = load_model(folder, own_config, target.dtype, max_model_len, quantized_dtype=quantized_dtype, device=device)
+    own_bytes = block_bytes(model.attention_specs, size, cache_dtype.itemsize)
+    return ChainDrafter(DraftModel(model, allocate_caches), own_bytes, batch, device, max_tokens, max_drafts)

@@ -1,0 +1,381 @@
+"""Drafts of a model on the workers: for whom they are wanted, and which of those that come are used."""
+
+from collections import deque
+from collections.abc import Sequence
+from copy import deepcopy
+from itertools import pairwise
+
+import pytest
+from quire_engine.messages import FinishReason, ModelRunnerOutput, SchedulerOutput
+from quire_engine.sampling_params import SamplingParams
+from quire_engine.scheduler import Scheduler
+from quire_engine.scheduler.request import Request
+from quire_engine.scheduler.worker_drafts import WorkerDrafts
+from quire_engine.stats import StepStats
+from support.scheduling import (
+    VOCAB_SIZE,
+    FakeModelRunner,
+    FixedCosts,
+    draft_always,
+    draft_partly_right,
+    draft_right,
+    make_request,
+    make_requests,
+    make_scheduler,
+    next_token,
+    run_step,
+    undisturbed_output,
+)
+
+MOST = 7
+
+
+def draft_wrong(token_ids: Sequence[int], num_tokens: int) -> list[int]:
+    return [(next_token(token_ids) + 1) % VOCAB_SIZE] * num_tokens
+
+
+DRAFTS = {
+    "right": draft_right,
+    "wrong": draft_wrong,
+    "partly right": draft_partly_right,
+    "failed": lambda token_ids, num_tokens: None,
+    "none": lambda token_ids, num_tokens: [],
+    "no tokens": lambda token_ids, num_tokens: [VOCAB_SIZE] * num_tokens,
+    "too many": lambda token_ids, num_tokens: draft_right(token_ids, num_tokens + 3),
+}
+WAYS = {
+    "": {},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "few blocks": {"num_blocks": 12},
+    "small steps": {"max_num_batched_tokens": 5},
+    "two stages": {"pipeline_parallel_size": 2},
+    "ahead": {"async_scheduling": True},
+}
+
+
+def drafting(requests: Sequence[Request], costs: FixedCosts | None = None, **settings: int) -> Scheduler:
+    scheduler = make_scheduler(**settings)
+    if costs is None:
+        draft_always(scheduler, WorkerDrafts(), most=MOST)
+    else:
+        scheduler.draft_with(WorkerDrafts(), VOCAB_SIZE, MOST, costs)
+    for request in requests:
+        scheduler.add_request(request)
+    return scheduler
+
+
+def run(scheduler: Scheduler, runner: FakeModelRunner, num_in_flight: int = 1) -> dict[str, list[int]]:
+    """What each request gets, until all have ended, with so many steps in flight."""
+    token_ids: dict[str, list[int]] = {request_id: [] for request_id in scheduler.requests}
+    in_flight: deque[SchedulerOutput] = deque()
+    while scheduler.has_requests() or in_flight:
+        while len(in_flight) < num_in_flight:
+            step = scheduler.schedule()
+            scheduler.check_integrity()
+            if in_flight and not step.num_scheduled_tokens and not step.dropped_request_ids:
+                break
+            runner.submit(step)
+            in_flight.append(step)
+        for output in scheduler.update_from_output(in_flight.popleft(), runner.collect()):
+            assert output.finish_reason is not FinishReason.ERROR
+            token_ids[output.request_id] += output.new_token_ids
+        scheduler.check_integrity()
+    return token_ids
+
+
+def finish(scheduler: Scheduler, runner: FakeModelRunner, step: SchedulerOutput) -> ModelRunnerOutput:
+    result = runner.execute_model(step)
+    scheduler.update_from_output(step, result)
+    return result
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_every_request_gets_what_it_gets_without(drafts: str, way: str) -> None:
+    requests = make_requests(5, max_tokens=21)
+    expected = {request.request_id: undisturbed_output(request)[0] for request in requests}
+    scheduler = drafting(requests, **WAYS[way])
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    runner.draft = DRAFTS[drafts]  # type: ignore[assignment]
+    assert run(scheduler, runner, 2 if way in ("two stages", "ahead") else 1) == expected
+    stats = scheduler.make_stats()
+    assert stats.drafts is not None
+    assert (stats.num_preemptions > 0) == (way == "few blocks")
+    assert stats.num_blocks_used == 0
+    num_drafts, num_accepted = stats.drafts.num_draft_tokens, stats.drafts.num_accepted_tokens
+    assert (num_drafts > 0) == (drafts in ("right", "wrong", "partly right", "too many"))
+    assert (num_accepted > 0) == (drafts in ("right", "partly right", "too many"))
+    assert (num_accepted < num_drafts) == (drafts in ("wrong", "partly right"))
+
+
+def test_right_drafts_make_the_steps_fewer() -> None:
+    def num_steps(draft: str) -> int:
+        scheduler = drafting(make_requests(2, max_tokens=40))
+        runner = FakeModelRunner.for_scheduler(scheduler)
+        runner.draft = DRAFTS[draft]  # type: ignore[assignment]
+        run(scheduler, runner)
+        return runner.num_steps
+
+    assert num_steps("wrong") == num_steps("failed") == 40
+    assert num_steps("right") == 7, "1 token, 1 + 4 of them, then 1 + 6 and at last 1 + 7"
+
+
+def test_drafts_are_wanted_of_those_that_the_step_samples() -> None:
+    requests = [make_request([50] * 9, request_id="long"), *make_requests(1, prompt_length=4)]
+    scheduler = drafting(requests, max_num_batched_tokens=8)
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    step = scheduler.schedule()
+    assert step.num_scheduled_tokens == {"long": 8}
+    assert not step.num_drafts_wanted, "a part of its prompt is left"
+    finish(scheduler, runner, step)
+    step = scheduler.schedule()
+    assert step.num_scheduled_tokens == {"long": 1, "r0": 4}
+    assert step.num_drafts_wanted == {"long": 4, "r0": 2}
+
+
+def test_no_draft_is_wanted_where_steps_have_no_room_for_any() -> None:
+    scheduler = drafting(make_requests(8, prompt_length=1), max_num_batched_tokens=8, max_num_seqs=8)
+    step = scheduler.schedule()
+    assert len(step.num_scheduled_tokens) == 8
+    assert not step.num_drafts_wanted
+
+
+def test_no_draft_is_wanted_behind_the_end_of_the_output() -> None:
+    """The step's own token, and one after the last draft: of 4 tokens, 2 can be drafted."""
+    requests = [
+        make_request([50 + most], request_id=f"r{most}", params=SamplingParams(max_tokens=most)) for most in range(1, 8)
+    ]
+    step = drafting(requests).schedule()
+    assert step.num_drafts_wanted == {"r3": 1, "r4": 2, "r5": 3, "r6": 4, "r7": 4}
+
+
+def test_drafts_of_this_step_count_for_those_of_the_next() -> None:
+    """All of them may be accepted."""
+    scheduler = drafting([make_request([5], request_id="r0", params=SamplingParams(max_tokens=8))])
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    finish(scheduler, runner, scheduler.schedule())
+    step = scheduler.schedule()
+    assert len(step.draft_token_ids["r0"]) == 4
+    assert step.num_drafts_wanted == {"r0": 1}, "1 + 4 + 1 tokens, a draft and the last token"
+
+
+def test_a_request_may_want_fewer_drafts_or_none() -> None:
+    requests = [
+        make_request([5, own or 0], request_id=f"r{own}", params=SamplingParams(num_speculative_tokens=own))
+        for own in (None, 0, 2, 50)
+    ]
+    scheduler = drafting(requests)
+    assert scheduler.schedule().num_drafts_wanted == {"rNone": 4, "r2": 2, "r50": 4}
+    assert not scheduler.requests["r0"].is_drafted
+
+
+def test_nobody_waits_or_gives_way_in_a_step_for_what_is_wanted_after_it() -> None:
+    """The same step without drafting schedules the same, but for the drafts."""
+    num_wanted = num_denied = num_preemptions = 0
+    for num_blocks in range(8, 20):
+        scheduler = drafting(make_requests(5, max_tokens=21), num_blocks=num_blocks)
+        runner = FakeModelRunner.for_scheduler(scheduler)
+        runner.draft = draft_partly_right
+        while scheduler.has_requests():
+            twin = deepcopy(scheduler)
+            twin._drafter = None
+            without, step = twin.schedule(), scheduler.schedule()
+            counts = dict(step.num_scheduled_tokens)
+            for request_id, drafts in step.draft_token_ids.items():
+                counts[request_id] -= len(drafts)
+            assert counts == without.num_scheduled_tokens
+            assert step.dropped_request_ids == without.dropped_request_ids
+            assert [new.request_id for new in step.new_requests] == [new.request_id for new in without.new_requests]
+            num_wanted += len(step.num_drafts_wanted)
+            num_denied += len(step.num_scheduled_tokens) - len(step.num_drafts_wanted)
+            finish(scheduler, runner, step)
+        num_preemptions += scheduler.num_preemptions
+    assert min(num_wanted, num_denied, num_preemptions) > 10
+
+
+def test_blocks_for_what_is_wanted_are_sent_with_the_step() -> None:
+    scheduler = drafting(make_requests(1, prompt_length=8), num_blocks=64, block_size=4)
+    scheduler.requests["r0"].max_tokens = 40
+    step = scheduler.schedule()
+    assert step.num_drafts_wanted == {"r0": 4}
+    assert step.new_requests[0].block_ids == scheduler.kv_cache.get_block_ids("r0")
+    assert len(step.new_requests[0].block_ids) == 3
+    finish(scheduler, FakeModelRunner.for_scheduler(scheduler), step)
+    step = scheduler.schedule()
+    known = 3 + sum(map(len, step.cached_requests.new_block_ids))
+    assert known == len(scheduler.kv_cache.get_block_ids("r0")) == -(-(8 + 1 + 4 + step.num_drafts_wanted["r0"]) // 4)
+
+
+def test_what_was_drafted_for_a_request_that_gave_way_is_not_used_before_its_time() -> None:
+    scheduler = drafting(make_requests(1, max_tokens=9), async_scheduling=True)
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    runner.draft = draft_wrong
+    step = scheduler.schedule()
+    runner.submit(step)
+    (request,) = scheduler.running
+    scheduler._preempt(scheduler.running.pop())
+    scheduler.update_from_output(step, runner.collect())
+    assert request.num_output_tokens == 0, "the result is void"
+    again = scheduler.schedule()
+    assert not again.draft_token_ids
+    finish(scheduler, runner, again)
+    assert request.all_token_ids[8:] == undisturbed_output(request)[0][:1]
+
+
+def test_what_was_drafted_for_a_request_that_ended_is_dropped() -> None:
+    scheduler = drafting(make_requests(2, max_tokens=9))
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    step = scheduler.schedule()
+    result = runner.execute_model(step)
+    scheduler.finish_request("r0")
+    scheduler.update_from_output(step, result)
+    assert "r0" in result.drafts
+    assert list(scheduler.schedule().draft_token_ids) == ["r1"]
+
+
+@pytest.mark.parametrize("prompt_length", [8, 9])
+def test_a_new_request_with_an_old_id_gets_none_of_the_old_ones_drafts(prompt_length: int) -> None:
+    """Whether they would fit by their position (9 tokens) or not."""
+    scheduler = drafting(make_requests(1, max_tokens=9))
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    step = scheduler.schedule()
+    result = runner.execute_model(step)
+    scheduler.finish_request("r0")
+    new = make_request([60] * prompt_length, request_id="r0", params=SamplingParams(max_tokens=9))
+    scheduler.add_request(new)
+    scheduler.update_from_output(step, result)
+    assert result.drafts["r0"].start == 9
+    step = scheduler.schedule()
+    assert not step.draft_token_ids
+    runner.draft = lambda token_ids, num_tokens: None
+    finish(scheduler, runner, step)
+    assert new.num_tokens == prompt_length + 1
+    assert not scheduler.schedule().draft_token_ids
+
+
+def test_drafts_that_were_left_out_are_not_used_once_the_request_has_gone_on() -> None:
+    costs = FixedCosts()
+    scheduler = drafting(make_requests(1, max_tokens=30), costs)
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    finish(scheduler, runner, scheduler.schedule())
+    runner.draft = lambda token_ids, num_tokens: None
+    costs.unknown = {1}
+    finish(scheduler, runner, scheduler.schedule())
+    costs.unknown = set()
+    step = scheduler.schedule()
+    assert step.num_scheduled_tokens == {"r0": 1}
+
+
+class Costs(FixedCosts):
+    """Notes what is recorded.
+
+    Args:
+        ask_seconds: how long it takes to ask a request, where a token takes a second.
+    """
+
+    def __init__(self, ask_seconds: float = 0.0) -> None:
+        super().__init__()
+        self.ask_seconds = ask_seconds
+        self.asked: list[tuple[int, float, bool]] = []
+        self.steps: list[float] = []
+
+    def record_asking(self, number: int, seconds: float, *, is_upper_bound: bool = False) -> None:
+        self.asked.append((number, seconds, is_upper_bound))
+
+    def record(self, num_tokens: int, seconds: float, *, has_drafts: bool) -> None:
+        self.steps.append(seconds)
+
+
+def wanted_steps(scheduler: Scheduler, runner: FakeModelRunner, num_steps: int) -> list[bool]:
+    """In which of the next steps any drafts are wanted."""
+    wanted = []
+    for _ in range(num_steps):
+        step = scheduler.schedule()
+        wanted.append(bool(step.num_drafts_wanted))
+        finish(scheduler, runner, step)
+    return wanted
+
+
+def test_a_request_rests_while_its_drafts_are_worth_too_little() -> None:
+    (request,) = make_requests(1, max_tokens=2000)
+    scheduler = drafting([request], Costs(ask_seconds=0.05), num_blocks=600)
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    runner.draft = draft_wrong
+    first, later = wanted_steps(scheduler, runner, 40), wanted_steps(scheduler, runner, 60)
+    assert all(first[:5])
+    assert 2 <= sum(later) <= 6, "once in 16 steps or more"
+    runner.draft = draft_right
+    assert all(wanted_steps(scheduler, runner, 100)[-10:])
+
+
+def test_asking_costs_what_drafting_takes_but_not_what_a_model_has_to_make_up_for() -> None:
+    """The first time it computes the whole prompt. A step takes so much less."""
+    costs = Costs()
+    scheduler = drafting(make_requests(2, max_tokens=30), costs)
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    for seconds in (0.5, 0.0625, 0.125):
+        step = scheduler.schedule()
+        result = runner.execute_model(step)
+        result.draft_seconds = seconds
+        scheduler.update_from_output(step, result)
+        scheduler.note_step_seconds(StepStats(num_tokens=2), 8.0)
+    assert [asked[1:] for asked in costs.asked] == [(0.5, True), (0.0625, False), (0.125, False)]
+    assert costs.asked[0][0] == 2 * 4, "drafts"
+    assert costs.steps == [7.5, 7.9375, 7.875]
+
+
+def test_after_a_rest_a_model_has_to_make_up_for_it_again() -> None:
+    costs = Costs(ask_seconds=0.25)
+    scheduler = drafting(make_requests(1, max_tokens=200), costs, num_blocks=400)
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    runner.draft = draft_wrong
+    wanted = wanted_steps(scheduler, runner, 100)
+    usual = sum(now and before for before, now in pairwise(wanted))
+    assert sum(not is_upper_bound for _, _, is_upper_bound in costs.asked) == usual < sum(wanted) - 3
+
+
+def test_nothing_is_wanted_while_it_is_not_known_how_long_steps_take() -> None:
+    scheduler = make_scheduler()
+    scheduler.draft_with(WorkerDrafts(), VOCAB_SIZE, MOST)
+    scheduler.add_request(make_request([5], request_id="r0", params=SamplingParams(max_tokens=30)))
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    for _ in range(2):
+        step = scheduler.schedule()
+        assert not step.num_drafts_wanted
+        finish(scheduler, runner, step)
+        scheduler.note_step_seconds(StepStats(num_tokens=1), 0.1)
+    assert scheduler.schedule().num_drafts_wanted == {"r0": 4}
+
+
+def test_more_are_wanted_of_those_whose_drafts_pay_off_and_fewer_of_others() -> None:
+    """Where a draft costs what another request's token costs, a wrong one is not computed."""
+    costs = FixedCosts(0.3)
+    scheduler = drafting(make_requests(1, max_tokens=150), costs, num_blocks=400)
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    assert [scheduler_wants(scheduler, runner) for _ in range(5)][-1] == MOST
+    runner.draft = draft_wrong
+    assert [scheduler_wants(scheduler, runner) for _ in range(40)][-1] == 1
+
+
+def scheduler_wants(scheduler: Scheduler, runner: FakeModelRunner) -> int:
+    """How many drafts the next step wants of its request."""
+    step = scheduler.schedule()
+    finish(scheduler, runner, step)
+    return step.num_drafts_wanted["r0"]
+
+
+def test_a_suspect_has_no_drafts_computed_and_none_wanted() -> None:
+    scheduler = drafting(make_requests(3, max_tokens=12))
+    expected = {name: undisturbed_output(request)[0] for name, request in scheduler.requests.items()}
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    token_ids: dict[str, list[int]] = {name: [] for name in expected}
+    for number in range(60):
+        runner.fails = lambda request_id, num_output, number=number: number == 2  # type: ignore[misc]
+        is_isolating = bool(scheduler._isolation.is_active)
+        twin = deepcopy(scheduler).schedule() if scheduler.has_requests() else None
+        assert not (is_isolating and twin is not None and (twin.draft_token_ids or twin.num_drafts_wanted))
+        for output in run_step(scheduler, runner):
+            token_ids[output.request_id] += output.new_token_ids
+        scheduler.check_integrity()
+    assert token_ids == expected
+    assert scheduler.make_stats().num_failed_steps == 1
