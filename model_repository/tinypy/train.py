@@ -33,7 +33,8 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
 from torch.nn import functional
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -251,14 +253,14 @@ def build_model(config: TrainingConfig) -> LlamaForCausalLM:
     )
 
 
-def build_optimizers(model: LlamaForCausalLM, config: TrainingConfig) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices within the layers and AdamW for the rest.
+def build_optimizers(model: nn.Module, layers: nn.Module, config: TrainingConfig) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices within the layers, a part of the model, and AdamW for the rest.
 
     Muon (Jordan et al., 2024) orthogonalizes the momentum of a matrix, which takes fewer tokens than AdamW to reach a
     loss; it is meant for hidden layers only. Its step is scaled to the size of AdamW's (Liu et al., 2025, "Muon is
     Scalable for LLM Training"), so that both learning rates are of one kind.
     """
-    matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
+    matrices = [parameter for parameter in layers.parameters() if parameter.ndim == 2]
     within = {id(parameter) for parameter in matrices}
     others = [parameter for parameter in model.parameters() if id(parameter) not in within]
     return [
@@ -312,38 +314,59 @@ def evaluate(model: LlamaForCausalLM, stream: TokenIds, num_bytes: int, length: 
     return Quality(loss=total / (len(stream) - 1), bits_per_byte=total / math.log(2) / num_bytes)
 
 
-def save_checkpoint(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Writes the Hugging Face folder in bfloat16. Each file is replaced at once, so a reader never sees half of one."""
+@contextmanager
+def replacing_files(out: Path) -> Iterator[Path]:
+    """Yields an empty folder whose files then move to out, each at once, so a reader never sees half of one."""
     out.mkdir(parents=True, exist_ok=True)
-    rounded = copy.deepcopy(model).bfloat16()
-    rounded.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-        bos_token_id=BOS_TOKEN_ID, eos_token_id=EOS_TOKEN_ID, pad_token_id=EOS_TOKEN_ID
-    )
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as temporary:
-        rounded.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        settings = Path(temporary, "tokenizer_config.json")
-        # The class goes by another name in transformers 5, which earlier releases would not find.
-        named = json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-        settings.write_text(json.dumps(named, indent=2) + "\n")
+        yield Path(temporary)
         for path in Path(temporary).iterdir():
             path.chmod(0o644)  # The server may run as another user.
             path.replace(out / path.name)
 
 
+def save_checkpoint(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Writes the Hugging Face folder in bfloat16."""
+    rounded = copy.deepcopy(model).bfloat16()
+    rounded.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+        bos_token_id=BOS_TOKEN_ID, eos_token_id=EOS_TOKEN_ID, pad_token_id=EOS_TOKEN_ID
+    )
+    with replacing_files(out) as temporary:
+        rounded.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        settings = temporary / "tokenizer_config.json"
+        # The class goes by another name in transformers 5, which earlier releases would not find.
+        named = json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        settings.write_text(json.dumps(named, indent=2) + "\n")
+
+
 def train(
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
+    model: nn.Module,
+    layers: nn.Module,
+    loss_function: Callable[[torch.Tensor], torch.Tensor],
     stream: TokenIds,
     config: TrainingConfig,
-    out: Path,
+    save: Callable[[], None],
     save_seconds: float,
     compile_step: bool,
-    first_step: int,
+    first_step: int = 0,
 ) -> float:
-    """Runs the steps from first_step on and returns the mean training loss of the last fifty."""
-    loss_function = torch.compile(next_token_loss, dynamic=False) if compile_step else next_token_loss
-    optimizers = build_optimizers(model, config)
+    """Runs the steps from first_step on and returns the mean training loss of the last fifty.
+
+    Args:
+        model: whose parameters are trained.
+        layers: the part of the model whose matrices Muon trains.
+        loss_function: the loss of windows of shape [num_windows, window_length + 1].
+        stream: what to learn, shape [num_tokens].
+        config: the hyper-parameters.
+        save: writes the checkpoint.
+        save_seconds: time between two calls of save.
+        compile_step: whether torch.compile is to make the loss function faster.
+        first_step: the step to begin with.
+    """
+    if compile_step:
+        loss_function = torch.compile(loss_function, dynamic=False)
+    optimizers = build_optimizers(model, layers, config)
     peaks = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
     losses: list[float] = []
     began = saved = time.monotonic()
@@ -354,7 +377,7 @@ def train(
         for group, peak in peaks:
             group["lr"] = peak * config.learning_rate_factor(step)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = loss_function(model, windows)
+            loss = loss_function(windows)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
         for optimizer in optimizers:
@@ -368,7 +391,7 @@ def train(
             recent = sum(losses[-20:]) / len(losses[-20:])
             print(f"step {step + 1}/{config.steps}  loss {recent:.4f}  {rate:.0f} tokens/s", flush=True)
         if now - saved > save_seconds:
-            save_checkpoint(model, tokenizer, out)
+            save()
             saved = time.monotonic()
     return sum(losses[-50:]) / len(losses[-50:])
 
@@ -423,17 +446,25 @@ def main() -> None:
         f"{len(corpus.validation)} files, {len(validation):,} tokens to validate",
         flush=True,
     )
+
+    def loss_function(windows: torch.Tensor) -> torch.Tensor:
+        return next_token_loss(model, windows)
+
+    def save() -> None:
+        save_checkpoint(model, tokenizer, arguments.out)
+
     training_loss = train(
         model,
-        tokenizer,
+        model.model.layers,
+        loss_function,
         training,
         config,
-        arguments.out,
+        save,
         arguments.save_seconds,
         compile_step=arguments.compile,
         first_step=arguments.resume_step,
     )
-    save_checkpoint(model, tokenizer, arguments.out)
+    save()
 
     published = LlamaForCausalLM.from_pretrained(arguments.out, dtype=torch.float32)
     num_bytes = sum(len(text.encode()) for text in corpus.validation)
