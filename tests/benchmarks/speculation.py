@@ -2,6 +2,8 @@
 
     python tests/benchmarks/speculation.py [--models m400 …] [--quantizations bf16 int8] [--methods ngram suffix …]
                                            [--workloads copy …] [--streams 1 4 16 64] [--rounds 2] [--out FOLDER]
+    python tests/benchmarks/speculation.py --models tinypy --methods draft_model eagle3 medusa --workloads files
+                                           files_sampled --streams 1 4 16     # drafts by models, on what they know
 
 Engines with and without drafts stand in one process and take turns with the same tasks; every round has new tasks, as
 what was said before could be drafted from, and goes through the engines in the other order. The prompts are computed
@@ -16,8 +18,15 @@ texts, and where they come from, are in harness/texts.py. That tokens are the sa
 wonder. Everything else is the model's own text, and there each token that differs counts:
 
     random, greedy    random prompts, at temperature 1 and greedily
-    files             tinypy, a small model that was really trained, goes on with source files, greedily
+    files             tinypy, a small model that was really trained, goes on with files it was trained with, greedily
+    files_sampled     the same at temperature 0.7
     walk              m400-walk, made so that its greedy text is its prompt with edits (harness/walk.py)
+
+Drafts by a model need one that was trained for it, which tinypy has: beside its folder are `draft`, `eagle3` and
+`medusa`, and what is not there is passed over. They draft only the model's own text, as they know what the model says,
+not what is forced. With `--acceptance rejection` sampled requests get other tokens, so that only speed and acceptance
+length are compared. A model that drafts computes the prompts, too, with the first draft: that is a part of the
+prompts' time.
 
 Then drafting from the text so far in other engines, as far as peers/setup.sh has installed them: m400-walk, one stream,
 each in a process of its own (harness/lookups.py).
@@ -39,8 +48,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints import make_checkpoint
-from harness.checkpoint_size import kv_bytes_per_token, weight_bytes
-from harness.drafting import Cell, Figures, judge, run_batch, table
+from harness.checkpoint_size import draft_bytes_per_token, kv_bytes_per_token, weight_bytes
+from harness.drafting import Cell, Figures, count_wrong, judge, run_batch, table, way_name
 from harness.engines import Job, cache_folder
 from harness.forced_text import ForcedTexts, force_texts
 from harness.lookups import lookup_table, lookups, run_lookups
@@ -55,23 +64,36 @@ TINYPY = ROOT / "model_repository" / "tinypy" / "1" / "model"
 MODELS = {
     "m400": WORKLOADS,
     "s60": WORKLOADS,
-    "tinypy": ("files", "agentic", "chat", "random", "greedy", "misleading"),
+    "tinypy": ("files", "files_sampled", "agentic", "chat", "random", "greedy", "misleading"),
     "m400-walk": ("walk",),
 }
 """Models and their workloads."""
-METHODS: dict[str, dict[str, Any]] = {
+TEMPERATURES = {"files": 0.0, "files_sampled": 0.7, "walk": 0.0, "random": 1.0, "greedy": 0.0}
+"""Of the workloads that are the model's own text."""
+LOOKUPS: dict[str, dict[str, Any]] = {
     "ngram": {"prompt_lookup_max": 4, "prompt_lookup_min": 2},
     "suffix": {},
 }
+"""Methods that draft from text, and their settings."""
+DRAFTS = {"draft_model": "draft", "eagle3": "eagle3", "medusa": "medusa"}
+"""Those that have a model, and its folder, beside tinypy's."""
+METHODS = (*LOOKUPS, *DRAFTS)
+ACCEPTANCE = ("exact", "rejection")
+OWN_COPIES = ("files", "files_sampled", "walk")
+"""Workloads of certain models, which take the place of `copy`."""
 COPY_PROMPT_TOKENS = 1536
 """Or fewer, where the model's context is shorter."""
 MAX_NUM_SEQS = 64
 BLOCK_SIZE = 16
 WARM_UP_TOKENS = 24
+FIRST_TOKENS = 3
+"""Of a request, with which a model drafts at least once, and so computes its keys and values of the prompt."""
 MIN_SECONDS, MAX_ROUNDS = 4.0, 8
 """Cells whose rounds together take less have more of them, up to this number."""
 MEMORY_SHARE = 0.8
 """Of the free memory, for all engines of one process."""
+Config = dict[str, Any]
+"""A `speculative_config`."""
 
 
 def say(line: str) -> None:
@@ -107,7 +129,7 @@ class Model:
         Raises:
             NoMoreTextsError: all have been given.
         """
-        if workload == "files":
+        if workload in ("files", "files_sampled"):
             return self._texts.continued_files(streams)
         if workload == "walk":
             first, self._num_walks = self._num_walks, self._num_walks + streams
@@ -121,22 +143,57 @@ class Model:
         """Short prompts with much to draft from."""
         return self._texts.looping(streams)
 
-    def cache_bytes(self, streams: int) -> int:
-        """KV cache of one engine: room for all streams of any workload, so that no prompt leaves it before its turn."""
-        files = FILES_AT_ONCE * self.max_prompt_tokens
-        own = streams * (self.max_prompt_tokens // 2 + self.num_tokens + 4 * BLOCK_SIZE)
-        return (files + own) * kv_bytes_per_token(self.folder)
+    def configs(self, methods: Sequence[str], acceptances: Sequence[str], further: dict[str, Any]) -> dict[str, Config]:
+        """The `speculative_config` of each way of drafting that there is for it.
 
-    def memory_bytes(self, streams: int) -> int:
+        Args:
+            methods: of `METHODS`.
+            acceptances: of those that have a model.
+            further: settings of all.
+        """
+        configs = {}
+        for method in methods:
+            folder = self.folder.parent / DRAFTS.get(method, "")
+            if method in LOOKUPS:
+                configs[method] = {"method": method, **LOOKUPS[method], **further}
+            elif self.name != "tinypy":
+                say(f"{method} is passed over: no model was trained to draft for {self.name}")
+            elif not folder.is_dir():
+                say(f"{method} is passed over: there is no folder {folder}")
+            else:
+                for acceptance in acceptances:
+                    own = {"method": method, "model": str(folder), "acceptance": acceptance, **further}
+                    configs[way_name(method, acceptance)] = own
+        return configs
+
+    def cache_bytes(self, streams: int, config: Config | None = None) -> int:
+        """KV cache of one engine: room for all streams of any workload, so that no prompt leaves it before its turn.
+
+        Args:
+            streams: the most.
+            config: how it drafts: a model that does takes a part of the cache.
+        """
+        files = FILES_AT_ONCE * self.max_prompt_tokens
+        prompt = self.max_prompt_tokens if self.name == "tinypy" else self.max_prompt_tokens // 2
+        own = streams * (prompt + self.num_tokens + 4 * BLOCK_SIZE)
+        per_token = kv_bytes_per_token(self.folder)
+        if config is not None and "model" in config:
+            per_token += draft_bytes_per_token(config["method"], Path(config["model"]), self.folder)
+        return (files + own) * per_token
+
+    def memory_bytes(self, streams: int, config: Config | None = None) -> int:
         """About what an engine takes: weights as they are read and as they are packed, KV cache."""
-        return 2 * weight_bytes(self.folder) + self.cache_bytes(streams)
+        num_bytes = weight_bytes(self.folder)
+        if config is not None and "model" in config:
+            num_bytes += weight_bytes(Path(config["model"]))
+        return 2 * num_bytes + self.cache_bytes(streams, config)
 
 
 @contextmanager
 def open_engines(
-    model: Model, quantization: str, methods: Sequence[str], streams: int, further: dict[str, Any]
+    model: Model, quantization: str, configs: dict[str, Config], streams: int
 ) -> Iterator[dict[str, tuple[LLM, ForcedTexts]]]:
-    """An engine without drafts, `off`, and one for each method that there is."""
+    """An engine without drafts, `off`, and one for each way of drafting that the engine has."""
     settings: dict[str, Any] = {
         "dtype": "bfloat16",
         "quantization": None if quantization == "bf16" else quantization,
@@ -144,46 +201,59 @@ def open_engines(
         "max_model_len": model.max_model_len,
         "max_num_seqs": MAX_NUM_SEQS,
         "block_size": BLOCK_SIZE,
-        "kv_cache_memory_bytes": model.cache_bytes(streams),
         "enable_prefix_caching": True,
     }
-    configs = {method: {"method": method, **METHODS[method], **further} for method in methods}
     engines: dict[str, tuple[LLM, ForcedTexts]] = {}
     with ExitStack() as stack:
-        llm = LLM(model.folder, **settings)
+        llm = LLM(model.folder, kv_cache_memory_bytes=model.cache_bytes(streams), **settings)
         stack.callback(llm.shutdown)
         engines["off"] = llm, force_texts(llm)
-        for method, config in configs.items():
+        for way, config in configs.items():
+            cache_bytes = model.cache_bytes(streams, config)
             try:
-                llm = LLM(model.folder, speculative_config=config, **settings)
+                llm = LLM(model.folder, speculative_config=config, kv_cache_memory_bytes=cache_bytes, **settings)
             except ValueError as error:
-                say(f"{method} is passed over: {error}")
+                say(f"{way} is passed over: {error}")
                 continue
             stack.callback(llm.shutdown)
-            engines[method] = llm, force_texts(llm)
+            engines[way] = llm, force_texts(llm)
         yield engines
+
+
+def is_measured(config: Config, workload: str) -> bool:
+    """Whether a way of drafting has figures of a workload: models draft the model's own text; and how their drafts are
+    accepted makes no difference to greedy requests."""
+    if "model" not in config:
+        return True
+    return workload in TEMPERATURES and (config["acceptance"] == "exact" or TEMPERATURES[workload] > 0)
 
 
 def measure(
     model: Model,
     quantization: str,
     engines: dict[str, tuple[LLM, ForcedTexts]],
+    configs: dict[str, Config],
     workload: str,
     streams: int,
     num_rounds: int,
 ) -> dict[Cell, Figures]:
-    """The figures of each method with one workload; none if there are not enough texts for all rounds."""
-    figures = {
-        method: (Cell(model.name, quantization, workload, streams, method), Figures())
-        for method in engines
-        if method != "off"
-    }
-    temperature = 1.0 if workload == "random" else 0.0
+    """The figures of each way of drafting with one workload; none if there are not enough texts for all rounds."""
+    ways = [way for way, config in configs.items() if way in engines and is_measured(config, workload)]
+    if not ways:
+        return {}
+    engines = {name: engines[name] for name in ("off", *ways)}
+    figures: dict[str, tuple[Cell, Figures]] = {}
+    for way in ways:
+        method, acceptance = configs[way]["method"], configs[way].get("acceptance", "exact")
+        figures[way] = Cell(model.name, quantization, workload, streams, method, acceptance), Figures()
+    temperature = TEMPERATURES.get(workload, 0.0)
     first = FILES_AT_ONCE if workload == "copy" else 1
     warm_up = model.warm_up_tasks(streams)
     done = 0.0
-    for llm, texts in engines.values():
-        run_batch(llm, texts, warm_up, min(WARM_UP_TOKENS, model.num_tokens))
+    own_text = [Task(task.prompt, None) for task in warm_up]
+    for name, (llm, texts) in engines.items():
+        tasks = own_text if "model" in configs.get(name, {}) else warm_up
+        run_batch(llm, texts, tasks, min(WARM_UP_TOKENS, model.num_tokens), temperature=temperature)
     for number in range(max(num_rounds, MAX_ROUNDS)):
         if number >= num_rounds and done >= MIN_SECONDS:
             break
@@ -195,28 +265,30 @@ def measure(
         batches = {}
         for name, (llm, texts) in list(engines.items())[:: -1 if number % 2 else 1]:
             gc.collect()
+            num_first_tokens = FIRST_TOKENS if "model" in configs.get(name, {}) else 1
             batches[name] = run_batch(
-                llm, texts, tasks, model.num_tokens, temperature=temperature, first=first, number=number + 1
-            )
+                llm, texts, tasks, model.num_tokens, temperature=temperature, first=first,
+                num_first_tokens=num_first_tokens, number=number + 1,
+            )  # fmt: skip
         done += batches["off"].seconds
-        for method, (_, own) in figures.items():
+        for way, (_, own) in figures.items():
             own.off.append(batches["off"])
-            own.on.append(batches[method])
+            own.on.append(batches[way])
         ratios = ", ".join(f"{name} {batches['off'].seconds / batches[name].seconds:.2f}" for name in figures)
         say(f"round {number + 1}  {model.name} {quantization} {workload}, {streams} streams: {ratios}")
     return dict(figures.values())
 
 
-def groups(model: Model, methods: Sequence[str], streams: int) -> list[list[str]]:
-    """Methods whose engines have room in memory together; one by one if not all have."""
+def groups(model: Model, configs: dict[str, Config], streams: int) -> list[dict[str, Config]]:
+    """Ways of drafting whose engines have room in memory together; one by one if not all have."""
     free = next(
         int(line.split()[1]) * 1024
         for line in Path("/proc/meminfo").read_text().splitlines()
         if line.startswith("MemAvailable")
     )
-    if (1 + len(methods)) * model.memory_bytes(streams) <= MEMORY_SHARE * free:
-        return [list(methods)]
-    return [[method] for method in methods]
+    if sum(model.memory_bytes(streams, config) for config in (None, *configs.values())) <= MEMORY_SHARE * free:
+        return [configs] if configs else []
+    return [{way: config} for way, config in configs.items()]
 
 
 def measure_model(model: Model, quantization: str, arguments: argparse.Namespace) -> dict[Cell, Figures]:
@@ -225,13 +297,14 @@ def measure_model(model: Model, quantization: str, arguments: argparse.Namespace
     streams = sorted(set(arguments.streams))
     workloads = [
         name for name in MODELS[model.name]
-        if name in (*arguments.workloads, *(("files", "walk") if "copy" in arguments.workloads else ()))
+        if name in (*arguments.workloads, *(OWN_COPIES if "copy" in arguments.workloads else ()))
     ]  # fmt: skip
-    for methods in groups(model, arguments.methods, streams[-1]):
-        with open_engines(model, quantization, methods, streams[-1], arguments.speculative) as engines:
+    all_configs = model.configs(arguments.methods, arguments.acceptance, arguments.speculative)
+    for configs in groups(model, all_configs, streams[-1]):
+        with open_engines(model, quantization, configs, streams[-1]) as engines:
             for workload in workloads:
                 for number in streams:
-                    figures |= measure(model, quantization, engines, workload, number, arguments.rounds)
+                    figures |= measure(model, quantization, engines, configs, workload, number, arguments.rounds)
         gc.collect()
     return figures
 
@@ -239,8 +312,8 @@ def measure_model(model: Model, quantization: str, arguments: argparse.Namespace
 def compare_with_peers(arguments: argparse.Namespace, logs: Path) -> str:
     """Lookups of all engines."""
     configs = {
-        method: {"method": method, **METHODS[method], **arguments.speculative}
-        for method in arguments.methods
+        method: {"method": method, **LOOKUPS[method], **arguments.speculative}
+        for method in arguments.methods if method in LOOKUPS
     }  # fmt: skip
     wanted = lookups(arguments.quantizations, configs)
     job = Job(
@@ -263,9 +336,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=["s60"])
     parser.add_argument("--quantizations", nargs="+", choices=["bf16", "int8"], default=["bf16", "int8"])
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=["copy", "agentic", "chat", "random",
-                        "greedy"], help="`copy` stands for `files` and `walk`, too")  # fmt: skip
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--acceptance", nargs="+", choices=ACCEPTANCE, default=ACCEPTANCE, help="of a model's drafts")
+    parser.add_argument("--workloads", nargs="+", choices=(*WORKLOADS, *OWN_COPIES), default=["copy", "agentic", "chat",
+                        "random", "greedy"], help=f"`copy` stands for {', '.join(OWN_COPIES)}, too")  # fmt: skip
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 4, 16, 64], help="at most 64")
     parser.add_argument("--tokens", type=int, default=384, help="of each output")
     parser.add_argument("--rounds", type=int, default=2)
@@ -310,9 +384,9 @@ def main() -> int:
             own = measure_model(Model(name, folder, arguments.tokens), quantization, arguments)
             figures |= own
             tell(f"### {name}, {quantization}\n\n{table(own)}")
-    if not arguments.no_lookups:
+    if not arguments.no_lookups and not LOOKUPS.keys().isdisjoint(arguments.methods):
         tell(f"### m400-walk, one stream, next to others\n\n{compare_with_peers(arguments, logs)}")
-    num_differing = sum(own.num_differing for own in figures.values())
+    num_differing = count_wrong(figures)
     tell("\n".join([*judge(figures), f"tokens that differ between on and off: {num_differing}"]))
     record = [{**dataclasses.asdict(cell), **dataclasses.asdict(own)} for cell, own in figures.items()]
     (arguments.out / "results.json").write_text(json.dumps({"machine": machine, "cells": record}) + "\n")

@@ -1,13 +1,15 @@
-"""How many bytes the weights and the KV cache of a checkpoint are, from its files alone."""
+"""How many bytes the weights and the KV cache of a checkpoint are, and of what drafts for it, from the files alone."""
 
 import json
 import math
 from pathlib import Path
 
-__all__ = ["KV_DTYPE_BYTES", "kv_bytes_per_token", "weight_bytes"]
+__all__ = ["KV_DTYPE_BYTES", "draft_bytes_per_token", "kv_bytes_per_token", "weight_bytes"]
 
 KV_DTYPE_BYTES = 2
 """bf16."""
+EAGLE3_LAYERS = 3
+"""Of the target, whose hidden states an EAGLE-3 head reads."""
 
 
 def kv_bytes_per_token(model: Path) -> int:
@@ -15,6 +17,17 @@ def kv_bytes_per_token(model: Path) -> int:
     config = json.loads((model / "config.json").read_text())
     head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_size * KV_DTYPE_BYTES)
+
+
+def draft_bytes_per_token(method: str, folder: Path, target: Path) -> int:
+    """What a model that drafts takes in each KV block, by token: keys and values of its own, hidden states."""
+    if method == "medusa":
+        return 0
+    num_bytes = kv_bytes_per_token(folder)
+    if method == "eagle3":
+        hidden_size = json.loads((target / "config.json").read_text())["hidden_size"]
+        num_bytes += int(EAGLE3_LAYERS * hidden_size * KV_DTYPE_BYTES)
+    return num_bytes
 
 
 def weight_bytes(model: Path, quantized: bool = False) -> int:

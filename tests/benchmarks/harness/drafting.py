@@ -11,7 +11,7 @@ from .forced_text import ForcedTexts
 from .results import Spread, spread
 from .texts import Task
 
-__all__ = ["Batch", "Cell", "Figures", "count_differing", "judge", "run_batch", "table"]
+__all__ = ["Batch", "Cell", "Figures", "count_differing", "count_wrong", "judge", "run_batch", "table", "way_name"]
 
 FIRST_SEED = 2**40
 """Far from the seed 0 of requests that have none."""
@@ -26,7 +26,7 @@ class Batch:
     """What an engine did with some tasks."""
 
     prompt_seconds: float
-    """To compute the prompts, and a first token of each."""
+    """To compute the prompts, and a first token of each, or few."""
     seconds: float
     """To generate, with the prompts in the prefix cache: but for the few tokens of each that fill no block, this is
     decoding alone."""
@@ -44,6 +44,7 @@ def run_batch(
     *,
     temperature: float = 0.0,
     first: int = 1,
+    num_first_tokens: int = 1,
     number: int = 0,
 ) -> Batch:
     """Carry out tasks all at once.
@@ -55,6 +56,7 @@ def run_batch(
         num_tokens: length of each output.
         temperature: of the tasks.
         first: prompts that are computed one by one, before the others, which share blocks with them.
+        num_first_tokens: that are generated with the prompts, before decoding is timed.
         number: of the batch. Seeds depend on it: random weights say nearly the same to any prompt with the same seed.
     """
     texts.clear()
@@ -71,10 +73,10 @@ def run_batch(
         ]
 
     start = time.perf_counter()
-    for prompt, own in zip(prompts[:first], params(1)[:first], strict=True):
+    for prompt, own in zip(prompts[:first], params(num_first_tokens)[:first], strict=True):
         llm.generate([prompt], own, use_tqdm=False)
     if prompts[first:]:
-        llm.generate(prompts[first:], params(1)[first:], use_tqdm=False)
+        llm.generate(prompts[first:], params(num_first_tokens)[first:], use_tqdm=False)
     prompt_seconds = time.perf_counter() - start
     before = llm.get_stats().drafts or DraftStats()
     start = time.perf_counter()
@@ -111,6 +113,13 @@ class Cell:
     workload: str
     streams: int
     method: str
+    acceptance: str = "exact"
+    """Of drafts by a model; `rejection` samples other tokens."""
+
+    @property
+    def way(self) -> str:
+        """See `way_name`."""
+        return way_name(self.method, self.acceptance)
 
 
 @dataclass
@@ -168,6 +177,16 @@ class Figures:
         return sum(count_differing(off.outputs, on.outputs) for off, on in zip(self.off, self.on, strict=True))
 
 
+def way_name(method: str, acceptance: str) -> str:
+    """The method, and how its drafts are accepted if not exactly."""
+    return method if acceptance == "exact" else f"{method}, {acceptance}"
+
+
+def count_wrong(figures: dict[Cell, Figures]) -> int:
+    """Tokens that are not the same with drafts and without, of the cells in which they should be."""
+    return sum(own.num_differing for cell, own in figures.items() if cell.acceptance == "exact")
+
+
 def table(figures: dict[Cell, Figures]) -> str:
     """The figures of one model and quantization as Markdown."""
     head = "| workload | streams | method | off, tok/s | on, tok/s | on ÷ off | with prompt | acceptance length |"
@@ -175,10 +194,11 @@ def table(figures: dict[Cell, Figures]) -> str:
     for cell, own in figures.items():
         length = own.acceptance_length
         ratio = own.ratio
+        differing = own.num_differing if cell.acceptance == "exact" else "-"
         lines.append(
-            f"| {cell.workload} | {cell.streams} | {cell.method} | {own.off_rate:,.1f} | {own.on_rate:,.1f} "
+            f"| {cell.workload} | {cell.streams} | {cell.way} | {own.off_rate:,.1f} | {own.on_rate:,.1f} "
             f"| {ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}] | {own.ratio_with_prompt.median:.2f} "
-            f"| {'-' if length is None else f'{length:.2f}'} | {own.tokens_per_step:.2f} | {own.num_differing} |"
+            f"| {'-' if length is None else f'{length:.2f}'} | {own.tokens_per_step:.2f} | {differing} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -195,7 +215,7 @@ def judge(figures: dict[Cell, Figures]) -> list[str]:
         if bar is not None:
             verdict = "met" if own.ratio.median >= bar else "MISSED"
             lines.append(
-                f"{verdict}: {cell.method}, {cell.model} {cell.quantization}, {cell.workload}, streams {cell.streams}: "
+                f"{verdict}: {cell.way}, {cell.model} {cell.quantization}, {cell.workload}, streams {cell.streams}: "
                 f"{own.ratio.median:.2f}, at least {bar}"
             )
     return lines

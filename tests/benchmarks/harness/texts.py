@@ -15,6 +15,9 @@ workload       prompt                                                    text
 `greedy`       random ids                                                none: what the model says, greedily
 =============  ========================================================  =============================================
 
+`files` and `files_sampled` have no text either: their prompts are pieces of files that tinypy was trained with, and it
+goes on with them greedily, or at temperature 0.7.
+
 Ids are those of the checkpoint's own tokenizer. Everything is the same at each run with the same Python, and no text is
 given twice: what has been said before could be drafted from.
 """
@@ -24,11 +27,13 @@ import pydoc_data.topics
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from random import Random
+
+from .training_text import training_files
 
 __all__ = ["WORKLOADS", "NoMoreTextsError", "Task", "Texts", "edit_lines"]
 
@@ -36,6 +41,8 @@ WORKLOADS = ("copy", "agentic", "chat", "random", "greedy", "misleading")
 
 WINDOW_LINES = 240
 """Of a file, before it is cut to the length of the prompt."""
+BEGINNING_LINES = 120
+"""The same of a file that a model is to go on with."""
 FILES_AT_ONCE = 4
 """Pieces of files among the tasks that are asked for together: some of the many edits are of the same."""
 WISH_TOKENS = 80
@@ -104,6 +111,7 @@ class Texts:
         self._max_prompt_tokens = max_prompt_tokens
         self._numbers = count()
         self._windows: Iterator[str] = iter(_windows())
+        self._beginnings = _beginnings()
         self._prose = self._prose_chunks()
 
     def make(self, workload: str, number: int) -> list[Task]:
@@ -125,8 +133,13 @@ class Texts:
         return [make(self._rng()) for _ in range(number)]
 
     def continued_files(self, number: int) -> list[Task]:
-        """Beginnings of pieces of files, for a model that can go on with them."""
-        return [Task(self._encode(self._next_window())[: self._max_prompt_tokens], None) for _ in range(number)]
+        """Beginnings of pieces of files that tinypy was trained with, for it to go on with them.
+
+        Raises:
+            NoMoreTextsError: there are no more pieces.
+        """
+        pieces = [next(self._beginnings) for _ in range(number)]
+        return [Task(self._encode(piece)[: self._max_prompt_tokens], None) for piece in pieces]
 
     def looping(self, number: int) -> list[Task]:
         """A few tokens again and again: it warms up the steps with drafts."""
@@ -226,15 +239,25 @@ def edit_lines(lines: list[str], rng: Random) -> tuple[list[str], dict[str, str]
 
 def _windows() -> list[str]:
     """Pieces of the standard library's files, in an order of their own."""
-    windows = []
-    for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        windows += [
-            "".join(lines[start : start + WINDOW_LINES])
-            for start in range(0, len(lines) - WINDOW_LINES + 1, WINDOW_LINES)
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return _pieces((file.read_text(encoding="utf-8", errors="replace") for file in files), WINDOW_LINES)
+
+
+def _beginnings() -> Iterator[str]:
+    """The same of those that tinypy was trained with, which are read when the first is asked for."""
+    yield from _pieces(training_files(), BEGINNING_LINES)
+    raise NoMoreTextsError("tinypy was trained with no more files: fewer rounds or streams")
+
+
+def _pieces(texts: Iterable[str], num_lines: int) -> list[str]:
+    pieces = []
+    for text in texts:
+        lines = text.splitlines(keepends=True)
+        pieces += [
+            "".join(lines[start : start + num_lines]) for start in range(0, len(lines) - num_lines + 1, num_lines)
         ]
-    Random(0).shuffle(windows)
-    return windows
+    Random(0).shuffle(pieces)
+    return pieces
 
 
 def _tool_call(step: int, tool: str, fields: list[str], path: str, rng: Random) -> str:

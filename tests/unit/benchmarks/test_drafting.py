@@ -1,7 +1,7 @@
 """The arithmetic of the benchmark of speculative decoding."""
 
 import pytest
-from benchmarks.harness.drafting import Batch, Cell, Figures, count_differing, judge, table
+from benchmarks.harness.drafting import Batch, Cell, Figures, count_differing, count_wrong, judge, table
 from benchmarks.harness.results import Spread
 
 
@@ -20,8 +20,8 @@ FIGURES = Figures(
 )
 
 
-def cell(workload: str = "copy", streams: int = 1, method: str = "suffix") -> Cell:
-    return Cell("m400", "bf16", workload, streams, method)
+def cell(workload: str = "copy", streams: int = 1, method: str = "suffix", acceptance: str = "exact") -> Cell:
+    return Cell("m400", "bf16", workload, streams, method, acceptance)
 
 
 def figures(ratio: float) -> Figures:
@@ -50,11 +50,19 @@ def test_differing_tokens_are_counted() -> None:
         count_differing([[1]], [])
 
 
+def test_other_tokens_are_wrong_only_where_drafts_are_accepted_exactly() -> None:
+    assert count_wrong({cell(): FIGURES, cell("chat"): FIGURES}) == 2
+    assert count_wrong({cell(method="eagle3", acceptance="rejection"): FIGURES}) == 0
+
+
 def test_table() -> None:
-    lines = table({cell(): FIGURES, cell("chat", 16, "ngram"): figures(1.5)}).splitlines()
+    rejection = cell("files_sampled", 4, "eagle3", "rejection")
+    lines = table({cell(): FIGURES, cell("chat", 16, "ngram"): figures(1.5), rejection: FIGURES}).splitlines()
     assert len({line.count("|") for line in lines}) == 1
     assert lines[2] == "| copy | 1 | suffix | 2.0 | 5.0 | 2.00 [1.00, 3.00] | 1.67 | 3.00 | 1.36 | 1 |"
     assert lines[3] == "| chat | 16 | ngram | 6.7 | 10.0 | 1.50 [1.50, 1.50] | 1.25 | - | 1.00 | 0 |"
+    assert lines[4].startswith("| files_sampled | 4 | eagle3, rejection | 2.0 |")
+    assert lines[4].endswith(" 3.00 | 1.36 | - |")
 
 
 @pytest.mark.parametrize(

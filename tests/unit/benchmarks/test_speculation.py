@@ -54,7 +54,7 @@ def test_all_workloads_run_and_are_judged(
     told = capsys.readouterr()
     lines = [line.split(" | ") for line in told.out.splitlines() if " | ngram | " in line]
     assert len(lines) == sum(" | suffix | " in line for line in told.out.splitlines())
-    expected = [f"| {name}" for name in ["files", *workloads[1:]] for _ in range(2)]
+    expected = [f"| {name}" for name in ["files", "files_sampled", *workloads[1:]] for _ in range(2)]
     assert sorted(line[0] for line in lines) == sorted(expected)
     assert {line[1] for line in lines} == {"1", "2"}
     assert sum(": ngram, tinypy bf16" in line for line in told.out.splitlines()) == 4  # random and greedy
@@ -72,6 +72,34 @@ def test_another_token_is_a_failure(
     options = ["--methods", "ngram", "--streams", "1", "--workloads", "random"]
     assert run(speculation, monkeypatch, tmp_path, options) == 1
     assert "tokens that differ between on and off: 1" in capsys.readouterr().out
+
+
+def test_models_draft_the_models_own_text(
+    speculation: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here tinypy drafts for itself."""
+    monkeypatch.setattr(speculation, "DRAFTS", {"draft_model": "model", "medusa": "nowhere"})
+    workloads = ["files", "files_sampled", "agentic"]
+    options = ["--methods", "draft_model", "medusa", "--streams", "2", "--workloads", *workloads]
+    assert run(speculation, monkeypatch, tmp_path, options) == 0
+    told = capsys.readouterr()
+    lines = [line.split(" | ") for line in told.out.splitlines() if "draft_model" in line]
+    assert [(line[0], line[2], line[-1]) for line in lines] == [
+        ("| files", "draft_model", "0 |"),
+        ("| files_sampled", "draft_model", "0 |"),
+        ("| files_sampled", "draft_model, rejection", "- |"),
+    ]
+    assert "medusa is passed over: there is no folder" in told.err
+    cells = json.loads((tmp_path / "results.json").read_text())["cells"]
+    assert [cell["acceptance"] for cell in cells] == ["exact", "exact", "rejection"]
+
+
+def test_other_models_have_none_that_drafts_for_them(
+    speculation: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = speculation.Model("s60", speculation.TINYPY, 8)
+    assert list(model.configs(["suffix", "eagle3"], ["exact"], {})) == ["suffix"]
+    assert "eagle3 is passed over: no model was trained to draft for s60" in capsys.readouterr().err
 
 
 def test_every_walk_is_another_one_until_there_are_no_more(speculation: ModuleType) -> None:

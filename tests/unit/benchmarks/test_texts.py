@@ -1,11 +1,14 @@
 """The texts of the benchmark of speculative decoding: always the same, each once, and as repetitive as they say."""
 
 import re
+import sysconfig
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 
 import pytest
 from benchmarks.harness.texts import WORKLOADS, NoMoreTextsError, Task, Texts, edit_lines
+from benchmarks.harness.training_text import training_files
 
 VOCAB_SIZE = 5000
 FORCED = ("copy", "agentic", "chat", "misleading")
@@ -84,8 +87,20 @@ def test_misleading_text_repeats_pairs_but_not_what_follows() -> None:
     assert found_share(task.text[1000:], task.text[:1000], 4) < 0.02
 
 
-def test_continued_files_are_only_begun() -> None:
-    assert [(len(task.prompt), task.text) for task in make_texts().continued_files(3)] == [(800, None)] * 3
+def test_files_to_go_on_with_are_of_those_that_tinypy_learnt() -> None:
+    tasks = make_texts().continued_files(3)
+    files, words = training_files(), {number: word for word, number in IDS.items()}
+    assert len({tuple(task.prompt) for task in tasks}) == 3
+    for task in tasks:
+        assert task.text is None
+        assert 100 < len(task.prompt) <= 800
+        assert any("".join(words[i] for i in task.prompt) in file for file in files)
+
+
+def test_files_kept_for_validation_are_not_among_those_learnt() -> None:
+    files, library = training_files(), Path(sysconfig.get_paths()["stdlib"])
+    assert (library / "argparse.py").read_text(encoding="utf-8") in files
+    assert (library / "stat.py").read_text(encoding="utf-8") not in files
 
 
 def test_looping_texts_go_on_as_they_began() -> None:
