@@ -217,6 +217,8 @@ class Drafter:
         seconds, drafts = runner_output.draft_seconds, runner_output.drafts
         self._seconds_of_drafting += seconds
         catching_up = self._catching_up.pop(output.step, [])
+        for step in [step for step in self._catching_up if step < output.step]:
+            del self._catching_up[step]  # it failed
         num_drafts = sum(len(own.token_ids) for own in drafts.values())
         if num_drafts:
             self._costs.record_asking(num_drafts, seconds, is_upper_bound=bool(catching_up))
