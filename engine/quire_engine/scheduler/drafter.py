@@ -175,7 +175,7 @@ class Drafter:
         if self._worker_drafts is None:
             self._costs.record_asking(len(due), time.perf_counter() - began_at)
         counts, share = self._most_profitable(candidates, num_rows, seconds)
-        token_seconds = seconds[0] / num_rows
+        token_seconds = float(seconds[0]) / num_rows
         least = self._costs.ask_seconds / token_seconds
         for candidate, count in zip(candidates, counts, strict=True):
             num_asked = 1 if self._worker_drafts is None else len(candidate.token_ids)

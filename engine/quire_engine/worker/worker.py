@@ -280,7 +280,10 @@ class Worker:
         """
         scheduler, block_size = self.config.scheduler, self.config.cache.block_size
         num_seqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        max_wanted = 0 if self.runner.drafting is None else min(scheduler.max_draft_tokens, self.max_model_len - 2)
+        # The same on all ranks, of which one drafts: they compute the same steps.
+        max_wanted = 0
+        if scheduler.draft_checkpoint is not None:
+            max_wanted = min(scheduler.max_draft_tokens, self.max_model_len - 2)
         # The last token that fits into the context is never computed.
         longest = max(self.max_model_len - 1 - max_wanted, 1)
         num_tokens = min(scheduler.max_num_batched_tokens // num_seqs, longest)
@@ -338,7 +341,7 @@ class Worker:
         output = self.execute_model(
             SchedulerOutput(lengths, new_requests=requests, draft_token_ids=drafts, num_drafts_wanted=wanted)
         )
-        if wanted and not output.drafts:
+        if wanted and self.runner.drafting is not None and not output.drafts:
             raise EngineError("no tokens could be drafted in the largest step; the log above says why")
         if self._uses_triton:
             # For ranks that do not sample; if they run ahead, they have the tokens of requests without drafts.
