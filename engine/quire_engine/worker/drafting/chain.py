@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from quire_kernels import NotRecordableError
+from quire_kernels.kv_cache import is_tiled
 
 from quire_engine.device.transfer import upload
 from quire_engine.messages import DraftTokens
@@ -79,7 +80,7 @@ class ChainDrafter:
         self._last.clear()
         model, caches = self._model, self._model.allocate_caches(num_blocks)
         self._kv_caches, self._key_caches = caches, key_caches_by_kind(model.attention_specs, caches)
-        if num_blocks and self._device.type == "cpu":
+        if num_blocks and is_tiled(caches[0][0]):
             try:
                 self._layers = RecordedLayers(
                     lambda inputs, context: model.layers(inputs, context, caches),

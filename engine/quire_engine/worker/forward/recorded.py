@@ -7,6 +7,7 @@ from typing import TypeAlias
 import torch
 from quire_kernels import AttentionPlan, NotRecordableError, record
 from quire_kernels.attention_plan import CpuAttentionPlan
+from quire_kernels.kv_cache import is_tiled
 
 from quire_engine.models.base import AttentionSpec, CausalLM, ForwardContext, KVCaches
 from quire_engine.worker.batch.step_inputs import StepInputs
@@ -29,10 +30,7 @@ class RecordedContext:
 
     Args:
         specs: of the layers' attention.
-        kv_caches: by layer; their tensors must not move.
-
-    Raises:
-        NotRecordableError: the attention is not computed by the C++ kernels.
+        kv_caches: by layer; their tensors must not move. The C++ kernels use them.
     """
 
     def __init__(self, specs: Sequence[AttentionSpec], kv_caches: KVCaches) -> None:
@@ -41,8 +39,6 @@ class RecordedContext:
         start_loc = torch.tensor([0, RECORDED_TOKENS])
         plans = plan_attentions(key_caches_by_kind(specs, kv_caches), table, start_loc, seq_lens)
         self._plans = {spec: plan for spec, plan in plans.items() if isinstance(plan, CpuAttentionPlan)}
-        if not self._plans:
-            raise NotRecordableError("only attention in C++ can be recorded")
         self.context = ForwardContext(
             positions=torch.zeros(RECORDED_TOKENS, dtype=torch.int64),
             slot_mapping=torch.zeros(RECORDED_TOKENS, dtype=torch.int64),
@@ -126,10 +122,12 @@ class RecordedForward:
             return model.final_norm(*model.run_layers(inputs[0], None, context, kv_caches))
 
         self._layers: RecordedLayers | None = None
+        if not is_tiled(kv_caches[0][0]):  # only attention in C++ can be recorded
+            return
         try:
             self._layers = RecordedLayers(layers, [model.hidden_size], model.dtype, model.attention_specs, kv_caches)
-        except NotRecordableError as error:
-            logger.warning("steps are computed op by op, which takes longer where they are small: %s", error)
+        except NotRecordableError as error:  # not logged itself: it refers to the caches
+            logger.warning("steps are computed op by op, which takes longer where they are small: %s", str(error))
 
     def takes(self, inputs: StepInputs) -> bool:
         """Whether there is a recording, and the step is small enough for it."""
