@@ -87,10 +87,8 @@ class ChainDrafter:
                     model.input_widths, model.dtype, model.attention_specs, caches,
                 )  # fmt: skip
                 self._chain = RecordedChain(model, caches, self._batch.block_table.shape[1], self._max_drafts)
-            except NotRecordableError as error:
-                logger.warning(
-                    "drafts are computed op by op, which takes longer: %s", str(error)
-                )  # it refers to the caches
+            except NotRecordableError as error:  # not logged itself: it refers to the caches
+                logger.warning("drafts are computed op by op, which takes longer: %s", str(error))
 
     @property
     def recorded_bytes(self) -> int:

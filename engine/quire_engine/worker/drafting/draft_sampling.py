@@ -3,6 +3,10 @@
 A token is the largest of logits plus noise. If draft model and target add the same noise, they agree more often than by
 two independent draws: where their distributions are equal, always (Gumbel noise coupling). So a draft is accepted about
 as often at any temperature as in greedy decoding.
+
+Drafts that are to be accepted by chance are drawn with noise of their own instead, and the distribution that each was
+drawn from is kept. Their chances say nothing of the token: whether a draft is computed must not depend on which token
+it is (see `sampling/rejection.py`).
 """
 
 from dataclasses import dataclass
