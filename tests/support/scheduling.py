@@ -186,6 +186,10 @@ class FixedCosts(StepCosts):
         """Only if it is in `unknown`."""
         return num_tokens in self.unknown
 
+    def are_known(self) -> bool:
+        """From the start."""
+        return True
+
     def seconds(self, num_tokens: int, num_drafts: int) -> npt.NDArray[np.float64]:
         """Of steps with 0, 1, 2, … drafts."""
         return 1.0 + self.seconds_per_token * np.arange(num_tokens, num_tokens + num_drafts + 1)

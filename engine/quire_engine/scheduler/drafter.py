@@ -245,7 +245,7 @@ class Drafter:
 
         They get blocks for the drafts now: the drafting model computes keys and values of its own for them.
         """
-        if self._costs.seconds(1, 0) is None:
+        if not self._costs.are_known():
             return
         block_ids = dict(zip(output.cached_requests.request_ids, output.cached_requests.new_block_ids, strict=True))
         block_ids |= {new.request_id: new.block_ids for new in output.new_requests}
@@ -253,10 +253,12 @@ class Drafter:
             record, request = self._records.get(request_id), requests[request_id]
             if record is None or not request.is_drafted or request.num_computed_tokens < request.num_tokens:
                 continue
+            if record.is_passed_over():
+                continue
             # All drafts of this step may be accepted, and it samples one more token.
             num_more = len(output.draft_token_ids.get(request_id, ())) + 1
             most = min(record.num_wanted, self._most(request, num_more))
-            if most < 1 or record.is_passed_over():
+            if most < 1:
                 continue
             added = self._kv_cache.allocate_slots(request, most)
             if added is not None:

@@ -11,7 +11,9 @@ to multiply. Where one becomes the other depends on model, machine and number fo
       └──────────────────── tokens
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -101,6 +103,10 @@ class StepCosts:
         size = self._plain.get(_size_class(num_tokens))
         return size is None or not size.is_known(self._step, max_age)
 
+    def are_known(self) -> bool:
+        """Whether anything is known of steps without drafts."""
+        return any(size.is_known(self._step, _OLDEST) for size in self._plain.values())
+
     def seconds(self, num_tokens: int, num_drafts: int) -> npt.NDArray[np.float64] | None:
         """How long steps take with 0, 1, 2, … drafts; None if nothing is known of steps without.
 
@@ -111,9 +117,14 @@ class StepCosts:
         plain = self._known(self._plain)
         if not plain:
             return None
-        without = float(_on_line(np.array([num_tokens]), plain)[0])
+        without = _on_line(num_tokens, plain)
         drafted = {size: mean for size, mean in self._known(self._drafted).items() if size > num_tokens}
-        return _on_line(np.arange(num_tokens, num_tokens + num_drafts + 1), {num_tokens: without, **drafted})
+        known = {num_tokens: without, **drafted}
+        sizes = np.arange(num_tokens, num_tokens + num_drafts + 1)
+        means = _rising(known)
+        seconds: npt.NDArray[np.float64] = np.interp(sizes, list(known), means)
+        seconds += np.maximum(sizes - next(reversed(known)), 0) * _slope_beyond(known, means)
+        return seconds
 
     def _known(self, sizes: dict[int, _Size]) -> dict[int, float]:
         """Size → seconds, ascending."""
@@ -125,15 +136,27 @@ def _moved(mean: float, seconds: float) -> float:
     return mean + _WEIGHT * (min(seconds, _LARGEST_RATIO * mean) - mean)
 
 
-def _on_line(num_tokens: npt.NDArray[np.int64], known: dict[int, float]) -> npt.NDArray[np.float64]:
-    """[N] -> [N], seconds between and beyond known sizes, which are in ascending order."""
-    sizes = list(known)
-    # More tokens never take less time: where it seems so, both are means of the same with noise.
-    means = np.maximum.accumulate(list(known.values()))
-    slope = _UNKNOWN_SLOPE * means[-1] / max(sizes[-1], _SMALL_STEP)
-    seconds: npt.NDArray[np.float64] = np.interp(num_tokens, sizes, means)
-    seconds += np.maximum(num_tokens - sizes[-1], 0) * slope
-    return seconds
+def _on_line(num_tokens: int, known: dict[int, float]) -> float:
+    """Seconds between and beyond known sizes, which are in ascending order."""
+    sizes, means = list(known), _rising(known)
+    right = bisect_right(sizes, num_tokens)
+    if right == 0:
+        return means[0]
+    left = right - 1
+    if right == len(sizes):
+        return means[left] + (num_tokens - sizes[left]) * _slope_beyond(known, means)
+    share = (num_tokens - sizes[left]) / (sizes[right] - sizes[left])
+    return means[left] + (means[right] - means[left]) * share
+
+
+def _rising(known: dict[int, float]) -> list[float]:
+    """The means by size. More tokens never take less time: where it seems so, both are means of the same with noise."""
+    return list(accumulate(known.values(), max))
+
+
+def _slope_beyond(known: dict[int, float], means: list[float]) -> float:
+    """What a token costs beyond the largest known size."""
+    return _UNKNOWN_SLOPE * means[-1] / max(next(reversed(known)), _SMALL_STEP)
 
 
 def _size_class(num_tokens: int) -> int:
