@@ -211,33 +211,46 @@ def _padded(values_N: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor |
     return torch.cat((values_N.float(), torch.zeros(1, dtype=torch.float32)))[rows].contiguous()
 
 
-def linear(x_TK: torch.Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+def linear(
+    x_TK: torch.Tensor,
+    weight: LinearWeight,
+    out_dtype: torch.dtype | None = None,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """`x · Wᵀ + bias`, and for a gated weight `silu(gate) * up` of it.
 
     Args:
         x_TK: activations, in the weight's dtype; rows may be strided.
         weight: from `pack_linear`. Only one thread at a time may use it: its `call` is filled in place.
         out_dtype: the result's, if it is not that of `x_TK`; float32 keeps the sums as they were accumulated.
+        out: of the result's shape and dtype, to be written; its rows may be a part of longer ones.
 
     Raises:
         TypeError: the activations have another dtype than the weight was packed for, or are on another device; or the
-            kernels cannot write the result's dtype.
-        ValueError: the activations have another size than the weight was packed for.
+            kernels cannot write the result's dtype, or `out` is not of it.
+        ValueError: the activations have another size than the weight was packed for, or `out` another shape than the
+            result.
 
     Returns:
         [T, N], or [T, N / 2] for a gated weight.
     """
     out_dtype = out_dtype or x_TK.dtype
+    if out is not None:
+        _check_out(out, x_TK, weight, out_dtype)
     call = weight.call
     if weight.scales is not None and uses_triton(x_TK):
         from quire_kernels.gpu import linear as gpu
 
         x_TK = with_dense_rows(x_TK)
-        return gpu.linear(x_TK, weight.data, weight.scales, weight.bias, weight.gated, out_dtype)
+        result = gpu.linear(x_TK, weight.data, weight.scales, weight.bias, weight.gated, out_dtype)
+        return result if out is None else out.copy_(result)
     if call is None:
         if x_TK.is_cuda and out_dtype != x_TK.dtype and weight.bias is None and not weight.gated:
-            return torch.mm(x_TK, weight.data.t(), out_dtype=out_dtype)  # not rounded to their dtype in between
-        return _linear_torch(x_TK, weight).to(out_dtype)
+            result = torch.mm(x_TK, weight.data.t(), out_dtype=out_dtype)  # not rounded to their dtype in between
+        else:
+            result = _linear_torch(x_TK, weight).to(out_dtype)
+        return result if out is None else out.copy_(result)
     if x_TK.dtype is not weight.dtype or not x_TK.is_cpu:
         raise TypeError(f"activations are {x_TK.dtype} on {x_TK.device}; the weight was packed for {weight.dtype}")
     if out_dtype not in FLOATS:
@@ -246,17 +259,31 @@ def linear(x_TK: torch.Tensor, weight: LinearWeight, out_dtype: torch.dtype | No
     rows, in_features = x_TK.shape
     if in_features != weight.in_features:
         raise ValueError(f"activations have {in_features} columns; the weight was packed for {weight.in_features}")
-    columns = weight.out_features // 2 if weight.gated else weight.out_features
-    out = torch.empty(rows, columns, dtype=out_dtype)
+    out = torch.empty(rows, _columns(weight), dtype=out_dtype) if out is None else out
     if weight.is_quantized:
         x_TK, x_scales = quantize_per_token(x_TK)
         call.x_scales = x_scales.data_ptr()
     call.x, call.x_stride, call.rows = x_TK.data_ptr(), x_TK.stride(0), rows
-    call.out, call.out_stride, call.out_is_float = out.data_ptr(), columns, out_dtype == torch.float32
+    call.out, call.out_stride, call.out_is_float = out.data_ptr(), out.stride(0), out_dtype == torch.float32
     handle = library()
     assert handle is not None
     launch(handle.quire_linear, call, out)
     return out
+
+
+def _columns(weight: LinearWeight) -> int:
+    return weight.out_features // 2 if weight.gated else weight.out_features
+
+
+def _check_out(out: torch.Tensor, x_TK: torch.Tensor, weight: LinearWeight, dtype: torch.dtype) -> None:
+    shape = (len(x_TK), _columns(weight))
+    if out.dtype != dtype or out.device != x_TK.device:
+        raise TypeError(f"out is {out.dtype} on {out.device}; it must be {dtype} on {x_TK.device}")
+    if out.shape != shape or out.stride(1) != 1:
+        raise ValueError(
+            f"out has shape {list(out.shape)} and strides {list(out.stride())}; it must have shape {list(shape)} and no "
+            "gaps between the elements of a row"
+        )
 
 
 def _linear_torch(x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:

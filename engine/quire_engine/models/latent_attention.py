@@ -1,0 +1,170 @@
+"""Multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1).
+
+All heads share one row per token in the cache. It holds what carries the token's position, R features, and a latent
+vector of C features, which the other N features of each head's key, and its value of V features, are products of::
+
+    cache row                 k = [ rope R │ latent C ]          D = R + C features of the only KV head
+    head h's key              [ rope R │ W_K[h] latent ]         W_K[h] is N × C
+    head h's value            W_V[h] latent                      W_V[h] is V × C
+
+Neither is ever computed. A head's product of query and key is the product of the row and ``[ q_rope │ W_K[h]ᵀ q ]``,
+and the weighted sum of values is ``W_V[h]`` times the weighted sum of rows. So this is attention of H query heads to one
+key head, which `paged_attention` computes as any other ("absorption", section 2.1.3)::
+
+    hidden ─► q_a ─ norm ─► q_b ─► per head: identity │ W_Kᵀ ─► rotate R ─┐
+           └► kv_a ─ norm of the latent ─► rotate R ─► cache ─────────────┴► attention ─► per head: W_V ─► o_proj
+
+The checkpoint's order of features is another: R comes last in a head, and pairs that are rotated together lie side by
+side. Rows of the matrices are put into our order when they are packed; products of queries and keys stay the same.
+
+The cache holds each row twice, as a key and as a value, since kernels read them in different orders (`attention.inc`).
+"""
+
+import torch
+from quire_kernels import LinearWeight, linear, pack_linear, paged_attention, rms_norm, rope_and_cache
+from torch import nn
+
+from quire_engine.distributed import ParallelState
+from quire_engine.models.base import AttentionSpec, ForwardContext
+from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.layers import Weight
+from quire_engine.models.options import LatentAttentionOptions
+from quire_engine.models.parallel import ColumnParallel, RowParallel
+
+__all__ = ["LatentAttention"]
+
+ALONE = ParallelState()
+NORM_EPS = 1e-6
+"""Of the two norms in here, whatever `rms_norm_eps` says: so the models were trained."""
+
+
+def _rope_order(options: LatentAttentionOptions) -> torch.Tensor:
+    """[R] int64: features of the checkpoint in the order in which `rope_and_cache` rotates them: those of one half with
+    those of the other."""
+    order = torch.arange(options.rope_size)
+    return order.view(-1, 2).t().flatten() if options.interleaved else order
+
+
+class _Reordered(ColumnParallel):
+    """A `ColumnParallel` whose output features get another order. `order` must be set before it is packed."""
+
+    order: torch.Tensor
+    """[out] int64, which of this rank's output features comes at each place."""
+
+    def pack(self, quantized_dtype: torch.dtype | None) -> None:
+        """See `Packable`."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data[self.order.to(parameter.device)]
+        super().pack(quantized_dtype)
+
+
+class _HeadProjections(ColumnParallel):
+    """`kv_b_proj`: the matrices W_K and W_V of each head of this rank. They are small and stay in the model's dtype.
+
+    Args:
+        num_heads: of all ranks.
+        options: the sizes.
+        parallel: the rank.
+    """
+
+    def __init__(self, num_heads: int, options: LatentAttentionOptions, parallel: ParallelState) -> None:
+        self.options, size = options, options.nope_size + options.value_size
+        super().__init__(options.kv_rank, {"kv_b_proj": num_heads * size}, False, parallel, unit=size)
+        self.num_heads = self.sizes[0] // size
+        self.keys: list[LinearWeight] = []
+        """By head, [R + C, R + N]: copies the R features before the others, which it multiplies by W_Kᵀ."""
+        self.values: list[LinearWeight] = []
+        """By head, [V, C]."""
+
+    def pack(self, quantized_dtype: torch.dtype | None) -> None:
+        """See `Packable`."""
+        del quantized_dtype
+        assert self.weight is not None
+        nope, rope, rank = self.options.nope_size, self.options.rope_size, self.options.kv_rank
+        for own in self.weight.data.unflatten(0, (self.num_heads, -1)):
+            key = own.new_zeros(rope + rank, rope + nope)
+            key[:rope, :rope].fill_diagonal_(1.0)
+            key[rope:, rope:] = own[:nope].t()
+            self.keys.append(pack_linear(key))
+            self.values.append(pack_linear(own[nope:].contiguous()))
+        self.weight = None
+
+
+class LatentAttention(nn.Module):
+    """Attention of a `DecoderLayer`.
+
+    Args:
+        config: of the checkpoint, with `latent` among its options.
+        parallel: the rank, which has some of the heads; the rows of the cache are on every rank.
+    """
+
+    def __init__(self, config: CheckpointConfig, parallel: ParallelState) -> None:
+        super().__init__()
+        options, hidden_size, bias = config.options, config.hidden_size, config.options.qkv_bias
+        latent = options.latent
+        assert latent is not None and options.attention_scale is not None
+        self.latent, self.scale = latent, options.attention_scale
+        row_size, head_size = latent.kv_rank + latent.rope_size, latent.nope_size + latent.rope_size
+        row = torch.cat((latent.kv_rank + _rope_order(latent), torch.arange(latent.kv_rank)))
+        self.q_a_layernorm = None
+        parts = {"kv_a_proj_with_mqa": row_size}
+        name, in_features, query_bias = "q_proj", hidden_size, False
+        if latent.query_rank is not None:
+            self.q_a_layernorm = Weight(latent.query_rank)
+            parts = {"q_a_proj": latent.query_rank, **parts}
+            row = torch.cat((torch.arange(latent.query_rank), latent.query_rank + row))
+            name, in_features = "q_b_proj", latent.query_rank
+        self.down_proj = _Reordered(hidden_size, parts, bias, ALONE)
+        self.down_proj.order = row
+        self.kv_a_layernorm = Weight(latent.kv_rank)
+        self.query_proj = _Reordered(
+            in_features, {name: config.num_heads * head_size}, query_bias, parallel, unit=head_size
+        )
+        self.num_heads = self.query_proj.sizes[0] // head_size
+        head = torch.cat((latent.nope_size + _rope_order(latent), torch.arange(latent.nope_size)))
+        self.query_proj.order = (torch.arange(self.num_heads)[:, None] * head_size + head).flatten()
+        self.head_projections = _HeadProjections(config.num_heads, latent, parallel)
+        size = config.num_heads * latent.value_size
+        self.o_proj = RowParallel(size, "o_proj", hidden_size, options.o_bias, parallel)
+        self.spec = AttentionSpec(self.num_heads, 1, row_size)
+
+    def forward(
+        self,
+        hidden_TE: torch.Tensor,
+        cos_sin: torch.Tensor,
+        key_cache_NKBD: torch.Tensor,
+        value_cache_NKBD: torch.Tensor,
+        context: ForwardContext,
+    ) -> torch.Tensor:
+        """[T, E] -> [T, E]; writes this step's rows to the cache first."""
+        *queries, row_TD = self.down_proj(hidden_TE).split(self.down_proj.sizes, dim=-1)
+        if self.q_a_layernorm is not None:
+            hidden_TE = rms_norm(queries[0], self.q_a_layernorm.weight, NORM_EPS)
+        latent_TC = row_TD[:, self.latent.rope_size :]
+        rms_norm(latent_TC, self.kv_a_layernorm.weight, NORM_EPS, out=latent_TC)
+        row_TKD = row_TD.unsqueeze(1)
+        query_THD = rope_and_cache(
+            self._absorbed(self.query_proj(hidden_TE)), row_TKD, row_TKD, context.positions, cos_sin,
+            context.slot_mapping, key_cache_NKBD, value_cache_NKBD,
+        )  # fmt: skip
+        sums_THD = paged_attention(
+            query_THD, key_cache_NKBD, value_cache_NKBD, context.block_table, context.query_start_loc,
+            context.seq_lens, self.scale, context.plans.get(self.spec),
+        )  # fmt: skip
+        out_TE: torch.Tensor = self.o_proj(self._values(sums_THD))
+        return out_TE
+
+    def _absorbed(self, query_TF: torch.Tensor) -> torch.Tensor:
+        """Queries, [T, H * (R + N)], -> what is multiplied by rows of the cache, [T, H, R + C]."""
+        query_THF = query_TF.unflatten(-1, (self.num_heads, -1))
+        query_THD = query_TF.new_empty(len(query_TF), self.num_heads, self.spec.head_size)
+        for head, weight in enumerate(self.head_projections.keys):
+            linear(query_THF[:, head], weight, out=query_THD[:, head])
+        return query_THD
+
+    def _values(self, sums_THD: torch.Tensor) -> torch.Tensor:
+        """Weighted sums of rows, [T, H, R + C], -> of values, [T, H * V]."""
+        values_THV = sums_THD.new_empty(len(sums_THD), self.num_heads, self.latent.value_size)
+        for head, weight in enumerate(self.head_projections.values):
+            linear(sums_THD[:, head, self.latent.rope_size :], weight, out=values_THV[:, head])
+        return values_THV.flatten(1)
