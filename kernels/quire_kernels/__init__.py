@@ -7,6 +7,7 @@ in the Triton language, in C++ or in plain torch (`dispatch.py`). Shape suffixes
     H  query heads      K  key/value heads    D  head size
     N  KV blocks        B  tokens per block   M  blocks per sequence, at most
     E  hidden size      V  vocabulary size
+    X  experts
 """
 
 from quire_kernels.activation import silu_and_mul
@@ -14,10 +15,12 @@ from quire_kernels.attention import paged_attention, plan_attention
 from quire_kernels.attention_plan import AttentionPlan
 from quire_kernels.drafts import DraftState, advance_drafts
 from quire_kernels.embedding import embedding
+from quire_kernels.experts import ExpertsWeight, pack_experts, routed_experts
 from quire_kernels.layernorm import add_rms_norm, rms_norm
 from quire_kernels.linear import LinearWeight, linear, pack_linear
 from quire_kernels.recording import NotRecordableError, Recording, record
 from quire_kernels.rope import rope_and_cache
+from quire_kernels.routing import topk_softmax
 from quire_kernels.sampling import argmax, probabilities, sample
 from quire_kernels.store import store_columns, store_rows
 from quire_kernels.token_bitmask import apply_token_bitmask
@@ -26,6 +29,7 @@ from quire_kernels.token_probabilities import token_probabilities
 __all__ = [
     "AttentionPlan",
     "DraftState",
+    "ExpertsWeight",
     "LinearWeight",
     "NotRecordableError",
     "Recording",
@@ -35,6 +39,7 @@ __all__ = [
     "argmax",
     "embedding",
     "linear",
+    "pack_experts",
     "pack_linear",
     "paged_attention",
     "plan_attention",
@@ -42,9 +47,11 @@ __all__ = [
     "record",
     "rms_norm",
     "rope_and_cache",
+    "routed_experts",
     "sample",
     "silu_and_mul",
     "store_columns",
     "store_rows",
     "token_probabilities",
+    "topk_softmax",
 ]
