@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from quire_engine.models.experts_options import ExpertsOptions
 from quire_engine.models.fields import Fields
 
 __all__ = ["DecoderOptions", "refuse_sliding_window"]
@@ -19,6 +20,10 @@ class DecoderOptions:
     """The linear layers of the feed-forward have biases."""
     qk_norm: bool = False
     """Each head of queries and keys is normed before the rotation, with one weight per head feature."""
+    experts: ExpertsOptions | None = None
+    """The feed-forward of some or all layers is a mixture of experts."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Parts of tensors' names in the family's checkpoints, and what stands there in ours."""
     default_head_size: int | None = None
     """Used if `config.json` has no `head_dim`; unset: `hidden_size` divided by the number of heads."""
 
