@@ -198,6 +198,38 @@ struct EmbeddingCall {
   int32_t is_float;
 };
 
+struct RouteCall {
+  const float* logits;   // [rows, experts]
+  int64_t logits_stride; // elements between rows
+  float* weights;        // [rows, top_k], written
+  int64_t* expert_ids;   // [rows, top_k], written
+  int64_t rows;
+  int64_t experts;
+  int64_t top_k;
+  int32_t renormalize;   // the weights add up to 1
+};
+
+struct ExpertsCall {
+  const void* x;              // [rows, hidden_size], bfloat16 or float32, as are shared and out
+  int64_t x_stride;           // elements between rows
+  const float* weights;       // [rows, top_k]
+  const int64_t* expert_ids;  // [rows, top_k]
+  const int64_t* expert_map;  // where each expert is among those that are here; -1: it is not
+  const LinearCall* gate_up;  // [experts], of those that are here; without x and out, as in all of one shape
+  const LinearCall* down;     // [experts]
+  const void* shared;         // [rows, hidden_size], added to the result; or null
+  int64_t shared_stride;
+  const float* shared_gate;   // [rows], whose sigmoid multiplies it; or null
+  int64_t* loads;             // [experts], to which each one's number of tokens is added; or null
+  void* out;                  // [rows, hidden_size], without gaps
+  int64_t rows;
+  int64_t experts;
+  int64_t top_k;
+  int64_t hidden_size;
+  int64_t intermediate_size;
+  int32_t is_float;
+};
+
 struct StoreCall {
   const void* source;           // [rows, size], bfloat16 or float32, as is out
   int64_t source_stride;        // elements between rows

@@ -36,6 +36,20 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
         "num_hidden_layers": 3, "tie_word_embeddings": False,
     },
+    "mixtral": {
+        "model_type": "mixtral", "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 5,
+        "num_experts_per_tok": 2, "tie_word_embeddings": False,
+    },
+    "qwen2-moe": {  # one layer with experts between two without
+        "model_type": "qwen2_moe", "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 7,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 44, "shared_expert_intermediate_size": 36,
+        "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3], "tie_word_embeddings": True,
+    },
+    "qwen3-moe": {
+        "model_type": "qwen3_moe", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "num_local_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 38, "norm_topk_prob": True,
+        "num_hidden_layers": 3, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 
 

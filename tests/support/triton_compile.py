@@ -18,11 +18,13 @@ from quire_kernels import (
     embedding,
     gelu_tanh_and_mul,
     linear,
+    pack_experts,
     pack_linear,
     paged_attention,
     plan_attention,
     rms_norm,
     rope_and_cache,
+    routed_experts,
     sample,
     silu_and_mul,
     store_rows,
@@ -99,6 +101,19 @@ def multiply(kind: torch.dtype, gated: bool, dtype: torch.dtype = BF16, out_dtyp
         linear(torch.zeros(num_tokens, 4096, dtype=dtype), packed, out_dtype)
 
 
+def mix_experts(dtype: torch.dtype, kind: torch.dtype | None = None) -> None:
+    """Of three experts and one that all share."""
+    gate_up, down = (
+        [pack_linear(torch.zeros(shape, dtype=dtype), gated=gated, quantize=kind is not None,
+                     quantized_dtype=kind or torch.int8)] * 3
+        for shape, gated in (((1536, 2048), True), ((2048, 768), False))
+    )  # fmt: skip
+    x, ids = torch.zeros(40, 2048, dtype=dtype), torch.zeros(40, 2, dtype=torch.int64)
+    experts = pack_experts(gate_up, down, torch.arange(3))
+    routed_experts(x, torch.ones(40, 2), ids, experts)
+    routed_experts(x, torch.ones(40, 2), ids, experts, x, torch.ones(40, 1))
+
+
 def main() -> None:
     driver.set_active(
         SimpleNamespace(
@@ -122,6 +137,8 @@ def main() -> None:
     multiply(torch.int8, gated=False, out_dtype=FP32)
     multiply(torch.int8, gated=True, dtype=FP16)
     multiply(FP8, gated=True)
+    for dtype, kind in ((BF16, None), (FP16, torch.int8), (BF16, FP8), (FP32, None)):
+        mix_experts(dtype, kind)
 
 
 if __name__ == "__main__":

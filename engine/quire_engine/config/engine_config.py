@@ -203,6 +203,8 @@ class ParallelConfig:
     """Ranks that each layer is cut into."""
     pipeline_parallel_size: int = 1
     """Stages that the layers are divided among."""
+    enable_expert_parallel: bool = False
+    """In a mixture of experts, each of the `tensor_parallel_size` ranks has whole experts, not a slice of each."""
     distributed_executor_backend: str | None = None
     """Where the ranks run: `uni` in the engine's own process (one rank only), `mp` one process each on this machine,
     `ray` as Ray actors, also on several machines. Unset: `uni` for one rank, `mp` for several."""
@@ -211,6 +213,7 @@ class ParallelConfig:
         check(self.device in DEVICES, "device", self.device, f"one of {', '.join(DEVICES)}")
         check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
         check_int("pipeline_parallel_size", self.pipeline_parallel_size, 1)
+        check_bool("enable_expert_parallel", self.enable_expert_parallel)
         backend = self.distributed_executor_backend
         check(backend in (None, *EXECUTOR_BACKENDS), "distributed_executor_backend", backend,
               f"one of {', '.join(EXECUTOR_BACKENDS)}")  # fmt: skip

@@ -64,7 +64,7 @@ _SWITCHED_OFF = (
     "trust_remote_code", "skip_tokenizer_init", "enable_log_requests", "disable_sliding_window", "enable_lora",
     "enable_lora_bias", "enable_prompt_adapter", "enable_prompt_embeds", "enable_mm_embeds", "calculate_kv_scales",
     "kv_sharing_fast_prefill", "ray_workers_use_nsight", "data_parallel_hybrid_lb", "data_parallel_external_lb",
-    "enable_expert_parallel", "enable_eplb", "enable_dbo", "kv_cache_metrics", "cudagraph_metrics",
+    "enable_eplb", "enable_dbo", "kv_cache_metrics", "cudagraph_metrics",
     "enable_mfu_metrics", "enable_layerwise_nvtx_tracing", "enable_logging_iteration_details", "tokens_only",
 )  # fmt: skip
 """Names of which false asks for nothing."""

@@ -74,7 +74,10 @@ class EngineCore:
                 f"max_model_len is {max_model_len}; the checkpoint's positions end at "
                 f"{checkpoint.max_position_embeddings} (max_position_embeddings)"
             )
-        checkpoint.check_parallel(config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size)
+        checkpoint.check_parallel(
+            config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size,
+            config.parallel.enable_expert_parallel,
+        )  # fmt: skip
         self.executor: Executor = make_executor(config, checkpoint, max_model_len)
         try:
             num_blocks = num_blocks or self.executor.determine_num_blocks()

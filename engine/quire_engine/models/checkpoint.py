@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.errors import CheckpointError
-from quire_engine.models.fields import Fields, read_config
+from quire_engine.models.fields import MAX_SIZE, Fields, read_config
 from quire_engine.models.files import brief, read_json
 from quire_engine.models.options import DecoderOptions, read_activation
 from quire_engine.models.registry import ARCHITECTURES, read_options
@@ -16,8 +16,6 @@ __all__ = ["MAX_SIZE", "CheckpointConfig", "RopeConfig", "read_architecture"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "llama3")
-MAX_SIZE = 1 << 24
-"""Upper bound on each dimension of a weight; the largest vocabularies have 2^18 tokens."""
 MAX_LAYERS = 10_000
 MAX_POSITIONS = 2**31 - 1
 
@@ -109,15 +107,22 @@ class CheckpointConfig:
         checkpoint._check(fields.path)
         return checkpoint
 
-    def check_parallel(self, tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> None:
+    def check_parallel(
+        self, tensor_parallel_size: int, pipeline_parallel_size: int = 1, enable_expert_parallel: bool = False
+    ) -> None:
         """Check that the model can be divided among this many ranks.
 
         Raises:
             ValueError: it cannot; names the setting, the size that prevents it, and the allowed values.
         """
-        reason = self._indivisible(tensor_parallel_size)
+        if enable_expert_parallel and self.options.experts is None:
+            raise ValueError(
+                f"enable_expert_parallel is True; a {self.architecture} has no experts to divide: leave it out"
+            )
+        reason = self._indivisible(tensor_parallel_size, enable_expert_parallel)
         if reason is not None:
-            right = [size for size in range(1, self.num_heads + 1) if self._indivisible(size) is None]
+            sizes = range(1, self.num_heads + 1)
+            right = [size for size in sizes if self._indivisible(size, enable_expert_parallel) is None]
             raise ValueError(
                 f"tensor_parallel_size is {tensor_parallel_size}; {reason}; for this model it must be "
                 f"{' or '.join(map(str, right))}"
@@ -128,9 +133,18 @@ class CheckpointConfig:
                 f"{self.num_layers}, as each stage has at least one layer"
             )
 
-    def _indivisible(self, ranks: int) -> str | None:
+    def _indivisible(self, ranks: int, enable_expert_parallel: bool) -> str | None:
         """Why the layers cannot be cut into this many slices; None if they can."""
-        for name, size in (("num_attention_heads", self.num_heads), ("intermediate_size", self.intermediate_size)):
+        experts, sizes = self.options.experts, {"num_attention_heads": self.num_heads}
+        if experts is None or not all(map(experts.are_in, range(self.num_layers))):
+            sizes["intermediate_size"] = self.intermediate_size
+        if experts is not None:
+            sizes["shared_expert_intermediate_size"] = experts.shared_intermediate_size or 0
+            if not enable_expert_parallel:
+                sizes["moe_intermediate_size"] = experts.intermediate_size
+            elif experts.num_experts < ranks:
+                return f"num_experts={experts.num_experts} is less"
+        for name, size in sizes.items():
             if size % ranks:
                 return f"{name}={size} is no multiple of it"
         if self.num_kv_heads % ranks and ranks % self.num_kv_heads:
@@ -176,9 +190,9 @@ def _is_int8(fields: Fields) -> bool:
         case {
             "quant_method": "compressed-tensors",
             "format": "int-quantized",
-            "ignore": ["lm_head"],
+            "ignore": [*ignored],
             "config_groups": {**groups},
-        } if len(groups) == 1:
+        } if len(groups) == 1 and "lm_head" in ignored and all(map(_stays_unquantised, ignored)):
             match next(iter(groups.values())):
                 case {"targets": ["Linear"], "weights": {**weights}, "input_activations": {**activations}} if (
                     _is_symmetric_int8(weights, "channel", dynamic=False)
@@ -189,9 +203,14 @@ def _is_int8(fields: Fields) -> bool:
     raise CheckpointError(
         f"{fields.path}: {name} has quant_method {method:.60}, format {form:.60}; of quantised "
         "checkpoints only compressed-tensors with int8 weights per channel and dynamic int8 activations per token, "
-        "both symmetric, of all linear layers but lm_head, are served. From an unquantised checkpoint the setting "
-        "quantization makes one of these"
+        "both symmetric, of all linear layers but lm_head and routers, are served. From an unquantised checkpoint the "
+        "setting quantization makes one of these"
     )
+
+
+def _stays_unquantised(name: object) -> bool:
+    """Whether a name in the list of what is not quantised, or the pattern there, is the head or a router of experts."""
+    return name == "lm_head" or (isinstance(name, str) and name.rstrip("$").endswith((".gate", ".shared_expert_gate")))
 
 
 def _is_symmetric_int8(kind: Mapping[Any, Any], strategy: str, dynamic: bool) -> bool:

@@ -21,6 +21,7 @@ from torch import nn
 from quire_engine.distributed import ParallelState
 from quire_engine.models.base import AttentionSpec, FeatureTaps, ForwardContext, KVCaches
 from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.experts import MixtureOfExperts
 from quire_engine.models.layers import Weight, rope_cos_sin
 from quire_engine.models.options import DecoderOptions
 from quire_engine.models.parallel import (
@@ -132,13 +133,21 @@ def _norm(size: int, options: DecoderOptions) -> Weight:
     return Weight(size, dtype=torch.float32 if options.float32_norms else None, offset=options.norm_offset)
 
 
+def feed_forward(config: CheckpointConfig, parallel: ParallelState, layer: int) -> nn.Module:
+    """That of a layer, by its number in the checkpoint."""
+    experts = config.options.experts
+    if experts is not None and experts.are_in(layer):
+        return MixtureOfExperts(config, experts, parallel)
+    return GatedMLP(config, parallel)
+
+
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, with norms before or after each, on one residual stream."""
 
-    def __init__(self, config: CheckpointConfig, parallel: ParallelState) -> None:
+    def __init__(self, config: CheckpointConfig, parallel: ParallelState, number: int) -> None:
         super().__init__()
         self.self_attn = Attention(config, parallel)
-        self.mlp = GatedMLP(config, parallel)
+        self.mlp = feed_forward(config, parallel, number)
         for name in config.options.norms.names:
             self.add_module(name, _norm(config.hidden_size, config.options))
 
@@ -170,7 +179,7 @@ class Decoder(nn.Module):
             self.embed_tokens = VocabParallel(vocab_size, self.hidden_size, parallel, is_head)
         # By their numbers in the checkpoint, on every stage.
         numbers = stage_layers(config.num_layers, parallel)
-        self.layers = nn.ModuleDict({str(number): DecoderLayer(config, parallel) for number in numbers})
+        self.layers = nn.ModuleDict({str(number): DecoderLayer(config, parallel, number) for number in numbers})
         self.lm_head = None
         if parallel.is_last_stage:
             self.norm = _norm(self.hidden_size, options)
@@ -242,7 +251,10 @@ class Decoder(nn.Module):
     def one_layer_of_each_kind(self) -> Iterator[None]:
         """They need as much memory as all layers, as each layer frees its memory before the next begins."""
         layers = self.layers
-        first = {spec: number for number, spec in reversed(list(zip(layers, self.attention_specs, strict=True)))}
+        kinds = [
+            (layer.self_attn.spec, type(layer.mlp)) for layer in layers.values() if isinstance(layer, DecoderLayer)
+        ]
+        first = {kind: number for number, kind in reversed(list(zip(layers, kinds, strict=True)))}
         self.layers = nn.ModuleDict({number: layers[number] for number in sorted(first.values(), key=int)})
         try:
             yield

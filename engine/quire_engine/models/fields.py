@@ -8,8 +8,10 @@ from typing import Any
 from quire_engine.errors import CheckpointError
 from quire_engine.models.files import brief, read_json
 
-__all__ = ["Fields", "read_config"]
+__all__ = ["MAX_SIZE", "Fields", "read_config"]
 
+MAX_SIZE = 1 << 24
+"""Upper bound on each dimension of a weight; the largest vocabularies have 2^18 tokens."""
 _UNSET: Any = object()
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
+from quire_engine.models.experts_options import ExpertsOptions
 from quire_engine.models.fields import Fields
 
 __all__ = [
@@ -80,6 +81,10 @@ class DecoderOptions:
     logits_divisor: float = 1.0
     logits_soft_cap: float | None = None
     """The logits become `cap * tanh(logits / cap)`."""
+    experts: ExpertsOptions | None = None
+    """The feed-forward of some or all layers is a mixture of experts."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Parts of tensors' names in the family's checkpoints, and what stands there in ours."""
     default_head_size: int | None = None
     """Used if `config.json` has no `head_dim`; unset: `hidden_size` divided by the number of heads."""
 

@@ -1,7 +1,7 @@
 """Compares the tensors that a checkpoint must hold with the headers of its files, without loading any."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from quire_engine.errors import CheckpointError
@@ -34,7 +34,13 @@ def check_weights(folder: Path, config: CheckpointConfig) -> dict[Path, dict[str
     Raises:
         CheckpointError: a file is missing or broken; a tensor is missing, superfluous, or of another shape or type.
     """
-    files = read_tensors(folder, lambda name: name.removeprefix("model."))
+
+    def rename(name: str) -> str:
+        for theirs, ours in config.options.renamed:
+            name = name.replace(theirs, ours)
+        return name.removeprefix("model.")
+
+    files = read_tensors(folder, rename)
 
     def kinds(name: str) -> tuple[str, ...]:
         return ("I8",) if config.int8 and _is_linear(name) else FLOATING
@@ -124,7 +130,7 @@ def _is_linear(name: str) -> bool:
 
 def expected_shapes(config: CheckpointConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name of each tensor of a checkpoint, without the leading `model.`, and its shape; layer by layer."""
-    hidden, intermediate = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
     q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     options = config.options
     linears = {
@@ -132,9 +138,6 @@ def expected_shapes(config: CheckpointConfig) -> Iterator[tuple[str, tuple[int, 
         "self_attn.k_proj": (kv_size, hidden, options.qkv_bias),
         "self_attn.v_proj": (kv_size, hidden, options.qkv_bias),
         "self_attn.o_proj": (hidden, q_size, options.o_bias),
-        "mlp.gate_proj": (intermediate, hidden, options.mlp_bias),
-        "mlp.up_proj": (intermediate, hidden, options.mlp_bias),
-        "mlp.down_proj": (hidden, intermediate, options.mlp_bias),
     }
     norms = dict.fromkeys(options.norms.names, hidden)
     if options.qk_norm:
@@ -148,9 +151,31 @@ def expected_shapes(config: CheckpointConfig) -> Iterator[tuple[str, tuple[int, 
     for i in range(config.num_layers):
         for name, size in norms.items():
             yield f"layers.{i}.{name}.weight", (size,)
-        for name, (out_size, in_size, has_bias) in linears.items():
+        if options.experts is not None and options.experts.are_in(i):
+            yield f"layers.{i}.mlp.gate.weight", (options.experts.num_experts, hidden)
+            if options.experts.shared_intermediate_size is not None:
+                yield f"layers.{i}.mlp.shared_expert_gate.weight", (1, hidden)
+        for name, (out_size, in_size, has_bias) in chain(linears.items(), _feed_forward(config, i)):
             yield f"layers.{i}.{name}.weight", (out_size, in_size)
             if config.int8:
                 yield f"layers.{i}.{name}.weight_scale", (out_size, 1)
             if has_bias:
                 yield f"layers.{i}.{name}.bias", (out_size,)
+
+
+def _feed_forward(config: CheckpointConfig, layer: int) -> Iterator[tuple[str, tuple[int, int, bool]]]:
+    """The linear layers of a feed-forward, or of each of its experts, with their sizes and whether they have biases."""
+
+    def swiglu(name: str, size: int, bias: bool) -> Iterator[tuple[str, tuple[int, int, bool]]]:
+        for part in ("gate_proj", "up_proj"):
+            yield f"{name}.{part}", (size, config.hidden_size, bias)
+        yield f"{name}.down_proj", (config.hidden_size, size, bias)
+
+    experts = config.options.experts
+    if experts is None or not experts.are_in(layer):
+        yield from swiglu("mlp", config.intermediate_size, config.options.mlp_bias)
+        return
+    if experts.shared_intermediate_size is not None:
+        yield from swiglu("mlp.shared_expert", experts.shared_intermediate_size, False)
+    for i in range(experts.num_experts):
+        yield from swiglu(f"mlp.experts.{i}", experts.intermediate_size, False)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -72,7 +73,10 @@ class Worker:
         parallel: ParallelState = ParallelState(),
         device: torch.device = CPU,
     ) -> None:
-        checkpoint.check_parallel(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        parallel = replace(parallel, enable_expert_parallel=config.parallel.enable_expert_parallel)
+        checkpoint.check_parallel(
+            parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.enable_expert_parallel
+        )
         check_tables(config.scheduler.max_num_seqs, max_model_len, checkpoint.head_size)
         self.config = config
         self.parallel = parallel

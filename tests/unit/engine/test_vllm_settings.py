@@ -35,7 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "calculate_kv_scales": None, "disable_log_requests": False,
     # Of later versions.
     "runner": "auto", "convert": "auto", "hf_token": None, "logprobs_mode": "raw_logprobs", "enable_eplb": False,
-    "enable_expert_parallel": False, "data_parallel_size": 1, "data_parallel_rank": None, "nnodes": 1, "node_rank": 0,
+    "data_parallel_size": 1, "data_parallel_rank": None, "nnodes": 1, "node_rank": 0,
     "decode_context_parallel_size": 1, "enable_prompt_embeds": False, "kv_sharing_fast_prefill": False,
     "async_scheduling": None, "stream_interval": 1, "structured_outputs_config": {"backend": "auto"},
     "speculative_config": None, "reasoning_parser": "", "worker_extension_cls": "", "additional_config": {},

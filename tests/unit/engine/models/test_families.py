@@ -10,6 +10,8 @@ from quire_engine import LLM, SamplingParams
 from quire_engine.errors import CheckpointError
 from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.decoder import Decoder
+from quire_engine.models.experts_options import ExpertsOptions
+from quire_engine.models.families.mixtral import NAMES
 from quire_engine.models.options import DecoderOptions
 from quire_engine.models.parallel import load_targets
 from quire_engine.models.weights import expected_shapes
@@ -38,6 +40,16 @@ def test_the_model_has_the_tensors_that_its_checkpoint_is_checked_for(
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096}, DecoderOptions(qkv_bias=True)),
         ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False},
          DecoderOptions(qk_norm=True, default_head_size=128)),
+        ({"architectures": ["MixtralForCausalLM"], "sliding_window": None},
+         DecoderOptions(experts=ExpertsOptions(num_experts=8, top_k=2, intermediate_size=24, norm_topk_prob=True),
+                        renamed=NAMES)),
+        ({"architectures": ["Qwen2MoeForCausalLM"], "qkv_bias": False, "num_experts": 3, "decoder_sparse_step": 2},
+         DecoderOptions(experts=ExpertsOptions(
+             num_experts=3, top_k=3, intermediate_size=1408, norm_topk_prob=False, shared_intermediate_size=5632,
+             decoder_sparse_step=2))),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [1], "norm_topk_prob": True},
+         DecoderOptions(qk_norm=True, experts=ExpertsOptions(
+             num_experts=128, top_k=8, intermediate_size=768, norm_topk_prob=True, mlp_only_layers=(1,)))),
     ],
 )  # fmt: skip
 def test_a_family_reads_its_options(changes: dict[str, Any], options: DecoderOptions, tmp_path: Path) -> None:
@@ -72,8 +84,60 @@ def test_a_norm_that_is_missing_is_named(checkpoint: Callable[[str], Path], tmp_
         check_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9; it must be an integer from 1 to 8"),
+        ({"num_experts": 0}, "num_experts is 0; it must be an integer from 1 to"),
+        ({"mlp_only_layers": ["1"]}, "mlp_only_layers is .'1'.; it must be a list of layers' numbers"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob is 1; it must be true or false"),
+        ({"architectures": ["MixtralForCausalLM"], "sliding_window": 16}, "sliding_window is 16; it must be null"),
+    ],
+)
+def test_experts_that_cannot_be_are_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = make_small_checkpoint(tmp_path)
+    edit_json(folder / "config.json", **{"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, **fields})
+    with pytest.raises(CheckpointError, match=message):
+        CheckpointConfig.from_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "is_expert_parallel", "message"),
+    [
+        ("qwen2", 1, True, "enable_expert_parallel is True; a Qwen2ForCausalLM has no experts to divide"),
+        ("mixtral", 4, True, None),
+        ("qwen3-moe", 2, False, None),
+        ("qwen3-moe", 4, False, "moe_intermediate_size=38 is no multiple of it; .* it must be 1 or 2$"),
+        ("qwen3-moe", 4, True, None),
+        ("qwen2-moe", 4, True, None),
+    ],
+)
+def test_how_experts_can_be_divided(
+    name: str, ranks: int, is_expert_parallel: bool, message: str | None, checkpoint: Callable[[str], Path]
+) -> None:
+    config = CheckpointConfig.from_folder(checkpoint(name))
+    if message is None:
+        config.check_parallel(ranks, enable_expert_parallel=is_expert_parallel)
+        return
+    with pytest.raises(ValueError, match=message):
+        config.check_parallel(ranks, enable_expert_parallel=is_expert_parallel)
+
+
+def test_an_expert_that_is_missing_is_named(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    whole = checkpoint("qwen2-moe")
+    for file in whole.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    weights = load_file(whole / "model.safetensors")
+    del weights["model.layers.1.mlp.experts.6.down_proj.weight"]
+    (tmp_path / "model.safetensors").unlink()
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"hold no layers\.1\.mlp\.experts\.6\.down_proj\.weight$"):
+        check_checkpoint(tmp_path)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mixtral", "qwen2-moe", "qwen3-moe"])
 def test_int8_is_near_to_float32(name: str, checkpoint: Callable[[str], Path]) -> None:
     prompts = [[2 + i, 3, 5 * i + 2, *range(7, 40)] for i in range(8)]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)

@@ -1,0 +1,19 @@
+"""Qwen1.5-MoE and Qwen2-MoE (https://arxiv.org/abs/2407.10671, section 2.2.2): Qwen2 with many small experts, and one
+that all tokens share."""
+
+from quire_engine.models.experts_options import read_qwen_experts
+from quire_engine.models.fields import Fields
+from quire_engine.models.options import DecoderOptions, refuse_sliding_window
+
+__all__ = ["read_options"]
+
+
+def read_options(fields: Fields) -> DecoderOptions:
+    """Read the options of the layers from `config.json`.
+
+    Raises:
+        CheckpointError: it describes a model that cannot be served.
+    """
+    refuse_sliding_window(fields)
+    experts = read_qwen_experts(fields, num_experts=60, top_k=4, intermediate_size=1408, shared_intermediate_size=5632)
+    return DecoderOptions(qkv_bias=fields.boolean("qkv_bias", True), experts=experts)
