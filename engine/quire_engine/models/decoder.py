@@ -21,7 +21,7 @@ from torch import nn
 from quire_engine.distributed import ParallelState
 from quire_engine.models.base import AttentionSpec, FeatureTaps, ForwardContext, KVCaches
 from quire_engine.models.checkpoint import CheckpointConfig
-from quire_engine.models.layers import Weight, rope_cos_sin
+from quire_engine.models.layers import Weight
 from quire_engine.models.options import DecoderOptions
 from quire_engine.models.parallel import (
     ColumnParallel,
@@ -32,6 +32,7 @@ from quire_engine.models.parallel import (
     send_activations,
     stage_layers,
 )
+from quire_engine.models.rope import rope_cos_sin
 
 __all__ = ["Decoder"]
 
@@ -43,10 +44,18 @@ class Attention(nn.Module):
         config: of the checkpoint.
         parallel: the rank.
         in_features: of the projections to queries, keys and values; unset: `hidden_size`.
+        has_rope: queries and keys are rotated.
     """
 
-    def __init__(self, config: CheckpointConfig, parallel: ParallelState, in_features: int | None = None) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        parallel: ParallelState,
+        in_features: int | None = None,
+        has_rope: bool = True,
+    ) -> None:
         super().__init__()
+        self.has_rope = has_rope
         self.head_size, options = config.head_size, config.options
         self.qkv_proj = QKVParallel(
             in_features or config.hidden_size, config.num_heads, config.num_kv_heads, self.head_size,
@@ -88,7 +97,7 @@ class Attention(nn.Module):
             k.unflatten(-1, (self.num_kv_heads, self.head_size)),
             v.unflatten(-1, (self.num_kv_heads, self.head_size)),
             context.positions,
-            cos_sin,
+            cos_sin if self.has_rope else cos_sin[:, :0],
             context.slot_mapping,
             key_cache_NKBD,
             value_cache_NKBD,
@@ -135,9 +144,9 @@ def _norm(size: int, options: DecoderOptions) -> Weight:
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, with norms before or after each, on one residual stream."""
 
-    def __init__(self, config: CheckpointConfig, parallel: ParallelState) -> None:
+    def __init__(self, config: CheckpointConfig, parallel: ParallelState, number: int) -> None:
         super().__init__()
-        self.self_attn = Attention(config, parallel)
+        self.self_attn = Attention(config, parallel, has_rope=number not in config.options.layers_without_rope)
         self.mlp = GatedMLP(config, parallel)
         for name in config.options.norms.names:
             self.add_module(name, _norm(config.hidden_size, config.options))
@@ -170,7 +179,7 @@ class Decoder(nn.Module):
             self.embed_tokens = VocabParallel(vocab_size, self.hidden_size, parallel, is_head)
         # By their numbers in the checkpoint, on every stage.
         numbers = stage_layers(config.num_layers, parallel)
-        self.layers = nn.ModuleDict({str(number): DecoderLayer(config, parallel) for number in numbers})
+        self.layers = nn.ModuleDict({str(number): DecoderLayer(config, parallel, number) for number in numbers})
         self.lm_head = None
         if parallel.is_last_stage:
             self.norm = _norm(self.hidden_size, options)
