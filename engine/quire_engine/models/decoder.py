@@ -155,7 +155,7 @@ class DecoderLayer(nn.Module):
         """The weight of one of its norms, by its name in the checkpoint."""
         if name is None:
             return None
-        norm = self.get_submodule(name)
+        norm = getattr(self, name)
         assert isinstance(norm, Weight)
         return norm.weight
 

@@ -1,5 +1,6 @@
 """Families of decoders: what each reads in `config.json`, and the tensors that its checkpoints hold."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from quire_engine import LLM, SamplingParams
 from quire_engine.errors import CheckpointError
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.models import CheckpointConfig, check_checkpoint
-from quire_engine.models.decoder import Decoder
-from quire_engine.models.options import POST_NORMS, DecoderOptions
+from quire_engine.models.decoder import Decoder, DecoderLayer
+from quire_engine.models.loader import load_model
+from quire_engine.models.options import POST_NORMS, PRE_NORMS, DecoderOptions
 from quire_engine.models.parallel import load_targets
 from quire_engine.models.weights import expected_shapes
 from safetensors.torch import load_file, save_file
@@ -126,6 +128,36 @@ def test_a_fused_tensor_of_another_size_is_refused(checkpoint: Callable[[str], P
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=rf"tensor {name} has shape \(159, 96\); config.json asks for 160 rows"):
         check_checkpoint(tmp_path)
+
+
+def test_an_offset_of_norms_is_added_in_float32(tmp_path: Path) -> None:
+    """Rounded to bfloat16, 1.01 would be 1.0078."""
+    config = CheckpointConfig.from_folder(make_small_checkpoint(tmp_path))
+    options = dataclasses.replace(config.options, norm_offset=1.0, float32_norms=True)
+    model = load_model(tmp_path, dataclasses.replace(config, options=options), torch.bfloat16, max_model_len=8)
+    weights = [model.norm.weight]
+    for layer in model.layers.values():
+        assert isinstance(layer, DecoderLayer)
+        weights += [weight for name in PRE_NORMS.names if (weight := layer.norm(name)) is not None]
+    assert len(weights) == 5
+    for weight in weights:
+        assert torch.equal(weight, torch.full((16,), 0.01) + 1.0)
+
+
+def test_embeddings_are_scaled_and_logits_divided_and_capped(tmp_path: Path) -> None:
+    config = CheckpointConfig.from_folder(make_small_checkpoint(tmp_path))
+    options = dataclasses.replace(config.options, embedding_scale=2.1, logits_divisor=4.0, logits_soft_cap=0.5)
+    plain, scaled = (
+        load_model(tmp_path, one, torch.bfloat16, max_model_len=8)
+        for one in (config, dataclasses.replace(config, options=options))
+    )
+    tokens, hidden = torch.tensor([3, 0, 7]), torch.randn(3, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    scale = torch.tensor(2.1, dtype=torch.bfloat16)
+    assert torch.equal(scaled.embed(tokens), plain.embed(tokens) * scale)
+    logits = plain.compute_logits(hidden)
+    assert logits is not None
+    expected = 0.5 * torch.tanh(logits / 4.0 / 0.5)
+    torch.testing.assert_close(scaled.compute_logits(hidden), expected, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.slow
