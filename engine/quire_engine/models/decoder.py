@@ -22,7 +22,7 @@ from quire_engine.distributed import ParallelState
 from quire_engine.models.base import AttentionSpec, FeatureTaps, ForwardContext, KVCaches
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.experts import MixtureOfExperts
-from quire_engine.models.layers import Weight, rope_cos_sin
+from quire_engine.models.layers import Weight
 from quire_engine.models.options import DecoderOptions
 from quire_engine.models.parallel import (
     ColumnParallel,
@@ -33,6 +33,7 @@ from quire_engine.models.parallel import (
     send_activations,
     stage_layers,
 )
+from quire_engine.models.rope import rope_cos_sin
 
 __all__ = ["Decoder"]
 
@@ -44,10 +45,18 @@ class Attention(nn.Module):
         config: of the checkpoint.
         parallel: the rank.
         in_features: of the projections to queries, keys and values; unset: `hidden_size`.
+        has_rope: queries and keys are rotated.
     """
 
-    def __init__(self, config: CheckpointConfig, parallel: ParallelState, in_features: int | None = None) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        parallel: ParallelState,
+        in_features: int | None = None,
+        has_rope: bool = True,
+    ) -> None:
         super().__init__()
+        self.has_rope = has_rope
         self.head_size, options = config.head_size, config.options
         self.qkv_proj = QKVParallel(
             in_features or config.hidden_size, config.num_heads, config.num_kv_heads, self.head_size,
@@ -89,7 +98,7 @@ class Attention(nn.Module):
             k.unflatten(-1, (self.num_kv_heads, self.head_size)),
             v.unflatten(-1, (self.num_kv_heads, self.head_size)),
             context.positions,
-            cos_sin,
+            cos_sin if self.has_rope else cos_sin[:, :0],
             context.slot_mapping,
             key_cache_NKBD,
             value_cache_NKBD,
@@ -146,7 +155,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: CheckpointConfig, parallel: ParallelState, number: int) -> None:
         super().__init__()
-        self.self_attn = Attention(config, parallel)
+        self.self_attn = Attention(config, parallel, has_rope=number not in config.options.layers_without_rope)
         self.mlp = feed_forward(config, parallel, number)
         for name in config.options.norms.names:
             self.add_module(name, _norm(config.hidden_size, config.options))
@@ -155,7 +164,7 @@ class DecoderLayer(nn.Module):
         """The weight of one of its norms, by its name in the checkpoint."""
         if name is None:
             return None
-        norm = self.get_submodule(name)
+        norm = getattr(self, name)
         assert isinstance(norm, Weight)
         return norm.weight
 

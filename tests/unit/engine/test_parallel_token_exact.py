@@ -33,6 +33,8 @@ LAYOUTS = [
     ("qwen2", 2, 1),
     ("qwen3", 2, 1),
     ("qwen3", 1, 2),
+    ("olmo2", 4, 1),
+    ("phi3", 2, 2),
 ]
 """Checkpoint, tensor parallel size, pipeline parallel size."""
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_batched_tokens": 128}
