@@ -323,6 +323,26 @@ QUIRE_INLINE Floats exponential(Floats x) {
 #endif
 }
 
+// tanh(x) within 2 units in the last place: a polynomial near 0, where 1 - 2 / (exp(2x) + 1) would cancel (Cephes).
+QUIRE_INLINE Floats hyperbolic_tangent(Floats x) {
+  const Floats size = floats(and_ints(bits(x), broadcast_int(0x7fffffff)));
+  const Floats one = broadcast(1.0f), sign = floats(xor_ints(bits(x), bits(size)));
+  const Floats rest = div(broadcast(2.0f), add(exponential(add(size, size)), one));
+  const Floats far = floats(xor_ints(bits(sub(one, rest)), bits(sign)));
+  const Floats square = mul(x, x);
+  Floats p = broadcast(-5.70498872745e-3f);
+  p = multiply_add(p, square, broadcast(2.06390887954e-2f));
+  p = multiply_add(p, square, broadcast(-5.37397155531e-2f));
+  p = multiply_add(p, square, broadcast(1.33314422036e-1f));
+  p = multiply_add(p, square, broadcast(-3.33332819422e-1f));
+  const Floats near = multiply_add(mul(p, square), x, x);
+#if defined(QUIRE_AVX512)
+  return _mm512_mask_mov_ps(near, _mm512_cmp_ps_mask(size, broadcast(0.625f), _CMP_GE_OQ), far);
+#else
+  return _mm256_blendv_ps(near, far, _mm256_cmp_ps(size, broadcast(0.625f), _CMP_GE_OQ));
+#endif
+}
+
 // log(x) of positive normal numbers, within 2 units in the last place: n · log 2 + log(m), with m between √½ and √2 and
 // a polynomial in m - 1 (Cephes). Every product that is added to something is written as a fused multiply-add, so that
 // no compiler has a choice: the bits are the same on every instruction set.
