@@ -36,6 +36,19 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
         "num_hidden_layers": 3, "tie_word_embeddings": False,
     },
+    "mistral": {
+        "model_type": "mistral", "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
+        "sliding_window": 21,
+    },
+    "qwen2-windows": {
+        "model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3,
+        "tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1,
+    },
+    "qwen3-windows": {
+        "model_type": "qwen3", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
+        "num_hidden_layers": 4, "tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.errors import CheckpointError
-from quire_engine.models.fields import Fields, read_config
+from quire_engine.models.fields import MAX_LAYERS, MAX_POSITIONS, Fields, read_config
 from quire_engine.models.files import brief, read_json
 from quire_engine.models.options import DecoderOptions
 from quire_engine.models.registry import ARCHITECTURES, read_options
@@ -18,8 +18,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "llama3")
 MAX_SIZE = 1 << 24
 """Upper bound on each dimension of a weight; the largest vocabularies have 2^18 tokens."""
-MAX_LAYERS = 10_000
-MAX_POSITIONS = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +104,11 @@ class CheckpointConfig:
         )
         checkpoint._check(fields.path)
         return checkpoint
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """By layer of the whole model, how many of its last keys each row sees at most; None: all."""
+        return self.options.windows or (None,) * self.num_layers
 
     def check_parallel(self, tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> None:
         """Check that the model can be divided among this many ranks.

@@ -41,9 +41,16 @@ class Attention(nn.Module):
         config: of the checkpoint.
         parallel: the rank.
         in_features: of the projections to queries, keys and values; unset: `hidden_size`.
+        window: see `AttentionSpec`.
     """
 
-    def __init__(self, config: CheckpointConfig, parallel: ParallelState, in_features: int | None = None) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        parallel: ParallelState,
+        in_features: int | None = None,
+        window: int | None = None,
+    ) -> None:
         super().__init__()
         self.head_size, options = config.head_size, config.options
         self.qkv_proj = QKVParallel(
@@ -51,7 +58,7 @@ class Attention(nn.Module):
             options.qkv_bias, parallel, config.int8,
         )  # fmt: skip
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        self.spec = AttentionSpec(self.num_heads, self.num_kv_heads, self.head_size)
+        self.spec = AttentionSpec(self.num_heads, self.num_kv_heads, self.head_size, window)
         size = config.num_heads * self.head_size
         self.o_proj = RowParallel(size, "o_proj", config.hidden_size, options.o_bias, parallel, config.int8)
         self.eps = config.rms_norm_eps
@@ -90,6 +97,7 @@ class Attention(nn.Module):
             context.seq_lens,
             self.head_size**-0.5,
             context.plans.get(self.spec),
+            window=self.spec.window,
         )
         out_TE: torch.Tensor = self.o_proj(out_THD.flatten(1))
         return out_TE
@@ -114,10 +122,10 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each after a norm, on one residual stream."""
 
-    def __init__(self, config: CheckpointConfig, parallel: ParallelState) -> None:
+    def __init__(self, config: CheckpointConfig, parallel: ParallelState, window: int | None = None) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
-        self.self_attn = Attention(config, parallel)
+        self.self_attn = Attention(config, parallel, window=window)
         self.mlp = GatedMLP(config, parallel)
         self.input_layernorm = Weight(config.hidden_size)
         self.post_attention_layernorm = Weight(config.hidden_size)
@@ -139,7 +147,10 @@ class Decoder(nn.Module):
             self.embed_tokens = VocabParallel(vocab_size, self.hidden_size, parallel, is_head)
         # By their numbers in the checkpoint, on every stage.
         numbers = stage_layers(config.num_layers, parallel)
-        self.layers = nn.ModuleDict({str(number): DecoderLayer(config, parallel) for number in numbers})
+        windows = config.windows
+        self.layers = nn.ModuleDict(
+            {str(number): DecoderLayer(config, parallel, windows[number]) for number in numbers}
+        )
         self.lm_head = None
         if parallel.is_last_stage:
             self.norm = Weight(self.hidden_size)

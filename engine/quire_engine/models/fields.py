@@ -8,7 +8,10 @@ from typing import Any
 from quire_engine.errors import CheckpointError
 from quire_engine.models.files import brief, read_json
 
-__all__ = ["Fields", "read_config"]
+__all__ = ["MAX_LAYERS", "MAX_POSITIONS", "Fields", "read_config"]
+
+MAX_LAYERS = 10_000
+MAX_POSITIONS = 2**31 - 1
 
 _UNSET: Any = object()
 

@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass
 
-from quire_engine.models.fields import Fields
-
-__all__ = ["DecoderOptions", "refuse_sliding_window"]
+__all__ = ["DecoderOptions"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,13 +19,5 @@ class DecoderOptions:
     """Each head of queries and keys is normed before the rotation, with one weight per head feature."""
     default_head_size: int | None = None
     """Used if `config.json` has no `head_dim`; unset: `hidden_size` divided by the number of heads."""
-
-
-def refuse_sliding_window(fields: Fields) -> None:
-    """Refuse models with sliding window attention.
-
-    Raises:
-        CheckpointError: the model uses it.
-    """
-    if fields.boolean("use_sliding_window", False):
-        raise fields.error("use_sliding_window", "false: sliding windows are not served")
+    windows: tuple[int | None, ...] = ()
+    """By layer, how many of its last keys each row sees at most, None if all; empty: all layers see all."""

@@ -7,7 +7,12 @@ from quire_engine.models.options import DecoderOptions
 
 __all__ = ["ARCHITECTURES", "read_options"]
 
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
 """Architecture → file in `models/families/`."""
 
 

@@ -52,11 +52,47 @@ def test_heads_of_qwen3_have_128_features_where_nothing_is_said(tmp_path: Path) 
     assert CheckpointConfig.from_folder(folder).head_size == 128
 
 
-@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
-def test_a_sliding_window_is_refused(architecture: str, tmp_path: Path) -> None:
+FULL, SLIDING = "full_attention", "sliding_attention"
+QWEN = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"architectures": ["MistralForCausalLM"]}, (4096, 4096)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 7}, (7, 7)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, ()),
+        (QWEN, (4096, 4096)),
+        ({**QWEN, "sliding_window": None}, ()),
+        ({**QWEN, "max_window_layers": 1, "sliding_window": 7}, (None, 7)),
+        ({**QWEN, "max_window_layers": 2, "sliding_window": 7}, ()),
+        ({**QWEN, "max_window_layers": None, "sliding_window": 7}, ()),
+        ({**QWEN, "layer_types": [SLIDING, FULL], "sliding_window": 7}, (7, None)),
+        ({**QWEN, "use_sliding_window": False, "layer_types": [FULL, FULL]}, ()),
+        ({**QWEN, "architectures": ["Qwen3ForCausalLM"], "sliding_window": 7}, (7, 7)),
+    ],
+)  # fmt: skip
+def test_which_layers_have_a_window(changes: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path) -> None:
     folder = make_small_checkpoint(tmp_path)
-    edit_json(folder / "config.json", architectures=[architecture], use_sliding_window=True)
-    with pytest.raises(CheckpointError, match="use_sliding_window is True; it must be false: sliding windows are not"):
+    edit_json(folder / "config.json", **changes)
+    config = CheckpointConfig.from_folder(folder)
+    assert config.options.windows == windows
+    assert config.windows == (windows or (None, None))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sliding_window": 0}, "sliding_window is 0; it must be an integer from 1 to"),
+        ({"layer_types": [SLIDING]}, "layer_types is .*; it must be full_attention or sliding_attention for each of 2"),
+        ({"layer_types": [SLIDING, "chunked_attention"]}, "it must be full_attention or sliding_attention"),
+        ({"layer_types": [SLIDING, FULL], "use_sliding_window": False}, "sliding_window is .* above 0 and in use"),
+    ],
+)
+def test_windows_that_make_no_sense_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = make_small_checkpoint(tmp_path)
+    edit_json(folder / "config.json", **{**QWEN, **changes})
+    with pytest.raises(CheckpointError, match=message):
         CheckpointConfig.from_folder(folder)
 
 
@@ -73,7 +109,7 @@ def test_a_norm_that_is_missing_is_named(checkpoint: Callable[[str], Path], tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral", "qwen3-windows"])
 def test_int8_is_near_to_float32(name: str, checkpoint: Callable[[str], Path]) -> None:
     prompts = [[2 + i, 3, 5 * i + 2, *range(7, 40)] for i in range(8)]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
