@@ -12,6 +12,9 @@ constexpr int64_t MAX_HEAD_SIZE = 1024;
 // How many numbers of a weight fill 32 bits, which says what they are.
 enum LinearKind : int32_t { LINEAR_FLOAT32 = 1, LINEAR_BF16 = 2, LINEAR_INT8 = 4 };
 
+// Of the gate of a feed-forward block.
+enum Activation : int32_t { NO_ACTIVATION = 0, SILU = 1, GELU_TANH = 2 };
+
 typedef void KernelFunction(const void* call);
 
 // Declares structures, and keeps the text of their declarations (without comments).
@@ -36,7 +39,8 @@ struct LinearCall {
   int64_t out_features;
   int32_t kind;                   // LinearKind
   int32_t out_is_float;
-  int32_t silu_and_mul;           // panels hold 16 features of the gate, then 16 of the other half; out has half as many
+  int32_t activation;             // Activation; but for none, panels hold 16 features of the gate, then 16 of the other
+                                  // half, and out has half as many
 };
 
 struct PackCall {
@@ -67,7 +71,7 @@ struct RopeCall {
   const void* query_norm;         // [head_size], the weight of the norm of each head before its rotation; or null
   const void* key_norm;           // likewise
   const int64_t* positions;       // [rows]
-  const float* cos_sin;           // [max_position, head_size]
+  const float* cos_sin;           // [max_position, rotary_size]
   const int64_t* slot_mapping;    // [rows]
   void* rotated_query;            // [rows, heads, head_size], without gaps
   void* key_cache;
@@ -76,9 +80,11 @@ struct RopeCall {
   int64_t heads;
   int64_t kv_heads;
   int64_t head_size;
+  int64_t rotary_size;            // features of a head, from the first on, that are rotated
   int64_t block_size;
   float eps;                      // of the norms
   int32_t is_float;
+  int32_t norm_is_float;          // else query_norm and key_norm are of the others' type
 };
 
 // A part of a step's attention: some query rows of one sequence against one KV head. Rows are numbered over the query
@@ -141,19 +147,21 @@ struct AttentionCall {
   float soft_cap;                  // scores become soft_cap * tanh(score / soft_cap); 0: they stay
   int32_t is_float;
 };
-// x, weight and out are bfloat16 or float32, all alike; rows may be strided, elements of a row not.
+// hidden, residual and out are bfloat16 or float32, all alike; rows may be strided, elements of a row not.
 struct NormCall {
   const void* hidden;    // [rows, size]
   int64_t hidden_stride; // elements between rows
   void* residual;        // [rows, size], added to and written; or null
   int64_t residual_stride;
-  const void* weight;    // [size]
-  void* out;             // [rows, size]
+  const void* weight;    // [size], of their type or float32
+  void* out;             // [rows, size]; null: the rows are only added
   int64_t out_stride;
   int64_t rows;
   int64_t size;
   float eps;
+  float multiplier;      // of hidden, before it is added to the residual
   int32_t is_float;
+  int32_t weight_is_float;
 };
 
 struct ActivationCall {
@@ -163,6 +171,15 @@ struct ActivationCall {
   int64_t rows;
   int64_t size;
   int32_t is_float;
+  int32_t activation;   // Activation
+};
+
+struct SoftCapCall {
+  float* logits;          // [rows, size], written
+  int64_t logits_stride;  // elements between rows
+  int64_t rows;
+  int64_t size;
+  float cap;
 };
 
 struct QuantizeCall {

@@ -30,7 +30,7 @@ struct Kernels {
   void (*attention)(const AttentionCall&);
   AttentionTile attention_tile;
   void (*rms_norm)(const NormCall&);
-  void (*silu_and_mul)(const ActivationCall&);
+  void (*activate_and_mul)(const ActivationCall&);
   void (*quantize_per_token)(const QuantizeCall&);
   void (*embedding)(const EmbeddingCall&);
   void (*store_rows)(const StoreCall&);
@@ -41,6 +41,7 @@ struct Kernels {
   void (*advance_drafts)(const AdvanceCall&);
   void (*apply_bitmask)(const BitmaskCall&);
   void (*pack_linear)(const PackCall&);
+  void (*soft_cap)(const SoftCapCall&);
 };
 
 #pragma GCC push_options
@@ -125,7 +126,8 @@ QUIRE_API void quire_rope(const RopeCall* call) { kernels.rope(*call); }
 QUIRE_API int64_t quire_plan_attention(const PlanCall* call) { return plan_attention(*call, kernels.attention_tile); }
 QUIRE_API void quire_attention(const AttentionCall* call) { kernels.attention(*call); }
 QUIRE_API void quire_rms_norm(const NormCall* call) { kernels.rms_norm(*call); }
-QUIRE_API void quire_silu_and_mul(const ActivationCall* call) { kernels.silu_and_mul(*call); }
+QUIRE_API void quire_activate_and_mul(const ActivationCall* call) { kernels.activate_and_mul(*call); }
+QUIRE_API void quire_soft_cap(const SoftCapCall* call) { kernels.soft_cap(*call); }
 QUIRE_API void quire_quantize_per_token(const QuantizeCall* call) { kernels.quantize_per_token(*call); }
 QUIRE_API void quire_embedding(const EmbeddingCall* call) { kernels.embedding(*call); }
 QUIRE_API void quire_store_rows(const StoreCall* call) { kernels.store_rows(*call); }

@@ -368,3 +368,14 @@ QUIRE_INLINE Floats logarithm(Floats x) {
 }
 
 QUIRE_INLINE Floats silu(Floats x) { return div(x, add(broadcast(1.0f), exponential(sub(zero(), x)))); }
+
+// x / 2 · (1 + tanh(u)) with u = √(2/π) · (x + 0.044715 x³), written as x / (1 + exp(-2u)), which cancels nowhere.
+QUIRE_INLINE Floats gelu_tanh(Floats x) {
+  const Floats cubic = multiply_add(mul(mul(x, x), x), broadcast(0.044715f), x);
+  return div(x, add(broadcast(1.0f), exponential(mul(cubic, broadcast(-1.5957691216f)))));
+}
+
+template <Activation ACTIVATION>
+QUIRE_INLINE Floats activated(Floats x) {
+  return ACTIVATION == GELU_TANH ? gelu_tanh(x) : silu(x);
+}

@@ -9,16 +9,17 @@ in the Triton language, in C++ or in plain torch (`dispatch.py`). Shape suffixes
     E  hidden size      V  vocabulary size
 """
 
-from quire_kernels.activation import silu_and_mul
+from quire_kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from quire_kernels.attention import paged_attention, plan_attention
 from quire_kernels.attention_plan import AttentionPlan
 from quire_kernels.drafts import DraftState, advance_drafts
 from quire_kernels.embedding import embedding
-from quire_kernels.layernorm import add_rms_norm, rms_norm
+from quire_kernels.layernorm import add_residual, add_rms_norm, rms_norm
 from quire_kernels.linear import LinearWeight, linear, pack_linear
 from quire_kernels.recording import NotRecordableError, Recording, record
 from quire_kernels.rope import rope_and_cache
 from quire_kernels.sampling import argmax, probabilities, sample
+from quire_kernels.soft_cap import soft_cap
 from quire_kernels.store import store_columns, store_rows
 from quire_kernels.token_bitmask import apply_token_bitmask
 from quire_kernels.token_probabilities import token_probabilities
@@ -29,11 +30,13 @@ __all__ = [
     "LinearWeight",
     "NotRecordableError",
     "Recording",
+    "add_residual",
     "add_rms_norm",
     "advance_drafts",
     "apply_token_bitmask",
     "argmax",
     "embedding",
+    "gelu_tanh_and_mul",
     "linear",
     "pack_linear",
     "paged_attention",
@@ -44,6 +47,7 @@ __all__ = [
     "rope_and_cache",
     "sample",
     "silu_and_mul",
+    "soft_cap",
     "store_columns",
     "store_rows",
     "token_probabilities",

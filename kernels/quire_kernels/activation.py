@@ -1,4 +1,8 @@
-"""SiLU · mul, the gate of a SwiGLU feed-forward block (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
+"""Activation · mul, the gate of a feed-forward block (Shazeer 2020, https://arxiv.org/abs/2002.05202).
+
+The activation is SiLU, or GELU's approximation by tanh (Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415,
+section 2).
+"""
 
 import ctypes
 
@@ -8,7 +12,10 @@ import torch.nn.functional as F
 from quire_kernels.cpu import Call, launch, library_for, with_dense_rows
 from quire_kernels.dispatch import uses_triton
 
-__all__ = ["silu_and_mul"]
+__all__ = ["ACTIVATIONS", "activate_and_mul", "check_activation", "gelu_tanh_and_mul", "silu_and_mul"]
+
+ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
+"""`Activation` of kernels/csrc/calls.h, by name."""
 
 
 class _ActivationCall(Call):
@@ -21,36 +28,61 @@ class _ActivationCall(Call):
         ("rows", ctypes.c_int64),
         ("size", ctypes.c_int64),
         ("is_float", ctypes.c_int32),
+        ("activation", ctypes.c_int32),
     )
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` of a merged projection.
+    """`silu(gate) * up` of a merged projection; see `activate_and_mul`."""
+    return activate_and_mul(gate_up, "silu")
+
+
+def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`gelu_tanh(gate) * up` of a merged projection; see `activate_and_mul`."""
+    return activate_and_mul(gate_up, "gelu_tanh")
+
+
+def activate_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """`activation(gate) * up` of a merged projection.
 
     Args:
         gate_up: [T, 2 * I], the gate's half first.
+        activation: one of `ACTIVATIONS`.
 
     Returns:
         [T, I].
 
     Raises:
-        ValueError: the number of columns is odd.
+        ValueError: the number of columns is odd, or there is no such activation.
     """
+    check_activation(activation)
     if uses_triton(gate_up):
         from quire_kernels.gpu import activation as gpu
 
-        return gpu.silu_and_mul(with_dense_rows(gate_up))
+        return gpu.activate_and_mul(with_dense_rows(gate_up), activation)
     handle = library_for(gate_up)
     if handle is None:
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
     gate_up = with_dense_rows(gate_up)
     rows, width = gate_up.shape
     if width % 2:
         raise ValueError(f"gate_up has {width} columns; they must be two halves")
     size = width // 2
     out = torch.empty(rows, size, dtype=gate_up.dtype)
-    is_float = gate_up.dtype == torch.float32
-    call = _ActivationCall(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, size, is_float)
-    launch(handle.quire_silu_and_mul, call, out)
+    call = _ActivationCall(
+        gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), rows, size, gate_up.dtype == torch.float32,
+        ACTIVATIONS[activation],
+    )  # fmt: skip
+    launch(handle.quire_activate_and_mul, call, out)
     return out
+
+
+def check_activation(activation: str) -> None:
+    """Refuse a name that is not among `ACTIVATIONS`.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}")

@@ -1,13 +1,17 @@
-"""RMSNorm (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467), alone and fused with the residual addition."""
+"""RMSNorm (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467), alone and fused with the residual addition; and
+this addition alone.
+
+A weight is of the rows' dtype, or float32, in which it multiplies before the result is rounded.
+"""
 
 import ctypes
 
 import torch
 
-from quire_kernels.cpu import Call, check_tensor, check_written_rows, launch, library_for, with_dense_rows
+from quire_kernels.cpu import Call, check_tensor, check_written_rows, launch, library_for, pointer, with_dense_rows
 from quire_kernels.dispatch import uses_triton
 
-__all__ = ["add_rms_norm", "rms_norm"]
+__all__ = ["add_residual", "add_rms_norm", "rms_norm"]
 
 
 class _NormCall(Call):
@@ -24,7 +28,9 @@ class _NormCall(Call):
         ("rows", ctypes.c_int64),
         ("size", ctypes.c_int64),
         ("eps", ctypes.c_float),
+        ("multiplier", ctypes.c_float),
         ("is_float", ctypes.c_int32),
+        ("weight_is_float", ctypes.c_int32),
     )
 
 
@@ -35,7 +41,7 @@ def rms_norm(
 
     Args:
         hidden_TE: any strides.
-        weight_E: of the same dtype.
+        weight_E: of the same dtype, or float32.
         eps: added to the mean of the squares.
         out: [T, E] of the same dtype, to be written; its rows may be a part of longer ones.
 
@@ -54,26 +60,20 @@ def rms_norm(
         from quire_kernels.gpu import layernorm as gpu
 
         return gpu.rms_norm(with_dense_rows(hidden_TE), weight_E, eps, out)
-    handle = library_for(hidden_TE, weight_E)
+    handle = library_for(hidden_TE)
     if handle is None:
         normed = _rms_norm_torch(hidden_TE, weight_E, eps)
         return normed if out is None else out.copy_(normed)
     hidden_TE = with_dense_rows(hidden_TE)
-    rows, size = hidden_TE.shape
-    check_tensor("weight_E", weight_E, hidden_TE.dtype, size)
-    out = torch.empty(rows, size, dtype=hidden_TE.dtype) if out is None else out
-    call = _NormCall(
-        hidden_TE.data_ptr(), hidden_TE.stride(0), None, 0, weight_E.data_ptr(), out.data_ptr(), out.stride(0), rows,
-        size, eps, hidden_TE.dtype == torch.float32,
-    )  # fmt: skip
-    launch(handle.quire_rms_norm, call, out)
+    out = torch.empty(hidden_TE.shape, dtype=hidden_TE.dtype) if out is None else out
+    launch(handle.quire_rms_norm, _norm_call(hidden_TE, None, weight_E, out, eps, 1.0), out)
     return out
 
 
 def add_rms_norm(
-    hidden_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+    hidden_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, multiplier: float = 1.0
 ) -> torch.Tensor:
-    """Add `hidden_TE` to the residual stream in place, and return the normed sum.
+    """Add `multiplier * hidden_TE` to the residual stream in place, and return the normed sum.
 
     Returns:
         [T, E]. `residual_TE` holds the sum afterwards.
@@ -81,28 +81,52 @@ def add_rms_norm(
     if uses_triton(hidden_TE) and residual_TE.stride(1) == 1:
         from quire_kernels.gpu import layernorm as gpu
 
-        return gpu.add_rms_norm(with_dense_rows(hidden_TE), residual_TE, weight_E, eps)
-    handle = library_for(hidden_TE, residual_TE, weight_E)
+        return gpu.add_rms_norm(with_dense_rows(hidden_TE), residual_TE, weight_E, eps, multiplier)
+    handle = library_for(hidden_TE, residual_TE)
     if handle is None or residual_TE.stride(1) != 1:
-        residual_TE.add_(hidden_TE)
+        residual_TE.add_(hidden_TE, alpha=multiplier)
         return rms_norm(residual_TE, weight_E, eps)
     hidden_TE = with_dense_rows(hidden_TE)
+    out = torch.empty(hidden_TE.shape, dtype=hidden_TE.dtype)
+    launch(handle.quire_rms_norm, _norm_call(hidden_TE, residual_TE, weight_E, out, eps, multiplier), out)
+    return out
+
+
+def add_residual(hidden_TE: torch.Tensor, residual_TE: torch.Tensor, multiplier: float = 1.0) -> None:
+    """Add `multiplier * hidden_TE` to the residual stream, in place."""
+    handle = None if uses_triton(hidden_TE) else library_for(hidden_TE, residual_TE)
+    if handle is None or residual_TE.stride(1) != 1:
+        residual_TE.add_(hidden_TE, alpha=multiplier)
+        return
+    hidden_TE = with_dense_rows(hidden_TE)
+    launch(handle.quire_rms_norm, _norm_call(hidden_TE, residual_TE, None, None, 0.0, multiplier))
+
+
+def _norm_call(
+    hidden_TE: torch.Tensor,
+    residual_TE: torch.Tensor | None,
+    weight_E: torch.Tensor | None,
+    out_TE: torch.Tensor | None,
+    eps: float,
+    multiplier: float,
+) -> _NormCall:
     rows, size = hidden_TE.shape
-    if residual_TE.shape != hidden_TE.shape:
+    if residual_TE is not None and residual_TE.shape != hidden_TE.shape:
         raise ValueError(
             f"residual_TE has shape {list(residual_TE.shape)}; it must be that of hidden_TE, [{rows}, {size}]"
         )
-    check_tensor("weight_E", weight_E, hidden_TE.dtype, size)
-    out = torch.empty(rows, size, dtype=hidden_TE.dtype)
-    call = _NormCall(
-        hidden_TE.data_ptr(), hidden_TE.stride(0), residual_TE.data_ptr(), residual_TE.stride(0), weight_E.data_ptr(),
-        out.data_ptr(), size, rows, size, eps, hidden_TE.dtype == torch.float32,
+    weight_is_float = weight_E is not None and weight_E.dtype == torch.float32
+    if weight_E is not None:
+        check_tensor("weight_E", weight_E, torch.float32 if weight_is_float else hidden_TE.dtype, size)
+    return _NormCall(
+        hidden_TE.data_ptr(), hidden_TE.stride(0), pointer(residual_TE),
+        0 if residual_TE is None else residual_TE.stride(0), pointer(weight_E), pointer(out_TE),
+        0 if out_TE is None else out_TE.stride(0), rows, size, eps, multiplier, hidden_TE.dtype == torch.float32,
+        weight_is_float,
     )  # fmt: skip
-    launch(handle.quire_rms_norm, call, out)
-    return out
 
 
 def _rms_norm_torch(hidden_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
     x = hidden_TE.float()
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True).add_(eps))
-    return weight_E * x.to(hidden_TE.dtype)
+    return (weight_E * x.to(weight_E.dtype)).to(hidden_TE.dtype)

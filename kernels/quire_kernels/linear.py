@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from quire_kernels.activation import silu_and_mul
+from quire_kernels.activation import ACTIVATIONS, activate_and_mul, check_activation
 from quire_kernels.cpu import FLOATS, GROUPS, PANEL, Call, launch, library, library_for, pointer, with_dense_rows
 from quire_kernels.dispatch import uses_triton
 from quire_kernels.quantized import LARGEST
@@ -43,7 +43,7 @@ class _LinearCall(Call):
         ("out_features", ctypes.c_int64),
         ("kind", ctypes.c_int32),
         ("out_is_float", ctypes.c_int32),
-        ("silu_and_mul", ctypes.c_int32),
+        ("activation", ctypes.c_int32),
     )
 
 
@@ -86,7 +86,9 @@ class LinearWeight:
     out_features: int
     in_features: int
     gated: bool
-    """The output features are gate and up; `linear` returns `silu(gate) * up`, half as many."""
+    """The output features are gate and up; `linear` returns `activation(gate) * up`, half as many."""
+    activation: str
+    """Of the gate, one of `ACTIVATIONS`; of no use if it is not gated."""
     dtype: torch.dtype
     """Of activations."""
     data: torch.Tensor
@@ -113,6 +115,7 @@ def pack_linear(
     quantize: bool = False,
     quantized_dtype: torch.dtype = torch.int8,
     gated: bool = False,
+    activation: str = "silu",
 ) -> LinearWeight:
     """Convert a weight to the form that `linear` reads fastest.
 
@@ -125,13 +128,15 @@ def pack_linear(
         quantized_dtype: int8 or float8_e4m3fn (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433). There is no
             C++ kernel for fp8.
         gated: the first half of N is the gate of the second half, and `linear` applies it.
+        activation: of the gate, one of `ACTIVATIONS`.
 
     Raises:
         TypeError: the weight is int8 or fp8 without scales, or has scales but another dtype, or an unquantised weight's
             dtype is not that of activations; or `quantized_dtype` is neither of the two.
-        ValueError: the number of biases or scales is not that of output features, or a gated weight has an odd number
-            of output features.
+        ValueError: the number of biases or scales is not that of output features, a gated weight has an odd number of
+            output features, or there is no such activation.
     """
+    check_activation(activation)
     dtype = dtype or weight_NK.dtype
     if quantized_dtype not in LARGEST:
         known = ", ".join(map(str, LARGEST))
@@ -154,7 +159,8 @@ def pack_linear(
     if handle is None or weight_NK.device.type != "cpu" or dtype not in FLOATS or not group or in_features % group:
         if quantize:
             weight_NK, scales_N = _quantize_rows(weight_NK, quantized_dtype)
-        return LinearWeight(out_features, in_features, gated, dtype, weight_NK, bias_N, scales_N, None, None)
+        unpacked = (weight_NK, bias_N, scales_N, None, None)
+        return LinearWeight(out_features, in_features, gated, activation, dtype, *unpacked)
 
     rows = _panel_rows(out_features, gated)
     packed = torch.empty(len(rows) // PANEL, in_features // group, PANEL, group, dtype=packed_dtype)
@@ -175,9 +181,9 @@ def pack_linear(
         in_features=in_features,
         out_features=out_features,
         kind=group,
-        silu_and_mul=gated,
+        activation=ACTIVATIONS[activation] if gated else 0,
     )
-    return LinearWeight(out_features, in_features, gated, dtype, packed, bias, scales, offsets, call)
+    return LinearWeight(out_features, in_features, gated, activation, dtype, packed, bias, scales, offsets, call)
 
 
 def _quantize_rows(weight_NK: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -212,7 +218,7 @@ def _padded(values_N: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor |
 
 
 def linear(x_TK: torch.Tensor, weight: LinearWeight, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`x · Wᵀ + bias`, and for a gated weight `silu(gate) * up` of it.
+    """`x · Wᵀ + bias`, and for a gated weight `activation(gate) * up` of it.
 
     Args:
         x_TK: activations, in the weight's dtype; rows may be strided.
@@ -233,7 +239,8 @@ def linear(x_TK: torch.Tensor, weight: LinearWeight, out_dtype: torch.dtype | No
         from quire_kernels.gpu import linear as gpu
 
         x_TK = with_dense_rows(x_TK)
-        return gpu.linear(x_TK, weight.data, weight.scales, weight.bias, weight.gated, out_dtype)
+        activation = weight.activation if weight.gated else None
+        return gpu.linear(x_TK, weight.data, weight.scales, weight.bias, activation, out_dtype)
     if call is None:
         if x_TK.is_cuda and out_dtype != x_TK.dtype and weight.bias is None and not weight.gated:
             return torch.mm(x_TK, weight.data.t(), out_dtype=out_dtype)  # not rounded to their dtype in between
@@ -271,7 +278,7 @@ def _linear_torch(x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
             sums = F.linear(x.float(), weight.data.float())
         out = sums.float() * x_scales[:, None] * weight.scales
         out = out if weight.bias is None else out + weight.bias
-    return silu_and_mul(out) if weight.gated else out
+    return activate_and_mul(out, weight.activation) if weight.gated else out
 
 
 def quantize_per_token(x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

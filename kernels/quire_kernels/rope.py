@@ -1,6 +1,8 @@
 """Rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864), fused with the KV-cache write.
 
-The half-split layout of Hugging Face checkpoints: dimension i is rotated together with dimension i + D/2.
+The half-split layout of Hugging Face checkpoints: of the first R features of a head, feature i is rotated together with
+feature i + R/2. R is D, or less (partial rotary, Black et al. 2022, https://arxiv.org/abs/2204.06745, section 2.1), or
+0 in layers without positions (Kazemnejad et al. 2023, https://arxiv.org/abs/2305.19466).
 """
 
 import ctypes
@@ -40,9 +42,11 @@ class _RopeCall(Call):
         ("heads", ctypes.c_int64),
         ("kv_heads", ctypes.c_int64),
         ("head_size", ctypes.c_int64),
+        ("rotary_size", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
         ("eps", ctypes.c_float),
         ("is_float", ctypes.c_int32),
+        ("norm_is_float", ctypes.c_int32),
     )
 
 
@@ -67,13 +71,13 @@ def rope_and_cache(
         key_TKD: keys, any strides.
         value_TKD: values, any strides.
         positions_T: int64, each token's position in its sequence.
-        cos_sin: [max_position, D] float32; a row is cos of the D/2 angles, then sin.
+        cos_sin: [max_position, R] float32; a row is cos of the R/2 angles, then sin. R is even and at most D.
         slot_mapping_T: int64; slot = block id * B + offset within the block. No two tokens share a slot.
         key_cache_NKBD: written in place, in the order of `kv_cache.py`.
         value_cache_NKBD: written in place.
-        query_norm_D: weight, of the queries' dtype, of the RMSNorm of each query head before its rotation (Henry et al.
-            2020, https://arxiv.org/abs/2010.04245, with RMSNorm as in Qwen 3); None for no norm.
-        key_norm_D: likewise for the keys.
+        query_norm_D: weight, of the queries' dtype or float32, of the RMSNorm of each query head before its rotation
+            (Henry et al. 2020, https://arxiv.org/abs/2010.04245, with RMSNorm as in Qwen 3); None for no norm.
+        key_norm_D: likewise for the keys; of the same dtype.
         eps: of both norms.
 
     Returns:
@@ -122,10 +126,14 @@ def _rope_and_cache_cpu(
     check_caches(key_cache_NKBD, value_cache_NKBD)
     check_tensor("positions_T", positions_T, torch.int64, num_tokens)
     check_tensor("slot_mapping_T", slot_mapping_T, torch.int64, num_tokens)
-    check_tensor("cos_sin", cos_sin, torch.float32, cos_sin.shape[0], cache_head_size)
-    for name, weight_D in (("query_norm_D", query_norm_D), ("key_norm_D", key_norm_D)):
-        if weight_D is not None:
-            check_tensor(name, weight_D, query_THD.dtype, cache_head_size)
+    rotary_size = cos_sin.shape[-1]
+    if rotary_size % 2 or rotary_size > cache_head_size:
+        raise ValueError(f"cos_sin has {rotary_size} columns; it must be an even number up to {cache_head_size}")
+    check_tensor("cos_sin", cos_sin, torch.float32, cos_sin.shape[0], rotary_size)
+    norms = [(n, w) for n, w in (("query_norm_D", query_norm_D), ("key_norm_D", key_norm_D)) if w is not None]
+    norm_is_float = bool(norms) and all(weight_D.dtype == torch.float32 for _, weight_D in norms)
+    for name, weight_D in norms:
+        check_tensor(name, weight_D, torch.float32 if norm_is_float else query_THD.dtype, cache_head_size)
     wanted = (num_tokens, num_kv_heads, cache_head_size)
     if head_size != cache_head_size or key_TKD.shape != wanted or value_TKD.shape != wanted:
         shapes = ", ".join(str(list(x.shape)) for x in (query_THD, key_TKD, value_TKD))
@@ -155,9 +163,11 @@ def _rope_and_cache_cpu(
         heads=num_heads,
         kv_heads=num_kv_heads,
         head_size=head_size,
+        rotary_size=rotary_size,
         block_size=block_size,
         eps=eps,
         is_float=query_THD.dtype == torch.float32,
+        norm_is_float=norm_is_float,
     )
     handle = library()
     assert handle is not None
@@ -170,5 +180,6 @@ def _with_normed_heads(x_THD: torch.Tensor, weight_D: torch.Tensor | None, eps: 
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
+    half = cos.shape[-1]
+    x1, x2, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest), dim=-1)

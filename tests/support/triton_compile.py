@@ -16,6 +16,7 @@ from quire_kernels import (
     apply_token_bitmask,
     argmax,
     embedding,
+    gelu_tanh_and_mul,
     linear,
     pack_linear,
     paged_attention,
@@ -68,8 +69,10 @@ def decode(num_seqs: int, max_seq_len: int, max_num_seqs: int = 0) -> None:
 
 def rows(dtype: torch.dtype) -> None:
     x, ids = torch.zeros(4, 4096, dtype=dtype), torch.ones(4, dtype=torch.int64)
-    add_rms_norm(rms_norm(x, x[0], 1e-5), x.clone(), x[0], 1e-5)
+    add_rms_norm(rms_norm(x, x[0], 1e-5), x.clone(), x[0], 1e-5, multiplier=0.22)
+    rms_norm(x, x[0].float(), 1e-5)
     silu_and_mul(x)
+    gelu_tanh_and_mul(x)
     embedding(ids, x)
     store_rows(x[:, :1000], ids, x.clone()[:, 1000:2000])
     apply_token_bitmask(x, ids, torch.zeros(4, 128, dtype=torch.int32))
@@ -77,7 +80,8 @@ def rows(dtype: torch.dtype) -> None:
     for cache_dtype, options in ((dtype, {}), (dtype, norms), (FP8, norms)):
         cache, heads = torch.zeros(4, 16, 8, 80).to(cache_dtype).transpose(1, 2), x[:, :3840].unflatten(1, (48, 80))
         parts = (heads[:, :32], heads[:, 32:40], heads[:, 40:])
-        rope_and_cache(*parts, ids, torch.zeros(9, 80), ids, cache, cache, **options)
+        for rotary_size in (80, 20, 0):
+            rope_and_cache(*parts, ids, torch.zeros(9, rotary_size), ids, cache, cache, **options)
 
 
 def choose(dtype: torch.dtype) -> None:
@@ -88,7 +92,8 @@ def choose(dtype: torch.dtype) -> None:
 
 def multiply(kind: torch.dtype, gated: bool, dtype: torch.dtype = BF16, out_dtype: torch.dtype | None = None) -> None:
     weight = torch.zeros(8192, 4096, dtype=dtype)
-    packed = pack_linear(weight, weight[:, 0], quantize=True, quantized_dtype=kind, gated=gated)
+    name = "gelu_tanh" if kind == FP8 else "silu"
+    packed = pack_linear(weight, weight[:, 0], quantize=True, quantized_dtype=kind, gated=gated, activation=name)
     embedding(torch.zeros(2, dtype=torch.int64), packed)
     for num_tokens in (1, 24, 64, 300):
         linear(torch.zeros(num_tokens, 4096, dtype=dtype), packed, out_dtype)

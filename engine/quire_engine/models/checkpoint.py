@@ -9,7 +9,7 @@ from typing import Any
 from quire_engine.errors import CheckpointError
 from quire_engine.models.fields import MAX_LAYERS, MAX_POSITIONS, Fields, read_config
 from quire_engine.models.files import brief, read_json
-from quire_engine.models.options import DecoderOptions
+from quire_engine.models.options import DecoderOptions, read_activation
 from quire_engine.models.registry import ARCHITECTURES, read_options
 
 __all__ = ["MAX_SIZE", "CheckpointConfig", "RopeConfig", "read_architecture"]
@@ -48,6 +48,8 @@ class CheckpointConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
+    activation: str
+    """Of the gate in the feed-forward, as `quire_kernels` names it."""
     options: DecoderOptions
     """How this family's layers differ from others'."""
     int8: bool
@@ -82,7 +84,6 @@ class CheckpointConfig:
         Raises:
             CheckpointError: a field has a wrong value.
         """
-        fields.choice("hidden_act", ("silu",), "silu")
         hidden_size, num_heads = (fields.integer(name, 1, MAX_SIZE) for name in ("hidden_size", "num_attention_heads"))
         checkpoint = cls(
             architecture=architecture,
@@ -97,6 +98,7 @@ class CheckpointConfig:
             rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
             max_position_embeddings=fields.integer("max_position_embeddings", 1, MAX_POSITIONS, 2048),
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+            activation=options.activation or read_activation(fields, "hidden_act", "silu"),
             options=options,
             int8=_is_int8(fields),
             rope=_rope_config(fields),

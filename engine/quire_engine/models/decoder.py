@@ -3,24 +3,26 @@ https://arxiv.org/abs/2302.13971), with options for the differences between fami
 
 One layer, in calls::
 
-    add_rms_norm ─ qkv_proj ─ rope_and_cache ─ paged_attention ─ o_proj
-    add_rms_norm ─ gate_up_proj (with SiLU · mul) ─ down_proj
+    add_rms_norm ─ qkv_proj ─ rope_and_cache ─ paged_attention ─ o_proj  [─ rms_norm]
+    add_rms_norm ─ gate_up_proj (with activation · mul) ─ down_proj  [─ rms_norm]
 
-Each `add_rms_norm` adds the previous line's output to the residual stream, and norms the sum. With several ranks the
-projections are cut into slices, and the layers divided among stages (`models/parallel.py`).
+Each `add_rms_norm` adds the previous line's output to the residual stream, and norms the sum; in families that norm
+only outputs, it is `add_residual`. With several ranks the projections are cut into slices, and the layers divided among
+stages (`models/parallel.py`).
 """
 
 import contextlib
 from collections.abc import Iterator
 
 import torch
-from quire_kernels import add_rms_norm, paged_attention, rms_norm, rope_and_cache
+from quire_kernels import add_residual, add_rms_norm, paged_attention, rms_norm, rope_and_cache, soft_cap
 from torch import nn
 
 from quire_engine.distributed import ParallelState
 from quire_engine.models.base import AttentionSpec, FeatureTaps, ForwardContext, KVCaches
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.layers import Weight, rope_cos_sin
+from quire_engine.models.options import DecoderOptions
 from quire_engine.models.parallel import (
     ColumnParallel,
     QKVParallel,
@@ -62,8 +64,14 @@ class Attention(nn.Module):
         size = config.num_heads * self.head_size
         self.o_proj = RowParallel(size, "o_proj", config.hidden_size, options.o_bias, parallel, config.int8)
         self.eps = config.rms_norm_eps
-        self.q_norm = Weight(self.head_size) if options.qk_norm else None
-        self.k_norm = Weight(self.head_size) if options.qk_norm else None
+        self.scale = options.attention_scale or self.head_size**-0.5
+        self.norms_projections = options.qk_projection_norm
+        self.q_norm = self.k_norm = None
+        if options.qk_norm:
+            self.q_norm, self.k_norm = (_norm(self.head_size, options) for _ in range(2))
+        elif self.norms_projections:
+            self.q_norm = _norm(size, options)
+            self.k_norm = _norm(config.num_kv_heads * self.head_size, options)
 
     def forward(
         self,
@@ -75,6 +83,13 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """[T, in_features] -> [T, E]; writes this step's keys and values to the cache first."""
         q, k, v = self.qkv_proj(hidden_TE).split(self.qkv_proj.sizes, dim=-1)
+        query_norm = None if self.q_norm is None else self.q_norm.weight
+        key_norm = None if self.k_norm is None else self.k_norm.weight
+        if self.norms_projections:
+            assert query_norm is not None
+            assert key_norm is not None
+            q, k = self.qkv_proj.norm_projections(q, k, query_norm, key_norm, self.eps)
+            query_norm = key_norm = None
         query_THD = rope_and_cache(
             q.unflatten(-1, (self.num_heads, self.head_size)),
             k.unflatten(-1, (self.num_kv_heads, self.head_size)),
@@ -84,8 +99,8 @@ class Attention(nn.Module):
             context.slot_mapping,
             key_cache_NKBD,
             value_cache_NKBD,
-            query_norm_D=None if self.q_norm is None else self.q_norm.weight,
-            key_norm_D=None if self.k_norm is None else self.k_norm.weight,
+            query_norm_D=query_norm,
+            key_norm_D=key_norm,
             eps=self.eps,
         )
         out_THD = paged_attention(
@@ -95,7 +110,7 @@ class Attention(nn.Module):
             context.block_table,
             context.query_start_loc,
             context.seq_lens,
-            self.head_size**-0.5,
+            self.scale,
             context.plans.get(self.spec),
             window=self.spec.window,
         )
@@ -104,13 +119,15 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU feed-forward."""
+    """Gated feed-forward, such as SwiGLU."""
 
     def __init__(self, config: CheckpointConfig, parallel: ParallelState) -> None:
         super().__init__()
         size, bias = config.intermediate_size, config.options.mlp_bias
         parts = {"gate_proj": size, "up_proj": size}
-        self.gate_up_proj = ColumnParallel(config.hidden_size, parts, bias, parallel, gated=True, int8=config.int8)
+        self.gate_up_proj = ColumnParallel(
+            config.hidden_size, parts, bias, parallel, gated=True, int8=config.int8, activation=config.activation
+        )
         self.down_proj = RowParallel(size, "down_proj", config.hidden_size, bias, parallel, config.int8)
 
     def forward(self, hidden_TE: torch.Tensor) -> torch.Tensor:
@@ -119,16 +136,27 @@ class GatedMLP(nn.Module):
         return out_TE
 
 
+def _norm(size: int, options: DecoderOptions) -> Weight:
+    return Weight(size, dtype=torch.float32 if options.float32_norms else None, offset=options.norm_offset)
+
+
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each after a norm, on one residual stream."""
+    """Attention and feed-forward, with norms before or after each, on one residual stream."""
 
     def __init__(self, config: CheckpointConfig, parallel: ParallelState, window: int | None = None) -> None:
         super().__init__()
-        self.eps = config.rms_norm_eps
         self.self_attn = Attention(config, parallel, window=window)
         self.mlp = GatedMLP(config, parallel)
-        self.input_layernorm = Weight(config.hidden_size)
-        self.post_attention_layernorm = Weight(config.hidden_size)
+        for name in config.options.norms.names:
+            self.add_module(name, _norm(config.hidden_size, config.options))
+
+    def norm(self, name: str | None) -> torch.Tensor | None:
+        """The weight of one of its norms, by its name in the checkpoint."""
+        if name is None:
+            return None
+        norm = self.get_submodule(name)
+        assert isinstance(norm, Weight)
+        return norm.weight
 
 
 class Decoder(nn.Module):
@@ -136,9 +164,12 @@ class Decoder(nn.Module):
 
     def __init__(self, config: CheckpointConfig, max_model_len: int, parallel: ParallelState = ParallelState()) -> None:
         super().__init__()
-        self.eps = config.rms_norm_eps
+        self.eps, options = config.rms_norm_eps, config.options
+        self.norms, self.residual_multiplier = options.norms, options.residual_multiplier
+        self.logits_divisor, self.logits_soft_cap = options.logits_divisor, options.logits_soft_cap
         self.parallel = parallel
         self.dtype = torch.get_default_dtype()
+        self.embedding_scale = torch.tensor(options.embedding_scale, dtype=self.dtype, device="cpu").item()
         self.feature_taps: FeatureTaps | None = None
         vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         # A tied head has no weights of its own, unless the embedding is on another stage.
@@ -153,7 +184,7 @@ class Decoder(nn.Module):
         )
         self.lm_head = None
         if parallel.is_last_stage:
-            self.norm = Weight(self.hidden_size)
+            self.norm = _norm(self.hidden_size, options)
             if not config.tie_word_embeddings:
                 self.lm_head = VocabParallel(vocab_size, self.hidden_size, parallel, is_head=True)
         self.cos_sin = rope_cos_sin(config.rope, config.head_size, max_model_len)
@@ -172,7 +203,10 @@ class Decoder(nn.Module):
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, E]; on the first stage only."""
-        return self.embed_tokens.embed(token_ids_T)
+        hidden_TE = self.embed_tokens.embed(token_ids_T)
+        if self.embedding_scale != 1:
+            hidden_TE *= self.embedding_scale
+        return hidden_TE
 
     def run_layers(
         self,
@@ -182,25 +216,38 @@ class Decoder(nn.Module):
         kv_caches: KVCaches,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, E] and the residual stream -> the last layer's output, and the stream."""
-        taps = self.feature_taps
+        taps, norms = self.feature_taps, self.norms
         for (number, layer), (key_cache, value_cache) in zip(self.layers.items(), kv_caches, strict=True):
             assert isinstance(layer, DecoderLayer)
-            norm = layer.input_layernorm.weight
             if residual_TE is None:
-                residual_TE, hidden_TE = hidden_TE, rms_norm(hidden_TE, norm, self.eps)
+                residual_TE = hidden_TE
+                hidden_TE = self._norm(hidden_TE, layer.norm(norms.before_attention))
             else:
-                hidden_TE = add_rms_norm(hidden_TE, residual_TE, norm, self.eps)
+                hidden_TE = self._add_norm(hidden_TE, residual_TE, layer.norm(norms.before_attention))
             if taps is not None:
                 taps.store(int(number), residual_TE, context)
             hidden_TE = layer.self_attn(hidden_TE, self.cos_sin, key_cache, value_cache, context)
-            hidden_TE = add_rms_norm(hidden_TE, residual_TE, layer.post_attention_layernorm.weight, self.eps)
-            hidden_TE = layer.mlp(hidden_TE)
+            hidden_TE = self._norm(hidden_TE, layer.norm(norms.after_attention))
+            hidden_TE = self._add_norm(hidden_TE, residual_TE, layer.norm(norms.before_mlp))
+            hidden_TE = self._norm(layer.mlp(hidden_TE), layer.norm(norms.after_mlp))
         assert residual_TE is not None, "a stage has at least one layer"
         return hidden_TE, residual_TE
 
     def final_norm(self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor:
         """The results of `run_layers` -> [T, E]; on the last stage only."""
-        return add_rms_norm(hidden_TE, residual_TE, self.norm.weight, self.eps)
+        return add_rms_norm(hidden_TE, residual_TE, self.norm.weight, self.eps, self.residual_multiplier)
+
+    def _norm(self, hidden_TE: torch.Tensor, weight_E: torch.Tensor | None) -> torch.Tensor:
+        return hidden_TE if weight_E is None else rms_norm(hidden_TE, weight_E, self.eps)
+
+    def _add_norm(
+        self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Add to the residual stream, and return the sum, normed if there is a weight."""
+        if weight_E is not None:
+            return add_rms_norm(hidden_TE, residual_TE, weight_E, self.eps, self.residual_multiplier)
+        add_residual(hidden_TE, residual_TE, self.residual_multiplier)
+        return residual_TE
 
     @contextlib.contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:
@@ -220,7 +267,12 @@ class Decoder(nn.Module):
 
     def compute_logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
         """[S, E] -> [S, V], or None."""
-        return self.head.logits(hidden_SE)
+        logits_SV = self.head.logits(hidden_SE)
+        if logits_SV is None:
+            return None
+        if self.logits_divisor != 1:
+            logits_SV /= self.logits_divisor
+        return logits_SV if self.logits_soft_cap is None else soft_cap(logits_SV, self.logits_soft_cap)
 
     @property
     def head(self) -> VocabParallel:

@@ -11,10 +11,17 @@ __all__ = ["Weight", "rope_cos_sin"]
 
 
 class Weight(nn.Module):
-    """A parameter that a `quire_kernels` op reads, such as the scale of a norm. Replicated on every rank."""
+    """A parameter that a `quire_kernels` op reads, such as the scale of a norm. Replicated on every rank.
 
-    def __init__(self, *shape: int, dtype: torch.dtype | None = None) -> None:
+    Args:
+        shape: of the parameter.
+        dtype: of the parameter, if it is not the default.
+        offset: added to what the checkpoint holds.
+    """
+
+    def __init__(self, *shape: int, dtype: torch.dtype | None = None, offset: float = 0.0) -> None:
         super().__init__()
+        self.offset = offset
         self.weight = nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
 
 

@@ -133,6 +133,8 @@ class _Loading:
         else:
             target.parameter.copy_(tensor)
             _check_finite(tensor, target.parameter, source)
+        if target.offset:
+            target.parameter.add_(target.offset)
         module = target.module
         del target
         self._num_missing[module] -= 1

@@ -1,8 +1,52 @@
 """DecoderOptions: the differences between the layers of families."""
 
+import dataclasses
 from dataclasses import dataclass
 
-__all__ = ["DecoderOptions"]
+from quire_engine.models.fields import Fields
+
+__all__ = [
+    "ACTIVATIONS",
+    "POST_NORMS",
+    "PRE_AND_POST_NORMS",
+    "PRE_NORMS",
+    "DecoderOptions",
+    "LayerNorms",
+    "read_activation",
+]
+
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""Names in `config.json` → those of `quire_kernels`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerNorms:
+    """Where a layer has norms, by their names in the checkpoint; None: there is none."""
+
+    before_attention: str | None = None
+    after_attention: str | None = None
+    """Of its output, before that is added to the residual stream."""
+    before_mlp: str | None = None
+    after_mlp: str | None = None
+    """Of its output, likewise."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of those that there are."""
+        return [name for name in dataclasses.astuple(self) if name is not None]
+
+
+PRE_NORMS = LayerNorms(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
+"""As in Llama."""
+PRE_AND_POST_NORMS = LayerNorms(
+    before_attention="input_layernorm",
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+"""As in Gemma 2 (https://arxiv.org/abs/2408.00118, section 2)."""
+POST_NORMS = LayerNorms(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm")
+"""As in OLMo 2 (https://arxiv.org/abs/2501.00656, section 3.2)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,7 +61,42 @@ class DecoderOptions:
     """The linear layers of the feed-forward have biases."""
     qk_norm: bool = False
     """Each head of queries and keys is normed before the rotation, with one weight per head feature."""
+    qk_projection_norm: bool = False
+    """All queries of a token are normed together before the rotation, and so are all keys."""
+    norms: LayerNorms = PRE_NORMS
+    norm_offset: float = 0.0
+    """Added to the weight of every norm when it is loaded."""
+    float32_norms: bool = False
+    """The weights of norms are float32 in any dtype: a result is rounded once, after its weight has multiplied it."""
+    activation: str | None = None
+    """Of the gate in the feed-forward, as `quire_kernels` names it; unset: that in the field `hidden_act`."""
+    embedding_scale: float = 1.0
+    """Multiplies the embeddings; rounded to the model's dtype."""
+    attention_scale: float | None = None
+    """Multiplies the products of queries and keys; unset: the inverse of the root of the head size."""
+    residual_multiplier: float = 1.0
+    """Multiplies the outputs of attention and feed-forward before they are added to the residual stream."""
+    logits_divisor: float = 1.0
+    logits_soft_cap: float | None = None
+    """The logits become `cap * tanh(logits / cap)`."""
     default_head_size: int | None = None
     """Used if `config.json` has no `head_dim`; unset: `hidden_size` divided by the number of heads."""
     windows: tuple[int | None, ...] = ()
     """By layer, how many of its last keys each row sees at most, None if all; empty: all layers see all."""
+
+
+def read_activation(fields: Fields, name: str, default: str) -> str:
+    """The activation of the gate.
+
+    Args:
+        fields: of `config.json`.
+        name: of the field.
+        default: if it is missing.
+
+    Returns:
+        The name that `quire_kernels` has for it.
+
+    Raises:
+        CheckpointError: it is none of `ACTIVATIONS`.
+    """
+    return ACTIVATIONS[fields.choice(name, tuple(ACTIVATIONS), default)]

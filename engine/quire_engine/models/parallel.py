@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from quire_kernels import LinearWeight, embedding, linear, pack_linear
+from quire_kernels import LinearWeight, embedding, linear, pack_linear, rms_norm
 from torch import nn
 
 from quire_engine.distributed import ParallelState
@@ -88,6 +88,8 @@ class LoadTarget:
     """Of the whole tensor."""
     index: tuple[slice, ...]
     """The rank's slice of it, one entry per dimension; empty if another rank holds the tensor."""
+    offset: float = 0.0
+    """Added to what is copied."""
     module: "Packable | None" = None
     """The module to pack when all its targets are filled."""
 
@@ -104,6 +106,7 @@ class Packable(nn.Module):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     gated = False
+    activation = "silu"
 
     def __init__(self, out_features: int, in_features: int, int8: bool = False) -> None:
         super().__init__()
@@ -136,6 +139,7 @@ class Packable(nn.Module):
             quantize=quantized_dtype is not None,
             quantized_dtype=quantized_dtype or torch.int8,
             gated=self.gated,
+            activation=self.activation,
         )
         self.weight = self.weight_scale = self.bias = None
 
@@ -151,8 +155,9 @@ class ColumnParallel(Packable):
         bias: whether each projection has one.
         parallel: the rank.
         unit: output features that stay together.
-        gated: there are two parts, gate and up, and the output is `silu(gate) * up`.
+        gated: there are two parts, gate and up, and the output is `activation(gate) * up`.
         int8: the checkpoint's weights are int8 with a scale per output feature.
+        activation: of the gate.
     """
 
     def __init__(
@@ -164,10 +169,11 @@ class ColumnParallel(Packable):
         unit: int = 1,
         gated: bool = False,
         int8: bool = False,
+        activation: str = "silu",
     ) -> None:
         slices = [shard(size, parallel, unit) for size in parts.values()]
         super().__init__(sum(map(_length, slices)), in_features, int8)
-        self.gated, self.parts, self.slices = gated, dict(parts), slices
+        self.gated, self.activation, self.parts, self.slices = gated, activation, dict(parts), slices
         self.sizes = [_length(part) for part in slices]
         """Output features of each projection that this rank has."""
         self.bias = nn.Parameter(torch.empty(sum(self.sizes)), requires_grad=False) if bias else None
@@ -204,6 +210,41 @@ class QKVParallel(ColumnParallel):
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         super().__init__(hidden_size, parts, bias, parallel, unit=head_size, int8=int8)
         self.num_heads, self.num_kv_heads = self.sizes[0] // head_size, self.sizes[1] // head_size
+        self._group = parallel.tensor_group
+        ranks, rank = parallel.tensor_parallel_size, parallel.tensor_rank
+        pieces = min(num_kv_heads, ranks)
+        self._has_keys_first = rank * pieces // ranks != (rank - 1) * pieces // ranks
+
+    def norm_projections(
+        self,
+        query_TQ: torch.Tensor,
+        key_TK: torch.Tensor,
+        query_norm_Q: torch.Tensor,
+        key_norm_K: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """RMSNorm over all heads of a token together, of queries and of keys.
+
+        Args:
+            query_TQ: of the rank's heads.
+            key_TK: likewise.
+            query_norm_Q: weight, of all heads.
+            key_norm_K: likewise.
+            eps: of both norms.
+
+        Returns:
+            The normed queries and keys of the rank's heads.
+        """
+        if self._group is None:
+            return rms_norm(query_TQ, query_norm_Q, eps), rms_norm(key_TK, key_norm_K, eps)
+        sizes = [len(query_norm_Q), len(key_norm_K)]
+        whole = query_TQ.new_zeros(len(query_TQ), sum(sizes))
+        query_rows, key_rows, _ = self.slices
+        whole[:, query_rows] = query_TQ
+        if self._has_keys_first:  # of the ranks that hold the same, one adds it
+            whole[:, sizes[0] :][:, key_rows] = key_TK
+        query, key = torch.split(self._group.all_reduce(whole), sizes, dim=-1)
+        return rms_norm(query, query_norm_Q, eps)[:, query_rows], rms_norm(key, key_norm_K, eps)[:, key_rows]
 
 
 class RowParallel(Packable):
@@ -300,7 +341,9 @@ def load_targets(model: nn.Module) -> dict[str, LoadTarget]:
     targets: dict[str, LoadTarget] = {}
     for path, module in model.named_modules():
         if isinstance(module, Weight):
-            targets[f"{path}.weight"] = _rows(module.weight.data, len(module.weight), slice(0, len(module.weight)))
+            size = len(module.weight)
+            target = _rows(module.weight.data, size, slice(0, size))
+            targets[f"{path}.weight"] = dataclasses.replace(target, offset=module.offset)
         elif isinstance(module, VocabParallel):
             targets |= _targets_of(module, path)
         elif isinstance(module, ColumnParallel | RowParallel):

@@ -136,9 +136,11 @@ def expected_shapes(config: CheckpointConfig) -> Iterator[tuple[str, tuple[int, 
         "mlp.up_proj": (intermediate, hidden, options.mlp_bias),
         "mlp.down_proj": (hidden, intermediate, options.mlp_bias),
     }
-    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    norms = dict.fromkeys(options.norms.names, hidden)
     if options.qk_norm:
         norms |= {"self_attn.q_norm": config.head_size, "self_attn.k_norm": config.head_size}
+    if options.qk_projection_norm:
+        norms |= {"self_attn.q_norm": q_size, "self_attn.k_norm": kv_size}
     yield "embed_tokens.weight", (config.vocab_size, hidden)
     yield "norm.weight", (hidden,)
     if not config.tie_word_embeddings:

@@ -12,14 +12,17 @@ __all__ = ["add_rms_norm", "normed", "rms_norm"]
 
 @triton.jit
 def normed(x, weight, mean_square, eps, dtype: tl.constexpr):
-    """`x / rms(x) * weight`, rounded to `dtype` before the weight and after it, as Hugging Face's modules do."""
-    unit = cast(x * tl.math.rsqrt(mean_square + eps), dtype).to(tl.float32)
+    """`x / rms(x) * weight`, rounded to `dtype` before the weight (as Hugging Face's modules do) unless the weight is
+    float32, and after it."""
+    unit = x * tl.math.rsqrt(mean_square + eps)
+    if weight.dtype != tl.float32:
+        unit = cast(unit, dtype).to(tl.float32)
     return cast(unit * weight.to(tl.float32), dtype)
 
 
 @triton.jit
 def _rms_norm_kernel(
-    hidden, residual, weight, out, hidden_stride, residual_stride, out_stride, eps,
+    hidden, residual, weight, out, hidden_stride, residual_stride, out_stride, eps, multiplier,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Program (row)."""
@@ -27,7 +30,7 @@ def _rms_norm_kernel(
     x = tl.load(hidden + row * hidden_stride + i, mask=i < SIZE, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         pointers = residual + row * residual_stride + i
-        total = x + tl.load(pointers, mask=i < SIZE, other=0.0).to(tl.float32)
+        total = x * multiplier + tl.load(pointers, mask=i < SIZE, other=0.0).to(tl.float32)
         total = cast(total, residual.dtype.element_ty)
         tl.store(pointers, total, mask=i < SIZE)
         x = total.to(tl.float32)
@@ -44,10 +47,10 @@ def rms_norm(
 
 
 def add_rms_norm(
-    hidden_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
+    hidden_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, multiplier: float
 ) -> torch.Tensor:
     """See `quire_kernels.add_rms_norm`."""
-    return _rms_norm(hidden_TE, residual_TE, weight_E, eps)
+    return _rms_norm(hidden_TE, residual_TE, weight_E, eps, multiplier=multiplier)
 
 
 def _rms_norm(
@@ -56,6 +59,7 @@ def _rms_norm(
     weight_E: torch.Tensor,
     eps: float,
     out: torch.Tensor | None = None,
+    multiplier: float = 1.0,
 ) -> torch.Tensor:
     rows, size = hidden_TE.shape
     out_TE = hidden_TE.new_empty(rows, size) if out is None else out
@@ -64,6 +68,7 @@ def _rms_norm(
     if rows:
         _rms_norm_kernel[(rows,)](
             hidden_TE, residual_TE, weight_E, out_TE, hidden_TE.stride(0), residual_stride,
-            out_TE.stride(0), eps, size, block, residual_TE is not None, num_warps=min(16, max(1, block // 512)),
+            out_TE.stride(0), eps, multiplier, size, block, residual_TE is not None,
+            num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
     return out_TE

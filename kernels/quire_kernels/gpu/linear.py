@@ -4,7 +4,7 @@
 
     quantize     x [T, K] ─► x8 [T, K], one scale per token
     multiply     program (tile of T, tile of N):  Σ x8 · w8 over K, in int32 or float32
-                 then · token's scale · feature's scale + bias, and for a gated weight SiLU(gate) · up
+                 then · token's scale · feature's scale + bias, and for a gated weight activation(gate) · up
                  of two sums, so that neither half is ever written
 
 Unquantised weights have no kernel here: `torch.nn.functional.linear` uses cuBLAS for them.
@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire_kernels.gpu.activation import silu
+from quire_kernels.gpu.activation import activated
 from quire_kernels.gpu.interpreter import cast, round_even
 from quire_kernels.quantized import LARGEST
 
@@ -53,7 +53,7 @@ def _scaled(sums_MN, x_scales_M, weight_scales, bias, features_N, inside_N, HAS_
 @triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
     x, weight, bias, x_scales, weight_scales, out, rows, columns,
-    IN_FEATURES: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
+    IN_FEATURES: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUPERTILE: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of the result), in this order::
@@ -82,14 +82,14 @@ def _linear_kernel(
         # The tensor cores add fp8 products with few bits, so they never add more than one tile of them.
         tile_KN = tl.load(weight_KN + start, mask=mask, other=0.0)
         sums_MN = tl.dot(tile_MK, tile_KN, sums_MN, max_num_imprecise_acc=BLOCK_K, out_dtype=dtype)
-        if GATED:
+        if ACTIVATION is not None:
             tile_KN = tl.load(weight_KN + up_offset + start, mask=mask, other=0.0)
             up_MN = tl.dot(tile_MK, tile_KN, up_MN, max_num_imprecise_acc=BLOCK_K, out_dtype=dtype)
 
     scales_M = tl.load(x_scales + rows_M, mask=in_rows_M, other=0.0)
     y_MN = _scaled(sums_MN, scales_M, weight_scales, bias, columns_N, in_columns_N, HAS_BIAS)
-    if GATED:
-        y_MN = silu(y_MN) * _scaled(
+    if ACTIVATION is not None:
+        y_MN = activated(y_MN, ACTIVATION) * _scaled(
             up_MN, scales_M, weight_scales, bias, columns + columns_N, in_columns_N, HAS_BIAS
         )  # fmt: skip
     out_MN = out + rows_M.to(tl.int64)[:, None] * columns + columns_N[None, :]
@@ -127,12 +127,13 @@ def linear(
     weight_NK: torch.Tensor,
     scales_N: torch.Tensor,
     bias_N: torch.Tensor | None,
-    gated: bool,
+    activation: str | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """See `quire_kernels.linear`; for a quantised weight."""
+    """See `quire_kernels.linear`; for a quantised weight, which is gated if there is an activation."""
     rows, in_features = x_TK.shape
     assert weight_NK.is_contiguous()
+    gated = activation is not None
     columns = len(weight_NK) // 2 if gated else len(weight_NK)
     out = x_TK.new_empty(rows, columns, dtype=out_dtype)
     if rows:
@@ -141,6 +142,6 @@ def linear(
         num_tiles = triton.cdiv(rows, tiles["BLOCK_M"]) * triton.cdiv(columns, tiles["BLOCK_N"])
         _linear_kernel[(num_tiles,)](
             x8_TK, weight_NK, bias_N, x_scales_T, scales_N, out, rows, columns,
-            IN_FEATURES=in_features, HAS_BIAS=bias_N is not None, GATED=gated, SUPERTILE=SUPERTILE, **tiles,
+            IN_FEATURES=in_features, HAS_BIAS=bias_N is not None, ACTIVATION=activation, SUPERTILE=SUPERTILE, **tiles,
         )  # fmt: skip
     return out

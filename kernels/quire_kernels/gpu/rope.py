@@ -24,25 +24,41 @@ LARGEST_FP8 = LARGEST[torch.float8_e4m3fn]
 
 
 @triton.jit
-def _rotate(x_HP, norm, angles_P, real_HP, eps, HEAD_SIZE: tl.constexpr):
-    """Rotate the two halves of some heads, after norming them unless `norm` is None. Takes pointers to the first
-    halves, to the norm's weight, and to the cosines."""
+def _places(pairs_P, HEAD_SIZE: tl.constexpr, ROTARY_SIZE: tl.constexpr):
+    """Where in a head the two features of each pair are: those that are rotated first, then the others in any pairs::
+
+    pair      0 … R/2    R/2 … D/2
+    first     0 … R/2      R … R/2 + D/2
+    second  R/2 … R      R/2 + D/2 … D
+    """
+    if ROTARY_SIZE == HEAD_SIZE:
+        return pairs_P, pairs_P + HEAD_SIZE // 2
+    is_rotated_P = pairs_P < ROTARY_SIZE // 2
+    first_P = pairs_P + tl.where(is_rotated_P, 0, ROTARY_SIZE // 2)
+    return first_P, pairs_P + tl.where(is_rotated_P, ROTARY_SIZE // 2, HEAD_SIZE // 2)
+
+
+@triton.jit
+def _rotate(x_H1, norm, angles, pairs_P, real_HP, eps, HEAD_SIZE: tl.constexpr, ROTARY_SIZE: tl.constexpr):
+    """Rotate the pairs of some heads, after norming them unless `norm` is None. Takes pointers to the heads, to the
+    norm's weight, and to the cosines. Pairs that are not rotated have an angle of 0."""
+    first_P, second_P = _places(pairs_P, HEAD_SIZE, ROTARY_SIZE)
     first_HP, second_HP = (
-        tl.load(x_HP, mask=real_HP, other=0.0),
-        tl.load(x_HP + HEAD_SIZE // 2, mask=real_HP, other=0.0),
+        tl.load(x_H1 + first_P[None, :], mask=real_HP, other=0.0),
+        tl.load(x_H1 + second_P[None, :], mask=real_HP, other=0.0),
     )
     dtype: tl.constexpr = first_HP.dtype
     first_HP, second_HP = first_HP.to(tl.float32), second_HP.to(tl.float32)
-    pairs_P = tl.arange(0, x_HP.shape[1])
-    in_half_P = pairs_P < HEAD_SIZE // 2
     if norm is not None:
         mean_square_H1 = tl.sum(first_HP * first_HP + second_HP * second_HP, 1, keep_dims=True) / HEAD_SIZE
-        weight_P = tl.load(norm + pairs_P, mask=in_half_P, other=0.0)
+        in_half_P = pairs_P < HEAD_SIZE // 2
+        weight_P = tl.load(norm + first_P, mask=in_half_P, other=0.0)
         first_HP = normed(first_HP, weight_P[None, :], mean_square_H1, eps, dtype).to(tl.float32)
-        weight_P = tl.load(norm + HEAD_SIZE // 2 + pairs_P, mask=in_half_P, other=0.0)
+        weight_P = tl.load(norm + second_P, mask=in_half_P, other=0.0)
         second_HP = normed(second_HP, weight_P[None, :], mean_square_H1, eps, dtype).to(tl.float32)
-    cos_HP = tl.load(angles_P, mask=in_half_P, other=0.0)[None, :]
-    sin_HP = tl.load(angles_P + HEAD_SIZE // 2, mask=in_half_P, other=0.0)[None, :]
+    is_rotated_P = pairs_P < ROTARY_SIZE // 2
+    cos_HP = tl.load(angles + pairs_P, mask=is_rotated_P, other=1.0)[None, :]
+    sin_HP = tl.load(angles + ROTARY_SIZE // 2 + pairs_P, mask=is_rotated_P, other=0.0)[None, :]
     rotated_HP = first_HP * cos_HP - second_HP * sin_HP
     return cast(rotated_HP, dtype), cast(second_HP * cos_HP + first_HP * sin_HP, dtype)
 
@@ -60,34 +76,37 @@ def _rope_kernel(
     query, key, value, query_norm, key_norm, positions, cos_sin, slot_mapping, out, key_cache, value_cache,
     query_strides, key_strides, value_strides, key_cache_strides, value_cache_strides,
     eps,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, PAIRS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, IS_FP8: tl.constexpr, HEADS: tl.constexpr, LARGEST_FP8: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, ROTARY_SIZE: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK_SIZE: tl.constexpr, IS_FP8: tl.constexpr, HEADS: tl.constexpr, LARGEST_FP8: tl.constexpr,
 ):  # fmt: skip
     """Program (token, group of heads)."""
     QUERY_PARTS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     pairs_P = tl.arange(0, PAIRS)
-    angles_P = cos_sin + tl.load(positions + token) * HEAD_SIZE + pairs_P
+    angles = cos_sin + tl.load(positions + token) * ROTARY_SIZE
+    first_P, second_P = _places(pairs_P, HEAD_SIZE, ROTARY_SIZE)
     if part < QUERY_PARTS:
         heads_H1 = (part * HEADS + tl.arange(0, HEADS))[:, None]
         real_HP = (heads_H1 < NUM_HEADS) & (pairs_P < HEAD_SIZE // 2)[None, :]
-        query_HP = query + token * query_strides[0] + heads_H1 * query_strides[1] + pairs_P[None, :]
-        first_HP, second_HP = _rotate(query_HP, query_norm, angles_P, real_HP, eps, HEAD_SIZE)
-        out_HP = out + (token * NUM_HEADS + heads_H1) * HEAD_SIZE + pairs_P[None, :]
-        tl.store(out_HP, first_HP, mask=real_HP)
-        tl.store(out_HP + HEAD_SIZE // 2, second_HP, mask=real_HP)
+        query_H1 = query + token * query_strides[0] + heads_H1 * query_strides[1]
+        first_HP, second_HP = _rotate(
+            query_H1, query_norm, angles, pairs_P, real_HP, eps, HEAD_SIZE, ROTARY_SIZE
+        )  # fmt: skip
+        out_H1 = out + (token * NUM_HEADS + heads_H1) * HEAD_SIZE
+        tl.store(out_H1 + first_P[None, :], first_HP, mask=real_HP)
+        tl.store(out_H1 + second_P[None, :], second_HP, mask=real_HP)
         return
     heads_H1 = ((part - QUERY_PARTS) * HEADS + tl.arange(0, HEADS))[:, None]
     slot = tl.load(slot_mapping + token)
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
 
     real_HP = (heads_H1 < NUM_KV_HEADS) & (pairs_P < HEAD_SIZE // 2)[None, :]
-    key_HP = key + token * key_strides[0] + heads_H1 * key_strides[1] + pairs_P[None, :]
-    first_HP, second_HP = _rotate(key_HP, key_norm, angles_P, real_HP, eps, HEAD_SIZE)
+    key_H1 = key + token * key_strides[0] + heads_H1 * key_strides[1]
+    first_HP, second_HP = _rotate(key_H1, key_norm, angles, pairs_P, real_HP, eps, HEAD_SIZE, ROTARY_SIZE)
     key_cache += block * key_cache_strides[0] + offset * key_cache_strides[2]
-    cache_HP = key_cache + heads_H1 * key_cache_strides[1] + pairs_P[None, :]
-    _store(cache_HP, first_HP, real_HP, IS_FP8, LARGEST_FP8)
-    _store(cache_HP + HEAD_SIZE // 2, second_HP, real_HP, IS_FP8, LARGEST_FP8)
+    cache_H1 = key_cache + heads_H1 * key_cache_strides[1]
+    _store(cache_H1 + first_P[None, :], first_HP, real_HP, IS_FP8, LARGEST_FP8)
+    _store(cache_H1 + second_P[None, :], second_HP, real_HP, IS_FP8, LARGEST_FP8)
 
     dims_D = tl.arange(0, 2 * PAIRS)
     real_HD = (heads_H1 < NUM_KV_HEADS) & (dims_D < HEAD_SIZE)[None, :]
@@ -125,7 +144,7 @@ def rope_and_cache(
             key_cache_NKBD, value_cache_NKBD,
             query_THD.stride()[:2], key_TKD.stride()[:2], value_TKD.stride()[:2],
             key_cache_NKBD.stride()[:3], value_cache_NKBD.stride()[:3], eps,
-            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size,
+            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size, ROTARY_SIZE=cos_sin.shape[1],
             PAIRS=triton.next_power_of_2(head_size // 2), BLOCK_SIZE=key_cache_NKBD.shape[2],
             IS_FP8=key_cache_NKBD.element_size() == 1, HEADS=HEADS, LARGEST_FP8=LARGEST_FP8, num_warps=2,
         )  # fmt: skip

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 from quire_kernels import (
+    add_residual,
     add_rms_norm,
     apply_token_bitmask,
     cpu,
     embedding,
+    gelu_tanh_and_mul,
     linear,
     pack_linear,
     paged_attention,
@@ -19,6 +21,7 @@ from quire_kernels import (
     rope_and_cache,
     sample,
     silu_and_mul,
+    soft_cap,
     store_rows,
 )
 
@@ -53,7 +56,10 @@ GOOD: dict[Callable[..., Any], Callable[[], dict[str, Any]]] = {
     add_rms_norm: lambda: {
         "hidden_TE": torch.zeros(T, 8), "residual_TE": torch.zeros(T, 8), "weight_E": torch.zeros(8), "eps": 1e-5,
     },
+    add_residual: lambda: {"hidden_TE": torch.zeros(T, 8), "residual_TE": torch.zeros(T, 8)},
     silu_and_mul: lambda: {"gate_up": torch.zeros(T, 8)},
+    gelu_tanh_and_mul: lambda: {"gate_up": torch.zeros(T, 8)},
+    soft_cap: lambda: {"logits_SV": torch.zeros(S, V), "cap": 30.0},
     linear: lambda: {"x_TK": torch.zeros(T, 8), "weight": pack_linear(torch.zeros(5, 8)), "out_dtype": FLOAT32},
     pack_linear: lambda: {"weight_NK": torch.zeros(5, 8)},
     embedding: lambda: {"token_ids_T": ints(T), "weight": pack_linear(torch.zeros(5, 8))},
@@ -92,13 +98,18 @@ GOOD: dict[Callable[..., Any], Callable[[], dict[str, Any]]] = {
 
 BAD: list[tuple[Callable[..., Any], str, Any]] = [
     (rms_norm, "hidden_TE", torch.zeros(T, 2, 8)),
-    *((op, "weight_E", weight) for op in (rms_norm, add_rms_norm) for weight in (torch.zeros(7), gapped(8))),
+    *(
+        (op, "weight_E", weight)
+        for op in (rms_norm, add_rms_norm)
+        for weight in (torch.zeros(7), gapped(8), torch.zeros(8, dtype=BFLOAT16), meta(8))
+    ),
     *(
         (rms_norm, "out", out)
         for out in (torch.ones(T - 1, 8), torch.ones(T, 9), gapped(T, 8), torch.ones(T, 8, dtype=BFLOAT16), meta(T, 8))
     ),
-    (add_rms_norm, "residual_TE", torch.zeros(T - 1, 8)),
-    (silu_and_mul, "gate_up", torch.zeros(T, 7)),
+    *((op, "residual_TE", torch.zeros(T - 1, 8)) for op in (add_rms_norm, add_residual)),
+    *((op, "gate_up", torch.zeros(T, 7)) for op in (silu_and_mul, gelu_tanh_and_mul)),
+    *((soft_cap, "logits_SV", logits) for logits in (torch.zeros(V), gapped(S, V), torch.zeros(S, V, dtype=BFLOAT16))),
     (linear, "x_TK", torch.zeros(T, 7)),
     (linear, "x_TK", torch.zeros(T, 8, dtype=BFLOAT16)),
     (linear, "x_TK", torch.zeros(8)),
@@ -113,6 +124,7 @@ BAD: list[tuple[Callable[..., Any], str, Any]] = [
     (pack_linear, "quantized_dtype", BFLOAT16),
     (pack_linear, "dtype", BFLOAT16),
     (pack_linear, "gated", True),
+    (pack_linear, "activation", "relu"),
     (embedding, "token_ids_T", torch.zeros(T, dtype=torch.int32)),
     (embedding, "token_ids_T", ints(T, 2)),
     (embedding, "token_ids_T", meta(T, dtype=INT64)),
@@ -138,7 +150,7 @@ BAD: list[tuple[Callable[..., Any], str, Any]] = [
     *((rope_and_cache, name, meta(T, K, D)) for name in ("key_TKD", "value_TKD")),
     *((rope_and_cache, name, ints(T - 1)) for name in ("positions_T", "slot_mapping_T")),
     *((rope_and_cache, name, torch.zeros(T, dtype=torch.int32)) for name in ("positions_T", "slot_mapping_T")),
-    (rope_and_cache, "cos_sin", torch.zeros(9, D - 2)),
+    *((rope_and_cache, "cos_sin", torch.zeros(9, size)) for size in (D + 2, D - 1)),
     (rope_and_cache, "cos_sin", torch.zeros(9, D, dtype=BFLOAT16)),
     (rope_and_cache, "cos_sin", gapped(9, D)),
     *(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from quire_kernels.activation import silu_and_mul
+from quire_kernels.activation import ACTIVATIONS, activate_and_mul
 from quire_kernels.linear import linear, pack_linear, quantize_per_token
 
 SHAPES = [(1, 32, 8), (3, 33, 16), (12, 96, 64), (13, 100, 68), (64, 1000, 128), (200, 40, 2816)]
@@ -30,11 +30,12 @@ def test_equals_torch(rows: int, out_features: int, in_features: int, dtype: tor
     torch.testing.assert_close(exact.double(), F.linear(x.double(), weight.double()), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("half", [1, 16, 17, 40])
-def test_gated_is_silu_and_mul_of_the_halves(half: int, cpu_kernels: str) -> None:
+def test_gated_is_activation_and_mul_of_the_halves(half: int, activation: str, cpu_kernels: str) -> None:
     x, weight, _ = operands(5, 2 * half, 64, torch.float32)
-    out = linear(x, pack_linear(weight, gated=True))
-    torch.testing.assert_close(out, silu_and_mul(F.linear(x, weight)), rtol=1e-5, atol=1e-5)
+    out = linear(x, pack_linear(weight, gated=True, activation=activation))
+    torch.testing.assert_close(out, activate_and_mul(F.linear(x, weight), activation), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("rows", "out_features", "in_features"), SHAPES)

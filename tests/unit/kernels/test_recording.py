@@ -6,6 +6,7 @@ import pytest
 import torch
 from quire_kernels import (
     NotRecordableError,
+    add_residual,
     add_rms_norm,
     argmax,
     cpu,
@@ -36,14 +37,17 @@ class Block:
         generator = torch.Generator().manual_seed(0)
         shapes = [(2 * SIZE, SIZE, True), (SIZE, SIZE, False)]
         self.weights: list[LinearWeight] = [
-            pack_linear(torch.randn(n, k, generator=generator).to(dtype), quantize=quantize, gated=gated)
-            for n, k, gated in shapes
+            pack_linear(
+                torch.randn(n, k, generator=generator).to(dtype), quantize=quantize, gated=gated, activation=name
+            )
+            for (n, k, gated), name in zip(shapes, ("gelu_tanh", "silu"), strict=True)
         ]
         self.norm = torch.rand(SIZE, generator=generator).to(dtype)
 
     def __call__(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         for weight in self.weights:
-            hidden = linear(add_rms_norm(hidden, residual, self.norm, 1e-5), weight)
+            hidden = linear(add_rms_norm(hidden, residual, self.norm, 1e-5, multiplier=0.22), weight)
+        add_residual(hidden, residual, multiplier=0.22)
         return hidden
 
 

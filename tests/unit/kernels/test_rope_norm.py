@@ -7,6 +7,7 @@ from quire_kernels.kv_cache import natural_key_order
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+ROTARY = pytest.mark.parametrize(("head_size", "rotary_size"), [(6, 2), (80, 20), (128, 96), (96, 48), (64, 0)])
 HEAD_SIZES = pytest.mark.parametrize("head_size", [6, 16, 80, 128, 272, 1024])
 H, K, B, EPS = 5, 2, 4, 1e-6
 
@@ -14,7 +15,7 @@ H, K, B, EPS = 5, 2, 4, 1e-6
 class Inputs:
     """Some tokens: slices of a merged projection, as in a model, and the tables for them."""
 
-    def __init__(self, num_tokens: int, head_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, num_tokens: int, head_size: int, dtype: torch.dtype, rotary_size: int | None = None) -> None:
         generator = torch.Generator().manual_seed(num_tokens + head_size)
 
         def randn(*shape: int) -> torch.Tensor:
@@ -24,7 +25,8 @@ class Inputs:
         heads = self.qkv.unflatten(-1, (-1, head_size))
         self.query, self.key, self.value = heads[:, :H], heads[:, H : H + K], heads[:, H + K :]
         self.query_norm, self.key_norm = (1 + randn(2, head_size) / 4).to(dtype)
-        self.angles = torch.outer(torch.arange(99), 10000 ** -(torch.arange(0, head_size, 2) / head_size))
+        rotary_size = head_size if rotary_size is None else rotary_size
+        self.angles = torch.outer(torch.arange(99), 10000 ** -(torch.arange(0, rotary_size, 2) / max(rotary_size, 1)))
         self.positions = torch.randint(0, 99, (num_tokens,), generator=generator)
         self.cos_sin = torch.cat((self.angles.cos(), self.angles.sin()), -1)
         self.slots = torch.randperm(num_tokens + 6, generator=generator)[:num_tokens]
@@ -96,3 +98,34 @@ def test_it_is_what_qwen3_does(head_size: int, dtype: torch.dtype, cpu_kernels: 
     tolerance = {"atol": 3e-2, "rtol": 1.6e-2} if dtype == torch.bfloat16 else {"atol": 1e-5, "rtol": 1.3e-6}
     for got, want in zip((out, keys), expected, strict=True):
         torch.testing.assert_close(got, want.to(dtype), **tolerance)
+
+
+@DTYPES
+@ROTARY
+@pytest.mark.parametrize("norms", [False, True], ids=["plain", "normed"])
+def test_only_the_first_features_are_rotated(
+    head_size: int, rotary_size: int, norms: bool, dtype: torch.dtype, cpu_kernels: str
+) -> None:
+    x = Inputs(9, head_size, dtype, rotary_size)
+    weights = (x.query_norm, x.key_norm) if norms else (None, None)
+    out, caches = x.rope(x.query, x.key, *weights)
+    angles = torch.cat((x.angles, x.angles), -1)[x.positions]
+    keys = natural_key_order(caches[0])[x.slots // B, :, x.slots % B]
+    tolerance = {"atol": 3e-2, "rtol": 1.6e-2} if dtype == torch.bfloat16 else {"atol": 1e-5, "rtol": 1.3e-6}
+    for got, part, weight in zip((out, keys), (x.query, x.key), weights, strict=True):
+        part = part if weight is None else normed(part, weight)
+        rotated, rest = part[..., :rotary_size].float(), part[..., rotary_size:]
+        half = rotary_size // 2
+        turned = torch.cat((-rotated[..., half:], rotated[..., :half]), -1)
+        expected = rotated * angles.cos()[:, None] + turned * angles.sin()[:, None]
+        torch.testing.assert_close(got[..., :rotary_size].float(), expected, **tolerance)
+        assert torch.equal(got[..., rotary_size:], rest)
+
+
+def test_float32_norms_of_bfloat16_heads(cpu_kernels: str) -> None:
+    x = Inputs(9, 48, torch.bfloat16)
+    weights = torch.rand(2, 48, generator=torch.Generator().manual_seed(0)) + 0.5
+    out, caches = x.rope(x.query, x.key, *weights)
+    expected_out, expected_caches = x.rope(normed(x.query, weights[0]), normed(x.key, weights[1]))
+    assert torch.equal(out, expected_out)
+    assert torch.equal(caches, expected_caches)

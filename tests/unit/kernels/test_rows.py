@@ -3,7 +3,16 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from quire_kernels import add_rms_norm, embedding, rms_norm, silu_and_mul, store_rows
+from quire_kernels import (
+    add_residual,
+    add_rms_norm,
+    embedding,
+    gelu_tanh_and_mul,
+    rms_norm,
+    silu_and_mul,
+    soft_cap,
+    store_rows,
+)
 from quire_kernels.linear import pack_linear, quantize_per_token
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -54,6 +63,31 @@ def test_add_rms_norm_norms_the_sum_as_it_is_stored(
     assert torch.equal(out, rms_norm(total, weight, EPS))
 
 
+@DTYPES
+@SHAPES
+def test_a_multiplied_row_is_added(shape: tuple[int, int], dtype: torch.dtype, cpu_kernels: str) -> None:
+    hidden, weight = randn(*shape, dtype=dtype), randn(shape[1], dtype=dtype)
+    residual = strided(randn(*shape, dtype=dtype) * 3)
+    total, only_added = residual.double() + 0.22 * hidden.double(), residual.clone()
+    out = add_rms_norm(strided(hidden), residual, weight, EPS, multiplier=0.22)
+    torch.testing.assert_close(residual.double(), total, **tolerance(dtype))
+    assert torch.equal(out, rms_norm(residual, weight, EPS))
+    add_residual(strided(hidden), only_added, multiplier=0.22)
+    assert torch.equal(only_added, residual)
+
+
+@SHAPES
+def test_a_float32_weight_multiplies_before_the_result_is_rounded(shape: tuple[int, int], cpu_kernels: str) -> None:
+    hidden, weight = randn(*shape, dtype=torch.bfloat16), randn(shape[1])
+    exact = hidden.double()
+    exact = weight.double() * exact / (exact.square().mean(1, keepdim=True) + EPS).sqrt()
+    out = rms_norm(hidden, weight, EPS)
+    assert out.dtype == torch.bfloat16
+    assert (out == exact.bfloat16()).float().mean() > 0.999, "but for numbers halfway between two"
+    residual = torch.zeros_like(hidden)
+    assert torch.equal(add_rms_norm(hidden, residual, weight, EPS), out)
+
+
 @pytest.mark.parametrize("value", [0.0, 1e-20, 1e18], ids=str)
 def test_rms_norm_of_extreme_rows(value: float, cpu_kernels: str) -> None:
     hidden, weight = torch.full((2, 40), value), torch.ones(40)
@@ -70,6 +104,28 @@ def test_silu_and_mul(shape: tuple[int, int], dtype: torch.dtype, cpu_kernels: s
     out = silu_and_mul(strided(torch.cat((gate, up), dim=1)))
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), expected, **tolerance(dtype))
+
+
+@DTYPES
+@SHAPES
+def test_gelu_tanh_and_mul(shape: tuple[int, int], dtype: torch.dtype, cpu_kernels: str) -> None:
+    gate, up = randn(*shape, dtype=dtype) * 4, randn(*shape, dtype=dtype).flip(1)
+    gate[0, :8] = torch.tensor([0.0, -200.0, 200.0, -0.5, 1e-6, -1e14, 1e14, -5.0])  # cubes beyond float32
+    expected = F.gelu(gate.double(), approximate="tanh") * up.double()
+    out = gelu_tanh_and_mul(strided(torch.cat((gate, up), dim=1)))
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), expected, **tolerance(dtype))
+
+
+@SHAPES
+def test_soft_cap(shape: tuple[int, int], cpu_kernels: str) -> None:
+    logits = randn(*shape) * 40
+    logits[0, :5] = torch.tensor([0.0, 1e-6, -1e-6, torch.inf, -torch.inf])
+    expected = torch.tanh(logits.double() / 30) * 30
+    view = strided(logits)
+    assert soft_cap(view, 30.0) is view
+    torch.testing.assert_close(view.double(), expected, rtol=1e-6, atol=1e-12)
+    assert soft_cap(torch.full((1, 9), torch.nan), 30.0).isnan().all()
 
 
 @DTYPES
@@ -133,5 +189,7 @@ def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype, cpu_kernels: str
     for together, alone in (
         (rms_norm(x, weight, EPS), [rms_norm(row[None], weight, EPS) for row in x]),
         (silu_and_mul(x), [silu_and_mul(row[None]) for row in x]),
+        (gelu_tanh_and_mul(x), [gelu_tanh_and_mul(row[None]) for row in x]),
+        (soft_cap(x.float(), 30.0), [soft_cap(row[None].float(), 30.0) for row in x]),
     ):
         assert torch.equal(together, torch.cat(alone))

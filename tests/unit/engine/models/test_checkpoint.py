@@ -120,7 +120,7 @@ def test_rope_that_is_no_rope_is_refused(rope: Any, message: str, folder: Path) 
         ({"architectures": "LlamaForCausalLM"}, "unknown architecture '(none named)'"),
         ({"architectures": {"0": "x"}}, "unknown architecture '(none named)'"),
         ({"architectures": [["LlamaForCausalLM"]]}, "unknown architecture ['LlamaForCausalLM']"),
-        ({"hidden_act": ["silu"]}, "hidden_act is ['silu']; it must be silu"),
+        ({"hidden_act": ["silu"]}, "hidden_act is ['silu']; it must be one of silu, "),
         ({"dtype": "float8"}, "dtype is 'float8'; it must be one of float32, bfloat16, float16"),
         ({"dtype": {"a": 1}}, "dtype is {'a': 1}; it must be one of"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be true or false"),

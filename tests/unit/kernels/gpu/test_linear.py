@@ -50,6 +50,15 @@ def test_linear(shape: tuple[int, int, int], gated: bool, kind: torch.dtype, dev
 
 
 @KINDS
+def test_a_gate_of_another_activation(kind: torch.dtype, device: torch.device) -> None:
+    x, weight, _ = operands((5, 34, 64), torch.bfloat16, device)
+    packed = pack_linear(weight, quantize=True, quantized_dtype=kind, gated=True, activation="gelu_tanh")
+    both = linear(x, pack_linear(weight, quantize=True, quantized_dtype=kind), torch.float32)
+    expected = F.gelu(both[:, :17], approximate="tanh") * both[:, 17:]
+    torch.testing.assert_close(linear(x, packed, torch.float32), expected, rtol=1e-5, atol=1e-5)
+
+
+@KINDS
 def test_the_result_is_rounded_once(kind: torch.dtype, device: torch.device, dtype: torch.dtype) -> None:
     x, weight, bias = operands((5, 40, 64), dtype, device)
     packed = pack_linear(weight, bias, quantize=True, quantized_dtype=kind)

@@ -58,6 +58,31 @@ def test_rope_and_cache(
     assert int((value_cache != 0).any(-1).sum()) == num_tokens * num_kv_heads, "something else was written to"
 
 
+@pytest.mark.parametrize(("head_size", "rotary_size"), [(6, 2), (80, 20), (128, 96), (64, 0)])
+@pytest.mark.parametrize("norms", [False, True], ids=["plain", "normed"])
+def test_only_the_first_features_are_rotated(
+    head_size: int, rotary_size: int, norms: bool, device: torch.device, dtype: torch.dtype, tolerance: dict[str, float]
+) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 6, 2, head_size).to(device, dtype)
+    weights: list[torch.Tensor | None] = [None, None]
+    if norms:
+        weights = [*torch.randn(2, head_size, device=device)]  # float32 in any dtype
+        tolerance = {name: 3 * step for name, step in tolerance.items()}
+    slots, angles = torch.arange(6, device=device), torch.rand(9, rotary_size // 2, device=device).double()
+    caches = [new_kv_cache(1, 2, 16, head_size, dtype, device) for _ in range(2)]
+    cos_sin = torch.cat((angles.cos(), angles.sin()), -1).float()
+    out = rope_and_cache(
+        query, key, value, slots, cos_sin, slots, *caches, query_norm_D=weights[0], key_norm_D=weights[1]
+    )
+    for got, x, weight in zip((out, caches[0][0, :, :6].transpose(0, 1)), (query, key), weights, strict=True):
+        plain = rotated(x, weight, torch.zeros(6, head_size // 2, dtype=torch.float64, device=device))
+        turned = rotated(plain[..., :rotary_size], None, angles[:6]) if rotary_size else plain[..., :0]
+        torch.testing.assert_close(got.double(), torch.cat((turned, plain[..., rotary_size:]), -1), **tolerance)
+        if weight is None:
+            assert torch.equal(got[..., rotary_size:], x[..., rotary_size:])
+
+
 def test_normed_heads_are_those_of_rms_norm(device: torch.device, dtype: torch.dtype) -> None:
     """Rounded before the weight and after it, as `rms_norm` does; only the order of the sum of squares is another."""
     torch.manual_seed(0)

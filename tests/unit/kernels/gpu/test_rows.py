@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from quire_kernels import add_rms_norm, embedding, rms_norm, silu_and_mul, store_rows
+from quire_kernels import add_rms_norm, embedding, gelu_tanh_and_mul, rms_norm, silu_and_mul, store_rows
 from quire_kernels.linear import pack_linear
 
 SHAPES = pytest.mark.parametrize("shape", [(1, 8), (5, 33), (3, 1024), (9, 2816), (0, 64)], ids=str)
@@ -51,6 +51,28 @@ def test_add_rms_norm_norms_the_sum_as_it_is_stored(
     assert torch.equal(out, rms_norm(total, weight, EPS))
 
 
+@SHAPES
+def test_a_multiplied_row_is_added(
+    shape: tuple[int, int], device: torch.device, dtype: torch.dtype, tolerance: dict[str, float]
+) -> None:
+    hidden, weight = randn(device, dtype, *shape), randn(device, dtype, shape[1])
+    residual = strided(randn(device, dtype, *shape) * 3)
+    total = residual.double() + 0.22 * hidden.double()
+    out = add_rms_norm(strided(hidden), residual, weight, EPS, multiplier=0.22)
+    torch.testing.assert_close(residual.double(), total, **tolerance)
+    assert torch.equal(out, rms_norm(residual, weight, EPS))
+
+
+@SHAPES
+def test_a_float32_weight_multiplies_before_the_result_is_rounded(
+    shape: tuple[int, int], device: torch.device, dtype: torch.dtype
+) -> None:
+    hidden, weight = randn(device, dtype, *shape), randn(device, torch.float32, shape[1])
+    out, exact = rms_norm(hidden, weight, EPS), exact_rms_norm(hidden, weight)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), exact, rtol=torch.finfo(dtype).eps / 2 + 1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("value", [0.0, 1e-20, 1e18], ids=str)
 def test_rms_norm_of_extreme_rows(value: float, device: torch.device) -> None:
     hidden, weight = torch.full((2, 40), value, device=device), torch.ones(40, device=device)
@@ -67,6 +89,16 @@ def test_silu_and_mul(
     out = silu_and_mul(strided(torch.cat((gate, up), dim=1)))
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), F.silu(gate.double()) * up.double(), **tolerance)
+
+
+@SHAPES
+def test_gelu_tanh_and_mul(
+    shape: tuple[int, int], device: torch.device, dtype: torch.dtype, tolerance: dict[str, float]
+) -> None:
+    gate, up = randn(device, dtype, *shape) * 4, randn(device, dtype, *shape).flip(1)
+    gate[:1, :4] = torch.tensor([0.0, -200.0, 200.0, -0.5])  # the exponential's ends
+    out = gelu_tanh_and_mul(strided(torch.cat((gate, up), dim=1)))
+    torch.testing.assert_close(out.double(), F.gelu(gate.double(), approximate="tanh") * up.double(), **tolerance)
 
 
 @pytest.mark.parametrize("size", [8, 33, 1500])
