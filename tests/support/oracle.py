@@ -49,6 +49,23 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4, "tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 9,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
+    "gemma2": {
+        "model_type": "gemma2", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "num_hidden_layers": 3, "sliding_window": 17, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 8.0,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text", "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32,
+        "num_hidden_layers": 4, "sliding_window": 17, "sliding_window_pattern": 3, "query_pre_attn_scalar": 20,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "olmo3": {
+        "model_type": "olmo3", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4,
+        "sliding_window": 19, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 
 
@@ -64,7 +81,7 @@ def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast,
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith(".bias"):  # which begin as zeros
             torch.nn.init.normal_(parameter, std=0.2)
-        elif parameter_name.endswith(("q_norm.weight", "k_norm.weight")):  # and ones
+        elif parameter_name.endswith(("q_norm.weight", "k_norm.weight", "feedforward_layernorm.weight")):  # and ones
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     tokenizer.save_pretrained(folder)

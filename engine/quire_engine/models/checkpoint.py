@@ -7,17 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.errors import CheckpointError
-from quire_engine.models.fields import MAX_LAYERS, MAX_POSITIONS, Fields, read_config
+from quire_engine.models.fields import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Fields, read_config
 from quire_engine.models.files import brief, read_json
 from quire_engine.models.options import DecoderOptions, read_activation
-from quire_engine.models.registry import ARCHITECTURES, read_options
+from quire_engine.models.registry import ARCHITECTURES, read_options, with_defaults
 
-__all__ = ["MAX_SIZE", "CheckpointConfig", "RopeConfig", "read_architecture"]
+__all__ = ["CheckpointConfig", "RopeConfig", "read_architecture"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "llama3")
-MAX_SIZE = 1 << 24
-"""Upper bound on each dimension of a weight; the largest vocabularies have 2^18 tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +65,7 @@ class CheckpointConfig:
         """
         fields = read_config(folder)
         architecture = read_architecture(fields, tuple(ARCHITECTURES))
+        fields = with_defaults(architecture, fields)
         return cls.from_fields(folder, fields, architecture, read_options(architecture, fields))
 
     @classmethod
@@ -209,6 +208,8 @@ def _rope_config(fields: Fields) -> RopeConfig:
     """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     scaling, parameters = fields.inner("rope_scaling"), fields.inner("rope_parameters")
     name = "rope_parameters" if parameters.values else "rope_scaling"
+    if "full_attention" in parameters.values:  # then layers with a window have others
+        parameters, name = parameters.inner("full_attention"), "rope_parameters.full_attention"
     rope = Fields(fields.path, {**scaling.values, **parameters.values}, f"{name}.")
     rope_type = rope.choice("type" if rope.values.get("rope_type") is None else "rope_type", ROPE_TYPES, "default")
     default = RopeConfig()

@@ -20,7 +20,7 @@ from torch import nn
 
 from quire_engine.distributed import ParallelState
 from quire_engine.models.base import AttentionSpec, FeatureTaps, ForwardContext, KVCaches
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.checkpoint import CheckpointConfig, RopeConfig
 from quire_engine.models.layers import Weight, rope_cos_sin
 from quire_engine.models.options import DecoderOptions
 from quire_engine.models.parallel import (
@@ -64,7 +64,7 @@ class Attention(nn.Module):
         size = config.num_heads * self.head_size
         self.o_proj = RowParallel(size, "o_proj", config.hidden_size, options.o_bias, parallel, config.int8)
         self.eps = config.rms_norm_eps
-        self.scale = options.attention_scale or self.head_size**-0.5
+        self.scale, self.soft_cap = options.attention_scale or self.head_size**-0.5, options.attention_soft_cap
         self.norms_projections = options.qk_projection_norm
         self.q_norm = self.k_norm = None
         if options.qk_norm:
@@ -113,6 +113,7 @@ class Attention(nn.Module):
             self.scale,
             context.plans.get(self.spec),
             window=self.spec.window,
+            soft_cap=self.soft_cap,
         )
         out_TE: torch.Tensor = self.o_proj(out_THD.flatten(1))
         return out_TE
@@ -187,7 +188,10 @@ class Decoder(nn.Module):
             self.norm = _norm(self.hidden_size, options)
             if not config.tie_word_embeddings:
                 self.lm_head = VocabParallel(vocab_size, self.hidden_size, parallel, is_head=True)
-        self.cos_sin = rope_cos_sin(config.rope, config.head_size, max_model_len)
+        self.cos_sin = self.window_cos_sin = rope_cos_sin(config.rope, config.head_size, max_model_len)
+        if options.window_rope_theta is not None:
+            rope = RopeConfig(rope_theta=options.window_rope_theta)
+            self.window_cos_sin = rope_cos_sin(rope, config.head_size, max_model_len)
 
     def forward(self, token_ids_T: torch.Tensor, context: ForwardContext, kv_caches: KVCaches) -> torch.Tensor | None:
         """[T] -> [T, E], or None; receives from the previous stage, and sends to the next."""
@@ -226,7 +230,8 @@ class Decoder(nn.Module):
                 hidden_TE = self._add_norm(hidden_TE, residual_TE, layer.norm(norms.before_attention))
             if taps is not None:
                 taps.store(int(number), residual_TE, context)
-            hidden_TE = layer.self_attn(hidden_TE, self.cos_sin, key_cache, value_cache, context)
+            cos_sin = self.cos_sin if layer.self_attn.spec.window is None else self.window_cos_sin
+            hidden_TE = layer.self_attn(hidden_TE, cos_sin, key_cache, value_cache, context)
             hidden_TE = self._norm(hidden_TE, layer.norm(norms.after_attention))
             hidden_TE = self._add_norm(hidden_TE, residual_TE, layer.norm(norms.before_mlp))
             hidden_TE = self._norm(layer.mlp(hidden_TE), layer.norm(norms.after_mlp))

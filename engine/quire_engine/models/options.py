@@ -74,6 +74,8 @@ class DecoderOptions:
     """Multiplies the embeddings; rounded to the model's dtype."""
     attention_scale: float | None = None
     """Multiplies the products of queries and keys; unset: the inverse of the root of the head size."""
+    attention_soft_cap: float | None = None
+    """The scores become `cap * tanh(scores / cap)`."""
     residual_multiplier: float = 1.0
     """Multiplies the outputs of attention and feed-forward before they are added to the residual stream."""
     logits_divisor: float = 1.0
@@ -83,6 +85,8 @@ class DecoderOptions:
     """Used if `config.json` has no `head_dim`; unset: `hidden_size` divided by the number of heads."""
     windows: tuple[int | None, ...] = ()
     """By layer, how many of its last keys each row sees at most, None if all; empty: all layers see all."""
+    window_rope_theta: float | None = None
+    """Base of the rotation in layers with a window, where it is not scaled; unset: theirs is that of all layers."""
 
 
 def read_activation(fields: Fields, name: str, default: str) -> str:

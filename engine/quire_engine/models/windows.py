@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from quire_engine.models.fields import MAX_LAYERS, MAX_POSITIONS, Fields
 
-__all__ = ["read_qwen_windows", "read_window", "read_windows"]
+__all__ = ["read_qwen_windows", "read_window", "read_window_rope_theta", "read_windows"]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """In `layer_types`."""
@@ -65,3 +65,19 @@ def read_qwen_windows(fields: Fields) -> tuple[int | None, ...]:
     first = fields.integer("max_window_layers", 0, MAX_LAYERS, 28)
     window = read_window(fields, 4096) if fields.boolean("use_sliding_window", False) else None
     return read_windows(fields, window, lambda i: i >= first)
+
+
+def read_window_rope_theta(fields: Fields, name: str, default: float) -> float:
+    """The base of the rotation in layers with a window, of families that have two.
+
+    Args:
+        fields: of `config.json`.
+        name: of the field in files without `rope_parameters` of its own.
+        default: if both are missing.
+
+    Raises:
+        CheckpointError: it is no number above 0, or these layers scale the rotation.
+    """
+    rope = fields.inner("rope_parameters").inner(SLIDING)
+    rope.choice("rope_type", ("default",), "default")
+    return rope.positive("rope_theta", fields.positive(name, default))

@@ -70,6 +70,11 @@ QWEN = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_
         ({**QWEN, "layer_types": [SLIDING, FULL], "sliding_window": 7}, (7, None)),
         ({**QWEN, "use_sliding_window": False, "layer_types": [FULL, FULL]}, ()),
         ({**QWEN, "architectures": ["Qwen3ForCausalLM"], "sliding_window": 7}, (7, 7)),
+        ({"architectures": ["Gemma2ForCausalLM"]}, (4096, None)),
+        ({"architectures": ["Gemma2ForCausalLM"], "layer_types": [FULL, SLIDING], "sliding_window": 7}, (None, 7)),
+        ({"architectures": ["Gemma3ForCausalLM"]}, (4096, 4096)),
+        ({"architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 2}, (4096, None)),
+        ({"architectures": ["Olmo3ForCausalLM"], "sliding_window": 7}, (7, 7)),
     ],
 )  # fmt: skip
 def test_which_layers_have_a_window(changes: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path) -> None:
@@ -80,6 +85,27 @@ def test_which_layers_have_a_window(changes: dict[str, Any], windows: tuple[int 
     assert config.windows == (windows or (None, None))
 
 
+def test_what_gemmas_are_where_nothing_is_said(tmp_path: Path) -> None:
+    folder = make_small_checkpoint(tmp_path)
+    absent = dict.fromkeys(("head_dim", "rope_theta", "tie_word_embeddings"))
+    edit_json(folder / "config.json", architectures=["Gemma2ForCausalLM"], **absent)
+    config = CheckpointConfig.from_folder(folder)
+    assert (config.head_size, config.tie_word_embeddings, config.rope.rope_theta) == (256, True, 10000.0)
+    assert (config.options.attention_soft_cap, config.options.logits_soft_cap) == (50.0, 30.0)
+    assert config.options.attention_scale == 1 / 16
+    edit_json(folder / "config.json", attn_logit_softcapping=None, final_logit_softcapping=None)
+    options = CheckpointConfig.from_folder(folder).options
+    assert (options.attention_soft_cap, options.logits_soft_cap) == (None, None)
+    edit_json(folder / "config.json", architectures=["Gemma3ForCausalLM"], attn_logit_softcapping=50.0)
+    config = CheckpointConfig.from_folder(folder)
+    assert (config.rope.rope_theta, config.options.window_rope_theta) == (1e6, 10000.0)
+    assert (config.options.attention_soft_cap, config.options.logits_soft_cap) == (None, None)
+    edit_json(folder / "config.json", rope_theta=7.0, rope_local_base_freq=5.0, final_logit_softcapping=9.0)
+    config = CheckpointConfig.from_folder(folder)
+    assert (config.rope.rope_theta, config.options.window_rope_theta) == (7.0, 5.0)
+    assert config.options.logits_soft_cap == 9.0
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -87,6 +113,15 @@ def test_which_layers_have_a_window(changes: dict[str, Any], windows: tuple[int 
         ({"layer_types": [SLIDING]}, "layer_types is .*; it must be full_attention or sliding_attention for each of 2"),
         ({"layer_types": [SLIDING, "chunked_attention"]}, "it must be full_attention or sliding_attention"),
         ({"layer_types": [SLIDING, FULL], "use_sliding_window": False}, "sliding_window is .* above 0 and in use"),
+        ({"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 0}, "attn_logit_softcapping is 0; it must"),
+        (
+            {"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True},
+            "bidirectional_attention is Tr",
+        ),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {SLIDING: {"rope_type": "linear"}}},
+            "rope_parameters.sliding_attention.rope_type is 'linear'; it must be default",
+        ),
     ],
 )
 def test_windows_that_make_no_sense_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -109,7 +144,7 @@ def test_a_norm_that_is_missing_is_named(checkpoint: Callable[[str], Path], tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral", "qwen3-windows"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral", "qwen3-windows", "gemma2", "gemma3", "olmo3"])
 def test_int8_is_near_to_float32(name: str, checkpoint: Callable[[str], Path]) -> None:
     prompts = [[2 + i, 3, 5 * i + 2, *range(7, 40)] for i in range(8)]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
