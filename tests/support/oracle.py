@@ -29,6 +29,37 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         },
     },
+    "yarn-rope": {
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 64,
+        },
+    },
+    "granite": {
+        "model_type": "granite", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 72,
+        "intermediate_size": 98, "num_hidden_layers": 3, "tie_word_embeddings": False, "attention_bias": True,
+        "mlp_bias": True, "embedding_multiplier": 3.0, "attention_multiplier": 0.1, "residual_multiplier": 0.7,
+        "logits_scaling": 1.5,
+    },
+    "olmo2": {
+        "model_type": "olmo2", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 72,
+        "intermediate_size": 98, "num_hidden_layers": 3, "tie_word_embeddings": False, "attention_bias": True,
+    },
+    "phi3": {
+        "model_type": "phi3", "num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96,
+        "intermediate_size": 98, "num_hidden_layers": 3, "tie_word_embeddings": False, "pad_token_id": None,
+        "sliding_window": 45, "original_max_position_embeddings": 512, "partial_rotary_factor": 0.75,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 500.0, "factor": 4.0, "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 512,
+            "short_factor": [1.0, 1.1, 1.25, 1.5, 2.0, 3.0], "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 9.0],
+        },
+    },
+    "smollm3": {
+        "model_type": "smollm3", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4,
+        "intermediate_size": 98, "no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True,
+        "pad_token_id": None, "tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 29,
+    },
     "qwen2": {
         "model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
     },
@@ -65,6 +96,12 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "olmo3": {
         "model_type": "olmo3", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4,
         "sliding_window": 19, "tie_word_embeddings": False,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn", "factor": 4.0, "rope_theta": 1000.0, "original_max_position_embeddings": 128,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        },
     },
 }  # fmt: skip
 

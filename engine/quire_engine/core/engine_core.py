@@ -69,10 +69,10 @@ class EngineCore:
     ) -> None:
         checkpoint = CheckpointConfig.from_folder(Path(config.model.model))
         max_model_len = config.model.max_model_len or checkpoint.max_position_embeddings
-        if max_model_len > checkpoint.max_position_embeddings:
+        if max_model_len > checkpoint.longest_model_len:
             raise ValueError(
                 f"max_model_len is {max_model_len}; the checkpoint's positions end at "
-                f"{checkpoint.max_position_embeddings} (max_position_embeddings)"
+                f"{checkpoint.longest_model_len} (max_position_embeddings, or what rope_parameters extend it to)"
             )
         checkpoint.check_parallel(config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size)
         self.executor: Executor = make_executor(config, checkpoint, max_model_len)

@@ -4,6 +4,7 @@ This module does not import torch, so that the frontend can read a checkpoint's 
 """
 
 from quire_engine.models.check import check_checkpoint
-from quire_engine.models.checkpoint import CheckpointConfig, RopeConfig
+from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.rope_config import RopeConfig
 
 __all__ = ["CheckpointConfig", "RopeConfig", "check_checkpoint"]

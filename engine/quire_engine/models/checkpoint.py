@@ -11,23 +11,11 @@ from quire_engine.models.fields import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Fiel
 from quire_engine.models.files import brief, read_json
 from quire_engine.models.options import DecoderOptions, read_activation
 from quire_engine.models.registry import ARCHITECTURES, read_options, with_defaults
+from quire_engine.models.rope_config import RopeConfig, read_rope
 
-__all__ = ["CheckpointConfig", "RopeConfig", "read_architecture"]
+__all__ = ["CheckpointConfig", "read_architecture"]
 
 DTYPES = ("float32", "bfloat16", "float16")
-ROPE_TYPES = ("default", "linear", "llama3")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RopeConfig:
-    """Rotary embedding parameters, with the names of `config.json`."""
-
-    rope_type: str = "default"
-    rope_theta: float = 10000.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +72,10 @@ class CheckpointConfig:
             CheckpointError: a field has a wrong value.
         """
         hidden_size, num_heads = (fields.integer(name, 1, MAX_SIZE) for name in ("hidden_size", "num_attention_heads"))
+        head_size = fields.integer("head_dim", 2, MAX_SIZE, options.default_head_size or hidden_size // num_heads)
+        max_position_embeddings = fields.integer("max_position_embeddings", 1, MAX_POSITIONS, 2048)
+        if head_size < 2 or head_size % 2:
+            raise CheckpointError(f"{fields.path}: the head size is {head_size}; it must be even")
         checkpoint = cls(
             architecture=architecture,
             dtype=fields.choice("torch_dtype" if fields.values.get("dtype") is None else "dtype", DTYPES, "float32"),
@@ -93,14 +85,14 @@ class CheckpointConfig:
             num_layers=fields.integer("num_hidden_layers", 1, MAX_LAYERS),
             num_heads=num_heads,
             num_kv_heads=fields.integer("num_key_value_heads", 1, num_heads, num_heads),
-            head_size=fields.integer("head_dim", 2, MAX_SIZE, options.default_head_size or hidden_size // num_heads),
+            head_size=head_size,
             rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
-            max_position_embeddings=fields.integer("max_position_embeddings", 1, MAX_POSITIONS, 2048),
+            max_position_embeddings=max_position_embeddings,
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             activation=options.activation or read_activation(fields, "hidden_act", "silu"),
             options=options,
             int8=_is_int8(fields),
-            rope=_rope_config(fields),
+            rope=read_rope(fields, head_size, max_position_embeddings),
             eos_token_ids=_eos_token_ids(folder, fields),
         )
         checkpoint._check(fields.path)
@@ -110,6 +102,11 @@ class CheckpointConfig:
     def windows(self) -> tuple[int | None, ...]:
         """By layer of the whole model, how many of its last keys each row sees at most; None: all."""
         return self.options.windows or (None,) * self.num_layers
+
+    @property
+    def longest_model_len(self) -> int:
+        """The longest sequences that it can be served with; `max_position_embeddings`, unless its RoPE extends it."""
+        return max(self.max_position_embeddings, self.rope.extended_length)
 
     def check_parallel(self, tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> None:
         """Check that the model can be divided among this many ranks.
@@ -146,8 +143,6 @@ class CheckpointConfig:
                 f"{path}: num_attention_heads is {self.num_heads}; it must be a multiple of "
                 f"num_key_value_heads={self.num_kv_heads}"
             )
-        if self.head_size < 2 or self.head_size % 2:
-            raise CheckpointError(f"{path}: the head size is {self.head_size}; it must be even")
 
 
 def read_architecture(fields: Fields, known: tuple[str, ...]) -> str:
@@ -202,30 +197,6 @@ def _is_symmetric_int8(kind: Mapping[Any, Any], strategy: str, dynamic: bool) ->
         and bool(kind.get("symmetric", True))
         and bool(kind.get("dynamic", False)) == dynamic
     )
-
-
-def _rope_config(fields: Fields) -> RopeConfig:
-    """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    scaling, parameters = fields.inner("rope_scaling"), fields.inner("rope_parameters")
-    name = "rope_parameters" if parameters.values else "rope_scaling"
-    if "full_attention" in parameters.values:  # then layers with a window have others
-        parameters, name = parameters.inner("full_attention"), "rope_parameters.full_attention"
-    rope = Fields(fields.path, {**scaling.values, **parameters.values}, f"{name}.")
-    rope_type = rope.choice("type" if rope.values.get("rope_type") is None else "rope_type", ROPE_TYPES, "default")
-    default = RopeConfig()
-    config = RopeConfig(
-        rope_type=rope_type,
-        rope_theta=rope.positive("rope_theta", fields.positive("rope_theta", default.rope_theta)),
-        factor=rope.positive("factor", default.factor),
-        low_freq_factor=rope.positive("low_freq_factor", default.low_freq_factor),
-        high_freq_factor=rope.positive("high_freq_factor", default.high_freq_factor),
-        original_max_position_embeddings=rope.integer(
-            "original_max_position_embeddings", 1, MAX_POSITIONS, default.original_max_position_embeddings
-        ),
-    )
-    if rope_type == "llama3" and config.high_freq_factor <= config.low_freq_factor:
-        raise rope.error("high_freq_factor", f"above low_freq_factor={config.low_freq_factor}")
-    return config
 
 
 def _eos_token_ids(folder: Path, fields: Fields) -> tuple[int, ...]:

@@ -20,8 +20,8 @@ from torch import nn
 
 from quire_engine.distributed import ParallelState
 from quire_engine.models.base import AttentionSpec, FeatureTaps, ForwardContext, KVCaches
-from quire_engine.models.checkpoint import CheckpointConfig, RopeConfig
-from quire_engine.models.layers import Weight, rope_cos_sin
+from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.layers import Weight
 from quire_engine.models.options import DecoderOptions
 from quire_engine.models.parallel import (
     ColumnParallel,
@@ -32,6 +32,8 @@ from quire_engine.models.parallel import (
     send_activations,
     stage_layers,
 )
+from quire_engine.models.rope import rope_cos_sin
+from quire_engine.models.rope_config import RopeConfig
 
 __all__ = ["Decoder"]
 
@@ -44,6 +46,7 @@ class Attention(nn.Module):
         parallel: the rank.
         in_features: of the projections to queries, keys and values; unset: `hidden_size`.
         window: see `AttentionSpec`.
+        has_rope: queries and keys are rotated.
     """
 
     def __init__(
@@ -52,8 +55,10 @@ class Attention(nn.Module):
         parallel: ParallelState,
         in_features: int | None = None,
         window: int | None = None,
+        has_rope: bool = True,
     ) -> None:
         super().__init__()
+        self.has_rope = has_rope
         self.head_size, options = config.head_size, config.options
         self.qkv_proj = QKVParallel(
             in_features or config.hidden_size, config.num_heads, config.num_kv_heads, self.head_size,
@@ -95,7 +100,7 @@ class Attention(nn.Module):
             k.unflatten(-1, (self.num_kv_heads, self.head_size)),
             v.unflatten(-1, (self.num_kv_heads, self.head_size)),
             context.positions,
-            cos_sin,
+            cos_sin if self.has_rope else cos_sin[:, :0],
             context.slot_mapping,
             key_cache_NKBD,
             value_cache_NKBD,
@@ -144,9 +149,10 @@ def _norm(size: int, options: DecoderOptions) -> Weight:
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, with norms before or after each, on one residual stream."""
 
-    def __init__(self, config: CheckpointConfig, parallel: ParallelState, window: int | None = None) -> None:
+    def __init__(self, config: CheckpointConfig, parallel: ParallelState, number: int) -> None:
         super().__init__()
-        self.self_attn = Attention(config, parallel, window=window)
+        has_rope = number not in config.options.layers_without_rope
+        self.self_attn = Attention(config, parallel, window=config.windows[number], has_rope=has_rope)
         self.mlp = GatedMLP(config, parallel)
         for name in config.options.norms.names:
             self.add_module(name, _norm(config.hidden_size, config.options))
@@ -179,10 +185,7 @@ class Decoder(nn.Module):
             self.embed_tokens = VocabParallel(vocab_size, self.hidden_size, parallel, is_head)
         # By their numbers in the checkpoint, on every stage.
         numbers = stage_layers(config.num_layers, parallel)
-        windows = config.windows
-        self.layers = nn.ModuleDict(
-            {str(number): DecoderLayer(config, parallel, windows[number]) for number in numbers}
-        )
+        self.layers = nn.ModuleDict({str(number): DecoderLayer(config, parallel, number) for number in numbers})
         self.lm_head = None
         if parallel.is_last_stage:
             self.norm = _norm(self.hidden_size, options)

@@ -67,6 +67,21 @@ class Fields:
         value = self.values.get(name, default)
         return None if value is None else self.positive(name, value)
 
+    def positive_numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """Finite numbers above 0.
+
+        Raises:
+            CheckpointError: it is something else, or missing, or not as many.
+        """
+        numbers = self._get(name, _UNSET)
+        if (
+            not isinstance(numbers, list)
+            or len(numbers) != count
+            or not all(type(number) in (int, float) and 0 < number < math.inf for number in numbers)
+        ):
+            raise self.error(name, f"a list of {count} finite numbers above 0")
+        return tuple(map(float, numbers))
+
     def boolean(self, name: str, default: bool) -> bool:
         """True or false.
 

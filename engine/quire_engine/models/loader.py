@@ -159,13 +159,22 @@ def _load_file(path: Path, stored: Mapping[str, StoredTensor], loading: _Loading
             for name, tensor in stored.items():
                 if name not in loading.targets:  # another stage's, or derived
                     continue
-                piece = tensors.get_slice(tensor.name)[loading.targets[name].index]
+                index = _in_file(loading.targets[name].index, tensor.first_row)
+                piece = tensors.get_slice(tensor.name)[index]
                 loading.fill(name, piece, f"{path}: tensor {tensor.name}")
                 if piece.numel():
                     _release(piece)
                 progress.add(tensor.num_bytes)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: {error}") from None
+
+
+def _in_file(index: tuple[slice, ...], first_row: int) -> tuple[slice, ...]:
+    """A slice of a tensor that begins at some row of the file's tensor."""
+    if not first_row:
+        return index
+    rows, *others = index
+    return (slice(rows.start + first_row, rows.stop + first_row), *others)
 
 
 def _check_finite(tensor: torch.Tensor, parameter: torch.Tensor, source: str) -> None:

@@ -70,6 +70,10 @@ class DecoderOptions:
     """The weights of norms are float32 in any dtype: a result is rounded once, after its weight has multiplied it."""
     activation: str | None = None
     """Of the gate in the feed-forward, as `quire_kernels` names it; unset: that in the field `hidden_act`."""
+    layers_without_rope: frozenset[int] = frozenset()
+    """Numbers of the layers whose queries and keys are not rotated."""
+    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Projections that are one tensor in the checkpoint, one after the other: (its name, theirs)."""
     embedding_scale: float = 1.0
     """Multiplies the embeddings; rounded to the model's dtype."""
     attention_scale: float | None = None

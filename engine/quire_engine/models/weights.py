@@ -1,5 +1,7 @@
 """Compares the tensors that a checkpoint must hold with the headers of its files, without loading any."""
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -35,6 +37,9 @@ def check_weights(folder: Path, config: CheckpointConfig) -> dict[Path, dict[str
         CheckpointError: a file is missing or broken; a tensor is missing, superfluous, or of another shape or type.
     """
     files = read_tensors(folder, lambda name: name.removeprefix("model."))
+    if config.options.fused:
+        shapes = dict(expected_shapes(dataclasses.replace(config, num_layers=1)))
+        files = {path: dict(_with_parts(file, config, shapes)) for path, file in files.items()}
 
     def kinds(name: str) -> tuple[str, ...]:
         return ("I8",) if config.int8 and _is_linear(name) else FLOATING
@@ -45,6 +50,40 @@ def check_weights(folder: Path, config: CheckpointConfig) -> dict[Path, dict[str
 
     check_tensors(folder, files, lambda: expected_shapes(config), kinds, is_derived)
     return files
+
+
+def _with_parts(
+    tensors: Mapping[str, StoredTensor], config: CheckpointConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Tensors by name, with their parts instead of those that are fused.
+
+    Args:
+        tensors: by name.
+        config: of the checkpoint.
+        shapes: of the parts, by their names in layer 0.
+
+    Raises:
+        CheckpointError: a fused tensor has another number of rows than its parts.
+    """
+    fused = dict(config.options.fused)
+    for name, tensor in tensors.items():
+        *layer, module, projection, kind = name.split(".") if name.count(".") > 1 else ("", "", "", name)
+        parts = [f"{module}.{part}.{kind}" for part in fused.get(projection, ())]
+        sizes = [shapes[f"layers.0.{part}"][0] for part in parts if f"layers.0.{part}" in shapes]
+        if len(layer) != 2 or not parts or len(sizes) != len(parts):
+            yield name, tensor
+            continue
+        if tensor.shape[:1] != (sum(sizes),):
+            raise CheckpointError(
+                f"{tensor.path}: tensor {tensor.name} has shape {tensor.shape}; config.json asks for {sum(sizes)} rows"
+            )
+        ends = list(itertools.accumulate(sizes))
+        for part, size, end in zip(parts, sizes, ends, strict=True):
+            piece = dataclasses.replace(
+                tensor, shape=(size, *tensor.shape[1:]), num_bytes=tensor.num_bytes * size // ends[-1],
+                first_row=tensor.first_row + end - size,
+            )  # fmt: skip
+            yield ".".join((*layer, part)), piece
 
 
 def read_tensors(folder: Path, rename: Callable[[str], str]) -> dict[Path, dict[str, StoredTensor]]:

@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 from quire_engine.models.fields import MAX_LAYERS, MAX_POSITIONS, Fields
 
-__all__ = ["read_qwen_windows", "read_window", "read_window_rope_theta", "read_windows"]
+__all__ = ["read_equal_windows", "read_qwen_windows", "read_window", "read_window_rope_theta", "read_windows"]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """In `layer_types`."""
 
 
-def read_window(fields: Fields, default: int) -> int | None:
+def read_window(fields: Fields, default: int | None) -> int | None:
     """The size of the window.
 
     Args:
@@ -23,9 +23,19 @@ def read_window(fields: Fields, default: int) -> int | None:
     Raises:
         CheckpointError: it is no integer above 0.
     """
-    if fields.values.get("sliding_window", default) is None:
-        return None
-    return fields.integer("sliding_window", 1, MAX_POSITIONS, default)
+    if "sliding_window" not in fields.values:
+        return default
+    return None if fields.values["sliding_window"] is None else fields.integer("sliding_window", 1, MAX_POSITIONS)
+
+
+def read_equal_windows(fields: Fields, default: int | None) -> tuple[int | None, ...]:
+    """The windows of families where all layers have one, or none has.
+
+    Raises:
+        CheckpointError: see `read_window`, which also says what the default is.
+    """
+    window = read_window(fields, default)
+    return () if window is None else (window,) * fields.integer("num_hidden_layers", 1, MAX_LAYERS)
 
 
 def read_windows(fields: Fields, window: int | None, is_sliding: Callable[[int], bool]) -> tuple[int | None, ...]:

@@ -8,14 +8,18 @@ import pytest
 import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.errors import CheckpointError
+from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.options import DecoderOptions
+from quire_engine.models.options import POST_NORMS, DecoderOptions
 from quire_engine.models.parallel import load_targets
 from quire_engine.models.weights import expected_shapes
 from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_json, make_small_checkpoint
-from support.oracle import CHECKPOINTS
+from support.oracle import CHECKPOINTS, generate_greedily, make_checkpoint, make_prompts
+from transformers import AutoConfig, AutoModelForCausalLM
+
+TINYPY = Path(__file__).parents[4] / "model_repository" / "tinypy" / "1" / "model"
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -38,6 +42,16 @@ def test_the_model_has_the_tensors_that_its_checkpoint_is_checked_for(
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096}, DecoderOptions(qkv_bias=True)),
         ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False},
          DecoderOptions(qk_norm=True, default_head_size=128)),
+        ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 8, "residual_multiplier": 0.22},
+         DecoderOptions(attention_scale=1.0, logits_divisor=8.0, residual_multiplier=0.22)),
+        ({"architectures": ["Olmo2ForCausalLM"]},
+         DecoderOptions(qk_projection_norm=True, norms=POST_NORMS, float32_norms=True)),
+        ({"architectures": ["Phi3ForCausalLM"]}, DecoderOptions(fused=(
+            ("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))))),
+        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [0, 1]},
+         DecoderOptions(layers_without_rope=frozenset({0}))),
+        ({"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 9},
+         DecoderOptions(layers_without_rope=frozenset({3, 7}))),
     ],
 )  # fmt: skip
 def test_a_family_reads_its_options(changes: dict[str, Any], options: DecoderOptions, tmp_path: Path) -> None:
@@ -50,6 +64,78 @@ def test_heads_of_qwen3_have_128_features_where_nothing_is_said(tmp_path: Path) 
     folder = make_small_checkpoint(tmp_path)
     edit_json(folder / "config.json", architectures=["Qwen3ForCausalLM"], head_dim=None)
     assert CheckpointConfig.from_folder(folder).head_size == 128
+
+
+@pytest.mark.parametrize(
+    ("architecture", "defaults"),
+    [
+        ("LlamaForCausalLM", (1e-6, 2048, 10000.0, False)),
+        ("Olmo2ForCausalLM", (1e-5, 2048, 10000.0, False)),
+        ("Phi3ForCausalLM", (1e-5, 4096, 10000.0, False)),
+        ("SmolLM3ForCausalLM", (1e-6, 32768, 2e6, True)),
+    ],
+)
+def test_what_is_missing_is_what_transformers_takes(
+    architecture: str, defaults: tuple[float, int, float, bool], tmp_path: Path
+) -> None:
+    folder = make_small_checkpoint(tmp_path)
+    nothing = dict.fromkeys(("rms_norm_eps", "max_position_embeddings", "rope_theta", "tie_word_embeddings"))
+    edit_json(folder / "config.json", architectures=[architecture], **nothing)
+    config = CheckpointConfig.from_folder(folder)
+    found = (config.rms_norm_eps, config.max_position_embeddings, config.rope.rope_theta, config.tie_word_embeddings)
+    assert found == defaults
+    theirs = AutoConfig.for_model(architecture.removesuffix("ForCausalLM").lower())
+    assert found == (
+        theirs.rms_norm_eps, theirs.max_position_embeddings, theirs.rope_parameters["rope_theta"],
+        theirs.tie_word_embeddings,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "no_rope_layers is [1]; it must be a list of 2 numbers"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1, "x"]}, "it must be a list of 2 numbers"),
+        ("GraniteForCausalLM", {"logits_scaling": 0}, "logits_scaling is 0; it must be a finite number above 0"),
+        ("Olmo2ForCausalLM", {"hidden_act": "relu"}, "hidden_act is 'relu'; it must be one of silu, gelu_pytorch_tanh"),
+    ],
+)
+def test_a_family_refuses_what_it_cannot_serve(
+    architecture: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = make_small_checkpoint(tmp_path)
+    edit_json(folder / "config.json", architectures=[architecture], **changes)
+    with pytest.raises(CheckpointError) as refused:
+        CheckpointConfig.from_folder(folder)
+    assert message in str(refused.value)
+
+
+def test_a_fused_tensor_of_another_size_is_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    whole = checkpoint("phi3")
+    for file in whole.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    weights = load_file(whole / "model.safetensors")
+    name = "model.layers.1.self_attn.qkv_proj.weight"
+    weights[name] = weights[name][1:].clone()
+    (tmp_path / "model.safetensors").unlink()
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"tensor {name} has shape \(159, 96\); config.json asks for 160 rows"):
+        check_checkpoint(tmp_path)
+
+
+@pytest.mark.slow
+def test_sequences_longer_than_the_original_length(tmp_path: Path) -> None:
+    """A model that is served with longer ones than it was trained with has one table for all of them. transformers'
+    own follows the length of the sequence: it is the same where a prompt is already longer."""
+    folder = make_checkpoint(tmp_path, "phi3", load_tokenizer(TINYPY))
+    edit_json(folder / "config.json", original_max_position_embeddings=16)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prompts = [prompt for prompt in make_prompts(24, 515, max_length=60) if len(prompt) > 16]
+    expected = [generate_greedily(model, prompt, 12).token_ids for prompt in prompts]
+    llm = LLM(folder, dtype="float32", max_model_len=128)
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False)
+    llm.shutdown()
+    assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -75,6 +161,11 @@ QWEN = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_
         ({"architectures": ["Gemma3ForCausalLM"]}, (4096, 4096)),
         ({"architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 2}, (4096, None)),
         ({"architectures": ["Olmo3ForCausalLM"], "sliding_window": 7}, (7, 7)),
+        ({"architectures": ["Phi3ForCausalLM"]}, ()),
+        ({"architectures": ["Phi3ForCausalLM"], "sliding_window": 7}, (7, 7)),
+        ({"architectures": ["SmolLM3ForCausalLM"], "sliding_window": 7}, ()),
+        ({"architectures": ["SmolLM3ForCausalLM"], "sliding_window": 7, "use_sliding_window": True,
+          "no_rope_layer_interval": 2}, (None, 7)),
     ],
 )  # fmt: skip
 def test_which_layers_have_a_window(changes: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path) -> None:

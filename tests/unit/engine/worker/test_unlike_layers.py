@@ -27,11 +27,16 @@ PROMPTS = make_prompts(5, 500, max_length=40)
 
 def unlike(config: CheckpointConfig, max_model_len: int) -> Decoder:
     """Of two layers, the second one with half the heads and a window."""
-    half = replace(config, num_heads=config.num_heads // 2, num_kv_heads=config.num_kv_heads // 2)
+    half = replace(
+        config,
+        num_heads=config.num_heads // 2,
+        num_kv_heads=config.num_kv_heads // 2,
+        options=replace(config.options, windows=(None, WINDOW)),
+    )
     generator = torch.Generator().manual_seed(0)
     model = Decoder(config, max_model_len)
     last = max(model.layers, key=int)
-    model.layers[last] = DecoderLayer(half, model.parallel, WINDOW)
+    model.layers[last] = DecoderLayer(half, model.parallel, int(last))
     for parameter in model.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     for module in model.modules():
