@@ -116,9 +116,10 @@ struct PlanCall {
   int64_t kv_heads;
   int64_t head_size;
   int64_t block_size;
+  int64_t window;                  // keys that a row sees at most; without a window, more than any sequence has
 };
 
-// What all layers of a step have in common.
+// What the layers of a step that have the same heads and the same window have in common.
 struct AttentionStep {
   const int64_t* block_table;      // [sequences, …]
   int64_t block_table_stride;
@@ -135,12 +136,15 @@ struct AttentionCall {
   const void* key_cache;
   const void* value_cache;
   void* out;                       // [tokens, heads, head_size], without gaps
+  const float* sinks;              // [heads], a logit in the sum of each query head's weights that has no value; or null
   const AttentionStep* step;
   int64_t heads;
   int64_t kv_heads;
   int64_t head_size;
   int64_t block_size;
+  int64_t window;                  // that the step's plan is for
   float scale;
+  float soft_cap;                  // scores become soft_cap * tanh(score / soft_cap); 0: they stay
   int32_t is_float;
 };
 // hidden, residual and out are bfloat16 or float32, all alike; rows may be strided, elements of a row not.

@@ -24,11 +24,13 @@ class AttentionSpec:
         num_heads: query heads of this rank.
         num_kv_heads: key and value heads of this rank.
         head_size: of queries, keys and values alike.
+        window: each row sees at most its last `window` keys; None: all.
     """
 
     num_heads: int
     num_kv_heads: int
     head_size: int
+    window: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,17 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.errors import CheckpointError
-from quire_engine.models.fields import MAX_SIZE, Fields, read_config
+from quire_engine.models.fields import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Fields, read_config
 from quire_engine.models.files import brief, read_json
 from quire_engine.models.options import DecoderOptions, read_activation
 from quire_engine.models.registry import ARCHITECTURES, read_options, with_defaults
 from quire_engine.models.rope_config import RopeConfig, read_rope
 
-__all__ = ["MAX_SIZE", "CheckpointConfig", "read_architecture"]
+__all__ = ["CheckpointConfig", "read_architecture"]
 
 DTYPES = ("float32", "bfloat16", "float16")
-MAX_LAYERS = 10_000
-MAX_POSITIONS = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +97,11 @@ class CheckpointConfig:
         )
         checkpoint._check(fields.path)
         return checkpoint
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """By layer of the whole model, how many of its last keys each row sees at most; None: all."""
+        return self.options.windows or (None,) * self.num_layers
 
     @property
     def longest_model_len(self) -> int:

@@ -34,6 +34,7 @@ from quire_engine.models.parallel import (
     stage_layers,
 )
 from quire_engine.models.rope import rope_cos_sin
+from quire_engine.models.rope_config import RopeConfig
 
 __all__ = ["Decoder"]
 
@@ -45,6 +46,7 @@ class Attention(nn.Module):
         config: of the checkpoint.
         parallel: the rank.
         in_features: of the projections to queries, keys and values; unset: `hidden_size`.
+        window: see `AttentionSpec`.
         has_rope: queries and keys are rotated.
     """
 
@@ -53,6 +55,7 @@ class Attention(nn.Module):
         config: CheckpointConfig,
         parallel: ParallelState,
         in_features: int | None = None,
+        window: int | None = None,
         has_rope: bool = True,
     ) -> None:
         super().__init__()
@@ -63,11 +66,11 @@ class Attention(nn.Module):
             options.qkv_bias, parallel, config.int8,
         )  # fmt: skip
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        self.spec = AttentionSpec(self.num_heads, self.num_kv_heads, self.head_size)
+        self.spec = AttentionSpec(self.num_heads, self.num_kv_heads, self.head_size, window)
         size = config.num_heads * self.head_size
         self.o_proj = RowParallel(size, "o_proj", config.hidden_size, options.o_bias, parallel, config.int8)
         self.eps = config.rms_norm_eps
-        self.scale = options.attention_scale or self.head_size**-0.5
+        self.scale, self.soft_cap = options.attention_scale or self.head_size**-0.5, options.attention_soft_cap
         self.norms_projections = options.qk_projection_norm
         self.q_norm = self.k_norm = None
         if options.qk_norm:
@@ -115,6 +118,8 @@ class Attention(nn.Module):
             context.seq_lens,
             self.scale,
             context.plans.get(self.spec),
+            window=self.spec.window,
+            soft_cap=self.soft_cap,
         )
         out_TE: torch.Tensor = self.o_proj(out_THD.flatten(1))
         return out_TE
@@ -155,7 +160,8 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: CheckpointConfig, parallel: ParallelState, number: int) -> None:
         super().__init__()
-        self.self_attn = Attention(config, parallel, has_rope=number not in config.options.layers_without_rope)
+        has_rope = number not in config.options.layers_without_rope
+        self.self_attn = Attention(config, parallel, window=config.windows[number], has_rope=has_rope)
         self.mlp = feed_forward(config, parallel, number)
         for name in config.options.norms.names:
             self.add_module(name, _norm(config.hidden_size, config.options))
@@ -194,7 +200,10 @@ class Decoder(nn.Module):
             self.norm = _norm(self.hidden_size, options)
             if not config.tie_word_embeddings:
                 self.lm_head = VocabParallel(vocab_size, self.hidden_size, parallel, is_head=True)
-        self.cos_sin = rope_cos_sin(config.rope, config.head_size, max_model_len)
+        self.cos_sin = self.window_cos_sin = rope_cos_sin(config.rope, config.head_size, max_model_len)
+        if options.window_rope_theta is not None:
+            rope = RopeConfig(rope_theta=options.window_rope_theta)
+            self.window_cos_sin = rope_cos_sin(rope, config.head_size, max_model_len)
 
     def forward(self, token_ids_T: torch.Tensor, context: ForwardContext, kv_caches: KVCaches) -> torch.Tensor | None:
         """[T] -> [T, E], or None; receives from the previous stage, and sends to the next."""
@@ -233,7 +242,8 @@ class Decoder(nn.Module):
                 hidden_TE = self._add_norm(hidden_TE, residual_TE, layer.norm(norms.before_attention))
             if taps is not None:
                 taps.store(int(number), residual_TE, context)
-            hidden_TE = layer.self_attn(hidden_TE, self.cos_sin, key_cache, value_cache, context)
+            cos_sin = self.cos_sin if layer.self_attn.spec.window is None else self.window_cos_sin
+            hidden_TE = layer.self_attn(hidden_TE, cos_sin, key_cache, value_cache, context)
             hidden_TE = self._norm(hidden_TE, layer.norm(norms.after_attention))
             hidden_TE = self._add_norm(hidden_TE, residual_TE, layer.norm(norms.before_mlp))
             hidden_TE = self._norm(layer.mlp(hidden_TE), layer.norm(norms.after_mlp))

@@ -9,10 +9,14 @@ from quire_engine.models.options import DecoderOptions
 __all__ = ["ARCHITECTURES", "read_options", "with_defaults"]
 
 ARCHITECTURES = {
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
     "GraniteForCausalLM": "granite",
     "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
     "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen2MoeForCausalLM": "qwen2_moe",

@@ -4,12 +4,11 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from quire_engine.models.fields import Fields
+from quire_engine.models.fields import MAX_POSITIONS, Fields
 
 __all__ = ["RopeConfig", "read_rope"]
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
-MAX_POSITIONS = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +58,8 @@ def read_rope(fields: Fields, head_size: int, max_position_embeddings: int) -> R
     """
     scaling, parameters = fields.inner("rope_scaling"), fields.inner("rope_parameters")
     name = "rope_parameters" if parameters.values else "rope_scaling"
+    if "full_attention" in parameters.values:  # then layers with a window have others
+        parameters, name = parameters.inner("full_attention"), "rope_parameters.full_attention"
     rope = Fields(fields.path, {**scaling.values, **parameters.values}, f"{name}.")
     rope_type = _rope_type(rope)
     default = RopeConfig()

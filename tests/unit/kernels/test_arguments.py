@@ -189,6 +189,12 @@ BAD: list[tuple[Callable[..., Any], str, Any]] = [
     (plan_attention, "query_start_loc", torch.tensor([0, 1, T], dtype=torch.int32)),
     (plan_attention, "seq_lens", torch.tensor([5, 2], dtype=torch.int32)),
     (plan_attention, "num_heads", 3),
+    *((op, "window", 0) for op in (plan_attention, paged_attention)),
+    (paged_attention, "soft_cap", 0.0),
+    *(
+        (paged_attention, "sinks_H", x)
+        for x in (torch.zeros(H - 1), torch.zeros(H, dtype=BFLOAT16), gapped(H), meta(H))
+    ),
     (paged_attention, "query_THD", torch.zeros(T - 1, H, D)),
     (paged_attention, "query_THD", torch.zeros(T, H, 2 * D)),
     (paged_attention, "query_THD", meta(T, H, D)),
@@ -234,6 +240,9 @@ def test_a_plan_for_other_shapes_is_refused() -> None:
     arguments = GOOD[paged_attention]()
     plan = plan_attention(ints(S, 1), torch.tensor([0, 1, T]), torch.tensor([5, 2]), H, torch.zeros(4, K, 2 * B, D))
     with pytest.raises(ValueError, match="the plan is for 3 tokens"):
+        paged_attention(**arguments, plan=plan)
+    plan = plan_attention(ints(S, 1), torch.tensor([0, 1, T]), torch.tensor([5, 2]), H, arguments["key_cache_NKBD"], 3)
+    with pytest.raises(ValueError, match="window is None; the plan is for a window of 3"):
         paged_attention(**arguments, plan=plan)
     plan = plan_attention(ints(S, 1), torch.tensor([0, 1, T - 1]), torch.tensor([5, 2]), H, arguments["key_cache_NKBD"])
     with pytest.raises(ValueError, match="the plan is for 2 tokens"):

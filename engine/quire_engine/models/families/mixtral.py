@@ -3,6 +3,7 @@
 from quire_engine.models.experts_options import MAX_EXPERTS, ExpertsOptions
 from quire_engine.models.fields import MAX_SIZE, Fields
 from quire_engine.models.options import DecoderOptions
+from quire_engine.models.windows import read_equal_windows
 
 __all__ = ["read_options"]
 
@@ -20,8 +21,6 @@ def read_options(fields: Fields) -> DecoderOptions:
     Raises:
         CheckpointError: it describes a model that cannot be served.
     """
-    if fields.values.get("sliding_window") is not None:
-        raise fields.error("sliding_window", "null: sliding windows are not served")
     num_experts = fields.integer("num_local_experts", 1, MAX_EXPERTS, 8)
     experts = ExpertsOptions(
         num_experts=num_experts,
@@ -29,4 +28,4 @@ def read_options(fields: Fields) -> DecoderOptions:
         intermediate_size=fields.integer("intermediate_size", 1, MAX_SIZE),
         norm_topk_prob=True,
     )
-    return DecoderOptions(experts=experts, renamed=NAMES)
+    return DecoderOptions(experts=experts, renamed=NAMES, windows=read_equal_windows(fields, None))

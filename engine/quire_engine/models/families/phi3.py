@@ -3,6 +3,7 @@ checkpoints, LongRoPE, and in Phi-4-mini (https://arxiv.org/abs/2503.01743) part
 
 from quire_engine.models.fields import Fields
 from quire_engine.models.options import DecoderOptions
+from quire_engine.models.windows import read_equal_windows
 
 __all__ = ["DEFAULTS", "read_options"]
 
@@ -15,10 +16,7 @@ def read_options(fields: Fields) -> DecoderOptions:
     Raises:
         CheckpointError: it describes a model that cannot be served.
     """
-    positions = fields.integer("max_position_embeddings", 1, 2**31 - 1)
-    window = fields.integer("sliding_window", 1, 2**31 - 1, positions)
-    if window < positions:
-        raise fields.error("sliding_window", f"at least max_position_embeddings={positions}: windows are not served")
     return DecoderOptions(
-        fused=(("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj")))
+        fused=(("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))),
+        windows=read_equal_windows(fields, None),
     )

@@ -2,8 +2,9 @@
 that all tokens share."""
 
 from quire_engine.models.experts_options import read_qwen_experts
-from quire_engine.models.fields import Fields
-from quire_engine.models.options import DecoderOptions, refuse_sliding_window
+from quire_engine.models.fields import MAX_LAYERS, Fields
+from quire_engine.models.options import DecoderOptions
+from quire_engine.models.windows import read_window, read_windows
 
 __all__ = ["read_options"]
 
@@ -14,6 +15,8 @@ def read_options(fields: Fields) -> DecoderOptions:
     Raises:
         CheckpointError: it describes a model that cannot be served.
     """
-    refuse_sliding_window(fields)
     experts = read_qwen_experts(fields, num_experts=60, top_k=4, intermediate_size=1408, shared_intermediate_size=5632)
-    return DecoderOptions(qkv_bias=fields.boolean("qkv_bias", True), experts=experts)
+    window = read_window(fields, 4096) if fields.boolean("use_sliding_window", False) else None
+    end = fields.integer("max_window_layers", 0, MAX_LAYERS, 28)  # unlike in Qwen2, the layers before it have windows
+    windows = read_windows(fields, window, lambda layer: layer % 2 == 0 and layer < end)
+    return DecoderOptions(qkv_bias=fields.boolean("qkv_bias", True), experts=experts, windows=windows)

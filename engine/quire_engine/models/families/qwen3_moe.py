@@ -2,7 +2,8 @@
 
 from quire_engine.models.experts_options import read_qwen_experts
 from quire_engine.models.fields import Fields
-from quire_engine.models.options import DecoderOptions, refuse_sliding_window
+from quire_engine.models.options import DecoderOptions
+from quire_engine.models.windows import read_equal_windows
 
 __all__ = ["read_options"]
 
@@ -13,7 +14,7 @@ def read_options(fields: Fields) -> DecoderOptions:
     Raises:
         CheckpointError: it describes a model that cannot be served.
     """
-    refuse_sliding_window(fields)
     bias = fields.boolean("attention_bias", False)
     experts = read_qwen_experts(fields, num_experts=128, top_k=8, intermediate_size=768)
-    return DecoderOptions(qkv_bias=bias, o_bias=bias, qk_norm=True, experts=experts)
+    windows = read_equal_windows(fields, 4096) if fields.boolean("use_sliding_window", False) else ()
+    return DecoderOptions(qkv_bias=bias, o_bias=bias, qk_norm=True, experts=experts, windows=windows)

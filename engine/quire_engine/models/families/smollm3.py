@@ -1,7 +1,8 @@
 """SmolLM3 (https://huggingface.co/blog/smollm3): Llama, with every fourth layer without positions."""
 
 from quire_engine.models.fields import Fields
-from quire_engine.models.options import DecoderOptions, refuse_sliding_window
+from quire_engine.models.options import DecoderOptions
+from quire_engine.models.windows import read_window, read_windows
 
 __all__ = ["DEFAULTS", "read_options"]
 
@@ -14,13 +15,14 @@ def read_options(fields: Fields) -> DecoderOptions:
     Raises:
         CheckpointError: it describes a model that cannot be served.
     """
-    refuse_sliding_window(fields)
-    bias = fields.boolean("attention_bias", False)
+    bias, without_rope = fields.boolean("attention_bias", False), _layers_without_rope(fields)
+    window = read_window(fields, None) if fields.boolean("use_sliding_window", False) else None
     return DecoderOptions(
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=fields.boolean("mlp_bias", False),
-        layers_without_rope=_layers_without_rope(fields),
+        layers_without_rope=without_rope,
+        windows=read_windows(fields, window, lambda i: i in without_rope),
     )
 
 

@@ -107,7 +107,7 @@ def plan_attentions(
         seq_lens: likewise, on the host.
     """
     plans = {
-        spec: plan_attention(block_table, query_start_loc, seq_lens, spec.num_heads, key_cache)
+        spec: plan_attention(block_table, query_start_loc, seq_lens, spec.num_heads, key_cache, spec.window)
         for spec, key_cache in key_caches.items()
     }
     return {spec: plan for spec, plan in plans.items() if plan is not None}

@@ -11,9 +11,9 @@ from quire_engine import LLM, SamplingParams
 from quire_engine.errors import CheckpointError
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.models import CheckpointConfig, check_checkpoint
+from quire_engine.models.decoder import Decoder, DecoderLayer
 from quire_engine.models.experts_options import ExpertsOptions
 from quire_engine.models.families.mixtral import NAMES
-from quire_engine.models.decoder import Decoder, DecoderLayer
 from quire_engine.models.loader import load_model
 from quire_engine.models.options import POST_NORMS, PRE_NORMS, DecoderOptions
 from quire_engine.models.parallel import load_targets
@@ -60,7 +60,7 @@ def test_the_model_has_the_tensors_that_its_checkpoint_is_checked_for(
          DecoderOptions(attention_scale=1.0, logits_divisor=8.0, residual_multiplier=0.22)),
         ({"architectures": ["Olmo2ForCausalLM"]},
          DecoderOptions(qk_projection_norm=True, norms=POST_NORMS, float32_norms=True)),
-        ({"architectures": ["Phi3ForCausalLM"], "sliding_window": 64}, DecoderOptions(fused=(
+        ({"architectures": ["Phi3ForCausalLM"]}, DecoderOptions(fused=(
             ("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))))),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [0, 1]},
          DecoderOptions(layers_without_rope=frozenset({0}))),
@@ -108,11 +108,6 @@ def test_what_is_missing_is_what_transformers_takes(
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
-        (
-            "Phi3ForCausalLM",
-            {"sliding_window": 63},
-            "sliding_window is 63; it must be at least max_position_embed",
-        ),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "no_rope_layers is [1]; it must be a list of 2 numbers"),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1, "x"]}, "it must be a list of 2 numbers"),
         ("GraniteForCausalLM", {"logits_scaling": 0}, "logits_scaling is 0; it must be a finite number above 0"),
@@ -187,11 +182,87 @@ def test_sequences_longer_than_the_original_length(tmp_path: Path) -> None:
     assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
-@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
-def test_a_sliding_window_is_refused(architecture: str, tmp_path: Path) -> None:
+FULL, SLIDING = "full_attention", "sliding_attention"
+QWEN = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"architectures": ["MistralForCausalLM"]}, (4096, 4096)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 7}, (7, 7)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, ()),
+        (QWEN, (4096, 4096)),
+        ({**QWEN, "sliding_window": None}, ()),
+        ({**QWEN, "max_window_layers": 1, "sliding_window": 7}, (None, 7)),
+        ({**QWEN, "max_window_layers": 2, "sliding_window": 7}, ()),
+        ({**QWEN, "max_window_layers": None, "sliding_window": 7}, ()),
+        ({**QWEN, "layer_types": [SLIDING, FULL], "sliding_window": 7}, (7, None)),
+        ({**QWEN, "use_sliding_window": False, "layer_types": [FULL, FULL]}, ()),
+        ({**QWEN, "architectures": ["Qwen3ForCausalLM"], "sliding_window": 7}, (7, 7)),
+        ({"architectures": ["Gemma2ForCausalLM"]}, (4096, None)),
+        ({"architectures": ["Gemma2ForCausalLM"], "layer_types": [FULL, SLIDING], "sliding_window": 7}, (None, 7)),
+        ({"architectures": ["Gemma3ForCausalLM"]}, (4096, 4096)),
+        ({"architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 2}, (4096, None)),
+        ({"architectures": ["Olmo3ForCausalLM"], "sliding_window": 7}, (7, 7)),
+        ({"architectures": ["Phi3ForCausalLM"]}, ()),
+        ({"architectures": ["Phi3ForCausalLM"], "sliding_window": 7}, (7, 7)),
+        ({"architectures": ["SmolLM3ForCausalLM"], "sliding_window": 7}, ()),
+        ({"architectures": ["SmolLM3ForCausalLM"], "sliding_window": 7, "use_sliding_window": True,
+          "no_rope_layer_interval": 2}, (None, 7)),
+    ],
+)  # fmt: skip
+def test_which_layers_have_a_window(changes: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path) -> None:
     folder = make_small_checkpoint(tmp_path)
-    edit_json(folder / "config.json", architectures=[architecture], use_sliding_window=True)
-    with pytest.raises(CheckpointError, match="use_sliding_window is True; it must be false: sliding windows are not"):
+    edit_json(folder / "config.json", **changes)
+    config = CheckpointConfig.from_folder(folder)
+    assert config.options.windows == windows
+    assert config.windows == (windows or (None, None))
+
+
+def test_what_gemmas_are_where_nothing_is_said(tmp_path: Path) -> None:
+    folder = make_small_checkpoint(tmp_path)
+    absent = dict.fromkeys(("head_dim", "rope_theta", "tie_word_embeddings"))
+    edit_json(folder / "config.json", architectures=["Gemma2ForCausalLM"], **absent)
+    config = CheckpointConfig.from_folder(folder)
+    assert (config.head_size, config.tie_word_embeddings, config.rope.rope_theta) == (256, True, 10000.0)
+    assert (config.options.attention_soft_cap, config.options.logits_soft_cap) == (50.0, 30.0)
+    assert config.options.attention_scale == 1 / 16
+    edit_json(folder / "config.json", attn_logit_softcapping=None, final_logit_softcapping=None)
+    options = CheckpointConfig.from_folder(folder).options
+    assert (options.attention_soft_cap, options.logits_soft_cap) == (None, None)
+    edit_json(folder / "config.json", architectures=["Gemma3ForCausalLM"], attn_logit_softcapping=50.0)
+    config = CheckpointConfig.from_folder(folder)
+    assert (config.rope.rope_theta, config.options.window_rope_theta) == (1e6, 10000.0)
+    assert (config.options.attention_soft_cap, config.options.logits_soft_cap) == (None, None)
+    edit_json(folder / "config.json", rope_theta=7.0, rope_local_base_freq=5.0, final_logit_softcapping=9.0)
+    config = CheckpointConfig.from_folder(folder)
+    assert (config.rope.rope_theta, config.options.window_rope_theta) == (7.0, 5.0)
+    assert config.options.logits_soft_cap == 9.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sliding_window": 0}, "sliding_window is 0; it must be an integer from 1 to"),
+        ({"layer_types": [SLIDING]}, "layer_types is .*; it must be full_attention or sliding_attention for each of 2"),
+        ({"layer_types": [SLIDING, "chunked_attention"]}, "it must be full_attention or sliding_attention"),
+        ({"layer_types": [SLIDING, FULL], "use_sliding_window": False}, "sliding_window is .* above 0 and in use"),
+        ({"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 0}, "attn_logit_softcapping is 0; it must"),
+        (
+            {"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True},
+            "bidirectional_attention is Tr",
+        ),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {SLIDING: {"rope_type": "linear"}}},
+            "rope_parameters.sliding_attention.rope_type is 'linear'; it must be default",
+        ),
+    ],
+)
+def test_windows_that_make_no_sense_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = make_small_checkpoint(tmp_path)
+    edit_json(folder / "config.json", **{**QWEN, **changes})
+    with pytest.raises(CheckpointError, match=message):
         CheckpointConfig.from_folder(folder)
 
 
@@ -215,7 +286,7 @@ def test_a_norm_that_is_missing_is_named(checkpoint: Callable[[str], Path], tmp_
         ({"mlp_only_layers": ["1"]}, "mlp_only_layers is .'1'.; it must be a list of layers' numbers"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be"),
         ({"norm_topk_prob": 1}, "norm_topk_prob is 1; it must be true or false"),
-        ({"architectures": ["MixtralForCausalLM"], "sliding_window": 16}, "sliding_window is 16; it must be null"),
+        ({"architectures": ["MixtralForCausalLM"], "sliding_window": 0}, "sliding_window is 0; it must be an integer"),
     ],
 )
 def test_experts_that_cannot_be_are_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -260,7 +331,10 @@ def test_an_expert_that_is_missing_is_named(checkpoint: Callable[[str], Path], t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mixtral", "qwen2-moe", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen2", "qwen3", "mistral", "qwen3-windows", "gemma2", "gemma3", "olmo3", "mixtral", "qwen2-moe", "qwen3-moe"],
+)
 def test_int8_is_near_to_float32(name: str, checkpoint: Callable[[str], Path]) -> None:
     prompts = [[2 + i, 3, 5 * i + 2, *range(7, 40)] for i in range(8)]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)

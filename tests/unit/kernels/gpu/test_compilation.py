@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[4]
 SHARED_MEMORY = 227 * 1024
 """Bytes that a program may have on Hopper (CUDA C++ Programming Guide, compute capability 9.0)."""
 
-NUM_DECODE_VARIANTS = 5
+NUM_DECODE_VARIANTS = 6
 """That the script's calls of `attention` have; its decodes of any number and length have that of the first."""
 
 
