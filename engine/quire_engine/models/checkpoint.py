@@ -107,6 +107,11 @@ class CheckpointConfig:
         checkpoint._check(fields.path)
         return checkpoint
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """By layer of the whole model, how many of its last keys each row sees at most; None: all."""
+        return self.options.windows or (None,) * self.num_layers
+
     def check_parallel(self, tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> None:
         """Check that the model can be divided among this many ranks.
 

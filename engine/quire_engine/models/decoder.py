@@ -41,9 +41,16 @@ class Attention(nn.Module):
         config: of the checkpoint.
         parallel: the rank.
         in_features: of the projections to queries, keys and values; unset: `hidden_size`.
+        window: see `AttentionSpec`.
     """
 
-    def __init__(self, config: CheckpointConfig, parallel: ParallelState, in_features: int | None = None) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        parallel: ParallelState,
+        in_features: int | None = None,
+        window: int | None = None,
+    ) -> None:
         super().__init__()
         self.head_size, options = config.head_size, config.options
         self.qkv_proj = QKVParallel(
@@ -51,7 +58,7 @@ class Attention(nn.Module):
             options.qkv_bias, parallel, config.int8,
         )  # fmt: skip
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        self.spec = AttentionSpec(self.num_heads, self.num_kv_heads, self.head_size)
+        self.spec = AttentionSpec(self.num_heads, self.num_kv_heads, self.head_size, window)
         size = config.num_heads * self.head_size
         self.o_proj = RowParallel(size, "o_proj", config.hidden_size, options.o_bias, parallel, config.int8)
         self.eps = config.rms_norm_eps
@@ -90,6 +97,7 @@ class Attention(nn.Module):
             context.seq_lens,
             self.head_size**-0.5,
             context.plans.get(self.spec),
+            window=self.spec.window,
         )
         out_TE: torch.Tensor = self.o_proj(out_THD.flatten(1))
         return out_TE
@@ -114,10 +122,10 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each after a norm, on one residual stream."""
 
-    def __init__(self, config: CheckpointConfig, parallel: ParallelState) -> None:
+    def __init__(self, config: CheckpointConfig, parallel: ParallelState, window: int | None = None) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
-        self.self_attn = Attention(config, parallel)
+        self.self_attn = Attention(config, parallel, window=window)
         self.mlp = GatedMLP(config, parallel)
         self.input_layernorm = Weight(config.hidden_size)
         self.post_attention_layernorm = Weight(config.hidden_size)
@@ -139,7 +147,10 @@ class Decoder(nn.Module):
             self.embed_tokens = VocabParallel(vocab_size, self.hidden_size, parallel, is_head)
         # By their numbers in the checkpoint, on every stage.
         numbers = stage_layers(config.num_layers, parallel)
-        self.layers = nn.ModuleDict({str(number): DecoderLayer(config, parallel) for number in numbers})
+        windows = config.windows
+        self.layers = nn.ModuleDict(
+            {str(number): DecoderLayer(config, parallel, windows[number]) for number in numbers}
+        )
         self.lm_head = None
         if parallel.is_last_stage:
             self.norm = Weight(self.hidden_size)
@@ -172,7 +183,7 @@ class Decoder(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, E] and the residual stream -> the last layer's output, and the stream."""
         taps = self.feature_taps
-        for (number, layer), (key_cache, value_cache) in zip(self.layers.items(), kv_caches, strict=True):
+        for index, ((number, layer), caches) in enumerate(zip(self.layers.items(), kv_caches, strict=True)):
             assert isinstance(layer, DecoderLayer)
             norm = layer.input_layernorm.weight
             if residual_TE is None:
@@ -181,7 +192,7 @@ class Decoder(nn.Module):
                 hidden_TE = add_rms_norm(hidden_TE, residual_TE, norm, self.eps)
             if taps is not None:
                 taps.store(int(number), residual_TE, context)
-            hidden_TE = layer.self_attn(hidden_TE, self.cos_sin, key_cache, value_cache, context)
+            hidden_TE = layer.self_attn(hidden_TE, self.cos_sin, *caches, context.for_layer(index))
             hidden_TE = add_rms_norm(hidden_TE, residual_TE, layer.post_attention_layernorm.weight, self.eps)
             hidden_TE = layer.mlp(hidden_TE)
         assert residual_TE is not None, "a stage has at least one layer"
@@ -206,6 +217,11 @@ class Decoder(nn.Module):
     def attention_specs(self) -> list[AttentionSpec]:
         """By layer of this stage."""
         return [layer.self_attn.spec for layer in self.layers.values() if isinstance(layer, DecoderLayer)]
+
+    @property
+    def layer_numbers(self) -> list[int]:
+        """Of this stage's layers, in the whole model."""
+        return [int(number) for number in self.layers]
 
     def compute_logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
         """[S, E] -> [S, V], or None."""

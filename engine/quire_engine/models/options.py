@@ -21,6 +21,8 @@ class DecoderOptions:
     """Each head of queries and keys is normed before the rotation, with one weight per head feature."""
     default_head_size: int | None = None
     """Used if `config.json` has no `head_dim`; unset: `hidden_size` divided by the number of heads."""
+    windows: tuple[int | None, ...] = ()
+    """By layer, how many of its last keys each row sees at most, None if all; empty: all layers see all."""
 
 
 def refuse_sliding_window(fields: Fields) -> None:
