@@ -31,7 +31,7 @@ from collections.abc import Iterable
 
 from quire_engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, KVCacheBlock
 from quire_engine.kv_cache.groups import ONE_GROUP, KVCacheGroups
-from quire_engine.kv_cache.hashing import NONE_HASH, encode_extra_keys, hash_block_tokens, hash_of_group
+from quire_engine.kv_cache.hashing import NONE_HASH, encode_extra_keys, hash_block_tokens, suffix_of_group
 from quire_engine.kv_cache.sequence import CachedSequence
 from quire_engine.snapshot import PackedBlocks
 
@@ -58,6 +58,8 @@ class KVCacheManager:
         self.block_size = block_size
         self.groups = groups
         self._num_groups = groups.num_groups
+        self._suffixes = [suffix_of_group(group) for group in range(groups.num_groups)]
+        """Of the hashes of each group's blocks."""
         self._windows = [(group, window) for group, window in enumerate(groups.windows) if window is not None]
         """Groups with a window; all others come before them."""
         self.enable_prefix_caching = enable_prefix_caching
@@ -128,7 +130,7 @@ class KVCacheManager:
 
         A shorter prefix needs other blocks of the groups with a window, so these are asked in turn until all agree.
         """
-        cached = [_CachedBlocks(self.block_pool, block_hashes, group) for group in range(self._num_groups)]
+        cached = [_CachedBlocks(self.block_pool, block_hashes, suffix) for suffix in self._suffixes]
         length = len(block_hashes)
         for blocks in cached[: self._num_groups - len(self._windows)]:
             length = next((i for i in range(length) if blocks[i] is None), length)
@@ -203,9 +205,8 @@ class KVCacheManager:
         """
         computed_blocks = computed_blocks or []
         blocks = self._blocks.get(request.request_id, [])
-        num_groups = self._num_groups
-        num_computed = request.num_computed_tokens + self.num_computed_tokens(computed_blocks)
-        num_tokens = num_computed + num_new_tokens
+        num_groups, num_hits = self._num_groups, len(computed_blocks) // self._num_groups
+        num_tokens = request.num_computed_tokens + num_hits * self.block_size + num_new_tokens
         num_new_blocks = -(-num_tokens // self.block_size) * num_groups - len(blocks) - len(computed_blocks)
         # A free hit block leaves the free queue too, though it is not newly allocated.
         num_free_hits = sum(block.ref_cnt == 0 for block in computed_blocks)
@@ -216,7 +217,7 @@ class KVCacheManager:
         added = computed_blocks + self.block_pool.allocate(max(num_new_blocks, 0))
         if request.request_id not in self._blocks:
             self._blocks[request.request_id] = blocks
-            self._num_cached_blocks[request.request_id] = len(computed_blocks) // num_groups
+            self._num_cached_blocks[request.request_id] = num_hits
         blocks.extend(added)
         request.no_allocation_until = len(blocks) // num_groups * self.block_size
         if self.enable_prefix_caching:
@@ -272,10 +273,10 @@ class KVCacheManager:
             return
         self._extend_block_hashes(request, num_full)
         blocks, hashes, num_groups = self._blocks[request.request_id], request.block_hashes, self._num_groups
-        for i in range(first, num_full):
-            for group, block in enumerate(blocks[i * num_groups : (i + 1) * num_groups]):
-                if block is not NULL_BLOCK:
-                    self.block_pool.cache(block, hash_of_group(hashes[i], group), hashes[0], i)
+        for place in range(first * num_groups, num_full * num_groups):
+            block, i = blocks[place], place // num_groups
+            if block is not NULL_BLOCK:
+                self.block_pool.cache(block, hashes[i] + self._suffixes[place % num_groups], hashes[0], i)
         self._num_cached_blocks[request.request_id] = num_full
 
     def _extend_block_hashes(self, request: CachedSequence, num_blocks: int) -> None:
@@ -305,13 +306,13 @@ class _CachedBlocks:
     Args:
         pool: to look in.
         block_hashes: of the prefix.
-        group: one of several.
+        suffix: of the group's hashes.
     """
 
-    def __init__(self, pool: BlockPool, block_hashes: list[bytes], group: int) -> None:
+    def __init__(self, pool: BlockPool, block_hashes: list[bytes], suffix: bytes) -> None:
         self._pool = pool
         self._block_hashes = block_hashes
-        self._group = group
+        self._suffix = suffix
 
     def __getitem__(self, index: int) -> KVCacheBlock | None:
-        return self._pool.get_cached_block(hash_of_group(self._block_hashes[index], self._group))
+        return self._pool.get_cached_block(self._block_hashes[index] + self._suffix)
