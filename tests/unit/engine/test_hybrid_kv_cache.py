@@ -12,11 +12,17 @@ import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.core import engine_core
 from quire_engine.messages import EngineCoreRequest
+from quire_engine.models import decoder
 from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.worker.forward import recorded
 from quire_engine.worker.worker import Worker
+from quire_kernels import paged_attention
+from quire_kernels.cpu import status
+from quire_kernels.gpu.interpreter import INTERPRETED
 from support.checkpoints import edit_json
 from support.oracle import generate_greedily, make_prompts
 from support.ranks import ThreadExecutor
+from support.triton_interpreter import interpreted_kernels
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 VOCAB_SIZE = 515
@@ -42,7 +48,7 @@ def folder(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
 
 def model() -> Qwen3ForCausalLM:
     config = Qwen3Config(
-        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=len(WINDOWS), head_dim=8,
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=len(WINDOWS), head_dim=16,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.4,
         use_sliding_window=True, sliding_window=WINDOW, bos_token_id=0, eos_token_id=1, tie_word_embeddings=False,
         layer_types=["full_attention" if window is None else "sliding_attention" for window in WINDOWS],
@@ -88,8 +94,8 @@ def make_llm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any
 
 
 def block_bytes(num_tensors: int = 2) -> int:
-    """Keys and values of 4 tokens, of 2 heads of 8, in float32."""
-    return num_tensors * 2 * 4 * 2 * 8 * 4
+    """Keys and values of 4 tokens, of 2 heads of 16, in float32."""
+    return num_tensors * 2 * 4 * 2 * 16 * 4
 
 
 def generate(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
@@ -208,6 +214,52 @@ def test_an_engine_that_replaces_another_goes_on_with_the_same_tokens(
             for output in core.step().outputs:
                 tokens += output.new_token_ids
     assert tokens == answer[17:]
+
+
+def test_small_steps_of_groups_are_recorded(
+    make_llm: Callable[..., Any],
+    workload: tuple[list[list[int]], list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With windows that no request fills, so that attention without one says the same."""
+    monkeypatch.setattr(decoder, "paged_attention", lambda *arguments, window: paged_attention(*arguments))
+    from_folder = CheckpointConfig.from_folder
+
+    def with_long_windows(folder: Path) -> CheckpointConfig:
+        config = from_folder(folder)
+        windows = tuple(None if window is None else 180 for window in WINDOWS)
+        return replace(config, options=replace(config.options, windows=windows))
+
+    monkeypatch.setattr(CheckpointConfig, "from_folder", with_long_windows)
+    prompts = workload[0]
+    tokens = []
+    for recorded_tokens in (0, 64):
+        monkeypatch.setattr(recorded, "RECORDED_TOKENS", recorded_tokens)
+        with make_llm(block_size=16, max_num_batched_tokens=48) as llm:
+            runner = llm._core._core.executor._worker.runner
+            assert len(runner.batch.block_tables) == 4
+            tokens.append(generate(llm, prompts))
+            if recorded_tokens and status().instruction_set is not None:
+                assert runner.recorded_bytes > 0
+    assert tokens[0] == tokens[1]
+    assert len({tuple(one) for one in tokens[0]}) == len(prompts)
+
+
+@pytest.mark.slow
+def test_graphs_of_groups(make_llm: Callable[..., Any], workload: tuple[list[list[int]], list[list[int]]]) -> None:
+    """With the kernels of GPUs, in Triton's interpreter."""
+    if not INTERPRETED.value:
+        pytest.skip("the interpreter is off where there is a GPU; see tests/conftest.py")
+    prompts = [workload[0][-1][:36], workload[0][-2][:5]]
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    settings = {"max_num_seqs": 2, "max_model_len": 48, "block_size": 16}
+    with make_llm(**settings) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    with interpreted_kernels(), make_llm(**settings) as llm:
+        graphs = llm._core._core.executor._worker.runner.graphs
+        assert graphs.max_size == 2
+        got = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    assert got == expected
 
 
 def test_the_cache_is_sized_for_groups(make_llm: Callable[..., Any]) -> None:
