@@ -103,6 +103,8 @@ class CacheConfig:
     on the CPU it has no kernel, and is slow."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of equal prompt beginnings."""
+    disable_hybrid_kv_cache_manager: bool = False
+    """Let layers with a sliding window keep all tokens, as other layers do, and not only those that they see."""
 
     def __post_init__(self) -> None:
         check_int("block_size", self.block_size, 1, 1024)
@@ -114,6 +116,7 @@ class CacheConfig:
         check(self.kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", self.kv_cache_dtype,
               f"one of {', '.join(KV_CACHE_DTYPES)}")  # fmt: skip
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_bool("disable_hybrid_kv_cache_manager", self.disable_hybrid_kv_cache_manager)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,7 @@ _MEANS_NOTHING = frozenset((
     # Switches of vLLM's own kernels, processes and graphs, which change no answer.
     "disable_custom_all_reduce", "max_seq_len_to_capture", "max_context_len_to_capture", "cuda_graph_sizes",
     "cudagraph_capture_sizes", "max_cudagraph_capture_size", "disable_cascade_attn",
-    "disable_hybrid_kv_cache_manager", "disable_async_output_proc", "multi_step_stream_outputs",
+    "disable_async_output_proc", "multi_step_stream_outputs",
     "tokenizer_pool_size", "tokenizer_pool_type", "tokenizer_pool_extra_config",
     "intial_incremental_detokenization_offset", "optimization_level", "performance_mode",
     "enable_flashinfer_autotune",

@@ -18,7 +18,7 @@ from quire_engine.config import EngineCoreConfig
 from quire_engine.core.step_history import StepHistory
 from quire_engine.errors import AbortedError, EngineDeadError, EngineError, EngineSleepingError
 from quire_engine.executor import Executor, make_executor
-from quire_engine.kv_cache import KVCacheManager
+from quire_engine.kv_cache import KVCacheGroups, KVCacheManager
 from quire_engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -85,7 +85,9 @@ class EngineCore:
         except BaseException:
             self.executor.shutdown()
             raise
-        kv_cache = KVCacheManager(num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
+        block_size, is_hybrid = config.cache.block_size, not config.cache.disable_hybrid_kv_cache_manager
+        groups = KVCacheGroups.of(checkpoint.windows, max_model_len, is_hybrid)
+        kv_cache = KVCacheManager(num_blocks, block_size, config.cache.enable_prefix_caching, groups)
         self.scheduler = Scheduler(
             config.scheduler.for_max_model_len(max_model_len),
             kv_cache,
@@ -108,10 +110,13 @@ class EngineCore:
             vocab_size=checkpoint.vocab_size,
             max_model_len=max_model_len,
             num_blocks=num_blocks,
-            block_size=config.cache.block_size,
+            block_size=block_size,
             eos_token_ids=[i for i in checkpoint.eos_token_ids if i < checkpoint.vocab_size],
             scheduling_policy=config.scheduler.scheduling_policy,
             worker_pids=self.executor.worker_pids,
+            num_kv_cache_tokens=groups.max_tokens(
+                num_blocks, block_size, config.scheduler.max_num_batched_tokens, max_model_len
+            ),
         )
         self.structured_output = structured_output or StructuredOutputManager(
             CompilerArguments.for_model(config.model.tokenizer_path, checkpoint.vocab_size, checkpoint.eos_token_ids)

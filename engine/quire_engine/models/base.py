@@ -35,7 +35,10 @@ class AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardContext:
-    """What the layers need about a step's tokens besides hidden states. All int64; legend in `quire_kernels`."""
+    """What the layers need about a step's tokens besides hidden states. All int64; legend in `quire_kernels`.
+
+    If there are several groups of layers (`kv_cache/groups.py`), each has a context of its own: `for_layer`.
+    """
 
     positions: torch.Tensor
     """[T], each token's position in its sequence."""
@@ -50,6 +53,15 @@ class ForwardContext:
     plans: Mapping[AttentionSpec, AttentionPlan]
     """How the attention of each kind of layer is divided among threads; a layer makes its own plan if its kind is
     missing."""
+    groups: Sequence["ForwardContext"] = ()
+    """The context of each group, of which the first has the same tensors as this one; empty if this is the context of
+    all layers."""
+    group_ids: Sequence[int] = ()
+    """By layer of the stage, its group; empty if there is one."""
+
+    def for_layer(self, index: int) -> "ForwardContext":
+        """The context of a layer, by its index in the stage."""
+        return self.groups[self.group_ids[index]] if self.groups else self
 
 
 class FeatureTaps:
@@ -92,13 +104,17 @@ class CausalLM(Protocol):
     def attention_specs(self) -> Sequence[AttentionSpec]:
         """By layer of this stage."""
 
+    @property
+    def layer_numbers(self) -> Sequence[int]:
+        """Of this stage's layers, in the whole model."""
+
     def forward(self, token_ids_T: torch.Tensor, context: ForwardContext, kv_caches: KVCaches) -> torch.Tensor | None:
         """Compute one step. All ranks take part.
 
         Args:
             token_ids_T: int64, the scheduled tokens of all requests, concatenated.
-            context: of these tokens.
-            kv_caches: written in place.
+            context: of these tokens; each layer takes its `for_layer`.
+            kv_caches: written in place. Layers of different groups may share tensors, but no block.
 
         Returns:
             [T, E] hidden states after the last norm; None on stages before the last.

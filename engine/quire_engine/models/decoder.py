@@ -233,7 +233,7 @@ class Decoder(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, E] and the residual stream -> the last layer's output, and the stream."""
         taps, norms = self.feature_taps, self.norms
-        for (number, layer), (key_cache, value_cache) in zip(self.layers.items(), kv_caches, strict=True):
+        for index, ((number, layer), caches) in enumerate(zip(self.layers.items(), kv_caches, strict=True)):
             assert isinstance(layer, DecoderLayer)
             if residual_TE is None:
                 residual_TE = hidden_TE
@@ -243,7 +243,7 @@ class Decoder(nn.Module):
             if taps is not None:
                 taps.store(int(number), residual_TE, context)
             cos_sin = self.cos_sin if layer.self_attn.spec.window is None else self.window_cos_sin
-            hidden_TE = layer.self_attn(hidden_TE, cos_sin, key_cache, value_cache, context)
+            hidden_TE = layer.self_attn(hidden_TE, cos_sin, *caches, context.for_layer(index))
             hidden_TE = self._norm(hidden_TE, layer.norm(norms.after_attention))
             hidden_TE = self._add_norm(hidden_TE, residual_TE, layer.norm(norms.before_mlp))
             hidden_TE = self._norm(layer.mlp(hidden_TE), layer.norm(norms.after_mlp))
@@ -284,6 +284,11 @@ class Decoder(nn.Module):
     def attention_specs(self) -> list[AttentionSpec]:
         """By layer of this stage."""
         return [layer.self_attn.spec for layer in self.layers.values() if isinstance(layer, DecoderLayer)]
+
+    @property
+    def layer_numbers(self) -> list[int]:
+        """Of this stage's layers, in the whole model."""
+        return [int(number) for number in self.layers]
 
     def compute_logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
         """[S, E] -> [S, V], or None."""

@@ -15,6 +15,7 @@ from quire_engine.config import EngineCoreConfig
 from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import EngineError
+from quire_engine.kv_cache import KVCacheGroups
 from quire_engine.messages import (
     CachedRequestData,
     DetermineNumBlocks,
@@ -36,6 +37,7 @@ from quire_engine.models.parallel import num_parameters
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.system.memory import return_freed_memory
 from quire_engine.worker.batch.input_batch import InputBatch
+from quire_engine.worker.cache_layout import CacheLayout
 from quire_engine.worker.cache_memory import CpuCacheMemory, GpuCacheMemory, check_tables
 from quire_engine.worker.cache_sizing import block_bytes, num_blocks_for
 from quire_engine.worker.drafting.drafting import Drafting
@@ -108,10 +110,30 @@ class Worker:
             config.model.model, parameters / 1e6, config.model.quantization or name, device,
             self._prepare_cpu(parameters, cache) if device.type == "cpu" else torch.cuda.get_device_name(device),
         )  # fmt: skip
-        batch = InputBatch(config.scheduler.max_num_seqs, max_model_len, config.cache.block_size, checkpoint.vocab_size)
+        is_hybrid = not config.cache.disable_hybrid_kv_cache_manager
+        self._groups = KVCacheGroups.of(checkpoint.windows, max_model_len, is_hybrid)
+        self._check_drafter()
+        batch = InputBatch(
+            config.scheduler.max_num_seqs, max_model_len, config.cache.block_size, checkpoint.vocab_size,
+            self._groups.num_groups,
+        )  # fmt: skip
         self._runs_ahead = config.async_scheduling(uses_gpu=device.type == "cuda")
         self.runner = ModelRunner(model, batch, config.cache.block_size, parallel, device, self._runs_ahead)
         self._load_drafter()
+
+    def _check_drafter(self) -> None:
+        """Refuse models that draft if blocks are freed behind a window: they keep their own keys and values in them.
+
+        Raises:
+            ValueError: that is so.
+        """
+        drafts = self.config.scheduler.draft_checkpoint
+        if drafts is not None and drafts[0] != "medusa" and not self._groups.keep_everything:
+            raise ValueError(
+                f"speculative_config: method {drafts[0]!r} needs a KV cache that keeps all tokens, and this model's "
+                "layers with a sliding window free those behind it; set disable_hybrid_kv_cache_manager to true, or "
+                "draft with 'ngram', 'suffix' or 'medusa'"
+            )
 
     def _load_drafter(self) -> None:
         """Load the model that drafts, if there is one, on the rank that samples."""
@@ -141,7 +163,7 @@ class Worker:
         Raises:
             ValueError: not even one block fits, or there is less memory than the setting says.
         """
-        specs = self.runner.model.attention_specs
+        specs = self._layout().tensor_specs
         bytes_per_block = block_bytes(specs, self.config.cache.block_size, self.cache_dtype.itemsize)
         if self.runner.drafting is not None:
             bytes_per_block += self.runner.drafting.method.bytes_per_block
@@ -168,6 +190,8 @@ class Worker:
             block_size=self.config.cache.block_size,
             max_model_len=self.max_model_len,
             max_num_seqs=self.config.scheduler.max_num_seqs,
+            max_num_batched_tokens=self.config.scheduler.max_num_batched_tokens,
+            groups=self._groups,
         )
         logger.info(
             "KV cache: %d blocks of %d tokens, %.1f MiB; activations at their peak: %.1f MiB",
@@ -186,9 +210,13 @@ class Worker:
 
     def _allocate(self, num_blocks: int) -> None:
         """Allocate keys and values for so many blocks, of the model and of what drafts; 0 frees them."""
-        self.runner.kv_caches = (
-            self._allocate_caches(self.runner.model.attention_specs, num_blocks) if num_blocks else []
-        )
+        kv_caches: KVCaches = []
+        if num_blocks:
+            layout = self._layout()
+            self.runner.group_ids = layout.group_ids
+            tensors = self._allocate_caches(layout.tensor_specs, num_blocks)
+            kv_caches = [tensors[i] for i in layout.tensor_ids]
+        self.runner.kv_caches = kv_caches
         if self.runner.drafting is not None:
             self.runner.drafting.initialize_cache(num_blocks)
 
@@ -198,6 +226,7 @@ class Worker:
             runner.model, runner.kv_caches, runner.batch, runner.last_token_ids, self.max_model_len,
             (lambda: run_as_captured) if memory is None else partial(CudaCapture, self.device),
             samples=self.parallel.tensor_parallel_size == 1,
+            group_ids=runner.group_ids,
         )  # fmt: skip
         sizes = capture_sizes(self.config.scheduler.max_num_seqs)
         used_bytes = (lambda: 0) if memory is None else lambda: -memory.free_bytes()
@@ -264,8 +293,13 @@ class Worker:
             self.config.model.load_format,
         )  # fmt: skip
 
+    def _layout(self) -> CacheLayout:
+        """Where the layers that the model has now keep their keys and values."""
+        model = self.runner.model
+        return CacheLayout.of(model.attention_specs, model.layer_numbers, self._groups)
+
     def _allocate_caches(self, specs: Sequence[AttentionSpec], num_blocks: int) -> KVCaches:
-        """Keys and values, by layer; on the CPU in huge pages, as a step's reads are scattered."""
+        """Keys and values for each of these; on the CPU in huge pages, as a step's reads are scattered."""
 
         def cache(spec: AttentionSpec) -> torch.Tensor:
             shape = (num_blocks, spec.num_kv_heads, self.config.cache.block_size, spec.head_size)
@@ -295,14 +329,14 @@ class Worker:
         num_wanted = max(min(max_wanted, self.max_model_len - num_tokens - 1), 0)
         blocks_each = -(-min(num_tokens + 1 + num_wanted, self.max_model_len) // block_size)
         many = [
-            _profile_request(num_tokens, range(i * blocks_each, (i + 1) * blocks_each), f"profile-{i}")
+            self._profile_request(num_tokens, range(i * blocks_each, (i + 1) * blocks_each), f"profile-{i}")
             for i in range(num_seqs)
         ]
         batches, model = [many], self.runner.model
         if self._uses_triton:
             num_tokens = min(num_seqs * num_tokens, longest)
             blocks = range(-(-min(num_tokens + 1, self.max_model_len) // block_size))
-            batches.append([_profile_request(num_tokens, blocks)])
+            batches.append([self._profile_request(num_tokens, blocks)])
         num_layers = len(model.attention_specs)
         with model.one_layer_of_each_kind():
             self._allocate(num_seqs * blocks_each)
@@ -356,14 +390,15 @@ class Worker:
         for request_id in lengths:
             self.runner.batch.remove(request_id)
 
-
-def _profile_request(num_tokens: int, blocks: range, request_id: str = "profile") -> NewRequestData:
-    return NewRequestData(
-        request_id=request_id,
-        token_ids=[0] * num_tokens,
-        num_prompt_tokens=num_tokens,
-        sampling_params=SamplingParams(temperature=1.0, top_p=0.9, seed=0),
-        stop_token_ids=[],
-        block_ids=list(blocks),
-        num_computed_tokens=0,
-    )
+    def _profile_request(self, num_tokens: int, blocks: range, request_id: str = "profile") -> NewRequestData:
+        """A prompt in these blocks. All groups of layers use the same, one after the other: what they compute does not
+        matter."""
+        return NewRequestData(
+            request_id=request_id,
+            token_ids=[0] * num_tokens,
+            num_prompt_tokens=num_tokens,
+            sampling_params=SamplingParams(temperature=1.0, top_p=0.9, seed=0),
+            stop_token_ids=[],
+            block_ids=[block for block in blocks for _ in range(self._groups.num_groups)],
+            num_computed_tokens=0,
+        )
