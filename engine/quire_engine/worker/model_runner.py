@@ -126,8 +126,9 @@ class ModelRunner:
         if self._eager is None:
             last_token_ids = self.last_token_ids if self._runs_ahead else None
             self._eager = EagerForward(self.model, self._kv_caches, self.batch, last_token_ids)
-            if self.device.type == "cpu" and self.parallel.world_size == 1:
-                self._recorded = RecordedForward(self.model, self._kv_caches, self._eager)
+            recordable = self.model.recordable
+            if recordable is not None and self.device.type == "cpu" and self.parallel.world_size == 1:
+                self._recorded = RecordedForward(recordable, self._kv_caches, self._eager)
         return [one for one in (self.graphs, self._recorded, self._eager) if one is not None]
 
     def _sample(

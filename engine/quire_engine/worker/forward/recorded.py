@@ -9,7 +9,7 @@ from quire_kernels import AttentionPlan, NotRecordableError, record
 from quire_kernels.attention_plan import CpuAttentionPlan
 from quire_kernels.kv_cache import is_tiled
 
-from quire_engine.models.base import AttentionSpec, CausalLM, ForwardContext, KVCaches
+from quire_engine.models.base import AttentionSpec, ForwardContext, KVCaches, RecordableLM
 from quire_engine.worker.batch.step_inputs import StepInputs
 from quire_engine.worker.forward.base import key_caches_by_kind, plan_attentions
 from quire_engine.worker.forward.eager import EagerForward
@@ -106,7 +106,7 @@ class RecordedLayers:
 
 
 class RecordedForward:
-    """A `Forward` that takes small steps, if the model can be recorded.
+    """A `Forward` that takes small steps, if the model's ops can be recorded with these caches.
 
     Args:
         model: of a single rank: communication cannot be recorded.
@@ -114,7 +114,7 @@ class RecordedForward:
         eager: uploads the steps.
     """
 
-    def __init__(self, model: CausalLM, kv_caches: KVCaches, eager: EagerForward) -> None:
+    def __init__(self, model: RecordableLM, kv_caches: KVCaches, eager: EagerForward) -> None:
         self._model = model
         self._eager = eager
 
