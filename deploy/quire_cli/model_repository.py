@@ -92,7 +92,7 @@ def write_model(
         raise UsageError(str(error)) from None
     try:
         tokenizer, drafts = Path(config.model.tokenizer_path), config.scheduler.draft_checkpoint
-        check_checkpoint(Path(config.model.model), tokenizer, config.model.load_format, drafts)
+        check_checkpoint(Path(config.model.model), tokenizer, config.model.load_format, drafts, config.model.model_impl)
     except CheckpointError as error:
         raise CommandError(str(error)) from None
     if (folder / "config.pbtxt").exists() and not force:

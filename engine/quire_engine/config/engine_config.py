@@ -27,6 +27,7 @@ __all__ = [
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
+MODEL_IMPLS = ("auto", "quire", "transformers")
 QUANTIZATIONS = ("int8", "fp8")
 KV_CACHE_DTYPES = ("auto", "fp8")
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -54,6 +55,9 @@ class ModelConfig:
     load_format: str = "auto"
     """Where the weights come from: `auto` the checkpoint's safetensors files; `dummy` random ones, for measuring, and
     the folder needs no more than its `config.json` and a tokenizer."""
+    model_impl: str = "auto"
+    """Whose code computes the model: `quire` a family of ours; `transformers` transformers' own, with our attention, KV
+    cache and sampler, which is slower; `auto` ours where there is one for the architecture, else transformers'."""
     quantization: str | None = None
     """`int8` computes every linear layer in int8 (W8A8): weights are quantised when they are loaded, with one scale per
     output feature, activations as they come, with one scale per token. `fp8` does the same in e4m3, which GPUs from Ada
@@ -71,6 +75,7 @@ class ModelConfig:
         check(self.tokenizer is None or isinstance(self.tokenizer, str), "tokenizer", self.tokenizer, "a path")
         check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         check(self.load_format in LOAD_FORMATS, "load_format", self.load_format, f"one of {', '.join(LOAD_FORMATS)}")
+        check(self.model_impl in MODEL_IMPLS, "model_impl", self.model_impl, f"one of {', '.join(MODEL_IMPLS)}")
         check(self.quantization in (None, *QUANTIZATIONS), "quantization", self.quantization,
               f"unset or one of {', '.join(QUANTIZATIONS)}")  # fmt: skip
         if self.max_model_len is not None:

@@ -75,7 +75,6 @@ _ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
     "convert": ("auto", "none"),
     "tokenizer_mode": ("auto",),
     "config_format": ("auto", "hf"),
-    "model_impl": ("auto", "vllm"),
     "enable_chunked_prefill": (True,),
     "enable_sleep_mode": (False, True),
     "cpu_offload_gb": (0,),
@@ -132,6 +131,7 @@ _MENDS = {
 _SAME_VALUES: dict[str, dict[str, str]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "load_format": {"safetensors": "auto"},
+    "model_impl": {"vllm": "quire"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
 }
 """Values of vLLM's, and what they are called here."""
@@ -142,6 +142,7 @@ _OPTIONAL = (
     "max_num_batched_tokens",
     "max_num_seqs",
     "enforce_eager",
+    "model_impl",
     "seed",
 )
 """Settings that null leaves unset, as in vLLM, though they have a value when unset."""

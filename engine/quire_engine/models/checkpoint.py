@@ -12,7 +12,15 @@ from quire_engine.models.files import brief, read_json
 from quire_engine.models.options import DecoderOptions
 from quire_engine.models.registry import ARCHITECTURES, read_options
 
-__all__ = ["MAX_SIZE", "CheckpointConfig", "RopeConfig", "read_architecture"]
+__all__ = [
+    "DTYPES",
+    "MAX_POSITIONS",
+    "MAX_SIZE",
+    "CheckpointConfig",
+    "RopeConfig",
+    "read_architecture",
+    "read_eos_token_ids",
+]
 
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -102,7 +110,7 @@ class CheckpointConfig:
             options=options,
             int8=_is_int8(fields),
             rope=_rope_config(fields),
-            eos_token_ids=_eos_token_ids(folder, fields),
+            eos_token_ids=read_eos_token_ids(folder, fields),
         )
         checkpoint._check(fields.path)
         return checkpoint
@@ -222,8 +230,16 @@ def _rope_config(fields: Fields) -> RopeConfig:
     return config
 
 
-def _eos_token_ids(folder: Path, fields: Fields) -> tuple[int, ...]:
-    """`generation_config.json` takes precedence, as it may name several."""
+def read_eos_token_ids(folder: Path, fields: Fields) -> tuple[int, ...]:
+    """The tokens that end an answer. `generation_config.json` takes precedence, as it may name several.
+
+    Args:
+        folder: the checkpoint.
+        fields: of `config.json`.
+
+    Raises:
+        CheckpointError: they are not tokens.
+    """
     path = folder / "generation_config.json"
     if os.path.lexists(path):
         generation = Fields(path, read_json(path))
