@@ -24,8 +24,10 @@ from transformers.utils import logging as transformers_logging
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError, cut
 from quire_engine.models.base import AttentionSpec, ForwardContext, KVCaches
+from quire_engine.models.loader import check_finite
 from quire_engine.models.transformers_attention import PAGED, PROBE, Probe, Step, UnfitModelError
 from quire_engine.models.transformers_checkpoint import SERVED, TransformersCheckpoint
+from quire_engine.models.transformers_linears import pack_linears, packed_parameters
 
 __all__ = ["TransformersModel", "load_transformers_model"]
 
@@ -178,7 +180,8 @@ class TransformersModel:
 
     def num_parameters(self) -> int:
         """All of them; a tied head counts once."""
-        return sum(parameter.numel() for parameter in self._model.parameters())
+        unpacked = sum(int(parameter.numel()) for parameter in self._model.parameters())
+        return unpacked + packed_parameters(self._model)
 
 
 def _layer_list(decoder: nn.Module, modules: list[nn.Module]) -> tuple[nn.Module, str] | None:
@@ -235,7 +238,11 @@ def load_transformers_model(
             for problem in ("missing_keys", "mismatched_keys"):
                 if info[problem]:
                     raise CheckpointError(f"{folder}: {problem.replace('_', ' ')}: {cut(str(sorted(info[problem])))}")
-        model = TransformersModel(model.to(device).eval(), max_position)
+        model = model.to(device).eval()
+        for tensor, parameter in model.named_parameters():
+            check_finite(parameter.data, parameter.data, f"{folder}: tensor {tensor}")
+        pack_linears(model)
+        model = TransformersModel(model, max_position)
     except CheckpointError:
         raise
     except UnfitModelError as error:

@@ -16,6 +16,7 @@ from quire_engine.models.transformers_attention import PROBE, Probe, UnfitModelE
 from quire_engine.models.transformers_checkpoint import TransformersCheckpoint
 from quire_engine.models.transformers_model import TransformersModel, load_transformers_model
 from quire_engine.worker.cache_sizing import block_bytes
+from quire_kernels import cpu
 from safetensors.torch import load_file, save_file
 from support.oracle import Expected, generate_greedily, make_prompts
 from support.transformers_models import DECODERS, VOCAB_SIZE, WINDOW, make_decoder
@@ -98,6 +99,40 @@ def test_speculation_and_steps_ahead_change_no_token(
     settings: dict[str, Any], name: str, decoder: Made, said: Workload
 ) -> None:
     assert_exact(make_llm(decoder(name), **settings), *said(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt_neox", "llama"])
+def test_to_the_last_bit_a_request_is_its_own_in_any_batch_and_in_pieces(name: str, decoder: Made) -> None:
+    if cpu.library() is None:
+        pytest.skip(cpu.status().reason)
+    prompts = make_prompts(10, VOCAB_SIZE, max_length=80)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+    said = []
+    for num_seqs, budget in ((1, 128), (16, 256), (16, 24)):
+        llm = make_llm(decoder(name), dtype="bfloat16", max_num_seqs=num_seqs, max_num_batched_tokens=budget)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        said.append([(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs])
+    assert said[0] == said[1] == said[2]
+
+
+def test_a_tied_head_is_in_memory_once(decoder: Made) -> None:
+    model = load(decoder("gpt2"))
+    table, head = model._model.get_input_embeddings(), model._model.get_output_embeddings()
+    assert table.packed is head.packed
+    assert model.num_parameters() == AutoModelForCausalLM.from_pretrained(decoder("gpt2")).num_parameters()
+    assert not any(isinstance(module, torch.nn.Linear) for module in model._model.modules())
+
+
+def test_weights_have_to_be_finite(decoder: Made, tmp_path: Path) -> None:
+    for file in decoder("gpt2").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["transformer.h.1.mlp.c_fc.weight"][3, 5] = torch.nan
+    (tmp_path / "model.safetensors").unlink()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"tensor transformer\.h\.1\.mlp\.c_fc\.weight holds nan"):
+        load(tmp_path)
 
 
 def test_which_code_computes_is_said_once_and_chosen_by_the_setting(
