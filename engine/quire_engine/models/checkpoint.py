@@ -14,6 +14,7 @@ from quire_engine.models.registry import ARCHITECTURES, read_options
 
 __all__ = [
     "DTYPES",
+    "MAX_LAYERS",
     "MAX_POSITIONS",
     "MAX_SIZE",
     "CheckpointConfig",

@@ -60,6 +60,7 @@ class PagedAttention:
         """[T, H, D] -> [T, H, D]; writes this step's keys and values to the cache first."""
         assert self.step is not None
         context, (key_cache, value_cache) = self.step.context, self.step.kv_caches[self.number]
+        plan = context.plans.get(self.spec) if self.window is None else None  # the step's plans know no window
         write_kv_cache(key_TKD, value_TKD, context.slot_mapping, key_cache, value_cache)
         return paged_attention(
             query_THD,
@@ -69,7 +70,7 @@ class PagedAttention:
             context.query_start_loc,
             context.seq_lens,
             self.scale,
-            context.plans.get(self.spec),
+            plan,
             window=self.window,
             soft_cap=self.soft_cap,
         )

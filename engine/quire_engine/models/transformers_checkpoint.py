@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.errors import CheckpointError
-from quire_engine.models.checkpoint import DTYPES, MAX_POSITIONS, MAX_SIZE, read_architecture, read_eos_token_ids
+from quire_engine.models.checkpoint import (
+    DTYPES,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_SIZE,
+    read_architecture,
+    read_eos_token_ids,
+)
 from quire_engine.models.fields import Fields
 from quire_engine.models.files import brief
 from quire_engine.models.registry import ARCHITECTURES
@@ -34,6 +41,7 @@ class TransformersCheckpoint:
     architecture: str
     dtype: str
     vocab_size: int
+    num_layers: int
     head_size: int
     """Of most such models; each layer says its own when the model is loaded."""
     max_position_embeddings: int
@@ -68,6 +76,7 @@ class TransformersCheckpoint:
             architecture=architecture,
             dtype=fields.choice(dtype_name, DTYPES, "float32"),
             vocab_size=read("vocab_size"),
+            num_layers=read("num_hidden_layers", MAX_LAYERS),
             head_size=read("head_dim", default=max(hidden_size // num_heads, 1)),
             max_position_embeddings=read("max_position_embeddings", MAX_POSITIONS, 2048),
             eos_token_ids=read_eos_token_ids(folder, fields),

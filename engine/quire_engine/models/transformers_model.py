@@ -46,13 +46,14 @@ class TransformersModel:
 
     Args:
         model: a causal language model of transformers', loaded with the attention `PROBE`.
+        num_layers: that it has to have.
         max_position: the longest sequence.
 
     Raises:
         UnfitModelError: our attention cannot take the place of its own.
     """
 
-    def __init__(self, model: Any, max_position: int) -> None:
+    def __init__(self, model: Any, num_layers: int, max_position: int) -> None:
         self.parallel = ParallelState()
         self.recordable = None
         self.dtype: torch.dtype = model.dtype
@@ -63,11 +64,10 @@ class TransformersModel:
         if "position_ids" not in inspect.signature(self._computed_forward).parameters:
             raise UnfitModelError("takes no positions")
         self._decoder.forward = self._decoder_forward
-        config = model.config.get_text_config()
-        token_ids = torch.arange(1, PROBE_TOKENS + 1, device=model.device)[None] % config.vocab_size
+        token_ids = torch.arange(1, PROBE_TOKENS + 1, device=model.device)[None] % model.config.vocab_size
         position_ids = torch.arange(PROBE_TOKENS, device=model.device)[None]
         with torch.inference_mode():
-            hidden_TE = self._probe(Probe(max_position), config.num_hidden_layers, token_ids.clone(), position_ids)
+            hidden_TE = self._probe(Probe(max_position), num_layers, token_ids.clone(), position_ids)
             self.hidden_size = hidden_TE.shape[1]
             self._compare(token_ids, position_ids)
 
@@ -242,7 +242,7 @@ def load_transformers_model(
         for tensor, parameter in model.named_parameters():
             check_finite(parameter.data, parameter.data, f"{folder}: tensor {tensor}")
         pack_linears(model)
-        model = TransformersModel(model, max_position)
+        model = TransformersModel(model, checkpoint.num_layers, max_position)
     except CheckpointError:
         raise
     except UnfitModelError as error:

@@ -227,4 +227,4 @@ def test_each_check_finds_its_fault(spoil: Callable[[Any], None], why: str, deco
     model = AutoModelForCausalLM.from_pretrained(decoder("llama"), dtype=torch.float32, attn_implementation=PROBE)
     spoil(model.eval())
     with pytest.raises(UnfitModelError, match=why):
-        TransformersModel(model, 128)
+        TransformersModel(model, 3, 128)
