@@ -99,6 +99,7 @@ def write_model(
         raise CommandError(f"{folder} already exists; choose another --name, or overwrite it with --force")
     # The file's paths would be relative to the version folder; the settings' were relative to where we are.
     written = {**(settings or {}), "model": config.model.model}
+    written.pop("revision", None)  # the folder is of that one
     if config.model.tokenizer is not None:
         written["tokenizer"] = config.model.tokenizer
     if drafts is not None:

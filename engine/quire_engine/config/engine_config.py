@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.config.checks import check, check_bool, check_int, is_int, is_number
+from quire_engine.config.hub import fetch_checkpoint, is_hub_name
 from quire_engine.config.speculative_config import SpeculativeConfig
 from quire_engine.config.vllm_settings import without_vllm_names
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, parse_classes
@@ -47,7 +48,7 @@ class ModelConfig:
     """Which checkpoint, and how it is computed."""
 
     model: str
-    """Path of a Hugging Face checkpoint folder."""
+    """Path of a Hugging Face checkpoint folder; in settings also its name on the Hub."""
     tokenizer: str | None = None
     """Path of the tokenizer's folder; unset: the model's."""
     dtype: str = "auto"
@@ -360,20 +361,28 @@ class EngineConfig(EngineCoreConfig):
         """Sort flat settings, named as in `model.json`, into their groups.
 
         Args:
-            settings: name → value.
+            settings: name → value. A `model` named as on the Hugging Face Hub becomes its folder in the Hub's cache,
+                of the `revision` that is set with it.
             base_dir: what relative paths of `model`, `tokenizer` and a model that drafts start from; unset: the working
                 directory.
 
         Raises:
             ValueError: an unknown name (the nearest known one is named), a missing `model`, a bad value, or one of
-                vLLM's that asks for what there is not.
+                vLLM's that asks for what there is not; or a checkpoint of the Hub cannot be had.
         """
         settings = without_vllm_names(settings)
+        revision = settings.pop("revision", None) or None
         groups: dict[str, dict[str, Any]] = {name: {} for name in _GROUPS}
         for name, value in settings.items():
             groups[_group_of(name)][name] = value
         if "model" not in settings:
             raise ValueError("model is missing; it must be the path of a checkpoint folder")
+        model = settings["model"]
+        if isinstance(model, str) and is_hub_name(model, base_dir):
+            check(revision is None or isinstance(revision, str), "revision", revision, "a branch, tag or commit")
+            groups["model"]["model"] = fetch_checkpoint(model, revision)
+        else:
+            check(revision is None, "revision", revision, "unset: model is a folder, which is there in one version")
         for name in ("model", "tokenizer"):
             path = groups["model"].get(name)
             if base_dir is not None and isinstance(path, str) and path:

@@ -45,7 +45,7 @@ _MEANS_NOTHING = frozenset((
 """Names that may have any value."""
 
 _NOT_OFFERED = (
-    "revision", "code_revision", "tokenizer_revision", "hf_config_path", "hf_overrides", "model_weights",
+    "code_revision", "tokenizer_revision", "hf_config_path", "hf_overrides", "model_weights",
     "rope_scaling", "rope_theta", "model_loader_extra_config", "quantization_param_path",
     "qlora_adapter_name_or_path", "allowed_local_media_path", "allowed_media_domains", "num_gpu_blocks_override",
     "kv_offloading_size", "kv_transfer_config", "kv_events_config", "ec_transfer_config", "weight_transfer_config",
@@ -113,7 +113,6 @@ _MENDS = {
     "num_gpu_blocks_override": "kv_cache_memory_bytes says how large the KV cache is",
     "otlp_traces_endpoint": "otlp_endpoint takes metrics and traces",
     "prefix_caching_hash_algo": "blocks are hashed with SHA-256",
-    "revision": "model is a folder, which is there in one version",
     "tokenizer_revision": "tokenizer is a folder, which is there in one version",
     **dict.fromkeys(
         ("speculative_model", "num_speculative_tokens", "ngram_prompt_lookup_max", "ngram_prompt_lookup_min"),
