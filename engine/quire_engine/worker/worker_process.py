@@ -147,6 +147,7 @@ class WorkerProcess:
             if self._responder is not None and not isinstance(request.call, ExecuteModel):
                 self._responder.wait_until_idle()
             if isinstance(request.call, Shutdown):
+                gc.unfreeze()  # else Triton, if something has imported it, reports its objects as leaked
                 self._worker.runner.graphs = None  # NCCL would wait forever to leave a group that graphs refer to
                 return
             try:

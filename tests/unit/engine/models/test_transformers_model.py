@@ -146,6 +146,17 @@ def test_which_code_computes_is_said_once_and_chosen_by_the_setting(
     assert caplog.text.count(said) == 1
 
 
+def test_discarded_weights_are_loaded_again(decoder: Made) -> None:
+    llm = make_llm(decoder("gpt2"), kv_cache_memory_bytes=1 << 20)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    said = []
+    for _ in range(2):
+        said.append(llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0].token_ids)
+        llm.sleep(2)
+        llm.wake_up()
+    assert said[0] == said[1]
+
+
 def test_layers_tell_their_heads_and_windows(decoder: Made) -> None:
     model = load(decoder("cohere2"))
     assert [(one.num_heads, one.num_kv_heads, one.head_size) for one in model.attention_specs] == [(6, 2, 16)] * 3
