@@ -45,7 +45,7 @@ _MEANS_NOTHING = frozenset((
 """Names that may have any value."""
 
 _NOT_OFFERED = (
-    "revision", "code_revision", "tokenizer_revision", "hf_config_path", "hf_overrides", "model_weights",
+    "code_revision", "tokenizer_revision", "hf_config_path", "hf_overrides", "model_weights",
     "rope_scaling", "rope_theta", "model_loader_extra_config", "quantization_param_path",
     "qlora_adapter_name_or_path", "allowed_local_media_path", "allowed_media_domains", "num_gpu_blocks_override",
     "kv_offloading_size", "kv_transfer_config", "kv_events_config", "ec_transfer_config", "weight_transfer_config",
@@ -75,7 +75,6 @@ _ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
     "convert": ("auto", "none"),
     "tokenizer_mode": ("auto",),
     "config_format": ("auto", "hf"),
-    "model_impl": ("auto", "vllm"),
     "enable_chunked_prefill": (True,),
     "enable_sleep_mode": (False, True),
     "cpu_offload_gb": (0,),
@@ -114,7 +113,6 @@ _MENDS = {
     "num_gpu_blocks_override": "kv_cache_memory_bytes says how large the KV cache is",
     "otlp_traces_endpoint": "otlp_endpoint takes metrics and traces",
     "prefix_caching_hash_algo": "blocks are hashed with SHA-256",
-    "revision": "model is a folder, which is there in one version",
     "tokenizer_revision": "tokenizer is a folder, which is there in one version",
     **dict.fromkeys(
         ("speculative_model", "num_speculative_tokens", "ngram_prompt_lookup_max", "ngram_prompt_lookup_min"),
@@ -132,6 +130,7 @@ _MENDS = {
 _SAME_VALUES: dict[str, dict[str, str]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "load_format": {"safetensors": "auto"},
+    "model_impl": {"vllm": "quire"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
 }
 """Values of vLLM's, and what they are called here."""
@@ -142,6 +141,7 @@ _OPTIONAL = (
     "max_num_batched_tokens",
     "max_num_seqs",
     "enforce_eager",
+    "model_impl",
     "seed",
 )
 """Settings that null leaves unset, as in vLLM, though they have a value when unset."""

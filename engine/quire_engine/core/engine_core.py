@@ -35,7 +35,7 @@ from quire_engine.messages import (
     UtilityResult,
     WakeUp,
 )
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.served import read_checkpoint
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.drafter import cut_drafts
 from quire_engine.scheduler.grammar import GrammarError
@@ -67,7 +67,7 @@ class EngineCore:
         num_blocks: int | None = None,
         structured_output: StructuredOutputManager | None = None,
     ) -> None:
-        checkpoint = CheckpointConfig.from_folder(Path(config.model.model))
+        checkpoint = read_checkpoint(Path(config.model.model), config.model.model_impl)
         max_model_len = config.model.max_model_len or checkpoint.max_position_embeddings
         if max_model_len > checkpoint.longest_model_len:
             raise ValueError(

@@ -10,7 +10,7 @@ from quire_kernels import AttentionPlan, store_rows
 
 from quire_engine.distributed import ParallelState
 
-__all__ = ["AttentionSpec", "CausalLM", "FeatureTaps", "ForwardContext", "KVCaches"]
+__all__ = ["AttentionSpec", "CausalLM", "FeatureTaps", "ForwardContext", "KVCaches", "RecordableLM"]
 
 KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
 """By layer of a stage: keys and values, each [N, K, B, D]; legend in `quire_kernels`."""
@@ -85,20 +85,16 @@ class FeatureTaps:
 
 
 class CausalLM(Protocol):
-    """One rank's part of a model, over a flattened batch of tokens; with one rank, all of it.
-
-    ::
-
-        forward          embed ─► run_layers ─► final_norm     eager, of any stage
-        recorded, graphs         ─► run_layers ─► final_norm   only ops of `quire_kernels`, in one stage
-    """
+    """One rank's part of a model, over a flattened batch of tokens; with one rank, all of it."""
 
     parallel: ParallelState
     hidden_size: int
     dtype: torch.dtype
     """Of the hidden states."""
-    feature_taps: FeatureTaps | None
-    """Set before the first step, as what is recorded or captured refers to its table; None: nothing is kept."""
+
+    @property
+    def recordable(self) -> "RecordableLM | None":
+        """The model itself, if its steps can also be recorded and captured; None if each is computed op by op."""
 
     @property
     def attention_specs(self) -> Sequence[AttentionSpec]:
@@ -119,6 +115,31 @@ class CausalLM(Protocol):
         Returns:
             [T, E] hidden states after the last norm; None on stages before the last.
         """
+
+    def compute_logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
+        """[S, E] -> [S, V] float32, only for the positions that are sampled.
+
+        All ranks of the last stage take part; those that do not sample get None.
+        """
+
+    def one_layer_of_each_kind(self) -> AbstractContextManager[None]:
+        """Inside the block, the model has only these layers; for measuring memory."""
+
+    def num_parameters(self) -> int:
+        """How many parameters this rank has."""
+
+
+class RecordableLM(CausalLM, Protocol):
+    """A model in three parts, of which the layers use only ops of `quire_kernels`.
+
+    ::
+
+        forward          embed ─► run_layers ─► final_norm     eager, of any stage
+        recorded, graphs         ─► run_layers ─► final_norm   only ops of `quire_kernels`, in one stage
+    """
+
+    feature_taps: FeatureTaps | None
+    """Set before the first step, as what is recorded or captured refers to its table; None: nothing is kept."""
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, E]; on the first stage only."""
@@ -144,12 +165,3 @@ class CausalLM(Protocol):
 
     def final_norm(self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor:
         """The results of `run_layers` -> [T, E]; on the last stage only."""
-
-    def compute_logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
-        """[S, E] -> [S, V] float32, only for the positions that are sampled.
-
-        All ranks of the last stage take part; those that do not sample get None.
-        """
-
-    def one_layer_of_each_kind(self) -> AbstractContextManager[None]:
-        """Inside the block, the model has only these layers; for measuring memory."""

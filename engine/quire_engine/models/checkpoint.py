@@ -13,7 +13,7 @@ from quire_engine.models.options import DecoderOptions, read_activation
 from quire_engine.models.registry import ARCHITECTURES, read_options, with_defaults
 from quire_engine.models.rope_config import RopeConfig, read_rope
 
-__all__ = ["CheckpointConfig", "read_architecture"]
+__all__ = ["DTYPES", "CheckpointConfig", "read_architecture", "read_eos_token_ids"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -93,7 +93,7 @@ class CheckpointConfig:
             options=options,
             int8=_is_int8(fields),
             rope=read_rope(fields, head_size, max_position_embeddings),
-            eos_token_ids=_eos_token_ids(folder, fields),
+            eos_token_ids=read_eos_token_ids(folder, fields),
         )
         checkpoint._check(fields.path)
         return checkpoint
@@ -220,8 +220,16 @@ def _is_symmetric_int8(kind: Mapping[Any, Any], strategy: str, dynamic: bool) ->
     )
 
 
-def _eos_token_ids(folder: Path, fields: Fields) -> tuple[int, ...]:
-    """`generation_config.json` takes precedence, as it may name several."""
+def read_eos_token_ids(folder: Path, fields: Fields) -> tuple[int, ...]:
+    """The tokens that end an answer. `generation_config.json` takes precedence, as it may name several.
+
+    Args:
+        folder: the checkpoint.
+        fields: of `config.json`.
+
+    Raises:
+        CheckpointError: they are not tokens.
+    """
     path = folder / "generation_config.json"
     if os.path.lexists(path):
         generation = Fields(path, read_json(path))

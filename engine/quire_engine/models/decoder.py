@@ -29,6 +29,7 @@ from quire_engine.models.parallel import (
     QKVParallel,
     RowParallel,
     VocabParallel,
+    num_parameters,
     receive_activations,
     send_activations,
     stage_layers,
@@ -176,7 +177,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A `CausalLM`; see there."""
+    """A `RecordableLM`; see there."""
 
     def __init__(self, config: CheckpointConfig, max_model_len: int, parallel: ParallelState = ParallelState()) -> None:
         super().__init__()
@@ -281,6 +282,11 @@ class Decoder(nn.Module):
             self.layers = layers
 
     @property
+    def recordable(self) -> "Decoder":
+        """Itself."""
+        return self
+
+    @property
     def attention_specs(self) -> list[AttentionSpec]:
         """By layer of this stage."""
         return [layer.self_attn.spec for layer in self.layers.values() if isinstance(layer, DecoderLayer)]
@@ -289,6 +295,10 @@ class Decoder(nn.Module):
     def layer_numbers(self) -> list[int]:
         """Of this stage's layers, in the whole model."""
         return [int(number) for number in self.layers]
+
+    def num_parameters(self) -> int:
+        """How many parameters this rank has."""
+        return num_parameters(self)
 
     def compute_logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
         """[S, E] -> [S, V], or None."""

@@ -28,7 +28,7 @@ from quire_engine.models.progress import LoadProgress
 from quire_engine.models.weights import check_weights
 from quire_engine.system.memory import release_pages, trim_heap
 
-__all__ = ["build", "load_model", "load_tensors"]
+__all__ = ["build", "check_finite", "load_model", "load_tensors"]
 
 DUMMY_STD = 0.02
 """Standard deviation of random weights, as in the usual initialisation of models before training."""
@@ -136,7 +136,7 @@ class _Loading:
             _randomize(target.parameter, name)
         else:
             target.parameter.copy_(tensor)
-            _check_finite(tensor, target.parameter, source)
+            check_finite(tensor, target.parameter, source)
         if target.offset:
             target.parameter.add_(target.offset)
         module = target.module
@@ -181,7 +181,7 @@ def _in_file(index: tuple[slice, ...], first_row: int) -> tuple[slice, ...]:
     return (slice(rows.start + first_row, rows.stop + first_row), *others)
 
 
-def _check_finite(tensor: torch.Tensor, parameter: torch.Tensor, source: str) -> None:
+def check_finite(tensor: torch.Tensor, parameter: torch.Tensor, source: str) -> None:
     """Refuse weights that would make every logit NaN.
 
     If a row's sum is finite, all of its terms are; this takes one pass over what was just copied. Rows whose sum is not

@@ -130,9 +130,10 @@ class ModelRunner:
         if self._eager is None:
             last_token_ids = self.last_token_ids if self._runs_ahead else None
             self._eager = EagerForward(self.model, self._kv_caches, self.batch, last_token_ids, self.group_ids)
-            if self.device.type == "cpu" and self.parallel.world_size == 1:
+            recordable = self.model.recordable
+            if recordable is not None and self.device.type == "cpu" and self.parallel.world_size == 1:
                 self._recorded = RecordedForward(
-                    self.model, self._kv_caches, self._eager, self.group_ids, len(self.batch.block_tables)
+                    recordable, self._kv_caches, self._eager, self.group_ids, len(self.batch.block_tables)
                 )
         return [one for one in (self.graphs, self._recorded, self._eager) if one is not None]
 

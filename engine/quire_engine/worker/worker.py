@@ -28,12 +28,14 @@ from quire_engine.messages import (
     WakeUp,
     WorkerCall,
 )
-from quire_engine.models.base import AttentionSpec, KVCaches
+from quire_engine.models.base import AttentionSpec, CausalLM, KVCaches
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Decoder
+from quire_engine.models.draft_checkpoint import draft_target
 from quire_engine.models.loader import load_model
 from quire_engine.models.mapped import mapped_zeros
-from quire_engine.models.parallel import num_parameters
+from quire_engine.models.served import ServedCheckpoint
+from quire_engine.models.transformers_checkpoint import TransformersCheckpoint
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.system.memory import return_freed_memory
 from quire_engine.worker.batch.input_batch import InputBatch
@@ -70,7 +72,7 @@ class Worker:
     def __init__(
         self,
         config: EngineCoreConfig,
-        checkpoint: CheckpointConfig,
+        checkpoint: ServedCheckpoint,
         max_model_len: int,
         parallel: ParallelState = ParallelState(),
         device: torch.device = CPU,
@@ -79,6 +81,8 @@ class Worker:
         checkpoint.check_parallel(
             parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.enable_expert_parallel
         )
+        if config.scheduler.draft_checkpoint is not None:
+            draft_target(checkpoint, config.scheduler.draft_checkpoint[0])
         check_tables(config.scheduler.max_num_seqs, max_model_len, checkpoint.head_size)
         self.config = config
         self.parallel = parallel
@@ -97,18 +101,19 @@ class Worker:
             torch.cuda.set_device(device)
             self._gpu_memory = GpuCacheMemory(config, device)
         model = self._load_model()
-        parameters = num_parameters(model)
+        parameters = model.num_parameters()
         spec = model.attention_specs[0]
         shape = (0, spec.num_kv_heads, config.cache.block_size, spec.head_size)
         cache = torch.empty(shape, dtype=self.cache_dtype, device=device)
         # Between stages the host transfers the hidden states, which a graph cannot contain.
         is_stage = parallel.pipeline_parallel_size > 1
         self._uses_triton = uses_triton(cache)
-        self._captures_graphs = self._uses_triton and not config.model.enforce_eager and not is_stage
+        is_captured = model.recordable is not None and not config.model.enforce_eager and not is_stage
+        self._captures_graphs = self._uses_triton and is_captured
         logger.info(
             "%s: %.1f M parameters, %s, on %s, %s",
             config.model.model, parameters / 1e6, config.model.quantization or name, device,
-            self._prepare_cpu(parameters, cache) if device.type == "cpu" else torch.cuda.get_device_name(device),
+            self._prepare_cpu(model, cache) if device.type == "cpu" else torch.cuda.get_device_name(device),
         )  # fmt: skip
         is_hybrid = not config.cache.disable_hybrid_kv_cache_manager
         self._groups = KVCacheGroups.of(checkpoint.windows, max_model_len, is_hybrid)
@@ -141,8 +146,9 @@ class Worker:
             return
         runner, model = self.runner, self.runner.model
         assert isinstance(model, Decoder)
+        checkpoint = draft_target(self.checkpoint, self.config.scheduler.draft_checkpoint[0])
         method = make_draft_method(
-            self.config, model, self.checkpoint, self._quantized_dtype, self.cache_dtype, runner.batch,
+            self.config, model, checkpoint, self._quantized_dtype, self.cache_dtype, runner.batch,
             self.max_model_len, self.device, self._allocate_caches,
         )  # fmt: skip
         logger.info("drafts: %s, %d bytes per KV block", self.config.scheduler.draft_checkpoint, method.bytes_per_block)
@@ -150,9 +156,10 @@ class Worker:
         by_chance = spec is not None and spec.acceptance == "rejection"
         runner.drafting = Drafting(method, runner.batch, runner.lock, self.device, by_chance)
 
-    def _prepare_cpu(self, parameters: int, cache: torch.Tensor) -> str:
+    def _prepare_cpu(self, model: CausalLM, cache: torch.Tensor) -> str:
         """Set the number of threads; returns a description for the log."""
-        num_threads = configure_threads(parameters, self.config.parallel.world_size, torch_computes=not is_tiled(cache))
+        torch_computes = model.recordable is None or not is_tiled(cache)
+        num_threads = configure_threads(model.num_parameters(), self.config.parallel.world_size, torch_computes)
         if kernel_status().instruction_set is None:
             logger.warning("models are computed in plain torch, which is slow: %s", kernel_status().reason)
         return f"threads: {num_threads}, kernels: {kernel_status().instruction_set or 'plain torch'}"
@@ -222,8 +229,10 @@ class Worker:
 
     def _capture_graphs(self) -> None:
         memory, runner = self._gpu_memory, self.runner
+        model = runner.model.recordable
+        assert model is not None
         graphs = DecodeGraphs(
-            runner.model, runner.kv_caches, runner.batch, runner.last_token_ids, self.max_model_len,
+            model, runner.kv_caches, runner.batch, runner.last_token_ids, self.max_model_len,
             (lambda: run_as_captured) if memory is None else partial(CudaCapture, self.device),
             samples=self.parallel.tensor_parallel_size == 1,
             group_ids=runner.group_ids,
@@ -286,8 +295,20 @@ class Worker:
         quantization = self.config.model.quantization
         return None if quantization is None else QUANTIZED_DTYPES[quantization]
 
-    def _load_model(self) -> Decoder:
+    def _load_model(self) -> CausalLM:
         folder = Path(self.config.model.model)
+        if isinstance(self.checkpoint, TransformersCheckpoint):
+            from quire_engine.models.transformers_model import load_transformers_model  # imports all of transformers
+
+            if self.config.model.quantization is not None:
+                raise ValueError(
+                    f"quantization is {self.config.model.quantization!r}; it must be unset, as "
+                    f"{self.checkpoint.architecture} runs with transformers' own code"
+                )
+            return load_transformers_model(
+                folder, self.checkpoint, self.dtype, self.max_model_len, self.device, self.config.model.load_format
+            )
+        assert isinstance(self.checkpoint, CheckpointConfig)
         return load_model(
             folder, self.checkpoint, self.dtype, self.max_model_len, self.parallel, self._quantized_dtype, self.device,
             self.config.model.load_format,

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from quire_engine.device.transfer import upload
 from quire_engine.messages import SchedulerOutput
-from quire_engine.models.base import AttentionSpec, CausalLM, ForwardContext, KVCaches
+from quire_engine.models.base import AttentionSpec, ForwardContext, KVCaches, RecordableLM
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import StepInputs
 from quire_engine.worker.forward.base import key_caches_by_kind, plan_attentions, with_contexts
@@ -107,7 +107,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: RecordableLM,
         kv_caches: KVCaches,
         batch: InputBatch,
         last_token_ids: torch.Tensor,

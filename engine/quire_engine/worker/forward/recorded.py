@@ -9,7 +9,7 @@ from quire_kernels import AttentionPlan, NotRecordableError, record
 from quire_kernels.attention_plan import CpuAttentionPlan
 from quire_kernels.kv_cache import is_tiled
 
-from quire_engine.models.base import AttentionSpec, CausalLM, ForwardContext, KVCaches
+from quire_engine.models.base import AttentionSpec, ForwardContext, KVCaches, RecordableLM
 from quire_engine.worker.batch.step_inputs import StepInputs
 from quire_engine.worker.forward.base import key_caches_by_group, plan_attentions, with_contexts
 from quire_engine.worker.forward.eager import EagerForward
@@ -129,7 +129,7 @@ class RecordedLayers:
 
 
 class RecordedForward:
-    """A `Forward` that takes small steps, if the model can be recorded.
+    """A `Forward` that takes small steps, if the model's ops can be recorded with these caches.
 
     Args:
         model: of a single rank: communication cannot be recorded.
@@ -141,7 +141,7 @@ class RecordedForward:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: RecordableLM,
         kv_caches: KVCaches,
         eager: EagerForward,
         group_ids: Sequence[int] = (),
