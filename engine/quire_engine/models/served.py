@@ -40,7 +40,7 @@ class ServedCheckpoint(Protocol):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """By layer, how many of its last keys each row sees at most, if the cache may forget those before; None: all."""
+        """By layer, how many of its last keys each row sees at most, if the cache may forget the others; None: all."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
