@@ -79,11 +79,10 @@ def rows(dtype: torch.dtype) -> None:
     store_rows(x[:, :1000], ids, x.clone()[:, 1000:2000])
     apply_token_bitmask(x, ids, torch.zeros(4, 128, dtype=torch.int32))
     norms = {"query_norm_D": x[0, :80], "key_norm_D": x[1, :80]}
-    for cache_dtype, options in ((dtype, {}), (dtype, norms), (FP8, norms)):
+    for cache_dtype, options, rotary_size in ((dtype, {}, 0), (dtype, norms, 20), (FP8, norms, 80)):
         cache, heads = torch.zeros(4, 16, 8, 80).to(cache_dtype).transpose(1, 2), x[:, :3840].unflatten(1, (48, 80))
         parts = (heads[:, :32], heads[:, 32:40], heads[:, 40:])
-        for rotary_size in (80, 20, 0):
-            rope_and_cache(*parts, ids, torch.zeros(9, rotary_size), ids, cache, cache, **options)
+        rope_and_cache(*parts, ids, torch.zeros(9, rotary_size), ids, cache, cache, **options)
 
 
 def choose(dtype: torch.dtype) -> None:
