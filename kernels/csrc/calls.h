@@ -224,7 +224,6 @@ struct ExpertsCall {
   const void* shared;         // [rows, hidden_size], added to the result; or null
   int64_t shared_stride;
   const float* shared_gate;   // [rows], whose sigmoid multiplies it; or null
-  int64_t* loads;             // [experts], to which each one's number of tokens is added; or null
   void* out;                  // [rows, hidden_size], without gaps
   int64_t rows;
   int64_t experts;

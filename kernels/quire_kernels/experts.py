@@ -37,7 +37,6 @@ class _ExpertsCall(Call):
         ("shared", ctypes.c_void_p),
         ("shared_stride", ctypes.c_int64),
         ("shared_gate", ctypes.c_void_p),
-        ("loads", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("rows", ctypes.c_int64),
         ("experts", ctypes.c_int64),
@@ -129,7 +128,6 @@ def routed_experts(
     experts: ExpertsWeight,
     shared_TE: torch.Tensor | None = None,
     shared_gate_T1: torch.Tensor | None = None,
-    loads_X: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The weighted sum of the outputs of each token's experts, those that are here.
 
@@ -140,7 +138,6 @@ def routed_experts(
         experts: from `pack_experts`.
         shared_TE: added to the sum before it is rounded: the output of experts that all tokens share.
         shared_gate_T1: float32, whose sigmoid multiplies `shared_TE`.
-        loads_X: int64, one per expert that is here; the number of tokens that each has computed is added, in place.
 
     Raises:
         TypeError: an argument has another dtype, or is on another device.
@@ -163,23 +160,21 @@ def routed_experts(
 
         return gpu.routed_experts(
             x_TE, weights_TK, expert_ids_TK, experts.expert_map, experts.pointers, experts.down[0].data.dtype,
-            experts.gate_up[0].activation, experts.intermediate_size, shared_TE, shared_gate_T1, loads_X,
+            experts.gate_up[0].activation, experts.intermediate_size, shared_TE, shared_gate_T1,
         )  # fmt: skip
     check_tensor("weights_TK", weights_TK, torch.float32, rows, top_k)
     check_tensor("expert_ids_TK", expert_ids_TK, torch.int64, rows, top_k)
     if shared_gate_T1 is not None:
         check_tensor("shared_gate_T1", shared_gate_T1, torch.float32, rows, 1)
-    if loads_X is not None:
-        check_tensor("loads_X", loads_X, torch.int64, len(experts.down))
     handle = library()
     if experts.calls is None or handle is None:
-        return _routed_experts_torch(x_TE, weights_TK, expert_ids_TK, experts, shared_TE, shared_gate_T1, loads_X)
+        return _routed_experts_torch(x_TE, weights_TK, expert_ids_TK, experts, shared_TE, shared_gate_T1)
     gate_up, down = experts.calls
     out = torch.empty(rows, size, dtype=x_TE.dtype)
     call = _ExpertsCall(
         x_TE.data_ptr(), x_TE.stride(0), weights_TK.data_ptr(), expert_ids_TK.data_ptr(),
         experts.expert_map.data_ptr(), ctypes.addressof(gate_up), ctypes.addressof(down), pointer(shared_TE),
-        0 if shared_TE is None else shared_TE.stride(0), pointer(shared_gate_T1), pointer(loads_X), out.data_ptr(),
+        0 if shared_TE is None else shared_TE.stride(0), pointer(shared_gate_T1), out.data_ptr(),
         rows, len(down), top_k, size, experts.intermediate_size, x_TE.dtype == torch.float32,
     )  # fmt: skip
     launch(handle.quire_experts, call, out)
@@ -193,7 +188,6 @@ def _routed_experts_torch(
     experts: ExpertsWeight,
     shared_TE: torch.Tensor | None,
     shared_gate_T1: torch.Tensor | None,
-    loads_X: torch.Tensor | None,
 ) -> torch.Tensor:
     places_TK = experts.expert_map[expert_ids_TK]
     results_TKE = x_TE.new_zeros(*places_TK.shape, experts.hidden_size, dtype=torch.float32)
@@ -202,8 +196,6 @@ def _routed_experts_torch(
             tokens, ranks = torch.where(places_TK == place)
             hidden = linear(x_TE[tokens], experts.gate_up[place])
             results_TKE[tokens, ranks] = linear(hidden, experts.down[place], torch.float32)
-            if loads_X is not None:
-                loads_X[place] += len(tokens)
     out_TE = torch.zeros_like(x_TE, dtype=torch.float32)
     for rank, result_TE in enumerate(results_TKE.unbind(1)):
         out_TE += weights_TK[:, rank, None] * result_TE

@@ -128,7 +128,6 @@ def routed_experts(
     intermediate_size: int,
     shared_TE: torch.Tensor | None,
     shared_gate_T1: torch.Tensor | None,
-    loads_X: torch.Tensor | None,
 ) -> torch.Tensor:
     """See `quire_kernels.routed_experts`.
 
@@ -143,7 +142,6 @@ def routed_experts(
         intermediate_size: of the experts.
         shared_TE: any strides between rows.
         shared_gate_T1: without gaps.
-        loads_X: written in place.
     """
     out_TE = torch.empty_like(x_TE, memory_format=torch.contiguous_format)
     (rows, size), (num_pairs, top_k) = x_TE.shape, (expert_ids_TK.numel(), expert_ids_TK.shape[1])
@@ -154,8 +152,6 @@ def routed_experts(
     sorted_P, pairs_P = torch.where(places_P < 0, num_experts, places_P).sort(stable=True)
     starts = torch.searchsorted(sorted_P, torch.arange(num_experts + 1, device=x_TE.device))
     counts = starts.diff()
-    if loads_X is not None:
-        loads_X += counts
     tile_starts = F.pad(((counts + BLOCK_M - 1) // BLOCK_M).cumsum(0), (1, 0))
     num_tiles = min(num_pairs, triton.cdiv(num_pairs, BLOCK_M) + num_experts)
     hidden_PI = x_TE.new_empty(num_pairs, intermediate_size)

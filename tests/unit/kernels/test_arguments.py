@@ -72,7 +72,7 @@ GOOD: dict[Callable[..., Any], Callable[[], dict[str, Any]]] = {
         "experts": pack_experts(
             [pack_linear(torch.zeros(10, 8), gated=True)], [pack_linear(torch.zeros(8, 5))], ints(3)
         ),
-        "shared_TE": torch.zeros(T, 8), "shared_gate_T1": torch.zeros(T, 1), "loads_X": ints(1),
+        "shared_TE": torch.zeros(T, 8), "shared_gate_T1": torch.zeros(T, 1),
     },
     store_rows: lambda: {
         "rows_TE": torch.zeros(T, 8), "slot_mapping_T": torch.arange(T), "out_NE": torch.ones(9, 8),
@@ -150,7 +150,6 @@ BAD: list[tuple[Callable[..., Any], str, Any]] = [
     *((routed_experts, "expert_ids_TK", ids) for ids in (ints(T - 1, 2), ints(T, 2).int(), gapped(T, 2, dtype=INT64))),
     *((routed_experts, "shared_TE", shared) for shared in (torch.ones(T, 7), torch.ones(T, 8, dtype=BFLOAT16))),
     *((routed_experts, "shared_gate_T1", gate) for gate in (torch.ones(T), torch.ones(T, 1, dtype=BFLOAT16))),
-    *((routed_experts, "loads_X", loads) for loads in (ints(2), ints(1).int())),
     (store_rows, "rows_TE", torch.zeros(T - 1, 8)),
     (store_rows, "rows_TE", torch.zeros(T, 7)),
     (store_rows, "rows_TE", torch.zeros(T, 2, 8)),

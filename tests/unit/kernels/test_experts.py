@@ -146,14 +146,6 @@ def test_what_all_tokens_share_is_added(kind: str, gated: bool, cpu_kernels: str
     assert out[3].isnan().all() == gated
 
 
-def test_tokens_of_each_expert_are_counted(cpu_kernels: str) -> None:
-    layer = Layer((600, 9, 2, 16, 8), "float32")
-    loads = torch.arange(9)
-    expected = loads + layer.ids.flatten().bincount(minlength=9)
-    routed_experts(layer.x, layer.weights, layer.ids, layer.experts(), loads_X=loads)
-    assert torch.equal(loads, expected)
-
-
 def test_experts_that_are_not_chosen_are_not_read(cpu_kernels: str) -> None:
     """Zero times NaN is NaN: their numbers would be seen."""
     layer = Layer((5, 6, 2, 36, 20), "float32")
