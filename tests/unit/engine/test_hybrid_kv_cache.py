@@ -13,10 +13,10 @@ from quire_engine import LLM, SamplingParams
 from quire_engine.core import engine_core
 from quire_engine.messages import EngineCoreRequest
 from quire_engine.models import decoder
+from quire_engine.models.base import AttentionSpec
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.worker.forward import recorded
 from quire_engine.worker.worker import Worker
-from quire_kernels import paged_attention
 from quire_kernels.cpu import status
 from quire_kernels.gpu.interpreter import INTERPRETED
 from support.checkpoints import edit_json
@@ -222,7 +222,7 @@ def test_small_steps_of_groups_are_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With windows that no request fills, so that attention without one says the same."""
-    monkeypatch.setattr(decoder, "paged_attention", lambda *arguments, window: paged_attention(*arguments))
+    monkeypatch.setattr(decoder, "AttentionSpec", lambda *shape_and_window: AttentionSpec(*shape_and_window[:3]))
     from_folder = CheckpointConfig.from_folder
 
     def with_long_windows(folder: Path) -> CheckpointConfig:
