@@ -37,17 +37,17 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     },
     "granite": {
         "model_type": "granite", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 72,
-        "intermediate_size": 98, "num_hidden_layers": 3, "tie_word_embeddings": False, "attention_bias": True,
+        "intermediate_size": 100, "num_hidden_layers": 3, "tie_word_embeddings": False, "attention_bias": True,
         "mlp_bias": True, "embedding_multiplier": 3.0, "attention_multiplier": 0.1, "residual_multiplier": 0.7,
         "logits_scaling": 1.5,
     },
     "olmo2": {
         "model_type": "olmo2", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 72,
-        "intermediate_size": 98, "num_hidden_layers": 3, "tie_word_embeddings": False, "attention_bias": True,
+        "intermediate_size": 100, "num_hidden_layers": 3, "tie_word_embeddings": False, "attention_bias": True,
     },
     "phi3": {
         "model_type": "phi3", "num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96,
-        "intermediate_size": 98, "num_hidden_layers": 3, "tie_word_embeddings": False, "pad_token_id": None,
+        "intermediate_size": 100, "num_hidden_layers": 3, "tie_word_embeddings": False, "pad_token_id": None,
         "sliding_window": 45, "original_max_position_embeddings": 512, "partial_rotary_factor": 0.75,
         "rope_parameters": {
             "rope_type": "longrope", "rope_theta": 500.0, "factor": 4.0, "partial_rotary_factor": 0.75,
@@ -57,7 +57,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     },
     "smollm3": {
         "model_type": "smollm3", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4,
-        "intermediate_size": 98, "no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True,
+        "intermediate_size": 100, "no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True,
         "pad_token_id": None, "tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 29,
     },
     "qwen2": {
