@@ -14,9 +14,13 @@ import pytest
 __all__ = ["COLUMNS", "FAMILIES", "PAGE", "PAIRS", "rendered", "with_table"]
 
 FAMILIES = {
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
     "GraniteForCausalLM": "granite",
     "LlamaForCausalLM": "tied-gqa",
+    "MistralForCausalLM": "mistral",
     "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
