@@ -52,6 +52,10 @@ _CSS = """
   .block-container, [data-testid="stMainBlockContainer"] { padding-left: 0.8rem; padding-right: 0.8rem; }
 }
 [data-testid="stMetricValue"] { font-size: 1.6rem; }
+/* What cannot be taken back is red. */
+.st-key-danger button { color: #b3261e; border-color: #b3261e; }
+.st-key-danger button[kind="primary"] { color: #fff; background-color: #b3261e; }
+@media (prefers-color-scheme: dark) { .st-key-danger button:not([kind="primary"]) { color: #f2857d; } }
 .quire-block-map p { line-height: 1.9; font-size: 0.85rem; margin-top: 0.5rem; }
 </style>
 """

@@ -11,7 +11,7 @@ from quire_dashboard.history import Point
 from quire_dashboard.queries import Gauge
 from quire_dashboard.views import requests
 from streamlit.testing.v1 import AppTest
-from support.fake_triton import FakeTriton
+from support.fake_triton import FakeTriton, make_request
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of Streamlit and pandas are not ours
 
@@ -39,6 +39,10 @@ def text_of(app: AppTest) -> str:
     parts = [element.value for kind in kinds for element in app.get(kind)]
     text = "\n".join([*parts, *(f"{metric.label}={metric.value}" for metric in app.metric)])
     return re.sub(r"\\(?=[^a-zA-Z0-9\s])", "", text)
+
+
+def press(app: AppTest, label: str) -> None:
+    next(button for button in app.button if button.label == label).click()
 
 
 def read_again() -> None:
@@ -160,17 +164,46 @@ def test_requests_are_listed_and_one_is_cancelled(fake: FakeTriton, monkeypatch:
     assert list(table["request"]) == ["report (aaaa11)", "chat (cccc33)"]
     assert list(table["phase"]) == ["decode", "prefill"]
     assert list(table["tokens"]) == ["10 of 40", "0 of 40"]
-    app.selectbox(key="chosen").set_value("cccc3333dddd4444")
+    assert not app.button, "nothing is chosen"
+    app.session_state["chosen"] = requests._Chosen("tinypy", "cccc3333dddd4444", "chat (cccc33)")
     assert "prefill chunk, 64 tokens" in text_of(app.run())
-    next(button for button in app.button if button.label == "Cancel `chat (cccc33)`").click()
+    press(app, "Cancel `chat (cccc33)`…")
+    assert "it cannot be taken back" in text_of(app.run())
+    assert fake.state.cancelled == []
+    press(app, "Let it run")
+    assert "it cannot be taken back" not in text_of(app.run())
+    press(app, "Cancel `chat (cccc33)`…")
+    app.run()
+    press(app, "Cancel `chat (cccc33)` now")
     text = text_of(app.run())
     assert fake.state.cancelled == ["cccc3333dddd4444"]
     assert "Request `chat (cccc33)` was cancelled." in text
+    assert "Request `chat (cccc33)` has ended." in text
     assert "**1 requests**" in text
     monkeypatch.setattr(requests, "_TOLD_S", 0.0)
     assert "was cancelled" not in text_of(app.run())
     monkeypatch.undo()
     assert "was cancelled" not in text_of(app.run())
+
+
+def test_a_chosen_request_stays_chosen_while_others_come_and_go(fake: FakeTriton) -> None:
+    app = open_page("requests")
+    app.session_state["chosen"] = requests._Chosen("tinypy", "cccc3333dddd4444", "chat (cccc33)")
+
+    def buttons_after(change: Callable[[list[dict[str, object]]], None]) -> list[str]:
+        with fake.state.lock:
+            change(fake.state.snapshot["requests"])
+        monitor().forget_snapshot("tinypy")
+        app.run()
+        return [button.label for button in app.button]
+
+    assert buttons_after(lambda live: None) == ["Cancel `chat (cccc33)`…"]
+    older = make_request("eeee5555ffff6666", label="older", age_seconds=83.0)
+    assert buttons_after(lambda live: live.append(older)) == ["Cancel `chat (cccc33)`…"]
+    assert buttons_after(lambda live: live.remove(live[1])) == []
+    assert "Request `chat (cccc33)` has ended." in text_of(app)
+    assert buttons_after(lambda live: live.clear()) == []
+    assert "Request `chat (cccc33)` has ended." in text_of(app)
 
 
 def test_requests_cannot_be_seen_without_the_token(fake: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
