@@ -84,7 +84,7 @@ def test_figures_follow_the_server_without_a_reload(open_page: Callable[..., Pag
 def test_a_refresh_keeps_the_charts_where_they_are(open_page: Callable[..., Page], fake: FakeTriton) -> None:
     page = open_page()
     running = page.get_by_test_id("stMetric").filter(has_text="Running")
-    expect(page.locator("svg.marks")).to_have_count(8)
+    expect(page.locator("svg.marks")).to_have_count(7)  # nothing is missed
 
     def refresh(*numbers: int) -> None:
         for number in numbers:
@@ -102,6 +102,22 @@ def test_a_refresh_keeps_the_charts_where_they_are(open_page: Callable[..., Page
     }""")
     refresh(14, 15, 16, 2)
     assert page.evaluate("window.removed") == 0
+
+
+def test_a_line_is_not_drawn_where_it_has_no_value(open_page: Callable[..., Page], fake: FakeTriton) -> None:
+    page = open_page()
+    line = page.locator("svg.marks").filter(has_text="share of blocks").locator(".mark-line path")
+    usage = page.get_by_test_id("stMetric").filter(has_text="KV cache")
+    expect(usage).to_contain_text("25.0%")
+    expect(line).to_be_attached()
+    before = (line.get_attribute("d") or "").count("M")
+    with fake.state.lock:
+        gauges = fake.state.samples.pop("kv_cache_usage_ratio")
+    expect(usage).to_contain_text("—")
+    with fake.state.lock:
+        fake.state.samples["kv_cache_usage_ratio"] = gauges
+    expect(usage).to_contain_text("25.0%")
+    expect(line).to_have_attribute("d", re.compile(rf"^(M[^M]*){{{before + 1}}}$"))
 
 
 def test_the_slo_class_filters_goodput(open_page: Callable[..., Page], fake: FakeTriton) -> None:

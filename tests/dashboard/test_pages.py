@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Callable
 
+import pyarrow as pa
 import pytest
 from quire_dashboard import frame
 from quire_dashboard.frame import Line, monitor
@@ -68,7 +69,8 @@ def test_overview_when_all_is_well(fake: FakeTriton) -> None:
     assert "Users are served within their SLO." in text
     for figure in ("Goodput=100%", "KV cache=25.0%", "Running=2", "Waiting=0", "Restarts=0"):
         assert figure in text
-    assert len(app.get("vega_lite_chart")) == 8
+    assert len(app.get("vega_lite_chart")) == 7
+    assert "Nothing in this time range." in text, "nothing is missed"
 
 
 def test_overview_names_the_likely_cause(fake: FakeTriton) -> None:
@@ -128,7 +130,7 @@ def test_a_limit_that_lines_swing_about_does_not_come_and_go() -> None:
     what = ((Line(query=Gauge(name="anything"), name="p99"),), "swinging", 300.0)
 
     def drawn(highest: float) -> list[str]:
-        found = frame._drawn_of(what, [[Point(1.0, "", highest)]])
+        found = frame._drawn_of(what, [[Point(time.time(), "", highest)]])
         return list(frame._near({"target": 1.0, "lower": 0.1}, found))
 
     assert drawn(0.24) == ["lower"]
@@ -136,6 +138,44 @@ def test_a_limit_that_lines_swing_about_does_not_come_and_go() -> None:
     assert drawn(0.24) == ["target", "lower"]
     assert drawn(0.16) == ["lower"]
     assert drawn(0.24) == ["lower"]
+
+
+def drawn_of(chart: AppTest, alt: str) -> pa.Table:
+    """The data of a chart."""
+    proto = next(one.proto for one in chart.get("vega_lite_chart") if one.proto.alt == alt)
+    (data,) = [one.data.data for one in proto.datasets] or [proto.data.data]
+    return pa.ipc.open_stream(data).read_all()
+
+
+def test_all_charts_show_the_same_time_and_it_ends_now(fake: FakeTriton) -> None:
+    app = open_page("overview")
+    fake.state.finish(20)
+    read_again()
+    app.run()
+    now = time.time()
+    charts = [one.proto.alt for one in app.get("vega_lite_chart")]
+    assert len(charts) == 7, "of misses there are none"
+    for alt in charts:
+        times = [moment.timestamp() for moment in drawn_of(app, alt).column("time").to_pylist()]
+        assert now - 15 < max(times) <= now
+        assert max(times) - min(times) == pytest.approx(300, abs=0.01)
+
+
+def test_what_is_old_is_not_said_to_be_now_and_is_drawn_where_it_was() -> None:
+    what = ((Line(query=Gauge(name="anything"), name="running"),), "aged", 300.0)
+    now = time.time()
+    drawn = frame._drawn_of(what, [[Point(now - 400, "", 5.0), Point(now - 120, "", 7.0)]])
+    assert drawn.table.column("value").to_pylist() == [7.0, None, None]
+    assert frame._now(drawn, str, now) == ""
+    assert frame._now(drawn, str, now - 100) == "running 7.0"
+
+
+def test_lines_that_are_always_zero_are_left_out() -> None:
+    line = Line(query=Gauge(name="anything"), by="cause", hides_zero=True)
+    now = time.time()
+    points = [Point(now, "ttft", 0.0), Point(now, "e2e", 0.5)]
+    assert frame._drawn_of(((line,), "zeros", 300.0), [points]).names == ["e2e"]
+    assert frame._drawn_of(((line,), "zeros", 300.0), [points[:1]]).names == []
 
 
 # -- the other pages ---------------------------------------------------------------------------------------------------
@@ -223,6 +263,17 @@ def test_engine_shows_ranks_phases_and_queues(fake: FakeTriton) -> None:
         assert said in text
     assert list(app.dataframe[0].value["step (median)"]) == ["21 ms"]
     assert list(app.dataframe[1].value["median"]) == ["1.0 ms", "20 ms", "1.0 ms"]
+
+
+def test_a_step_is_counted_once_in_the_composition_of_batches(fake: FakeTriton) -> None:
+    open_page("engine")
+    for number in (1234, 1240, 1240, 1241):
+        fake.state.snapshot["engine"]["step"] = number
+        monitor().forget_snapshot("tinypy")
+        monitor().snapshot("tinypy")
+    assert [(step.num_decode_tokens, step.num_prefill_tokens) for step in monitor().steps("tinypy")[-4:]] == [
+        (0, 0), (1, 64), (0, 0), (1, 64),
+    ]  # fmt: skip
 
 
 def test_engine_shows_what_becomes_of_drafts(fake: FakeTriton) -> None:
