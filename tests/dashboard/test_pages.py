@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 from quire_dashboard import frame
 from quire_dashboard.frame import Line, monitor
+from quire_dashboard.health import SLO_EXAMPLE
 from quire_dashboard.history import Point
 from quire_dashboard.queries import Gauge
 from quire_dashboard.views import requests
@@ -71,6 +72,18 @@ def test_overview_when_all_is_well(fake: FakeTriton) -> None:
         assert figure in text
     assert len(app.get("vega_lite_chart")) == 7
     assert "Nothing in this time range." in text, "nothing is missed"
+
+
+def test_overview_says_that_no_slo_is_set_and_which_setting_sets_one(fake: FakeTriton) -> None:
+    fake.state.snapshot["settings"]["slo"] = {"default": {"ttft_ms": None}}
+    app = open_page("overview")
+    fake.state.finish(20)
+    read_again()
+    text = text_of(app.run())
+    assert "No SLO is set" in text
+    assert "within their SLO" not in text
+    assert "Goodput=no SLO" in text
+    assert [code.value for code in app.get("code")] == [SLO_EXAMPLE]
 
 
 def test_overview_names_the_likely_cause(fake: FakeTriton) -> None:

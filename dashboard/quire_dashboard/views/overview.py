@@ -6,7 +6,7 @@ from quire_dashboard import words
 from quire_dashboard.charts import SECONDS, SHARES
 from quire_dashboard.evidence import gather
 from quire_dashboard.frame import CHARTS_S, Line, chart, figures, live, monitor, selection, server_away
-from quire_dashboard.health import Evidence, Health, Level, assess
+from quire_dashboard.health import SLO_EXAMPLE, Evidence, Health, Level, assess
 from quire_dashboard.queries import Gauge, Quantile, Rate, Ratio, latest
 from quire_dashboard.snapshot_answer import Snapshot
 
@@ -45,7 +45,13 @@ def _now() -> None:
     view = watcher.view()
     evidence = gather(view, picked.labels, snapshot, server_error=watcher.error, slo_class=_slo_class())
     if not nothing and not watcher.error:
-        _say(assess(evidence))
+        what = (picked.model, _slo_class())
+        standing = st.session_state.setdefault("standing", {})
+        health = assess(evidence, standing.get(what, ()))
+        standing[what] = [finding.cause for finding in health.findings]
+        _say(health)
+        if evidence.has_slo is False:
+            st.code(SLO_EXAMPLE, language="json")
     if nothing:
         return
     _figures(evidence)
@@ -68,7 +74,11 @@ def _figures(evidence: Evidence) -> None:
     restarts = latest(Gauge(name="quire_engine_restarts_total"), view, labels).get("")
     rows = (
         (
-            ("Goodput", words.percent(good), "Share of the requests of the last minute that met every target."),
+            (
+                "Goodput",
+                "no SLO" if evidence.has_slo is False else words.percent(good),
+                "Share of the requests of the last minute that met every target.",
+            ),
             ("TTFT p95", words.seconds_or_dash(evidence.ttft_p95), "Time to first token, of the last minute."),
             ("Tokens", words.per_second(tokens), "Generated, mean of the last minute."),
             ("KV cache", words.percent(evidence.kv_usage), "Share of the blocks that live requests hold."),
