@@ -18,6 +18,7 @@ from quire_dashboard.settings import Settings
 from quire_dashboard.words import printable
 from support.browser import chromium, dashboard, is_dark, pages_of, sidebar_link
 from support.fake_triton import TOKEN, FakeTriton, fake_triton, make_request
+from support.serving import wait_until
 
 pytestmark = pytest.mark.browser
 
@@ -271,6 +272,11 @@ def test_a_server_that_goes_away_is_said(browser: Browser, open_page: Callable[.
         fleeting.stop()
         expect(page.get_by_text("The server does not answer.").first).to_be_visible()
         expect(page.get_by_text("nothing listens there").first).to_be_visible()
+
+
+def test_the_history_begins_before_the_first_visitor() -> None:
+    with fake_triton() as lonely, dashboard(settings_of(lonely)):
+        wait_until(lambda: lonely.state.num_readings >= 2, "the server is watched")
 
 
 def test_with_a_token_it_must_be_known(open_page: Callable[..., Page], fake: FakeTriton) -> None:
