@@ -41,6 +41,8 @@ class State:
         self.cancelled: list[str] = []
         self.prompts: list[tuple[str, dict[str, Any]]] = []
         self.words = ["def ", "fib", "(n):", "\n    return n"]
+        self.num_readings = 0
+        """Of /metrics."""
         self.traffic = 0
         """Requests that end between two readings of /metrics."""
         self.lingers_s = 0.0
@@ -106,6 +108,7 @@ class State:
     def metrics_text(self) -> str:
         """/metrics, with the series of tritonserver's own among them."""
         with self.lock:
+            self.num_readings += 1
             if self.traffic:
                 self.finish(self.traffic)
             base: Labels = (("engine", "0"), ("model", MODEL), ("version", "1"))

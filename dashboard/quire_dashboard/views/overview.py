@@ -3,9 +3,10 @@
 import streamlit as st
 
 from quire_dashboard import words
+from quire_dashboard.charts import SECONDS, SHARES
 from quire_dashboard.evidence import gather
-from quire_dashboard.frame import CHARTS_S, SECONDS_AXIS, Line, chart, figures, live, monitor, selection, server_away
-from quire_dashboard.health import Evidence, Health, Level, assess
+from quire_dashboard.frame import CHARTS_S, Line, chart, figures, live, monitor, selection, server_away
+from quire_dashboard.health import SLO_EXAMPLE, Evidence, Health, Level, assess
 from quire_dashboard.queries import Gauge, Quantile, Rate, Ratio, latest
 from quire_dashboard.snapshot_answer import Snapshot
 
@@ -44,7 +45,13 @@ def _now() -> None:
     view = watcher.view()
     evidence = gather(view, picked.labels, snapshot, server_error=watcher.error, slo_class=_slo_class())
     if not nothing and not watcher.error:
-        _say(assess(evidence))
+        what = (picked.model, _slo_class())
+        standing = st.session_state.setdefault("standing", {})
+        health = assess(evidence, standing.get(what, ()))
+        standing[what] = [finding.cause for finding in health.findings]
+        _say(health)
+        if evidence.has_slo is False:
+            st.code(SLO_EXAMPLE, language="json")
     if nothing:
         return
     _figures(evidence)
@@ -67,7 +74,11 @@ def _figures(evidence: Evidence) -> None:
     restarts = latest(Gauge(name="quire_engine_restarts_total"), view, labels).get("")
     rows = (
         (
-            ("Goodput", words.percent(good), "Share of the requests of the last minute that met every target."),
+            (
+                "Goodput",
+                "no SLO" if evidence.has_slo is False else words.percent(good),
+                "Share of the requests of the last minute that met every target.",
+            ),
             ("TTFT p95", words.seconds_or_dash(evidence.ttft_p95), "Time to first token, of the last minute."),
             ("Tokens", words.per_second(tokens), "Generated, mean of the last minute."),
             ("KV cache", words.percent(evidence.kv_usage), "Share of the blocks that live requests hold."),
@@ -101,16 +112,16 @@ def _charts() -> None:
     left, right = st.columns(2)
     with left:
         chart("Goodput", "share of requests", [Line(query=_goodput(own, "slo"), by="slo")], key="goodput",
-              rules={"99%": 0.99}, format_=".0%", top=1.0, say=words.percent)  # fmt: skip
+              rules={"99%": 0.99}, axis=SHARES, top=1.0, say=words.percent)  # fmt: skip
         _latency("Time to first token", "quire_time_to_first_token_seconds", targets.get("ttft"))
         _latency("End-to-end latency", "quire_e2e_request_latency_seconds", targets.get("e2e"))
         chart("KV cache", "share of blocks", [
             Line(query=Gauge(name="quire_kv_cache_usage_ratio", how="max"), name="used"),
-        ], key="kv", format_=".0%", top=1.0, say=words.percent)  # fmt: skip
+        ], key="kv", axis=SHARES, top=1.0, say=words.percent)  # fmt: skip
     missed = (*own, ("verdict", "miss"))
     with right:
         chart("Misses by first cause", "requests per second", [
-            Line(query=Rate(name="quire_slo_requests_total", labels=missed, by="cause"), by="cause"),
+            Line(query=Rate(name="quire_slo_requests_total", labels=missed, by="cause"), by="cause", hides_zero=True),
         ], key="misses", say=words.per_second)  # fmt: skip
         _latency("Time per output token", "quire_time_per_output_token_seconds", targets.get("tpot"))
         chart("Tokens", "tokens per second", [
@@ -127,4 +138,4 @@ def _charts() -> None:
 def _latency(title: str, name: str, target: float | None) -> None:
     lines = [Line(query=Quantile(name=name, q=q), name=label) for label, q in _QUANTILES]
     rules = {f"SLO {words.seconds(target)}": target} if target is not None else None
-    chart(title, "seconds", lines, key=name, rules=rules, say=words.seconds, format_=SECONDS_AXIS)
+    chart(title, "seconds", lines, key=name, rules=rules, say=words.seconds, axis=SECONDS)
