@@ -343,6 +343,7 @@ def openai(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     api_key: ApiKey = None,
     api_key_file: ApiKeyFile = None,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest body of a request.")] = 16 << 20,
     _debug: Debug = False,
 ) -> int:
     """Serve OpenAI's API in front of a server that runs already, here or elsewhere.
@@ -352,4 +353,5 @@ def openai(
     from quire_cli.openai import GatewayOptions, read_api_keys, run_gateway
 
     keys = read_api_keys(api_key or (), api_key_file)
-    return run_gateway(GatewayOptions(url=url, host=host, port=port, api_keys=keys))
+    options = GatewayOptions(url=url, host=host, port=port, api_keys=keys, max_body_bytes=max_body_bytes)
+    return run_gateway(options)

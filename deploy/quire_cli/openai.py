@@ -39,10 +39,12 @@ class GatewayOptions:
     host: str = "127.0.0.1"
     port: int = 9000
     api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 16 << 20
 
     def command(self) -> list[str]:
         """The command; keys are passed by environment, as every user can see a command line."""
         arguments = ["--url", self.url, "--host", self.host, "--port", str(self.port)]
+        arguments += ["--max-body-bytes", str(self.max_body_bytes)]
         return [sys.executable, "-m", "quire_backend.openai", *arguments]
 
     def environment(self) -> dict[str, str]:

@@ -1,16 +1,26 @@
 """The OpenAI gateway as OpenAI's own client sees it, in front of a real tritonserver with the demo model."""
 
+import contextlib
 import http.client
 import json
+import os
+import signal
+import subprocess
+import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
+from quire_cli.listening import listens
 from support.clients import metric, run
+from support.ports import free_port
+from support.processes import children, command_line
 from support.serving import Server, serve, wait_until
 
 pytestmark = pytest.mark.server
@@ -186,20 +196,22 @@ def test_stop_echo_bias_and_vllms_parameters(client: openai.OpenAI, stream: bool
         ({"extra_body": {"tempereture": 1}}, "tempereture", "did you mean 'temperature'"),
         ({"extra_body": {"guided_regex": "foo**("}}, "guided_regex", "guided_regex"),
         ({"echo": True, "prompt": [5, 6]}, "echo", "echo"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "without stream"),
     ],
 )
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_bad_value_is_named(
     client: openai.OpenAI, said: dict[str, Any], param: str, message: str, stream: bool
 ) -> None:
-    if stream and "stream_options" in said:
-        pytest.skip("it goes with a stream")
     with pytest.raises(openai.BadRequestError) as raised:
         client.completions.create(**{"model": MODEL, "prompt": PROMPT, "stream": stream} | said)
     assert raised.value.param == param
     assert message in str(raised.value)
     assert raised.value.type == "invalid_request_error"
+
+
+def test_options_of_a_stream_need_one(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="without stream"):
+        client.completions.create(model=MODEL, prompt=PROMPT, stream_options={"include_usage": True})
 
 
 def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
@@ -368,3 +380,79 @@ def test_metrics_count_by_route_and_status(server: Server) -> None:
     post(server, b"{")
     get(server, "/nothing/of/the/kind")
     assert (count("/v1/completions", 400), count("other", 404)) == (before[0] + 1, before[1] + 1)
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+def find(processes: Iterable[int], module: str) -> int:
+    return next(pid for pid in processes if module in command_line(pid))
+
+
+def gateway_of(server: Server) -> int | None:
+    """The process that listens, if one does."""
+    with contextlib.suppress(StopIteration):
+        pid = find(children(server.process.pid), "quire_backend.openai")
+        return pid if listens(pid, int(server.openai.rpartition(":")[2])) else None
+    return None
+
+
+def test_health_tells_of_an_engine_that_died_and_requests_wait_for_the_next(
+    server: Server, client: openai.OpenAI
+) -> None:
+    os.kill(find(server.run_id.processes(), "quire_engine.core.core_process"), signal.SIGKILL)
+    wait_until(lambda: get(server, "/health") == (503, '{"status":"unavailable"}'), "it is known")
+    assert client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=3).choices[0].text
+    wait_until(lambda: get(server, "/health")[0] == 200, "it runs again")
+
+
+def test_a_gateway_that_dies_is_started_again_on_its_port(server: Server) -> None:
+    pid = gateway_of(server)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: gateway_of(server) not in (None, pid), "there is another one")
+    assert get(server, "/health")[0] == 200
+    assert "the OpenAI gateway has died, and is started again" in server.log()
+
+
+@contextlib.contextmanager
+def gateway_alone(*args: str, env: dict[str, str] | None = None) -> Iterator[str]:
+    """`quire openai`; its address."""
+    command = [sys.executable, "-m", "quire_cli", "openai", "--port", "0", *args]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **(env or {})})
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        address = line.removeprefix("quire: OpenAI gateway at http://").removesuffix("/v1\n")
+        wait_until(lambda: listens(process.pid, int(address.rpartition(":")[2])), "it listens")
+        yield address
+    finally:
+        process.terminate()
+        assert process.wait(30) in (0, -signal.SIGTERM)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_a_gateway_alone_asks_for_a_key_and_bounds_bodies(server: Server, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sesam\n\nother\n")
+    arguments = ("--url", server.grpc, "--api-key", "third", "--api-key-file", str(keys), "--max-body-bytes", "2000")
+    with gateway_alone(*arguments, env={"QUIRE_OPENAI_API_KEYS": "fourth"}) as address:
+        alone = replace(server, openai=address)
+        for key in ("sesam", "other", "third", "fourth"):
+            with client_of(alone, key) as made:
+                assert made.completions.create(model=MODEL, prompt="x", max_tokens=1).choices[0].finish_reason
+        with client_of(alone, "fifth") as made, pytest.raises(openai.AuthenticationError) as raised:
+            made.models.list()
+        assert raised.value.code == "invalid_api_key"
+        assert get(alone, "/health")[0] == 200
+        status, answer, _ = post(alone, b" " * 2001, authorization="Bearer sesam")
+        assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
+
+
+def test_a_gateway_without_a_server_says_so() -> None:
+    with free_port() as port, gateway_alone("--url", f"127.0.0.1:{port}") as address:
+        client = openai.OpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0)
+        with client, pytest.raises(openai.InternalServerError) as raised:
+            client.completions.create(model=MODEL, prompt=PROMPT)
+        assert raised.value.status_code == 503
