@@ -344,6 +344,9 @@ def openai(
     api_key: ApiKey = None,
     api_key_file: ApiKeyFile = None,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest body of a request.")] = 16 << 20,
+    drain_timeout: Annotated[
+        int, typer.Option(min=0, max=86400, metavar="S", help="Seconds that running requests get when asked to stop.")
+    ] = 30,
     _debug: Debug = False,
 ) -> int:
     """Serve OpenAI's API in front of a server that runs already, here or elsewhere.
@@ -353,5 +356,6 @@ def openai(
     from quire_cli.openai import GatewayOptions, read_api_keys, run_gateway
 
     keys = read_api_keys(api_key or (), api_key_file)
-    options = GatewayOptions(url=url, host=host, port=port, api_keys=keys, max_body_bytes=max_body_bytes)
+    options = GatewayOptions(url=url, host=host, port=port, api_keys=keys, max_body_bytes=max_body_bytes,
+                             drain_timeout_s=drain_timeout)  # fmt: skip
     return run_gateway(options)

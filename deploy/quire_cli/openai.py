@@ -21,6 +21,8 @@ __all__ = ["Gateway", "GatewayOptions", "how_to_install", "read_api_keys", "run_
 
 API_KEYS = "QUIRE_OPENAI_API_KEYS"
 _NEEDS = ("fastapi", "uvicorn", "tritonclient")
+_DRAIN_S = 1
+"""Of one beside a server: what its requests wait for has been drained before."""
 _START_S = 30.0
 """How long the ready line waits for the gateway; the server is what matters."""
 
@@ -40,11 +42,13 @@ class GatewayOptions:
     port: int = 9000
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = 16 << 20
+    drain_timeout_s: int = 30
 
     def command(self) -> list[str]:
         """The command; keys are passed by environment, as every user can see a command line."""
         arguments = ["--url", self.url, "--host", self.host, "--port", str(self.port)]
         arguments += ["--max-body-bytes", str(self.max_body_bytes)]
+        arguments += ["--drain-timeout", str(self.drain_timeout_s)]
         return [sys.executable, "-m", "quire_backend.openai", *arguments]
 
     def environment(self) -> dict[str, str]:
@@ -102,18 +106,19 @@ class Gateway:
     """
 
     def __init__(self, endpoint: Endpoint, grpc: Endpoint, api_keys: tuple[str, ...], console: Console) -> None:
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._console = console
         self._options = GatewayOptions(
-            url=f"{grpc.client_host}:{grpc.port}", host=endpoint.host, port=endpoint.port, api_keys=api_keys
-        )
+            url=f"{grpc.client_host}:{grpc.port}", host=endpoint.host, port=endpoint.port, api_keys=api_keys,
+            drain_timeout_s=_DRAIN_S,
+        )  # fmt: skip
         self._crash_loop = CrashLoop()
         self._process: Companion | None = None
         self._is_named = False
 
     def __enter__(self) -> "Gateway":
         options = self._options
-        self._process = Companion(self._endpoint, options.command(), options.environment(), self._on_end)
+        self._process = Companion(self.endpoint, options.command(), options.environment(), self._on_end)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -128,7 +133,7 @@ class Gateway:
             self._is_named = self._process.is_listening()
             if not self._is_named:
                 return None if self._process.age_s < _START_S else ""
-        return f" openai={self._endpoint}"
+        return f" openai={self.endpoint}"
 
     def _on_end(self, served_s: float) -> float | None:
         delay_s = self._crash_loop.delay_after_death(served_s >= STABLE_SECONDS)

@@ -1,7 +1,7 @@
 """`quire serve`: from options to a running tritonserver."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,8 +92,7 @@ def serve(options: ServeOptions) -> int:
         console,
         RunDirectory() as run,
         HealthServer(_own_endpoint("health", 8003, options.health_port, options.host, endpoints), health) as address,
-        _gateway(options, endpoints, console) as gateway,
-        _dashboard(options, {**endpoints, "health": address.endpoint}, console) as dashboard,
+        _beside(options, {**endpoints, "health": address.endpoint}, console) as (gateway, dashboard),
     ):
         if options.model is not None:
             repository = run.path / "models"
@@ -199,18 +198,27 @@ def _endpoints(options: ServeOptions, flags: ServerFlags) -> dict[str, Endpoint]
     return {option.removesuffix("-port"): endpoint for option, endpoint in reserve(wanted).items()}
 
 
-def _gateway(
+@contextmanager
+def _beside(
     options: ServeOptions, endpoints: dict[str, Endpoint], console: Console
-) -> AbstractContextManager[Gateway | None]:
+) -> Iterator[tuple[Gateway | None, Dashboard | None]]:
+    """What runs beside the server. Both have found their ports before one of them takes its own."""
+    gateway = _gateway(options, endpoints, console)
+    dashboard = _dashboard(options, endpoints | ({"openai": gateway.endpoint} if gateway else {}), console)
+    with gateway or nullcontext(), dashboard or nullcontext():
+        yield gateway, dashboard
+
+
+def _gateway(options: ServeOptions, endpoints: dict[str, Endpoint], console: Console) -> Gateway | None:
     """The OpenAI gateway to start beside the server; None if it is off, or something is missing for it."""
     if not options.openai:
-        return nullcontext()
+        return None
     missing = openai.how_to_install()
     if not missing and "grpc" not in endpoints:
         missing = "it needs the server's gRPC port, which is turned off"
     if missing:
         console.line(f"quire: no OpenAI gateway: {missing}")
-        return nullcontext()
+        return None
     endpoint = _own_endpoint("openai", 9000, options.openai_port, options.host, endpoints)
     return Gateway(endpoint, endpoints["grpc"], options.api_keys, console)
 
@@ -225,18 +233,16 @@ def _ready_word(*words: Callable[[], str | None]) -> Callable[[], str | None]:
     return all_words
 
 
-def _dashboard(
-    options: ServeOptions, endpoints: dict[str, Endpoint], console: Console
-) -> AbstractContextManager[Dashboard | None]:
+def _dashboard(options: ServeOptions, endpoints: dict[str, Endpoint], console: Console) -> Dashboard | None:
     """The dashboard to start beside the server; None if it is off, or something is missing for it."""
     if not options.dashboard:
-        return nullcontext()
+        return None
     missing = dashboards.how_to_install()
     if not missing and not endpoints.keys() >= {"grpc", "metrics"}:
         missing = "it needs the server's gRPC and metrics ports, and one of them is turned off"
     if missing:
         console.line(f"quire: no dashboard: {missing}")
-        return nullcontext()
+        return None
     endpoint = _own_endpoint("dashboard", 8501, options.dashboard_port, options.host, endpoints)
     return Dashboard(endpoint, endpoints, console)
 
@@ -246,8 +252,9 @@ def _own_endpoint(
 ) -> Endpoint:
     """Where a service of `quire serve` itself listens."""
     option, host = f"{service}-port", resolve(host)
-    # tritonserver's ports are only reserved yet, and must not be taken; the others are taken already.
-    others = {f"{name}-port": endpoint for name, endpoint in endpoints.items() if name in _SERVICES}
+    # These ports are only reserved yet, and must not be taken; the others are taken already.
+    reserved = (*_SERVICES, "openai")
+    others = {f"{name}-port": endpoint for name, endpoint in endpoints.items() if name in reserved}
     try:
         return reserve({**others, option: Endpoint(host, default if wanted is None else wanted)})[option]
     except CommandError:

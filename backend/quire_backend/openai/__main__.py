@@ -12,9 +12,6 @@ from quire_backend.openai.settings import API_KEYS_VARIABLE, GatewaySettings
 
 __all__ = ["main"]
 
-_SHUTDOWN_S = 2
-"""How long open requests get at the end: tritonserver, which they wait for, has been drained already."""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the gateway.
@@ -28,19 +25,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", default=defaults.host)
     parser.add_argument("--port", type=int, default=defaults.port)
     parser.add_argument("--max-body-bytes", type=int, default=defaults.max_body_bytes)
+    parser.add_argument("--drain-timeout", type=int, default=defaults.drain_timeout_s)
     given = parser.parse_args(arguments)
     keys = os.environ.pop(API_KEYS_VARIABLE, "")
     try:
         settings = GatewaySettings(
             url=given.url, host=given.host, port=given.port, max_body_bytes=given.max_body_bytes,
-            api_keys=tuple(keys.splitlines()),
+            api_keys=tuple(keys.splitlines()), drain_timeout_s=given.drain_timeout,
         )  # fmt: skip
     except ValueError as error:
         print(f"quire: {error}", file=sys.stderr)
         return 2
     uvicorn.run(
         make_app(settings), host=settings.host, port=settings.port, http="h11", ws="none", log_level="warning",
-        access_log=False, server_header=False, timeout_graceful_shutdown=_SHUTDOWN_S, lifespan="on",
+        access_log=False, server_header=False, timeout_graceful_shutdown=settings.drain_timeout_s, lifespan="on",
     )  # fmt: skip
     return 0
 

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire_backend.openai.answers import Answer, ChatAnswer, CompletionAnswer
@@ -53,7 +54,9 @@ def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClien
     app.add_api_route("/v1/models/{model:path}", _model, methods=["GET"], response_model=None)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(ClientLeftError, _on_client_left)
+    for left in (ClientLeftError, ClientDisconnect):
+        app.add_exception_handler(left, _on_client_left)
+    app.add_exception_handler(Exception, _on_fault)
     gatekeeper = Gatekeeper(app, settings, {*routes, "/metrics"})
     app.add_api_route("/metrics", lambda: _text(gatekeeper.metrics()), methods=["GET"], response_model=None)
     return gatekeeper
@@ -179,6 +182,11 @@ async def _on_http_error(_: Request, error: Exception) -> Response:
     """What FastAPI itself finds: no such route, another method."""
     assert isinstance(error, HTTPException)
     return error_response(ApiError(error.status_code, error.detail))
+
+
+async def _on_fault(_: Request, error: Exception) -> Response:
+    """The cause is in the log."""
+    return error_response(ApiError(500, "the gateway failed at this request; its log has the cause"))
 
 
 async def _on_client_left(_: Request, error: Exception) -> Response:

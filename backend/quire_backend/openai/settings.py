@@ -25,12 +25,16 @@ class GatewaySettings:
     """Any of them lets a client in; none: everybody is let in."""
     max_body_bytes: int = 16 << 20
     """Largest body of a request."""
+    drain_timeout_s: int = 30
+    """How long open requests get when it is asked to end."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}; it must be from 0 to 65535")
         if self.max_body_bytes < 1:
             raise ValueError(f"max_body_bytes is {self.max_body_bytes}; it must be at least 1")
+        if self.drain_timeout_s < 0:
+            raise ValueError(f"drain_timeout_s is {self.drain_timeout_s}; it must be at least 0")
         if not all(key.isascii() and key.isprintable() and not key.isspace() for key in self.api_keys):
             raise ValueError("api_keys holds one that no header can carry; they must be printable ASCII, and not empty")
 
