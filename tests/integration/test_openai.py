@@ -356,7 +356,7 @@ def test_a_client_that_leaves_frees_its_blocks(server: Server, stream: bool, pat
     body = {"model": MODEL, "stream": stream, "max_tokens": 900, "ignore_eos": True}
     body |= {"messages": MESSAGES} if "chat" in path else {"prompt": ["import ", "class "]}
     leave(server, body, path=path, after_bytes=200 if stream else 0)
-    wait_until(lambda: is_idle(server), "its blocks are free", deadline_s=3)
+    wait_until(lambda: is_idle(server), "its blocks are free")
     num_prompts = 1 if "chat" in path else 2
     wait_until(lambda: metric(server, "quire_requests_total", outcome="abort") == aborted + num_prompts, "all aborted")
 

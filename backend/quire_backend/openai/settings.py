@@ -35,7 +35,7 @@ class GatewaySettings:
             raise ValueError(f"max_body_bytes is {self.max_body_bytes}; it must be at least 1")
         if self.drain_timeout_s < 0:
             raise ValueError(f"drain_timeout_s is {self.drain_timeout_s}; it must be at least 0")
-        if not all(key.isascii() and key.isprintable() and not key.isspace() for key in self.api_keys):
+        if not all(key and key.isascii() and key.isprintable() and " " not in key for key in self.api_keys):
             raise ValueError("api_keys holds one that no header can carry; they must be printable ASCII, and not empty")
 
     def lets_in(self, authorization: str) -> bool:

@@ -254,3 +254,11 @@ def test_one_prompt_that_fails_cancels_the_others() -> None:
         await until(lambda: triton.num_cancelled == 1)
 
     run(serve, work)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("port", 65536), ("max_body_bytes", 0), ("drain_timeout_s", -1), ("api_keys", ("a", ""))]
+)
+def test_bad_settings_are_named(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        GatewaySettings(**{name: value})
