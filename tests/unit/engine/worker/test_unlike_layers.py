@@ -30,7 +30,7 @@ def unlike(config: CheckpointConfig, max_model_len: int) -> Decoder:
     generator = torch.Generator().manual_seed(0)
     model = Decoder(config, max_model_len)
     last = max(model.layers, key=int)
-    model.layers[last] = DecoderLayer(half, model.parallel)
+    model.layers[last] = DecoderLayer(half, model.parallel, int(last))
     for parameter in model.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     for module in model.modules():
