@@ -16,7 +16,7 @@ from quire_dashboard.history import Point
 from quire_dashboard.monitor import Monitor
 from quire_dashboard.queries import Query
 from quire_dashboard.scrape import ScrapeError
-from quire_dashboard.settings import Settings
+from quire_dashboard.settings import INTROSPECTION_TOKEN_VARIABLE, Settings
 from quire_dashboard.snapshot_answer import RequestState, Snapshot
 from quire_dashboard.words import as_text, printable, seconds
 
@@ -118,8 +118,9 @@ def pickers() -> None:
     watcher = monitor()
     ranges = _RANGES_OF_PROMETHEUS if watcher.settings.prometheus else _RANGES
     with st.sidebar:
-        st.selectbox("Model", watcher.models() or ["—"], key="model")
-        st.selectbox("Time range", list(ranges), key="range")
+        # In the address as well, so that what one sees can be sent to another.
+        st.selectbox("Model", watcher.models() or ["—"], key="model", bind="query-params")
+        st.selectbox("Time range", list(ranges), key="range", bind="query-params")
         st.selectbox("Refresh", list(_REFRESHES), index=1, key="refresh")
         source = f"Prometheus at {watcher.settings.prometheus}" if watcher.settings.prometheus else "this dashboard"
         st.caption(f"Server {watcher.settings.url}  \nHistory: {source}")
@@ -167,9 +168,19 @@ def snapshot_or_reason(model: str) -> Snapshot | None:
     seen = monitor().snapshot(model, selection().refresh_s)
     if seen.snapshot is None:
         st.warning(
-            f"**The requests of {model} cannot be seen.** {as_text(seen.error)}", icon=":material/visibility_off:"
+            f"**The requests of {model} cannot be seen.** {as_text(seen.error)}{_what_to_do(seen.error)}",
+            icon=":material/visibility_off:",
         )
     return seen.snapshot
+
+
+def _what_to_do(error: str) -> str:
+    if "introspection_token" not in error:
+        return ""
+    return (
+        f". Start the dashboard with `{INTROSPECTION_TOKEN_VARIABLE}` set to the token that the model was loaded with: "
+        "its setting `introspection_token`, or that variable in the server's environment."
+    )
 
 
 def request_names(requests: Sequence[RequestState]) -> list[str]:

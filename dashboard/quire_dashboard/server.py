@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 import streamlit as st
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import RedirectResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from streamlit import config
@@ -23,7 +25,7 @@ from streamlit import config
 from quire_dashboard.frame import close_monitors, monitor
 from quire_dashboard.health_relay import health
 
-__all__ = ["OwnPagesOnly", "app", "watching"]
+__all__ = ["OwnPagesOnly", "app", "to_the_overview", "watching"]
 
 
 class OwnPagesOnly:
@@ -48,6 +50,11 @@ def _is_own(headers: Headers) -> bool:
     return urlsplit(origin).netloc == headers.get("host") or origin in allowed
 
 
+def to_the_overview(request: Request) -> RedirectResponse:
+    """The page that comes first has no path of its own in Streamlit, and is looked for under its name all the same."""
+    return RedirectResponse(f"./?{request.url.query}" if request.url.query else "./")
+
+
 @asynccontextmanager
 async def watching(_: st.App) -> AsyncIterator[None]:
     """Watch the server as long as the dashboard runs, whether or not anybody looks."""
@@ -61,6 +68,6 @@ async def watching(_: st.App) -> AsyncIterator[None]:
 app = st.App(
     Path(__file__).with_name("app.py"),
     middleware=[Middleware(OwnPagesOnly)],
-    routes=[Route("/health", health)],
+    routes=[Route("/health", health), Route("/overview", to_the_overview)],
     lifespan=watching,
 )

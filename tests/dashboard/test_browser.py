@@ -274,6 +274,20 @@ def test_a_server_that_goes_away_is_said(browser: Browser, open_page: Callable[.
         expect(page.get_by_text("nothing listens there").first).to_be_visible()
 
 
+def test_what_is_chosen_is_in_the_address(browser: Browser, open_page: Callable[..., Page]) -> None:
+    with fake_triton() as two, dashboard(settings_of(two)) as address:
+        two.state.set("engine_up", 1, model="other")
+        two.state.finish(20)
+        page = open_page("overview?model=tinypy&slo_class=batch&range=15+minutes", base=address)
+        expect(page.get_by_role("combobox", name="Model")).to_have_value("tinypy")
+        expect(page.get_by_role("combobox", name="Time range")).to_have_value("15 minutes")
+        expect(page.get_by_text("Time to first token, all classes")).to_be_visible()
+        assert page.get_by_role("heading", name="Overview").is_visible()
+        sidebar_link(page, "Engine").click()
+        expect(page.get_by_role("heading", name="Engine", exact=True)).to_be_visible()
+        expect(page).to_have_url(re.compile(r"/engine\?.*model=tinypy.*range=15|/engine\?.*range=15.*model=tinypy"))
+
+
 def test_the_history_begins_before_the_first_visitor() -> None:
     with fake_triton() as lonely, dashboard(settings_of(lonely)):
         wait_until(lambda: lonely.state.num_readings >= 2, "the server is watched")

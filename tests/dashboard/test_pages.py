@@ -109,6 +109,25 @@ def test_overview_filters_by_slo_class(fake: FakeTriton) -> None:
         assert figure in text_of(app.run())
 
 
+def add_model(fake: FakeTriton) -> None:
+    """One with a class of its own."""
+    fake.state.set("engine_up", 1, model="other")
+    fake.state.set("slo_requests_total", 0, model="other", slo="gold", verdict="good", cause="none")
+
+
+def test_classes_are_those_of_the_chosen_model(fake: FakeTriton) -> None:
+    add_model(fake)
+    app = open_page("overview")
+    app.selectbox(key="model").set_value("tinypy").run()
+    assert app.segmented_control(key="slo_class").options == ["All classes", "batch", "default"]
+    app.segmented_control(key="slo_class").set_value("batch").run()
+    assert "**Time to first token, all classes**" in text_of(app), "the server does not tell their latencies apart"
+    app.selectbox(key="model").set_value("other").run()
+    assert not app.exception
+    assert app.segmented_control(key="slo_class").options == ["All classes", "gold"]
+    assert app.segmented_control(key="slo_class").value == "All classes"
+
+
 def test_a_target_that_is_far_away_is_said_and_not_drawn(fake: FakeTriton) -> None:
     app = open_page("overview")
     fake.state.finish(20, ttft=0.4)
@@ -217,6 +236,8 @@ def test_requests_are_listed_and_one_is_cancelled(fake: FakeTriton, monkeypatch:
     assert list(table["request"]) == ["report (aaaa11)", "chat (cccc33)"]
     assert list(table["phase"]) == ["decode", "prefill"]
     assert list(table["tokens"]) == ["10 of 40", "0 of 40"]
+    for duration in ("age", "queue", "slack"):
+        assert table[duration].dtype.kind == "f", "text would sort 10 s before 9 s"
     assert not app.button, "nothing is chosen"
     app.session_state["chosen"] = requests._Chosen("tinypy", "cccc3333dddd4444", "chat (cccc33)")
     assert "prefill chunk, 64 tokens" in text_of(app.run())
@@ -263,6 +284,7 @@ def test_requests_cannot_be_seen_without_the_token(fake: FakeTriton, monkeypatch
     monkeypatch.setenv("QUIRE_INTROSPECTION_TOKEN", "another")
     text = text_of(open_page("requests"))
     assert "cannot be seen.** introspection_token is wrong or missing" in text
+    assert "Start the dashboard with `QUIRE_INTROSPECTION_TOKEN`" in text
 
 
 def test_engine_shows_ranks_phases_and_queues(fake: FakeTriton) -> None:
@@ -274,8 +296,8 @@ def test_engine_shows_ranks_phases_and_queues(fake: FakeTriton) -> None:
     for said in ("Engine=up", "Steps=1,234", "Batch=2 of 16", "Batch tokens=65 of 512", "In flight=1",
                  "**3** to the engine, **5** responses"):  # fmt: skip
         assert said in text
-    assert list(app.dataframe[0].value["step (median)"]) == ["21 ms"]
-    assert list(app.dataframe[1].value["median"]) == ["1.0 ms", "20 ms", "1.0 ms"]
+    assert list(app.dataframe[0].value["step (median)"]) == [21.0]
+    assert list(app.dataframe[1].value["median"]) == [1.0, 20.0, 1.0]
 
 
 def test_a_step_is_counted_once_in_the_composition_of_batches(fake: FakeTriton) -> None:

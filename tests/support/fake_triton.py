@@ -134,7 +134,8 @@ class State:
 
 
 def _braces(labels: Labels) -> str:
-    return "{" + ",".join(f'{name}="{value}"' for name, value in labels) + "}"
+    """What comes later wins, so that a series can be of another model."""
+    return "{" + ",".join(f'{name}="{value}"' for name, value in dict(labels).items()) + "}"
 
 
 def make_request(id_: str, **values: Any) -> dict[str, Any]:

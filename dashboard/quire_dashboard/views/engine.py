@@ -32,6 +32,9 @@ _BY_PLACE = Rate(name="quire_spec_decode_accepted_tokens_per_pos_total", by="pos
 _ACCEPTANCE_LENGTH = Ratio(part=_ACCEPTED, whole=Rate(name="quire_spec_decode_drafts_total"), plus=1.0)
 
 
+_MILLISECONDS = st.column_config.NumberColumn(format="%.1f ms")
+
+
 def show() -> None:
     """Draw the page."""
     st.title("Engine")
@@ -70,12 +73,12 @@ def _ranks(snapshot: Snapshot) -> None:
             "rank": rank.rank,
             "state": "up" if rank.up else "down",
             "process": rank.pid,
-            "step (median)": words.seconds_or_dash(rank.step_seconds_p50),
+            "step (median)": None if rank.step_seconds_p50 is None else 1000 * rank.step_seconds_p50,
         }
         for rank in snapshot.engine.ranks
     ]
     if rows:
-        table(rows, key="ranks")
+        table(rows, key="ranks", columns={"step (median)": _MILLISECONDS})
     else:
         st.caption("The engine has no ranks at the moment.")
 
@@ -85,11 +88,11 @@ def _step(snapshot: Snapshot) -> None:
     phases = {phase: snapshot.engine.step_seconds.get(phase) or 0.0 for phase in ("schedule", "execute", "update")}
     whole = sum(phases.values())
     rows = [
-        {"phase": phase, "median": words.seconds(value), "share": value / whole if whole else 0.0}
+        {"phase": phase, "median": 1000 * value, "share": value / whole if whole else 0.0}
         for phase, value in phases.items()
     ]
     share = st.column_config.ProgressColumn("share", format="percent", min_value=0.0, max_value=1.0)
-    table(rows, columns={"share": share}, key="phases")
+    table(rows, columns={"share": share, "median": _MILLISECONDS}, key="phases")
     if _drafts_tokens():
         length = latest(_ACCEPTANCE_LENGTH, monitor().view(), selection().labels).get("")
         st.markdown(

@@ -84,7 +84,7 @@ def _usage(snapshot: Snapshot) -> None:
             "request": name,
             "blocks": request.num_blocks,
             "share": request.num_blocks / snapshot.blocks.num_blocks,
-            "from cache": f"{words.count(request.num_cached_tokens)} tokens",
+            "tokens from cache": request.num_cached_tokens,
         }
         for request, name in held
         if request.num_blocks

@@ -19,11 +19,14 @@ _QUANTILES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
 def show() -> None:
     """Draw the page."""
     st.title("Overview")
-    view = monitor().view()
-    classes = {
-        dict(labels).get("slo", "") for name, labels in view.index if name == "quire_slo_requests_total"
-    }  # fmt: skip
-    st.segmented_control("SLO class", [_ALL, *sorted(classes - {""})], default=_ALL, key="slo_class", required=True)
+    columns = monitor().view().columns("quire_slo_requests_total", selection().labels)
+    classes = {labels.get("slo", "") for labels, _ in columns}
+    options = [_ALL, *sorted(classes - {""})]
+    if st.session_state.get("slo_class", _ALL) not in options:  # of another model
+        st.session_state["slo_class"] = _ALL
+    st.segmented_control(
+        "SLO class", options, default=_ALL, key="slo_class", required=True, bind="query-params"
+    )  # fmt: skip
     live(_now)
     live(_charts, CHARTS_S)
 
@@ -138,4 +141,6 @@ def _charts() -> None:
 def _latency(title: str, name: str, target: float | None) -> None:
     lines = [Line(query=Quantile(name=name, q=q), name=label) for label, q in _QUANTILES]
     rules = {f"SLO {words.seconds(target)}": target} if target is not None else None
+    if _slo_class():  # the server's histograms are of all requests
+        title += ", all classes"
     chart(title, "seconds", lines, key=name, rules=rules, say=words.seconds, axis=SECONDS)

@@ -98,10 +98,10 @@ def _row(request: RequestState, name: str) -> dict[str, Any]:
     return {
         "request": name,
         "phase": words.phase_name(request.phase),
-        "age": words.seconds(request.age_seconds),
-        "queue": words.seconds_or_dash(request.queue_seconds),
+        "age": request.age_seconds,
+        "queue": request.queue_seconds,
         "SLO": request.slo_class,
-        "slack": words.seconds_or_dash(request.slo_slack_seconds),
+        "slack": request.slo_slack_seconds,
         "prompt": request.num_prompt_tokens,
         "computed": request.num_computed_tokens,
         "cached": request.num_cached_tokens,
@@ -119,7 +119,10 @@ _COLUMNS: dict[str, Any] = {
     "request": st.column_config.TextColumn(pinned=True),
     "output": st.column_config.ProgressColumn(min_value=0.0, max_value=1.0, format="percent"),
     "computed": st.column_config.NumberColumn(help="Tokens whose keys and values are in the KV cache."),
-    "slack": st.column_config.TextColumn(help="Time until the request misses its next target."),
+    # Numbers, so that the table sorts them as such.
+    "age": st.column_config.NumberColumn(format="%.1f s"),
+    "queue": st.column_config.NumberColumn(format="%.3f s"),
+    "slack": st.column_config.NumberColumn(format="%.1f s", help="Time until the request misses its next target."),
 }
 
 
