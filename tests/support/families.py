@@ -19,11 +19,14 @@ FAMILIES = {
     "GraniteForCausalLM": "granite",
     "LlamaForCausalLM": "tied-gqa",
     "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2-moe",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3-moe",
     "SmolLM3ForCausalLM": "smollm3",
 }
 """Architecture → its checkpoint among the oracle's, which two ranks and two stages can share."""

@@ -40,7 +40,7 @@ def family(
     folder = checkpoint(FAMILIES[architecture])
 
     def ask_transformers(file: Path) -> None:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
         assert type(model).__name__ == architecture
         file.write_text(json.dumps([asdict(generate_greedily(model, prompt, NUM_TOKENS)) for prompt in PROMPTS]))
 
