@@ -56,7 +56,7 @@ KERNELS := $(wildcard kernels/csrc/*)
 
 $(VENV)/.server-installed: pyproject.toml $(KERNELS) | $(BIN)/python
 	@echo "quire: installing into $(VENV); this takes minutes, once" >&2
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[server,dashboard]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[server,dashboard,openai]'
 	@touch $@
 
 $(VENV)/.dev-installed: pyproject.toml $(KERNELS) | $(BIN)/python

@@ -1,11 +1,12 @@
-"""Introspection: what an operator can ask the model through the server, with a token.
+"""Introspection: what the model can be asked through the server, by an operator with a token.
 
 A request with the parameter `introspect` does not generate: its inputs are not read, and it gets one response, with
-JSON in `text_output`::
+JSON in `text_output`. Only for the first, anybody may ask::
 
+    introspect = "health"                                   → {"healthy": true | false}: whether the engine runs
     introspect = "snapshot"                                 → the engine at this moment, see `quire_engine.snapshot`
     introspect = "cancel", cancel_request_id = "<its id>"   → {"cancelled": true | false}
-    introspection_token = "…"                               with both
+    introspection_token = "…"                               with the latter two
 """
 
 import hmac
@@ -24,16 +25,19 @@ logger = logging.getLogger(__name__)
 
 _WARN_S = 60.0
 
-_ACTIONS = ("snapshot", "cancel")
+_HEALTH = "health"
+_ACTIONS = (_HEALTH, "snapshot", "cancel")
 _PARAMETERS = ("introspect", "introspection_token", "cancel_request_id")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IntrospectionRequest:
-    """A request of an operator, whose token was right."""
+    """A request of an operator, whose token was right, or for the health alone."""
 
     cancel_request_id: str | None = None
     """The request to cancel; None: take a snapshot."""
+    health_only: bool = False
+    """Whether the engine runs, and nothing else. /metrics says as much to everybody."""
 
 
 def parse_introspection(parameters: str, guard: "TokenGuard") -> IntrospectionRequest | None:
@@ -51,8 +55,10 @@ def parse_introspection(parameters: str, guard: "TokenGuard") -> IntrospectionRe
     values: dict[str, Any] = json.loads(parameters)
     if not any(name in values for name in _PARAMETERS):
         return None
-    guard.check(values.get("introspection_token"))
     action = values.get("introspect")
+    if action == _HEALTH and not any(name in values for name in _PARAMETERS if name != "introspect"):
+        return IntrospectionRequest(health_only=True)
+    guard.check(values.get("introspection_token"))
     if action not in _ACTIONS:
         raise RequestError("introspect", f"introspect is {quote(action)}; it must be one of {', '.join(_ACTIONS)}")
     for name in values:

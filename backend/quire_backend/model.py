@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from quire_engine.config import EngineConfig
 from quire_engine.errors import EngineError
 from quire_engine.stats import FinishedRequestStats, StatLogger
+from quire_engine.system.process_state import started_at
 from quire_monitoring import MetricDefinition, TritonStatLogger
 from quire_monitoring.triton import MetricFamily
 
@@ -130,6 +131,7 @@ class TritonPythonModel:
             num_ranks=config.parallel.world_size,
             max_draft_tokens=config.scheduler.max_draft_tokens,
             aliases=config.frontend.metric_aliases == "vllm",
+            server_start_time=started_at(os.getppid()),
         )
         self._otel = make_otel(config, labels)
         engine = make_engine(config, [self._metrics] if self._otel is None else [self._metrics, self._otel])

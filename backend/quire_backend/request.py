@@ -20,7 +20,14 @@ from quire_engine.slo import RequestSLO
 from quire_backend.model_config import RETURN_FLAGS, SAMPLING_INPUTS
 from quire_backend.triton_api import Tensor, TritonRequest, request_id, request_parameters
 
-__all__ = ["GenerateRequest", "ResponseOptions", "UnknownLoRAError", "parse_request", "traceparent_parameter"]
+__all__ = [
+    "Conversation",
+    "GenerateRequest",
+    "ResponseOptions",
+    "UnknownLoRAError",
+    "parse_request",
+    "traceparent_parameter",
+]
 
 
 SLO_PARAMETERS = ("slo_class", "slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms")
@@ -58,13 +65,20 @@ class ResponseOptions:
     """The setting of that name."""
 
 
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A prompt that the checkpoint's chat template makes of messages; it also checks them."""
+
+    messages: list[Any]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateRequest:
     """One request, parsed and converted. Whether the model can serve it is checked by the engine."""
 
     label: str
     """Triton's request id. It need not be unique, and only appears in logs."""
-    prompt: str | list[int]
+    prompt: str | list[int] | Conversation
     sampling_params: SamplingParams
     options: ResponseOptions
     deadline_ms: float | None = None
@@ -88,6 +102,8 @@ def parse_request(request: TritonRequest) -> GenerateRequest:
     slo = {name.removeprefix("slo_") if name != "slo_class" else name: values.pop(name)
            for name in SLO_PARAMETERS if name in values}  # fmt: skip
     traceparent = values.pop("traceparent", None)
+    if isinstance(prompt, Conversation):
+        values.setdefault("max_tokens", None)  # as with OpenAI and vLLM: until the model ends it
     params = SamplingParams(**values)
     options = replace(options, logprobs=params.logprobs is not None, num_sequences=params.n)
     if params.logprobs is None and "cumulative_logprob" in options.outputs:
@@ -115,15 +131,33 @@ def traceparent_parameter(request: TritonRequest) -> str | None:
 # -- prompt and options ---------------------------------------------------------------------------------------------
 
 
-def _prompt(tensors: Mapping[str, Tensor]) -> str | list[int]:
-    if "text_input" in tensors and "input_ids" in tensors:
-        raise RequestError("input_ids", "text_input and input_ids are both given; exactly one of them must be")
+def _prompt(tensors: Mapping[str, Tensor]) -> str | list[int] | Conversation:
+    given = [name for name in ("text_input", "input_ids", "messages") if name in tensors]
+    if len(given) > 1:
+        raise RequestError(
+            given[1],
+            f"{given[0]} and {given[1]} are both given; exactly one of text_input, input_ids, messages must be",
+        )
     if "text_input" in tensors:
         return _text("text_input", _scalar("text_input", tensors["text_input"].as_numpy()))
     if "input_ids" in tensors:
         token_ids: list[int] = tensors["input_ids"].as_numpy().reshape(-1).tolist()
         return token_ids
-    raise RequestError("text_input", "text_input is missing; give it, or input_ids instead")
+    if "messages" in tensors:
+        return _conversation(_text("messages", _scalar("messages", tensors["messages"].as_numpy())))
+    raise RequestError("text_input", "text_input is missing; give it, or input_ids or messages instead")
+
+
+def _conversation(text: str) -> Conversation:
+    try:
+        messages = msgspec.json.decode(text)
+    except RecursionError:
+        raise RequestError("messages", "messages is not JSON that can be read: it nests too deeply") from None
+    except ValueError as error:
+        raise RequestError("messages", f"messages is not JSON: {error}") from None
+    if not isinstance(messages, list):
+        raise RequestError("messages", f"messages must be a JSON list of messages, not {json_type(messages)}")
+    return Conversation(messages)
 
 
 def _options(tensors: Mapping[str, Tensor], *, has_text: bool) -> ResponseOptions:
@@ -133,7 +167,7 @@ def _options(tensors: Mapping[str, Tensor], *, has_text: bool) -> ResponseOption
         raise RequestError("exclude_input_in_output", STREAM_WITH_PROMPT)
     if exclude_input is False and not has_text:
         raise RequestError(
-            "exclude_input_in_output", "exclude_input_in_output is false; with input_ids there is no text to include"
+            "exclude_input_in_output", "exclude_input_in_output is false; there is only text to include with text_input"
         )
     return ResponseOptions(
         stream=stream,

@@ -1,7 +1,8 @@
 """Serving: runs the engine in an event loop, and takes requests from the server's stub to it and back.
 
-Four threads call this: the stub's (`submit`, `shutdown`), the event loop's (engine), the response queue's and the
-cancellation poller's. A request belongs to the loop; the others only post to it.
+Five threads call this: the stub's (`submit`, `shutdown`), the event loop's (engine), the response queue's, the
+cancellation poller's, and the one that renders conversations. A request belongs to the loop; the others only post to
+it.
 """
 
 import asyncio
@@ -9,9 +10,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from quire_engine.config import FrontendConfig
@@ -26,7 +28,13 @@ from quire_backend.introspection import (
     TokenGuard,
     parse_introspection,
 )
-from quire_backend.request import GenerateRequest, UnknownLoRAError, parse_request, traceparent_parameter
+from quire_backend.request import (
+    Conversation,
+    GenerateRequest,
+    UnknownLoRAError,
+    parse_request,
+    traceparent_parameter,
+)
 from quire_backend.response_queue import ResponseQueue, ResponseStream
 from quire_backend.responses import answer_of, failure_of
 from quire_backend.status_page import BEAT_SECONDS, StatusPage, StubState
@@ -47,6 +55,7 @@ DRAIN_TIMEOUT_SECONDS = 5.0
 COUNTING_TIMEOUT_SECONDS = 1.0
 """How long the last response of a request waits until the request is counted: milliseconds, unless metrics hang."""
 
+_CANCELLED = (ErrorCode.CANCELLED, "the request was cancelled")
 _INPUT_NAMES = {"prompt": "text_input", "prompt_token_ids": "input_ids"}
 """Names of the inputs that the engine knows under other names."""
 
@@ -65,6 +74,10 @@ class InputProcessor(Protocol):
         label: str = "",
     ) -> "ProcessedRequest":
         """Tokenize and validate; raises RequestError."""
+        ...
+
+    def apply_chat_template(self, messages: list[Any]) -> list[int]:
+        """Token ids of a conversation; raises RequestError."""
         ...
 
 
@@ -143,6 +156,8 @@ class Serving:
             on_sending=lambda number: None if status is None else status.sending(number),
         )
         self._poller = CancellationPoller(on_cancelled=self._cancel)
+        # A template may take seconds: only other conversations wait for that.
+        self._renderer = ThreadPoolExecutor(1, thread_name_prefix="quire-chat-template")
 
     @property
     def is_ready(self) -> bool:
@@ -174,6 +189,7 @@ class Serving:
     def shutdown(self) -> None:
         """End the engine and all threads."""
         self.end_engine()
+        self._renderer.shutdown(wait=False)
         self._poller.stop()
         self._responses.stop()
         if self._loop_thread.is_alive():
@@ -242,22 +258,45 @@ class Serving:
         stream.options = replace(generate.options, report_cached_tokens=self._report_cached_tokens)
         stream.traceparent = generate.traceparent
         stream.slo_class = DEFAULT_CLASS if generate.slo is None else generate.slo.slo_class
-        if self._draining:
-            raise _UnavailableError("the model is being unloaded; send the request elsewhere or again later")
-        if self._engine.dead_error is not None:  # while it is being started again, the request waits for it
-            raise _UnavailableError(f"the engine is not running: {self._engine.dead_error}")
+        self._check_that_it_serves()
         if self._is_traced and generate.traceparent is None:
             stream.traceparent = trace_context(request)
             generate = replace(generate, traceparent=stream.traceparent)
-        processed = self._process(generate)
+        if isinstance(generate.prompt, Conversation):
+            self._poller.add(stream)  # its client may leave before it is rendered
+            self._renderer.submit(self._render, generate, generate.prompt, stream)
+            return
+        processed = self._process(generate, generate.prompt)
         stream.request_id = processed.request_id
         self._call(self._add, processed, stream)
         self._poller.add(stream)
 
-    def _process(self, generate: GenerateRequest) -> "ProcessedRequest":
+    def _render(self, generate: GenerateRequest, conversation: Conversation, stream: ResponseStream) -> None:
+        """The rest of `_submit` for a conversation, in the thread that renders them."""
+        try:
+            if stream.cancelled:
+                self._responses.fail(stream, *_CANCELLED)
+                return
+            self._check_that_it_serves()
+            token_ids = self._engine.input_processor.apply_chat_template(conversation.messages)
+            self._check_that_it_serves()
+            processed = self._process(generate, token_ids)
+            stream.request_id = processed.request_id
+            self._call(self._add, processed, stream)
+        except Exception as error:
+            _log_if_unforeseen(stream, error)
+            self._reject(stream, error)
+
+    def _check_that_it_serves(self) -> None:
+        if self._draining:
+            raise _UnavailableError("the model is being unloaded; send the request elsewhere or again later")
+        if self._engine.dead_error is not None:  # while it is being started again, the request waits for it
+            raise _UnavailableError(f"the engine is not running: {self._engine.dead_error}")
+
+    def _process(self, generate: GenerateRequest, prompt: str | list[int]) -> "ProcessedRequest":
         try:
             return self._engine.input_processor.process(
-                generate.prompt,
+                prompt,
                 generate.sampling_params,
                 deadline_ms=generate.deadline_ms,
                 slo=generate.slo,
@@ -268,6 +307,8 @@ class Serving:
             name = _INPUT_NAMES.get(error.parameter)
             if name is None:
                 raise
+            if isinstance(generate.prompt, Conversation):
+                name = "messages"
             raise RequestError(name, name + str(error).removeprefix(error.parameter)) from None
 
     # -- the loop's thread ------------------------------------------------------------------------------------------
@@ -302,6 +343,9 @@ class Serving:
         except Exception as error:
             _log_if_unforeseen(stream, error)
             self._reject(stream, error)
+            return
+        if stream.cancelled:  # before it had an id to be aborted by
+            self._engine.abort(processed.request_id)
 
     def _start_answer(self, introspection: IntrospectionRequest, stream: ResponseStream) -> None:
         task = self._loop.create_task(self._answer(introspection, stream))
@@ -310,7 +354,9 @@ class Serving:
 
     async def _answer(self, introspection: IntrospectionRequest, stream: ResponseStream) -> None:
         try:
-            if introspection.cancel_request_id is not None:
+            if introspection.health_only:
+                text = msgspec.json.encode({"healthy": self.is_ready})
+            elif introspection.cancel_request_id is not None:
                 text = msgspec.json.encode({"cancelled": self._engine.cancel(introspection.cancel_request_id)})
             else:
                 text = msgspec.json.encode(await self._snapshot())

@@ -4,6 +4,7 @@ A specification holds no data: it stays the same from one refresh to the next, s
 points and nothing flickers.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,10 @@ from quire_dashboard.history import Point
 from quire_dashboard.snapshot_answer import RequestState
 
 __all__ = [
+    "NUMBERS",
     "PHASE_COLOURS",
+    "SECONDS",
+    "SHARES",
     "chart_table",
     "line_spec",
     "points_table",
@@ -25,31 +29,58 @@ __all__ = [
 HEIGHT = 220
 PHASE_COLOURS = {"queue": "#9aa0a6", "prefill": "#f2a33a", "decode": "#3b82d6", "preempted": "#d64545"}
 _SERIES_COLOURS = ["#3b82d6", "#f2a33a", "#2fa37c", "#a05bd6", "#d64545", "#5bb8d6", "#b58b4a", "#8a8f98"]
-_TIME_AXIS = {"format": "%H:%M:%S", "labelOverlap": True, "tickCount": 6, "grid": False}
+_TIME: dict[str, Any] = {
+    "field": "time", "type": "temporal", "title": None, "scale": {"nice": False},
+    "axis": {"format": "%H:%M:%S", "labelOverlap": True, "tickCount": 6, "grid": False},
+}  # fmt: skip
+_IS_POINT = "isValid(datum.series)"
+_SPAN: dict[str, Any] = {
+    "mark": {"type": "rule", "opacity": 0, "tooltip": None},
+    "transform": [{"filter": f"!{_IS_POINT}"}],
+    "encoding": {"x": _TIME},
+}
+"""Draws nothing, and has the time axis reach over the two rows without a series."""
+
+NUMBERS = "datum.value && abs(datum.value) < 1 ? format(datum.value, '.3~g') : format(datum.value, '.3~s')"
+SECONDS = (
+    "datum.value === 0 ? '0' : datum.value < 0.001 ? format(1e6 * datum.value, '.4~g') + ' µs' : "
+    "datum.value < 1 ? format(1000 * datum.value, '.4~g') + ' ms' : format(datum.value, '.4~g') + ' s'"
+)
+SHARES = "format(datum.value, '.0%')"
 
 
-def points_table(points: Sequence[Point]) -> pa.Table:
+def points_table(points: Sequence[Point], span: tuple[float, float]) -> pa.Table:
     """Points as columns `time`, `series` and `value`, in the form that is sent to the browser.
 
     An Arrow table: Streamlit would convert anything else by pandas, at ten times the cost.
     """
     return chart_table(
-        [point.time for point in points], [point.series for point in points], [point.value for point in points]
+        [point.time for point in points], [point.series for point in points], [point.value for point in points], span
     )  # fmt: skip
 
 
-def chart_table(times: Sequence[float], series: Sequence[str], values: Sequence[float]) -> pa.Table:
-    """The same from columns; the times are seconds since the epoch."""
-    milliseconds = pa.array([int(1000 * time) for time in times], pa.int64())
+def chart_table(
+    times: Sequence[float], series: Sequence[str], values: Sequence[float], span: tuple[float, float]
+) -> pa.Table:
+    """The same from columns; the times are seconds since the epoch, and a value of nan ends a line.
+
+    Args:
+        times: of each point.
+        series: of each point.
+        values: of each point.
+        span: what the time axis shows, from when to when. It travels as two rows without a series, since as a part of
+            the specification it would have the browser draw a new chart with every refresh.
+    """
+    milliseconds = pa.array([int(1000 * time) for time in (*times, *span)], pa.int64())
     return pa.table({
         "time": milliseconds.cast(pa.timestamp("ms", "UTC")),
-        "series": pa.array(series, pa.string()),
-        "value": pa.array(values, pa.float64()),
+        "series": pa.array([*series, None, None], pa.string()),
+        "value": pa.array([*(None if math.isnan(value) else value for value in values), None, None], pa.float64()),
     })  # fmt: skip
 
 
 def line_spec(
-    unit: str, *, rules: Mapping[str, float] | None = None, format_: str = "~s", top: float | None = None,
+    unit: str, *, rules: Mapping[str, float] | None = None, axis: str = NUMBERS, top: float | None = None,
     series: Sequence[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Lines over time.
@@ -57,7 +88,7 @@ def line_spec(
     Args:
         unit: title of the y axis.
         rules: dashed horizontal lines, such as a target, by what they are.
-        format_: d3 format of the y axis.
+        axis: how the y axis says its numbers: `NUMBERS`, `SECONDS` or `SHARES`.
         top: fixed upper end of the y axis.
         series: fixes the order, and so the colours, of the lines.
     """
@@ -67,10 +98,9 @@ def line_spec(
         "field": "series", "type": "nominal", "title": None, "legend": {"orient": "bottom", "columns": 4},
         "scale": {"range": _SERIES_COLOURS, **({"domain": names} if names else {})},
     }  # fmt: skip
-    y: dict[str, Any] = {"field": "value", "type": "quantitative", "title": unit, "axis": {"format": format_}}
+    y: dict[str, Any] = {"field": "value", "type": "quantitative", "title": unit, "axis": {"labelExpr": axis}}
     if top is not None:
         y["scale"] = {"domain": [0, top], "clamp": True}
-    x = {"field": "time", "type": "temporal", "title": None, "axis": _TIME_AXIS}
     tooltip = [
         {"field": "time", "type": "temporal", "title": "time", "format": "%H:%M:%S"},
         {"field": "series", "type": "nominal", "title": "line"},
@@ -78,9 +108,11 @@ def line_spec(
     ]
     layers: list[dict[str, Any]] = [
         {
-            "mark": {"type": "line", "clip": True, "strokeWidth": 2, "point": False},
-            "encoding": {"x": x, "y": y, "color": colour, "tooltip": tooltip},
-        }
+            "mark": {"type": "line", "clip": True, "strokeWidth": 2, "strokeCap": "round", "point": False},
+            "transform": [{"filter": _IS_POINT}],
+            "encoding": {"x": _TIME, "y": y, "color": colour, "tooltip": tooltip},
+        },
+        _SPAN,
     ]
     for name, value in rules.items():
         layers.append(
@@ -94,11 +126,15 @@ def line_spec(
 
 def stacked_spec(unit: str, series: Sequence[str]) -> dict[str, Any]:
     """Areas over time, one on the other; the first of `series` is at the bottom."""
-    return {
-        "mark": {"type": "area", "opacity": 0.8, "interpolate": "step-after"},
+    areas = {
+        "mark": {"type": "area", "opacity": 0.8, "interpolate": "step-after", "clip": True},
+        "transform": [{"filter": _IS_POINT}],
         "encoding": {
-            "x": {"field": "time", "type": "temporal", "title": None, "axis": _TIME_AXIS},
-            "y": {"field": "value", "type": "quantitative", "title": unit, "stack": "zero", "axis": {"format": "~s"}},
+            "x": _TIME,
+            "y": {
+                "field": "value", "type": "quantitative", "title": unit, "stack": "zero",
+                "axis": {"labelExpr": NUMBERS},
+            },
             "color": {
                 "field": "series", "type": "nominal", "title": None, "legend": {"orient": "bottom"},
                 "scale": {"domain": list(series), "range": _SERIES_COLOURS},
@@ -106,6 +142,7 @@ def stacked_spec(unit: str, series: Sequence[str]) -> dict[str, Any]:
             "tooltip": [{"field": "series"}, {"field": "value", "type": "quantitative", "format": ".4~g"}],
         },
     }  # fmt: skip
+    return {"layer": [areas, _SPAN]}
 
 
 def timeline_spec() -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """What all pages share: the watcher, the pickers, live refresh, charts, and error messages."""
 
+import math
 import operator
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,17 +11,17 @@ from typing import Any
 import pyarrow as pa
 import streamlit as st
 
-from quire_dashboard.charts import HEIGHT, line_spec, points_table
+from quire_dashboard.charts import HEIGHT, NUMBERS, line_spec, points_table
 from quire_dashboard.history import Point
 from quire_dashboard.monitor import Monitor
 from quire_dashboard.queries import Query
 from quire_dashboard.scrape import ScrapeError
-from quire_dashboard.settings import Settings
+from quire_dashboard.settings import INTROSPECTION_TOKEN_VARIABLE, Settings
 from quire_dashboard.snapshot_answer import RequestState, Snapshot
 from quire_dashboard.words import as_text, printable, seconds
 
 __all__ = [
-    "CHARTS_S", "SECONDS_AXIS", "Line", "Selection", "chart", "close_monitors", "draw", "figures", "live", "monitor",
+    "CHARTS_S", "Line", "Selection", "chart", "close_monitors", "draw", "figures", "live", "monitor",
     "pickers", "request_names", "selection", "server_away", "snapshot_or_reason", "table",
 ]  # fmt: skip
 
@@ -35,8 +37,8 @@ _REFRESHES = {
 CHARTS_S = 5.0
 """Charts of minutes and hours are redrawn less often: they are most of a refresh's cost, here and in the browser, and
 look the same two seconds later."""
-SECONDS_AXIS = ".4~g"
-"""With a number of digits: without one, an axis of long times has 6e+2 on it."""
+OLD_S = 30.0
+"""Figures that are older are not those of now."""
 _FAR = 4.0
 """A target so many times higher than all values is not drawn: it would leave a flat line at the bottom."""
 _TOO_FAR = 6.0
@@ -52,6 +54,10 @@ _CSS = """
   .block-container, [data-testid="stMainBlockContainer"] { padding-left: 0.8rem; padding-right: 0.8rem; }
 }
 [data-testid="stMetricValue"] { font-size: 1.6rem; }
+/* What cannot be taken back is red. */
+.st-key-danger button { color: #b3261e; border-color: #b3261e; }
+.st-key-danger button[kind="primary"] { color: #fff; background-color: #b3261e; }
+@media (prefers-color-scheme: dark) { .st-key-danger button:not([kind="primary"]) { color: #f2857d; } }
 .quire-block-map p { line-height: 1.9; font-size: 0.85rem; margin-top: 0.5rem; }
 </style>
 """
@@ -83,6 +89,8 @@ class Line:
     query: Query
     name: str = ""
     by: str = ""
+    hides_zero: bool = False
+    """Lines that are 0 all the time are left out, and out of the legend."""
 
 
 def monitor() -> Monitor:
@@ -110,8 +118,9 @@ def pickers() -> None:
     watcher = monitor()
     ranges = _RANGES_OF_PROMETHEUS if watcher.settings.prometheus else _RANGES
     with st.sidebar:
-        st.selectbox("Model", watcher.models() or ["—"], key="model")
-        st.selectbox("Time range", list(ranges), key="range")
+        # In the address as well, so that what one sees can be sent to another.
+        st.selectbox("Model", watcher.models() or ["—"], key="model", bind="query-params")
+        st.selectbox("Time range", list(ranges), key="range", bind="query-params")
         st.selectbox("Refresh", list(_REFRESHES), index=1, key="refresh")
         source = f"Prometheus at {watcher.settings.prometheus}" if watcher.settings.prometheus else "this dashboard"
         st.caption(f"Server {watcher.settings.url}  \nHistory: {source}")
@@ -159,9 +168,19 @@ def snapshot_or_reason(model: str) -> Snapshot | None:
     seen = monitor().snapshot(model, selection().refresh_s)
     if seen.snapshot is None:
         st.warning(
-            f"**The requests of {model} cannot be seen.** {as_text(seen.error)}", icon=":material/visibility_off:"
+            f"**The requests of {model} cannot be seen.** {as_text(seen.error)}{_what_to_do(seen.error)}",
+            icon=":material/visibility_off:",
         )
     return seen.snapshot
+
+
+def _what_to_do(error: str) -> str:
+    if "introspection_token" not in error:
+        return ""
+    return (
+        f". Start the dashboard with `{INTROSPECTION_TOKEN_VARIABLE}` set to the token that the model was loaded with: "
+        "its setting `introspection_token`, or that variable in the server's environment."
+    )
 
 
 def request_names(requests: Sequence[RequestState]) -> list[str]:
@@ -177,7 +196,7 @@ def request_names(requests: Sequence[RequestState]) -> list[str]:
 
 def chart(
     title: str, unit: str, lines: Sequence[Line], *, key: str, rules: Mapping[str, float] | None = None,
-    format_: str = "~s", top: float | None = None, say: Callable[[float], str] | None = None,
+    axis: str = NUMBERS, top: float | None = None, say: Callable[[float], str] | None = None,
 ) -> None:  # fmt: skip
     """A chart of queries over the selected time range, below its title and present values."""
     picked = selection()
@@ -189,16 +208,18 @@ def chart(
     drawn = _drawn_of((tuple(lines), picked.model, picked.range_s), found)
     rules = rules or {}
     near = rules if top is not None else _near(rules, drawn)
-    now = " · ".join(filter(None, [_now(drawn, say) if say else "", *(name for name in rules if name not in near)]))
+    now = " · ".join(
+        filter(None, [_now(drawn, say, time.time()) if say else "", *(name for name in rules if name not in near)])
+    )
     st.markdown(f"**{title}**" + (f" &nbsp; :gray[{now}]" if now else ""))
     if error:
         st.warning(as_text(error))
-    elif not drawn.table.num_rows:
-        st.caption("Nothing yet in this time range.")
+    elif not drawn.names:
+        st.caption("Nothing in this time range.")
     else:
         if top is None and drawn.highest <= 0:
             top = 1.0  # an axis from 0 to 0 has no numbers
-        spec = line_spec(unit, rules=near, format_=format_, top=top, series=drawn.names)
+        spec = line_spec(unit, rules=near, axis=axis, top=top, series=drawn.names)
         # The alternative text is part of the specification: with figures in it, each refresh would draw a new chart.
         draw(drawn.table, spec, key=key, alt=title)
 
@@ -210,8 +231,11 @@ class _Drawn:
     source: list[list[Point]]
     table: pa.Table
     names: Sequence[str]
-    current: Mapping[str, float]
-    """Present value of each line."""
+    """Of the lines; none when there is nothing to draw."""
+    time: float
+    """When it was made: the right end of the time axis."""
+    newest: Mapping[str, Point]
+    """The newest point of each line."""
     highest: float
     """The largest of all values, at least 0."""
     near: set[str]
@@ -232,25 +256,31 @@ def _near(rules: Mapping[str, float], drawn: _Drawn) -> Mapping[str, float]:
 
 
 def _drawn_of(what: tuple[tuple[Line, ...], str, float], source: list[list[Point]]) -> _Drawn:
-    """Cached by the lists of points: `Monitor.points` returns the same ones until there is something new."""
-    lines, last = what[0], _drawn.get(what)
-    if last is not None and len(last.source) == len(source) and all(map(operator.is_, last.source, source)):
+    """Cached by the lists of points: `Monitor.points` returns the same ones until there is something new. Without
+    anything new, the time goes on all the same."""
+    lines, _, range_s = what
+    last, now = _drawn.get(what), time.time()
+    is_same = last is not None and len(last.source) == len(source) and all(map(operator.is_, last.source, source))
+    if last is not None and is_same and now - last.time < CHARTS_S:
         return last
     points = [
         point if line.by else Point(point.time, line.name, point.value)
         for line, found in zip(lines, source, strict=False)  # none if they could not be fetched
         for point in found
+        if point.time >= now - range_s
     ]
-    names = [line.name for line in lines] if all(not line.by for line in lines) else sorted({p.series for p in points})
-    newest = {point.series: point for point in points}
-    end = max((point.time for point in points), default=0.0)
+    present = {point.series for point in points if not math.isnan(point.value)}
+    if any(line.hides_zero for line in lines):
+        present = {point.series for point in points if point.value > 0}
+        points = [point for point in points if point.series in present]
+    names = [line.name for line in lines] if all(not line.by for line in lines) else sorted(present)
     _drawn[what] = drawn = _Drawn(
         source=source,
-        table=points_table(points),
-        names=names,
-        # A line that ended some time ago has no present value.
-        current={name: point.value for name, point in newest.items() if point.time > end - 30},
-        highest=max((point.value for point in points), default=0.0),
+        table=points_table(points, (now - range_s, now)),
+        names=names if present else [],
+        time=now,
+        newest={point.series: point for point in points},
+        highest=max((point.value for point in points if not math.isnan(point.value)), default=0.0),
         near=set() if last is None else last.near,
     )
     return drawn
@@ -273,8 +303,14 @@ def table(rows: Sequence[Mapping[str, Any]], *, key: str, columns: Mapping[str, 
     st.dataframe(pa.Table.from_pylist(rows), hide_index=True, key=key, column_config=columns)
 
 
-def _now(drawn: _Drawn, say: Callable[[float], str]) -> str:
-    names, current = drawn.names, drawn.current
+def _now(drawn: _Drawn, say: Callable[[float], str], time: float) -> str:
+    """The present values, in words. A line that has ended, or was not read for a while, has none."""
+    names = drawn.names
+    current = {
+        name: point.value
+        for name, point in drawn.newest.items()
+        if point.time > time - OLD_S and not math.isnan(point.value)
+    }
     if len(names) > 3:  # of many, those that say something
         names = [name for name in names if current.get(name)]
     return " · ".join(f"{name} {say(current[name])}".strip() for name in names if name in current)

@@ -5,7 +5,7 @@ explains every miss, a full KV cache explains preemptions, and those explain a b
 """
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -14,12 +14,33 @@ __all__ = ["Evidence", "Finding", "Health", "Level", "assess"]
 GOOD_ENOUGH = 0.99
 """Below this share of good requests, users count as affected."""
 BAD = 0.90
-FULL = 0.95
-"""The cache counts as full from this share of its blocks held by live requests."""
-SLOW_RANK = 1.5
-"""How many times slower than the median rank counts as slow."""
-LONG_PREFILL = 0.5
-"""Prompts count as the cause from this share of the time to first token spent in prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """From where on something is a finding, and down to where it stays one: around a single limit, findings would come
+    and go with every refresh."""
+
+    begins: float
+    ends: float
+
+    def is_passed(self, value: float, standing: bool) -> bool:
+        """Whether it is a finding, which it was before if `standing`."""
+        return value >= (self.ends if standing else self.begins)
+
+
+FULL = Limit(0.95, 0.85)
+"""Share of the blocks that live requests hold."""
+SLOW_RANK = Limit(1.5, 1.3)
+"""How many times slower than the median rank."""
+LONG_PREFILL = Limit(0.5, 0.4)
+"""Share of the time to first token spent in prefill."""
+LONG_PROMPT = Limit(0.5, 0.4)
+"""Mean length of the prompts, as a share of the tokens that a step may compute."""
+CROWDED = Limit(1.0, 0.5)
+"""Requests that wait, per request that runs."""
+SLO_EXAMPLE = '"slo": {"default": {"ttft_ms": 500, "tpot_ms": 50, "e2e_ms": 10000}}'
+"""For `model.json`."""
 
 
 class Level(IntEnum):
@@ -39,13 +60,25 @@ class Evidence:
     has_model: bool = True
     engine_up: bool | None = None
     """False when any of the model's engines is down."""
+    server_restarts: float = 0.0
+    """Of the server itself, in ten minutes."""
+    recent_server_restarts: float = 0.0
+    """Of these, in the last minute."""
     restarts: float = 0.0
-    """Of the engine, in the window."""
+    """Of the engine, in five minutes."""
+    recent_restarts: float = 0.0
+    """Of these, in the last minute."""
     running: float = 0.0
     waiting: float = 0.0
+    """For capacity, in the mean of some seconds."""
     waiting_for_grammar: float = 0.0
     max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    has_slo: bool | None = None
+    """Whether any class has a target."""
     kv_usage: float | None = None
+    kv_usage_peak: float | None = None
+    """The highest in the window."""
     preemptions: float = 0.0
     goodput: Mapping[str, float] = field(default_factory=dict)
     """Share of good requests by SLO class, of those that ended in the window."""
@@ -84,8 +117,13 @@ class Health:
     """The likely cause first; empty if all is well."""
 
 
-def assess(evidence: Evidence) -> Health:
-    """Judge one model."""
+def assess(evidence: Evidence, standing: Collection[str] = ()) -> Health:
+    """Judge one model.
+
+    Args:
+        evidence: on it.
+        standing: the causes that were found the last time; they stay until they are clearly over.
+    """
     if evidence.server_error:
         finding = Finding(
             level=Level.CRITICAL, cause="server_away", title="The server does not answer",
@@ -100,7 +138,7 @@ def assess(evidence: Evidence) -> Health:
         return Health(
             level=Level.WARNING, headline="The server runs, but serves no model of Quire.", findings=(finding,)
         )
-    findings = tuple(found for look in _LOOKS if (found := look(evidence)) is not None)
+    findings = tuple(found for look in _LOOKS if (found := look(evidence, standing)) is not None)
     served = _goodput_level(evidence)
     level = max([served, *(finding.level for finding in findings)])
     return Health(level=level, headline=_headline(evidence, served, findings), findings=findings)
@@ -112,19 +150,26 @@ def _goodput_level(evidence: Evidence) -> Level:
 
 
 def _headline(evidence: Evidence, served: Level, findings: tuple[Finding, ...]) -> str:
+    findings = tuple(finding for finding in findings if finding.cause != "no_slo")  # which causes nothing
     cause = f" Likely cause: {findings[0].title[0].lower()}{findings[0].title[1:]}." if findings else ""
     if evidence.engine_up is False:
         return "Nobody is being served: the engine is down."
     if served is not Level.OK:
         slo, worst = min(evidence.goodput.items(), key=lambda item: item[1])
+        if evidence.has_slo is False:
+            return f"Users are affected: only {worst:.0%} of the requests end without an error.{cause}"
         cause = cause or f" {_first_cause(evidence)}"
         return f"Users are affected: only {worst:.0%} of the requests of class {slo} meet their SLO.{cause}"
-    if findings:
+    if findings and evidence.has_slo is not False:
         return f"Users are served within their SLO, but: {findings[0].title[0].lower()}{findings[0].title[1:]}."
+    if findings:
+        return f"No SLO is set, and: {findings[0].title[0].lower()}{findings[0].title[1:]}."
     if not evidence.goodput and evidence.running + evidence.waiting == 0:
         return "The server is up and idle."
     if not evidence.goodput:
         return "The server is up; no request has ended in the last minute."
+    if evidence.has_slo is False:
+        return "No SLO is set: nothing says what would be good enough. No request has failed in the last minute."
     return "Users are served within their SLO."
 
 
@@ -144,7 +189,7 @@ _TARGETS = {
 # -- possible problems, those that explain the most first --------------------------------------------------------------
 
 
-def _engine_down(evidence: Evidence) -> Finding | None:
+def _engine_down(evidence: Evidence, standing: Collection[str]) -> Finding | None:
     if evidence.engine_up is not False:
         return None
     return Finding(
@@ -153,7 +198,7 @@ def _engine_down(evidence: Evidence) -> Finding | None:
     )  # fmt: skip
 
 
-def _worker_down(evidence: Evidence) -> Finding | None:
+def _worker_down(evidence: Evidence, standing: Collection[str]) -> Finding | None:
     if not evidence.workers_down:
         return None
     return Finding(
@@ -162,39 +207,55 @@ def _worker_down(evidence: Evidence) -> Finding | None:
     )  # fmt: skip
 
 
-def _crash_loop(evidence: Evidence) -> Finding | None:
-    if evidence.restarts < 1:
+def _server_restarts(evidence: Evidence, standing: Collection[str]) -> Finding | None:
+    often = evidence.server_restarts >= 2
+    if not often and evidence.recent_server_restarts < 1:
         return None
+    return Finding(
+        level=Level.CRITICAL if often else Level.WARNING, cause="server_restarts",
+        title="The server dies again and again" if often else "The server was started again",
+        detail=f"{evidence.server_restarts:.0f} start(s) in the last ten minutes, "
+        f"{evidence.recent_server_restarts:.0f} in the last minute. Whatever ran then was lost. The output of quire "
+        "serve says how it ended each time.",
+    )  # fmt: skip
+
+
+def _crash_loop(evidence: Evidence, standing: Collection[str]) -> Finding | None:
     often = evidence.restarts >= 3
+    if not often and evidence.recent_restarts < 1:  # one that is over explains nothing of the last minute
+        return None
     return Finding(
         level=Level.CRITICAL if often else Level.WARNING, cause="engine_restarts",
         title="The engine crashes again and again" if often else "The engine was restarted",
-        detail=f"{evidence.restarts:.0f} restart(s) in the last minutes. Live requests were replayed and saw a "
+        detail=f"{evidence.restarts:.0f} restart(s) in the last five minutes. Live requests were replayed and saw a "
         "pause; the log of the server names the cause.",
     )  # fmt: skip
 
 
-def _kv_cache_full(evidence: Evidence) -> Finding | None:
-    usage = evidence.kv_usage or 0.0
-    if evidence.preemptions < 1 and (usage < FULL or evidence.waiting < 1):
+def _kv_cache_full(evidence: Evidence, standing: Collection[str]) -> Finding | None:
+    usage, preempts = evidence.kv_usage or 0.0, evidence.preemptions >= 1
+    is_full = FULL.is_passed(usage, "kv_cache_full" in standing)
+    if not preempts and (not is_full or evidence.waiting < 1):
         return None
-    preempted = f"; {evidence.preemptions:.0f} preemption(s), whose tokens were computed twice" * (
-        evidence.preemptions >= 1
-    )
+    peak = max(usage, evidence.kv_usage_peak or 0.0)
+    preempted = f"; {evidence.preemptions:.0f} preemption(s) in the last minute, whose tokens were computed twice"
+    title = "The KV cache is full" if usage >= FULL.begins else "The KV cache is nearly full"
+    if preempts:
+        title = f"{title} and requests are preempted" if is_full else "Requests are preempted for want of blocks"
     return Finding(
-        level=Level.CRITICAL if evidence.preemptions >= 1 and usage >= FULL else Level.WARNING, cause="kv_cache_full",
-        title="The KV cache is full" + " and requests are preempted" * (evidence.preemptions >= 1),
-        detail=f"Live requests hold {usage:.0%} of the blocks{preempted}. Raise kv_cache_memory_bytes, lower "
+        level=Level.CRITICAL if preempts and is_full else Level.WARNING, cause="kv_cache_full", title=title,
+        detail=f"Live requests hold {usage:.0%} of the KV cache's blocks, {peak:.0%} at most in the last minute"
+        f"{preempted * preempts}; {evidence.waiting:.0f} requests wait. Raise kv_cache_memory_bytes, lower "
         "max_num_seqs, or send less load.",
     )  # fmt: skip
 
 
-def _slow_rank(evidence: Evidence) -> Finding | None:
+def _slow_rank(evidence: Evidence, standing: Collection[str]) -> Finding | None:
     if len(evidence.rank_seconds) < 2:
         return None
     rank, slowest = max(evidence.rank_seconds.items(), key=lambda item: item[1])
     others = statistics.median(seconds for name, seconds in evidence.rank_seconds.items() if name != rank)
-    if others <= 0 or slowest < SLOW_RANK * others:
+    if others <= 0 or not SLOW_RANK.is_passed(slowest / others, "slow_rank" in standing):
         return None
     return Finding(
         level=Level.WARNING, cause="slow_rank", title=f"Rank {rank} is slow",
@@ -203,7 +264,7 @@ def _slow_rank(evidence: Evidence) -> Finding | None:
     )  # fmt: skip
 
 
-def _rejections(evidence: Evidence) -> Finding | None:
+def _rejections(evidence: Evidence, standing: Collection[str]) -> Finding | None:
     rejected = evidence.misses.get("rejected", 0.0)
     if rejected < 1:
         return None
@@ -214,7 +275,7 @@ def _rejections(evidence: Evidence) -> Finding | None:
     )  # fmt: skip
 
 
-def _errors(evidence: Evidence) -> Finding | None:
+def _errors(evidence: Evidence, standing: Collection[str]) -> Finding | None:
     failed = evidence.misses.get("error", 0.0)
     if failed < 1:
         return None
@@ -224,37 +285,42 @@ def _errors(evidence: Evidence) -> Finding | None:
     )  # fmt: skip
 
 
-def _queue(evidence: Evidence) -> Finding | None:
+def _queue(evidence: Evidence, standing: Collection[str]) -> Finding | None:
     if evidence.waiting < 1:
         return None
     full = evidence.max_num_seqs is not None and evidence.running >= evidence.max_num_seqs
     queued = (evidence.queue_p95 or 0.0) > 0.5 * (evidence.ttft_p95 or float("inf"))
-    if not full and not queued and evidence.waiting <= evidence.running:
+    crowded = CROWDED.is_passed(evidence.waiting / (evidence.running + 1), "queue" in standing)
+    if not full and not queued and not crowded:
         return None
     why = f"all {evidence.max_num_seqs} places of max_num_seqs are taken" if full else "more arrives than is served"
+    advice = "Raise max_num_seqs if memory allows, add a replica, or send less load."
+    if _kv_cache_full(evidence, standing) is not None:  # which wants fewer at once, not more
+        why, advice = "there is no room in the KV cache for more", "See to the KV cache first."
     return Finding(
         level=Level.WARNING, cause="queue", title="Requests wait in the queue",
-        detail=f"{evidence.waiting:.0f} wait while {evidence.running:.0f} run: {why}. Raise max_num_seqs if "
-        "memory allows, add a replica, or send less load.",
+        detail=f"{evidence.waiting:.0f} wait while {evidence.running:.0f} run: {why}. {advice}",
     )  # fmt: skip
 
 
-def _long_prompts(evidence: Evidence) -> Finding | None:
+def _long_prompts(evidence: Evidence, standing: Collection[str]) -> Finding | None:
     prefill, ttft = evidence.prefill_p95, evidence.ttft_p95
     is_missed = evidence.misses.get("ttft", 0.0) >= 1 or evidence.misses.get("tpot", 0.0) >= 1
-    if not is_missed or prefill is None or ttft is None or prefill < LONG_PREFILL * ttft:
+    length, most = evidence.mean_prompt_tokens, evidence.max_num_batched_tokens
+    if not is_missed or not prefill or not ttft or not length or not most:
         return None
-    length = (
-        f" Prompts have {evidence.mean_prompt_tokens:.0f} tokens on average." if evidence.mean_prompt_tokens else ""
-    )
+    stands = "long_prompts" in standing
+    if not LONG_PREFILL.is_passed(prefill / ttft, stands) or not LONG_PROMPT.is_passed(length / most, stands):
+        return None
     return Finding(
         level=Level.WARNING, cause="long_prompts", title="Long prompts hold up the batch",
-        detail=f"Of a time to first token of {ttft:.2f} s (p95), prefill takes {prefill:.2f} s.{length} Set "
-        "long_prefill_token_threshold, or lower max_num_batched_tokens.",
+        detail=f"Of a time to first token of {ttft:.2f} s (p95), prefill takes {prefill:.2f} s (p95). Prompts have "
+        f"{length:.0f} tokens on average, and a step has room for {most}. Set long_prefill_token_threshold, or lower "
+        "max_num_batched_tokens.",
     )  # fmt: skip
 
 
-def _grammar(evidence: Evidence) -> Finding | None:
+def _grammar(evidence: Evidence, standing: Collection[str]) -> Finding | None:
     if evidence.waiting_for_grammar < 1:
         return None
     return Finding(
@@ -263,7 +329,7 @@ def _grammar(evidence: Evidence) -> Finding | None:
     )  # fmt: skip
 
 
-def _scheduling(evidence: Evidence) -> Finding | None:
+def _scheduling(evidence: Evidence, standing: Collection[str]) -> Finding | None:
     host = evidence.step_seconds.get("schedule", 0.0) + evidence.step_seconds.get("update", 0.0)
     execute = evidence.step_seconds.get("execute", 0.0)
     if not any(evidence.misses.values()) or host <= execute or host == 0:
@@ -274,7 +340,17 @@ def _scheduling(evidence: Evidence) -> Finding | None:
     )  # fmt: skip
 
 
-_LOOKS: tuple[Callable[[Evidence], Finding | None], ...] = (
-    _engine_down, _worker_down, _crash_loop, _kv_cache_full, _slow_rank, _queue, _long_prompts, _rejections, _errors,
-    _scheduling, _grammar,
+def _no_slo(evidence: Evidence, standing: Collection[str]) -> Finding | None:
+    if evidence.has_slo is not False:
+        return None
+    return Finding(
+        level=Level.OK, cause="no_slo", title="No SLO is set",
+        detail="Every request that ends without an error counts as good, however slow. Set targets in the model's "
+        f"model.json, such as {SLO_EXAMPLE}",
+    )  # fmt: skip
+
+
+_LOOKS: tuple[Callable[[Evidence, Collection[str]], Finding | None], ...] = (
+    _server_restarts, _engine_down, _worker_down, _crash_loop, _kv_cache_full, _slow_rank, _queue, _long_prompts,
+    _rejections, _errors, _scheduling, _grammar, _no_slo,
 )  # fmt: skip

@@ -33,6 +33,7 @@ class Point:
     """Seconds since the epoch."""
     series: str
     value: float
+    """nan: there was none, and the line ends until there is one again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,8 @@ class StepState:
     """The part of each snapshot that is kept, as /metrics has no series of it."""
 
     time: float
+    number: int
+    """Of the last step then. If it is that of the snapshot before, nothing was computed in between."""
     num_prefill_tokens: int
     num_decode_tokens: int
 
@@ -195,10 +197,15 @@ class Monitor:
 
     def _take_note(self, model: str, snapshot: Snapshot) -> None:
         step = snapshot.engine.last_step
-        state = StepState(
-            time=time.time(),
-            num_prefill_tokens=step.get("num_prefill_tokens", 0),
-            num_decode_tokens=step.get("num_decode_tokens", 0),
-        )
         with self._lock:
-            self._steps.setdefault(model, deque(maxlen=int(HISTORY_S))).append(state)
+            states = self._steps.setdefault(model, deque(maxlen=int(HISTORY_S)))
+            # When the step of the first snapshot was computed is not known.
+            is_new = bool(states) and states[-1].number != snapshot.engine.step
+            states.append(
+                StepState(
+                    time=time.time(),
+                    number=snapshot.engine.step,
+                    num_prefill_tokens=step.get("num_prefill_tokens", 0) if is_new else 0,
+                    num_decode_tokens=step.get("num_decode_tokens", 0) if is_new else 0,
+                )
+            )

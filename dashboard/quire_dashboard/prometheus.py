@@ -33,18 +33,23 @@ class Prometheus:
         Raises:
             ScrapeError: Prometheus does not answer, or refused.
         """
-        step = max(1.0, (end - start) / MOST_POINTS)
+        step = max(1.0, round((end - start) / MOST_POINTS, 3))
+        start = end - int((end - start) / step) * step  # so that the last moment is `end`
         # Two scrapes at Prometheus' usual interval of 15 s must fall into every window.
         window = max(WINDOW_S, 4 * step)
         expression = query.promql(labels, window)
-        answer = self._get("query_range", query=expression, start=f"{start:.3f}", end=f"{end:.3f}", step=f"{step:.3f}")
+        moments = {"start": f"{start:.3f}", "end": f"{end + 0.001:.3f}", "step": f"{step:.3f}"}
+        answer = self._get("query_range", query=expression, **moments)
         points = []
         for line in answer["result"]:
             series = line["metric"].get(by, "")
+            before = math.inf
             for time, text in line["values"]:
                 value = float(text)
-                if math.isfinite(value):
-                    points.append(Point(float(time), series, value))
+                if time - before > 1.5 * step:  # it says nothing of moments without a value
+                    points.append(Point(before + step, series, math.nan))
+                points.append(Point(float(time), series, value if math.isfinite(value) else math.nan))
+                before = float(time)
         return points
 
     def _get(self, what: str, **parameters: str) -> dict[str, Any]:

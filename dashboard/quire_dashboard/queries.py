@@ -6,18 +6,20 @@ Both give the same, except for Prometheus' extrapolation to the ends of its wind
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from quire_dashboard.history import Point, View
 from quire_dashboard.scrape import quantile
 
-__all__ = ["Gauge", "Quantile", "Query", "Rate", "Ratio", "evaluate", "latest", "selector"]
+__all__ = ["GAP_S", "Gauge", "Quantile", "Query", "Rate", "Ratio", "evaluate", "latest", "selector"]
 
 MOST_POINTS = 150
 WINDOW_S = 60.0
 """Window of rates and quantiles, at least."""
+GAP_S = 15.0
+"""Between two readings; after a longer time without any, what was in between is not known."""
 
 
 class Query(Protocol):
@@ -164,7 +166,22 @@ def evaluate(
         found[stride, number] = points
     known.clear()
     known.update(found)
-    return [point for points in found.values() for point in points]
+    return _with_ends(view, [(number - view.first, points) for (_, number), points in found.items()])
+
+
+def _with_ends(view: View, moments: Iterable[tuple[int, Sequence[Point]]]) -> list[Point]:
+    """All points, and where a line has no value for a while, or nothing was read, one that ends it."""
+    points: list[Point] = []
+    before, going = 0, set[str]()
+    for row, found in moments:
+        hole = next((r for r in range(before + 1, row + 1) if view.times[r] - view.times[r - 1] > GAP_S), None)
+        present = {point.series for point in found}
+        ends = sorted(going) if hole is not None else sorted(going - present)
+        time = view.times[row] if hole is None else (view.times[hole - 1] + view.times[hole]) / 2
+        points += [Point(time, series, math.nan) for series in ends]
+        points += found
+        before, going = row, present
+    return points
 
 
 def _points_at(query: Query, view: View, labels: Mapping[str, str], row: int, stride: int) -> list[Point]:

@@ -2,9 +2,13 @@
 
 Streamlit accepts a websocket from any page of `localhost`, on every port, so that another user of the machine, or any
 program that serves a page there, could control the dashboard of whoever opens it; and for a page of an unknown host it
-asks the Internet for its own address. `/health` is for probes.
+asks the Internet for its own address. `/health` is for probes. The watcher starts with the process, so that the first
+visitor finds a history.
 """
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,13 +16,16 @@ from urllib.parse import urlsplit
 import streamlit as st
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import RedirectResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from streamlit import config
 
+from quire_dashboard.frame import close_monitors, monitor
 from quire_dashboard.health_relay import health
 
-__all__ = ["OwnPagesOnly", "app"]
+__all__ = ["OwnPagesOnly", "app", "to_the_overview", "watching"]
 
 
 class OwnPagesOnly:
@@ -43,6 +50,24 @@ def _is_own(headers: Headers) -> bool:
     return urlsplit(origin).netloc == headers.get("host") or origin in allowed
 
 
+def to_the_overview(request: Request) -> RedirectResponse:
+    """The page that comes first has no path of its own in Streamlit, and is looked for under its name all the same."""
+    return RedirectResponse(f"./?{request.url.query}" if request.url.query else "./")
+
+
+@asynccontextmanager
+async def watching(_: st.App) -> AsyncIterator[None]:
+    """Watch the server as long as the dashboard runs, whether or not anybody looks."""
+    await asyncio.to_thread(monitor)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(close_monitors)
+
+
 app = st.App(
-    Path(__file__).with_name("app.py"), middleware=[Middleware(OwnPagesOnly)], routes=[Route("/health", health)]
+    Path(__file__).with_name("app.py"),
+    middleware=[Middleware(OwnPagesOnly)],
+    routes=[Route("/health", health), Route("/overview", to_the_overview)],
+    lifespan=watching,
 )

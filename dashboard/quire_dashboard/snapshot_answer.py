@@ -171,6 +171,11 @@ class Snapshot:
             },
         )
 
+    def has_slo(self) -> bool:
+        """Whether any class has a target."""
+        classes = self.settings.get("slo")
+        return isinstance(classes, dict) and any(self.slo_targets(name) for name in classes)
+
     def slo_targets(self, slo_class: str) -> dict[str, float]:
         """Targets of a class in seconds, by `ttft`, `tpot`, `e2e`; only those that it has."""
         classes = self.settings.get("slo") or {}

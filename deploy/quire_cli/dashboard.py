@@ -5,22 +5,16 @@ It is another package, which may be missing. Nothing here imports it: it gets it
 
 import os
 import secrets
-import select
-import signal
-import socket
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from urllib.parse import quote
 
 from quire_cli import process
+from quire_cli.companion import Companion
 from quire_cli.console import Console
 from quire_cli.errors import CommandError, UsageError
-from quire_cli.listening import listens
 from quire_cli.ports import Endpoint, is_loopback, reserve, resolve
 
 __all__ = ["Dashboard", "DashboardOptions", "how_to_install", "run_dashboard"]
@@ -30,7 +24,6 @@ DASHBOARD_TOKEN = "QUIRE_DASHBOARD_TOKEN"
 _NEEDS = ("quire_dashboard", "streamlit", "prometheus_client", "tritonclient")
 _START_S = 30.0
 """How long the ready line waits for the dashboard; the server is what matters."""
-_STOP_S = 3.0
 _MIN_TOKEN_CHARACTERS = 16
 
 
@@ -108,11 +101,8 @@ class Dashboard:
             url=_client(server["grpc"]), metrics=_client(server["metrics"]), health=_client(server["health"]),
             host=endpoint.host, port=endpoint.port,
         )  # fmt: skip
-        self._popen: subprocess.Popen[bytes] | None = None
-        self._start = 0.0
+        self._process: Companion | None = None
         self._listens = False
-        self._stopping = threading.Event()
-        self._gone = threading.Event()
 
     @property
     def server_environment(self) -> dict[str, str]:
@@ -120,47 +110,34 @@ class Dashboard:
         return {INTROSPECTION_TOKEN: self._introspection_token}
 
     def __enter__(self) -> "Dashboard":
-        self._start = time.monotonic()
-        self._popen = process.start(
+        self._process = Companion(
+            self._endpoint,
             self._options.command(self._endpoint.port),
             {**os.environ, **self.server_environment, DASHBOARD_TOKEN: self._token},
-            signal_when_orphaned=signal.SIGKILL,
+            self._on_end,
         )
-        threading.Thread(target=self._watch, args=(os.pidfd_open(self._popen.pid),), daemon=True).start()
         if self._token and not is_loopback(self._endpoint.host):
             for line in self._how_to_enter():
                 self._console.line(line)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stopping.set()
-        if self._popen is None:
-            return
-        self._popen.terminate()
-        try:
-            self._popen.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            self._popen.wait()
+        if self._process is not None:
+            self._process.stop()
 
     def ready_word(self) -> str | None:
         """The dashboard's part of the ready line: None while not known yet, empty when there is no dashboard."""
-        if self._gone.is_set():
+        if self._process is None or self._process.is_gone:
             return ""
         if not self._listens:
-            try:
-                address = (self._endpoint.client_host, self._endpoint.port)
-                socket.create_connection(address, timeout=1.0).close()
-                if self._popen is None or not listens(self._popen.pid, self._endpoint.port):
-                    raise ConnectionRefusedError("what listens there is not this dashboard")
-            except OSError:
-                # The first call may come late: only once the server is ready, which may take minutes.
-                if time.monotonic() - self._start < _START_S:
-                    return None
-                self._yield_to_server()
+            # The first call may come late: only once the server is ready, which may take minutes.
+            self._listens = self._process.is_listening()
+            if not self._listens and self._process.age_s < _START_S:
+                return None
+            # Lower than the engine's; not before it has started, which `quire serve` waits for.
+            process.yield_to_others(self._process.pid)
+            if not self._listens:
                 return ""
-            self._listens = True
-            self._yield_to_server()
         return f" dashboard={self._endpoint}"
 
     def _how_to_enter(self) -> list[str]:
@@ -171,22 +148,11 @@ class Dashboard:
         whose = f"is that of {DASHBOARD_TOKEN}" if self._is_given else f"of this run is {self._token}"
         return [f"quire: the dashboard asks for a token: {url}", f"quire: the dashboard's token {whose}"]
 
-    def _yield_to_server(self) -> None:
-        """Lower its priority below the engine's; not before it has started, which `quire serve` waits for."""
-        if self._popen is not None:
-            process.yield_to_others(self._popen.pid)
-
-    def _watch(self, handle: int) -> None:
-        poll = select.poll()
-        poll.register(handle, select.POLLIN)
-        poll.poll()
-        os.close(handle)
-        self._gone.set()
-        if not self._stopping.is_set():
-            self._console.line(
-                "quire: the dashboard has ended; the server goes on, and another one starts with: quire dashboard "
-                f"--url {self._options.url} --metrics {self._options.metrics}"
-            )
+    def _on_end(self, _: float) -> None:
+        self._console.line(
+            "quire: the dashboard has ended; the server goes on, and another one starts with: quire dashboard "
+            f"--url {self._options.url} --metrics {self._options.metrics}"
+        )
 
 
 def _check(token: str) -> None:

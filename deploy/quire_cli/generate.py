@@ -55,7 +55,7 @@ def generate(
         raise UsageError(str(error)) from error
     try:
         tokenizer, drafts = Path(config.model.tokenizer_path), config.scheduler.draft_checkpoint
-        check_checkpoint(model, tokenizer, config.model.load_format, drafts)
+        check_checkpoint(Path(config.model.model), tokenizer, config.model.load_format, drafts, config.model.model_impl)
         if input_file is not None:
             batch = read_batch(input_file, sampling)
             with _loaded(model, settings) as llm:

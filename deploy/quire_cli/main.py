@@ -34,6 +34,15 @@ Settings = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Engine settings, as in model.json; values are JSON, else strings."),
 ]
+ApiKey = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY",
+        help="A key that OpenAI's clients must show; may be repeated. Better kept from ps: in a file, or one a line in "
+        "QUIRE_OPENAI_API_KEYS.",
+    ),
+]
+ApiKeyFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Such keys, one a line.")]
 Port = typer.Option(min=0, max=65535, metavar="PORT")
 
 
@@ -142,6 +151,15 @@ def serve(
     dashboard: Annotated[
         bool, typer.Option("--dashboard/--no-dashboard", help="Start the dashboard too, where it is installed.")
     ] = True,
+    openai_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, metavar="PORT", help="Default: 9000, or any free one when that is taken."),
+    ] = None,
+    openai: Annotated[
+        bool, typer.Option("--openai/--no-openai", help="Start the OpenAI gateway too, where it is installed.")
+    ] = True,
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
     health_port: Annotated[
         int | None,
         typer.Option(
@@ -163,7 +181,9 @@ def serve(
     """Start tritonserver with the Quire backend, and watch over it.
 
     When every model is loaded, one line on stdout says so: "quire: ready grpc=HOST:PORT http=HOST:PORT
-    metrics=HOST:PORT health=HOST:PORT dashboard=HOST:PORT". A port of 0 means any free one.
+    metrics=HOST:PORT health=HOST:PORT openai=HOST:PORT dashboard=HOST:PORT". A port of 0 means any free one.
+
+    OpenAI's clients find the models at http://HOST:9000/v1; with --api-key, only those that show a key.
 
     /health on the health port answers 200 only while the server is live and every model's process moves and has its
     engine, and else 503 with what is wrong; it answers while the server does not. The dashboard's port passes it on.
@@ -186,6 +206,7 @@ def serve(
     SIGTERM, SIGINT and SIGHUP drain: no new requests, running ones have --drain-timeout seconds. A second one stops at
     once. Nothing is left behind, and what a killed run had to leave is removed by the next.
     """
+    from quire_cli.openai import read_api_keys
     from quire_cli.serve import ServeOptions
     from quire_cli.serve import serve as run_server
 
@@ -200,6 +221,9 @@ def serve(
             metrics_port=metrics_port,
             dashboard_port=dashboard_port,
             dashboard=dashboard,
+            openai_port=openai_port,
+            openai=openai,
+            api_keys=read_api_keys(api_key or (), api_key_file),
             health_port=health_port,
             drain_timeout_s=drain_timeout,
             verbose=verbose,
@@ -310,3 +334,28 @@ def dashboard(
     return run_dashboard(
         DashboardOptions(url=url, metrics=metrics, prometheus=prometheus, host=host, port=port, token=token)
     )
+
+
+@app.command()
+def openai(
+    url: Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's gRPC.")] = "127.0.0.1:8001",
+    port: Annotated[int, Port] = 9000,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest body of a request.")] = 16 << 20,
+    drain_timeout: Annotated[
+        int, typer.Option(min=0, max=86400, metavar="S", help="Seconds that running requests get when asked to stop.")
+    ] = 30,
+    _debug: Debug = False,
+) -> int:
+    """Serve OpenAI's API in front of a server that runs already, here or elsewhere.
+
+    It needs the server's gRPC port alone; several may stand before one server.
+    """
+    from quire_cli.openai import GatewayOptions, read_api_keys, run_gateway
+
+    keys = read_api_keys(api_key or (), api_key_file)
+    options = GatewayOptions(url=url, host=host, port=port, api_keys=keys, max_body_bytes=max_body_bytes,
+                             drain_timeout_s=drain_timeout)  # fmt: skip
+    return run_gateway(options)

@@ -92,13 +92,14 @@ def write_model(
         raise UsageError(str(error)) from None
     try:
         tokenizer, drafts = Path(config.model.tokenizer_path), config.scheduler.draft_checkpoint
-        check_checkpoint(Path(config.model.model), tokenizer, config.model.load_format, drafts)
+        check_checkpoint(Path(config.model.model), tokenizer, config.model.load_format, drafts, config.model.model_impl)
     except CheckpointError as error:
         raise CommandError(str(error)) from None
     if (folder / "config.pbtxt").exists() and not force:
         raise CommandError(f"{folder} already exists; choose another --name, or overwrite it with --force")
     # The file's paths would be relative to the version folder; the settings' were relative to where we are.
     written = {**(settings or {}), "model": config.model.model}
+    written.pop("revision", None)  # the folder is of that one
     if config.model.tokenizer is not None:
         written["tokenizer"] = config.model.tokenizer
     if drafts is not None:

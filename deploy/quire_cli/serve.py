@@ -1,18 +1,21 @@
 """`quire serve`: from options to a running tritonserver."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire_cli import dashboard as dashboards
+from quire_cli import openai
 from quire_cli.console import Console
-from quire_cli.dashboard import Dashboard, how_to_install
+from quire_cli.dashboard import Dashboard
 from quire_cli.errors import CommandError, UsageError, has_working_directory
 from quire_cli.health import Health, HealthServer
 from quire_cli.launch import ServerFlags, compose_backends, has_gpu, server_environment
 from quire_cli.loaded_models import LoadedModels
 from quire_cli.model_config import check_model_configs
 from quire_cli.model_repository import default_repository, write_model
+from quire_cli.openai import Gateway
 from quire_cli.ports import Endpoint, reserve, resolve
 from quire_cli.restricted_apis import opens_logging, restrictions
 from quire_cli.run_directory import RunDirectory, is_plain, sweep
@@ -39,6 +42,11 @@ class ServeOptions:
     dashboard_port: int | None = None
     """8501 unless said otherwise; when that is taken, any free one."""
     dashboard: bool = True
+    openai_port: int | None = None
+    """9000 unless said otherwise; when that is taken, any free one."""
+    openai: bool = True
+    api_keys: tuple[str, ...] = ()
+    """Whom the OpenAI gateway lets in; empty: everybody."""
     health_port: int | None = None
     """8003 unless said otherwise; when that is taken, any free one."""
     drain_timeout_s: int = 30
@@ -84,7 +92,7 @@ def serve(options: ServeOptions) -> int:
         console,
         RunDirectory() as run,
         HealthServer(_own_endpoint("health", 8003, options.health_port, options.host, endpoints), health) as address,
-        _dashboard(options, {**endpoints, "health": address.endpoint}, console) as dashboard,
+        _beside(options, {**endpoints, "health": address.endpoint}, console) as (gateway, dashboard),
     ):
         if options.model is not None:
             repository = run.path / "models"
@@ -109,7 +117,7 @@ def serve(options: ServeOptions) -> int:
             ),
             clean_up=run.clean_up,
             needs_stub=_needs_stub(repository, flags),
-            ready_word=dashboard.ready_word if dashboard else lambda: "",
+            ready_word=_ready_word(*(beside.ready_word for beside in (gateway, dashboard) if beside)),
             models=models,
         ).run()
 
@@ -190,18 +198,51 @@ def _endpoints(options: ServeOptions, flags: ServerFlags) -> dict[str, Endpoint]
     return {option.removesuffix("-port"): endpoint for option, endpoint in reserve(wanted).items()}
 
 
-def _dashboard(
+@contextmanager
+def _beside(
     options: ServeOptions, endpoints: dict[str, Endpoint], console: Console
-) -> AbstractContextManager[Dashboard | None]:
+) -> Iterator[tuple[Gateway | None, Dashboard | None]]:
+    """What runs beside the server. Both have found their ports before one of them takes its own."""
+    gateway = _gateway(options, endpoints, console)
+    dashboard = _dashboard(options, endpoints | ({"openai": gateway.endpoint} if gateway else {}), console)
+    with gateway or nullcontext(), dashboard or nullcontext():
+        yield gateway, dashboard
+
+
+def _gateway(options: ServeOptions, endpoints: dict[str, Endpoint], console: Console) -> Gateway | None:
+    """The OpenAI gateway to start beside the server; None if it is off, or something is missing for it."""
+    if not options.openai:
+        return None
+    missing = openai.how_to_install()
+    if not missing and "grpc" not in endpoints:
+        missing = "it needs the server's gRPC port, which is turned off"
+    if missing:
+        console.line(f"quire: no OpenAI gateway: {missing}")
+        return None
+    endpoint = _own_endpoint("openai", 9000, options.openai_port, options.host, endpoints)
+    return Gateway(endpoint, endpoints["grpc"], options.api_keys, console)
+
+
+def _ready_word(*words: Callable[[], str | None]) -> Callable[[], str | None]:
+    """What several add to the ready line; None while one of them does not know."""
+
+    def all_words() -> str | None:
+        found = [word() for word in words]
+        return None if None in found else "".join(word or "" for word in found)
+
+    return all_words
+
+
+def _dashboard(options: ServeOptions, endpoints: dict[str, Endpoint], console: Console) -> Dashboard | None:
     """The dashboard to start beside the server; None if it is off, or something is missing for it."""
     if not options.dashboard:
-        return nullcontext()
-    missing = how_to_install()
+        return None
+    missing = dashboards.how_to_install()
     if not missing and not endpoints.keys() >= {"grpc", "metrics"}:
         missing = "it needs the server's gRPC and metrics ports, and one of them is turned off"
     if missing:
         console.line(f"quire: no dashboard: {missing}")
-        return nullcontext()
+        return None
     endpoint = _own_endpoint("dashboard", 8501, options.dashboard_port, options.host, endpoints)
     return Dashboard(endpoint, endpoints, console)
 
@@ -211,8 +252,9 @@ def _own_endpoint(
 ) -> Endpoint:
     """Where a service of `quire serve` itself listens."""
     option, host = f"{service}-port", resolve(host)
-    # tritonserver's ports are only reserved yet, and must not be taken; the others are taken already.
-    others = {f"{name}-port": endpoint for name, endpoint in endpoints.items() if name in _SERVICES}
+    # These ports are only reserved yet, and must not be taken; the others are taken already.
+    reserved = (*_SERVICES, "openai")
+    others = {f"{name}-port": endpoint for name, endpoint in endpoints.items() if name in reserved}
     try:
         return reserve({**others, option: Endpoint(host, default if wanted is None else wanted)})[option]
     except CommandError:

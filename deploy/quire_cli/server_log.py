@@ -21,8 +21,13 @@ _ENGINE = re.compile(r"quire (?P<process>\w+\[[^\]]*\]) (INFO|WARNING)\b")
 _LOADING = re.compile(r"loading weights: (?P<percent>\d+)% of ")
 _TABLE = re.compile(r"[+|]|\s*$")
 _USAGE = "Usage: tritonserver"
-# Logged on every machine without a GPU, where nothing can be done about it.
-_NOISE = ("CudaDriverHelper has not been initialized", "Signal (")
+# Logged on every machine without a GPU, where nothing can be done about it; and once for each request that a client who
+# wants to know the status of errors (triton_grpc_error, as the OpenAI gateway does) gets one for, as an error of 2.51.
+_NOISE = (
+    "CudaDriverHelper has not been initialized",
+    "Signal (",
+    "HandleCancellation called even when the context was not cancelled",
+)
 _KEPT_LINES = 2000
 # A server that fails to start exits within seconds of its first error.
 _HOLD_S = 10.0

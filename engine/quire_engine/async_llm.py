@@ -73,7 +73,8 @@ class AsyncLLM:
         tokenizer_path = Path(config.model.tokenizer_path)
         # Takes milliseconds, and the start of a process seconds.
         drafts = config.scheduler.draft_checkpoint
-        check_checkpoint(Path(config.model.model), tokenizer_path, config.model.load_format, drafts)
+        model = config.model
+        check_checkpoint(Path(model.model), tokenizer_path, model.load_format, drafts, model.model_impl)
         self._client = SupervisedClient(config, self._on_restart)
         try:
             tokenizer = load_tokenizer(tokenizer_path)  # while the engine core loads the weights

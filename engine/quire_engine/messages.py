@@ -232,11 +232,8 @@ class EngineCoreReady(msgspec.Struct):
     scheduling_policy: str = "fcfs"
     worker_pids: list[int] = []
     """Processes of the ranks; empty if they run in the engine core's own process."""
-
-    @property
-    def num_kv_cache_tokens(self) -> int:
-        """Tokens that the whole KV cache holds."""
-        return self.num_blocks * self.block_size
+    num_kv_cache_tokens: int = 0
+    """Tokens of the longest request that the whole KV cache holds."""
 
 
 class NewRequestData(msgspec.Struct, array_like=True):
@@ -252,6 +249,8 @@ class NewRequestData(msgspec.Struct, array_like=True):
     stop_token_ids: list[int]
     """Ids that `min_tokens` keeps from being sampled: end-of-sequence and the request's own."""
     block_ids: list[int]
+    """With several groups of layers, a block of each group in turn. Where a group with a window found no more than that
+    in the prefix cache, the ids before it stand for nothing."""
     num_computed_tokens: int
 
 
@@ -260,6 +259,8 @@ class CachedRequestData(msgspec.Struct, array_like=True):
 
     request_ids: list[str] = []
     new_block_ids: list[list[int]] = []
+    """With several groups of layers, a block of each group in turn. Nothing is said of blocks that are freed behind a
+    window: the workers keep the ids, and read nothing there."""
     num_computed_tokens: list[int] = []
     """Before this step; with async scheduling this includes tokens that only the ranks know yet."""
     new_token_ids: list[list[int]] = []

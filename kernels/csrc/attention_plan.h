@@ -8,7 +8,8 @@
 //                                                          it, one item per segment, and a merge
 //
 // Segments are counted from the sequence's first key and each is summed on its own, so a row's result is the same to the
-// last bit whoever computes what.
+// last bit whoever computes what. With a sliding window an item begins with the first key that its first row sees; what
+// lies before that is not touched, as its blocks may be another sequence's by now.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -42,9 +43,12 @@ constexpr int64_t SEGMENT = 2 * CHUNK;
 // A row of partial results: its sums, its maximum and the sum of its weights.
 inline int64_t partial_floats(int64_t head_size) { return head_size + 2; }
 
-inline int64_t segments_of(const KeyOrder& order, int64_t keys) {
-  return order.vector_of(keys - 1) / (SEGMENT / order.width) + 1;
+inline int64_t segment_of(const KeyOrder& order, int64_t key) {
+  return order.vector_of(key) / (SEGMENT / order.width);
 }
+
+// The first key that a row sees, if so many are before its own end.
+inline int64_t first_visible(int64_t visible, int64_t window) { return std::max<int64_t>(0, visible - window); }
 
 // Rows of an item: what share one pass over the keys. Their sums stay in the second-level cache.
 constexpr int64_t ITEM_FLOATS = 16384;
@@ -72,7 +76,7 @@ inline std::vector<PlannedItem> items_of_rows(const PlanCall& call, int64_t most
     for (int64_t first = 0; first < rows; first += most_rows) {
       const int64_t count = std::min(most_rows, rows - first);
       // Of several tokens' rows, half see less than the last one does: the mean is near enough.
-      const int64_t keys = context + 1 + (first + count / 2) / group;
+      const int64_t keys = std::min(context + 1 + (first + count / 2) / group, call.window);
       for (int64_t kv_head = 0; kv_head < call.kv_heads; kv_head++)
         items.push_back({{static_cast<int32_t>(sequence), static_cast<int32_t>(kv_head), static_cast<int32_t>(first),
                           static_cast<int32_t>(count), -1, -1},
@@ -94,8 +98,10 @@ inline std::vector<AttentionItem> split_long_items(const PlanCall& call, const K
   for (const PlannedItem& planned : items) {
     AttentionItem item = planned.item;
     const int64_t query_len = call.query_start_loc[item.sequence + 1] - call.query_start_loc[item.sequence];
-    const int64_t last_token = (item.first_row + item.rows - 1) / (call.heads / call.kv_heads);
-    const int64_t segments = segments_of(order, call.seq_lens[item.sequence] - query_len + last_token + 1);
+    const int64_t group = call.heads / call.kv_heads, context = call.seq_lens[item.sequence] - query_len;
+    const int64_t first = segment_of(order, first_visible(context + item.first_row / group + 1, call.window));
+    const int64_t last = segment_of(order, context + (item.first_row + item.rows - 1) / group);
+    const int64_t segments = last - first + 1;
     if (planned.cost <= longest || segments == 1) {
       result.push_back(planned);
       continue;
@@ -103,7 +109,8 @@ inline std::vector<AttentionItem> split_long_items(const PlanCall& call, const K
     item.segment = static_cast<int32_t>(segments);
     item.partial = static_cast<int32_t>(plan.partials);
     merges.push_back(item);
-    for (item.segment = 0; item.segment < segments; item.segment++) {
+    for (int64_t segment = first; segment <= last; segment++) {
+      item.segment = static_cast<int32_t>(segment);
       item.partial = static_cast<int32_t>(plan.partials);
       result.push_back({item, planned.cost / segments});
       plan.partials += item.rows;

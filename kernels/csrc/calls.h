@@ -116,9 +116,10 @@ struct PlanCall {
   int64_t kv_heads;
   int64_t head_size;
   int64_t block_size;
+  int64_t window;                  // keys that a row sees at most; without a window, more than any sequence has
 };
 
-// What all layers of a step have in common.
+// What the layers of a step that have the same heads and the same window have in common.
 struct AttentionStep {
   const int64_t* block_table;      // [sequences, …]
   int64_t block_table_stride;
@@ -135,12 +136,15 @@ struct AttentionCall {
   const void* key_cache;
   const void* value_cache;
   void* out;                       // [tokens, heads, head_size], without gaps
+  const float* sinks;              // [heads], a logit in the sum of each query head's weights that has no value; or null
   const AttentionStep* step;
   int64_t heads;
   int64_t kv_heads;
   int64_t head_size;
   int64_t block_size;
+  int64_t window;                  // that the step's plan is for
   float scale;
+  float soft_cap;                  // scores become soft_cap * tanh(score / soft_cap); 0: they stay
   int32_t is_float;
 };
 // hidden, residual and out are bfloat16 or float32, all alike; rows may be strided, elements of a row not.
@@ -195,6 +199,37 @@ struct EmbeddingCall {
   void* out;                 // [rows, size], without gaps
   int64_t rows;
   int64_t size;
+  int32_t is_float;
+};
+
+struct RouteCall {
+  const float* logits;   // [rows, experts]
+  int64_t logits_stride; // elements between rows
+  float* weights;        // [rows, top_k], written
+  int64_t* expert_ids;   // [rows, top_k], written
+  int64_t rows;
+  int64_t experts;
+  int64_t top_k;
+  int32_t renormalize;   // the weights add up to 1
+};
+
+struct ExpertsCall {
+  const void* x;              // [rows, hidden_size], bfloat16 or float32, as are shared and out
+  int64_t x_stride;           // elements between rows
+  const float* weights;       // [rows, top_k]
+  const int64_t* expert_ids;  // [rows, top_k]
+  const int64_t* expert_map;  // where each expert is among those that are here; -1: it is not
+  const LinearCall* gate_up;  // [experts], of those that are here; without x and out, as in all of one shape
+  const LinearCall* down;     // [experts]
+  const void* shared;         // [rows, hidden_size], added to the result; or null
+  int64_t shared_stride;
+  const float* shared_gate;   // [rows], whose sigmoid multiplies it; or null
+  void* out;                  // [rows, hidden_size], without gaps
+  int64_t rows;
+  int64_t experts;
+  int64_t top_k;
+  int64_t hidden_size;
+  int64_t intermediate_size;
   int32_t is_float;
 };
 

@@ -42,6 +42,8 @@ struct Kernels {
   void (*apply_bitmask)(const BitmaskCall&);
   void (*pack_linear)(const PackCall&);
   void (*soft_cap)(const SoftCapCall&);
+  void (*route_tokens)(const RouteCall&);
+  void (*experts)(const ExpertsCall&);
 };
 
 #pragma GCC push_options
@@ -136,5 +138,7 @@ QUIRE_API void quire_sample(const SampleCall* call) { kernels.sample(*call); }
 QUIRE_API void quire_probabilities(const ProbabilitiesCall* call) { kernels.probabilities(*call); }
 QUIRE_API void quire_token_probabilities(const TokenProbabilitiesCall* call) { kernels.token_probabilities(*call); }
 QUIRE_API void quire_advance_drafts(const AdvanceCall* call) { kernels.advance_drafts(*call); }
+QUIRE_API void quire_route_tokens(const RouteCall* call) { kernels.route_tokens(*call); }
+QUIRE_API void quire_experts(const ExpertsCall* call) { kernels.experts(*call); }
 QUIRE_API void quire_apply_bitmask(const BitmaskCall* call) { kernels.apply_bitmask(*call); }
 }

@@ -7,6 +7,7 @@ in the Triton language, in C++ or in plain torch (`dispatch.py`). Shape suffixes
     H  query heads      K  key/value heads    D  head size
     N  KV blocks        B  tokens per block   M  blocks per sequence, at most
     E  hidden size      V  vocabulary size
+    X  experts
 """
 
 from quire_kernels.activation import gelu_tanh_and_mul, silu_and_mul
@@ -14,10 +15,12 @@ from quire_kernels.attention import paged_attention, plan_attention
 from quire_kernels.attention_plan import AttentionPlan
 from quire_kernels.drafts import DraftState, advance_drafts
 from quire_kernels.embedding import embedding
+from quire_kernels.experts import ExpertsWeight, pack_experts, routed_experts
 from quire_kernels.layernorm import add_residual, add_rms_norm, rms_norm
 from quire_kernels.linear import LinearWeight, linear, pack_linear
 from quire_kernels.recording import NotRecordableError, Recording, record
 from quire_kernels.rope import rope_and_cache
+from quire_kernels.routing import topk_softmax
 from quire_kernels.sampling import argmax, probabilities, sample
 from quire_kernels.soft_cap import soft_cap
 from quire_kernels.store import store_columns, store_rows
@@ -27,6 +30,7 @@ from quire_kernels.token_probabilities import token_probabilities
 __all__ = [
     "AttentionPlan",
     "DraftState",
+    "ExpertsWeight",
     "LinearWeight",
     "NotRecordableError",
     "Recording",
@@ -38,6 +42,7 @@ __all__ = [
     "embedding",
     "gelu_tanh_and_mul",
     "linear",
+    "pack_experts",
     "pack_linear",
     "paged_attention",
     "plan_attention",
@@ -45,10 +50,12 @@ __all__ = [
     "record",
     "rms_norm",
     "rope_and_cache",
+    "routed_experts",
     "sample",
     "silu_and_mul",
     "soft_cap",
     "store_columns",
     "store_rows",
     "token_probabilities",
+    "topk_softmax",
 ]

@@ -8,7 +8,7 @@ One call serves prefill chunks, decodes and anything between: sequence s owns th
     sequence s:   | context, already in the cache | query rows of this step |
                   |◄──────────────────── seq_lens[s] ─────────────────────►|
                                                   |◄── query_len ──────────►|
-    row r of the step sees keys 0 … seq_lens[s] - query_len + r
+    row r of the step sees keys 0 … seq_lens[s] - query_len + r, or with a sliding window the last `window` of these
 """
 
 import ctypes
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from quire_kernels.attention_plan import AttentionPlan, CpuAttentionPlan, GpuAttentionPlan
-from quire_kernels.cpu import Call, check_tensor, launch, library, with_dense_heads, with_dense_rows
+from quire_kernels.cpu import Call, check_tensor, launch, library, pointer, with_dense_heads, with_dense_rows
 from quire_kernels.dispatch import uses_triton
 from quire_kernels.kv_cache import check_caches, is_tiled, natural_key_order, natural_value_order
 
@@ -37,6 +37,7 @@ class _PlanCall(Call):
         ("kv_heads", ctypes.c_int64),
         ("head_size", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
+        ("window", ctypes.c_int64),
     )
 
 
@@ -74,18 +75,23 @@ class _AttentionCall(Call):
         ("key_cache", ctypes.c_void_p),
         ("value_cache", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
         ("step", ctypes.c_void_p),
         ("heads", ctypes.c_int64),
         ("kv_heads", ctypes.c_int64),
         ("head_size", ctypes.c_int64),
         ("block_size", ctypes.c_int64),
+        ("window", ctypes.c_int64),
         ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
         ("is_float", ctypes.c_int32),
     )
 
 
 PLAN_CAPACITY = 1 << 14
 """First size of a plan in bytes: enough for about 600 items."""
+UNBOUNDED = 1 << 62
+"""The C++ kernels' window if there is none: more keys than any sequence has."""
 
 
 def plan_attention(
@@ -94,8 +100,9 @@ def plan_attention(
     seq_lens: torch.Tensor,
     num_heads: int,
     key_cache_NKBD: torch.Tensor,
+    window: int | None = None,
 ) -> AttentionPlan | None:
-    """Divide the work of a step: once, for all layers.
+    """Divide the work of a step: once, for all layers with these heads and this window.
 
     Args:
         block_table_SM: see `paged_attention`, also for the next two.
@@ -103,19 +110,22 @@ def plan_attention(
             are any: reading them from the GPU waits for it.
         seq_lens: [S] int64.
         num_heads: query heads.
-        key_cache_NKBD: of any layer.
+        key_cache_NKBD: of any such layer.
+        window: see `paged_attention`.
 
     Returns:
         The plan for `paged_attention`; None if it does not need one.
 
     Raises:
         TypeError: a tensor is not int64.
-        ValueError: the tensors' lengths do not match, or the number of heads does not match the key cache's.
+        ValueError: the tensors' lengths do not match, the number of heads does not match the key cache's, or the
+            window is not above 0.
     """
+    _check_window(window)
     if uses_triton(key_cache_NKBD):
         from quire_kernels.gpu import attention as gpu
 
-        return gpu.plan_attention(query_start_loc, seq_lens, num_heads, key_cache_NKBD)
+        return gpu.plan_attention(query_start_loc, seq_lens, num_heads, key_cache_NKBD, window)
     handle = library()
     if handle is None or not is_tiled(key_cache_NKBD):
         return None
@@ -139,6 +149,7 @@ def plan_attention(
         kv_heads=num_kv_heads,
         head_size=head_size,
         block_size=block_size,
+        window=window or UNBOUNDED,
     )
     num_bytes = PLAN_CAPACITY
     while num_bytes > call.capacity:
@@ -156,7 +167,7 @@ def plan_attention(
     )
     tensors = (block_table_SM, query_start_loc, seq_lens, data, partials)
     shape = (num_heads, num_kv_heads, block_size, head_size)
-    return CpuAttentionPlan(step, partials, tensors, int(query_start_loc[-1]), shape)
+    return CpuAttentionPlan(step, partials, tensors, int(query_start_loc[-1]), shape, window)
 
 
 def paged_attention(
@@ -171,6 +182,7 @@ def paged_attention(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of each query row to its own sequence's keys and values.
 
@@ -182,35 +194,55 @@ def paged_attention(
         query_start_loc: [S + 1] int64, cumulative query lengths.
         seq_lens: [S] int64, context plus query tokens.
         scale: factor of the scores, usually D ** -0.5; above 0.
-        plan: from `plan_attention` for the same `block_table_SM` and what follows it; made here if it is None.
+        plan: from `plan_attention` for the same `block_table_SM` and what follows it, and the same window; made here
+            if it is None.
         window: each row sees at most its last `window` keys (Beltagy et al. 2020, https://arxiv.org/abs/2004.05150,
             section 3.1); None for all.
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)` (Gemma 2, https://arxiv.org/abs/2408.00118,
             section 2); None leaves them unchanged.
+        sinks_H: float32, a logit for each query head that joins the softmax as one more key whose value is 0 (gpt-oss,
+            https://arxiv.org/abs/2508.10925; Xiao et al. 2023, https://arxiv.org/abs/2309.17453); None: there are none.
 
     Returns:
         [T, H, D], in the queries' dtype.
 
     Raises:
         TypeError: a tensor has a wrong dtype, or not all are on one device.
-        ValueError: a tensor's shape does not match the others, or the plan's.
+        ValueError: a tensor's shape does not match the others, or the plan's; or the window or the soft cap is not
+            above 0.
     """
+    _check_window(window)
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap is {soft_cap}; it must be above 0")
+    if sinks_H is not None and (sinks_H.dtype != torch.float32 or sinks_H.shape != query_THD.shape[1:2]):
+        raise ValueError(
+            f"sinks_H is {sinks_H.dtype} of shape {list(sinks_H.shape)}; it must be torch.float32, one for each of the "
+            f"{query_THD.shape[1]} query heads"
+        )
     caches = (key_cache_NKBD, value_cache_NKBD)
     if uses_triton(query_THD):
         from quire_kernels.gpu import attention as gpu
 
-        plan = plan or plan_attention(block_table_SM, query_start_loc, seq_lens, query_THD.shape[1], key_cache_NKBD)
+        plan = plan or plan_attention(
+            block_table_SM, query_start_loc, seq_lens, query_THD.shape[1], key_cache_NKBD, window
+        )
         assert isinstance(plan, GpuAttentionPlan)
         return gpu.paged_attention(
-            query_THD, *caches, block_table_SM, query_start_loc, seq_lens, scale, plan, window, soft_cap,
+            query_THD, *caches, block_table_SM, query_start_loc, seq_lens, scale, plan, window, soft_cap, sinks_H,
         )  # fmt: skip
-    is_plain = window is None and soft_cap is None
-    if is_tiled(key_cache_NKBD) and is_plain and query_THD.dtype == key_cache_NKBD.dtype == value_cache_NKBD.dtype:
-        plan = plan or plan_attention(block_table_SM, query_start_loc, seq_lens, query_THD.shape[1], key_cache_NKBD)
+    if is_tiled(key_cache_NKBD) and query_THD.dtype == key_cache_NKBD.dtype == value_cache_NKBD.dtype:
+        plan = plan or plan_attention(
+            block_table_SM, query_start_loc, seq_lens, query_THD.shape[1], key_cache_NKBD, window
+        )
         assert isinstance(plan, CpuAttentionPlan)
-        return _attend_cpu(query_THD, *caches, plan, scale)
+        return _attend_cpu(query_THD, *caches, plan, scale, window, soft_cap, sinks_H)
     tensors = (query_THD, *caches, block_table_SM, query_start_loc, seq_lens)
-    return _attend_torch(*tensors, scale, window, soft_cap)
+    return _attend_torch(*tensors, scale, window, soft_cap, sinks_H)
+
+
+def _check_window(window: int | None) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; it must be above 0")
 
 
 def _attend_torch(
@@ -223,12 +255,12 @@ def _attend_torch(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     out_THD = torch.empty_like(query_THD)
     query_lens = query_start_loc.diff()
-    single = (
-        (query_lens == 1) if window is None and soft_cap is None else torch.zeros_like(query_lens, dtype=torch.bool)
-    )
+    is_plain = window is None and soft_cap is None and sinks_H is None
+    single = (query_lens == 1) if is_plain else torch.zeros_like(query_lens, dtype=torch.bool)
     decodes = single.nonzero().squeeze(1)
     if len(decodes):
         rows = query_start_loc[decodes]
@@ -239,8 +271,9 @@ def _attend_torch(
     for s in ((query_lens > 0) & ~single).nonzero().squeeze(1).tolist():
         rows_s = slice(starts[s], starts[s + 1])
         out_THD[rows_s] = _attend_many(
-            query_THD[rows_s], key_cache_NKBD, value_cache_NKBD, block_table_SM[s], lens[s], scale, window, soft_cap
-        )
+            query_THD[rows_s], key_cache_NKBD, value_cache_NKBD, block_table_SM[s], lens[s], scale, window, soft_cap,
+            sinks_H,
+        )  # fmt: skip
     return out_THD
 
 
@@ -250,6 +283,9 @@ def _attend_cpu(
     value_cache_NKBD: torch.Tensor,
     plan: CpuAttentionPlan,
     scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     """Each row's result is one chain of operations in the order of its keys: bit for bit, it does not depend on the
     batch, on how a prompt was cut into chunks, or on the number of threads."""
@@ -265,6 +301,10 @@ def _attend_cpu(
             f"queries are {list(query_THD.shape)}, keys {list(key_cache_NKBD.shape)}; the plan is for "
             f"{plan.num_tokens} tokens, and for heads, key heads, block size and head size of {list(plan.shape)}"
         )
+    if plan.window != window:
+        raise ValueError(f"window is {window}; the plan is for a window of {plan.window}")
+    if sinks_H is not None:
+        check_tensor("sinks_H", sinks_H, torch.float32, num_heads)
     out_THD = query_THD.new_empty(num_tokens, num_heads, head_size)
     call = _AttentionCall(
         query=query_THD.data_ptr(),
@@ -273,12 +313,15 @@ def _attend_cpu(
         key_cache=key_cache_NKBD.data_ptr(),
         value_cache=value_cache_NKBD.data_ptr(),
         out=out_THD.data_ptr(),
+        sinks=pointer(sinks_H),
         step=ctypes.addressof(plan.step),
         heads=num_heads,
         kv_heads=num_kv_heads,
         head_size=head_size,
         block_size=block_size,
+        window=window or UNBOUNDED,
         scale=scale,
+        soft_cap=soft_cap or 0.0,
         is_float=query_THD.dtype == torch.float32,
     )
     handle = library()
@@ -324,6 +367,7 @@ def _attend_many(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     """Several query rows (Q) of one sequence."""
     query_len, _, head_size = query_QHD.shape
@@ -342,13 +386,18 @@ def _attend_many(
         seen = visible.any(0)[:, None]
         key, value = key.where(seen, 0.0), value.where(seen, 0.0)  # values before the window may be NaN or infinity
     query = query_QHD.transpose(0, 1).unsqueeze(0)
-    if soft_cap is None:
+    if soft_cap is None and sinks_H is None:
         out_HQD = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale, enable_gqa=True)
     else:
         group = query.shape[1] // num_kv_heads
         key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-        scores = (query @ key.transpose(-1, -2)).float() * (scale / soft_cap)
-        weights = (scores.tanh() * soft_cap).masked_fill(~visible, float("-inf")).softmax(-1)
+        scores = (query @ key.transpose(-1, -2)).float() * scale
+        if soft_cap is not None:
+            scores = (scores / soft_cap).tanh() * soft_cap
+        scores.masked_fill_(~visible, float("-inf"))
+        if sinks_H is not None:
+            scores = torch.cat((sinks_H[:, None, None].expand(1, -1, query_len, 1), scores), -1)
+        weights = scores.softmax(-1)[..., -seq_len:]
         out_HQD = weights.to(value.dtype) @ value
     return out_HQD[0].transpose(0, 1)
 

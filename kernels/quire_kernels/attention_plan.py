@@ -1,4 +1,4 @@
-"""AttentionPlan: how the work of one step's attention is divided; made once, for all layers."""
+"""AttentionPlan: how the work of one step's attention is divided; made once, for all layers of a kind."""
 
 import ctypes
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class CpuAttentionPlan:
     """How the work of one step's `paged_attention` is divided among threads."""
 
     step: Call
-    """The part of the call that is the same for all layers of the step."""
+    """The part of the call that is the same for all layers that the plan is valid for."""
     partials: torch.Tensor
     """float32, partial results of threads that share a sequence."""
     tensors: tuple[torch.Tensor, ...]
@@ -24,6 +24,8 @@ class CpuAttentionPlan:
     num_tokens: int
     shape: tuple[int, int, int, int]
     """Query heads, key/value heads, tokens per block, head size: the shapes that the plan is valid for."""
+    window: int | None
+    """Of the layers that it is valid for."""
 
     def copy_(self, other: "CpuAttentionPlan") -> None:
         """Take over another plan's content, at the address that recorded calls use. Keep the other plan alive as long

@@ -19,13 +19,13 @@ from quire_kernels.cpu import FLOATS, GROUPS, PANEL, Call, launch, library, libr
 from quire_kernels.dispatch import uses_triton
 from quire_kernels.quantized import LARGEST
 
-__all__ = ["LinearWeight", "linear", "pack_linear", "quantize_per_token"]
+__all__ = ["LinearCall", "LinearWeight", "linear", "pack_linear", "quantize_per_token"]
 
 BAND = 32 * PANEL
 """Rows that plain torch quantises at a time, so that temporaries are small compared with the weight."""
 
 
-class _LinearCall(Call):
+class LinearCall(Call):
     """`LinearCall` of kernels/csrc/calls.h."""
 
     _fields_ = (
@@ -98,7 +98,7 @@ class LinearWeight:
     """Quantised only: float32, one per output feature."""
     offsets: torch.Tensor | None
     """int8 only, packed only: int32, 128 times the sum of each output feature's weights."""
-    call: _LinearCall | None
+    call: LinearCall | None
     """Filled except for the fields that change from call to call; None for plain torch."""
 
     @property
@@ -173,7 +173,7 @@ def pack_linear(
     )  # fmt: skip
     launch(handle.quire_pack_linear, pack_call)  # cannot be recorded: its `rows` does not count tokens
     bias = _padded(bias_N, rows)
-    call = _LinearCall(
+    call = LinearCall(
         weight=packed.data_ptr(),
         bias=pointer(bias),
         weight_scales=pointer(scales),

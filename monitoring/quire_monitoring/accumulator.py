@@ -28,6 +28,7 @@ class Accumulator:
         slo_classes: the classes of the setting `slo`.
         aliases: whether series that vLLM has, too, are also exported under its names.
         clock: seconds, monotonic; for the windows of the goodput.
+        server_start_time: of the server's process, in seconds since the epoch; unset: this moment.
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class Accumulator:
         *,
         aliases: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        server_start_time: float | None = None,
     ) -> None:
+        self._server_start_time = time.time() if server_start_time is None else server_start_time
         self._lock = threading.Lock()
         self._slo_classes = frozenset(slo_classes)
         self._aliases = aliases
@@ -166,12 +169,13 @@ class Accumulator:
         return taken
 
     def gauges(self, is_up: bool, workers_up: Sequence[bool]) -> dict[Series, float]:
-        """The present state. Of an engine that is down, everything is 0."""
+        """The present state. Of an engine that is down, everything is 0 but the start of its server."""
         with self._lock:
             stats = self._scheduler_stats if is_up else SchedulerStats()
             ratios = self._goodput.ratios()
         gauges: dict[Series, float] = {
             _UP: float(is_up),
+            _START_TIME: self._server_start_time,
             _RUNNING: stats.num_running,
             _WAITING: stats.num_waiting - stats.num_waiting_for_fsm,
             _WAITING_FOR_GRAMMAR: stats.num_waiting_for_fsm,
@@ -207,6 +211,7 @@ def _growth(before: _Number, now: _Number) -> _Number:
 
 
 _UP = series("quire_engine_up")
+_START_TIME = series("quire_server_start_time_seconds")
 _RUNNING = series("quire_requests_running")
 _WAITING = series("quire_requests_waiting", reason="capacity")
 _WAITING_FOR_GRAMMAR = series("quire_requests_waiting", reason="grammar")

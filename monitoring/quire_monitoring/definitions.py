@@ -99,6 +99,7 @@ def _histogram(
 
 _ENGINE: tuple[MetricDefinition, ...] = (
     _gauge("quire_engine_up", "1 while the engine steps, 0 once it is gone"),
+    _gauge("quire_server_start_time_seconds", "When the server's process was started, in seconds since the epoch"),
     _gauge("quire_requests_running", "Requests in the running batch"),
     _gauge("quire_requests_waiting", "Requests that wait to be scheduled", reason=("capacity", "grammar")),
     _gauge("quire_kv_blocks", "KV cache blocks: referred to by live requests, reusable by an equal prefix, or empty",

@@ -65,6 +65,7 @@ class TritonStatLogger:
         num_ranks: processes that share the model.
         max_draft_tokens: of a request in a step; 0 without speculative decoding.
         aliases: whether there are series under vLLM's names, too.
+        server_start_time: of the server's process, in seconds since the epoch; unset: this moment.
     """
 
     def __init__(
@@ -76,12 +77,13 @@ class TritonStatLogger:
         num_ranks: int = 1,
         max_draft_tokens: int = 0,
         aliases: bool = True,
+        server_start_time: float | None = None,
     ) -> None:
         classes = tuple(slo_classes)
         self._make_family, self._labels = make_family, dict(labels)
         metrics = make_metrics(classes, num_ranks, max_draft_tokens)
         self._definitions = (*metrics, *(make_aliases(metrics) if aliases else ()))
-        self._accumulator = Accumulator(classes, aliases=aliases)
+        self._accumulator = Accumulator(classes, aliases=aliases, server_start_time=server_start_time)
         self._is_kept = True
         """Whether recorded values are going to be written."""
         self._nobody_up = [False] * num_ranks

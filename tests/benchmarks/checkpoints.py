@@ -1,10 +1,11 @@
-"""Makes the checkpoints that speed is measured with: Llamas of realistic shape with seeded random weights.
+"""Makes the checkpoints that speed is measured with: Llamas of realistic shape with seeded random weights, and a
+mixture of experts like Qwen3's.
 
-    python tests/benchmarks/checkpoints.py [--cache FOLDER] [s60 m400 l1b m400-walk]
+    python tests/benchmarks/checkpoints.py [--cache FOLDER] [s60 m400 l1b m400-walk e1b]
 
 Each is a Hugging Face folder: bf16 safetensors, a byte-level BPE tokenizer trained on Python's standard library, a chat
 template. Their text is noise: they are for speed, and for token-exactness in float32, never for quality. A checkpoint
-that is there already is left alone. l1b takes 2 GB of disk, and 5 GB of memory while it is made.
+that is there already is left alone. l1b and e1b take 2 GB of disk each, and 5 GB of memory while they are made.
 
 m400-walk says after each token a fixed other one (`walk_order` of workload.py), at the same cost: so the text that it
 really says can be one that stands in the prompt. See harness/walk.py.
@@ -16,11 +17,15 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.engines import cache_folder
 from workload import walk_order
 
-__all__ = ["MODELS", "SHAPES", "make_checkpoint"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+__all__ = ["MIXTURES", "MODELS", "SHAPES", "make_checkpoint"]
 
 VOCAB_SIZE = 32_000
 MAX_POSITIONS = 4096
@@ -33,7 +38,11 @@ SHAPES = {  # hidden size, intermediate size, layers, query heads, key/value hea
 }
 WALKS = {"m400-walk": "m400"}
 """And their shapes."""
-MODELS = [*SHAPES, *WALKS]
+MIXTURES = {  # hidden size, an expert's intermediate size, layers, query heads, key/value heads, experts, of each token
+    "e1b": (1024, 512, 18, 16, 4, 32, 8),
+}
+"""e1b has 1.0 B parameters, of which a token needs 0.3 B."""
+MODELS = [*SHAPES, *WALKS, *MIXTURES]
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 
 
@@ -68,11 +77,50 @@ def make_checkpoint(name: str, folder: Path) -> Path:
 def _write_weights(name: str, folder: Path) -> None:
     import torch
     from harness.walk import teach_walk
-    from transformers import LlamaConfig, LlamaForCausalLM, logging
+    from transformers import AutoModelForCausalLM, logging
 
     logging.disable_progress_bar()
+    config = _mixture_config(name) if name in MIXTURES else _llama_config(name)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = AutoModelForCausalLM.from_config(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    if name in WALKS:
+        teach_walk(model, walk_order())
+    model.save_pretrained(folder)
+
+
+def _mixture_config(name: str) -> "PreTrainedConfig":
+    from transformers import Qwen3MoeConfig
+
+    hidden_size, expert_size, num_layers, num_heads, num_kv_heads, num_experts, top_k = MIXTURES[name]
+    return Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        moe_intermediate_size=expert_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=hidden_size // num_heads,
+        num_local_experts=num_experts,
+        num_experts_per_tok=top_k,
+        norm_topk_prob=True,
+        max_position_embeddings=MAX_POSITIONS,
+        bos_token_id=0,
+        eos_token_id=1,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+
+
+def _llama_config(name: str) -> "PreTrainedConfig":
+    from transformers import LlamaConfig
+
     hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads = SHAPES[WALKS.get(name, name)]
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -83,16 +131,8 @@ def _write_weights(name: str, folder: Path) -> None:
         bos_token_id=0,
         eos_token_id=1,
         tie_word_embeddings=name not in WALKS,
+        dtype="bfloat16",
     )
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        model = LlamaForCausalLM(config)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    if name in WALKS:
-        teach_walk(model, walk_order())
-    model.save_pretrained(folder)
 
 
 def _write_tokenizer(folder: Path) -> None:

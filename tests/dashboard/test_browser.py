@@ -18,6 +18,7 @@ from quire_dashboard.settings import Settings
 from quire_dashboard.words import printable
 from support.browser import chromium, dashboard, is_dark, pages_of, sidebar_link
 from support.fake_triton import TOKEN, FakeTriton, fake_triton, make_request
+from support.serving import wait_until
 
 pytestmark = pytest.mark.browser
 
@@ -84,7 +85,7 @@ def test_figures_follow_the_server_without_a_reload(open_page: Callable[..., Pag
 def test_a_refresh_keeps_the_charts_where_they_are(open_page: Callable[..., Page], fake: FakeTriton) -> None:
     page = open_page()
     running = page.get_by_test_id("stMetric").filter(has_text="Running")
-    expect(page.locator("svg.marks")).to_have_count(8)
+    expect(page.locator("svg.marks")).to_have_count(7)  # nothing is missed
 
     def refresh(*numbers: int) -> None:
         for number in numbers:
@@ -104,6 +105,22 @@ def test_a_refresh_keeps_the_charts_where_they_are(open_page: Callable[..., Page
     assert page.evaluate("window.removed") == 0
 
 
+def test_a_line_is_not_drawn_where_it_has_no_value(open_page: Callable[..., Page], fake: FakeTriton) -> None:
+    page = open_page()
+    line = page.locator("svg.marks").filter(has_text="share of blocks").locator(".mark-line path")
+    usage = page.get_by_test_id("stMetric").filter(has_text="KV cache")
+    expect(usage).to_contain_text("25.0%")
+    expect(line).to_be_attached()
+    before = (line.get_attribute("d") or "").count("M")
+    with fake.state.lock:
+        gauges = fake.state.samples.pop("kv_cache_usage_ratio")
+    expect(usage).to_contain_text("—")
+    with fake.state.lock:
+        fake.state.samples["kv_cache_usage_ratio"] = gauges
+    expect(usage).to_contain_text("25.0%")
+    expect(line).to_have_attribute("d", re.compile(rf"^(M[^M]*){{{before + 1}}}$"))
+
+
 def test_the_slo_class_filters_goodput(open_page: Callable[..., Page], fake: FakeTriton) -> None:
     page = open_page()
     goodput = page.get_by_test_id("stMetric").filter(has_text="Goodput")
@@ -117,14 +134,40 @@ def test_the_slo_class_filters_goodput(open_page: Callable[..., Page], fake: Fak
     expect(goodput).to_contain_text("100%")
 
 
+def choose_row(page: Page, row: int) -> None:
+    """Tick a row of the page's first table, which is a drawing."""
+    table = page.get_by_test_id("stDataFrame").first
+    expect(table.locator("tr").nth(row + 1)).to_be_attached()  # after the heading
+    table.click(position={"x": 14, "y": 35 * (row + 1) + 17})
+
+
 def test_a_request_is_cancelled(open_page: Callable[..., Page], fake: FakeTriton) -> None:
     with fake.state.lock:
         fake.state.snapshot["requests"].append(make_request("eeee5555ffff6666", label="doomed"))
     page = open_page("requests")
     expect(page.get_by_text("3 requests")).to_be_visible()
-    page.get_by_test_id("stSelectbox").filter(has_text="Request").last.click()
-    page.get_by_role("option", name="doomed (eeee55)").click()
-    page.get_by_role("button", name="Cancel doomed (eeee55)").click()
+    choose_row(page, 2)
+    button = page.get_by_test_id("stMain").get_by_role("button", name="Cancel doomed (eeee55)…")
+    expect(button).to_be_visible()
+    # One that is older comes first in the table, another one ends: the choice and the button stay with theirs.
+    with fake.state.lock:
+        live = fake.state.snapshot["requests"]
+        live.append(make_request("ffff7777aaaa8888", label="older", age_seconds=83.0))
+        first = live.pop(0)
+    cells = page.get_by_test_id("stDataFrame").locator("td")
+    expect(cells.filter(has_text="older (ffff77)")).to_have_count(1)
+    expect(cells.filter(has_text="report (aaaa11)")).to_have_count(0)
+    expect(page.locator("tr[aria-selected=true]")).to_contain_text("doomed (eeee55)")
+    with fake.state.lock:
+        live.pop()
+        live.insert(0, first)
+    expect(cells.filter(has_text="older (ffff77)")).to_have_count(0)
+    button.click()
+    assert fake.state.cancelled == []
+    confirm = page.get_by_role("button", name="Cancel doomed (eeee55) now")
+    red, green, blue = map(int, re.findall(r"\d+", confirm.evaluate("it => getComputedStyle(it).backgroundColor"))[:3])
+    assert red > 150 > 100 > max(green, blue), "it looks like what it is"
+    confirm.click()
     expect(page.get_by_text("Request doomed (eeee55) was cancelled.")).to_be_visible()
     expect(page.get_by_text("2 requests")).to_be_visible()
     assert fake.state.cancelled == ["eeee5555ffff6666"]
@@ -175,12 +218,12 @@ def test_what_a_client_calls_its_request_is_only_text(open_page: Callable[..., P
             expect(page.get_by_text("6 requests")).to_be_visible()
             for request, label in zip(hostile, labels, strict=True):
                 name = f"{printable(label, 64)} ({request['id'][:6]})"
-                page.get_by_test_id("stSelectbox").filter(has_text="Request").last.click()
-                page.get_by_role("option", name=name, exact=True).click()
-                button = page.get_by_test_id("stMain").get_by_role("button", name=f"Cancel {name}", exact=True)
+                choose_row(page, 2)  # the first of them that is left
+                button = page.get_by_test_id("stMain").get_by_role("button", name=f"Cancel {name}…", exact=True)
                 expect(button).to_be_visible()
                 expect(page.locator(f'[src*="{host}"], [href*="{host}"]')).to_have_count(0)
                 button.click()
+                page.get_by_test_id("stMain").get_by_role("button", name=f"Cancel {name} now", exact=True).click()
                 expect(page.get_by_text(f"Request {name} was cancelled.")).to_be_visible()
                 expect(page.locator(f'[src*="{host}"], [href*="{host}"]')).to_have_count(0)
             assert asked == []
@@ -229,6 +272,25 @@ def test_a_server_that_goes_away_is_said(browser: Browser, open_page: Callable[.
         fleeting.stop()
         expect(page.get_by_text("The server does not answer.").first).to_be_visible()
         expect(page.get_by_text("nothing listens there").first).to_be_visible()
+
+
+def test_what_is_chosen_is_in_the_address(browser: Browser, open_page: Callable[..., Page]) -> None:
+    with fake_triton() as two, dashboard(settings_of(two)) as address:
+        two.state.set("engine_up", 1, model="other")
+        two.state.finish(20)
+        page = open_page("overview?model=tinypy&slo_class=batch&range=15+minutes", base=address)
+        expect(page.get_by_role("combobox", name="Model")).to_have_value("tinypy")
+        expect(page.get_by_role("combobox", name="Time range")).to_have_value("15 minutes")
+        expect(page.get_by_text("Time to first token, all classes")).to_be_visible()
+        assert page.get_by_role("heading", name="Overview").is_visible()
+        sidebar_link(page, "Engine").click()
+        expect(page.get_by_role("heading", name="Engine", exact=True)).to_be_visible()
+        expect(page).to_have_url(re.compile(r"/engine\?.*model=tinypy.*range=15|/engine\?.*range=15.*model=tinypy"))
+
+
+def test_the_history_begins_before_the_first_visitor() -> None:
+    with fake_triton() as lonely, dashboard(settings_of(lonely)):
+        wait_until(lambda: lonely.state.num_readings >= 2, "the server is watched")
 
 
 def test_with_a_token_it_must_be_known(open_page: Callable[..., Page], fake: FakeTriton) -> None:

@@ -4,14 +4,16 @@ import re
 import time
 from collections.abc import Callable
 
+import pyarrow as pa
 import pytest
 from quire_dashboard import frame
 from quire_dashboard.frame import Line, monitor
+from quire_dashboard.health import SLO_EXAMPLE
 from quire_dashboard.history import Point
 from quire_dashboard.queries import Gauge
 from quire_dashboard.views import requests
 from streamlit.testing.v1 import AppTest
-from support.fake_triton import FakeTriton
+from support.fake_triton import FakeTriton, make_request
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of Streamlit and pandas are not ours
 
@@ -41,6 +43,10 @@ def text_of(app: AppTest) -> str:
     return re.sub(r"\\(?=[^a-zA-Z0-9\s])", "", text)
 
 
+def press(app: AppTest, label: str) -> None:
+    next(button for button in app.button if button.label == label).click()
+
+
 def read_again() -> None:
     monitor().read()
 
@@ -64,7 +70,20 @@ def test_overview_when_all_is_well(fake: FakeTriton) -> None:
     assert "Users are served within their SLO." in text
     for figure in ("Goodput=100%", "KV cache=25.0%", "Running=2", "Waiting=0", "Restarts=0"):
         assert figure in text
-    assert len(app.get("vega_lite_chart")) == 8
+    assert len(app.get("vega_lite_chart")) == 7
+    assert "Nothing in this time range." in text, "nothing is missed"
+
+
+def test_overview_says_that_no_slo_is_set_and_which_setting_sets_one(fake: FakeTriton) -> None:
+    fake.state.snapshot["settings"]["slo"] = {"default": {"ttft_ms": None}}
+    app = open_page("overview")
+    fake.state.finish(20)
+    read_again()
+    text = text_of(app.run())
+    assert "No SLO is set" in text
+    assert "within their SLO" not in text
+    assert "Goodput=no SLO" in text
+    assert [code.value for code in app.get("code")] == [SLO_EXAMPLE]
 
 
 def test_overview_names_the_likely_cause(fake: FakeTriton) -> None:
@@ -88,6 +107,25 @@ def test_overview_filters_by_slo_class(fake: FakeTriton) -> None:
     for slo_class, figure in (("default", "Goodput=100%"), ("batch", "Goodput=0.0%"), ("All classes", "Goodput=25.0%")):
         app.segmented_control(key="slo_class").set_value(slo_class)
         assert figure in text_of(app.run())
+
+
+def add_model(fake: FakeTriton) -> None:
+    """One with a class of its own."""
+    fake.state.set("engine_up", 1, model="other")
+    fake.state.set("slo_requests_total", 0, model="other", slo="gold", verdict="good", cause="none")
+
+
+def test_classes_are_those_of_the_chosen_model(fake: FakeTriton) -> None:
+    add_model(fake)
+    app = open_page("overview")
+    app.selectbox(key="model").set_value("tinypy").run()
+    assert app.segmented_control(key="slo_class").options == ["All classes", "batch", "default"]
+    app.segmented_control(key="slo_class").set_value("batch").run()
+    assert "**Time to first token, all classes**" in text_of(app), "the server does not tell their latencies apart"
+    app.selectbox(key="model").set_value("other").run()
+    assert not app.exception
+    assert app.segmented_control(key="slo_class").options == ["All classes", "gold"]
+    assert app.segmented_control(key="slo_class").value == "All classes"
 
 
 def test_a_target_that_is_far_away_is_said_and_not_drawn(fake: FakeTriton) -> None:
@@ -124,7 +162,7 @@ def test_a_limit_that_lines_swing_about_does_not_come_and_go() -> None:
     what = ((Line(query=Gauge(name="anything"), name="p99"),), "swinging", 300.0)
 
     def drawn(highest: float) -> list[str]:
-        found = frame._drawn_of(what, [[Point(1.0, "", highest)]])
+        found = frame._drawn_of(what, [[Point(time.time(), "", highest)]])
         return list(frame._near({"target": 1.0, "lower": 0.1}, found))
 
     assert drawn(0.24) == ["lower"]
@@ -132,6 +170,44 @@ def test_a_limit_that_lines_swing_about_does_not_come_and_go() -> None:
     assert drawn(0.24) == ["target", "lower"]
     assert drawn(0.16) == ["lower"]
     assert drawn(0.24) == ["lower"]
+
+
+def drawn_of(chart: AppTest, alt: str) -> pa.Table:
+    """The data of a chart."""
+    proto = next(one.proto for one in chart.get("vega_lite_chart") if one.proto.alt == alt)
+    (data,) = [one.data.data for one in proto.datasets] or [proto.data.data]
+    return pa.ipc.open_stream(data).read_all()
+
+
+def test_all_charts_show_the_same_time_and_it_ends_now(fake: FakeTriton) -> None:
+    app = open_page("overview")
+    fake.state.finish(20)
+    read_again()
+    app.run()
+    now = time.time()
+    charts = [one.proto.alt for one in app.get("vega_lite_chart")]
+    assert len(charts) == 7, "of misses there are none"
+    for alt in charts:
+        times = [moment.timestamp() for moment in drawn_of(app, alt).column("time").to_pylist()]
+        assert now - 15 < max(times) <= now
+        assert max(times) - min(times) == pytest.approx(300, abs=0.01)
+
+
+def test_what_is_old_is_not_said_to_be_now_and_is_drawn_where_it_was() -> None:
+    what = ((Line(query=Gauge(name="anything"), name="running"),), "aged", 300.0)
+    now = time.time()
+    drawn = frame._drawn_of(what, [[Point(now - 400, "", 5.0), Point(now - 120, "", 7.0)]])
+    assert drawn.table.column("value").to_pylist() == [7.0, None, None]
+    assert frame._now(drawn, str, now) == ""
+    assert frame._now(drawn, str, now - 100) == "running 7.0"
+
+
+def test_lines_that_are_always_zero_are_left_out() -> None:
+    line = Line(query=Gauge(name="anything"), by="cause", hides_zero=True)
+    now = time.time()
+    points = [Point(now, "ttft", 0.0), Point(now, "e2e", 0.5)]
+    assert frame._drawn_of(((line,), "zeros", 300.0), [points]).names == ["e2e"]
+    assert frame._drawn_of(((line,), "zeros", 300.0), [points[:1]]).names == []
 
 
 # -- the other pages ---------------------------------------------------------------------------------------------------
@@ -160,12 +236,23 @@ def test_requests_are_listed_and_one_is_cancelled(fake: FakeTriton, monkeypatch:
     assert list(table["request"]) == ["report (aaaa11)", "chat (cccc33)"]
     assert list(table["phase"]) == ["decode", "prefill"]
     assert list(table["tokens"]) == ["10 of 40", "0 of 40"]
-    app.selectbox(key="chosen").set_value("cccc3333dddd4444")
+    for duration in ("age", "queue", "slack"):
+        assert table[duration].dtype.kind == "f", "text would sort 10 s before 9 s"
+    assert not app.button, "nothing is chosen"
+    app.session_state["chosen"] = requests._Chosen("tinypy", "cccc3333dddd4444", "chat (cccc33)")
     assert "prefill chunk, 64 tokens" in text_of(app.run())
-    next(button for button in app.button if button.label == "Cancel `chat (cccc33)`").click()
+    press(app, "Cancel `chat (cccc33)`…")
+    assert "it cannot be taken back" in text_of(app.run())
+    assert fake.state.cancelled == []
+    press(app, "Let it run")
+    assert "it cannot be taken back" not in text_of(app.run())
+    press(app, "Cancel `chat (cccc33)`…")
+    app.run()
+    press(app, "Cancel `chat (cccc33)` now")
     text = text_of(app.run())
     assert fake.state.cancelled == ["cccc3333dddd4444"]
     assert "Request `chat (cccc33)` was cancelled." in text
+    assert "Request `chat (cccc33)` has ended." in text
     assert "**1 requests**" in text
     monkeypatch.setattr(requests, "_TOLD_S", 0.0)
     assert "was cancelled" not in text_of(app.run())
@@ -173,10 +260,31 @@ def test_requests_are_listed_and_one_is_cancelled(fake: FakeTriton, monkeypatch:
     assert "was cancelled" not in text_of(app.run())
 
 
+def test_a_chosen_request_stays_chosen_while_others_come_and_go(fake: FakeTriton) -> None:
+    app = open_page("requests")
+    app.session_state["chosen"] = requests._Chosen("tinypy", "cccc3333dddd4444", "chat (cccc33)")
+
+    def buttons_after(change: Callable[[list[dict[str, object]]], None]) -> list[str]:
+        with fake.state.lock:
+            change(fake.state.snapshot["requests"])
+        monitor().forget_snapshot("tinypy")
+        app.run()
+        return [button.label for button in app.button]
+
+    assert buttons_after(lambda live: None) == ["Cancel `chat (cccc33)`…"]
+    older = make_request("eeee5555ffff6666", label="older", age_seconds=83.0)
+    assert buttons_after(lambda live: live.append(older)) == ["Cancel `chat (cccc33)`…"]
+    assert buttons_after(lambda live: live.remove(live[1])) == []
+    assert "Request `chat (cccc33)` has ended." in text_of(app)
+    assert buttons_after(lambda live: live.clear()) == []
+    assert "Request `chat (cccc33)` has ended." in text_of(app)
+
+
 def test_requests_cannot_be_seen_without_the_token(fake: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_INTROSPECTION_TOKEN", "another")
     text = text_of(open_page("requests"))
     assert "cannot be seen.** introspection_token is wrong or missing" in text
+    assert "Start the dashboard with `QUIRE_INTROSPECTION_TOKEN`" in text
 
 
 def test_engine_shows_ranks_phases_and_queues(fake: FakeTriton) -> None:
@@ -188,8 +296,19 @@ def test_engine_shows_ranks_phases_and_queues(fake: FakeTriton) -> None:
     for said in ("Engine=up", "Steps=1,234", "Batch=2 of 16", "Batch tokens=65 of 512", "In flight=1",
                  "**3** to the engine, **5** responses"):  # fmt: skip
         assert said in text
-    assert list(app.dataframe[0].value["step (median)"]) == ["21 ms"]
-    assert list(app.dataframe[1].value["median"]) == ["1.0 ms", "20 ms", "1.0 ms"]
+    assert list(app.dataframe[0].value["step (median)"]) == [21.0]
+    assert list(app.dataframe[1].value["median"]) == [1.0, 20.0, 1.0]
+
+
+def test_a_step_is_counted_once_in_the_composition_of_batches(fake: FakeTriton) -> None:
+    open_page("engine")
+    for number in (1234, 1240, 1240, 1241):
+        fake.state.snapshot["engine"]["step"] = number
+        monitor().forget_snapshot("tinypy")
+        monitor().snapshot("tinypy")
+    assert [(step.num_decode_tokens, step.num_prefill_tokens) for step in monitor().steps("tinypy")[-4:]] == [
+        (0, 0), (1, 64), (0, 0), (1, 64),
+    ]  # fmt: skip
 
 
 def test_engine_shows_what_becomes_of_drafts(fake: FakeTriton) -> None:

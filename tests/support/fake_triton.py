@@ -41,6 +41,8 @@ class State:
         self.cancelled: list[str] = []
         self.prompts: list[tuple[str, dict[str, Any]]] = []
         self.words = ["def ", "fib", "(n):", "\n    return n"]
+        self.num_readings = 0
+        """Of /metrics."""
         self.traffic = 0
         """Requests that end between two readings of /metrics."""
         self.lingers_s = 0.0
@@ -106,6 +108,7 @@ class State:
     def metrics_text(self) -> str:
         """/metrics, with the series of tritonserver's own among them."""
         with self.lock:
+            self.num_readings += 1
             if self.traffic:
                 self.finish(self.traffic)
             base: Labels = (("engine", "0"), ("model", MODEL), ("version", "1"))
@@ -131,7 +134,8 @@ class State:
 
 
 def _braces(labels: Labels) -> str:
-    return "{" + ",".join(f'{name}="{value}"' for name, value in labels) + "}"
+    """What comes later wins, so that a series can be of another model."""
+    return "{" + ",".join(f'{name}="{value}"' for name, value in dict(labels).items()) + "}"
 
 
 def make_request(id_: str, **values: Any) -> dict[str, Any]:

@@ -29,12 +29,94 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         },
     },
+    "yarn-rope": {
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 64,
+        },
+    },
+    "granite": {
+        "model_type": "granite", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 72,
+        "intermediate_size": 100, "num_hidden_layers": 3, "tie_word_embeddings": False, "attention_bias": True,
+        "mlp_bias": True, "embedding_multiplier": 3.0, "attention_multiplier": 0.1, "residual_multiplier": 0.7,
+        "logits_scaling": 1.5,
+    },
+    "olmo2": {
+        "model_type": "olmo2", "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 72,
+        "intermediate_size": 100, "num_hidden_layers": 3, "tie_word_embeddings": False, "attention_bias": True,
+    },
+    "phi3": {
+        "model_type": "phi3", "num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96,
+        "intermediate_size": 100, "num_hidden_layers": 3, "tie_word_embeddings": False, "pad_token_id": None,
+        "sliding_window": 45, "original_max_position_embeddings": 512, "partial_rotary_factor": 0.75,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 500.0, "factor": 4.0, "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 512,
+            "short_factor": [1.0, 1.1, 1.25, 1.5, 2.0, 3.0], "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 9.0],
+        },
+    },
+    "smollm3": {
+        "model_type": "smollm3", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4,
+        "intermediate_size": 100, "no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True,
+        "pad_token_id": None, "tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 29,
+    },
     "qwen2": {
         "model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
     },
     "qwen3": {
         "model_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
         "num_hidden_layers": 3, "tie_word_embeddings": False,
+    },
+    "mixtral": {
+        "model_type": "mixtral", "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 5,
+        "num_experts_per_tok": 2, "tie_word_embeddings": False, "sliding_window": 23,
+    },
+    "qwen2-moe": {  # one layer with experts between two without
+        "model_type": "qwen2_moe", "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 7,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 44, "shared_expert_intermediate_size": 36,
+        "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3], "tie_word_embeddings": True,
+        "use_sliding_window": True, "sliding_window": 27, "max_window_layers": 2,
+    },
+    "qwen3-moe": {
+        "model_type": "qwen3_moe", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "num_local_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 38, "norm_topk_prob": True,
+        "num_hidden_layers": 3, "tie_word_embeddings": False,
+    },
+    "mistral": {
+        "model_type": "mistral", "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
+        "sliding_window": 21,
+    },
+    "qwen2-windows": {
+        "model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3,
+        "tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1,
+    },
+    "qwen3-windows": {
+        "model_type": "qwen3", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
+        "num_hidden_layers": 4, "tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "gemma2": {
+        "model_type": "gemma2", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "num_hidden_layers": 3, "sliding_window": 17, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 8.0,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text", "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32,
+        "num_hidden_layers": 4, "sliding_window": 17, "sliding_window_pattern": 3, "query_pre_attn_scalar": 20,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "olmo3": {
+        "model_type": "olmo3", "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4,
+        "sliding_window": 19, "tie_word_embeddings": False,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn", "factor": 4.0, "rope_theta": 1000.0, "original_max_position_embeddings": 128,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        },
     },
 }  # fmt: skip
 
@@ -51,7 +133,7 @@ def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast,
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith(".bias"):  # which begin as zeros
             torch.nn.init.normal_(parameter, std=0.2)
-        elif parameter_name.endswith(("q_norm.weight", "k_norm.weight")):  # and ones
+        elif parameter_name.endswith(("q_norm.weight", "k_norm.weight", "feedforward_layernorm.weight")):  # and ones
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     tokenizer.save_pretrained(folder)

@@ -33,7 +33,7 @@ def find_tool(name: str) -> Path:
 def run_tool(name: str, *arguments: str, cwd: Path) -> str:
     """Run one to its end, and return what it said; a failure fails the test."""
     done = subprocess.run(
-        [find_tool(name), *arguments], cwd=cwd, capture_output=True, text=True, timeout=60, check=False
+        [find_tool(name), *arguments], cwd=cwd, capture_output=True, text=True, timeout=180, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -1,8 +1,9 @@
 """Builders and a stand-in model for tests that need neither tensors nor a checkpoint.
 
 `FakeModelRunner` keeps a real (if small) KV cache: one number per slot that stands for everything up to that token, as
-keys and values of a deep layer do. It reads every request back through its block table before it samples, so a block
-that was shared, reused or reintroduced wrongly is noticed at once, by name. The tokens depend on nothing but the tokens
+keys and values of a deep layer do; with several groups of layers, one for each. It reads every request back through its
+block table before it samples, of a group with a window as much as a row sees, so a block that was shared, reused, freed
+or reintroduced wrongly is noticed at once, by name. The tokens depend on nothing but the tokens
 before them: `undisturbed_output` says in one line what any schedule must produce.
 
 Like `scheduler/` and `kv_cache/`, this module never imports torch.
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from quire_engine.config import SchedulerConfig
-from quire_engine.kv_cache import KVCacheManager
+from quire_engine.kv_cache import KVCacheGroups, KVCacheManager
 from quire_engine.messages import DraftTokens, EngineCoreOutput, FinishReason, ModelRunnerOutput, SchedulerOutput
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
@@ -58,16 +59,18 @@ def make_scheduler(
     num_blocks: int = 64,
     block_size: int = 4,
     enable_prefix_caching: bool = True,
+    windows: tuple[int | None, ...] = (None,),
     clock: Callable[[], float] = time.monotonic,
     pipeline_parallel_size: int = 1,
     async_scheduling: bool = False,
     sends_new_token_ids: bool = False,
     **settings: Any,
 ) -> Scheduler:
-    """A scheduler over a KV cache of its own; `settings` are those of `SchedulerConfig`."""
+    """A scheduler over a KV cache of its own, for groups of layers with these windows; `settings` are those of
+    `SchedulerConfig`."""
     return Scheduler(
         SchedulerConfig(**settings),
-        KVCacheManager(num_blocks, block_size, enable_prefix_caching),
+        KVCacheManager(num_blocks, block_size, enable_prefix_caching, KVCacheGroups(windows)),
         clock,
         pipeline_parallel_size=pipeline_parallel_size,
         async_scheduling=async_scheduling,
@@ -274,12 +277,18 @@ class FakeModelRunner:
         block_size: tokens per block.
         fails: called with `(request id, number of output tokens so far)` for each request about to be sampled; when it
             is true for one, the step overwrites all slots that it computed with rubbish and fails.
+        windows: of the groups of layers.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, fails: Callable[[str, int], bool] = lambda request_id, num_output: False
+        self,
+        num_blocks: int,
+        block_size: int,
+        fails: Callable[[str, int], bool] = lambda request_id, num_output: False,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
         self.block_size = block_size
+        self.windows = windows
         self.fails = fails
         self.draft: Callable[[Sequence[int], int], list[int] | None] = draft_right
         """(all tokens of a request, n) → at most n that may come next, if drafts are wanted; None if that fails."""
@@ -294,7 +303,8 @@ class FakeModelRunner:
         cls, scheduler: Scheduler, fails: Callable[[str, int], bool] = lambda request_id, num_output: False
     ) -> "FakeModelRunner":
         """A runner with the cache that the scheduler plans for."""
-        return cls(scheduler.kv_cache.num_blocks, scheduler.kv_cache.block_size, fails)
+        kv_cache = scheduler.kv_cache
+        return cls(kv_cache.num_blocks, kv_cache.block_size, fails, kv_cache.groups.windows)
 
     @property
     def known_request_ids(self) -> set[str]:
@@ -355,7 +365,7 @@ class FakeModelRunner:
             num_rejected = len(own) + 1 - len(output.sampled_token_ids[request_id])
             num_inputs = len(request.token_ids) + num_rejected + num_wanted - 1  # the last draft is not computed
             assert num_wanted > 0
-            assert len(request.block_ids) * self.block_size >= num_inputs, f"{request_id}: too few blocks for drafts"
+            assert self._num_slots(request) >= num_inputs, f"{request_id}: too few blocks for drafts"
             drafts = self.draft(request.token_ids, num_wanted)
             if drafts is not None:
                 output.drafts[request_id] = DraftTokens(len(request.token_ids), drafts, [1.0] * len(drafts))
@@ -408,27 +418,38 @@ class FakeModelRunner:
         told = [*cached.request_ids, *(new.request_id for new in scheduler_output.new_requests)]
         assert sorted(told) == sorted(scheduler_output.num_scheduled_tokens), "scheduled and told differ"
 
-    def _slot(self, request: _WorkerRequest, position: int) -> int:
-        return request.block_ids[position // self.block_size] * self.block_size + position % self.block_size
+    def _num_slots(self, request: _WorkerRequest) -> int:
+        assert len(request.block_ids) % len(self.windows) == 0, "a group has fewer blocks than another"
+        return len(request.block_ids) // len(self.windows) * self.block_size
+
+    def _slot(self, request: _WorkerRequest, position: int, group: int) -> int:
+        block_id = request.block_ids[position // self.block_size * len(self.windows) + group]
+        return block_id * self.block_size + position % self.block_size
 
     def _write(self, request_id: str, request: _WorkerRequest, num_tokens: int, drafts: list[int]) -> list[int]:
         first, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
         token_ids = request.token_ids + drafts
         assert num_tokens > 0, f"{request_id} is scheduled for nothing"
         assert end <= len(token_ids), f"{request_id} is scheduled beyond its tokens"
-        assert len(set(request.block_ids)) == len(request.block_ids), f"{request_id} has a block twice"
-        assert len(request.block_ids) * self.block_size >= end, f"{request_id} has too few blocks"
+        if self.windows == (None,):
+            assert len(set(request.block_ids)) == len(request.block_ids), f"{request_id} has a block twice"
+        assert self._num_slots(request) >= end, f"{request_id} has too few blocks"
         for token_id in token_ids[len(request.states) : end]:
             request.states.append(_extend(request.states[-1] if request.states else _SEED, token_id))
-        slots = [self._slot(request, position) for position in range(first, end)]
-        for slot, state in zip(slots, request.states[first:end], strict=True):
-            self._slots[slot] = state
-        return slots
+        written = []
+        for group in range(len(self.windows)):
+            slots = [self._slot(request, position, group) for position in range(first, end)]
+            for slot, state in zip(slots, request.states[first:end], strict=True):
+                self._slots[slot] = state + group
+            written += slots
+        return written
 
     def _read_back(self, request_id: str, request: _WorkerRequest, num_tokens: int) -> None:
         end = request.num_computed_tokens + num_tokens
-        found = [self._slots[self._slot(request, position)] for position in range(end)]
-        assert found == request.states[:end], f"{request_id}: its blocks hold something else"
+        for group, window in enumerate(self.windows):
+            first = 0 if window is None else max(request.num_computed_tokens - window + 1, 0)
+            found = [self._slots[self._slot(request, position, group)] - group for position in range(first, end)]
+            assert found == request.states[first:end], f"{request_id}: its blocks of group {group} hold something else"
 
 
 def run_step(scheduler: Scheduler, runner: FakeModelRunner) -> list[EngineCoreOutput]:

@@ -27,8 +27,11 @@ __all__ = ["ANY_PORTS", "ROOT", "Server", "health", "run_cli", "serve", "start",
 ROOT = Path(__file__).resolve().parents[2]
 READY_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 60.0
-_READY = re.compile(r"quire: ready grpc=(\S+) http=(\S+) metrics=(\S+) health=(\S+)(?: .*?dashboard=(\S+))?(?: .*)?\n")
-ANY_PORTS = ("--grpc-port", "0", "--http-port", "0", "--metrics-port", "0", "--health-port", "0", "--no-dashboard")
+_READY = re.compile(
+    r"quire: ready grpc=(\S+) http=(\S+) metrics=(\S+) health=(\S+)(?: openai=(\S+))?(?: .*?dashboard=(\S+))?(?: .*)?\n"
+)
+ANY_PORTS = ("--grpc-port", "0", "--http-port", "0", "--metrics-port", "0", "--health-port", "0", "--no-dashboard",
+             "--no-openai")  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -43,6 +46,7 @@ class Server:
     metrics: str = ""
     health: str = ""
     dashboard: str = ""
+    openai: str = ""
 
     def log(self) -> str:
         """All it has written to stderr so far."""
@@ -165,5 +169,5 @@ def _wait_for_ready_line(server: Server) -> tuple[str, str, str]:
         chunk = os.read(server.process.stdout.fileno(), 4096).decode() if readable else ""
         assert chunk, f"no ready line, stdout is {text!r}; the log:\n{server.log()}"
         text += chunk
-    server.health, server.dashboard = match[4], match[5] or ""
+    server.health, server.openai, server.dashboard = match[4], match[5] or "", match[6] or ""
     return match[1], match[2], match[3]

@@ -18,11 +18,13 @@ from quire_kernels import (
     embedding,
     gelu_tanh_and_mul,
     linear,
+    pack_experts,
     pack_linear,
     paged_attention,
     plan_attention,
     rms_norm,
     rope_and_cache,
+    routed_experts,
     sample,
     silu_and_mul,
     store_rows,
@@ -77,11 +79,10 @@ def rows(dtype: torch.dtype) -> None:
     store_rows(x[:, :1000], ids, x.clone()[:, 1000:2000])
     apply_token_bitmask(x, ids, torch.zeros(4, 128, dtype=torch.int32))
     norms = {"query_norm_D": x[0, :80], "key_norm_D": x[1, :80]}
-    for cache_dtype, options in ((dtype, {}), (dtype, norms), (FP8, norms)):
+    for cache_dtype, options, rotary_size in ((dtype, {}, 0), (dtype, norms, 20), (FP8, norms, 80)):
         cache, heads = torch.zeros(4, 16, 8, 80).to(cache_dtype).transpose(1, 2), x[:, :3840].unflatten(1, (48, 80))
         parts = (heads[:, :32], heads[:, 32:40], heads[:, 40:])
-        for rotary_size in (80, 20, 0):
-            rope_and_cache(*parts, ids, torch.zeros(9, rotary_size), ids, cache, cache, **options)
+        rope_and_cache(*parts, ids, torch.zeros(9, rotary_size), ids, cache, cache, **options)
 
 
 def choose(dtype: torch.dtype) -> None:
@@ -99,6 +100,19 @@ def multiply(kind: torch.dtype, gated: bool, dtype: torch.dtype = BF16, out_dtyp
         linear(torch.zeros(num_tokens, 4096, dtype=dtype), packed, out_dtype)
 
 
+def mix_experts(dtype: torch.dtype, kind: torch.dtype | None = None) -> None:
+    """Of three experts and one that all share."""
+    gate_up, down = (
+        [pack_linear(torch.zeros(shape, dtype=dtype), gated=gated, quantize=kind is not None,
+                     quantized_dtype=kind or torch.int8)] * 3
+        for shape, gated in (((1536, 2048), True), ((2048, 768), False))
+    )  # fmt: skip
+    x, ids = torch.zeros(40, 2048, dtype=dtype), torch.zeros(40, 2, dtype=torch.int64)
+    experts = pack_experts(gate_up, down, torch.arange(3))
+    routed_experts(x, torch.ones(40, 2), ids, experts)
+    routed_experts(x, torch.ones(40, 2), ids, experts, x, torch.ones(40, 1))
+
+
 def main() -> None:
     driver.set_active(
         SimpleNamespace(
@@ -110,6 +124,7 @@ def main() -> None:
     attention(BF16, 256)
     attention(BF16, 128, FP8, prefix=1100)
     attention(FP16, 80, window=1024, soft_cap=30.0)
+    attention(BF16, 64, window=128, sinks_H=torch.zeros(8))
     attention(FP32, 256)
     decode(3, 100)
     decode(3, 1200)
@@ -122,6 +137,8 @@ def main() -> None:
     multiply(torch.int8, gated=False, out_dtype=FP32)
     multiply(torch.int8, gated=True, dtype=FP16)
     multiply(FP8, gated=True)
+    for dtype, kind in ((BF16, None), (FP16, torch.int8), (BF16, FP8), (FP32, None)):
+        mix_experts(dtype, kind)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ ENGINE = {
     "kv_cache": "sampling_params snapshot",
     # The workers.
     "executor": "worker distributed models device config messages errors ipc system",
-    "worker": "models sampling distributed device config messages sampling_params errors ipc system",
+    "worker": "models kv_cache sampling distributed device config messages sampling_params errors ipc system",
     "models": "distributed device errors system",
     "sampling": "device messages sampling_params",
     "distributed": "errors ipc",

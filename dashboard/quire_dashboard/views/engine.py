@@ -1,12 +1,13 @@
 """The engine page: ranks, the phases of a step, the composition of batches, and waiting messages."""
 
+import time
+
 import streamlit as st
 
 from quire_dashboard import words
-from quire_dashboard.charts import chart_table, stacked_spec
+from quire_dashboard.charts import SECONDS, chart_table, stacked_spec
 from quire_dashboard.frame import (
     CHARTS_S,
-    SECONDS_AXIS,
     Line,
     chart,
     draw,
@@ -19,7 +20,7 @@ from quire_dashboard.frame import (
     table,
 )
 from quire_dashboard.monitor import StepState
-from quire_dashboard.queries import Gauge, Quantile, Rate, Ratio, latest
+from quire_dashboard.queries import GAP_S, Gauge, Quantile, Rate, Ratio, latest
 from quire_dashboard.snapshot_answer import Snapshot
 
 __all__ = ["show"]
@@ -29,6 +30,9 @@ _ACCEPTED = Rate(name="quire_spec_decode_accepted_tokens_total")
 _BY_PLACE = Rate(name="quire_spec_decode_accepted_tokens_per_pos_total", by="position")
 """Only of models with speculative decoding."""
 _ACCEPTANCE_LENGTH = Ratio(part=_ACCEPTED, whole=Rate(name="quire_spec_decode_drafts_total"), plus=1.0)
+
+
+_MILLISECONDS = st.column_config.NumberColumn(format="%.1f ms")
 
 
 def show() -> None:
@@ -69,12 +73,12 @@ def _ranks(snapshot: Snapshot) -> None:
             "rank": rank.rank,
             "state": "up" if rank.up else "down",
             "process": rank.pid,
-            "step (median)": words.seconds_or_dash(rank.step_seconds_p50),
+            "step (median)": None if rank.step_seconds_p50 is None else 1000 * rank.step_seconds_p50,
         }
         for rank in snapshot.engine.ranks
     ]
     if rows:
-        table(rows, key="ranks")
+        table(rows, key="ranks", columns={"step (median)": _MILLISECONDS})
     else:
         st.caption("The engine has no ranks at the moment.")
 
@@ -84,11 +88,11 @@ def _step(snapshot: Snapshot) -> None:
     phases = {phase: snapshot.engine.step_seconds.get(phase) or 0.0 for phase in ("schedule", "execute", "update")}
     whole = sum(phases.values())
     rows = [
-        {"phase": phase, "median": words.seconds(value), "share": value / whole if whole else 0.0}
+        {"phase": phase, "median": 1000 * value, "share": value / whole if whole else 0.0}
         for phase, value in phases.items()
     ]
     share = st.column_config.ProgressColumn("share", format="percent", min_value=0.0, max_value=1.0)
-    table(rows, columns={"share": share}, key="phases")
+    table(rows, columns={"share": share, "median": _MILLISECONDS}, key="phases")
     if _drafts_tokens():
         length = latest(_ACCEPTANCE_LENGTH, monitor().view(), selection().labels).get("")
         st.markdown(
@@ -109,7 +113,7 @@ def _charts() -> None:
     with left:
         chart("Step time by phase (median)", "seconds", [
             Line(query=Quantile(name="quire_step_seconds", q=0.5, by="phase"), by="phase"),
-        ], key="step_time", say=words.seconds, format_=SECONDS_AXIS)  # fmt: skip
+        ], key="step_time", say=words.seconds, axis=SECONDS)  # fmt: skip
         _composition(monitor().steps(selection().model))
     with right:
         chart("Ranks that are up", "ranks", [Line(query=Gauge(name="quire_worker_up"), name="ranks")], key="ranks_up",
@@ -139,15 +143,21 @@ def _drafts_tokens() -> bool:
 
 def _composition(steps: list[StepState]) -> None:
     st.markdown("**Batch composition** &nbsp; :gray[since this page was first opened]")
-    range_s = selection().range_s
-    shown = [step for step in steps if step.time > steps[-1].time - range_s]
-    if len(shown) < 2:
-        st.caption("Nothing yet in this time range.")
+    now = time.time()
+    start = now - selection().range_s
+    # While nobody looks, no snapshot is taken: what was computed meanwhile is not known, and nothing is drawn of it.
+    shown: list[tuple[float, int, int]] = []
+    for step in steps:
+        if step.time <= start:
+            continue
+        if shown and step.time - shown[-1][0] > GAP_S:
+            shown.append((shown[-1][0] + GAP_S, 0, 0))
+        shown.append((step.time, step.num_decode_tokens, step.num_prefill_tokens))
+    if not any(decode or prefill for _, decode, prefill in shown):
+        st.caption("Nothing in this time range.")
         return
-    times = [step.time for step in shown]
+    times, decode, prefill = zip(*shown, strict=True)
     data = chart_table(
-        times * 2,
-        ["decode"] * len(shown) + ["prefill"] * len(shown),
-        [step.num_decode_tokens for step in shown] + [step.num_prefill_tokens for step in shown],
+        [*times, *times], ["decode"] * len(shown) + ["prefill"] * len(shown), [*decode, *prefill], (start, now)
     )
     draw(data, stacked_spec("tokens of a step", ("decode", "prefill")), key="composition", alt="Batch composition")

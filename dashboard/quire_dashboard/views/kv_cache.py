@@ -4,6 +4,7 @@ import streamlit as st
 
 from quire_dashboard import words
 from quire_dashboard.block_map import blocks_by_state, draw
+from quire_dashboard.charts import SHARES
 from quire_dashboard.frame import (
     CHARTS_S,
     Line,
@@ -83,7 +84,7 @@ def _usage(snapshot: Snapshot) -> None:
             "request": name,
             "blocks": request.num_blocks,
             "share": request.num_blocks / snapshot.blocks.num_blocks,
-            "from cache": f"{words.count(request.num_cached_tokens)} tokens",
+            "tokens from cache": request.num_cached_tokens,
         }
         for request, name in held
         if request.num_blocks
@@ -118,7 +119,7 @@ def _charts() -> None:
         chart("Blocks by state", "blocks", [Line(query=Gauge(name="quire_kv_blocks", by="state"), by="state")],
               key="blocks", say=words.count)  # fmt: skip
     with right:
-        chart("Prefix hits", "share of prompt tokens", [Line(query=_HITS, name="found")], key="hits", format_=".0%",
+        chart("Prefix hits", "share of prompt tokens", [Line(query=_HITS, name="found")], key="hits", axis=SHARES,
               top=1.0, say=words.percent)  # fmt: skip
     left, right = st.columns(2)
     with left:

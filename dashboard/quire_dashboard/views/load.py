@@ -6,7 +6,8 @@ from collections import Counter
 import streamlit as st
 
 from quire_dashboard import words
-from quire_dashboard.frame import CHARTS_S, SECONDS_AXIS, Line, chart, figures, live, monitor, selection
+from quire_dashboard.charts import SECONDS
+from quire_dashboard.frame import CHARTS_S, Line, chart, figures, live, monitor, selection
 from quire_dashboard.load import MOST_STREAMS, LoadJob, LoadPlan, percentile
 from quire_dashboard.queries import Gauge, Quantile, Rate
 
@@ -81,7 +82,7 @@ def _charts() -> None:
         chart("Time to first token, at the server", "seconds", [
             Line(query=Quantile(name="quire_time_to_first_token_seconds", q=0.5), name="p50"),
             Line(query=Quantile(name="quire_time_to_first_token_seconds", q=0.95), name="p95"),
-        ], key="load_ttft", say=words.seconds, format_=SECONDS_AXIS)  # fmt: skip
+        ], key="load_ttft", say=words.seconds, axis=SECONDS)  # fmt: skip
     with right:
         chart("Requests at the server", "requests", [
             Line(query=Gauge(name="quire_requests_running"), name="running"),

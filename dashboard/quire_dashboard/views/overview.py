@@ -3,9 +3,10 @@
 import streamlit as st
 
 from quire_dashboard import words
+from quire_dashboard.charts import SECONDS, SHARES
 from quire_dashboard.evidence import gather
-from quire_dashboard.frame import CHARTS_S, SECONDS_AXIS, Line, chart, figures, live, monitor, selection, server_away
-from quire_dashboard.health import Evidence, Health, Level, assess
+from quire_dashboard.frame import CHARTS_S, Line, chart, figures, live, monitor, selection, server_away
+from quire_dashboard.health import SLO_EXAMPLE, Evidence, Health, Level, assess
 from quire_dashboard.queries import Gauge, Quantile, Rate, Ratio, latest
 from quire_dashboard.snapshot_answer import Snapshot
 
@@ -18,11 +19,14 @@ _QUANTILES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
 def show() -> None:
     """Draw the page."""
     st.title("Overview")
-    view = monitor().view()
-    classes = {
-        dict(labels).get("slo", "") for name, labels in view.index if name == "quire_slo_requests_total"
-    }  # fmt: skip
-    st.segmented_control("SLO class", [_ALL, *sorted(classes - {""})], default=_ALL, key="slo_class", required=True)
+    columns = monitor().view().columns("quire_slo_requests_total", selection().labels)
+    classes = {labels.get("slo", "") for labels, _ in columns}
+    options = [_ALL, *sorted(classes - {""})]
+    if st.session_state.get("slo_class", _ALL) not in options:  # of another model
+        st.session_state["slo_class"] = _ALL
+    st.segmented_control(
+        "SLO class", options, default=_ALL, key="slo_class", required=True, bind="query-params"
+    )  # fmt: skip
     live(_now)
     live(_charts, CHARTS_S)
 
@@ -44,7 +48,13 @@ def _now() -> None:
     view = watcher.view()
     evidence = gather(view, picked.labels, snapshot, server_error=watcher.error, slo_class=_slo_class())
     if not nothing and not watcher.error:
-        _say(assess(evidence))
+        what = (picked.model, _slo_class())
+        standing = st.session_state.setdefault("standing", {})
+        health = assess(evidence, standing.get(what, ()))
+        standing[what] = [finding.cause for finding in health.findings]
+        _say(health)
+        if evidence.has_slo is False:
+            st.code(SLO_EXAMPLE, language="json")
     if nothing:
         return
     _figures(evidence)
@@ -67,7 +77,11 @@ def _figures(evidence: Evidence) -> None:
     restarts = latest(Gauge(name="quire_engine_restarts_total"), view, labels).get("")
     rows = (
         (
-            ("Goodput", words.percent(good), "Share of the requests of the last minute that met every target."),
+            (
+                "Goodput",
+                "no SLO" if evidence.has_slo is False else words.percent(good),
+                "Share of the requests of the last minute that met every target.",
+            ),
             ("TTFT p95", words.seconds_or_dash(evidence.ttft_p95), "Time to first token, of the last minute."),
             ("Tokens", words.per_second(tokens), "Generated, mean of the last minute."),
             ("KV cache", words.percent(evidence.kv_usage), "Share of the blocks that live requests hold."),
@@ -101,16 +115,16 @@ def _charts() -> None:
     left, right = st.columns(2)
     with left:
         chart("Goodput", "share of requests", [Line(query=_goodput(own, "slo"), by="slo")], key="goodput",
-              rules={"99%": 0.99}, format_=".0%", top=1.0, say=words.percent)  # fmt: skip
+              rules={"99%": 0.99}, axis=SHARES, top=1.0, say=words.percent)  # fmt: skip
         _latency("Time to first token", "quire_time_to_first_token_seconds", targets.get("ttft"))
         _latency("End-to-end latency", "quire_e2e_request_latency_seconds", targets.get("e2e"))
         chart("KV cache", "share of blocks", [
             Line(query=Gauge(name="quire_kv_cache_usage_ratio", how="max"), name="used"),
-        ], key="kv", format_=".0%", top=1.0, say=words.percent)  # fmt: skip
+        ], key="kv", axis=SHARES, top=1.0, say=words.percent)  # fmt: skip
     missed = (*own, ("verdict", "miss"))
     with right:
         chart("Misses by first cause", "requests per second", [
-            Line(query=Rate(name="quire_slo_requests_total", labels=missed, by="cause"), by="cause"),
+            Line(query=Rate(name="quire_slo_requests_total", labels=missed, by="cause"), by="cause", hides_zero=True),
         ], key="misses", say=words.per_second)  # fmt: skip
         _latency("Time per output token", "quire_time_per_output_token_seconds", targets.get("tpot"))
         chart("Tokens", "tokens per second", [
@@ -127,4 +141,6 @@ def _charts() -> None:
 def _latency(title: str, name: str, target: float | None) -> None:
     lines = [Line(query=Quantile(name=name, q=q), name=label) for label, q in _QUANTILES]
     rules = {f"SLO {words.seconds(target)}": target} if target is not None else None
-    chart(title, "seconds", lines, key=name, rules=rules, say=words.seconds, format_=SECONDS_AXIS)
+    if _slo_class():  # the server's histograms are of all requests
+        title += ", all classes"
+    chart(title, "seconds", lines, key=name, rules=rules, say=words.seconds, axis=SECONDS)

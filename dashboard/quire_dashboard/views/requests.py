@@ -1,8 +1,11 @@
 """The requests page: the state and the timeline of every live request, and a button that cancels it."""
 
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
 import streamlit as st
 
 from quire_dashboard import words
@@ -15,7 +18,6 @@ from quire_dashboard.frame import (
     selection,
     server_away,
     snapshot_or_reason,
-    table,
 )
 from quire_dashboard.snapshot_answer import RequestState
 from quire_dashboard.triton_client import TritonError
@@ -23,8 +25,19 @@ from quire_dashboard.triton_client import TritonError
 __all__ = ["show"]
 
 _MOST_BARS = 40
+_TABLE, _CHOSEN, _CONFIRMING = "requests", "chosen", "confirming"
+"""In the visitor's session: the table's own state, what is chosen in it, and the id whose cancellation waits for a
+second press."""
 _TOLD_S = 10.0
 """How long the page shows the result of a cancellation."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    model: str
+    id: str
+    name: str
+    """What it is shown by, once it has ended, too."""
 
 
 def show() -> None:
@@ -45,29 +58,50 @@ def _now() -> None:
     names = dict(zip((request.id for request in requests), request_names(requests), strict=True))
     running = sum(request.phase in ("prefill", "decode") for request in requests)
     st.markdown(f"**{len(requests)} requests**, {running} running, {len(requests) - running} not")
-    if not requests:
+    if requests:
+        _table(model, requests, names)
+    else:
         st.caption("No request is being served at the moment.")
-        return
-    table([_row(request, names[request.id]) for request in requests], key="requests", columns=_COLUMNS)
     left, right = st.columns([2, 1])
     with left:
-        shown = requests[:_MOST_BARS]
-        oldest = f", the oldest {_MOST_BARS}" if len(requests) > _MOST_BARS else ""
-        st.markdown(f"**Timeline**{oldest}")
-        draw(timeline_table(shown, names), timeline_spec(), key="timeline", height=140 + 24 * len(shown),
-             alt="Timeline of the requests")  # fmt: skip
+        if requests:
+            shown = requests[:_MOST_BARS]
+            oldest = f", the oldest {_MOST_BARS}" if len(requests) > _MOST_BARS else ""
+            st.markdown(f"**Timeline**{oldest}")
+            draw(timeline_table(shown, names), timeline_spec(), key="timeline", height=140 + 24 * len(shown),
+                 alt="Timeline of the requests")  # fmt: skip
     with right:
-        _one(model, requests, names)
+        _one(model, {request.id: request for request in requests})
+
+
+def _table(model: str, requests: Sequence[RequestState], names: Mapping[str, str]) -> None:
+    """The table, in which a request is chosen.
+
+    The browser knows rows by their number only, and other requests come and go: what is chosen is an id, and its row is
+    told to the browser anew each time. It stays chosen until the visitor chooses another one, even when it has ended.
+    """
+
+    def note() -> None:
+        rows = st.session_state[_TABLE].selection.rows
+        ids = [requests[row].id for row in rows if row < len(requests)]
+        st.session_state[_CHOSEN] = _Chosen(model, ids[0], names[ids[0]]) if ids else None
+        _ask(None)
+
+    chosen = st.session_state.get(_CHOSEN)
+    rows = [row for row, request in enumerate(requests) if chosen is not None and request.id == chosen.id]
+    st.session_state[_TABLE] = {"selection": {"rows": rows, "columns": [], "cells": []}}
+    data = pa.Table.from_pylist([_row(request, names[request.id]) for request in requests])
+    st.dataframe(data, hide_index=True, key=_TABLE, column_config=_COLUMNS, on_select=note, selection_mode="single-row")
 
 
 def _row(request: RequestState, name: str) -> dict[str, Any]:
     return {
         "request": name,
         "phase": words.phase_name(request.phase),
-        "age": words.seconds(request.age_seconds),
-        "queue": words.seconds_or_dash(request.queue_seconds),
+        "age": request.age_seconds,
+        "queue": request.queue_seconds,
         "SLO": request.slo_class,
-        "slack": words.seconds_or_dash(request.slo_slack_seconds),
+        "slack": request.slo_slack_seconds,
         "prompt": request.num_prompt_tokens,
         "computed": request.num_computed_tokens,
         "cached": request.num_cached_tokens,
@@ -85,16 +119,25 @@ _COLUMNS: dict[str, Any] = {
     "request": st.column_config.TextColumn(pinned=True),
     "output": st.column_config.ProgressColumn(min_value=0.0, max_value=1.0, format="percent"),
     "computed": st.column_config.NumberColumn(help="Tokens whose keys and values are in the KV cache."),
-    "slack": st.column_config.TextColumn(help="Time until the request misses its next target."),
+    # Numbers, so that the table sorts them as such.
+    "age": st.column_config.NumberColumn(format="%.1f s"),
+    "queue": st.column_config.NumberColumn(format="%.3f s"),
+    "slack": st.column_config.NumberColumn(format="%.1f s", help="Time until the request misses its next target."),
 }
 
 
-def _one(model: str, requests: list[RequestState], names: dict[str, str]) -> None:
-    by_id = {request.id: request for request in requests}
-    chosen = st.selectbox("Request", list(by_id), format_func=lambda id_: names.get(id_, id_[:12]), key="chosen")
-    request = by_id.get(chosen)
-    if request is None:
+def _one(model: str, by_id: Mapping[str, RequestState]) -> None:
+    chosen: _Chosen | None = st.session_state.get(_CHOSEN)
+    if chosen is None or chosen.model != model:
+        if by_id:
+            st.caption("Choose a request in the table to see what has happened to it, or to cancel it.")
         return
+    name = words.as_code(chosen.name)
+    request = by_id.get(chosen.id)
+    if request is None:
+        st.info(f"Request {name} has ended.")
+        return
+    st.markdown(f"**Request** {name}")
     if request.slo_slack_seconds is not None and request.slo_slack_seconds < 0:
         st.markdown(f":red[Missed its target {words.seconds(-request.slo_slack_seconds)} ago.]")
     happened = [
@@ -103,13 +146,30 @@ def _one(model: str, requests: list[RequestState], names: dict[str, str]) -> Non
         for event in sorted(request.events, key=lambda event: -event.age_seconds)
     ]
     st.markdown("\n".join(happened[-12:]) or "Nothing has happened to it yet.")
-    # The button's label and callback hold this request, so it cancels what it names even if the list has changed.
-    name = words.as_code(names[request.id])
-    st.button(f"Cancel {name}", key=f"cancel-{request.id}", type="primary", on_click=_cancel,
-              args=(model, request.id, name))  # fmt: skip
+    _cancelling(model, request.id, name)
+
+
+def _cancelling(model: str, request_id: str, name: str) -> None:
+    """The button, and once it was pressed the question whether that is meant.
+
+    Labels and callbacks hold this request, so that what is cancelled is what they name even if the list has changed.
+    """
+    with st.container(key="danger"):
+        if st.session_state.get(_CONFIRMING) != request_id:
+            st.button(f"Cancel {name}…", key=f"cancel-{request_id}", on_click=_ask, args=(request_id,))
+            return
+        st.markdown(f"Cancel {name}? Its client gets nothing more than what it has, and it cannot be taken back.")
+        st.button(f"Cancel {name} now", key=f"confirm-{request_id}", type="primary", on_click=_cancel,
+                  args=(model, request_id, name))  # fmt: skip
+    st.button("Let it run", key=f"keep-{request_id}", on_click=_ask, args=(None,))
+
+
+def _ask(request_id: str | None) -> None:
+    st.session_state[_CONFIRMING] = request_id
 
 
 def _cancel(model: str, request_id: str, name: str) -> None:
+    _ask(None)
     try:
         done = monitor().triton.cancel(model, request_id)
         text = f"Request {name} was cancelled." if done else f"Request {name} had already ended."

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.config.checks import check, check_bool, check_int, is_int, is_number
+from quire_engine.config.hub import fetch_checkpoint, is_hub_name
 from quire_engine.config.speculative_config import SpeculativeConfig
 from quire_engine.config.vllm_settings import without_vllm_names
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, parse_classes
@@ -27,6 +28,7 @@ __all__ = [
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
+MODEL_IMPLS = ("auto", "quire", "transformers")
 QUANTIZATIONS = ("int8", "fp8")
 KV_CACHE_DTYPES = ("auto", "fp8")
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -46,7 +48,7 @@ class ModelConfig:
     """Which checkpoint, and how it is computed."""
 
     model: str
-    """Path of a Hugging Face checkpoint folder."""
+    """Path of a Hugging Face checkpoint folder; in settings also its name on the Hub."""
     tokenizer: str | None = None
     """Path of the tokenizer's folder; unset: the model's."""
     dtype: str = "auto"
@@ -54,6 +56,9 @@ class ModelConfig:
     load_format: str = "auto"
     """Where the weights come from: `auto` the checkpoint's safetensors files; `dummy` random ones, for measuring, and
     the folder needs no more than its `config.json` and a tokenizer."""
+    model_impl: str = "auto"
+    """Whose code computes the model: `quire` a family of ours; `transformers` transformers' own, with our attention, KV
+    cache and sampler, which is slower; `auto` ours where there is one for the architecture, else transformers'."""
     quantization: str | None = None
     """`int8` computes every linear layer in int8 (W8A8): weights are quantised when they are loaded, with one scale per
     output feature, activations as they come, with one scale per token. `fp8` does the same in e4m3, which GPUs from Ada
@@ -71,6 +76,7 @@ class ModelConfig:
         check(self.tokenizer is None or isinstance(self.tokenizer, str), "tokenizer", self.tokenizer, "a path")
         check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         check(self.load_format in LOAD_FORMATS, "load_format", self.load_format, f"one of {', '.join(LOAD_FORMATS)}")
+        check(self.model_impl in MODEL_IMPLS, "model_impl", self.model_impl, f"one of {', '.join(MODEL_IMPLS)}")
         check(self.quantization in (None, *QUANTIZATIONS), "quantization", self.quantization,
               f"unset or one of {', '.join(QUANTIZATIONS)}")  # fmt: skip
         if self.max_model_len is not None:
@@ -103,6 +109,8 @@ class CacheConfig:
     on the CPU it has no kernel, and is slow."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of equal prompt beginnings."""
+    disable_hybrid_kv_cache_manager: bool = False
+    """Let layers with a sliding window keep all tokens, as other layers do, and not only those that they see."""
 
     def __post_init__(self) -> None:
         check_int("block_size", self.block_size, 1, 1024)
@@ -114,6 +122,7 @@ class CacheConfig:
         check(self.kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", self.kv_cache_dtype,
               f"one of {', '.join(KV_CACHE_DTYPES)}")  # fmt: skip
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_bool("disable_hybrid_kv_cache_manager", self.disable_hybrid_kv_cache_manager)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,6 +212,8 @@ class ParallelConfig:
     """Ranks that each layer is cut into."""
     pipeline_parallel_size: int = 1
     """Stages that the layers are divided among."""
+    enable_expert_parallel: bool = False
+    """In a mixture of experts, each of the `tensor_parallel_size` ranks has whole experts, not a slice of each."""
     distributed_executor_backend: str | None = None
     """Where the ranks run: `uni` in the engine's own process (one rank only), `mp` one process each on this machine,
     `ray` as Ray actors, also on several machines. Unset: `uni` for one rank, `mp` for several."""
@@ -211,6 +222,7 @@ class ParallelConfig:
         check(self.device in DEVICES, "device", self.device, f"one of {', '.join(DEVICES)}")
         check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
         check_int("pipeline_parallel_size", self.pipeline_parallel_size, 1)
+        check_bool("enable_expert_parallel", self.enable_expert_parallel)
         backend = self.distributed_executor_backend
         check(backend in (None, *EXECUTOR_BACKENDS), "distributed_executor_backend", backend,
               f"one of {', '.join(EXECUTOR_BACKENDS)}")  # fmt: skip
@@ -355,20 +367,28 @@ class EngineConfig(EngineCoreConfig):
         """Sort flat settings, named as in `model.json`, into their groups.
 
         Args:
-            settings: name → value.
+            settings: name → value. A `model` named as on the Hugging Face Hub becomes its folder in the Hub's cache,
+                of the `revision` that is set with it.
             base_dir: what relative paths of `model`, `tokenizer` and a model that drafts start from; unset: the working
                 directory.
 
         Raises:
             ValueError: an unknown name (the nearest known one is named), a missing `model`, a bad value, or one of
-                vLLM's that asks for what there is not.
+                vLLM's that asks for what there is not; or a checkpoint of the Hub cannot be had.
         """
         settings = without_vllm_names(settings)
+        revision = settings.pop("revision", None) or None
         groups: dict[str, dict[str, Any]] = {name: {} for name in _GROUPS}
         for name, value in settings.items():
             groups[_group_of(name)][name] = value
         if "model" not in settings:
             raise ValueError("model is missing; it must be the path of a checkpoint folder")
+        model = settings["model"]
+        if isinstance(model, str) and is_hub_name(model, base_dir):
+            check(revision is None or isinstance(revision, str), "revision", revision, "a branch, tag or commit")
+            groups["model"]["model"] = fetch_checkpoint(model, revision)
+        else:
+            check(revision is None, "revision", revision, "unset: model is a folder, which is there in one version")
         for name in ("model", "tokenizer"):
             path = groups["model"].get(name)
             if base_dir is not None and isinstance(path, str) and path:

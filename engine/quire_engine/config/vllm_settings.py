@@ -25,7 +25,7 @@ _MEANS_NOTHING = frozenset((
     # Switches of vLLM's own kernels, processes and graphs, which change no answer.
     "disable_custom_all_reduce", "max_seq_len_to_capture", "max_context_len_to_capture", "cuda_graph_sizes",
     "cudagraph_capture_sizes", "max_cudagraph_capture_size", "disable_cascade_attn",
-    "disable_hybrid_kv_cache_manager", "disable_async_output_proc", "multi_step_stream_outputs",
+    "disable_async_output_proc", "multi_step_stream_outputs",
     "tokenizer_pool_size", "tokenizer_pool_type", "tokenizer_pool_extra_config",
     "intial_incremental_detokenization_offset", "optimization_level", "performance_mode",
     "enable_flashinfer_autotune",
@@ -45,7 +45,7 @@ _MEANS_NOTHING = frozenset((
 """Names that may have any value."""
 
 _NOT_OFFERED = (
-    "revision", "code_revision", "tokenizer_revision", "hf_config_path", "hf_overrides", "model_weights",
+    "code_revision", "tokenizer_revision", "hf_config_path", "hf_overrides", "model_weights",
     "rope_scaling", "rope_theta", "model_loader_extra_config", "quantization_param_path",
     "qlora_adapter_name_or_path", "allowed_local_media_path", "allowed_media_domains", "num_gpu_blocks_override",
     "kv_offloading_size", "kv_transfer_config", "kv_events_config", "ec_transfer_config", "weight_transfer_config",
@@ -64,7 +64,7 @@ _SWITCHED_OFF = (
     "trust_remote_code", "skip_tokenizer_init", "enable_log_requests", "disable_sliding_window", "enable_lora",
     "enable_lora_bias", "enable_prompt_adapter", "enable_prompt_embeds", "enable_mm_embeds", "calculate_kv_scales",
     "kv_sharing_fast_prefill", "ray_workers_use_nsight", "data_parallel_hybrid_lb", "data_parallel_external_lb",
-    "enable_expert_parallel", "enable_eplb", "enable_dbo", "kv_cache_metrics", "cudagraph_metrics",
+    "enable_eplb", "enable_dbo", "kv_cache_metrics", "cudagraph_metrics",
     "enable_mfu_metrics", "enable_layerwise_nvtx_tracing", "enable_logging_iteration_details", "tokens_only",
 )  # fmt: skip
 """Names of which false asks for nothing."""
@@ -75,7 +75,6 @@ _ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
     "convert": ("auto", "none"),
     "tokenizer_mode": ("auto",),
     "config_format": ("auto", "hf"),
-    "model_impl": ("auto", "vllm"),
     "enable_chunked_prefill": (True,),
     "enable_sleep_mode": (False, True),
     "cpu_offload_gb": (0,),
@@ -114,7 +113,6 @@ _MENDS = {
     "num_gpu_blocks_override": "kv_cache_memory_bytes says how large the KV cache is",
     "otlp_traces_endpoint": "otlp_endpoint takes metrics and traces",
     "prefix_caching_hash_algo": "blocks are hashed with SHA-256",
-    "revision": "model is a folder, which is there in one version",
     "tokenizer_revision": "tokenizer is a folder, which is there in one version",
     **dict.fromkeys(
         ("speculative_model", "num_speculative_tokens", "ngram_prompt_lookup_max", "ngram_prompt_lookup_min"),
@@ -132,6 +130,7 @@ _MENDS = {
 _SAME_VALUES: dict[str, dict[str, str]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "load_format": {"safetensors": "auto"},
+    "model_impl": {"vllm": "quire"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
 }
 """Values of vLLM's, and what they are called here."""
@@ -142,6 +141,7 @@ _OPTIONAL = (
     "max_num_batched_tokens",
     "max_num_seqs",
     "enforce_eager",
+    "model_impl",
     "seed",
 )
 """Settings that null leaves unset, as in vLLM, though they have a value when unset."""

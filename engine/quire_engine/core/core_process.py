@@ -37,7 +37,7 @@ from quire_engine.messages import (
     UtilityCall,
     UtilityOutput,
 )
-from quire_engine.models import CheckpointConfig
+from quire_engine.models import read_checkpoint
 from quire_engine.structured_output.compiler_messages import CompilerArguments
 from quire_engine.structured_output.manager import StructuredOutputManager
 from quire_engine.system.child_process import end_with_stdin
@@ -217,7 +217,7 @@ def _start_grammar_compiler(config: EngineCoreConfig, is_restart: bool) -> Struc
         None when the checkpoint cannot be read.
     """
     try:
-        checkpoint = CheckpointConfig.from_folder(Path(config.model.model))
+        checkpoint = read_checkpoint(Path(config.model.model), config.model.model_impl)
     except (CheckpointError, OSError, ValueError):
         return None  # loading the model fails of the same, and reports it
     compiler = CompilerArguments.for_model(config.model.tokenizer_path, checkpoint.vocab_size, checkpoint.eos_token_ids)

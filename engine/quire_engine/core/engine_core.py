@@ -18,7 +18,7 @@ from quire_engine.config import EngineCoreConfig
 from quire_engine.core.step_history import StepHistory
 from quire_engine.errors import AbortedError, EngineDeadError, EngineError, EngineSleepingError
 from quire_engine.executor import Executor, make_executor
-from quire_engine.kv_cache import KVCacheManager
+from quire_engine.kv_cache import KVCacheGroups, KVCacheManager
 from quire_engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -35,7 +35,7 @@ from quire_engine.messages import (
     UtilityResult,
     WakeUp,
 )
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.served import read_checkpoint
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.drafter import cut_drafts
 from quire_engine.scheduler.grammar import GrammarError
@@ -67,14 +67,17 @@ class EngineCore:
         num_blocks: int | None = None,
         structured_output: StructuredOutputManager | None = None,
     ) -> None:
-        checkpoint = CheckpointConfig.from_folder(Path(config.model.model))
+        checkpoint = read_checkpoint(Path(config.model.model), config.model.model_impl)
         max_model_len = config.model.max_model_len or checkpoint.max_position_embeddings
-        if max_model_len > checkpoint.max_position_embeddings:
+        if max_model_len > checkpoint.longest_model_len:
             raise ValueError(
                 f"max_model_len is {max_model_len}; the checkpoint's positions end at "
-                f"{checkpoint.max_position_embeddings} (max_position_embeddings)"
+                f"{checkpoint.longest_model_len} (max_position_embeddings, or what rope_parameters extend it to)"
             )
-        checkpoint.check_parallel(config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size)
+        checkpoint.check_parallel(
+            config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size,
+            config.parallel.enable_expert_parallel,
+        )  # fmt: skip
         self.executor: Executor = make_executor(config, checkpoint, max_model_len)
         try:
             num_blocks = num_blocks or self.executor.determine_num_blocks()
@@ -82,7 +85,9 @@ class EngineCore:
         except BaseException:
             self.executor.shutdown()
             raise
-        kv_cache = KVCacheManager(num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
+        block_size, is_hybrid = config.cache.block_size, not config.cache.disable_hybrid_kv_cache_manager
+        groups = KVCacheGroups.of(checkpoint.windows, max_model_len, is_hybrid)
+        kv_cache = KVCacheManager(num_blocks, block_size, config.cache.enable_prefix_caching, groups)
         self.scheduler = Scheduler(
             config.scheduler.for_max_model_len(max_model_len),
             kv_cache,
@@ -105,10 +110,13 @@ class EngineCore:
             vocab_size=checkpoint.vocab_size,
             max_model_len=max_model_len,
             num_blocks=num_blocks,
-            block_size=config.cache.block_size,
+            block_size=block_size,
             eos_token_ids=[i for i in checkpoint.eos_token_ids if i < checkpoint.vocab_size],
             scheduling_policy=config.scheduler.scheduling_policy,
             worker_pids=self.executor.worker_pids,
+            num_kv_cache_tokens=groups.max_tokens(
+                num_blocks, block_size, config.scheduler.max_num_batched_tokens, max_model_len
+            ),
         )
         self.structured_output = structured_output or StructuredOutputManager(
             CompilerArguments.for_model(config.model.tokenizer_path, checkpoint.vocab_size, checkpoint.eos_token_ids)

@@ -55,6 +55,8 @@ class ParallelState:
     rank: int = 0
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    """The experts of a layer are divided among the ranks of a stage, rather than the features of each expert."""
     tensor_group: Communicator | None = None
     """The ranks of this stage, by their place in it; None if there is only one."""
     pipeline_group: Communicator | None = None

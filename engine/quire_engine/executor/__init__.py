@@ -3,12 +3,12 @@
 from quire_engine.config import EngineCoreConfig
 from quire_engine.executor.base import Executor
 from quire_engine.executor.uniproc import UniProcExecutor
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.served import ServedCheckpoint
 
 __all__ = ["Executor", "UniProcExecutor", "make_executor"]
 
 
-def make_executor(config: EngineCoreConfig, checkpoint: CheckpointConfig, max_model_len: int) -> Executor:
+def make_executor(config: EngineCoreConfig, checkpoint: ServedCheckpoint, max_model_len: int) -> Executor:
     """The executor for `distributed_executor_backend`, with its workers started and their models loaded.
 
     Raises:

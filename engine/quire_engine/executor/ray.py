@@ -33,7 +33,7 @@ from quire_engine.distributed import ParallelState
 from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.executor.base import Executor
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput, UsesGpu, WorkerCall
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.served import read_checkpoint
 
 __all__ = ["RayExecutor"]
 
@@ -272,7 +272,7 @@ class RayWorker:
             level=logging.INFO, format=f"quire worker[rank {arguments.rank}, %(process)d] %(levelname)s: %(message)s"
         )
         parallel, state = config.parallel, ParallelState()
-        checkpoint = CheckpointConfig.from_folder(Path(config.model.model))
+        checkpoint = read_checkpoint(Path(config.model.model), config.model.model_impl)
         self._device = prepare_device(config, checkpoint.dtype, rank=0)  # Ray lets it see only its own GPU
         if parallel.world_size > 1:
             state = initialize_parallel_state(

@@ -11,7 +11,7 @@ from quire_engine.device.placement import on_device, prepare_device
 from quire_engine.errors import EngineDeadError
 from quire_engine.executor.base import Executor
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput, WorkerCall
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.served import ServedCheckpoint
 from quire_engine.system.memory import return_freed_memory
 from quire_engine.worker import Worker
 from quire_engine.worker.busy_time import StepClock
@@ -36,7 +36,7 @@ class UniProcExecutor(Executor):
     `collect` either way: it belongs to that step.
     """
 
-    def __init__(self, config: EngineCoreConfig, checkpoint: CheckpointConfig, max_model_len: int) -> None:
+    def __init__(self, config: EngineCoreConfig, checkpoint: ServedCheckpoint, max_model_len: int) -> None:
         self._device = prepare_device(config, checkpoint.dtype, rank=0)
         with on_device(self._device):
             self._the_worker: Worker | None = Worker(config, checkpoint, max_model_len, device=self._device)

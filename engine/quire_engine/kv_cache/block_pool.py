@@ -18,7 +18,7 @@ keeps its hash until it is allocated again, so an equal prefix can take it back 
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-__all__ = ["BlockPool", "FreeKVCacheBlockQueue", "KVCacheBlock"]
+__all__ = ["NULL_BLOCK", "BlockPool", "FreeKVCacheBlockQueue", "KVCacheBlock"]
 
 
 class KVCacheBlock:
@@ -39,6 +39,12 @@ class KVCacheBlock:
 
     def __repr__(self) -> str:
         return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}, cached={self.block_hash is not None})"
+
+
+NULL_BLOCK = KVCacheBlock(0)
+"""In a request's list, the place of a block that it does not need any more. Belongs to no pool. Its id is one that
+every cache has: kernels may see it, but read nothing there."""
+NULL_BLOCK.ref_cnt = 1
 
 
 class FreeKVCacheBlockQueue:

@@ -11,7 +11,7 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
 
-__all__ = ["NONE_HASH", "MultimodalHash", "encode_extra_keys", "hash_block_tokens"]
+__all__ = ["NONE_HASH", "MultimodalHash", "encode_extra_keys", "hash_block_tokens", "suffix_of_group"]
 
 MultimodalHash = tuple[bytes, int, int]
 """An image or other input in place of tokens: `(hash of its content, first position, number of tokens)`."""
@@ -33,6 +33,11 @@ def hash_block_tokens(parent: bytes, token_ids: Sequence[int], extra_keys: bytes
     """
     # Parent and tokens have a fixed length for a given block size, so the concatenation is unambiguous.
     return hashlib.sha256(parent + array("q", token_ids).tobytes() + extra_keys).digest()
+
+
+def suffix_of_group(group: int) -> bytes:
+    """What the hash of a group's block ends with: other groups' blocks hold other content for the same tokens."""
+    return b"" if group == 0 else group.to_bytes(4, "little")
 
 
 def encode_extra_keys(

@@ -15,14 +15,23 @@ Whenever a cached block is read, its content matches its hash, even with steps i
    while steps in flight may still write to uncached ones. Their next owner's writes come later, and it reads only what
    it wrote.
 5. After a failed step nothing is in flight any more, and all hashes are forgotten.
+6. A block behind a window is freed when the step that no longer sees it is scheduled. Earlier steps may still read it;
+   its next owner's writes come later.
+
+A request has one list of blocks. With several groups of layers (`groups`) they take turns in it, so that the list
+always has as many entries of each group; what lies behind a group's window is the null block::
+
+    window of group 1: 5 tokens       tokens    0 … 3     4 … 7     8 … 11
+    blocks of 4, 12 tokens computed   blocks    17  ∅     20  9     4   30     of group 0, of group 1, of group 0, …
 """
 
 from array import array
 from collections import Counter
 from collections.abc import Iterable
 
-from quire_engine.kv_cache.block_pool import BlockPool, KVCacheBlock
-from quire_engine.kv_cache.hashing import NONE_HASH, encode_extra_keys, hash_block_tokens
+from quire_engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, KVCacheBlock
+from quire_engine.kv_cache.groups import ONE_GROUP, KVCacheGroups
+from quire_engine.kv_cache.hashing import NONE_HASH, encode_extra_keys, hash_block_tokens, suffix_of_group
 from quire_engine.kv_cache.sequence import CachedSequence
 from quire_engine.snapshot import PackedBlocks
 
@@ -30,10 +39,29 @@ __all__ = ["KVCacheManager"]
 
 
 class KVCacheManager:
-    """Allocates blocks for the tokens that requests are about to compute, and shares equal prefixes."""
+    """Allocates blocks for the tokens that requests are about to compute, and shares equal prefixes.
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    Args:
+        num_blocks: of the pool, for all groups together.
+        block_size: tokens per block.
+        enable_prefix_caching: whether to share equal prefixes.
+        groups: of the model's layers.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        groups: KVCacheGroups = ONE_GROUP,
+    ) -> None:
         self.block_size = block_size
+        self.groups = groups
+        self._num_groups = groups.num_groups
+        self._suffixes = [suffix_of_group(group) for group in range(groups.num_groups)]
+        """Of the hashes of each group's blocks."""
+        self._windows = [(group, window) for group, window in enumerate(groups.windows) if window is not None]
+        """Groups with a window; all others come before them."""
         self.enable_prefix_caching = enable_prefix_caching
         self.block_pool = BlockPool(num_blocks)
         self._blocks: dict[str, list[KVCacheBlock]] = {}
@@ -45,12 +73,17 @@ class KVCacheManager:
         return len(self.block_pool.blocks)
 
     def get_block_ids(self, request_id: str) -> list[int]:
-        """The request's block table."""
+        """The request's block table; with several groups theirs, in turns. The null block has a valid id."""
         return [block.block_id for block in self._blocks.get(request_id, ())]
 
     def num_blocks_of(self, request_id: str) -> int:
         """Blocks that the request refers to."""
-        return len(self._blocks.get(request_id, ()))
+        return len(self._held_blocks(request_id))
+
+    def _held_blocks(self, request_id: str) -> list[KVCacheBlock]:
+        """The request's blocks, without null blocks."""
+        blocks = self._blocks.get(request_id, [])
+        return [block for block in blocks if block is not NULL_BLOCK] if self._windows else blocks
 
     def snapshot(self, request_ids: Iterable[str]) -> PackedBlocks:
         """The present state of all blocks, with the block tables of `request_ids`, in that order."""
@@ -58,7 +91,10 @@ class KVCacheManager:
         return PackedBlocks(
             self.block_size,
             self.num_blocks,
-            [array("i", self.get_block_ids(request_id)).tobytes() for request_id in request_ids],
+            [
+                array("i", [block.block_id for block in self._held_blocks(request_id)]).tobytes()
+                for request_id in request_ids
+            ],
             array("i", [block.block_id for block in cached]).tobytes(),
             array("i", [block.depth for block in cached]).tobytes(),
             array("q", [hash(block.root_hash) for block in cached]).tobytes(),
@@ -67,12 +103,16 @@ class KVCacheManager:
     def get_computed_blocks(self, request: CachedSequence) -> list[KVCacheBlock]:
         """The longest cached prefix of a request that holds no blocks yet. Does not reference the blocks yet.
 
-        The last token is always left to compute: without it there would be no logits to sample from.
+        The last token is always left to compute: without it there would be no logits to sample from. With several
+        groups, they take turns in the result; of those with a window only the blocks are needed that the next token
+        sees, and the others are null blocks.
         """
         if not self.enable_prefix_caching or request.skip_reading_prefix_cache:
             return []
         max_blocks = (request.num_tokens - 1) // self.block_size
         self._extend_block_hashes(request, max_blocks)
+        if self._windows:  # without any there is one group
+            return self._computed_blocks_of_groups(request.block_hashes[:max_blocks])
         computed: list[KVCacheBlock] = []
         for block_hash in request.block_hashes[:max_blocks]:
             block = self.block_pool.get_cached_block(block_hash)
@@ -80,6 +120,67 @@ class KVCacheManager:
                 break
             computed.append(block)
         return computed
+
+    def num_computed_tokens(self, computed_blocks: list[KVCacheBlock]) -> int:
+        """The tokens of a prefix that `get_computed_blocks` found."""
+        return len(computed_blocks) // self._num_groups * self.block_size
+
+    def _computed_blocks_of_groups(self, block_hashes: list[bytes]) -> list[KVCacheBlock]:
+        """The longest prefix for which every group has what it needs.
+
+        A shorter prefix needs other blocks of the groups with a window, so these are asked in turn until all agree.
+        """
+        cached = [_CachedBlocks(self.block_pool, block_hashes, suffix) for suffix in self._suffixes]
+        length = len(block_hashes)
+        for blocks in cached[: self._num_groups - len(self._windows)]:
+            length = next((i for i in range(length) if blocks[i] is None), length)
+        agreed, turn = 0, 0
+        while length and agreed < len(self._windows):
+            group, window = self._windows[turn]
+            shorter = self._longest_within_window(cached[group], length, window)
+            agreed = agreed + 1 if shorter == length else 1
+            length, turn = shorter, (turn + 1) % len(self._windows)
+        computed = [NULL_BLOCK] * (length * self._num_groups)
+        firsts = [0] * (self._num_groups - len(self._windows))
+        firsts += [self._first_seen(length * self.block_size, window) for _, window in self._windows]
+        for group, first in enumerate(firsts):
+            for i in range(first, length):
+                block = cached[group][i]
+                assert block is not None
+                computed[i * self._num_groups + group] = block
+        return computed
+
+    def _first_seen(self, num_computed_tokens: int, window: int) -> int:
+        """Index of the first block that a token after so many others sees."""
+        return max(num_computed_tokens - window + 1, 0) // self.block_size
+
+    def _longest_within_window(self, cached: "_CachedBlocks", length: int, window: int) -> int:
+        """How many of `length` blocks make a prefix of whose end the group has as much as the next token sees."""
+        first = self._first_seen(length * self.block_size, window)
+        i = length - 1
+        while i >= first:
+            if cached[i] is None:
+                length = i
+                first = self._first_seen(length * self.block_size, window)
+            i -= 1
+        return length
+
+    def free_behind_windows(self, request: CachedSequence) -> None:
+        """Free the blocks that neither the request's next token sees nor any after it.
+
+        Call it before the request's next tokens are scheduled, when no draft can be taken back any more.
+        """
+        if not self._windows or request.request_id not in self._blocks:
+            return
+        blocks, behind = self._blocks[request.request_id], []
+        for group, window in self._windows:
+            first_seen = self._first_seen(request.num_computed_tokens, window)
+            for place in range((first_seen - 1) * self._num_groups + group, -1, -self._num_groups):
+                if blocks[place] is NULL_BLOCK:
+                    break
+                behind.append(blocks[place])
+                blocks[place] = NULL_BLOCK
+        self.block_pool.free(behind)
 
     def allocate_slots(
         self, request: CachedSequence, num_new_tokens: int, computed_blocks: list[KVCacheBlock] | None = None
@@ -99,25 +200,26 @@ class KVCacheManager:
             computed_blocks: the prefix hit, for a request that is just being admitted.
 
         Returns:
-            The ids of the added blocks, including hit blocks, or None if there is not enough room; then nothing has
-            changed.
+            The ids of the added blocks, including hit blocks, with several groups in turns; or None if there is not
+            enough room; then nothing has changed.
         """
         computed_blocks = computed_blocks or []
         blocks = self._blocks.get(request.request_id, [])
-        num_computed = request.num_computed_tokens + len(computed_blocks) * self.block_size
-        num_tokens = num_computed + num_new_tokens
-        num_new_blocks = -(-num_tokens // self.block_size) - len(blocks) - len(computed_blocks)
+        num_groups, num_hits = self._num_groups, len(computed_blocks) // self._num_groups
+        num_tokens = request.num_computed_tokens + num_hits * self.block_size + num_new_tokens
+        num_new_blocks = -(-num_tokens // self.block_size) * num_groups - len(blocks) - len(computed_blocks)
         # A free hit block leaves the free queue too, though it is not newly allocated.
         num_free_hits = sum(block.ref_cnt == 0 for block in computed_blocks)
         if max(num_new_blocks, 0) + num_free_hits > self.block_pool.num_free_blocks:
             return None
-        self.block_pool.touch(computed_blocks)
+        if computed_blocks:
+            self.block_pool.touch(block for block in computed_blocks if block is not NULL_BLOCK)
         added = computed_blocks + self.block_pool.allocate(max(num_new_blocks, 0))
         if request.request_id not in self._blocks:
             self._blocks[request.request_id] = blocks
-            self._num_cached_blocks[request.request_id] = len(computed_blocks)
+            self._num_cached_blocks[request.request_id] = num_hits
         blocks.extend(added)
-        request.no_allocation_until = len(blocks) * self.block_size
+        request.no_allocation_until = len(blocks) // num_groups * self.block_size
         if self.enable_prefix_caching:
             self._cache_full_blocks(request, min(num_tokens, request.num_tokens))
             next_full = (self._num_cached_blocks[request.request_id] + 1) * self.block_size
@@ -129,7 +231,8 @@ class KVCacheManager:
         if self.enable_prefix_caching and request.request_id in self._blocks:
             self._cache_full_blocks(request, min(request.num_computed_tokens, request.num_tokens))
         request.no_allocation_until = 0
-        blocks = self._blocks.pop(request.request_id, [])
+        blocks = self._held_blocks(request.request_id)
+        self._blocks.pop(request.request_id, None)
         self._num_cached_blocks.pop(request.request_id, None)
         self.block_pool.free(reversed(blocks))
 
@@ -138,15 +241,25 @@ class KVCacheManager:
         self.block_pool.reset_cache()
 
     def check_integrity(self) -> None:
-        """Check the pool, and that reference counts are exactly the requests' references.
+        """Check the pool, that reference counts are exactly the requests' references, and that only blocks behind a
+        window are null blocks.
 
         Raises:
             AssertionError: a block is lost, or shared by mistake.
         """
         self.block_pool.check_integrity()
-        references = Counter(block.block_id for blocks in self._blocks.values() for block in blocks)
+        references = Counter(
+            block.block_id for blocks in self._blocks.values() for block in blocks if block is not NULL_BLOCK
+        )
         for block in self.block_pool.blocks:
             assert block.ref_cnt == references[block.block_id], f"{block} has {references[block.block_id]} owners"
+        with_window = dict(self._windows)
+        for request_id, blocks in self._blocks.items():
+            assert len(blocks) % self._num_groups == 0, f"{request_id}: a group has fewer blocks than another"
+            for group in range(self._num_groups):
+                is_null = [block is NULL_BLOCK for block in blocks[group :: self._num_groups]]
+                assert group in with_window or not any(is_null), f"{request_id}: group {group} lacks a block"
+                assert is_null == sorted(is_null, reverse=True), f"{request_id}: group {group} has a gap"
 
     def _cache_full_blocks(self, request: CachedSequence, num_tokens: int) -> None:
         """Cache the blocks that will be full once `num_tokens`, all of them known, are computed.
@@ -159,9 +272,11 @@ class KVCacheManager:
         if num_full <= first:
             return
         self._extend_block_hashes(request, num_full)
-        blocks = self._blocks[request.request_id]
-        for i in range(first, num_full):
-            self.block_pool.cache(blocks[i], request.block_hashes[i], request.block_hashes[0], i)
+        blocks, hashes, num_groups = self._blocks[request.request_id], request.block_hashes, self._num_groups
+        for place in range(first * num_groups, num_full * num_groups):
+            block, i = blocks[place], place // num_groups
+            if block is not NULL_BLOCK:
+                self.block_pool.cache(block, hashes[i] + self._suffixes[place % num_groups], hashes[0], i)
         self._num_cached_blocks[request.request_id] = num_full
 
     def _extend_block_hashes(self, request: CachedSequence, num_blocks: int) -> None:
@@ -183,3 +298,21 @@ class KVCacheManager:
         if index > 0:
             return encode_extra_keys(mm_hashes=mm_hashes)
         return encode_extra_keys(request.sampling_params.cache_salt, request.lora_id, mm_hashes)
+
+
+class _CachedBlocks:
+    """The blocks that hold a prefix for one group of layers, each looked up when it is asked for.
+
+    Args:
+        pool: to look in.
+        block_hashes: of the prefix.
+        suffix: of the group's hashes.
+    """
+
+    def __init__(self, pool: BlockPool, block_hashes: list[bytes], suffix: bytes) -> None:
+        self._pool = pool
+        self._block_hashes = block_hashes
+        self._suffix = suffix
+
+    def __getitem__(self, index: int) -> KVCacheBlock | None:
+        return self._pool.get_cached_block(self._block_hashes[index] + self._suffix)

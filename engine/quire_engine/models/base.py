@@ -10,7 +10,7 @@ from quire_kernels import AttentionPlan, store_rows
 
 from quire_engine.distributed import ParallelState
 
-__all__ = ["AttentionSpec", "CausalLM", "FeatureTaps", "ForwardContext", "KVCaches"]
+__all__ = ["AttentionSpec", "CausalLM", "FeatureTaps", "ForwardContext", "KVCaches", "RecordableLM"]
 
 KVCaches = list[tuple[torch.Tensor, torch.Tensor]]
 """By layer of a stage: keys and values, each [N, K, B, D]; legend in `quire_kernels`."""
@@ -24,16 +24,21 @@ class AttentionSpec:
         num_heads: query heads of this rank.
         num_kv_heads: key and value heads of this rank.
         head_size: of queries, keys and values alike.
+        window: each row sees at most its last `window` keys; None: all.
     """
 
     num_heads: int
     num_kv_heads: int
     head_size: int
+    window: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardContext:
-    """What the layers need about a step's tokens besides hidden states. All int64; legend in `quire_kernels`."""
+    """What the layers need about a step's tokens besides hidden states. All int64; legend in `quire_kernels`.
+
+    If there are several groups of layers (`kv_cache/groups.py`), each has a context of its own: `for_layer`.
+    """
 
     positions: torch.Tensor
     """[T], each token's position in its sequence."""
@@ -48,6 +53,15 @@ class ForwardContext:
     plans: Mapping[AttentionSpec, AttentionPlan]
     """How the attention of each kind of layer is divided among threads; a layer makes its own plan if its kind is
     missing."""
+    groups: Sequence["ForwardContext"] = ()
+    """The context of each group, of which the first has the same tensors as this one; empty if this is the context of
+    all layers."""
+    group_ids: Sequence[int] = ()
+    """By layer of the stage, its group; empty if there is one."""
+
+    def for_layer(self, index: int) -> "ForwardContext":
+        """The context of a layer, by its index in the stage."""
+        return self.groups[self.group_ids[index]] if self.groups else self
 
 
 class FeatureTaps:
@@ -71,7 +85,52 @@ class FeatureTaps:
 
 
 class CausalLM(Protocol):
-    """One rank's part of a model, over a flattened batch of tokens; with one rank, all of it.
+    """One rank's part of a model, over a flattened batch of tokens; with one rank, all of it."""
+
+    parallel: ParallelState
+    hidden_size: int
+    dtype: torch.dtype
+    """Of the hidden states."""
+
+    @property
+    def recordable(self) -> "RecordableLM | None":
+        """The model itself, if its steps can also be recorded and captured; None if each is computed op by op."""
+
+    @property
+    def attention_specs(self) -> Sequence[AttentionSpec]:
+        """By layer of this stage."""
+
+    @property
+    def layer_numbers(self) -> Sequence[int]:
+        """Of this stage's layers, in the whole model."""
+
+    def forward(self, token_ids_T: torch.Tensor, context: ForwardContext, kv_caches: KVCaches) -> torch.Tensor | None:
+        """Compute one step. All ranks take part.
+
+        Args:
+            token_ids_T: int64, the scheduled tokens of all requests, concatenated.
+            context: of these tokens; each layer takes its `for_layer`.
+            kv_caches: written in place. Layers of different groups may share tensors, but no block.
+
+        Returns:
+            [T, E] hidden states after the last norm; None on stages before the last.
+        """
+
+    def compute_logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
+        """[S, E] -> [S, V] float32, only for the positions that are sampled.
+
+        All ranks of the last stage take part; those that do not sample get None.
+        """
+
+    def one_layer_of_each_kind(self) -> AbstractContextManager[None]:
+        """Inside the block, the model has only these layers; for measuring memory."""
+
+    def num_parameters(self) -> int:
+        """How many parameters this rank has."""
+
+
+class RecordableLM(CausalLM, Protocol):
+    """A model in three parts, of which the layers use only ops of `quire_kernels`.
 
     ::
 
@@ -79,28 +138,8 @@ class CausalLM(Protocol):
         recorded, graphs         ─► run_layers ─► final_norm   only ops of `quire_kernels`, in one stage
     """
 
-    parallel: ParallelState
-    hidden_size: int
-    dtype: torch.dtype
-    """Of the hidden states."""
     feature_taps: FeatureTaps | None
     """Set before the first step, as what is recorded or captured refers to its table; None: nothing is kept."""
-
-    @property
-    def attention_specs(self) -> Sequence[AttentionSpec]:
-        """By layer of this stage."""
-
-    def forward(self, token_ids_T: torch.Tensor, context: ForwardContext, kv_caches: KVCaches) -> torch.Tensor | None:
-        """Compute one step. All ranks take part.
-
-        Args:
-            token_ids_T: int64, the scheduled tokens of all requests, concatenated.
-            context: of these tokens.
-            kv_caches: written in place.
-
-        Returns:
-            [T, E] hidden states after the last norm; None on stages before the last.
-        """
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, E]; on the first stage only."""
@@ -126,12 +165,3 @@ class CausalLM(Protocol):
 
     def final_norm(self, hidden_TE: torch.Tensor, residual_TE: torch.Tensor) -> torch.Tensor:
         """The results of `run_layers` -> [T, E]; on the last stage only."""
-
-    def compute_logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
-        """[S, E] -> [S, V] float32, only for the positions that are sampled.
-
-        All ranks of the last stage take part; those that do not sample get None.
-        """
-
-    def one_layer_of_each_kind(self) -> AbstractContextManager[None]:
-        """Inside the block, the model has only these layers; for measuring memory."""

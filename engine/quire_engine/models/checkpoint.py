@@ -7,31 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.errors import CheckpointError
-from quire_engine.models.fields import Fields, read_config
+from quire_engine.models.fields import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Fields, read_config
 from quire_engine.models.files import brief, read_json
 from quire_engine.models.options import DecoderOptions, read_activation
-from quire_engine.models.registry import ARCHITECTURES, read_options
+from quire_engine.models.registry import ARCHITECTURES, read_options, with_defaults
+from quire_engine.models.rope_config import RopeConfig, read_rope
 
-__all__ = ["MAX_SIZE", "CheckpointConfig", "RopeConfig", "read_architecture"]
+__all__ = ["DTYPES", "CheckpointConfig", "read_architecture", "read_eos_token_ids"]
 
 DTYPES = ("float32", "bfloat16", "float16")
-ROPE_TYPES = ("default", "linear", "llama3")
-MAX_SIZE = 1 << 24
-"""Upper bound on each dimension of a weight; the largest vocabularies have 2^18 tokens."""
-MAX_LAYERS = 10_000
-MAX_POSITIONS = 2**31 - 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RopeConfig:
-    """Rotary embedding parameters, with the names of `config.json`."""
-
-    rope_type: str = "default"
-    rope_theta: float = 10000.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +53,7 @@ class CheckpointConfig:
         """
         fields = read_config(folder)
         architecture = read_architecture(fields, tuple(ARCHITECTURES))
+        fields = with_defaults(architecture, fields)
         return cls.from_fields(folder, fields, architecture, read_options(architecture, fields))
 
     @classmethod
@@ -87,6 +72,10 @@ class CheckpointConfig:
             CheckpointError: a field has a wrong value.
         """
         hidden_size, num_heads = (fields.integer(name, 1, MAX_SIZE) for name in ("hidden_size", "num_attention_heads"))
+        head_size = fields.integer("head_dim", 2, MAX_SIZE, options.default_head_size or hidden_size // num_heads)
+        max_position_embeddings = fields.integer("max_position_embeddings", 1, MAX_POSITIONS, 2048)
+        if head_size < 2 or head_size % 2:
+            raise CheckpointError(f"{fields.path}: the head size is {head_size}; it must be even")
         checkpoint = cls(
             architecture=architecture,
             dtype=fields.choice("torch_dtype" if fields.values.get("dtype") is None else "dtype", DTYPES, "float32"),
@@ -96,28 +85,45 @@ class CheckpointConfig:
             num_layers=fields.integer("num_hidden_layers", 1, MAX_LAYERS),
             num_heads=num_heads,
             num_kv_heads=fields.integer("num_key_value_heads", 1, num_heads, num_heads),
-            head_size=fields.integer("head_dim", 2, MAX_SIZE, options.default_head_size or hidden_size // num_heads),
+            head_size=head_size,
             rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
-            max_position_embeddings=fields.integer("max_position_embeddings", 1, MAX_POSITIONS, 2048),
+            max_position_embeddings=max_position_embeddings,
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             activation=options.activation or read_activation(fields, "hidden_act", "silu"),
             options=options,
             int8=_is_int8(fields),
-            rope=_rope_config(fields),
-            eos_token_ids=_eos_token_ids(folder, fields),
+            rope=read_rope(fields, head_size, max_position_embeddings),
+            eos_token_ids=read_eos_token_ids(folder, fields),
         )
         checkpoint._check(fields.path)
         return checkpoint
 
-    def check_parallel(self, tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> None:
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """By layer of the whole model, how many of its last keys each row sees at most; None: all."""
+        return self.options.windows or (None,) * self.num_layers
+
+    @property
+    def longest_model_len(self) -> int:
+        """The longest sequences that it can be served with; `max_position_embeddings`, unless its RoPE extends it."""
+        return max(self.max_position_embeddings, self.rope.extended_length)
+
+    def check_parallel(
+        self, tensor_parallel_size: int, pipeline_parallel_size: int = 1, enable_expert_parallel: bool = False
+    ) -> None:
         """Check that the model can be divided among this many ranks.
 
         Raises:
             ValueError: it cannot; names the setting, the size that prevents it, and the allowed values.
         """
-        reason = self._indivisible(tensor_parallel_size)
+        if enable_expert_parallel and self.options.experts is None:
+            raise ValueError(
+                f"enable_expert_parallel is True; a {self.architecture} has no experts to divide: leave it out"
+            )
+        reason = self._indivisible(tensor_parallel_size, enable_expert_parallel)
         if reason is not None:
-            right = [size for size in range(1, self.num_heads + 1) if self._indivisible(size) is None]
+            sizes = range(1, self.num_heads + 1)
+            right = [size for size in sizes if self._indivisible(size, enable_expert_parallel) is None]
             raise ValueError(
                 f"tensor_parallel_size is {tensor_parallel_size}; {reason}; for this model it must be "
                 f"{' or '.join(map(str, right))}"
@@ -128,9 +134,18 @@ class CheckpointConfig:
                 f"{self.num_layers}, as each stage has at least one layer"
             )
 
-    def _indivisible(self, ranks: int) -> str | None:
+    def _indivisible(self, ranks: int, enable_expert_parallel: bool) -> str | None:
         """Why the layers cannot be cut into this many slices; None if they can."""
-        for name, size in (("num_attention_heads", self.num_heads), ("intermediate_size", self.intermediate_size)):
+        experts, sizes = self.options.experts, {"num_attention_heads": self.num_heads}
+        if experts is None or not all(map(experts.are_in, range(self.num_layers))):
+            sizes["intermediate_size"] = self.intermediate_size
+        if experts is not None:
+            sizes["shared_expert_intermediate_size"] = experts.shared_intermediate_size or 0
+            if not enable_expert_parallel:
+                sizes["moe_intermediate_size"] = experts.intermediate_size
+            elif experts.num_experts < ranks:
+                return f"num_experts={experts.num_experts} is less"
+        for name, size in sizes.items():
             if size % ranks:
                 return f"{name}={size} is no multiple of it"
         if self.num_kv_heads % ranks and ranks % self.num_kv_heads:
@@ -144,8 +159,6 @@ class CheckpointConfig:
                 f"{path}: num_attention_heads is {self.num_heads}; it must be a multiple of "
                 f"num_key_value_heads={self.num_kv_heads}"
             )
-        if self.head_size < 2 or self.head_size % 2:
-            raise CheckpointError(f"{path}: the head size is {self.head_size}; it must be even")
 
 
 def read_architecture(fields: Fields, known: tuple[str, ...]) -> str:
@@ -176,9 +189,9 @@ def _is_int8(fields: Fields) -> bool:
         case {
             "quant_method": "compressed-tensors",
             "format": "int-quantized",
-            "ignore": ["lm_head"],
+            "ignore": [*ignored],
             "config_groups": {**groups},
-        } if len(groups) == 1:
+        } if len(groups) == 1 and "lm_head" in ignored and all(map(_stays_unquantised, ignored)):
             match next(iter(groups.values())):
                 case {"targets": ["Linear"], "weights": {**weights}, "input_activations": {**activations}} if (
                     _is_symmetric_int8(weights, "channel", dynamic=False)
@@ -189,9 +202,14 @@ def _is_int8(fields: Fields) -> bool:
     raise CheckpointError(
         f"{fields.path}: {name} has quant_method {method:.60}, format {form:.60}; of quantised "
         "checkpoints only compressed-tensors with int8 weights per channel and dynamic int8 activations per token, "
-        "both symmetric, of all linear layers but lm_head, are served. From an unquantised checkpoint the setting "
-        "quantization makes one of these"
+        "both symmetric, of all linear layers but lm_head and routers, are served. From an unquantised checkpoint the "
+        "setting quantization makes one of these"
     )
+
+
+def _stays_unquantised(name: object) -> bool:
+    """Whether a name in the list of what is not quantised, or the pattern there, is the head or a router of experts."""
+    return name == "lm_head" or (isinstance(name, str) and name.rstrip("$").endswith((".gate", ".shared_expert_gate")))
 
 
 def _is_symmetric_int8(kind: Mapping[Any, Any], strategy: str, dynamic: bool) -> bool:
@@ -202,30 +220,16 @@ def _is_symmetric_int8(kind: Mapping[Any, Any], strategy: str, dynamic: bool) ->
     )
 
 
-def _rope_config(fields: Fields) -> RopeConfig:
-    """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    scaling, parameters = fields.inner("rope_scaling"), fields.inner("rope_parameters")
-    name = "rope_parameters" if parameters.values else "rope_scaling"
-    rope = Fields(fields.path, {**scaling.values, **parameters.values}, f"{name}.")
-    rope_type = rope.choice("type" if rope.values.get("rope_type") is None else "rope_type", ROPE_TYPES, "default")
-    default = RopeConfig()
-    config = RopeConfig(
-        rope_type=rope_type,
-        rope_theta=rope.positive("rope_theta", fields.positive("rope_theta", default.rope_theta)),
-        factor=rope.positive("factor", default.factor),
-        low_freq_factor=rope.positive("low_freq_factor", default.low_freq_factor),
-        high_freq_factor=rope.positive("high_freq_factor", default.high_freq_factor),
-        original_max_position_embeddings=rope.integer(
-            "original_max_position_embeddings", 1, MAX_POSITIONS, default.original_max_position_embeddings
-        ),
-    )
-    if rope_type == "llama3" and config.high_freq_factor <= config.low_freq_factor:
-        raise rope.error("high_freq_factor", f"above low_freq_factor={config.low_freq_factor}")
-    return config
+def read_eos_token_ids(folder: Path, fields: Fields) -> tuple[int, ...]:
+    """The tokens that end an answer. `generation_config.json` takes precedence, as it may name several.
 
+    Args:
+        folder: the checkpoint.
+        fields: of `config.json`.
 
-def _eos_token_ids(folder: Path, fields: Fields) -> tuple[int, ...]:
-    """`generation_config.json` takes precedence, as it may name several."""
+    Raises:
+        CheckpointError: they are not tokens.
+    """
     path = folder / "generation_config.json"
     if os.path.lexists(path):
         generation = Fields(path, read_json(path))

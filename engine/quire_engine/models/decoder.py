@@ -21,17 +21,21 @@ from torch import nn
 from quire_engine.distributed import ParallelState
 from quire_engine.models.base import AttentionSpec, FeatureTaps, ForwardContext, KVCaches
 from quire_engine.models.checkpoint import CheckpointConfig
-from quire_engine.models.layers import Weight, rope_cos_sin
+from quire_engine.models.experts import MixtureOfExperts
+from quire_engine.models.layers import Weight
 from quire_engine.models.options import DecoderOptions
 from quire_engine.models.parallel import (
     ColumnParallel,
     QKVParallel,
     RowParallel,
     VocabParallel,
+    num_parameters,
     receive_activations,
     send_activations,
     stage_layers,
 )
+from quire_engine.models.rope import rope_cos_sin
+from quire_engine.models.rope_config import RopeConfig
 
 __all__ = ["Decoder"]
 
@@ -43,21 +47,31 @@ class Attention(nn.Module):
         config: of the checkpoint.
         parallel: the rank.
         in_features: of the projections to queries, keys and values; unset: `hidden_size`.
+        window: see `AttentionSpec`.
+        has_rope: queries and keys are rotated.
     """
 
-    def __init__(self, config: CheckpointConfig, parallel: ParallelState, in_features: int | None = None) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        parallel: ParallelState,
+        in_features: int | None = None,
+        window: int | None = None,
+        has_rope: bool = True,
+    ) -> None:
         super().__init__()
+        self.has_rope = has_rope
         self.head_size, options = config.head_size, config.options
         self.qkv_proj = QKVParallel(
             in_features or config.hidden_size, config.num_heads, config.num_kv_heads, self.head_size,
             options.qkv_bias, parallel, config.int8,
         )  # fmt: skip
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        self.spec = AttentionSpec(self.num_heads, self.num_kv_heads, self.head_size)
+        self.spec = AttentionSpec(self.num_heads, self.num_kv_heads, self.head_size, window)
         size = config.num_heads * self.head_size
         self.o_proj = RowParallel(size, "o_proj", config.hidden_size, options.o_bias, parallel, config.int8)
         self.eps = config.rms_norm_eps
-        self.scale = options.attention_scale or self.head_size**-0.5
+        self.scale, self.soft_cap = options.attention_scale or self.head_size**-0.5, options.attention_soft_cap
         self.norms_projections = options.qk_projection_norm
         self.q_norm = self.k_norm = None
         if options.qk_norm:
@@ -88,7 +102,7 @@ class Attention(nn.Module):
             k.unflatten(-1, (self.num_kv_heads, self.head_size)),
             v.unflatten(-1, (self.num_kv_heads, self.head_size)),
             context.positions,
-            cos_sin,
+            cos_sin if self.has_rope else cos_sin[:, :0],
             context.slot_mapping,
             key_cache_NKBD,
             value_cache_NKBD,
@@ -105,6 +119,8 @@ class Attention(nn.Module):
             context.seq_lens,
             self.scale,
             context.plans.get(self.spec),
+            window=self.spec.window,
+            soft_cap=self.soft_cap,
         )
         out_TE: torch.Tensor = self.o_proj(out_THD.flatten(1))
         return out_TE
@@ -132,13 +148,22 @@ def _norm(size: int, options: DecoderOptions) -> Weight:
     return Weight(size, dtype=torch.float32 if options.float32_norms else None, offset=options.norm_offset)
 
 
+def feed_forward(config: CheckpointConfig, parallel: ParallelState, layer: int) -> nn.Module:
+    """That of a layer, by its number in the checkpoint."""
+    experts = config.options.experts
+    if experts is not None and experts.are_in(layer):
+        return MixtureOfExperts(config, experts, parallel)
+    return GatedMLP(config, parallel)
+
+
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, with norms before or after each, on one residual stream."""
 
-    def __init__(self, config: CheckpointConfig, parallel: ParallelState) -> None:
+    def __init__(self, config: CheckpointConfig, parallel: ParallelState, number: int) -> None:
         super().__init__()
-        self.self_attn = Attention(config, parallel)
-        self.mlp = GatedMLP(config, parallel)
+        has_rope = number not in config.options.layers_without_rope
+        self.self_attn = Attention(config, parallel, window=config.windows[number], has_rope=has_rope)
+        self.mlp = feed_forward(config, parallel, number)
         for name in config.options.norms.names:
             self.add_module(name, _norm(config.hidden_size, config.options))
 
@@ -146,13 +171,13 @@ class DecoderLayer(nn.Module):
         """The weight of one of its norms, by its name in the checkpoint."""
         if name is None:
             return None
-        norm = self.get_submodule(name)
+        norm = getattr(self, name)
         assert isinstance(norm, Weight)
         return norm.weight
 
 
 class Decoder(nn.Module):
-    """A `CausalLM`; see there."""
+    """A `RecordableLM`; see there."""
 
     def __init__(self, config: CheckpointConfig, max_model_len: int, parallel: ParallelState = ParallelState()) -> None:
         super().__init__()
@@ -170,13 +195,16 @@ class Decoder(nn.Module):
             self.embed_tokens = VocabParallel(vocab_size, self.hidden_size, parallel, is_head)
         # By their numbers in the checkpoint, on every stage.
         numbers = stage_layers(config.num_layers, parallel)
-        self.layers = nn.ModuleDict({str(number): DecoderLayer(config, parallel) for number in numbers})
+        self.layers = nn.ModuleDict({str(number): DecoderLayer(config, parallel, number) for number in numbers})
         self.lm_head = None
         if parallel.is_last_stage:
             self.norm = _norm(self.hidden_size, options)
             if not config.tie_word_embeddings:
                 self.lm_head = VocabParallel(vocab_size, self.hidden_size, parallel, is_head=True)
-        self.cos_sin = rope_cos_sin(config.rope, config.head_size, max_model_len)
+        self.cos_sin = self.window_cos_sin = rope_cos_sin(config.rope, config.head_size, max_model_len)
+        if options.window_rope_theta is not None:
+            rope = RopeConfig(rope_theta=options.window_rope_theta)
+            self.window_cos_sin = rope_cos_sin(rope, config.head_size, max_model_len)
 
     def forward(self, token_ids_T: torch.Tensor, context: ForwardContext, kv_caches: KVCaches) -> torch.Tensor | None:
         """[T] -> [T, E], or None; receives from the previous stage, and sends to the next."""
@@ -206,7 +234,7 @@ class Decoder(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, E] and the residual stream -> the last layer's output, and the stream."""
         taps, norms = self.feature_taps, self.norms
-        for (number, layer), (key_cache, value_cache) in zip(self.layers.items(), kv_caches, strict=True):
+        for index, ((number, layer), caches) in enumerate(zip(self.layers.items(), kv_caches, strict=True)):
             assert isinstance(layer, DecoderLayer)
             if residual_TE is None:
                 residual_TE = hidden_TE
@@ -215,7 +243,8 @@ class Decoder(nn.Module):
                 hidden_TE = self._add_norm(hidden_TE, residual_TE, layer.norm(norms.before_attention))
             if taps is not None:
                 taps.store(int(number), residual_TE, context)
-            hidden_TE = layer.self_attn(hidden_TE, self.cos_sin, key_cache, value_cache, context)
+            cos_sin = self.cos_sin if layer.self_attn.spec.window is None else self.window_cos_sin
+            hidden_TE = layer.self_attn(hidden_TE, cos_sin, *caches, context.for_layer(index))
             hidden_TE = self._norm(hidden_TE, layer.norm(norms.after_attention))
             hidden_TE = self._add_norm(hidden_TE, residual_TE, layer.norm(norms.before_mlp))
             hidden_TE = self._norm(layer.mlp(hidden_TE), layer.norm(norms.after_mlp))
@@ -242,7 +271,10 @@ class Decoder(nn.Module):
     def one_layer_of_each_kind(self) -> Iterator[None]:
         """They need as much memory as all layers, as each layer frees its memory before the next begins."""
         layers = self.layers
-        first = {spec: number for number, spec in reversed(list(zip(layers, self.attention_specs, strict=True)))}
+        kinds = [
+            (layer.self_attn.spec, type(layer.mlp)) for layer in layers.values() if isinstance(layer, DecoderLayer)
+        ]
+        first = {kind: number for number, kind in reversed(list(zip(layers, kinds, strict=True)))}
         self.layers = nn.ModuleDict({number: layers[number] for number in sorted(first.values(), key=int)})
         try:
             yield
@@ -250,9 +282,23 @@ class Decoder(nn.Module):
             self.layers = layers
 
     @property
+    def recordable(self) -> "Decoder":
+        """Itself."""
+        return self
+
+    @property
     def attention_specs(self) -> list[AttentionSpec]:
         """By layer of this stage."""
         return [layer.self_attn.spec for layer in self.layers.values() if isinstance(layer, DecoderLayer)]
+
+    @property
+    def layer_numbers(self) -> list[int]:
+        """Of this stage's layers, in the whole model."""
+        return [int(number) for number in self.layers]
+
+    def num_parameters(self) -> int:
+        """How many parameters this rank has."""
+        return num_parameters(self)
 
     def compute_logits(self, hidden_SE: torch.Tensor) -> torch.Tensor | None:
         """[S, E] -> [S, V], or None."""

@@ -7,9 +7,10 @@ from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.eagle3_checkpoint import ARCHITECTURES, Eagle3Checkpoint
 from quire_engine.models.fields import read_config
 from quire_engine.models.medusa_checkpoint import MedusaCheckpoint
+from quire_engine.models.served import ServedCheckpoint
 from quire_engine.models.weights import check_weights
 
-__all__ = ["check_draft_checkpoint", "read_draft_model"]
+__all__ = ["check_draft_checkpoint", "draft_target", "read_draft_model"]
 
 _METHODS = {"MedusaModel": "medusa", **dict.fromkeys(ARCHITECTURES, "eagle3")}
 """Architectures of what drafts by another method."""
@@ -32,6 +33,20 @@ def check_draft_checkpoint(method: str, folder: Path, target: CheckpointConfig) 
         Eagle3Checkpoint.from_folder(folder, target)
     else:
         check_weights(folder, read_draft_model(folder, target))
+
+
+def draft_target(target: ServedCheckpoint, method: str) -> CheckpointConfig:
+    """The configuration of a model that another one can draft for.
+
+    Raises:
+        CheckpointError: transformers' code computes it.
+    """
+    if not isinstance(target, CheckpointConfig):
+        raise CheckpointError(
+            f"speculative_config: method is {method!r}; {target.architecture} runs with transformers' own code, for "
+            "which only the methods ngram and suffix draft"
+        )
+    return target
 
 
 def read_draft_model(folder: Path, target: CheckpointConfig) -> CheckpointConfig:

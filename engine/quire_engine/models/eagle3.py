@@ -27,9 +27,10 @@ from quire_engine.models.base import AttentionSpec, ForwardContext
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Attention, Decoder, GatedMLP
 from quire_engine.models.eagle3_checkpoint import Eagle3Checkpoint
-from quire_engine.models.layers import Weight, rope_cos_sin
+from quire_engine.models.layers import Weight
 from quire_engine.models.loader import build, load_tensors
 from quire_engine.models.parallel import ColumnParallel, VocabParallel
+from quire_engine.models.rope import rope_cos_sin
 from quire_engine.models.weights import vocabulary_tensor
 
 __all__ = ["Eagle3", "load_eagle3"]

@@ -8,8 +8,12 @@ from typing import Any
 from quire_engine.errors import CheckpointError
 from quire_engine.models.files import brief, read_json
 
-__all__ = ["Fields", "read_config"]
+__all__ = ["MAX_LAYERS", "MAX_POSITIONS", "MAX_SIZE", "Fields", "read_config"]
 
+MAX_SIZE = 1 << 24
+"""Upper bound on each dimension of a weight; the largest vocabularies have 2^18 tokens."""
+MAX_LAYERS = 10_000
+MAX_POSITIONS = 2**31 - 1
 _UNSET: Any = object()
 
 
@@ -52,6 +56,30 @@ class Fields:
         if not 0 < number < math.inf:
             raise self.error(name, "a finite number above 0")
         return number
+
+    def positive_or_null(self, name: str, default: float | None) -> float | None:
+        """A finite number above 0; or None if the field is null, which is not the same as missing here.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        value = self.values.get(name, default)
+        return None if value is None else self.positive(name, value)
+
+    def positive_numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """Finite numbers above 0.
+
+        Raises:
+            CheckpointError: it is something else, or missing, or not as many.
+        """
+        numbers = self._get(name, _UNSET)
+        if (
+            not isinstance(numbers, list)
+            or len(numbers) != count
+            or not all(type(number) in (int, float) and 0 < number < math.inf for number in numbers)
+        ):
+            raise self.error(name, f"a list of {count} finite numbers above 0")
+        return tuple(map(float, numbers))
 
     def boolean(self, name: str, default: bool) -> bool:
         """True or false.

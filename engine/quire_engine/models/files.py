@@ -54,6 +54,8 @@ class StoredTensor:
     num_bytes: int
     path: Path
     """The file that holds it."""
+    first_row: int = 0
+    """Where it begins in the file's tensor of that name, if it is a part of it."""
 
 
 def check_files(folder: Path) -> None:

@@ -21,13 +21,14 @@ from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Decoder
+from quire_engine.models.experts import MixtureOfExperts
 from quire_engine.models.files import StoredTensor
 from quire_engine.models.parallel import Packable, load_targets
 from quire_engine.models.progress import LoadProgress
 from quire_engine.models.weights import check_weights
 from quire_engine.system.memory import release_pages, trim_heap
 
-__all__ = ["build", "load_model", "load_tensors"]
+__all__ = ["build", "check_finite", "load_model", "load_tensors"]
 
 DUMMY_STD = 0.02
 """Standard deviation of random weights, as in the usual initialisation of models before training."""
@@ -62,6 +63,9 @@ def load_model(
             loading.fill(name, None)
     else:
         load_tensors(model, files, quantized_dtype, reports=parallel.rank == 0)
+    for module in model.modules():
+        if isinstance(module, MixtureOfExperts):
+            module.pack()
     return model.eval()
 
 
@@ -132,7 +136,7 @@ class _Loading:
             _randomize(target.parameter, name)
         else:
             target.parameter.copy_(tensor)
-            _check_finite(tensor, target.parameter, source)
+            check_finite(tensor, target.parameter, source)
         if target.offset:
             target.parameter.add_(target.offset)
         module = target.module
@@ -159,7 +163,8 @@ def _load_file(path: Path, stored: Mapping[str, StoredTensor], loading: _Loading
             for name, tensor in stored.items():
                 if name not in loading.targets:  # another stage's, or derived
                     continue
-                piece = tensors.get_slice(tensor.name)[loading.targets[name].index]
+                index = _in_file(loading.targets[name].index, tensor.first_row)
+                piece = tensors.get_slice(tensor.name)[index]
                 loading.fill(name, piece, f"{path}: tensor {tensor.name}")
                 if piece.numel():
                     _release(piece)
@@ -168,7 +173,15 @@ def _load_file(path: Path, stored: Mapping[str, StoredTensor], loading: _Loading
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def _check_finite(tensor: torch.Tensor, parameter: torch.Tensor, source: str) -> None:
+def _in_file(index: tuple[slice, ...], first_row: int) -> tuple[slice, ...]:
+    """A slice of a tensor that begins at some row of the file's tensor."""
+    if not first_row:
+        return index
+    rows, *others = index
+    return (slice(rows.start + first_row, rows.stop + first_row), *others)
+
+
+def check_finite(tensor: torch.Tensor, parameter: torch.Tensor, source: str) -> None:
     """Refuse weights that would make every logit NaN.
 
     If a row's sum is finite, all of its terms are; this takes one pass over what was just copied. Rows whose sum is not

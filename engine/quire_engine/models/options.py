@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
+from quire_engine.models.experts_options import ExpertsOptions
 from quire_engine.models.fields import Fields
 
 __all__ = [
@@ -13,7 +14,6 @@ __all__ = [
     "DecoderOptions",
     "LayerNorms",
     "read_activation",
-    "refuse_sliding_window",
 ]
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -71,17 +71,31 @@ class DecoderOptions:
     """The weights of norms are float32 in any dtype: a result is rounded once, after its weight has multiplied it."""
     activation: str | None = None
     """Of the gate in the feed-forward, as `quire_kernels` names it; unset: that in the field `hidden_act`."""
+    layers_without_rope: frozenset[int] = frozenset()
+    """Numbers of the layers whose queries and keys are not rotated."""
+    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Projections that are one tensor in the checkpoint, one after the other: (its name, theirs)."""
     embedding_scale: float = 1.0
     """Multiplies the embeddings; rounded to the model's dtype."""
     attention_scale: float | None = None
     """Multiplies the products of queries and keys; unset: the inverse of the root of the head size."""
+    attention_soft_cap: float | None = None
+    """The scores become `cap * tanh(scores / cap)`."""
     residual_multiplier: float = 1.0
     """Multiplies the outputs of attention and feed-forward before they are added to the residual stream."""
     logits_divisor: float = 1.0
     logits_soft_cap: float | None = None
     """The logits become `cap * tanh(logits / cap)`."""
+    experts: ExpertsOptions | None = None
+    """The feed-forward of some or all layers is a mixture of experts."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Parts of tensors' names in the family's checkpoints, and what stands there in ours."""
     default_head_size: int | None = None
     """Used if `config.json` has no `head_dim`; unset: `hidden_size` divided by the number of heads."""
+    windows: tuple[int | None, ...] = ()
+    """By layer, how many of its last keys each row sees at most, None if all; empty: all layers see all."""
+    window_rope_theta: float | None = None
+    """Base of the rotation in layers with a window, where it is not scaled; unset: theirs is that of all layers."""
 
 
 def read_activation(fields: Fields, name: str, default: str) -> str:
@@ -99,13 +113,3 @@ def read_activation(fields: Fields, name: str, default: str) -> str:
         CheckpointError: it is none of `ACTIVATIONS`.
     """
     return ACTIVATIONS[fields.choice(name, tuple(ACTIVATIONS), default)]
-
-
-def refuse_sliding_window(fields: Fields) -> None:
-    """Refuse models with sliding window attention.
-
-    Raises:
-        CheckpointError: the model uses it.
-    """
-    if fields.boolean("use_sliding_window", False):
-        raise fields.error("use_sliding_window", "false: sliding windows are not served")

@@ -1,7 +1,9 @@
 """Compares the tensors that a checkpoint must hold with the headers of its files, without loading any."""
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from quire_engine.errors import CheckpointError
@@ -34,7 +36,16 @@ def check_weights(folder: Path, config: CheckpointConfig) -> dict[Path, dict[str
     Raises:
         CheckpointError: a file is missing or broken; a tensor is missing, superfluous, or of another shape or type.
     """
-    files = read_tensors(folder, lambda name: name.removeprefix("model."))
+
+    def rename(name: str) -> str:
+        for theirs, ours in config.options.renamed:
+            name = name.replace(theirs, ours)
+        return name.removeprefix("model.")
+
+    files = read_tensors(folder, rename)
+    if config.options.fused:
+        shapes = dict(expected_shapes(dataclasses.replace(config, num_layers=1)))
+        files = {path: dict(_with_parts(file, config, shapes)) for path, file in files.items()}
 
     def kinds(name: str) -> tuple[str, ...]:
         return ("I8",) if config.int8 and _is_linear(name) else FLOATING
@@ -45,6 +56,40 @@ def check_weights(folder: Path, config: CheckpointConfig) -> dict[Path, dict[str
 
     check_tensors(folder, files, lambda: expected_shapes(config), kinds, is_derived)
     return files
+
+
+def _with_parts(
+    tensors: Mapping[str, StoredTensor], config: CheckpointConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Tensors by name, with their parts instead of those that are fused.
+
+    Args:
+        tensors: by name.
+        config: of the checkpoint.
+        shapes: of the parts, by their names in layer 0.
+
+    Raises:
+        CheckpointError: a fused tensor has another number of rows than its parts.
+    """
+    fused = dict(config.options.fused)
+    for name, tensor in tensors.items():
+        *layer, module, projection, kind = name.split(".") if name.count(".") > 1 else ("", "", "", name)
+        parts = [f"{module}.{part}.{kind}" for part in fused.get(projection, ())]
+        sizes = [shapes[f"layers.0.{part}"][0] for part in parts if f"layers.0.{part}" in shapes]
+        if len(layer) != 2 or not parts or len(sizes) != len(parts):
+            yield name, tensor
+            continue
+        if tensor.shape[:1] != (sum(sizes),):
+            raise CheckpointError(
+                f"{tensor.path}: tensor {tensor.name} has shape {tensor.shape}; config.json asks for {sum(sizes)} rows"
+            )
+        ends = list(itertools.accumulate(sizes))
+        for part, size, end in zip(parts, sizes, ends, strict=True):
+            piece = dataclasses.replace(
+                tensor, shape=(size, *tensor.shape[1:]), num_bytes=tensor.num_bytes * size // ends[-1],
+                first_row=tensor.first_row + end - size,
+            )  # fmt: skip
+            yield ".".join((*layer, part)), piece
 
 
 def read_tensors(folder: Path, rename: Callable[[str], str]) -> dict[Path, dict[str, StoredTensor]]:
@@ -124,7 +169,7 @@ def _is_linear(name: str) -> bool:
 
 def expected_shapes(config: CheckpointConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name of each tensor of a checkpoint, without the leading `model.`, and its shape; layer by layer."""
-    hidden, intermediate = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
     q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     options = config.options
     linears = {
@@ -132,9 +177,6 @@ def expected_shapes(config: CheckpointConfig) -> Iterator[tuple[str, tuple[int, 
         "self_attn.k_proj": (kv_size, hidden, options.qkv_bias),
         "self_attn.v_proj": (kv_size, hidden, options.qkv_bias),
         "self_attn.o_proj": (hidden, q_size, options.o_bias),
-        "mlp.gate_proj": (intermediate, hidden, options.mlp_bias),
-        "mlp.up_proj": (intermediate, hidden, options.mlp_bias),
-        "mlp.down_proj": (hidden, intermediate, options.mlp_bias),
     }
     norms = dict.fromkeys(options.norms.names, hidden)
     if options.qk_norm:
@@ -148,9 +190,31 @@ def expected_shapes(config: CheckpointConfig) -> Iterator[tuple[str, tuple[int, 
     for i in range(config.num_layers):
         for name, size in norms.items():
             yield f"layers.{i}.{name}.weight", (size,)
-        for name, (out_size, in_size, has_bias) in linears.items():
+        if options.experts is not None and options.experts.are_in(i):
+            yield f"layers.{i}.mlp.gate.weight", (options.experts.num_experts, hidden)
+            if options.experts.shared_intermediate_size is not None:
+                yield f"layers.{i}.mlp.shared_expert_gate.weight", (1, hidden)
+        for name, (out_size, in_size, has_bias) in chain(linears.items(), _feed_forward(config, i)):
             yield f"layers.{i}.{name}.weight", (out_size, in_size)
             if config.int8:
                 yield f"layers.{i}.{name}.weight_scale", (out_size, 1)
             if has_bias:
                 yield f"layers.{i}.{name}.bias", (out_size,)
+
+
+def _feed_forward(config: CheckpointConfig, layer: int) -> Iterator[tuple[str, tuple[int, int, bool]]]:
+    """The linear layers of a feed-forward, or of each of its experts, with their sizes and whether they have biases."""
+
+    def swiglu(name: str, size: int, bias: bool) -> Iterator[tuple[str, tuple[int, int, bool]]]:
+        for part in ("gate_proj", "up_proj"):
+            yield f"{name}.{part}", (size, config.hidden_size, bias)
+        yield f"{name}.down_proj", (config.hidden_size, size, bias)
+
+    experts = config.options.experts
+    if experts is None or not experts.are_in(layer):
+        yield from swiglu("mlp", config.intermediate_size, config.options.mlp_bias)
+        return
+    if experts.shared_intermediate_size is not None:
+        yield from swiglu("mlp.shared_expert", experts.shared_intermediate_size, False)
+    for i in range(experts.num_experts):
+        yield from swiglu(f"mlp.experts.{i}", experts.intermediate_size, False)

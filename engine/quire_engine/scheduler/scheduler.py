@@ -282,12 +282,14 @@ class Scheduler:
 
     def _allocate_or_preempt(self, request: Request, num_new_tokens: int) -> list[int] | None:
         """Allocate blocks for a running request, preempting from the end of `running` as long as they do not suffice.
+        What its next token does not see any more is freed first.
 
         Preempted requests come after it in `running`, so this step has not scheduled any of them.
 
         Returns:
             The new block ids, or None if the request itself was preempted.
         """
+        self.kv_cache.free_behind_windows(request)
         while (block_ids := self.kv_cache.allocate_slots(request, num_new_tokens)) is None:
             victim = self.running.pop()
             self._preempt(victim)
@@ -306,7 +308,7 @@ class Scheduler:
         while queue and budget.num_tokens > 0 and len(self.running) < max_running and len(passed_over) <= max_running:
             request = queue.peek()
             computed_blocks = self.kv_cache.get_computed_blocks(request)
-            num_hit_tokens = len(computed_blocks) * self.kv_cache.block_size
+            num_hit_tokens = self.kv_cache.num_computed_tokens(computed_blocks)
             num_left = request.num_tokens - num_hit_tokens
             num_new_tokens = budget.chunk(num_left, budget.num_tokens)
             if num_new_tokens < num_left and not budget.may_be_partial(num_left):

@@ -34,7 +34,7 @@ def validate_request(
         params: already valid in themselves.
         vocab_size: token ids are in [0, vocab_size).
         max_model_len: upper bound on prompt and output tokens together.
-        num_kv_cache_tokens: tokens that the whole KV cache holds.
+        num_kv_cache_tokens: tokens of the longest request that the whole KV cache holds.
         prompt_name: the caller's name for the prompt, for the message.
         scheduling_policy: the engine's; only "priority" takes requests with a priority.
 

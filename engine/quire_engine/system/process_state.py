@@ -1,10 +1,12 @@
 """State of a process, as the kernel reports it in /proc/PID/stat."""
 
+import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ProcessStat", "how_it_ended", "is_alive", "is_running", "is_stopped", "process_stat"]
+__all__ = ["ProcessStat", "how_it_ended", "is_alive", "is_running", "is_stopped", "process_stat", "started_at"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +54,16 @@ def process_stat(pid: int) -> ProcessStat | None:
         start_time=int(rest[19]),
         wait_status=int(rest[49]),
     )
+
+
+def started_at(pid: int) -> float | None:
+    """When a process was started, in seconds since the epoch, or None when there is none that this user may see."""
+    found = _stat_or_none(pid)
+    if found is None:
+        return None
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - found.start_time / os.sysconf("SC_CLK_TCK")
+    # Whole seconds: two readings of the two clocks differ by a little, and this is compared.
+    return float(round(time.time() - age_s))
 
 
 def is_alive(pid: int, start_time: int) -> bool:

@@ -1,6 +1,7 @@
 """ModelRunner: turns one SchedulerOutput into tensors, runs the model, samples."""
 
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +68,9 @@ class ModelRunner:
         self.lock = threading.Lock()
         """Guards the batch: another thread may wait for a result and write it to the batch."""
         self._kv_caches: KVCaches = []
+        self.group_ids: Sequence[int] = ()
+        """By layer of this rank's stage, its group (`kv_cache/groups.py`); not needed if there is only one. Set before
+        the caches."""
         self._eager: EagerForward | None = None
         self._recorded: RecordedForward | None = None
 
@@ -125,9 +129,12 @@ class ModelRunner:
         """The ways of computing a step, the fastest first."""
         if self._eager is None:
             last_token_ids = self.last_token_ids if self._runs_ahead else None
-            self._eager = EagerForward(self.model, self._kv_caches, self.batch, last_token_ids)
-            if self.device.type == "cpu" and self.parallel.world_size == 1:
-                self._recorded = RecordedForward(self.model, self._kv_caches, self._eager)
+            self._eager = EagerForward(self.model, self._kv_caches, self.batch, last_token_ids, self.group_ids)
+            recordable = self.model.recordable
+            if recordable is not None and self.device.type == "cpu" and self.parallel.world_size == 1:
+                self._recorded = RecordedForward(
+                    recordable, self._kv_caches, self._eager, self.group_ids, len(self.batch.block_tables)
+                )
         return [one for one in (self.graphs, self._recorded, self._eager) if one is not None]
 
     def _sample(

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from quire_engine.config import EngineCoreConfig
 from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import EngineError
+from quire_engine.kv_cache import KVCacheGroups
 from quire_engine.messages import (
     CachedRequestData,
     DetermineNumBlocks,
@@ -26,15 +28,18 @@ from quire_engine.messages import (
     WakeUp,
     WorkerCall,
 )
-from quire_engine.models.base import AttentionSpec, KVCaches
+from quire_engine.models.base import AttentionSpec, CausalLM, KVCaches
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Decoder
+from quire_engine.models.draft_checkpoint import draft_target
 from quire_engine.models.loader import load_model
 from quire_engine.models.mapped import mapped_zeros
-from quire_engine.models.parallel import num_parameters
+from quire_engine.models.served import ServedCheckpoint
+from quire_engine.models.transformers_checkpoint import TransformersCheckpoint
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.system.memory import return_freed_memory
 from quire_engine.worker.batch.input_batch import InputBatch
+from quire_engine.worker.cache_layout import CacheLayout
 from quire_engine.worker.cache_memory import CpuCacheMemory, GpuCacheMemory, check_tables
 from quire_engine.worker.cache_sizing import block_bytes, num_blocks_for
 from quire_engine.worker.drafting.drafting import Drafting
@@ -67,12 +72,17 @@ class Worker:
     def __init__(
         self,
         config: EngineCoreConfig,
-        checkpoint: CheckpointConfig,
+        checkpoint: ServedCheckpoint,
         max_model_len: int,
         parallel: ParallelState = ParallelState(),
         device: torch.device = CPU,
     ) -> None:
-        checkpoint.check_parallel(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        parallel = replace(parallel, enable_expert_parallel=config.parallel.enable_expert_parallel)
+        checkpoint.check_parallel(
+            parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.enable_expert_parallel
+        )
+        if config.scheduler.draft_checkpoint is not None:
+            draft_target(checkpoint, config.scheduler.draft_checkpoint[0])
         check_tables(config.scheduler.max_num_seqs, max_model_len, checkpoint.head_size)
         self.config = config
         self.parallel = parallel
@@ -91,23 +101,44 @@ class Worker:
             torch.cuda.set_device(device)
             self._gpu_memory = GpuCacheMemory(config, device)
         model = self._load_model()
-        parameters = num_parameters(model)
+        parameters = model.num_parameters()
         spec = model.attention_specs[0]
         shape = (0, spec.num_kv_heads, config.cache.block_size, spec.head_size)
         cache = torch.empty(shape, dtype=self.cache_dtype, device=device)
         # Between stages the host transfers the hidden states, which a graph cannot contain.
         is_stage = parallel.pipeline_parallel_size > 1
         self._uses_triton = uses_triton(cache)
-        self._captures_graphs = self._uses_triton and not config.model.enforce_eager and not is_stage
+        is_captured = model.recordable is not None and not config.model.enforce_eager and not is_stage
+        self._captures_graphs = self._uses_triton and is_captured
         logger.info(
             "%s: %.1f M parameters, %s, on %s, %s",
             config.model.model, parameters / 1e6, config.model.quantization or name, device,
-            self._prepare_cpu(parameters, cache) if device.type == "cpu" else torch.cuda.get_device_name(device),
+            self._prepare_cpu(model, cache) if device.type == "cpu" else torch.cuda.get_device_name(device),
         )  # fmt: skip
-        batch = InputBatch(config.scheduler.max_num_seqs, max_model_len, config.cache.block_size, checkpoint.vocab_size)
+        is_hybrid = not config.cache.disable_hybrid_kv_cache_manager
+        self._groups = KVCacheGroups.of(checkpoint.windows, max_model_len, is_hybrid)
+        self._check_drafter()
+        batch = InputBatch(
+            config.scheduler.max_num_seqs, max_model_len, config.cache.block_size, checkpoint.vocab_size,
+            self._groups.num_groups,
+        )  # fmt: skip
         self._runs_ahead = config.async_scheduling(uses_gpu=device.type == "cuda")
         self.runner = ModelRunner(model, batch, config.cache.block_size, parallel, device, self._runs_ahead)
         self._load_drafter()
+
+    def _check_drafter(self) -> None:
+        """Refuse models that draft if blocks are freed behind a window: they keep their own keys and values in them.
+
+        Raises:
+            ValueError: that is so.
+        """
+        drafts = self.config.scheduler.draft_checkpoint
+        if drafts is not None and drafts[0] != "medusa" and not self._groups.keep_everything:
+            raise ValueError(
+                f"speculative_config: method {drafts[0]!r} needs a KV cache that keeps all tokens, and this model's "
+                "layers with a sliding window free those behind it; set disable_hybrid_kv_cache_manager to true, or "
+                "draft with 'ngram', 'suffix' or 'medusa'"
+            )
 
     def _load_drafter(self) -> None:
         """Load the model that drafts, if there is one, on the rank that samples."""
@@ -115,8 +146,9 @@ class Worker:
             return
         runner, model = self.runner, self.runner.model
         assert isinstance(model, Decoder)
+        checkpoint = draft_target(self.checkpoint, self.config.scheduler.draft_checkpoint[0])
         method = make_draft_method(
-            self.config, model, self.checkpoint, self._quantized_dtype, self.cache_dtype, runner.batch,
+            self.config, model, checkpoint, self._quantized_dtype, self.cache_dtype, runner.batch,
             self.max_model_len, self.device, self._allocate_caches,
         )  # fmt: skip
         logger.info("drafts: %s, %d bytes per KV block", self.config.scheduler.draft_checkpoint, method.bytes_per_block)
@@ -124,9 +156,10 @@ class Worker:
         by_chance = spec is not None and spec.acceptance == "rejection"
         runner.drafting = Drafting(method, runner.batch, runner.lock, self.device, by_chance)
 
-    def _prepare_cpu(self, parameters: int, cache: torch.Tensor) -> str:
+    def _prepare_cpu(self, model: CausalLM, cache: torch.Tensor) -> str:
         """Set the number of threads; returns a description for the log."""
-        num_threads = configure_threads(parameters, self.config.parallel.world_size, torch_computes=not is_tiled(cache))
+        torch_computes = model.recordable is None or not is_tiled(cache)
+        num_threads = configure_threads(model.num_parameters(), self.config.parallel.world_size, torch_computes)
         if kernel_status().instruction_set is None:
             logger.warning("models are computed in plain torch, which is slow: %s", kernel_status().reason)
         return f"threads: {num_threads}, kernels: {kernel_status().instruction_set or 'plain torch'}"
@@ -137,7 +170,7 @@ class Worker:
         Raises:
             ValueError: not even one block fits, or there is less memory than the setting says.
         """
-        specs = self.runner.model.attention_specs
+        specs = self._layout().tensor_specs
         bytes_per_block = block_bytes(specs, self.config.cache.block_size, self.cache_dtype.itemsize)
         if self.runner.drafting is not None:
             bytes_per_block += self.runner.drafting.method.bytes_per_block
@@ -164,6 +197,8 @@ class Worker:
             block_size=self.config.cache.block_size,
             max_model_len=self.max_model_len,
             max_num_seqs=self.config.scheduler.max_num_seqs,
+            max_num_batched_tokens=self.config.scheduler.max_num_batched_tokens,
+            groups=self._groups,
         )
         logger.info(
             "KV cache: %d blocks of %d tokens, %.1f MiB; activations at their peak: %.1f MiB",
@@ -182,18 +217,25 @@ class Worker:
 
     def _allocate(self, num_blocks: int) -> None:
         """Allocate keys and values for so many blocks, of the model and of what drafts; 0 frees them."""
-        self.runner.kv_caches = (
-            self._allocate_caches(self.runner.model.attention_specs, num_blocks) if num_blocks else []
-        )
+        kv_caches: KVCaches = []
+        if num_blocks:
+            layout = self._layout()
+            self.runner.group_ids = layout.group_ids
+            tensors = self._allocate_caches(layout.tensor_specs, num_blocks)
+            kv_caches = [tensors[i] for i in layout.tensor_ids]
+        self.runner.kv_caches = kv_caches
         if self.runner.drafting is not None:
             self.runner.drafting.initialize_cache(num_blocks)
 
     def _capture_graphs(self) -> None:
         memory, runner = self._gpu_memory, self.runner
+        model = runner.model.recordable
+        assert model is not None
         graphs = DecodeGraphs(
-            runner.model, runner.kv_caches, runner.batch, runner.last_token_ids, self.max_model_len,
+            model, runner.kv_caches, runner.batch, runner.last_token_ids, self.max_model_len,
             (lambda: run_as_captured) if memory is None else partial(CudaCapture, self.device),
             samples=self.parallel.tensor_parallel_size == 1,
+            group_ids=runner.group_ids,
         )  # fmt: skip
         sizes = capture_sizes(self.config.scheduler.max_num_seqs)
         used_bytes = (lambda: 0) if memory is None else lambda: -memory.free_bytes()
@@ -253,15 +295,32 @@ class Worker:
         quantization = self.config.model.quantization
         return None if quantization is None else QUANTIZED_DTYPES[quantization]
 
-    def _load_model(self) -> Decoder:
+    def _load_model(self) -> CausalLM:
         folder = Path(self.config.model.model)
+        if isinstance(self.checkpoint, TransformersCheckpoint):
+            from quire_engine.models.transformers_model import load_transformers_model  # imports all of transformers
+
+            if self.config.model.quantization is not None:
+                raise ValueError(
+                    f"quantization is {self.config.model.quantization!r}; it must be unset, as "
+                    f"{self.checkpoint.architecture} runs with transformers' own code"
+                )
+            return load_transformers_model(
+                folder, self.checkpoint, self.dtype, self.max_model_len, self.device, self.config.model.load_format
+            )
+        assert isinstance(self.checkpoint, CheckpointConfig)
         return load_model(
             folder, self.checkpoint, self.dtype, self.max_model_len, self.parallel, self._quantized_dtype, self.device,
             self.config.model.load_format,
         )  # fmt: skip
 
+    def _layout(self) -> CacheLayout:
+        """Where the layers that the model has now keep their keys and values."""
+        model = self.runner.model
+        return CacheLayout.of(model.attention_specs, model.layer_numbers, self._groups)
+
     def _allocate_caches(self, specs: Sequence[AttentionSpec], num_blocks: int) -> KVCaches:
-        """Keys and values, by layer; on the CPU in huge pages, as a step's reads are scattered."""
+        """Keys and values for each of these; on the CPU in huge pages, as a step's reads are scattered."""
 
         def cache(spec: AttentionSpec) -> torch.Tensor:
             shape = (num_blocks, spec.num_kv_heads, self.config.cache.block_size, spec.head_size)
@@ -291,14 +350,14 @@ class Worker:
         num_wanted = max(min(max_wanted, self.max_model_len - num_tokens - 1), 0)
         blocks_each = -(-min(num_tokens + 1 + num_wanted, self.max_model_len) // block_size)
         many = [
-            _profile_request(num_tokens, range(i * blocks_each, (i + 1) * blocks_each), f"profile-{i}")
+            self._profile_request(num_tokens, range(i * blocks_each, (i + 1) * blocks_each), f"profile-{i}")
             for i in range(num_seqs)
         ]
         batches, model = [many], self.runner.model
         if self._uses_triton:
             num_tokens = min(num_seqs * num_tokens, longest)
             blocks = range(-(-min(num_tokens + 1, self.max_model_len) // block_size))
-            batches.append([_profile_request(num_tokens, blocks)])
+            batches.append([self._profile_request(num_tokens, blocks)])
         num_layers = len(model.attention_specs)
         with model.one_layer_of_each_kind():
             self._allocate(num_seqs * blocks_each)
@@ -352,14 +411,15 @@ class Worker:
         for request_id in lengths:
             self.runner.batch.remove(request_id)
 
-
-def _profile_request(num_tokens: int, blocks: range, request_id: str = "profile") -> NewRequestData:
-    return NewRequestData(
-        request_id=request_id,
-        token_ids=[0] * num_tokens,
-        num_prompt_tokens=num_tokens,
-        sampling_params=SamplingParams(temperature=1.0, top_p=0.9, seed=0),
-        stop_token_ids=[],
-        block_ids=list(blocks),
-        num_computed_tokens=0,
-    )
+    def _profile_request(self, num_tokens: int, blocks: range, request_id: str = "profile") -> NewRequestData:
+        """A prompt in these blocks. All groups of layers use the same, one after the other: what they compute does not
+        matter."""
+        return NewRequestData(
+            request_id=request_id,
+            token_ids=[0] * num_tokens,
+            num_prompt_tokens=num_tokens,
+            sampling_params=SamplingParams(temperature=1.0, top_p=0.9, seed=0),
+            stop_token_ids=[],
+            block_ids=[block for block in blocks for _ in range(self._groups.num_groups)],
+            num_computed_tokens=0,
+        )

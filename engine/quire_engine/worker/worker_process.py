@@ -45,7 +45,7 @@ from quire_engine.messages import (
     WorkerRequest,
     WorkerResponse,
 )
-from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.served import read_checkpoint
 from quire_engine.system.child_process import die_with_parent, end_with_stdin
 from quire_engine.worker.arguments import WorkerArguments
 from quire_engine.worker.busy_time import BusyTime, StepClock
@@ -92,7 +92,7 @@ class WorkerProcess:
         which rank is slow."""
         self._step_clock = StepClock()
         try:
-            checkpoint = CheckpointConfig.from_folder(Path(config.model.model))
+            checkpoint = read_checkpoint(Path(config.model.model), config.model.model_impl)
             self._device = prepare_device(config, checkpoint.dtype, arguments.rank)
             with on_device(self._device):
                 self._state = self._make_state(arguments)
@@ -147,6 +147,7 @@ class WorkerProcess:
             if self._responder is not None and not isinstance(request.call, ExecuteModel):
                 self._responder.wait_until_idle()
             if isinstance(request.call, Shutdown):
+                gc.unfreeze()  # else Triton, if something has imported it, reports its objects as leaked
                 self._worker.runner.graphs = None  # NCCL would wait forever to leave a group that graphs refer to
                 return
             try:

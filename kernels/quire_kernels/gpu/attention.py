@@ -63,6 +63,8 @@ PROGRAMS_EACH = 2
 """Programs per multiprocessor: its shared memory has room for two programs of a decode."""
 MULTIPROCESSORS = 132
 """Used if there is no GPU: an H100's."""
+MAX_KEY_TILE = 64
+"""Keys of the largest tile."""
 MERGED_ROWS = 16
 """Rows per program that merges parts."""
 SEQUENCES = 256
@@ -206,6 +208,12 @@ def _merge(out_MD, lse_M, part_MD, part_lse_M):
 
 
 @triton.jit
+def _share_beside_sinks(lse, sinks, heads):
+    """The part of the sum of exponentials that is the keys', where a sink of the head is added to it."""
+    return 1.0 / (1.0 + tl.exp2(tl.minimum(tl.load(sinks + heads) * LOG2_E - lse, 126.0)))
+
+
+@triton.jit
 def _tile_of_prefill(tile, query_start_loc, num_seqs, TOKENS: tl.constexpr):
     """The tile's sequence s, the sequence's first row, its number of rows, and the tile's first token within it."""
     s = _sequence_of_tile(tile, query_start_loc, num_seqs, TOKENS)
@@ -216,12 +224,13 @@ def _tile_of_prefill(tile, query_start_loc, num_seqs, TOKENS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_seqs", "window", "partial_splits"])
 def _prefill_kernel(
-    query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, num_seqs,
+    query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, sinks, num_seqs,
     parts, parts_lse, partial_splits,
     query_strides, key_strides, value_strides, out_strides, block_table_stride, scale, soft_cap, window,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, SPLIT: tl.constexpr, IN_PARTS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    SPLIT: tl.constexpr, IN_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, KV head, part of the chains). A sequence's last tiles see the most keys, and so come first."""
     TOKENS: tl.constexpr = BLOCK_M // GROUP
@@ -262,16 +271,18 @@ def _prefill_kernel(
         else:
             out_MD, lse_M = _merge(out_MD, lse_M, part_MD, part_lse_M)
     if not IN_PARTS:
+        if HAS_SINKS:
+            out_MD *= _share_beside_sinks(lse_M, sinks, heads_M)[:, None]
         out_offsets_M = tokens_M.to(tl.int64) * out_strides[0] + heads_M * out_strides[1]
         tl.store(out + out_offsets_M[:, None] + dims_D[None, :], cast(out_MD, out.dtype.element_ty), mask=mask_MD)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "window", "partial_splits"])
 def _merge_parts_kernel(
-    parts, parts_lse, query_start_loc, seq_lens, out, num_seqs, partial_splits, out_strides, window,
+    parts, parts_lse, query_start_loc, seq_lens, out, sinks, num_seqs, partial_splits, out_strides, window,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr,
-    TILE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr, ROWS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, KV head, rows of it): merges the parts as `_prefill_kernel` does when it does not write them."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -294,6 +305,8 @@ def _merge_parts_kernel(
         part_MD = tl.load(parts + part_M[:, None] * HEAD_SIZE + dims_D[None, :], mask=mask_MD, other=0.0)
         part_lse_M = tl.load(parts_lse + part_M, mask=real_M, other=float("-inf"))
         out_MD, lse_M = _merge(out_MD, lse_M, part_MD, part_lse_M)
+    if HAS_SINKS:
+        out_MD *= _share_beside_sinks(lse_M, sinks, heads_M)[:, None]
     out_offsets_M = tokens_M * out_strides[0] + heads_M * out_strides[1]
     tl.store(out + out_offsets_M[:, None] + dims_D[None, :], cast(out_MD, out.dtype.element_ty), mask=mask_MD)
 
@@ -315,13 +328,13 @@ def _decode_lengths(
 
 @triton.jit(do_not_specialize=["num_seqs", "window", "partial_rows", "partial_splits"])
 def _decode_kernel(
-    query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, num_seqs,
+    query, key_cache, value_cache, block_table, query_start_loc, seq_lens, out, sinks, num_seqs,
     partials, partial_lse, partial_rows, partial_splits,
     query_strides, key_strides, value_strides, out_strides, block_table_stride, scale, soft_cap, window,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    SEQUENCES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """Program (part of the line, KV head): the splits that begin in it.
 
@@ -382,6 +395,8 @@ def _decode_kernel(
                     HEAD_SIZE, BLOCK_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFT_CAP,
                 )  # fmt: skip
                 if splits == 1:
+                    if HAS_SINKS:
+                        out_MD *= _share_beside_sinks(lse_M, sinks, heads_M)[:, None]
                     out_M = out + (tokens_M.to(tl.int64) * out_strides[0] + heads_M * out_strides[1])
                     tl.store(out_M[:, None] + dims_D[None, :], cast(out_MD, out.dtype.element_ty), mask=mask_MD)
                 else:
@@ -395,9 +410,9 @@ def _decode_kernel(
 
 @triton.jit(do_not_specialize=["window", "partial_rows", "partial_splits"])
 def _combine_kernel(
-    partials, partial_lse, query_start_loc, seq_lens, out, partial_rows, partial_splits, out_strides, window,
+    partials, partial_lse, query_start_loc, seq_lens, out, sinks, partial_rows, partial_splits, out_strides, window,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, DECODE_TOKENS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
     MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, KV head, row): the mean of the splits' results, weighted by their sums of exponentials."""
@@ -419,6 +434,8 @@ def _combine_kernel(
     parts_PD = tl.load(partials + part_P[:, None] * HEAD_SIZE + dims_D[None, :], mask=mask_PD, other=0.0)
     out_D = tl.sum(parts_PD * weights_P[:, None], 0) / tl.sum(weights_P, 0)
     token, head = (row_start + row // GROUP).to(tl.int64), kv_head * GROUP + row % GROUP
+    if HAS_SINKS:
+        out_D *= _share_beside_sinks(tl.max(lse_P, 0) + tl.log2(tl.sum(weights_P, 0)), sinks, head)
     pointers_D = out + token * out_strides[0] + head * out_strides[1] + dims_D
     tl.store(pointers_D, cast(out_D, out.dtype.element_ty), mask=dims_D < HEAD_SIZE)
 
@@ -438,23 +455,31 @@ def _num_programs(device: torch.device) -> int:
 
 
 def plan_attention(
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_heads: int, key_cache_NKBD: torch.Tensor
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_heads: int,
+    key_cache_NKBD: torch.Tensor,
+    window: int | None,
 ) -> GpuAttentionPlan:
     """See `quire_kernels.plan_attention`. If the lengths are on the device, this waits for it."""
     num_kv_heads, head_size = key_cache_NKBD.shape[1], key_cache_NKBD.shape[3]
     group = num_heads // num_kv_heads
     query_lens, lens = query_start_loc.cpu().diff(), seq_lens.cpu()
+    # Keys that some row sees, and those before them in a tile of keys.
+    seen = lens if window is None else lens.minimum(query_lens + window + MAX_KEY_TILE)
     decode_tokens = _decode_shape(group)[1]
     is_decode, is_prefill = (query_lens > 0) & (query_lens <= decode_tokens), query_lens > decode_tokens
     rows = splits = prefill_programs = prefill_splits = 0
     if bool(is_decode.any()):
         rows = int(query_lens[is_decode].max()) * group
-        splits = min(MAX_SPLITS, -(-int(lens[is_decode].max()) // MIN_SPLIT))
+        splits = min(MAX_SPLITS, -(-int(seen[is_decode].max()) // MIN_SPLIT))
     num_tokens = int(query_lens.sum())
     if bool(is_prefill.any()):
         tokens = _prefill_tiles(max(2, key_cache_NKBD.element_size()), _padded(head_size), group)["BLOCK_M"] // group
         num_tiles = int((-(-query_lens[is_prefill] // tokens)).sum())
         most_splits = -(-int(lens[is_prefill].max()) // PREFILL_SPLIT)
+        if window is not None:  # which begins anywhere in a split
+            most_splits = min(most_splits, -(-int(seen[is_prefill].max()) // PREFILL_SPLIT) + 1)
         wanted = -(-_num_programs(key_cache_NKBD.device) // (num_tiles * num_kv_heads))
         prefill_programs = min(wanted, most_splits)
         if num_tokens * num_heads * most_splits * (head_size + 1) * 4 > MAX_PREFILL_PARTS_BYTES:
@@ -501,6 +526,7 @@ def paged_attention(
     plan: GpuAttentionPlan,
     window: int | None,
     soft_cap: float | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     """See `quire_kernels.paged_attention`."""
     assert (
@@ -513,10 +539,11 @@ def paged_attention(
     decode_block, decode_tokens = _decode_shape(group)
     shared = {
         "GROUP": group, "HEAD_SIZE": head_size, "PADDED_SIZE": padded_size, "DECODE_TOKENS": decode_tokens,
-        "HAS_WINDOW": window is not None,
+        "HAS_WINDOW": window is not None, "HAS_SINKS": sinks_H is not None,
     }  # fmt: skip
     both = {**shared, "BLOCK_SIZE": block_size, "HAS_SOFT_CAP": soft_cap is not None}
-    tensors = (query_THD, key_cache_NKBD, value_cache_NKBD, block_table_SM, query_start_loc, seq_lens, out_THD)
+    sinks = out_THD if sinks_H is None else sinks_H  # read only if there are any
+    tensors = (query_THD, key_cache_NKBD, value_cache_NKBD, block_table_SM, query_start_loc, seq_lens, out_THD, sinks)
     score_scale = scale * (LOG2_E.value if soft_cap is None else 1.0)
     numbers = (
         query_THD.stride()[:2], _cache_strides(key_cache_NKBD), _cache_strides(value_cache_NKBD), out_THD.stride()[:2],
@@ -533,7 +560,7 @@ def paged_attention(
         )  # fmt: skip
         if in_parts:
             _merge_parts_kernel[(num_tiles, num_kv_heads, tiles["BLOCK_M"] // MERGED_ROWS)](
-                *prefill_parts, query_start_loc, seq_lens, out_THD, num_seqs, plan.prefill_parts.shape[2],
+                *prefill_parts, query_start_loc, seq_lens, out_THD, sinks, num_seqs, plan.prefill_parts.shape[2],
                 out_THD.stride()[:2], window or 0, **shared, TILE_TOKENS=tile_tokens,
                 BLOCK_N=tiles["BLOCK_N"], SPLIT=PREFILL_SPLIT, ROWS=MERGED_ROWS, num_warps=4,
             )  # fmt: skip
@@ -548,7 +575,7 @@ def paged_attention(
         )  # fmt: skip
         if plan.max_splits > 1:
             _combine_kernel[(num_seqs, num_kv_heads, plan.decode_rows)](
-                *parts, query_start_loc, seq_lens, out_THD, *part_sizes, out_THD.stride()[:2], window or 0,
+                *parts, query_start_loc, seq_lens, out_THD, sinks, *part_sizes, out_THD.stride()[:2], window or 0,
                 **shared, **splits, num_warps=4,
             )  # fmt: skip
     return out_THD

@@ -4,7 +4,7 @@ import json
 import math
 from pathlib import Path
 
-__all__ = ["KV_DTYPE_BYTES", "draft_bytes_per_token", "kv_bytes_per_token", "weight_bytes"]
+__all__ = ["KV_DTYPE_BYTES", "bytes_of_a_step", "draft_bytes_per_token", "kv_bytes_per_token", "weight_bytes"]
 
 KV_DTYPE_BYTES = 2
 """bf16."""
@@ -41,3 +41,12 @@ def weight_bytes(model: Path, quantized: bool = False) -> int:
                 is_int8 = quantized and name.endswith("_proj.weight")
                 total += math.prod(entry["shape"]) * (1 if is_int8 else 2)
     return total
+
+
+def bytes_of_a_step(model: Path, num_tokens: int, quantized: bool = False) -> float:
+    """Of the weights of a mixture of experts that a step of so many tokens reads, if each expert is as likely."""
+    config = json.loads((model / "config.json").read_text())
+    num_experts, top_k = config.get("num_experts") or config["num_local_experts"], config["num_experts_per_tok"]
+    expert = 3 * config["hidden_size"] * config["moe_intermediate_size"] * (1 if quantized else 2)
+    not_hit = (1 - top_k / num_experts) ** num_tokens
+    return weight_bytes(model, quantized) - config["num_hidden_layers"] * num_experts * expert * not_hit

@@ -1,4 +1,5 @@
-"""Writes a Llama checkpoint of checkpoints.py as a GGUF file in bf16. Needs gguf and numpy only.
+"""Writes a checkpoint of checkpoints.py, a Llama or a mixture like Qwen3's, as a GGUF file in bf16. Needs gguf and
+numpy only.
 
 llama.cpp's own converter looks every tokenizer up in a list of known ones, which one that was trained here is not in.
 """
@@ -22,7 +23,15 @@ LAYER_TENSORS = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
+FLOAT32_TENSORS = ("ffn_gate_inp.weight", "norm.weight")
+"""Ends of their names; llama.cpp wants them so."""
 OTHER_TENSORS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 NORMAL, CONTROL = 1, 3
 """Types of tokens."""
@@ -33,19 +42,20 @@ Bfloat16Bits = npt.NDArray[np.uint16]
 def convert(folder: Path, out: Path) -> None:
     """Write one file from a checkpoint's folder."""
     config = json.loads((folder / "config.json").read_text())
-    writer = gguf.GGUFWriter(str(out), "llama")
+    is_mixture = config["model_type"] == "qwen3_moe"
+    writer = gguf.GGUFWriter(str(out), "qwen3moe" if is_mixture else "llama")
     _write_shape(writer, config)
     _write_tokenizer(writer, json.loads((folder / "tokenizer.json").read_text())["model"])
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    for name, bits in _read_bfloat16(folder / "model.safetensors").items():
+    for name, bits in _stack_experts(_read_bfloat16(folder / "model.safetensors")).items():
         parts = name.removesuffix(".weight").split(".")
         if name.startswith("model.layers."):
             new_name = f"blk.{parts[2]}.{LAYER_TENSORS['.'.join(parts[3:])]}.weight"
         else:
             new_name = f"{OTHER_TENSORS['.'.join(parts)]}.weight"
-        if parts[-1] in heads:
+        if parts[-1] in heads and not is_mixture:
             bits = _interleave(bits, heads[parts[-1]])
-        if bits.ndim == 1:  # norms have to be float32
+        if new_name.endswith(FLOAT32_TENSORS):
             writer.add_tensor(new_name, (bits.astype(np.uint32) << 16).view(np.float32))
         else:
             raw = np.ascontiguousarray(bits).view(np.uint8)
@@ -62,6 +72,10 @@ def _write_shape(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
+    if config["model_type"] == "qwen3_moe":
+        writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_rope_dimension_count(head_size)
@@ -83,6 +97,20 @@ def _write_tokenizer(writer: gguf.GGUFWriter, model: dict) -> None:
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     writer.add_add_bos_token(False)
+
+
+def _stack_experts(tensors: dict[str, Bfloat16Bits]) -> dict[str, Bfloat16Bits]:
+    """`…mlp.experts.3.up_proj.weight` of all experts as one tensor, `…mlp.experts.up_proj.weight`."""
+    stacked: dict[str, Bfloat16Bits] = {}
+    experts: dict[str, dict[int, Bfloat16Bits]] = {}
+    for name, bits in tensors.items():
+        before, found, after = name.partition(".mlp.experts.")
+        if found:
+            number, _, rest = after.partition(".")
+            experts.setdefault(f"{before}{found}{rest}", {})[int(number)] = bits
+        else:
+            stacked[name] = bits
+    return stacked | {name: np.stack([parts[i] for i in range(len(parts))]) for name, parts in experts.items()}
 
 
 def _interleave(bits: Bfloat16Bits, num_heads: int) -> Bfloat16Bits:

@@ -177,3 +177,12 @@ def test_refusals_and_failures_are_answered_and_count_as_no_request(engine: Any,
     serving._draining = True
     assert ask(serving, request_of, introspect="snapshot", introspection_token=TOKEN).error.code == "UNAVAILABLE"
     assert not rejected
+
+
+def test_anybody_may_ask_whether_the_engine_runs(engine: Any, serve: Any, request_of: Any) -> None:
+    serving = serve()
+    assert json.loads(ask(serving, request_of, introspect="health").text) == {"healthy": True}
+    engine.is_healthy = False
+    assert json.loads(ask(serving, request_of, introspect="health").text) == {"healthy": False}
+    response = ask(serving, request_of, introspect="health", cancel_request_id="r1")
+    assert "introspection_token" in response.error.message

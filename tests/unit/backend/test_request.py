@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quire_backend.model_config import RETURN_FLAGS
-from quire_backend.request import UnknownLoRAError, parse_request
+from quire_backend.request import Conversation, UnknownLoRAError, parse_request
 from quire_engine.errors import RequestError
 from quire_engine.sampling_params import SamplingParams, convert_parameter
 from quire_engine.slo import RequestSLO
@@ -89,6 +89,15 @@ def test_what_is_said_twice_must_agree(request_of: Any, parameters: Any, inputs:
     assert str(caught.value).startswith(name)
 
 
+def test_a_conversation_may_go_on_to_the_end_of_the_context(request_of: Any) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    parsed = parse_request(request_of(messages=json.dumps(messages)))
+    assert (parsed.prompt, parsed.sampling_params.max_tokens) == (Conversation(messages), None)
+    assert not parsed.options.prepend_prompt
+    parsed = parse_request(request_of({"max_tokens": 3}, messages=json.dumps(messages)))
+    assert parsed.sampling_params.max_tokens == 3
+
+
 def test_null_says_nothing(request_of: Any) -> None:
     parsed = parse_request(request_of({"max_tokens": 3}, text_input="Hi", sampling_parameters={"max_tokens": None}))
     assert parsed.sampling_params.max_tokens == 3
@@ -103,6 +112,11 @@ def test_parameters_of_the_server_are_passed_over(request_of: Any) -> None:
     [
         ({}, {}, "text_input is missing"),
         ({}, {"text_input": "Hi", "input_ids": [1]}, "text_input and input_ids"),
+        ({}, {"messages": "[]", "input_ids": [1]}, "input_ids and messages are both given"),
+        ({}, {"messages": "[{"}, "messages is not JSON"),
+        ({}, {"messages": "{}"}, "messages must be a JSON list of messages, not an object"),
+        ({}, {"messages": "[" * 100_000}, "messages is not JSON"),
+        ({}, {"messages": "[]", "exclude_input_in_output": False}, "exclude_input_in_output"),
         ({}, {"text_input": b"\xff"}, "text_input is not valid UTF-8 at byte 0"),
         ({}, {"text_input": ["a", "b"]}, "text_input holds 2 values"),
         ({}, {"text_input": "Hi", "stop_words": [b"\xff"]}, "stop_words is not valid UTF-8"),

@@ -11,7 +11,7 @@ from quire_backend import serving as serving_module
 from quire_backend.cancellation import POLL_INTERVAL_SECONDS
 from quire_backend.serving import Serving
 from quire_engine.config import FrontendConfig
-from quire_engine.errors import EngineDeadError
+from quire_engine.errors import EngineDeadError, RequestError
 from quire_engine.stats import FinishedRequestStats
 from support.serving import wait_until
 
@@ -341,3 +341,91 @@ def test_a_server_that_takes_no_metrics_delays_the_end_of_a_request_and_holds_no
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         "the server has taken no metrics for 0.05 s: until it does, requests end before they are counted"
     ]
+
+
+# -- conversations ----------------------------------------------------------------------------------------------------
+
+MESSAGES = json.dumps([{"role": "user", "content": "Hi"}])
+
+
+def test_a_conversation_is_rendered_and_holds_nobody_else_up(engine: Any, serve: Any, request_of: Any) -> None:
+    engine.on_add = emit_hello
+    may_render = threading.Event()
+
+    def apply_chat_template(messages: list[Any]) -> list[int]:
+        assert may_render.wait(10)
+        return [ord(character) for character in messages[0]["content"]]
+
+    engine.apply_chat_template = apply_chat_template
+    serving = serve()
+    chat, plain = request_of(messages=MESSAGES), request_of(text_input="Hi", exclude_input_in_output=True)
+    serving.submit(chat)
+    serving.submit(plain)
+    assert plain.sender.wait()[-1].text == "Hello"
+    assert not chat.sender.finished
+    may_render.set()
+    assert chat.sender.wait()[-1].text == "Hello"
+
+
+def test_a_conversation_that_cannot_be_rendered_is_the_clients_fault(engine: Any, serve: Any, request_of: Any) -> None:
+    def apply_chat_template(messages: list[Any]) -> list[int]:
+        if messages:
+            return []
+        raise RequestError("messages", "messages is empty")
+
+    engine.apply_chat_template = apply_chat_template
+    serving = serve()
+    for messages in (MESSAGES, "[]"):  # one that renders to nothing has the engine's message, by its own name
+        request = request_of(messages=messages)
+        serving.submit(request)
+        assert error_of(request) == ("INVALID_ARG", "messages is empty")
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_client_that_leaves_while_it_is_rendered_is_aborted(
+    engine: Any, serve: Any, request_of: Any, others: int
+) -> None:
+    """Whether its own conversation is being rendered, or waits for another's."""
+    renders, may_render = threading.Semaphore(0), threading.Event()
+
+    def apply_chat_template(messages: list[Any]) -> list[int]:
+        renders.release()
+        assert may_render.wait(10)
+        return [1]
+
+    engine.apply_chat_template = apply_chat_template
+    serving = serve()
+    for _ in range(others):
+        serving.submit(request_of(messages=MESSAGES))
+    request = request_of(messages=MESSAGES)
+    serving.submit(request)
+    assert renders.acquire(timeout=10)
+    request.sender.cancelled = True
+    wait_until(lambda: any(stream.cancelled for stream in serving._live), "it is known to have left")
+    may_render.set()
+    assert error_of(request) == ("CANCELLED", "the request was cancelled")
+
+
+def test_conversations_that_wait_are_answered_when_the_model_is_unloaded(
+    engine: Any, serve: Any, request_of: Any
+) -> None:
+    renders, may_render = threading.Semaphore(0), threading.Event()
+
+    def apply_chat_template(messages: list[Any]) -> list[int]:
+        renders.release()
+        assert may_render.wait(10)
+        return [1]
+
+    engine.apply_chat_template = apply_chat_template
+    serving = serve()
+    requests = [request_of(messages=MESSAGES) for _ in range(3)]
+    for request in requests:
+        serving.submit(request)
+    assert renders.acquire(timeout=10)
+    ending = threading.Thread(target=serving.end_engine)
+    ending.start()
+    wait_until(lambda: not serving.is_ready, "it drains")
+    may_render.set()
+    ending.join()
+    assert [error_of(request)[0] for request in requests] == ["UNAVAILABLE"] * 3
+    assert not renders.acquire(blocking=False)

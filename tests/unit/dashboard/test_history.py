@@ -149,6 +149,47 @@ def test_a_long_history_is_thinned_and_ends_with_the_newest_reading() -> None:
     assert [point.time for point in points] == sorted(point.time for point in points)
 
 
+def shown(query: Query, ring: Ring) -> list[float | None]:
+    """Values in order of time; None where a line ends."""
+    points = evaluate(query, ring.view(), LABELS, 1e9, {})
+    assert [point.time for point in points] == sorted(point.time for point in points)
+    return [None if math.isnan(point.value) else point.value for point in points]
+
+
+def test_a_line_ends_where_it_has_no_value_and_begins_again() -> None:
+    good, every = key("quire_good_total"), key("quire_all_total")
+    ratio = Ratio(part=Rate(name=good[0]), whole=Rate(name=every[0]))
+    ring = Ring(1000)
+    for time in range(0, 200, 10):  # one bad request at 10, one good one at 150; in between nobody is judged
+        ring.append(Scrape(float(time), {good: float(time >= 150), every: float(time >= 10) + (time >= 150)}))
+    assert shown(ratio, ring) == [0.0] * 6 + [None] + [1.0] * 5
+
+
+def test_a_line_ends_where_nothing_was_read() -> None:
+    running = key("quire_requests_running")
+    ring = ring_of(*((time, {running: time}) for time in (0.0, 2.0, 100.0, 102.0)))
+    points = evaluate(Gauge(name="quire_requests_running"), ring.view(), LABELS, 1e9, {})
+    assert [point.time for point in points if math.isnan(point.value)] == [51.0]
+    assert shown(Gauge(name="quire_requests_running"), ring) == [0.0, 2.0, None, 100.0, 102.0]
+
+
+def test_a_line_of_prometheus_ends_where_it_has_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = [[1000.0, "1"], [1002.0, "2"], [1010.0, "3"], [1012.0, "NaN"]]
+    asked: list[dict[str, str]] = []
+
+    def answer(self: Prometheus, what: str, **parameters: str) -> dict[str, object]:
+        asked.append(parameters)
+        return {"result": [{"metric": {}, "values": values}]}
+
+    monkeypatch.setattr(Prometheus, "_get", answer)
+    found = Prometheus("http://p").range(Gauge(name="a"), "", LABELS, 712.0, 1012.0)
+    assert [(point.time, None if math.isnan(point.value) else point.value) for point in found] == [
+        (1000.0, 1.0), (1002.0, 2.0), (1004.0, None), (1010.0, 3.0), (1012.0, None),
+    ]  # fmt: skip
+    start, end, step = (float(asked[0][name]) for name in ("start", "end", "step"))
+    assert (end - start) % step < 0.01, "the last moment is the end"
+
+
 class Counting(Gauge):
     """Counts how often it is computed."""
 

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import re
 from datetime import datetime, timezone
 
@@ -127,8 +128,11 @@ def test_an_empty_cache_can_be_drawn() -> None:
 def test_a_charts_specification_holds_no_data() -> None:
     assert line_spec("seconds", rules={"SLO": 0.5}) == line_spec("seconds", rules={"SLO": 0.5})
     assert '"values"' not in json.dumps(line_spec("seconds", rules={"SLO": 0.5}))
-    drawn = points_table([Point(1.5, "a", 1.0)]).to_pylist()
-    assert drawn == [{"time": datetime.fromtimestamp(1.5, timezone.utc), "series": "a", "value": 1.0}]
+    drawn = points_table([Point(1.5, "a", 1.0), Point(2.0, "a", math.nan)], (0.5, 3.0)).to_pylist()
+    assert drawn == [
+        {"time": datetime.fromtimestamp(time, timezone.utc), "series": series, "value": value}
+        for time, series, value in ((1.5, "a", 1.0), (2.0, "a", None), (0.5, None, None), (3.0, None, None))
+    ]
 
 
 @pytest.mark.parametrize("format_", FORMATS)

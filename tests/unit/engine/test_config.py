@@ -64,6 +64,7 @@ def test_unset_settings_keep_their_defaults() -> None:
         ("gpu_memory_utilization", "0.9", "in (0, 1]"),
         ("gpu_memory_utilization", True, "in (0, 1]"),
         ("enable_prefix_caching", 1, "true or false"),
+        ("disable_hybrid_kv_cache_manager", "yes", "true or false"),
         ("enable_prefix_caching", "true", "true or false"),
         ("max_num_seqs", 0, "an integer from 1 to 4096"),
         ("max_num_seqs", 4097, "an integer from 1 to 4096"),

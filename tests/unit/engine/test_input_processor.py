@@ -16,7 +16,9 @@ from quire_engine.messages import EngineCoreReady
 from transformers import AutoTokenizer
 
 TINYPY = Path(__file__).parents[3] / "model_repository" / "tinypy" / "1" / "model"
-READY = EngineCoreReady(vocab_size=4096, max_model_len=64, num_blocks=100, block_size=16, eos_token_ids=[1])
+READY = EngineCoreReady(
+    vocab_size=4096, max_model_len=64, num_blocks=100, block_size=16, eos_token_ids=[1], num_kv_cache_tokens=1600
+)
 
 
 @pytest.fixture(scope="module")

@@ -119,10 +119,6 @@ def test_messages_share_no_default_lists() -> None:
     assert second == SchedulerOutput({})
 
 
-def test_ready_message_tells_the_tokens_of_the_cache() -> None:
-    assert EngineCoreReady(num_blocks=10, block_size=16).num_kv_cache_tokens == 160
-
-
 def test_cache_usage_is_the_share_that_live_requests_hold() -> None:
     assert SchedulerStats(num_blocks_used=1, num_blocks_cached=2, num_blocks_free=1).kv_cache_usage == 0.25
     assert SchedulerStats().kv_cache_usage == 0.0

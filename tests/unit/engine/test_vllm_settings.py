@@ -35,7 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "calculate_kv_scales": None, "disable_log_requests": False,
     # Of later versions.
     "runner": "auto", "convert": "auto", "hf_token": None, "logprobs_mode": "raw_logprobs", "enable_eplb": False,
-    "enable_expert_parallel": False, "data_parallel_size": 1, "data_parallel_rank": None, "nnodes": 1, "node_rank": 0,
+    "data_parallel_size": 1, "data_parallel_rank": None, "nnodes": 1, "node_rank": 0,
     "decode_context_parallel_size": 1, "enable_prompt_embeds": False, "kv_sharing_fast_prefill": False,
     "async_scheduling": None, "stream_interval": 1, "structured_outputs_config": {"backend": "auto"},
     "speculative_config": None, "reasoning_parser": "", "worker_extension_cls": "", "additional_config": {},
@@ -46,7 +46,7 @@ DEFAULTS: dict[str, Any] = {
 
 ASKS_FOR_NOTHING: dict[str, Any] = {
     "swap_space": 0, "served_model_name": ["a", "b"], "disable_log_requests": True, "enable_chunked_prefill": True,
-    "enable_lora": "false", "trust_remote_code": "False", "hf_token": "a secret", "revision": "", "hf_overrides": {},
+    "enable_lora": "false", "trust_remote_code": "False", "hf_token": "a secret", "hf_overrides": {},
     "task": "generate", "cpu_offload_gb": 0.0, "enable_sleep_mode": True, "max_seq_len_to_capture": 2048,
 }  # fmt: skip
 
@@ -102,6 +102,7 @@ def test_what_asks_for_what_there_is_not_is_refused_by_name(name: str, value: An
         ("dtype", "float", "float32"),
         ("dtype", "bfloat16", "bfloat16"),
         ("load_format", "safetensors", "auto"),
+        ("model_impl", "vllm", "quire"),
         ("kv_cache_dtype", "fp8_e4m3", "fp8"),
     ],
 )

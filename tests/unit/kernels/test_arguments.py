@@ -13,16 +13,19 @@ from quire_kernels import (
     embedding,
     gelu_tanh_and_mul,
     linear,
+    pack_experts,
     pack_linear,
     paged_attention,
     plan_attention,
     probabilities,
     rms_norm,
     rope_and_cache,
+    routed_experts,
     sample,
     silu_and_mul,
     soft_cap,
     store_rows,
+    topk_softmax,
 )
 
 T, H, K, D, B, S, V = 3, 4, 2, 16, 16, 2, 70
@@ -63,6 +66,14 @@ GOOD: dict[Callable[..., Any], Callable[[], dict[str, Any]]] = {
     linear: lambda: {"x_TK": torch.zeros(T, 8), "weight": pack_linear(torch.zeros(5, 8)), "out_dtype": FLOAT32},
     pack_linear: lambda: {"weight_NK": torch.zeros(5, 8)},
     embedding: lambda: {"token_ids_T": ints(T), "weight": pack_linear(torch.zeros(5, 8))},
+    topk_softmax: lambda: {"logits_TX": torch.zeros(T, 4), "top_k": 2, "renormalize": True},
+    routed_experts: lambda: {
+        "x_TE": torch.zeros(T, 8), "weights_TK": torch.ones(T, 2), "expert_ids_TK": ints(T, 2),
+        "experts": pack_experts(
+            [pack_linear(torch.zeros(10, 8), gated=True)], [pack_linear(torch.zeros(8, 5))], ints(3)
+        ),
+        "shared_TE": torch.zeros(T, 8), "shared_gate_T1": torch.zeros(T, 1),
+    },
     store_rows: lambda: {
         "rows_TE": torch.zeros(T, 8), "slot_mapping_T": torch.arange(T), "out_NE": torch.ones(9, 8),
     },
@@ -128,6 +139,17 @@ BAD: list[tuple[Callable[..., Any], str, Any]] = [
     (embedding, "token_ids_T", torch.zeros(T, dtype=torch.int32)),
     (embedding, "token_ids_T", ints(T, 2)),
     (embedding, "token_ids_T", meta(T, dtype=INT64)),
+    (topk_softmax, "logits_TX", torch.zeros(4)),
+    (topk_softmax, "logits_TX", torch.zeros(T, 4, dtype=BFLOAT16)),
+    *((topk_softmax, "top_k", top_k) for top_k in (0, 5)),
+    *(
+        (routed_experts, "x_TE", x)
+        for x in (torch.zeros(T, 7), torch.zeros(8), torch.zeros(T, 8, dtype=BFLOAT16), meta(T, 8))
+    ),
+    *((routed_experts, "weights_TK", weights) for weights in (torch.ones(T, 3), torch.ones(T, 2, dtype=BFLOAT16))),
+    *((routed_experts, "expert_ids_TK", ids) for ids in (ints(T - 1, 2), ints(T, 2).int(), gapped(T, 2, dtype=INT64))),
+    *((routed_experts, "shared_TE", shared) for shared in (torch.ones(T, 7), torch.ones(T, 8, dtype=BFLOAT16))),
+    *((routed_experts, "shared_gate_T1", gate) for gate in (torch.ones(T), torch.ones(T, 1, dtype=BFLOAT16))),
     (store_rows, "rows_TE", torch.zeros(T - 1, 8)),
     (store_rows, "rows_TE", torch.zeros(T, 7)),
     (store_rows, "rows_TE", torch.zeros(T, 2, 8)),
@@ -166,6 +188,12 @@ BAD: list[tuple[Callable[..., Any], str, Any]] = [
     (plan_attention, "query_start_loc", torch.tensor([0, 1, T], dtype=torch.int32)),
     (plan_attention, "seq_lens", torch.tensor([5, 2], dtype=torch.int32)),
     (plan_attention, "num_heads", 3),
+    *((op, "window", 0) for op in (plan_attention, paged_attention)),
+    (paged_attention, "soft_cap", 0.0),
+    *(
+        (paged_attention, "sinks_H", x)
+        for x in (torch.zeros(H - 1), torch.zeros(H, dtype=BFLOAT16), gapped(H), meta(H))
+    ),
     (paged_attention, "query_THD", torch.zeros(T - 1, H, D)),
     (paged_attention, "query_THD", torch.zeros(T, H, 2 * D)),
     (paged_attention, "query_THD", meta(T, H, D)),
@@ -211,6 +239,9 @@ def test_a_plan_for_other_shapes_is_refused() -> None:
     arguments = GOOD[paged_attention]()
     plan = plan_attention(ints(S, 1), torch.tensor([0, 1, T]), torch.tensor([5, 2]), H, torch.zeros(4, K, 2 * B, D))
     with pytest.raises(ValueError, match="the plan is for 3 tokens"):
+        paged_attention(**arguments, plan=plan)
+    plan = plan_attention(ints(S, 1), torch.tensor([0, 1, T]), torch.tensor([5, 2]), H, arguments["key_cache_NKBD"], 3)
+    with pytest.raises(ValueError, match="window is None; the plan is for a window of 3"):
         paged_attention(**arguments, plan=plan)
     plan = plan_attention(ints(S, 1), torch.tensor([0, 1, T - 1]), torch.tensor([5, 2]), H, arguments["key_cache_NKBD"])
     with pytest.raises(ValueError, match="the plan is for 2 tokens"):

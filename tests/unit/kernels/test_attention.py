@@ -14,6 +14,7 @@ def dense_attention(
     value_LKD: torch.Tensor,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Row by row and head by head, straight from the definition, in float64."""
     query, key, value = query_QHD.double(), key_LKD.double(), value_LKD.double()
@@ -27,7 +28,9 @@ def dense_attention(
             scores = key[visible, kv_head] @ query[row, head] * head_size**-0.5
             if soft_cap is not None:
                 scores = soft_cap * (scores / soft_cap).tanh()
-            out[row, head] = scores.softmax(0) @ value[visible, kv_head]
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head : head + 1].double()))
+            out[row, head] = scores.softmax(0)[: end - visible.start] @ value[visible, kv_head]
     return out
 
 
@@ -96,25 +99,50 @@ def test_what_others_left_in_a_block_never_leaks(rows: int, dtype: torch.dtype, 
     torch.testing.assert_close(out[rows:], torch.ones(1, 4, 16, dtype=dtype), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 1, 9])
-def test_window_and_soft_cap(window: int | None, soft_cap: float | None, cpu_kernels: str) -> None:
+def test_window_soft_cap_and_sinks(
+    window: int | None, soft_cap: float | None, has_sinks: bool, dtype: torch.dtype, cpu_kernels: str
+) -> None:
     torch.manual_seed(0)
     shapes, block_size = [(1, 30), (1, 1), (6, 25), (9, 9)], 8
-    caches = torch.full((2, 17, 2, block_size, 16), float("nan"))
+    caches = torch.full((2, 17, 2, block_size, 16), float("nan"), dtype=dtype)
+    sinks = torch.tensor([-3.0, 0.5, 4.0, 200.0]) if has_sinks else None  # the last head attends to nothing
     queries, expected, table = [], [], torch.arange(16).view(4, 4)
     for s, (rows, length) in enumerate(shapes):
-        query, positions = torch.randn(rows, 4, 16) * 2, torch.arange(length)
-        key, value = torch.randn(2, length, 2, 16)
+        query, positions = (torch.randn(rows, 4, 16) * 2).to(dtype), torch.arange(length)
+        key, value = torch.randn(2, length, 2, 16).to(dtype)
         slots = table[s, positions // block_size] * block_size + positions % block_size
         write_kv_cache(key, value, slots, caches[0], caches[1])
         if window is not None:  # blocks that no row can see any more may be another sequence's
             table[s, : max(0, length - rows - window + 1) // block_size] = 16
         queries.append(query)
-        expected.append(dense_attention(query, key, value, window, soft_cap))
+        expected.append(dense_attention(query, key, value, window, soft_cap, sinks))
     lens = torch.tensor([rows for rows, _ in shapes])
     out = paged_attention(
         torch.cat(queries), caches[0], caches[1], table, torch.cat((lens.new_zeros(1), lens.cumsum(0))),
         torch.tensor([length for _, length in shapes]), 0.25, window=window, soft_cap=soft_cap,
+        sinks_H=sinks,
     )  # fmt: skip
-    torch.testing.assert_close(out.double(), torch.cat(expected), atol=1e-5, rtol=1e-5)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(out.double(), torch.cat(expected), atol=tolerance, rtol=tolerance)
+
+
+def test_a_soft_cap_of_small_and_of_huge_scores(cpu_kernels: str) -> None:
+    """Keys of one feature are their own scores, and values of one each show the weights, to the last digits."""
+    scores = torch.tensor([0.0, 1e-6, -1e-3, 0.3, -0.6, 0.7, 5.0, -40.0, 1e4, 0.01])
+    key = torch.zeros(10, 1, 16)
+    key[:, 0, 0] = scores
+    value = torch.eye(16)[:10].unsqueeze(1)
+    query = torch.zeros(1, 1, 16)
+    query[..., 0] = 1.0
+    caches = torch.zeros(2, 1, 1, 16, 16)
+    write_kv_cache(key, value, torch.arange(10), caches[0], caches[1])
+    out = paged_attention(
+        query, caches[0], caches[1], torch.zeros(1, 1, dtype=torch.int64), torch.tensor([0, 1]), torch.tensor([10]),
+        1.0, soft_cap=1.5,
+    )  # fmt: skip
+    expected = (1.5 * (scores.double() / 1.5).tanh()).softmax(0)
+    torch.testing.assert_close(out[0, 0, :10].double(), expected, atol=0, rtol=1e-6)

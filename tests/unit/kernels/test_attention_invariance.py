@@ -5,10 +5,12 @@
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from quire_kernels import cpu, paged_attention, plan_attention
+from quire_kernels.attention_plan import CpuAttentionPlan
 from quire_kernels.kv_cache import write_kv_cache
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -26,7 +28,7 @@ class Sequences:
     value_cache: torch.Tensor
     table: torch.Tensor
 
-    def attend(self, chunks: list[tuple[int, int, int]]) -> list[torch.Tensor]:
+    def attend(self, chunks: list[tuple[int, int, int]], **options: Any) -> list[torch.Tensor]:
         """One step that computes, of sequence s, query tokens start … end, for each (s, start, end)."""
         table = self.table[[s for s, _, _ in chunks]]
         starts = torch.tensor([0, *(end - start for _, start, end in chunks)]).cumsum(0)
@@ -38,17 +40,19 @@ class Sequences:
             starts,
             torch.tensor([end for _, _, end in chunks]),
             self.query[0].shape[-1] ** -0.5,
+            **options,
         )
         return list(out.tensor_split(starts[1:-1]))
 
-    def dense(self, s: int) -> torch.Tensor:
+    def dense(self, s: int, window: int | None = None) -> torch.Tensor:
         """All rows of a sequence, from the definition, in float64."""
         length, num_heads, head_size = self.query[s].shape
         group = num_heads // self.key[s].shape[1]
         query = self.query[s].double().transpose(0, 1)
         key, value = (x[s].double().repeat_interleave(group, 1).transpose(0, 1) for x in (self.key, self.value))
         scores = query @ key.transpose(1, 2) * head_size**-0.5
-        scores.masked_fill_(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
+        every = torch.ones(length, length, dtype=torch.bool)
+        scores.masked_fill_(every.triu(1) | every.tril(-(window or length)), float("-inf"))
         return (scores.softmax(-1) @ value).transpose(0, 1)
 
 
@@ -126,6 +130,58 @@ def test_the_same_in_any_batch_with_any_number_of_threads(threads: int, dtype: t
         assert (len(plan.partials) > 0) == (threads > 1), "long sequences are to be split among threads"
         some = sequences.attend(chunks[:1])
         together = sequences.attend(chunks)
+    finally:
+        cpu.set_num_threads(before)
+    assert torch.equal(some[0], alone[0])
+    for chunk, expected, out in zip(chunks, alone, together, strict=True):
+        assert torch.equal(out, expected), chunk
+
+
+@DTYPES
+@pytest.mark.parametrize("block_size", [16, 24, 128])
+@pytest.mark.parametrize("window", [1, 50, 300, 513, 1090])
+def test_a_window_is_the_same_however_a_prompt_is_cut(
+    window: int, block_size: int, dtype: torch.dtype, cpu_kernels: str
+) -> None:
+    """Whole blocks behind the window belong to others already: theirs is NaN here."""
+    if cpu_kernels == "torch":
+        pytest.skip("plain torch promises no such thing")
+    length = 1100
+    sequences = make_sequences([length], 6, 2, 32, block_size, dtype)
+    (whole,) = sequences.attend([(0, 0, length)], window=window)
+    expected = sequences.dense(0, window)
+    torch.testing.assert_close(whole.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    cuts = [0, 1, 2, 65, 511, 513, 640, 1023, 1025, length]
+    ends = [*range(1, length, 97), 511, 512, 513, 1023, 1024, 1025, length]
+    for start, end in sorted([*itertools.pairwise(cuts), *((end - 1, end) for end in ends)]):
+        unseen = max(0, start + 1 - window) // block_size
+        for cache in (sequences.key_cache, sequences.value_cache):
+            cache[sequences.table[0, :unseen]] = float("nan")
+        assert torch.equal(sequences.attend([(0, start, end)], window=window)[0], whole[start:end]), (start, end)
+
+
+@DTYPES
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_windows_soft_caps_and_sinks_in_any_batch_with_any_number_of_threads(
+    threads: int, dtype: torch.dtype, cpu_kernels: str
+) -> None:
+    if cpu_kernels == "torch":
+        pytest.skip("plain torch promises no such thing")
+    chunks = [(0, 1499, 1500), (1, 0, 3), (2, 650, 700), (3, 0, 90), (4, 32, 33), (5, 1990, 2000)]
+    sequences = make_sequences([1500, 3, 700, 90, 33, 2000], 4, 1, 64, 16, dtype)
+    options = {"window": 1200, "soft_cap": 3.0, "sinks_H": torch.tensor([0.0, -1.0, 2.0, 1.0])}
+    before = cpu.get_num_threads()
+    cpu.set_num_threads(1)
+    alone = [sequences.attend([chunk], **options)[0] for chunk in chunks]
+    cpu.set_num_threads(threads)
+    try:
+        plan = plan_attention(
+            sequences.table[:1], torch.tensor([0, 1]), torch.tensor([1500]), 4, sequences.key_cache, 1200
+        )
+        assert isinstance(plan, CpuAttentionPlan)
+        assert (len(plan.partials) > 0) == (threads > 1), "long windows are to be split among threads"
+        some = sequences.attend(chunks[:1], **options)
+        together = sequences.attend(chunks, **options)
     finally:
         cpu.set_num_threads(before)
     assert torch.equal(some[0], alone[0])

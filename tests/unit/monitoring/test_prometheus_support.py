@@ -3,9 +3,10 @@
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-from quire_engine.system.process_state import is_alive, process_stat
+from quire_engine.system.process_state import is_alive, process_stat, started_at
 from support.serving import wait_until
 
 TESTS = Path(__file__).resolve().parents[2]
@@ -33,3 +34,16 @@ def test_what_was_started_dies_with_the_tests(tmp_path: Path) -> None:
         tests.send_signal(signal.SIGKILL)
         tests.wait()
     wait_until(lambda: not is_alive(child, stat.start_time), "it is gone")
+
+
+def test_when_a_process_was_started() -> None:
+    before = time.time()
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            found = started_at(process.pid)
+            assert found is not None
+            assert before - 2 < found < time.time() + 2
+            assert found == int(found)
+        finally:
+            process.kill()
+    assert started_at(process.pid) is None

@@ -8,7 +8,7 @@ import yaml
 from support.prometheus import FILES, scale_durations
 from support.promql import run_tool
 
-_UNITS = {"s": 1, "m": 60, "h": 3600}
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Qwen2 and Qwen2.5 (https://arxiv.org/abs/2407.10671, section 2.2): Llama with biases of queries, keys and values."""
 
 from quire_engine.models.fields import Fields
-from quire_engine.models.options import DecoderOptions, refuse_sliding_window
+from quire_engine.models.options import DecoderOptions
+from quire_engine.models.windows import read_qwen_windows
 
 __all__ = ["read_options"]
 
@@ -12,5 +13,4 @@ def read_options(fields: Fields) -> DecoderOptions:
     Raises:
         CheckpointError: it describes a model that cannot be served.
     """
-    refuse_sliding_window(fields)
-    return DecoderOptions(qkv_bias=True)
+    return DecoderOptions(qkv_bias=True, windows=read_qwen_windows(fields))

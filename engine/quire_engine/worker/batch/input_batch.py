@@ -38,7 +38,9 @@ TABLE_STEP = 16
 class InputBatch:
     """The persistent batch. All arrays are indexed by slot first."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int, num_groups: int = 1
+    ) -> None:
         max_blocks = -(-max_model_len // (block_size * TABLE_STEP)) * TABLE_STEP
         self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
@@ -52,8 +54,10 @@ class InputBatch:
         """How many requests the slot has had: a late result may belong to an earlier one."""
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
+        self.block_tables = [np.zeros((max_num_seqs, max_blocks), dtype=np.int64) for _ in range(num_groups)]
+        """Of each group of layers (`kv_cache/groups.py`)."""
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        """Of each group."""
         self.temperature = np.zeros(max_num_seqs, dtype=np.float32)
         self.top_p = np.ones(max_num_seqs, dtype=np.float32)
         self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
@@ -77,7 +81,8 @@ class InputBatch:
         self.generation[slot] += 1
         self.num_prompt_tokens[slot] = request.num_prompt_tokens
         self.num_computed_tokens[slot] = request.num_computed_tokens
-        self.block_table[slot] = 0  # entries past the request's blocks are read, but not used: they must be valid ids
+        for table in self.block_tables:
+            table[slot] = 0  # entries past the request's blocks are read, but not used: they must be valid ids
         self.num_blocks[slot] = 0
         self.append_blocks(slot, request.block_ids)
         self.temperature[slot] = params.temperature
@@ -157,8 +162,15 @@ class InputBatch:
         tail: list[int] = self.token_ids[slot, max(end - num_tokens, self.num_prompt_tokens[slot]) : end].tolist()
         return tail
 
+    @property
+    def block_table(self) -> Int64Array:
+        """[slots, M], of the first group."""
+        return self.block_tables[0]
+
     def append_blocks(self, slot: int, block_ids: list[int]) -> None:
-        """Extend a block table."""
-        start = self.num_blocks[slot]
-        self.block_table[slot, start : start + len(block_ids)] = block_ids
-        self.num_blocks[slot] += len(block_ids)
+        """Extend the block tables; the ids are of each group in turn."""
+        start, num_groups = self.num_blocks[slot], len(self.block_tables)
+        end = start + len(block_ids) // num_groups
+        for group, table in enumerate(self.block_tables):
+            table[slot, start:end] = block_ids[group::num_groups]
+        self.num_blocks[slot] = end

@@ -78,8 +78,8 @@ class StepInputs:
     """[T], the slot of each token's request."""
     positions: Int64Array
     """[T]"""
-    slot_mapping: Int64Array
-    """[T], cache slot for each token's key and value."""
+    slot_mappings: list[Int64Array]
+    """[T] of each group of layers, cache slot for each token's key and value."""
     is_on_device: npt.NDArray[np.bool_]
     """[T], whether the token has been sampled, but is not on the host yet."""
     sampled: SampledRows
@@ -111,7 +111,7 @@ class StepInputs:
             places = np.arange(query_start_loc[-1]) - np.repeat(query_start_loc[:-1], num_scheduled)
             token_slots, positions = np.repeat(slots, num_scheduled), np.repeat(num_computed, num_scheduled) + places
         seq_lens = num_computed + num_scheduled
-        block_ids = batch.block_table[token_slots, positions // block_size]
+        block_indices, places_in_block = positions // block_size, positions % block_size
         is_on_device = positions >= batch.num_known_tokens[token_slots]
         if drafts:
             is_on_device &= positions < batch.num_tokens[token_slots]
@@ -124,7 +124,9 @@ class StepInputs:
             token_ids=batch.token_ids[token_slots, positions],
             token_slots=token_slots,
             positions=positions,
-            slot_mapping=block_ids * block_size + positions % block_size,
+            slot_mappings=[
+                table[token_slots, block_indices] * block_size + places_in_block for table in batch.block_tables
+            ],
             is_on_device=is_on_device,
             sampled=_sampled_rows(request_ids, slots, query_start_loc, seq_lens - num_tokens, drafts),
         )

@@ -197,7 +197,7 @@ class ChainDrafter:
         ends, table = lens.cumsum(), self._batch.block_table
         block_ids = table[np.repeat(slots, lens), positions // block_size]
         return upload_context(
-            self._key_caches, table, slots, positions, block_ids * block_size + positions % block_size,
+            [self._key_caches], [table], slots, positions, [block_ids * block_size + positions % block_size],
             np.concatenate(([0], ends)), positions[ends - 1] + 1, *others,
         )  # fmt: skip
 

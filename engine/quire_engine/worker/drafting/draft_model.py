@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from quire_engine.models.base import AttentionSpec, CausalLM, ForwardContext, KVCaches
+from quire_engine.models.base import AttentionSpec, ForwardContext, KVCaches, RecordableLM
 
 __all__ = ["DraftModel"]
 
@@ -20,7 +20,9 @@ class DraftModel:
 
     token_offset = 0
 
-    def __init__(self, model: CausalLM, allocate_caches: Callable[[Sequence[AttentionSpec], int], KVCaches]) -> None:
+    def __init__(
+        self, model: RecordableLM, allocate_caches: Callable[[Sequence[AttentionSpec], int], KVCaches]
+    ) -> None:
         self._model = model
         self.input_widths: Sequence[int] = [model.hidden_size]
         self.out_width = model.hidden_size

@@ -19,7 +19,7 @@ scratch slot. The graphs share their memory, as no two of them run at the same t
 import logging
 import sys
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,10 +31,10 @@ from tqdm import tqdm
 
 from quire_engine.device.transfer import upload
 from quire_engine.messages import SchedulerOutput
-from quire_engine.models.base import AttentionSpec, CausalLM, ForwardContext, KVCaches
+from quire_engine.models.base import AttentionSpec, ForwardContext, KVCaches, RecordableLM
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import StepInputs
-from quire_engine.worker.forward.base import key_caches_by_kind, plan_attentions
+from quire_engine.worker.forward.base import key_caches_by_kind, plan_attentions, with_contexts
 from quire_engine.worker.forward.graph_capture import Capture, Function, coarse_to_fine
 
 __all__ = ["DecodeGraphs"]
@@ -42,7 +42,8 @@ __all__ = ["DecodeGraphs"]
 logger = logging.getLogger(__name__)
 
 Int64Array = npt.NDArray[np.int64]
-INTEGERS = ("token_ids", "from_device", "slots", "positions", "slot_mapping", "seq_lens", "top_k", "seeds")
+SLOT_MAPPING = "slot_mapping"
+INTEGERS = ("token_ids", "from_device", "slots", "positions", SLOT_MAPPING, "seq_lens", "top_k", "seeds")
 FLOATS = ("temperature", "top_p", "min_p")
 COLUMN_STEP = 16
 """Columns begin at multiples of 128 bytes."""
@@ -57,11 +58,17 @@ class _Graph:
 
 
 class DeviceBlockTable:
-    """A copy of the batch's block tables on the device, by slot. A step uploads only new entries."""
+    """A copy of the batch's block tables on the device, by slot. A step uploads only new entries.
 
-    def __init__(self, batch: InputBatch, device: torch.device) -> None:
-        self._batch = batch
-        self.by_slot = torch.zeros(batch.max_num_seqs + 1, batch.block_table.shape[1], dtype=torch.int64, device=device)
+    Args:
+        batch: with the tables.
+        device: where to copy them.
+        group: of layers, whose tables these are.
+    """
+
+    def __init__(self, batch: InputBatch, device: torch.device, group: int = 0) -> None:
+        self._batch, self._table = batch, batch.block_tables[group]
+        self.by_slot = torch.zeros(batch.max_num_seqs + 1, self._table.shape[1], dtype=torch.int64, device=device)
         """[max_num_seqs + 1, M]; the last row is for rows of padding."""
         self._num_uploaded = np.zeros(batch.max_num_seqs, dtype=np.int64)
         self._generation = np.full(batch.max_num_seqs, -1, dtype=np.int64)
@@ -80,9 +87,7 @@ class DeviceBlockTable:
         rows = np.repeat(slots, num_new)
         columns = np.arange(len(rows)) + np.repeat(num_uploaded - (np.cumsum(num_new) - num_new), num_new)
         flat = self.by_slot.view(-1)
-        places, block_ids = upload(
-            flat.device, rows * self.by_slot.shape[1] + columns, batch.block_table[rows, columns]
-        )
+        places, block_ids = upload(flat.device, rows * self.by_slot.shape[1] + columns, self._table[rows, columns])
         flat.index_copy_(0, places, block_ids)
 
 
@@ -97,20 +102,27 @@ class DecodeGraphs:
         max_model_len: the longest possible sequence.
         new_capture: makes a `Capture`; called again after all graphs were released.
         samples: whether to capture the sampling as well; tensor parallel ranks sample op by op.
+        group_ids: by layer, its group; not needed if there is only one.
     """
 
     def __init__(
         self,
-        model: CausalLM,
+        model: RecordableLM,
         kv_caches: KVCaches,
         batch: InputBatch,
         last_token_ids: torch.Tensor,
         max_model_len: int,
         new_capture: Callable[[], Capture],
         samples: bool = True,
+        group_ids: Sequence[int] = (),
     ) -> None:
         self._model, self._kv_caches, self._batch = model, kv_caches, batch
         self._last_token_ids = last_token_ids
+        self._group_ids = group_ids
+        num_groups = len(batch.block_tables)
+        self._slot_mappings = SLOT_MAPPING, *(f"{SLOT_MAPPING} of group {group}" for group in range(1, num_groups))
+        """Names of their columns, by group."""
+        self._integers = *INTEGERS, *self._slot_mappings[1:]
         self._max_model_len = max_model_len
         self._new_capture = new_capture
         self.samples = samples
@@ -182,14 +194,15 @@ class DecodeGraphs:
         num_blocks, _, self._block_size, _ = key_cache.shape
         self._scratch_slot = (num_blocks - 1) * self._block_size
         stride = _round_up(max_size, COLUMN_STEP)
-        self._inputs = torch.zeros((len(INTEGERS) + len(FLOATS)) * stride, dtype=torch.int64, device=device)
-        self._block_table = DeviceBlockTable(self._batch, device)
+        self._inputs = torch.zeros((len(self._integers) + len(FLOATS)) * stride, dtype=torch.int64, device=device)
+        groups = range(len(self._slot_mappings))
+        self._block_tables = [DeviceBlockTable(self._batch, device, group) for group in groups]
         self._hidden = torch.zeros(max_size, self._model.hidden_size, dtype=dtype, device=device)
         self._sampled = torch.zeros(max_size, dtype=torch.int64, device=device)
         self._query_start_loc = torch.arange(max_size + 1, device=device)
         longest = (torch.arange(max_size + 1), torch.full((max_size,), self._max_model_len))
         plans = plan_attentions(
-            key_caches_by_kind(self._model.attention_specs, self._kv_caches), self._block_table.by_slot, *longest
+            key_caches_by_kind(self._model.attention_specs, self._kv_caches), self._block_tables[0].by_slot, *longest
         )
         self._plans: dict[AttentionSpec, GpuAttentionPlan] = {}
         for spec, plan in plans.items():
@@ -205,14 +218,18 @@ class DecodeGraphs:
 
         def forward() -> None:
             slots = column["slots"]
-            context = ForwardContext(
-                positions=column["positions"],
-                slot_mapping=column["slot_mapping"],
-                block_table=self._block_table.by_slot[slots],
-                query_start_loc=self._query_start_loc[: size + 1],
-                seq_lens=column["seq_lens"],
-                plans=plans,
-            )
+            contexts = [
+                ForwardContext(
+                    positions=column["positions"],
+                    slot_mapping=column[name],
+                    block_table=table.by_slot[slots],
+                    query_start_loc=self._query_start_loc[: size + 1],
+                    seq_lens=column["seq_lens"],
+                    plans=plans,
+                )
+                for name, table in zip(self._slot_mappings, self._block_tables, strict=True)
+            ]
+            context = with_contexts(contexts, self._group_ids)
             token_ids = torch.where(column["from_device"] != 0, self._last_token_ids[slots], column["token_ids"])
             hidden = self._model.forward(token_ids, context, self._kv_caches)
             assert hidden is not None, "of several stages"
@@ -236,26 +253,27 @@ class DecodeGraphs:
     def _columns(self, size: int) -> dict[str, torch.Tensor]:
         """The views from which the graphs of a size read each column."""
         stride = _round_up(size, COLUMN_STEP)
-        names = (*INTEGERS, *FLOATS)
+        names = (*self._integers, *FLOATS)
         columns = {name: self._inputs[i * stride : i * stride + size] for i, name in enumerate(names)}
-        for i, name in enumerate(FLOATS, len(INTEGERS)):
+        for i, name in enumerate(FLOATS, len(self._integers)):
             columns[name] = self._inputs[i * stride : (i + 1) * stride].view(torch.float32)[:size]
         return columns
 
     def _lay_out(self, inputs: StepInputs, size: int) -> Int64Array:
         """The columns on the host, including padding."""
         batch, slots, n, stride = self._batch, inputs.slots, len(inputs.slots), _round_up(size, COLUMN_STEP)
-        columns = np.zeros((len(INTEGERS) + len(FLOATS), stride), dtype=np.int64)
-        integers = dict(zip(INTEGERS, columns, strict=False))
+        columns = np.zeros((len(self._integers) + len(FLOATS), stride), dtype=np.int64)
+        integers = dict(zip(self._integers, columns, strict=False))
         integers["token_ids"][:n] = inputs.token_ids
         integers["from_device"][:n] = inputs.is_on_device
         integers["slots"][:n], integers["slots"][n:] = slots, batch.max_num_seqs
         integers["positions"][:n] = inputs.positions
-        integers["slot_mapping"][:n], integers["slot_mapping"][n:] = inputs.slot_mapping, self._scratch_slot
+        for name, slot_mapping in zip(self._slot_mappings, inputs.slot_mappings, strict=True):
+            integers[name][:n], integers[name][n:] = slot_mapping, self._scratch_slot
         integers["seq_lens"][:n], integers["seq_lens"][n:] = inputs.seq_lens, 1
         integers["top_k"][:n], integers["top_k"][n:] = batch.top_k[slots], 1
         integers["seeds"][:n] = batch.seed[slots].view(np.int64)
-        for name, column in zip(FLOATS, columns[len(INTEGERS) :].view(np.float32), strict=True):
+        for name, column in zip(FLOATS, columns[len(self._integers) :].view(np.float32), strict=True):
             column[:n] = getattr(batch, name)[slots]
         return columns.reshape(-1)
 
@@ -270,7 +288,8 @@ class DecodeGraphs:
         words = self._lay_out(inputs, size)
         (uploaded,) = upload(self._inputs.device, words)
         self._inputs[: len(words)].copy_(uploaded)
-        self._block_table.update(inputs.slots)
+        for table in self._block_tables:
+            table.update(inputs.slots)
         self._graphs[size].forward()
         return self._hidden[:num_requests]
 

@@ -1,11 +1,13 @@
 """EagerForward: computes any step, op by op."""
 
+from collections.abc import Sequence
+
 import torch
 
 from quire_engine.models.base import CausalLM, ForwardContext, KVCaches
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import StepInputs
-from quire_engine.worker.forward.base import key_caches_by_kind, upload_context
+from quire_engine.worker.forward.base import key_caches_by_group, upload_context
 
 __all__ = ["EagerForward"]
 
@@ -19,14 +21,21 @@ class EagerForward:
         batch: the steps' slots refer to it.
         last_token_ids: [max_num_seqs + 1] int64 on the device, by slot: holds the tokens that the host does not know;
             None if it knows all of them.
+        group_ids: by layer, its group; not needed if there is only one.
     """
 
     def __init__(
-        self, model: CausalLM, kv_caches: KVCaches, batch: InputBatch, last_token_ids: torch.Tensor | None
+        self,
+        model: CausalLM,
+        kv_caches: KVCaches,
+        batch: InputBatch,
+        last_token_ids: torch.Tensor | None,
+        group_ids: Sequence[int] = (),
     ) -> None:
         self._model = model
         self._kv_caches = kv_caches
-        self._key_caches = key_caches_by_kind(model.attention_specs, kv_caches)
+        self._group_ids = group_ids
+        self._key_caches = key_caches_by_group(model.attention_specs, kv_caches, group_ids, len(batch.block_tables))
         self._batch = batch
         self._last_token_ids = last_token_ids
 
@@ -42,8 +51,8 @@ class EagerForward:
         """The step's token ids, [T], and its context, on the device."""
         ahead = [] if self._last_token_ids is None else [inputs.token_slots, inputs.is_on_device]
         context, (token_ids_T, *there) = upload_context(
-            self._key_caches, self._batch.block_table, inputs.slots, inputs.positions, inputs.slot_mapping,
-            inputs.query_start_loc, inputs.seq_lens, inputs.token_ids, *ahead,
+            self._key_caches, self._batch.block_tables, inputs.slots, inputs.positions, inputs.slot_mappings,
+            inputs.query_start_loc, inputs.seq_lens, inputs.token_ids, *ahead, group_ids=self._group_ids,
         )  # fmt: skip
         if self._last_token_ids is not None:
             slots_T, is_on_device_T = there

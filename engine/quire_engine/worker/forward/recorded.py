@@ -9,9 +9,9 @@ from quire_kernels import AttentionPlan, NotRecordableError, record
 from quire_kernels.attention_plan import CpuAttentionPlan
 from quire_kernels.kv_cache import is_tiled
 
-from quire_engine.models.base import AttentionSpec, CausalLM, ForwardContext, KVCaches
+from quire_engine.models.base import AttentionSpec, ForwardContext, KVCaches, RecordableLM
 from quire_engine.worker.batch.step_inputs import StepInputs
-from quire_engine.worker.forward.base import key_caches_by_kind, plan_attentions
+from quire_engine.worker.forward.base import key_caches_by_group, plan_attentions, with_contexts
 from quire_engine.worker.forward.eager import EagerForward
 
 __all__ = ["RECORDED_TOKENS", "RecordedContext", "RecordedForward", "RecordedLayers"]
@@ -31,36 +31,55 @@ class RecordedContext:
     Args:
         specs: of the layers' attention.
         kv_caches: by layer; their tensors must not move. The C++ kernels use them.
+        group_ids: by layer, its group; not needed if there is only one.
+        num_groups: of the whole model.
     """
 
-    def __init__(self, specs: Sequence[AttentionSpec], kv_caches: KVCaches) -> None:
+    def __init__(
+        self,
+        specs: Sequence[AttentionSpec],
+        kv_caches: KVCaches,
+        group_ids: Sequence[int] = (),
+        num_groups: int = 1,
+    ) -> None:
         # Of one request's tokens. Any plan works, as each run copies its own into it.
         table, seq_lens = torch.zeros(1, RECORDED_TOKENS, dtype=torch.int64), torch.tensor([RECORDED_TOKENS])
         start_loc = torch.tensor([0, RECORDED_TOKENS])
-        plans = plan_attentions(key_caches_by_kind(specs, kv_caches), table, start_loc, seq_lens)
-        self._plans = {spec: plan for spec, plan in plans.items() if isinstance(plan, CpuAttentionPlan)}
-        self.context = ForwardContext(
-            positions=torch.zeros(RECORDED_TOKENS, dtype=torch.int64),
-            slot_mapping=torch.zeros(RECORDED_TOKENS, dtype=torch.int64),
-            block_table=table,
-            query_start_loc=start_loc,
-            seq_lens=seq_lens,
-            plans=self._plans,
-        )
+        positions = torch.zeros(RECORDED_TOKENS, dtype=torch.int64)
+        self._contexts = []
+        """By group."""
+        for key_caches in key_caches_by_group(specs, kv_caches, group_ids, num_groups):
+            plans = plan_attentions(key_caches, table, start_loc, seq_lens)
+            context = ForwardContext(
+                positions=positions,
+                slot_mapping=torch.zeros(RECORDED_TOKENS, dtype=torch.int64),
+                block_table=table,
+                query_start_loc=start_loc,
+                seq_lens=seq_lens,
+                plans={spec: plan for spec, plan in plans.items() if isinstance(plan, CpuAttentionPlan)},
+            )
+            self._contexts.append(context)
+        self.context = with_contexts(self._contexts, group_ids)
 
     def set(self, context: ForwardContext) -> None:
         """Take over another context, which has to be kept alive as long as ops read from this one."""
         num_tokens = len(context.positions)
         self.context.positions[:num_tokens] = context.positions
-        self.context.slot_mapping[:num_tokens] = context.slot_mapping
-        self.set_plans(context.plans)
+        for own, given in zip(self._contexts, context.groups or [context], strict=True):
+            own.slot_mapping[:num_tokens] = given.slot_mapping
+            _copy_plans(own.plans, given.plans)
 
     def set_plans(self, plans: Mapping[AttentionSpec, AttentionPlan]) -> None:
-        """Take over the plans alone, likewise."""
-        for spec, plan in self._plans.items():
-            given = plans[spec]
-            assert isinstance(given, CpuAttentionPlan)
-            plan.copy_(given)
+        """Take over the plans alone, likewise; of one group."""
+        _copy_plans(self.context.plans, plans)
+
+
+def _copy_plans(own: Mapping[AttentionSpec, AttentionPlan], given: Mapping[AttentionSpec, AttentionPlan]) -> None:
+    for spec, plan in own.items():
+        new = given[spec]
+        assert isinstance(plan, CpuAttentionPlan)
+        assert isinstance(new, CpuAttentionPlan)
+        plan.copy_(new)
 
 
 class RecordedLayers:
@@ -72,6 +91,8 @@ class RecordedLayers:
         dtype: of their inputs.
         specs: of their attention, by layer.
         kv_caches: by layer; their tensors must not move.
+        group_ids: by layer, its group; not needed if there is only one.
+        num_groups: of the whole model.
 
     Raises:
         NotRecordableError: they use other ops than those of `quire_kernels`.
@@ -84,9 +105,11 @@ class RecordedLayers:
         dtype: torch.dtype,
         specs: Sequence[AttentionSpec],
         kv_caches: KVCaches,
+        group_ids: Sequence[int] = (),
+        num_groups: int = 1,
     ) -> None:
         self._inputs = [torch.empty(RECORDED_TOKENS, width, dtype=dtype) for width in widths]
-        self._context = RecordedContext(specs, kv_caches)
+        self._context = RecordedContext(specs, kv_caches, group_ids, num_groups)
         with record(RECORDED_TOKENS) as self._recording:
             self._out = layers(self._inputs, self._context.context)
 
@@ -106,15 +129,24 @@ class RecordedLayers:
 
 
 class RecordedForward:
-    """A `Forward` that takes small steps, if the model can be recorded.
+    """A `Forward` that takes small steps, if the model's ops can be recorded with these caches.
 
     Args:
         model: of a single rank: communication cannot be recorded.
         kv_caches: see its `forward`.
         eager: uploads the steps.
+        group_ids: by layer, its group; not needed if there is only one.
+        num_groups: of the whole model.
     """
 
-    def __init__(self, model: CausalLM, kv_caches: KVCaches, eager: EagerForward) -> None:
+    def __init__(
+        self,
+        model: RecordableLM,
+        kv_caches: KVCaches,
+        eager: EagerForward,
+        group_ids: Sequence[int] = (),
+        num_groups: int = 1,
+    ) -> None:
         self._model = model
         self._eager = eager
 
@@ -125,7 +157,9 @@ class RecordedForward:
         if not is_tiled(kv_caches[0][0]):  # only attention in C++ can be recorded
             return
         try:
-            self._layers = RecordedLayers(layers, [model.hidden_size], model.dtype, model.attention_specs, kv_caches)
+            self._layers = RecordedLayers(
+                layers, [model.hidden_size], model.dtype, model.attention_specs, kv_caches, group_ids, num_groups
+            )
         except NotRecordableError as error:  # not logged itself: it refers to the caches
             logger.warning("steps are computed op by op, which takes longer where they are small: %s", str(error))
 

@@ -100,7 +100,7 @@ def test_a_number_is_finite_and_above_zero(name: str, value: Any, folder: Path) 
         ({"rope_type": "llama3", "low_freq_factor": 4}, "rope_scaling.high_freq_factor is None; it must be above "
          "low_freq_factor=4.0"),
         ({"rope_type": "llama3", "original_max_position_embeddings": 0}, "original_max_position_embeddings is 0; "),
-        ({"rope_type": "yarn"}, "rope_scaling.rope_type is 'yarn'; it must be one of default, linear, llama3"),
+        ({"rope_type": "mrope"}, "rope_scaling.rope_type is 'mrope'; it must be one of default, linear, llama3"),
         ({"type": ["linear"]}, "rope_scaling.type is ['linear']; it must be one of"),
         ([8.0], "rope_scaling is [8.0]; it must be an object"),
     ],

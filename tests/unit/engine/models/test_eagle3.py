@@ -13,12 +13,12 @@ from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
 from quire_engine.models import CheckpointConfig
 from quire_engine.models.base import AttentionSpec, ForwardContext
-from quire_engine.models.checkpoint import RopeConfig
 from quire_engine.models.eagle3 import Eagle3, load_eagle3
 from quire_engine.models.eagle3_checkpoint import Eagle3Checkpoint
-from quire_engine.models.layers import rope_cos_sin
 from quire_engine.models.loader import load_model
 from quire_engine.models.parallel import load_targets
+from quire_engine.models.rope import rope_cos_sin
+from quire_engine.models.rope_config import RopeConfig
 from quire_kernels import argmax, cpu, plan_attention, record
 from quire_kernels.kv_cache import new_kv_cache
 from safetensors.torch import load_file

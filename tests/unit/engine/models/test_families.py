@@ -1,5 +1,6 @@
 """Families of decoders: what each reads in `config.json`, and the tensors that its checkpoints hold."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,21 @@ import pytest
 import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.errors import CheckpointError
+from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.models import CheckpointConfig, check_checkpoint
-from quire_engine.models.decoder import Decoder
-from quire_engine.models.options import DecoderOptions
+from quire_engine.models.decoder import Decoder, DecoderLayer
+from quire_engine.models.experts_options import ExpertsOptions
+from quire_engine.models.families.mixtral import NAMES
+from quire_engine.models.loader import load_model
+from quire_engine.models.options import POST_NORMS, PRE_NORMS, DecoderOptions
 from quire_engine.models.parallel import load_targets
 from quire_engine.models.weights import expected_shapes
 from safetensors.torch import load_file, save_file
 from support.checkpoints import edit_json, make_small_checkpoint
-from support.oracle import CHECKPOINTS
+from support.oracle import CHECKPOINTS, generate_greedily, make_checkpoint, make_prompts
+from transformers import AutoConfig, AutoModelForCausalLM
+
+TINYPY = Path(__file__).parents[4] / "model_repository" / "tinypy" / "1" / "model"
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -38,6 +46,26 @@ def test_the_model_has_the_tensors_that_its_checkpoint_is_checked_for(
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096}, DecoderOptions(qkv_bias=True)),
         ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False},
          DecoderOptions(qk_norm=True, default_head_size=128)),
+        ({"architectures": ["MixtralForCausalLM"], "sliding_window": None},
+         DecoderOptions(experts=ExpertsOptions(num_experts=8, top_k=2, intermediate_size=24, norm_topk_prob=True),
+                        renamed=NAMES)),
+        ({"architectures": ["Qwen2MoeForCausalLM"], "qkv_bias": False, "num_experts": 3, "decoder_sparse_step": 2},
+         DecoderOptions(experts=ExpertsOptions(
+             num_experts=3, top_k=3, intermediate_size=1408, norm_topk_prob=False, shared_intermediate_size=5632,
+             decoder_sparse_step=2))),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [1], "norm_topk_prob": True},
+         DecoderOptions(qk_norm=True, experts=ExpertsOptions(
+             num_experts=128, top_k=8, intermediate_size=768, norm_topk_prob=True, mlp_only_layers=(1,)))),
+        ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 8, "residual_multiplier": 0.22},
+         DecoderOptions(attention_scale=1.0, logits_divisor=8.0, residual_multiplier=0.22)),
+        ({"architectures": ["Olmo2ForCausalLM"]},
+         DecoderOptions(qk_projection_norm=True, norms=POST_NORMS, float32_norms=True)),
+        ({"architectures": ["Phi3ForCausalLM"]}, DecoderOptions(fused=(
+            ("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))))),
+        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [0, 1]},
+         DecoderOptions(layers_without_rope=frozenset({0}))),
+        ({"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 9},
+         DecoderOptions(layers_without_rope=frozenset({3, 7}))),
     ],
 )  # fmt: skip
 def test_a_family_reads_its_options(changes: dict[str, Any], options: DecoderOptions, tmp_path: Path) -> None:
@@ -52,11 +80,189 @@ def test_heads_of_qwen3_have_128_features_where_nothing_is_said(tmp_path: Path) 
     assert CheckpointConfig.from_folder(folder).head_size == 128
 
 
-@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
-def test_a_sliding_window_is_refused(architecture: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "defaults"),
+    [
+        ("LlamaForCausalLM", (1e-6, 2048, 10000.0, False)),
+        ("Olmo2ForCausalLM", (1e-5, 2048, 10000.0, False)),
+        ("Phi3ForCausalLM", (1e-5, 4096, 10000.0, False)),
+        ("SmolLM3ForCausalLM", (1e-6, 32768, 2e6, True)),
+    ],
+)
+def test_what_is_missing_is_what_transformers_takes(
+    architecture: str, defaults: tuple[float, int, float, bool], tmp_path: Path
+) -> None:
     folder = make_small_checkpoint(tmp_path)
-    edit_json(folder / "config.json", architectures=[architecture], use_sliding_window=True)
-    with pytest.raises(CheckpointError, match="use_sliding_window is True; it must be false: sliding windows are not"):
+    nothing = dict.fromkeys(("rms_norm_eps", "max_position_embeddings", "rope_theta", "tie_word_embeddings"))
+    edit_json(folder / "config.json", architectures=[architecture], **nothing)
+    config = CheckpointConfig.from_folder(folder)
+    found = (config.rms_norm_eps, config.max_position_embeddings, config.rope.rope_theta, config.tie_word_embeddings)
+    assert found == defaults
+    theirs = AutoConfig.for_model(architecture.removesuffix("ForCausalLM").lower())
+    assert found == (
+        theirs.rms_norm_eps, theirs.max_position_embeddings, theirs.rope_parameters["rope_theta"],
+        theirs.tie_word_embeddings,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "no_rope_layers is [1]; it must be a list of 2 numbers"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1, "x"]}, "it must be a list of 2 numbers"),
+        ("GraniteForCausalLM", {"logits_scaling": 0}, "logits_scaling is 0; it must be a finite number above 0"),
+        ("Olmo2ForCausalLM", {"hidden_act": "relu"}, "hidden_act is 'relu'; it must be one of silu, gelu_pytorch_tanh"),
+    ],
+)
+def test_a_family_refuses_what_it_cannot_serve(
+    architecture: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = make_small_checkpoint(tmp_path)
+    edit_json(folder / "config.json", architectures=[architecture], **changes)
+    with pytest.raises(CheckpointError) as refused:
+        CheckpointConfig.from_folder(folder)
+    assert message in str(refused.value)
+
+
+def test_a_fused_tensor_of_another_size_is_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    whole = checkpoint("phi3")
+    for file in whole.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    weights = load_file(whole / "model.safetensors")
+    name = "model.layers.1.self_attn.qkv_proj.weight"
+    weights[name] = weights[name][1:].clone()
+    (tmp_path / "model.safetensors").unlink()
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"tensor {name} has shape \(159, 96\); config.json asks for 160 rows"):
+        check_checkpoint(tmp_path)
+
+
+def test_an_offset_of_norms_is_added_in_float32(tmp_path: Path) -> None:
+    """Rounded to bfloat16, 1.01 would be 1.0078."""
+    config = CheckpointConfig.from_folder(make_small_checkpoint(tmp_path))
+    options = dataclasses.replace(config.options, norm_offset=1.0, float32_norms=True)
+    model = load_model(tmp_path, dataclasses.replace(config, options=options), torch.bfloat16, max_model_len=8)
+    weights = [model.norm.weight]
+    for layer in model.layers.values():
+        assert isinstance(layer, DecoderLayer)
+        weights += [weight for name in PRE_NORMS.names if (weight := layer.norm(name)) is not None]
+    assert len(weights) == 5
+    for weight in weights:
+        assert torch.equal(weight, torch.full((16,), 0.01) + 1.0)
+
+
+def test_embeddings_are_scaled_and_logits_divided_and_capped(tmp_path: Path) -> None:
+    config = CheckpointConfig.from_folder(make_small_checkpoint(tmp_path))
+    options = dataclasses.replace(config.options, embedding_scale=2.1, logits_divisor=4.0, logits_soft_cap=0.5)
+    plain, scaled = (
+        load_model(tmp_path, one, torch.bfloat16, max_model_len=8)
+        for one in (config, dataclasses.replace(config, options=options))
+    )
+    tokens, hidden = torch.tensor([3, 0, 7]), torch.randn(3, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    scale = torch.tensor(2.1, dtype=torch.bfloat16)
+    assert torch.equal(scaled.embed(tokens), plain.embed(tokens) * scale)
+    logits = plain.compute_logits(hidden)
+    assert logits is not None
+    expected = 0.5 * torch.tanh(logits / 4.0 / 0.5)
+    torch.testing.assert_close(scaled.compute_logits(hidden), expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_sequences_longer_than_the_original_length(tmp_path: Path) -> None:
+    """A model that is served with longer ones than it was trained with has one table for all of them. transformers'
+    own follows the length of the sequence: it is the same where a prompt is already longer."""
+    folder = make_checkpoint(tmp_path, "phi3", load_tokenizer(TINYPY))
+    edit_json(folder / "config.json", original_max_position_embeddings=16)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prompts = [prompt for prompt in make_prompts(24, 515, max_length=60) if len(prompt) > 16]
+    expected = [generate_greedily(model, prompt, 12).token_ids for prompt in prompts]
+    llm = LLM(folder, dtype="float32", max_model_len=128)
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False)
+    llm.shutdown()
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+QWEN = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"architectures": ["MistralForCausalLM"]}, (4096, 4096)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 7}, (7, 7)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, ()),
+        (QWEN, (4096, 4096)),
+        ({**QWEN, "sliding_window": None}, ()),
+        ({**QWEN, "max_window_layers": 1, "sliding_window": 7}, (None, 7)),
+        ({**QWEN, "max_window_layers": 2, "sliding_window": 7}, ()),
+        ({**QWEN, "max_window_layers": None, "sliding_window": 7}, ()),
+        ({**QWEN, "layer_types": [SLIDING, FULL], "sliding_window": 7}, (7, None)),
+        ({**QWEN, "use_sliding_window": False, "layer_types": [FULL, FULL]}, ()),
+        ({**QWEN, "architectures": ["Qwen3ForCausalLM"], "sliding_window": 7}, (7, 7)),
+        ({"architectures": ["Gemma2ForCausalLM"]}, (4096, None)),
+        ({"architectures": ["Gemma2ForCausalLM"], "layer_types": [FULL, SLIDING], "sliding_window": 7}, (None, 7)),
+        ({"architectures": ["Gemma3ForCausalLM"]}, (4096, 4096)),
+        ({"architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 2}, (4096, None)),
+        ({"architectures": ["Olmo3ForCausalLM"], "sliding_window": 7}, (7, 7)),
+        ({"architectures": ["Phi3ForCausalLM"]}, ()),
+        ({"architectures": ["Phi3ForCausalLM"], "sliding_window": 7}, (7, 7)),
+        ({"architectures": ["SmolLM3ForCausalLM"], "sliding_window": 7}, ()),
+        ({"architectures": ["SmolLM3ForCausalLM"], "sliding_window": 7, "use_sliding_window": True,
+          "no_rope_layer_interval": 2}, (None, 7)),
+    ],
+)  # fmt: skip
+def test_which_layers_have_a_window(changes: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path) -> None:
+    folder = make_small_checkpoint(tmp_path)
+    edit_json(folder / "config.json", **changes)
+    config = CheckpointConfig.from_folder(folder)
+    assert config.options.windows == windows
+    assert config.windows == (windows or (None, None))
+
+
+def test_what_gemmas_are_where_nothing_is_said(tmp_path: Path) -> None:
+    folder = make_small_checkpoint(tmp_path)
+    absent = dict.fromkeys(("head_dim", "rope_theta", "tie_word_embeddings"))
+    edit_json(folder / "config.json", architectures=["Gemma2ForCausalLM"], **absent)
+    config = CheckpointConfig.from_folder(folder)
+    assert (config.head_size, config.tie_word_embeddings, config.rope.rope_theta) == (256, True, 10000.0)
+    assert (config.options.attention_soft_cap, config.options.logits_soft_cap) == (50.0, 30.0)
+    assert config.options.attention_scale == 1 / 16
+    edit_json(folder / "config.json", attn_logit_softcapping=None, final_logit_softcapping=None)
+    options = CheckpointConfig.from_folder(folder).options
+    assert (options.attention_soft_cap, options.logits_soft_cap) == (None, None)
+    edit_json(folder / "config.json", architectures=["Gemma3ForCausalLM"], attn_logit_softcapping=50.0)
+    config = CheckpointConfig.from_folder(folder)
+    assert (config.rope.rope_theta, config.options.window_rope_theta) == (1e6, 10000.0)
+    assert (config.options.attention_soft_cap, config.options.logits_soft_cap) == (None, None)
+    edit_json(folder / "config.json", rope_theta=7.0, rope_local_base_freq=5.0, final_logit_softcapping=9.0)
+    config = CheckpointConfig.from_folder(folder)
+    assert (config.rope.rope_theta, config.options.window_rope_theta) == (7.0, 5.0)
+    assert config.options.logits_soft_cap == 9.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sliding_window": 0}, "sliding_window is 0; it must be an integer from 1 to"),
+        ({"layer_types": [SLIDING]}, "layer_types is .*; it must be full_attention or sliding_attention for each of 2"),
+        ({"layer_types": [SLIDING, "chunked_attention"]}, "it must be full_attention or sliding_attention"),
+        ({"layer_types": [SLIDING, FULL], "use_sliding_window": False}, "sliding_window is .* above 0 and in use"),
+        ({"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 0}, "attn_logit_softcapping is 0; it must"),
+        (
+            {"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True},
+            "bidirectional_attention is Tr",
+        ),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {SLIDING: {"rope_type": "linear"}}},
+            "rope_parameters.sliding_attention.rope_type is 'linear'; it must be default",
+        ),
+    ],
+)
+def test_windows_that_make_no_sense_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = make_small_checkpoint(tmp_path)
+    edit_json(folder / "config.json", **{**QWEN, **changes})
+    with pytest.raises(CheckpointError, match=message):
         CheckpointConfig.from_folder(folder)
 
 
@@ -72,8 +278,63 @@ def test_a_norm_that_is_missing_is_named(checkpoint: Callable[[str], Path], tmp_
         check_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9; it must be an integer from 1 to 8"),
+        ({"num_experts": 0}, "num_experts is 0; it must be an integer from 1 to"),
+        ({"mlp_only_layers": ["1"]}, "mlp_only_layers is .'1'.; it must be a list of layers' numbers"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob is 1; it must be true or false"),
+        ({"architectures": ["MixtralForCausalLM"], "sliding_window": 0}, "sliding_window is 0; it must be an integer"),
+    ],
+)
+def test_experts_that_cannot_be_are_refused(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = make_small_checkpoint(tmp_path)
+    edit_json(folder / "config.json", **{"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, **fields})
+    with pytest.raises(CheckpointError, match=message):
+        CheckpointConfig.from_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "is_expert_parallel", "message"),
+    [
+        ("qwen2", 1, True, "enable_expert_parallel is True; a Qwen2ForCausalLM has no experts to divide"),
+        ("mixtral", 4, True, None),
+        ("qwen3-moe", 2, False, None),
+        ("qwen3-moe", 4, False, "moe_intermediate_size=38 is no multiple of it; .* it must be 1 or 2$"),
+        ("qwen3-moe", 4, True, None),
+        ("qwen2-moe", 4, True, None),
+    ],
+)
+def test_how_experts_can_be_divided(
+    name: str, ranks: int, is_expert_parallel: bool, message: str | None, checkpoint: Callable[[str], Path]
+) -> None:
+    config = CheckpointConfig.from_folder(checkpoint(name))
+    if message is None:
+        config.check_parallel(ranks, enable_expert_parallel=is_expert_parallel)
+        return
+    with pytest.raises(ValueError, match=message):
+        config.check_parallel(ranks, enable_expert_parallel=is_expert_parallel)
+
+
+def test_an_expert_that_is_missing_is_named(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    whole = checkpoint("qwen2-moe")
+    for file in whole.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    weights = load_file(whole / "model.safetensors")
+    del weights["model.layers.1.mlp.experts.6.down_proj.weight"]
+    (tmp_path / "model.safetensors").unlink()
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"hold no layers\.1\.mlp\.experts\.6\.down_proj\.weight$"):
+        check_checkpoint(tmp_path)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen2", "qwen3", "mistral", "qwen3-windows", "gemma2", "gemma3", "olmo3", "mixtral", "qwen2-moe", "qwen3-moe"],
+)
 def test_int8_is_near_to_float32(name: str, checkpoint: Callable[[str], Path]) -> None:
     prompts = [[2 + i, 3, 5 * i + 2, *range(7, 40)] for i in range(8)]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)

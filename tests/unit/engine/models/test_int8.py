@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,22 +53,28 @@ def test_perplexity_stays_within_two_percent(capsys: pytest.CaptureFixture[str])
     assert agreement > 0.9
 
 
-def compressed_tensors(folder: Path) -> dict[str, Any]:
-    """Write the demo model as others quantise it: int8 weights and scales in the files. Returns its configuration."""
-    shutil.copytree(TINYPY, folder, dirs_exist_ok=True)
-    tensors = load_file(TINYPY / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("proj.weight")]:
+def compressed_tensors(folder: Path, source: Path = TINYPY, ignored: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Write a model as others quantise it: int8 weights and scales in the files. Returns its configuration.
+
+    Args:
+        folder: to write to.
+        source: the model; unset: the demo model.
+        ignored: what is not quantised besides the head.
+    """
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    tensors = load_file(source / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("proj.weight", "w1.weight", "w2.weight", "w3.weight"))]:
         weight = tensors[name].float()
         scale = weight.abs().amax(1, keepdim=True) / 127
         tensors[name] = (weight / scale).round().to(torch.int8)
         tensors[f"{name}_scale"] = scale
     save_file(tensors, folder / "model.safetensors")
-    config = json.loads((TINYPY / "config.json").read_text())
+    config = json.loads((source / "config.json").read_text())
     common = {"num_bits": 8, "type": "int", "symmetric": True}
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
         "format": "int-quantized",
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", *ignored],
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
@@ -91,6 +98,32 @@ def test_a_quantised_checkpoint_is_the_same_as_one_quantised_when_loaded(tmp_pat
     assert texts[0] == texts[1]
     # Without the setting only the head, which the file has in bfloat16, is another.
     assert LLM(tmp_path).generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("name", "ignored"),
+    [
+        ("mixtral", ("re:.*block_sparse_moe.gate$",)),
+        ("qwen2-moe", ("model.layers.1.mlp.gate", "model.layers.1.mlp.shared_expert_gate")),
+    ],
+)
+def test_experts_may_be_quantised_already(
+    name: str, ignored: tuple[str, ...], checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    compressed_tensors(tmp_path, checkpoint(name), ignored)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    prompts = [[5, 9, 200, 31], [7] * 20, [*range(2, 90)]]
+    tokens = [
+        [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        for llm in (LLM(folder, quantization="int8") for folder in (checkpoint(name), tmp_path))
+    ]
+    assert tokens[0] == tokens[1]
+
+
+def test_layers_that_are_not_quantised_are_refused(tmp_path: Path) -> None:
+    compressed_tensors(tmp_path, ignored=("model.layers.0.mlp.gate_proj",))
+    with pytest.raises(CheckpointError, match="of all linear layers but lm_head and routers, are served"):
+        LLM(tmp_path)
 
 
 def test_other_kinds_of_quantisation_are_refused_by_name(tmp_path: Path) -> None:

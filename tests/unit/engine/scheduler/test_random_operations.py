@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from quire_engine.kv_cache import KVCacheGroups
 from quire_engine.messages import EngineCoreOutput, ErrorCode, FinishReason, ModelRunnerOutput, SchedulerOutput
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
@@ -85,9 +86,12 @@ class Life:
         ahead: whether they are steps of one worker that follow on from each other's tokens, and not the stages' of a
             pipeline. Then each is executed when it is submitted.
         drafts: who drafts tokens: the scheduler's `proposer`, the `workers`, or nobody.
+        windows: whether there are several groups of layers, or one that sees a window.
     """
 
-    def __init__(self, seed: int, num_batches: int = 1, ahead: bool = False, drafts: str | None = None) -> None:
+    def __init__(
+        self, seed: int, num_batches: int = 1, ahead: bool = False, drafts: str | None = None, windows: bool = False
+    ) -> None:
         self.num_batches = num_batches
         self.ahead = ahead
         self.in_flight: deque[SchedulerOutput] = deque()
@@ -109,6 +113,10 @@ class Life:
             "max_queued_requests": rng.choice([None, None, 0, 2, 6]),
             "max_queue_delay_ms": rng.choice([None, None, 30.0]),
         }
+        if windows:
+            groups = KVCacheGroups(rng.choice([(3,), (9,), (None, 3), (None, 1, 6), (None, None, 5, 5), (2, 7)]))
+            needed = groups.max_blocks(MAX_MODEL_LEN, block_size, settings["max_num_batched_tokens"])
+            settings |= {"windows": groups.windows, "num_blocks": needed + rng.randrange(16)}
         self.scheduler = make_scheduler(
             clock=lambda: self.now,
             pipeline_parallel_size=1 if ahead else num_batches,
@@ -427,6 +435,12 @@ def test_books_balance_with_steps_ahead(num_batches: int) -> None:
 @pytest.mark.parametrize(("num_batches", "ahead"), [(1, False), (2, False), (2, True)])
 def test_books_balance_with_drafts(num_batches: int, ahead: bool, drafts: str) -> None:
     live(range(NUM_SEQUENCES // NUM_PARTS), num_batches=num_batches, ahead=ahead, drafts=drafts)
+
+
+@pytest.mark.parametrize(("num_batches", "ahead"), [(1, False), (3, False), (2, True)])
+@pytest.mark.parametrize("drafts", [None, "proposer", "workers"])
+def test_books_balance_with_windows(num_batches: int, ahead: bool, drafts: str | None) -> None:
+    live(range(NUM_SEQUENCES // NUM_PARTS), num_batches=num_batches, ahead=ahead, drafts=drafts, windows=True)
 
 
 def test_group_with_one_prompt_holds_its_full_blocks_once() -> None:

@@ -1,6 +1,7 @@
 """Sizing: blocks from bytes."""
 
 import pytest
+from quire_engine.kv_cache import KVCacheGroups
 from quire_engine.models.base import AttentionSpec
 from quire_engine.worker.cache_sizing import block_bytes, num_blocks_for
 
@@ -10,13 +11,20 @@ def test_block_holds_a_key_and_a_value_per_layer_head_and_token() -> None:
     assert block_bytes(specs, block_size=11, dtype_bytes=2) == 2 * (5 * 7 + 5 * 7 + 1 * 3) * 11 * 2
 
 
-def num_blocks(available_bytes: int, max_model_len: int = 1000, max_num_seqs: int = 100) -> int:
+def num_blocks(
+    available_bytes: int,
+    max_model_len: int = 1000,
+    max_num_seqs: int = 100,
+    windows: tuple[int | None, ...] = (None,),
+) -> int:
     return num_blocks_for(
         available_bytes=available_bytes,
         bytes_per_block=100,
         block_size=16,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=100,
+        groups=KVCacheGroups(windows),
     )
 
 
@@ -26,6 +34,11 @@ def test_only_whole_blocks_count() -> None:
 
 def test_no_more_blocks_than_could_ever_be_used() -> None:
     assert num_blocks(10**9, max_model_len=33, max_num_seqs=4) == 12
+
+
+def test_no_more_blocks_than_the_windows_and_a_step_see() -> None:
+    window = -(-(32 + 100) // 16) + 1
+    assert num_blocks(10**9, max_num_seqs=4, windows=(None, 33, 33)) == 4 * (63 + 2 * window)
 
 
 @pytest.mark.parametrize("available", [99, 0, -1])

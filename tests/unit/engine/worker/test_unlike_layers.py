@@ -1,4 +1,4 @@
-"""Layers of one model may differ in their heads: in the KV cache, in the plans, and however a step is computed."""
+"""Layers of one model may differ in heads and windows: in the KV cache, in the plans, however a step is computed."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,16 +21,22 @@ from support.oracle import make_prompts
 from support.triton_interpreter import interpreted_kernels
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+WINDOW = 13
 PROMPTS = make_prompts(5, 500, max_length=40)
 
 
 def unlike(config: CheckpointConfig, max_model_len: int) -> Decoder:
-    """Of two layers, the second one with half the heads."""
-    half = replace(config, num_heads=config.num_heads // 2, num_kv_heads=config.num_kv_heads // 2)
+    """Of two layers, the second one with half the heads and a window."""
+    half = replace(
+        config,
+        num_heads=config.num_heads // 2,
+        num_kv_heads=config.num_kv_heads // 2,
+        options=replace(config.options, windows=(None, WINDOW)),
+    )
     generator = torch.Generator().manual_seed(0)
     model = Decoder(config, max_model_len)
     last = max(model.layers, key=int)
-    model.layers[last] = DecoderLayer(half, model.parallel)
+    model.layers[last] = DecoderLayer(half, model.parallel, int(last))
     for parameter in model.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     for module in model.modules():
@@ -82,7 +88,7 @@ def test_each_layer_has_the_cache_that_it_needs(make_llm: Callable[..., LLM]) ->
     config = one.checkpoint
     assert specs == [
         *[AttentionSpec(config.num_heads, config.num_kv_heads, config.head_size)] * (config.num_layers - 1),
-        AttentionSpec(config.num_heads // 2, config.num_kv_heads // 2, config.head_size),
+        AttentionSpec(config.num_heads // 2, config.num_kv_heads // 2, config.head_size, WINDOW),
     ]
     shapes = [(key.shape[1], key.shape[3]) for key, _ in one.runner.kv_caches]
     assert shapes == [(spec.num_kv_heads, spec.head_size) for spec in specs]

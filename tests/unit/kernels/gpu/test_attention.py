@@ -24,7 +24,7 @@ class Batch:
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
 
-    def attend(self, sequences: list[int] | None = None, **options: float | None) -> torch.Tensor:
+    def attend(self, sequences: list[int] | None = None, **options: float | torch.Tensor | None) -> torch.Tensor:
         """Of these sequences, in this order, or of all."""
         order = list(range(len(self.key))) if sequences is None else sequences
         starts = self.query_start_loc.tolist()
@@ -37,7 +37,9 @@ class Batch:
         assert out.dtype == query.dtype
         return out
 
-    def dense(self, window: int | None = None, soft_cap: float | None = None) -> torch.Tensor:
+    def dense(
+        self, window: int | None = None, soft_cap: float | None = None, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """In float64."""
         out, starts = [], self.query_start_loc.tolist()
         for s, (key, value) in enumerate(zip(self.key, self.value, strict=True)):
@@ -50,7 +52,10 @@ class Batch:
             keys = torch.arange(key.shape[1], device=key.device)
             rows = keys[key.shape[1] - query.shape[1] :, None]
             hidden = (keys > rows) | (keys <= rows - (window or len(keys)))
-            out.append((scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value).transpose(0, 1))
+            scores = scores.masked_fill(hidden, float("-inf"))
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(rows), 1)), -1)
+            out.append((scores.softmax(-1)[..., : len(keys)] @ value).transpose(0, 1))
         return torch.cat(out)
 
 
@@ -234,6 +239,36 @@ def test_soft_cap(window: int | None, device: torch.device) -> None:
     batch = make_batch([(1, 20), (1, 600), (60, 130)], 2, 1, 64, 16, FP32, device)
     batch.query *= 8
     assert_near(batch.attend(window=window, soft_cap=3.0), batch.dense(window, 3.0), factor=3)
+
+
+@pytest.mark.parametrize("prefill_programs", [1, 1000])
+@pytest.mark.parametrize("window", [None, 50])
+def test_sinks(
+    window: int | None, prefill_programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of decodes with one split and with several, and of tiles of prompts that have one program or several."""
+    from quire_kernels.gpu import attention
+
+    monkeypatch.setattr(attention, "PREFILL_SPLIT", 64)
+    monkeypatch.setattr(attention, "_num_programs", lambda device: prefill_programs)
+    batch = make_batch([(1, 20), (1, 600), (60, 130)], 4, 2, 64, 16, FP32, device)
+    sinks = torch.tensor([-3.0, 0.5, 4.0, 200.0], device=device)
+    assert_near(batch.attend(window=window, sinks_H=sinks), batch.dense(window, None, sinks))
+
+
+def test_a_plan_for_a_window_needs_room_for_the_window_alone(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quire_kernels.gpu import attention
+
+    monkeypatch.setattr(attention, "PREFILL_SPLIT", 64)
+    batch = make_batch([(1, 1500), (10, 1500)], 2, 1, 64, 16, FP32, device)
+    for window in (1, 64, 190, 700):
+        plan = plan_attention(batch.table, batch.query_start_loc, batch.seq_lens, 2, batch.caches[0], window)
+        assert isinstance(plan, GpuAttentionPlan)
+        assert plan.max_splits <= -(-(window + 65) // 256)
+        assert plan.prefill_parts.shape[2] <= -(-(window + 74) // 64) + 1
+        assert_near(batch.attend(window=window), batch.dense(window))
 
 
 def test_an_fp8_cache(device: torch.device) -> None:

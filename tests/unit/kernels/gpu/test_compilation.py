@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[4]
 SHARED_MEMORY = 227 * 1024
 """Bytes that a program may have on Hopper (CUDA C++ Programming Guide, compute capability 9.0)."""
 
-NUM_DECODE_VARIANTS = 5
+NUM_DECODE_VARIANTS = 6
 """That the script's calls of `attention` have; its decodes of any number and length have that of the first."""
 
 
@@ -42,4 +42,6 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     decodes = {kernel["hash"] for kernel in kernels if kernel["kernel"] == "_decode_kernel"}
     assert len(decodes) == NUM_DECODE_VARIANTS, "a step of another size waits for the compiler"
     # The instructions without which large products are slow there.
-    assert {"_prefill_kernel", "_linear_kernel"} <= {kernel["kernel"] for kernel in kernels if kernel["wgmma"]}
+    assert {"_prefill_kernel", "_linear_kernel", "_experts_kernel"} <= {
+        kernel["kernel"] for kernel in kernels if kernel["wgmma"]
+    }

@@ -1,0 +1,12 @@
+"""The OpenAI gateway: HTTP as OpenAI's clients speak it, in front of any tritonserver that serves Quire's models.
+
+It is a process of its own (`python -m quire_backend.openai`, or `quire openai`), a client of tritonserver like any
+other, and knows nothing of the engine. The model checks every value: what it says becomes OpenAI's error object. The
+life of a request:
+
+1. `middleware` checks the key, bounds the body, and names the request.
+2. `requests` turns the body into prompts and sampling parameters, renaming what OpenAI names otherwise.
+3. `triton_client.TritonClient.generate` opens one gRPC stream per prompt; `generation` runs and merges them.
+4. `answers` puts what comes back into OpenAI's shapes, whole or as server-sent events.
+5. `disconnect` ends all of it when the client leaves: tritonserver sees its request cancelled.
+"""

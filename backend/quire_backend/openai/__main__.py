@@ -1,0 +1,47 @@
+"""`python -m quire_backend.openai`: serve until SIGTERM."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+import uvicorn
+
+from quire_backend.openai.app import make_app
+from quire_backend.openai.settings import API_KEYS_VARIABLE, GatewaySettings
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the gateway.
+
+    Returns:
+        2 for a wrong usage.
+    """
+    defaults = GatewaySettings()
+    parser = argparse.ArgumentParser(prog="python -m quire_backend.openai", description=__doc__)
+    parser.add_argument("--url", default=defaults.url)
+    parser.add_argument("--host", default=defaults.host)
+    parser.add_argument("--port", type=int, default=defaults.port)
+    parser.add_argument("--max-body-bytes", type=int, default=defaults.max_body_bytes)
+    parser.add_argument("--drain-timeout", type=int, default=defaults.drain_timeout_s)
+    given = parser.parse_args(arguments)
+    keys = os.environ.pop(API_KEYS_VARIABLE, "")
+    try:
+        settings = GatewaySettings(
+            url=given.url, host=given.host, port=given.port, max_body_bytes=given.max_body_bytes,
+            api_keys=tuple(keys.splitlines()), drain_timeout_s=given.drain_timeout,
+        )  # fmt: skip
+    except ValueError as error:
+        print(f"quire: {error}", file=sys.stderr)
+        return 2
+    uvicorn.run(
+        make_app(settings), host=settings.host, port=settings.port, http="h11", ws="none", log_level="warning",
+        access_log=False, server_header=False, timeout_graceful_shutdown=settings.drain_timeout_s, lifespan="on",
+    )  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

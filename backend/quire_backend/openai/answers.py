@@ -1,0 +1,202 @@
+"""What the model answers, in OpenAI's shapes: whole, or as the chunks of a stream."""
+
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+from quire_backend.openai.requests import GenerationRequest
+from quire_backend.openai.triton_client import Delta
+
+__all__ = ["Answer", "ChatAnswer", "CompletionAnswer"]
+
+
+class Answer(ABC):
+    """The answer to one request, which keeps count of what the model has sent.
+
+    Args:
+        request: what was asked for.
+        answer_id: the answer's name.
+    """
+
+    kind: str
+    """OpenAI's name of the whole answer."""
+    chunk_kind: str
+
+    def __init__(self, request: GenerationRequest, answer_id: str) -> None:
+        self._request = request
+        self._head = {"id": answer_id, "created": int(time.time()), "model": request.model}
+        self._num_prompt_tokens: dict[int, int] = {}
+        self._num_cached_tokens: dict[int, int | None] = {}
+        self._num_output_tokens = 0
+
+    def whole(self, deltas: list[tuple[int, Delta]]) -> dict[str, Any]:
+        """The answer to a request that does not stream: one response of the model per prompt."""
+        choices = [
+            self._choice(number, delta, sequence)
+            for number, delta in sorted(deltas, key=lambda item: item[0])
+            for sequence in range(len(delta.texts))
+        ]
+        for number, delta in deltas:
+            self._count(number, delta)
+        return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
+
+    def chunks(self, number: int, delta: Delta) -> Iterator[dict[str, Any]]:
+        """What one response of the model becomes in a stream: a chunk per sequence that has anything new.
+
+        Args:
+            number: of the prompt.
+            delta: the response.
+        """
+        is_first = number not in self._num_prompt_tokens
+        self._count(number, delta)
+        for sequence in range(len(delta.texts)):
+            is_new = delta.texts[sequence] or delta.num_output_tokens[sequence] or delta.finish_reasons[sequence]
+            choices = list(self._first_choices(number, delta, sequence)) if is_first else []
+            choices += [self._chunk_choice(number, delta, sequence)] if is_new else []
+            for choice in choices:
+                yield self._chunk([choice], None)
+
+    def last_chunks(self) -> Iterator[dict[str, Any]]:
+        """What follows the last response in a stream."""
+        if self._request.include_usage:
+            yield self._chunk([], self._usage())
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
+        chunk = {**self._head, "object": self.chunk_kind, "choices": choices}
+        return {**chunk, "usage": usage} if self._request.include_usage else chunk
+
+    def _count(self, number: int, delta: Delta) -> None:
+        self._num_prompt_tokens[number] = delta.num_prompt_tokens
+        self._num_cached_tokens[number] = delta.num_cached_tokens
+        self._num_output_tokens += sum(delta.num_output_tokens)
+
+    def _usage(self) -> dict[str, Any]:
+        num_prompt_tokens, cached = sum(self._num_prompt_tokens.values()), list(self._num_cached_tokens.values())
+        known = [number for number in cached if number is not None]
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": self._num_output_tokens,
+            "total_tokens": num_prompt_tokens + self._num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(known)} if len(known) == len(cached) else None,
+        }
+
+    def _first_choices(self, number: int, delta: Delta, sequence: int) -> Iterator[dict[str, Any]]:
+        """What a sequence begins with in a stream, besides its first text."""
+        return iter(())
+
+    def _index(self, number: int, delta: Delta, sequence: int) -> int:
+        return number * len(delta.texts) + sequence
+
+    @abstractmethod
+    def _choice(self, number: int, delta: Delta, sequence: int) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _chunk_choice(self, number: int, delta: Delta, sequence: int) -> dict[str, Any]: ...
+
+
+class CompletionAnswer(Answer):
+    """Of /v1/completions."""
+
+    kind = chunk_kind = "text_completion"
+
+    def __init__(self, request: GenerationRequest, answer_id: str) -> None:
+        super().__init__(request, answer_id)
+        self._offsets: dict[int, int] = {}
+        """Characters of each choice that its tokens have taken so far."""
+
+    def _first_choices(self, number: int, delta: Delta, sequence: int) -> Iterator[dict[str, Any]]:
+        if self._request.echo:
+            text = self._request.prompts[number]
+            yield {"index": self._index(number, delta, sequence), "text": text, "logprobs": None, "finish_reason": None}
+
+    def _choice(self, number: int, delta: Delta, sequence: int) -> dict[str, Any]:
+        choice = self._chunk_choice(number, delta, sequence)
+        if self._request.echo:
+            choice["text"] = f"{self._request.prompts[number]}{choice['text']}"
+        return choice
+
+    def _chunk_choice(self, number: int, delta: Delta, sequence: int) -> dict[str, Any]:
+        index = self._index(number, delta, sequence)
+        choice = {
+            "index": index,
+            "text": delta.texts[sequence],
+            "logprobs": self._logprobs(index, delta.logprobs[sequence]),
+            "finish_reason": delta.finish_reasons[sequence],
+        }
+        if delta.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = delta.prompt_logprobs
+        return choice
+
+    def _logprobs(self, index: int, positions: list[dict[str, Any]] | None) -> dict[str, Any] | None:
+        if positions is None:
+            return None
+        tokens = [[(_text(token_id, item), item["logprob"]) for token_id, item in at.items()] for at in positions]
+        sampled = [position[0] for position in tokens]
+        lengths = [len(text) for text, _ in sampled]
+        offsets = list(itertools.accumulate(lengths, initial=self._offsets.get(index, 0)))
+        self._offsets[index] = offsets.pop()
+        return {
+            "tokens": [text for text, _ in sampled],
+            "token_logprobs": [logprob for _, logprob in sampled],
+            "top_logprobs": [dict(position) for position in tokens],
+            "text_offset": offsets,
+        }
+
+
+class ChatAnswer(Answer):
+    """Of /v1/chat/completions."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def _first_choices(self, number: int, delta: Delta, sequence: int) -> Iterator[dict[str, Any]]:
+        yield {
+            "index": self._index(number, delta, sequence), "delta": {"role": "assistant", "content": ""},
+            "logprobs": None, "finish_reason": None,
+        }  # fmt: skip
+
+    def _choice(self, number: int, delta: Delta, sequence: int) -> dict[str, Any]:
+        message = {"role": "assistant", "content": delta.texts[sequence], "refusal": None}
+        return self._any_choice(number, delta, sequence, "message", message)
+
+    def _chunk_choice(self, number: int, delta: Delta, sequence: int) -> dict[str, Any]:
+        text = delta.texts[sequence]
+        return self._any_choice(number, delta, sequence, "delta", {"content": text} if text else {})
+
+    def _any_choice(self, number: int, delta: Delta, sequence: int, name: str, content: Any) -> dict[str, Any]:
+        positions = delta.logprobs[sequence]
+        choice = {
+            "index": self._index(number, delta, sequence),
+            name: content,
+            "logprobs": None if positions is None else {"content": [self._position(at) for at in positions]},
+            "finish_reason": delta.finish_reasons[sequence],
+        }
+        if delta.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = delta.prompt_logprobs
+        return choice
+
+    def _position(self, position: dict[str, Any]) -> dict[str, Any]:
+        """The sampled token, and beside it the most likely ones, which it may be among."""
+        (sampled_id, sampled) = next(iter(position.items()))
+        num_top = int(self._request.sampling["logprobs"])
+        top = sorted(
+            ((item["rank"], token_id, item) for token_id, item in position.items() if item["rank"] <= num_top),
+            key=lambda ranked: ranked[0],
+        )
+        return {
+            **_token(sampled_id, sampled),
+            "top_logprobs": [_token(token_id, item) for _, token_id, item in top[:num_top]],
+        }
+
+
+def _token(token_id: str, item: dict[str, Any]) -> dict[str, Any]:
+    text = _text(token_id, item)
+    return {"token": text, "logprob": item["logprob"], "bytes": list(text.encode())}
+
+
+def _text(token_id: str, item: dict[str, Any]) -> str:
+    """vLLM's name of a token where the request makes no text."""
+    text = item["decoded_token"]
+    return f"token_id:{token_id}" if text is None else text

@@ -1,0 +1,193 @@
+"""The routes."""
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire_backend.openai.answers import Answer, ChatAnswer, CompletionAnswer
+from quire_backend.openai.disconnect import ClientLeftError, unless_client_leaves
+from quire_backend.openai.errors import ApiError, ModelNotFoundError, UnavailableError
+from quire_backend.openai.generation import generate
+from quire_backend.openai.middleware import Gatekeeper, error_response, request_id_of
+from quire_backend.openai.requests import GenerationRequest, parse_chat, parse_completion
+from quire_backend.openai.settings import GatewaySettings
+from quire_backend.openai.triton_client import Delta, TritonClient
+
+__all__ = ["make_app"]
+
+_JSON = "application/json"
+_Deltas = AsyncGenerator[tuple[int, Delta], None]
+
+
+def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClient] = TritonClient) -> ASGIApp:
+    """The gateway as an ASGI application.
+
+    Args:
+        settings: what it is in front of, and whom it lets in.
+        make_client: makes the server's client, in the event loop.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.client = make_client(settings.url)
+        yield
+        await app.state.client.close()
+
+    app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
+    routes = {
+        "/v1/models": ("GET", _models),
+        "/v1/completions": ("POST", _completions),
+        "/v1/chat/completions": ("POST", _chat_completions),
+        "/health": ("GET", _health),
+    }
+    for path, (method, route) in routes.items():
+        app.add_api_route(path, route, methods=[method], response_model=None)
+    app.add_api_route("/v1/models/{model:path}", _model, methods=["GET"], response_model=None)
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    for left in (ClientLeftError, ClientDisconnect):
+        app.add_exception_handler(left, _on_client_left)
+    app.add_exception_handler(Exception, _on_fault)
+    gatekeeper = Gatekeeper(app, settings, {*routes, "/metrics"})
+    app.add_api_route("/metrics", lambda: _text(gatekeeper.metrics()), methods=["GET"], response_model=None)
+    return gatekeeper
+
+
+# -- what serves ------------------------------------------------------------------------------------------------------
+
+
+async def _models(request: Request) -> Response:
+    names = await _client(request).models()
+    return JSONResponse({"object": "list", "data": [_card(name) for name in names]})
+
+
+async def _model(request: Request, model: str) -> Response:
+    if model not in await _client(request).models():
+        raise ModelNotFoundError(model)
+    return JSONResponse(_card(model))
+
+
+def _card(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "quire"}
+
+
+async def _health(request: Request) -> Response:
+    """200 while the server answers, has models, and the engine of each runs."""
+    client = _client(request)
+    try:
+        names = await client.models()
+        healthy = bool(names) and all(await asyncio.gather(*(client.is_healthy(name) for name in names)))
+    except UnavailableError:
+        healthy = False
+    return JSONResponse({"status": "ok" if healthy else "unavailable"}, 200 if healthy else 503)
+
+
+# -- what generates ---------------------------------------------------------------------------------------------------
+
+
+async def _completions(request: Request) -> Response:
+    asked = parse_completion(await _body(request))
+    return await _generate(request, asked, CompletionAnswer(asked, f"cmpl-{secrets.token_hex(12)}"))
+
+
+async def _chat_completions(request: Request) -> Response:
+    asked = parse_chat(await _body(request))
+    return await _generate(request, asked, ChatAnswer(asked, f"chatcmpl-{secrets.token_hex(12)}"))
+
+
+async def _body(request: Request) -> bytes:
+    """A page of another site can have a browser send anything but this type, unasked."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != _JSON:
+        raise ApiError(415, f"the content type must be {_JSON}")
+    return await request.body()
+
+
+async def _generate(request: Request, asked: GenerationRequest, answer: Answer) -> Response:
+    deltas = generate(
+        _client(request), asked,
+        request_id=request_id_of(request.scope), traceparent=request.headers.get("traceparent"),
+    )  # fmt: skip
+    if not asked.stream:
+        return JSONResponse(answer.whole(await unless_client_leaves(request.receive, _collect(deltas))))
+    # What fails before the first text has its own status.
+    first = await unless_client_leaves(request.receive, anext(deltas))
+    return _EventStream(first, deltas, answer)
+
+
+async def _collect(deltas: _Deltas) -> list[tuple[int, Delta]]:
+    async with aclosing(deltas):
+        return [item async for item in deltas]
+
+
+class _EventStream(Response):
+    """Server-sent events. The next response of the model is read when the client has taken the one before it."""
+
+    def __init__(self, first: tuple[int, Delta], deltas: _Deltas, answer: Answer) -> None:
+        super().__init__(headers={"cache-control": "no-store"}, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._first = first
+        self._deltas = deltas
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(ClientLeftError):
+            await unless_client_leaves(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._deltas):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                await _send_events(send, self._answer.chunks(*self._first))
+                async for number, delta in self._deltas:
+                    await _send_events(send, self._answer.chunks(number, delta))
+                await _send_events(send, self._answer.last_chunks())
+            except ApiError as error:
+                await _send_events(send, [error.body])
+            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
+async def _send_events(send: Send, events: Iterable[dict[str, Any]]) -> None:
+    body = "".join(f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events).encode()
+    if body:
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+# -- the rest ---------------------------------------------------------------------------------------------------------
+
+
+def _client(request: Request) -> TritonClient:
+    client: TritonClient = request.app.state.client
+    return client
+
+
+def _text(lines: Iterable[str]) -> Response:
+    return PlainTextResponse("".join(f"{line}\n" for line in lines), media_type="text/plain; version=0.0.4")
+
+
+async def _on_api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _on_http_error(_: Request, error: Exception) -> Response:
+    """What FastAPI itself finds: no such route, another method."""
+    assert isinstance(error, HTTPException)
+    return error_response(ApiError(error.status_code, error.detail))
+
+
+async def _on_fault(_: Request, error: Exception) -> Response:
+    """The cause is in the log."""
+    return error_response(ApiError(500, "the gateway failed at this request; its log has the cause"))
+
+
+async def _on_client_left(_: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it

@@ -1,0 +1,83 @@
+"""What goes wrong, as OpenAI's error object: `{"error": {"message": …, "type": …, "param": …, "code": …}}`."""
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+__all__ = ["ApiError", "InvalidRequestError", "ModelNotFoundError", "UnavailableError", "of_model"]
+
+UNAVAILABLE = 503
+_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", UNAVAILABLE: "server_error"}
+_RETRY_AFTER = re.compile(r"try again in about (\d+(?:\.\d+)?) s")
+"""How the engine says how long its queue is."""
+_LEADING_NAME = re.compile(r"(?:unknown sampling parameter )?['\"]?(\w+)")
+
+
+class ApiError(Exception):
+    """A request ends with an error.
+
+    Attributes:
+        status: HTTP's.
+        param: the field of the body that is wrong, if one is.
+        code: what programs compare, for kinds of errors that OpenAI names.
+        headers: that the answer has besides.
+    """
+
+    headers: Mapping[str, str] = {}
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON that the client gets."""
+        kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+class InvalidRequestError(ApiError):
+    """A field of the body is wrong."""
+
+    def __init__(self, param: str | None, message: str) -> None:
+        super().__init__(400, message, param=param)
+
+
+class ModelNotFoundError(ApiError):
+    """There is no model of that name."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(404, f"The model {model[:200]!r} does not exist", param="model", code="model_not_found")
+
+
+class UnavailableError(ApiError):
+    """The request may succeed later, or elsewhere."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(UNAVAILABLE, message, code="service_unavailable")
+        match = _RETRY_AFTER.search(message)
+        self.headers = {"retry-after": str(math.ceil(float(match[1])))} if match else {}
+
+
+def of_model(status: int, message: str, said: Collection[str], renamed: Mapping[str, str]) -> ApiError:
+    """The error that a model's own message becomes: the model begins it with the name of the parameter.
+
+    Args:
+        status: HTTP's.
+        message: the model's.
+        said: fields of the body.
+        renamed: the model's name → the field that it comes from, where they differ.
+    """
+    if status == UNAVAILABLE:
+        return UnavailableError(message)
+    match = _LEADING_NAME.match(message)
+    name = match[1] if match else ""
+    param = renamed.get(name, name)
+    if param not in said:
+        return ApiError(status, message)
+    if param != name and match:
+        message = message[: match.start(1)] + param + message[match.end(1) :]
+    return ApiError(status, message, param=param)

@@ -1,0 +1,127 @@
+"""What holds for every request, before and after its route: its name, the key, the size of its body, the count.
+
+Plain ASGI, so that streams pass through as they are.
+"""
+
+import re
+import secrets
+from collections import Counter
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire_backend.openai.errors import ApiError
+from quire_backend.openai.settings import GatewaySettings
+
+__all__ = ["Gatekeeper", "error_response", "request_id_of"]
+
+MAX_REQUEST_ID = 128
+_REQUEST_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID}}}")
+_OPEN_ROUTES = ("/health",)
+"""Those that need no key."""
+_LEFT = 499
+"""What is counted for a client that left before it was answered; nginx's number."""
+
+
+class Gatekeeper:
+    """Stands before an application.
+
+    Args:
+        app: what it stands before.
+        settings: whom it lets in.
+        routes: paths that are counted by name; all others are counted together.
+    """
+
+    def __init__(self, app: ASGIApp, settings: GatewaySettings, routes: Collection[str]) -> None:
+        self._app = app
+        self._settings = settings
+        self._routes = routes
+        self._num_requests: Counter[tuple[str, int]] = Counter()
+        self._num_in_flight = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(Headers(scope=scope).get("x-request-id", ""))
+        scope.setdefault("state", {})["request_id"] = request_id
+        status = _LEFT
+
+        async def named_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        self._num_in_flight += 1
+        try:
+            await self._guarded(scope, receive, named_send)
+        finally:
+            self._num_in_flight -= 1
+            route = scope["path"] if scope["path"] in self._routes else "other"
+            self._num_requests[route, status] += 1
+
+    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        limit = self._settings.max_body_bytes
+        num_bytes = 0
+        has_begun = False
+
+        async def bounded_receive() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > limit:
+                raise _too_large(limit)
+            return message
+
+        async def noting_send(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            if scope["path"] not in _OPEN_ROUTES and not self._settings.lets_in(headers.get("authorization", "")):
+                raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+            length = headers.get("content-length", "")
+            if length.isdecimal() and int(length) > limit:
+                raise _too_large(limit)
+            await self._app(scope, bounded_receive, noting_send)
+        except ApiError as error:
+            if has_begun:
+                raise
+            await error_response(error)(scope, receive, send)
+
+    def metrics(self) -> Iterator[str]:
+        """Lines in Prometheus's text format."""
+        yield "# HELP quire_openai_requests_total Requests that were answered, or whose client has left (499)."
+        yield "# TYPE quire_openai_requests_total counter"
+        for (route, status), number in sorted(self._num_requests.items()):
+            yield f'quire_openai_requests_total{{route="{route}",status="{status}"}} {number}'
+        yield "# HELP quire_openai_requests_in_flight Requests that are being served."
+        yield "# TYPE quire_openai_requests_in_flight gauge"
+        yield f"quire_openai_requests_in_flight {self._num_in_flight}"
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    """The answer that an error is."""
+    challenge = {"www-authenticate": "Bearer"} if error.status == 401 else {}
+    return JSONResponse(error.body, error.status, headers={**challenge, **error.headers})
+
+
+def request_id_of(scope: Any) -> str:
+    """The name of a request: the client's, else one of ours."""
+    return str(scope["state"]["request_id"])
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {limit} bytes, the most that is taken here")
+
+
+def _request_id(given: str) -> str:
+    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)

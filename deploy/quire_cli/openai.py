@@ -1,0 +1,147 @@
+"""The OpenAI gateway: beside a server as a process of its own, or alone in front of one that runs already.
+
+Its packages may be missing. Nothing here imports it: it gets its settings by arguments, and its keys by environment.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from quire_engine.system.crash_loop import STABLE_SECONDS, CrashLoop
+
+from quire_cli.companion import Companion
+from quire_cli.console import Console
+from quire_cli.errors import CommandError, UsageError
+from quire_cli.ports import Endpoint, is_loopback, reserve, resolve
+
+__all__ = ["Gateway", "GatewayOptions", "how_to_install", "read_api_keys", "run_gateway"]
+
+API_KEYS = "QUIRE_OPENAI_API_KEYS"
+_NEEDS = ("fastapi", "uvicorn", "tritonclient")
+_DRAIN_S = 1
+"""Of one beside a server: what its requests wait for has been drained before."""
+_START_S = 30.0
+"""How long the ready line waits for the gateway; the server is what matters."""
+
+
+def how_to_install() -> str:
+    """What is missing to start the gateway, and how to install it; empty if nothing is."""
+    missing = [name for name in _NEEDS if find_spec(name) is None]
+    return f"there is no {missing[0]} here; pip install 'quire[openai]' brings it" if missing else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatewayOptions:
+    """What a gateway is in front of, where it listens, and whom it lets in."""
+
+    url: str = "127.0.0.1:8001"
+    host: str = "127.0.0.1"
+    port: int = 9000
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 16 << 20
+    drain_timeout_s: int = 30
+
+    def command(self) -> list[str]:
+        """The command; keys are passed by environment, as every user can see a command line."""
+        arguments = ["--url", self.url, "--host", self.host, "--port", str(self.port)]
+        arguments += ["--max-body-bytes", str(self.max_body_bytes)]
+        arguments += ["--drain-timeout", str(self.drain_timeout_s)]
+        return [sys.executable, "-m", "quire_backend.openai", *arguments]
+
+    def environment(self) -> dict[str, str]:
+        """Its variables."""
+        # Never import from the working directory, which may be a downloaded folder.
+        return {**os.environ, API_KEYS: "\n".join(self.api_keys), "PYTHONSAFEPATH": "1"}
+
+
+def read_api_keys(keys: Sequence[str], file: Path | None) -> tuple[str, ...]:
+    """All keys that are given: as options, in a file with one a line, and in the environment.
+
+    Raises:
+        UsageError: the file cannot be read or holds none, or no header can carry one of them.
+    """
+    found = [*keys, *os.environ.get(API_KEYS, "").splitlines()]
+    if file is not None:
+        try:
+            lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--api-key-file {file} cannot be read: {error}") from None
+        if not any(lines):
+            raise UsageError(f"--api-key-file {file} holds no key; it must hold one a line")
+        found += [line for line in lines if line]
+    if not all(key and key.isascii() and key.isprintable() and " " not in key for key in found):
+        raise UsageError("an API key is empty or holds a space or what is not ASCII; no header can carry it")
+    return tuple(dict.fromkeys(found))
+
+
+def run_gateway(options: GatewayOptions) -> int:
+    """`quire openai`: this process becomes the gateway.
+
+    Raises:
+        CommandError: something it needs is missing, or its port is taken.
+    """
+    missing = how_to_install()
+    if missing:
+        raise CommandError(f"the OpenAI gateway cannot be started: {missing}")
+    host = resolve(options.host)
+    if not is_loopback(host) and not options.api_keys:
+        print(f"quire: on {host} others reach the models without a key; --api-key asks for one", file=sys.stderr)
+    endpoint = reserve({"port": Endpoint(host, options.port)})["port"]
+    print(f"quire: OpenAI gateway at http://{endpoint}/v1", flush=True)
+    options = replace(options, host=host, port=endpoint.port)
+    return os.execve(sys.executable, options.command(), options.environment())
+
+
+class Gateway:
+    """The gateway of one `quire serve`. It is started again when it dies, and ends with the context.
+
+    Args:
+        endpoint: where it listens.
+        grpc: the server's gRPC.
+        api_keys: whom it lets in; empty: everybody.
+        console: gets a line when it dies.
+    """
+
+    def __init__(self, endpoint: Endpoint, grpc: Endpoint, api_keys: tuple[str, ...], console: Console) -> None:
+        self.endpoint = endpoint
+        self._console = console
+        self._options = GatewayOptions(
+            url=f"{grpc.client_host}:{grpc.port}", host=endpoint.host, port=endpoint.port, api_keys=api_keys,
+            drain_timeout_s=_DRAIN_S,
+        )  # fmt: skip
+        self._crash_loop = CrashLoop()
+        self._process: Companion | None = None
+        self._is_named = False
+
+    def __enter__(self) -> "Gateway":
+        options = self._options
+        self._process = Companion(self.endpoint, options.command(), options.environment(), self._on_end)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.stop()
+
+    def ready_word(self) -> str | None:
+        """The gateway's part of the ready line: None while not known yet, empty when there is none."""
+        if self._process is None or self._process.is_gone:
+            return ""
+        if not self._is_named:
+            self._is_named = self._process.is_listening()
+            if not self._is_named:
+                return None if self._process.age_s < _START_S else ""
+        return f" openai={self.endpoint}"
+
+    def _on_end(self, served_s: float) -> float | None:
+        delay_s = self._crash_loop.delay_after_death(served_s >= STABLE_SECONDS)
+        if self._crash_loop.is_tripped:
+            self._console.line(
+                "quire: the OpenAI gateway has died too often, and is not started again; the server goes on, and "
+                f"another one starts with: quire openai --url {self._options.url}"
+            )
+            return None
+        self._console.line("quire: the OpenAI gateway has died, and is started again; the server goes on")
+        return delay_s

@@ -1,0 +1,61 @@
+"""Checkpoints named as on the Hugging Face Hub: from its cache on this machine, else downloaded into it."""
+
+import re
+from pathlib import Path
+
+from quire_engine.errors import CheckpointError, cut
+
+__all__ = ["fetch_checkpoint", "is_hub_name"]
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+"""Those that are read of a checkpoint: no code, and no pickled weights."""
+OTHERS = ["*/*"]
+"""Files in folders, which are other forms of the same weights."""
+
+
+def is_hub_name(model: str, base_dir: Path | None = None) -> bool:
+    """Whether a model is named as `organisation/name`, and there is no folder of that name.
+
+    Args:
+        model: the setting.
+        base_dir: what a relative folder starts from; unset: the working directory.
+    """
+    return _NAME.fullmatch(model) is not None and not ((base_dir or Path()) / model).exists()
+
+
+def fetch_checkpoint(name: str, revision: str | None = None) -> str:
+    """The folder of a checkpoint in the Hub's cache (`HF_HOME`); asks the Hub only if it is not there.
+
+    Args:
+        name: `organisation/name`.
+        revision: a branch, tag or commit; unset: the main branch, as it was when it was downloaded.
+
+    Raises:
+        CheckpointError: it is not in the cache, and cannot be downloaded.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def download(local_files_only: bool) -> Path:
+        return Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=FILES, ignore_patterns=OTHERS, local_files_only=local_files_only
+            )
+        )
+
+    try:
+        try:
+            folder = download(local_files_only=True)
+        except LocalEntryNotFoundError:
+            folder = None
+        # Something else may have needed the tokenizer alone.
+        if folder is None or not any(folder.glob("*.safetensors")):
+            folder = download(local_files_only=False)
+    except Exception as error:  # the library raises whatever its HTTP client raises
+        reason = cut(" ".join(str(error).split()))
+        raise CheckpointError(
+            f"model: there is no folder {name}, the Hub's cache on this machine has no such checkpoint"
+            f"{'' if revision is None else f' of revision {revision!r}'}, and it cannot be downloaded: {reason}"
+        ) from error
+    return str(folder)

@@ -1,0 +1,115 @@
+"""A feed-forward of experts of which each token has a few (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538)::
+
+    gate ─ topk_softmax ─ routed_experts (each SwiGLU, and Σ weight · result) ─ one sum over the ranks
+    shared_expert, for all tokens, times the sigmoid of shared_expert_gate, goes into the same sum
+
+With several ranks, each has a slice of every expert's features, as of the shared expert's and of dense layers'. With
+expert parallelism (GShard, Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668, section 3) each has whole experts
+instead. All ranks have all tokens, as their attention is cut into heads: nothing is sent, and experts that are
+elsewhere add nothing to a rank's part of the sum::
+
+    5 experts, 2 ranks     tensor parallel                  expert parallel
+    rank 0                 0 1 2 3 4, the first halves      0 1 2
+    rank 1                 0 1 2 3 4, the second halves     3 4
+"""
+
+import torch
+from quire_kernels import ExpertsWeight, linear, pack_experts, routed_experts, topk_softmax
+from torch import nn
+
+from quire_engine.distributed import ParallelState
+from quire_engine.models.checkpoint import CheckpointConfig
+from quire_engine.models.experts_options import ExpertsOptions
+from quire_engine.models.parallel import ColumnParallel, RowParallel
+
+__all__ = ["MixtureOfExperts", "experts_of_rank"]
+
+ALONE = ParallelState()
+
+
+def experts_of_rank(num_experts: int, parallel: ParallelState) -> range:
+    """The ids of the experts that a rank has any of; with expert parallelism the first ranks get the remainder."""
+    if not parallel.enable_expert_parallel:
+        return range(num_experts)
+    each, left = divmod(num_experts, parallel.tensor_parallel_size)
+    first = parallel.tensor_rank * each + min(parallel.tensor_rank, left)
+    return range(first, first + each + (parallel.tensor_rank < left))
+
+
+class Router(ColumnParallel):
+    """A small projection to numbers that decide much: float32 results, never quantised, the same on every rank.
+
+    Args:
+        in_features: size of the input.
+        name: the checkpoint's name of the projection.
+        out_features: size of the output.
+    """
+
+    def __init__(self, in_features: int, name: str, out_features: int) -> None:
+        super().__init__(in_features, {name: out_features}, False, ALONE)
+
+    def pack(self, quantized_dtype: torch.dtype | None) -> None:
+        """Pack the weight, as it is."""
+        super().pack(None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in] -> [T, out] float32."""
+        return linear(x, self.packed, torch.float32)
+
+
+class Expert(nn.Module):
+    """The weights of a gated feed-forward whose output goes into a sum with others', before the ranks' sum."""
+
+    def __init__(self, config: CheckpointConfig, intermediate_size: int, parallel: ParallelState) -> None:
+        super().__init__()
+        size, parts = config.hidden_size, {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = ColumnParallel(
+            size, parts, False, parallel, gated=True, int8=config.int8, activation=config.activation
+        )
+        self.down_proj = RowParallel(intermediate_size, "down_proj", size, False, parallel, config.int8)
+
+    def forward(self, hidden_TE: torch.Tensor) -> torch.Tensor:
+        """[T, E] -> [T, E], this rank's part."""
+        return linear(self.gate_up_proj(hidden_TE), self.down_proj.packed)
+
+
+class MixtureOfExperts(nn.Module):
+    """The feed-forward of a layer with experts. `pack` has to be called once their weights are loaded.
+
+    Args:
+        config: of the checkpoint.
+        options: of its experts.
+        parallel: the rank.
+    """
+
+    def __init__(self, config: CheckpointConfig, options: ExpertsOptions, parallel: ParallelState) -> None:
+        super().__init__()
+        self.options, self.group = options, parallel.tensor_group
+        self.gate = Router(config.hidden_size, "gate", options.num_experts)
+        cut = ALONE if parallel.enable_expert_parallel else parallel
+        numbers = experts_of_rank(options.num_experts, parallel)
+        self.experts = nn.ModuleDict({str(i): Expert(config, options.intermediate_size, cut) for i in numbers})
+        self.shared_expert: Expert | None = None
+        if options.shared_intermediate_size is not None:
+            self.shared_expert = Expert(config, options.shared_intermediate_size, parallel)
+            self.shared_expert_gate = Router(config.hidden_size, "shared_expert_gate", 1)
+        self._packed: ExpertsWeight | None = None
+
+    def pack(self) -> None:
+        """Bring the experts together, whose matrices are packed."""
+        here = [expert for expert in self.experts.values() if isinstance(expert, Expert)]
+        expert_map = torch.full((self.options.num_experts,), -1, dtype=torch.int64, device="cpu")
+        expert_map[list(map(int, self.experts))] = torch.arange(len(here), device="cpu")
+        gate_up, down = ([getattr(one, name).packed for one in here] for name in ("gate_up_proj", "down_proj"))
+        self._packed = pack_experts(gate_up, down, expert_map)
+
+    def forward(self, hidden_TE: torch.Tensor) -> torch.Tensor:
+        """[T, E] -> [T, E]."""
+        assert self._packed is not None, "pack was not called"
+        options = self.options
+        weights_TK, expert_ids_TK = topk_softmax(self.gate(hidden_TE), options.top_k, options.norm_topk_prob)
+        shared_TE = shared_gate_T1 = None
+        if self.shared_expert is not None:
+            shared_TE, shared_gate_T1 = self.shared_expert(hidden_TE), self.shared_expert_gate(hidden_TE)
+        out_TE = routed_experts(hidden_TE, weights_TK, expert_ids_TK, self._packed, shared_TE, shared_gate_T1)
+        return out_TE if self.group is None else self.group.all_reduce(out_TE)

@@ -1,0 +1,260 @@
+"""TransformersModel: a decoder of transformers' own modelling code, with our attention.
+
+Nothing here knows an architecture. Loading runs the model over a few tokens, with an attention that only records how it
+is called and gives each token its own value back (`Probe`). What is found is checked: all layers call it, positions are
+those that are given, no token reaches another one but through it, and the head reads only what the layers give. Then
+the tokens are computed in two steps with our attention, which must agree with the model's own.
+
+The tokens of a step are one sequence of transformers', [1, T], whose attention knows the requests from the context.
+"""
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from quire_kernels.kv_cache import new_kv_cache
+from torch import nn
+from transformers.utils import logging as transformers_logging
+
+from quire_engine.distributed import ParallelState
+from quire_engine.errors import CheckpointError, cut
+from quire_engine.models.base import AttentionSpec, ForwardContext, KVCaches
+from quire_engine.models.loader import check_finite
+from quire_engine.models.transformers_attention import PAGED, PROBE, Probe, Step, UnfitModelError
+from quire_engine.models.transformers_checkpoint import SERVED, TransformersCheckpoint
+from quire_engine.models.transformers_linears import pack_linears, packed_parameters
+
+__all__ = ["TransformersModel", "load_transformers_model"]
+
+PROBE_TOKENS = 6
+CLOSE = 1e-3
+"""How much two runs may differ that compute the same, relative to their mean size. With another attention, or other
+tokens, they differ by about that size."""
+CLOSE_HALF = 0.1
+"""The same, in half precision."""
+
+logger = logging.getLogger(__name__)
+
+
+class TransformersModel:
+    """A `CausalLM`, of one rank.
+
+    Args:
+        model: a causal language model of transformers', loaded with the attention `PROBE`.
+        num_layers: that it has to have.
+        max_position: the longest sequence.
+
+    Raises:
+        UnfitModelError: our attention cannot take the place of its own.
+    """
+
+    def __init__(self, model: Any, num_layers: int, max_position: int) -> None:
+        self.parallel = ParallelState()
+        self.recordable = None
+        self.dtype: torch.dtype = model.dtype
+        self._model, self._decoder = model, model.get_decoder()
+        self._given: Any = None
+        """What the layers are said to have computed, while the head computes."""
+        self._computed_forward = self._decoder.forward
+        if "position_ids" not in inspect.signature(self._computed_forward).parameters:
+            raise UnfitModelError("takes no positions")
+        self._decoder.forward = self._decoder_forward
+        token_ids = torch.arange(1, PROBE_TOKENS + 1, device=model.device)[None] % model.config.vocab_size
+        position_ids = torch.arange(PROBE_TOKENS, device=model.device)[None]
+        with torch.inference_mode():
+            hidden_TE = self._probe(Probe(max_position), num_layers, token_ids.clone(), position_ids)
+            self.hidden_size = hidden_TE.shape[1]
+            self._compare(token_ids, position_ids)
+
+    def _probe(
+        self, probe: Probe, num_layers: int, token_ids: torch.Tensor, position_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Find out how its layers attend; returns the hidden states of some tokens.
+
+        Raises:
+            UnfitModelError: see there.
+        """
+        run = self._decoder(input_ids=token_ids, position_ids=position_ids, use_cache=False)
+        hidden = run.last_hidden_state
+        self._output_type = type(run)
+        if not bool(hidden.isfinite().all()):
+            raise UnfitModelError("computes numbers that are not finite; its weights are, or are too large for dtype")
+        if len(probe.layers) != num_layers:
+            raise UnfitModelError(f"has {num_layers} layers, of which {len(probe.layers)} call the attention interface")
+        if not self._agree(hidden, self._decoder(input_ids=token_ids, use_cache=False).last_hidden_state):
+            raise UnfitModelError("counts positions in another way than from 0")
+        token_ids[0, 0] = 0
+        others = self._decoder(input_ids=token_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        if not self._agree(hidden[:, 1:], others[:, 1:]):
+            raise UnfitModelError("mixes tokens in other ways than by attention")
+        logits = self._model(input_ids=token_ids, position_ids=position_ids, use_cache=False).logits
+        if not self._agree(logits[0].float(), self.compute_logits(others[0])):
+            raise UnfitModelError("computes logits of more than its layers' results")
+        self._attentions = self._active = probe.attach()
+        self._layers = _layer_list(self._decoder, list(probe.layers))
+        return torch.as_tensor(hidden[0])
+
+    def _compare(self, token_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
+        """Compute some tokens with the model's own attention, and in two steps with ours.
+
+        Raises:
+            UnfitModelError: the results differ.
+        """
+        self._model.set_attn_implementation("eager")
+        own = self._model(input_ids=token_ids, position_ids=position_ids, use_cache=False).logits[0].float()
+        self._model.set_attn_implementation(PAGED)
+        device, shapes = token_ids.device, [(1, one.num_kv_heads, 16, one.head_size) for one in self.attention_specs]
+        kv_caches = [
+            (new_kv_cache(*shape, self.dtype, device), new_kv_cache(*shape, self.dtype, device)) for shape in shapes
+        ]
+        half, logits = PROBE_TOKENS // 2, []
+        for begin, end in ((0, half), (half, PROBE_TOKENS)):
+            positions = position_ids[0, begin:end]
+            context = ForwardContext(
+                positions=positions,
+                slot_mapping=positions,
+                block_table=positions.new_zeros(1, 1),
+                query_start_loc=positions.new_tensor([0, end - begin]),
+                seq_lens=positions.new_tensor([end]),
+                plans={},
+            )
+            logits.append(self.compute_logits(self.forward(token_ids[0, begin:end], context, kv_caches)))
+        if not self._agree(own, torch.cat(logits)):
+            raise UnfitModelError("computes other results with our attention than with its own")
+
+    def _agree(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        tolerance = CLOSE if self.dtype == torch.float32 else CLOSE_HALF
+        return bool((one - other).abs().float().mean() <= tolerance * one.abs().float().mean())
+
+    @property
+    def attention_specs(self) -> list[AttentionSpec]:
+        """By layer."""
+        return [attention.spec for attention in self._active]
+
+    @property
+    def layer_numbers(self) -> list[int]:
+        """Of the layers that it has now."""
+        return [attention.number for attention in self._active]
+
+    def forward(self, token_ids_T: torch.Tensor, context: ForwardContext, kv_caches: KVCaches) -> torch.Tensor:
+        """[T] -> [T, E]."""
+        step = Step(context, dict(zip(self.layer_numbers, kv_caches, strict=True)))
+        for attention in self._active:
+            attention.step = step
+        try:
+            out = self._decoder(input_ids=token_ids_T[None], position_ids=context.positions[None], use_cache=False)
+        finally:
+            for attention in self._active:
+                attention.step = None  # it refers to the caches
+        return torch.as_tensor(out.last_hidden_state[0])
+
+    def compute_logits(self, hidden_SE: torch.Tensor) -> torch.Tensor:
+        """[S, E] -> [S, V] float32, with whatever the model does to logits: scales, soft caps."""
+        self._given = self._output_type(last_hidden_state=hidden_SE[None])
+        try:
+            ids = torch.zeros(1, len(hidden_SE), dtype=torch.int64, device=hidden_SE.device)
+            return torch.as_tensor(self._model(input_ids=ids, use_cache=False).logits[0]).float()
+        finally:
+            self._given = None
+
+    def _decoder_forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._computed_forward(*args, **kwargs) if self._given is None else self._given
+
+    @contextlib.contextmanager
+    def one_layer_of_each_kind(self) -> Iterator[None]:
+        """Inside the block, the model has only these layers; all of them, if they are not in one list."""
+        if self._layers is None:
+            yield
+            return
+        parent, name = self._layers
+        all_layers, attentions = getattr(parent, name), self._active
+        first = {attention.spec: attention for attention in reversed(attentions)}
+        self._active = sorted(first.values(), key=lambda attention: attention.number)
+        setattr(parent, name, nn.ModuleList([all_layers[attention.number] for attention in self._active]))
+        try:
+            yield
+        finally:
+            setattr(parent, name, all_layers)
+            self._active = attentions
+
+    def num_parameters(self) -> int:
+        """All of them; a tied head counts once."""
+        unpacked = sum(int(parameter.numel()) for parameter in self._model.parameters())
+        return unpacked + packed_parameters(self._model)
+
+
+def _layer_list(decoder: nn.Module, modules: list[nn.Module]) -> tuple[nn.Module, str] | None:
+    """The parent and name of the list of layers, of which each has one of the modules, in order; None if there is no
+    such list."""
+    names = {module: name for name, module in decoder.named_modules()}
+    for path, layers in decoder.named_modules():
+        is_list = isinstance(layers, nn.ModuleList) and len(layers) == len(modules)
+        if is_list and all(names[module].startswith(f"{path}.{i}.") for i, module in enumerate(modules)):
+            parent, _, name = path.rpartition(".")
+            return decoder.get_submodule(parent), name
+    return None
+
+
+def load_transformers_model(
+    folder: Path,
+    checkpoint: TransformersCheckpoint,
+    dtype: torch.dtype,
+    max_position: int,
+    device: torch.device,
+    load_format: str,
+) -> TransformersModel:
+    """Load a model with transformers' own code and its own mapping of names, from safetensors files alone.
+
+    Args:
+        folder: the checkpoint.
+        checkpoint: its configuration.
+        dtype: of weights and activations.
+        max_position: the longest sequence.
+        device: where it computes.
+        load_format: `dummy` reads no weights, and makes random ones.
+
+    Raises:
+        CheckpointError: a tensor is missing or of the wrong shape, or the model cannot run with our attention.
+    """
+    name = checkpoint.architecture
+    Probe(max_position)  # registers the name of the attention, which is checked
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        model_class: Any = getattr(transformers, name)
+        if load_format == "dummy":
+            model = model_class._from_config(config, dtype=dtype, attn_implementation=PROBE)
+        else:
+            model, info = model_class.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=PROBE,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+            for problem in ("missing_keys", "mismatched_keys"):
+                if info[problem]:
+                    raise CheckpointError(f"{folder}: {problem.replace('_', ' ')}: {cut(str(sorted(info[problem])))}")
+        model = model.to(device).eval()
+        for tensor, parameter in model.named_parameters():
+            check_finite(parameter.data, parameter.data, f"{folder}: tensor {tensor}")
+        pack_linears(model)
+        model = TransformersModel(model, checkpoint.num_layers, max_position)
+    except CheckpointError:
+        raise
+    except UnfitModelError as error:
+        raise CheckpointError(f"{folder / 'config.json'}: {name} {error}; {SERVED}") from None
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{folder}: {name} does not load with transformers' code: {cut(str(error))}") from error
+    logger.info(
+        "%s runs with transformers' own modelling code, with our attention, KV cache and sampler: it is slower than a "
+        "family of our own", name,
+    )  # fmt: skip
+    return model

@@ -1,0 +1,204 @@
+"""The routed experts of a feed-forward layer (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538): `pack_experts`
+once, then `routed_experts`.
+
+::
+
+    x ─► the token's experts, each activation(gate) · up ─► down  ─► Σ weight · result [+ sigmoid(shared_gate) · shared]
+
+Tokens are sorted by expert, and only the weights of experts that a token has chosen are read. Each expert's linears are
+those of `linear`: a token has the bits that they would give it alone. The sum is in the order of the token's experts,
+likeliest first, in float32, and rounded once; so, as with `linear`, a token's result does not depend on the others.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quire_kernels.cpu import Call, check_tensor, launch, library, pointer, with_dense_rows
+from quire_kernels.dispatch import uses_triton
+from quire_kernels.linear import LinearCall, LinearWeight, linear
+
+__all__ = ["ExpertsWeight", "pack_experts", "routed_experts"]
+
+
+class _ExpertsCall(Call):
+    """`ExpertsCall` of kernels/csrc/calls.h."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("x_stride", ctypes.c_int64),
+        ("weights", ctypes.c_void_p),
+        ("expert_ids", ctypes.c_void_p),
+        ("expert_map", ctypes.c_void_p),
+        ("gate_up", ctypes.c_void_p),
+        ("down", ctypes.c_void_p),
+        ("shared", ctypes.c_void_p),
+        ("shared_stride", ctypes.c_int64),
+        ("shared_gate", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("experts", ctypes.c_int64),
+        ("top_k", ctypes.c_int64),
+        ("hidden_size", ctypes.c_int64),
+        ("intermediate_size", ctypes.c_int64),
+        ("is_float", ctypes.c_int32),
+    )
+
+
+@dataclass(slots=True)
+class ExpertsWeight:
+    """The experts of a layer that are here, in the form that `routed_experts` reads. Made by `pack_experts`."""
+
+    gate_up: Sequence[LinearWeight]
+    """Gated; [2 * I, E] each."""
+    down: Sequence[LinearWeight]
+    """[E, I] each."""
+    expert_map: torch.Tensor
+    """int64, by id: the expert's place in these lists, or -1 if it is not here."""
+    calls: tuple[ctypes.Array[LinearCall], ctypes.Array[LinearCall]] | None
+    """For the C++ kernel; None if the linears have none."""
+    pointers: tuple[torch.Tensor, torch.Tensor]
+    """For the kernels of GPUs, of both lists: int64 [2, experts], addresses of weights and of scales."""
+
+    @property
+    def hidden_size(self) -> int:
+        return self.down[0].out_features
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.down[0].in_features
+
+
+def pack_experts(
+    gate_up: Sequence[LinearWeight], down: Sequence[LinearWeight], expert_map: torch.Tensor
+) -> ExpertsWeight:
+    """Bring the packed linears of experts together; nothing is copied.
+
+    Args:
+        gate_up: by expert, from `pack_linear` with `gated`, without biases.
+        down: by expert, without biases.
+        expert_map: int64, by id: the expert's place in these lists, or -1 for one that is not here, which adds nothing.
+
+    Raises:
+        ValueError: there are no experts, they are not all alike, one has a bias, or the map is not of these lists.
+    """
+    if not gate_up or len(gate_up) != len(down):
+        raise ValueError(f"there are {len(gate_up)} gate_up and {len(down)} down; there must be one of each per expert")
+    for one, like in [*((one, gate_up[0]) for one in gate_up), *((one, down[0]) for one in down)]:
+        if _kind(one) != _kind(like) or one.bias is not None:
+            raise ValueError(f"an expert is {_kind(one)}; all must be {_kind(like)}, without biases")
+    if not gate_up[0].gated or down[0].gated:
+        raise ValueError("gate_up must be gated, and down must not")
+    sizes = (gate_up[0].out_features, gate_up[0].in_features)
+    if sizes != (2 * down[0].in_features, down[0].out_features):
+        raise ValueError(f"gate_up is {sizes} beside down of {down[0].out_features, down[0].in_features}; it must fit")
+    if expert_map.dtype != torch.int64 or expert_map.dim() != 1 or int(expert_map.max()) >= len(down):
+        raise ValueError(f"expert_map is {expert_map}; it must be int64, and below {len(down)}")
+    calls = None
+    of_gate_up, of_down = ([one.call for one in each if one.call is not None] for each in (gate_up, down))
+    if len(of_gate_up) == len(of_down) == len(down):
+        kind = LinearCall * len(down)
+        calls = kind(*of_gate_up), kind(*of_down)
+    device = down[0].data.device
+    pointers = [
+        torch.tensor([[one.data.data_ptr() for one in each], [pointer(one.scales) or 0 for one in each]], device=device)
+        for each in (gate_up, down)
+    ]
+    return ExpertsWeight(gate_up, down, expert_map.to(device), calls, (pointers[0], pointers[1]))
+
+
+def _kind(weight: LinearWeight) -> tuple[object, ...]:
+    return (
+        weight.out_features,
+        weight.in_features,
+        weight.gated,
+        weight.activation,
+        weight.dtype,
+        weight.data.dtype,
+        weight.data.device,
+    )
+
+
+def routed_experts(
+    x_TE: torch.Tensor,
+    weights_TK: torch.Tensor,
+    expert_ids_TK: torch.Tensor,
+    experts: ExpertsWeight,
+    shared_TE: torch.Tensor | None = None,
+    shared_gate_T1: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The weighted sum of the outputs of each token's experts, those that are here.
+
+    Args:
+        x_TE: activations, in the experts' dtype; rows may be strided.
+        weights_TK: float32, from `topk_softmax`, as the ids.
+        expert_ids_TK: int64, each at least 0 and below the length of the experts' map: not checked by the kernels.
+        experts: from `pack_experts`.
+        shared_TE: added to the sum before it is rounded: the output of experts that all tokens share.
+        shared_gate_T1: float32, whose sigmoid multiplies `shared_TE`.
+
+    Raises:
+        TypeError: an argument has another dtype, or is on another device.
+        ValueError: an argument has another shape than the experts.
+
+    Returns:
+        [T, E].
+    """
+    x_TE = with_dense_rows(x_TE)
+    (rows, size), top_k = x_TE.shape, expert_ids_TK.shape[1]
+    if x_TE.dtype != experts.down[0].dtype or x_TE.device != experts.expert_map.device:
+        raise TypeError(f"activations are {x_TE.dtype} on {x_TE.device}; they must be as the experts were packed for")
+    if size != experts.hidden_size:
+        raise ValueError(f"activations have {size} columns; the experts were packed for {experts.hidden_size}")
+    if shared_TE is not None and (shared_TE.shape != x_TE.shape or shared_TE.dtype != x_TE.dtype):
+        raise ValueError(f"shared_TE is {list(shared_TE.shape)}; it must be {list(x_TE.shape)}, of {x_TE.dtype}")
+    shared_TE = None if shared_TE is None else with_dense_rows(shared_TE)
+    if uses_triton(x_TE):
+        from quire_kernels.gpu import experts as gpu
+
+        return gpu.routed_experts(
+            x_TE, weights_TK, expert_ids_TK, experts.expert_map, experts.pointers, experts.down[0].data.dtype,
+            experts.gate_up[0].activation, experts.intermediate_size, shared_TE, shared_gate_T1,
+        )  # fmt: skip
+    check_tensor("weights_TK", weights_TK, torch.float32, rows, top_k)
+    check_tensor("expert_ids_TK", expert_ids_TK, torch.int64, rows, top_k)
+    if shared_gate_T1 is not None:
+        check_tensor("shared_gate_T1", shared_gate_T1, torch.float32, rows, 1)
+    handle = library()
+    if experts.calls is None or handle is None:
+        return _routed_experts_torch(x_TE, weights_TK, expert_ids_TK, experts, shared_TE, shared_gate_T1)
+    gate_up, down = experts.calls
+    out = torch.empty(rows, size, dtype=x_TE.dtype)
+    call = _ExpertsCall(
+        x_TE.data_ptr(), x_TE.stride(0), weights_TK.data_ptr(), expert_ids_TK.data_ptr(),
+        experts.expert_map.data_ptr(), ctypes.addressof(gate_up), ctypes.addressof(down), pointer(shared_TE),
+        0 if shared_TE is None else shared_TE.stride(0), pointer(shared_gate_T1), out.data_ptr(),
+        rows, len(down), top_k, size, experts.intermediate_size, x_TE.dtype == torch.float32,
+    )  # fmt: skip
+    launch(handle.quire_experts, call, out)
+    return out
+
+
+def _routed_experts_torch(
+    x_TE: torch.Tensor,
+    weights_TK: torch.Tensor,
+    expert_ids_TK: torch.Tensor,
+    experts: ExpertsWeight,
+    shared_TE: torch.Tensor | None,
+    shared_gate_T1: torch.Tensor | None,
+) -> torch.Tensor:
+    places_TK = experts.expert_map[expert_ids_TK]
+    results_TKE = x_TE.new_zeros(*places_TK.shape, experts.hidden_size, dtype=torch.float32)
+    for place in sorted(set(places_TK.flatten().tolist())):
+        if place >= 0:
+            tokens, ranks = torch.where(places_TK == place)
+            hidden = linear(x_TE[tokens], experts.gate_up[place])
+            results_TKE[tokens, ranks] = linear(hidden, experts.down[place], torch.float32)
+    out_TE = torch.zeros_like(x_TE, dtype=torch.float32)
+    for rank, result_TE in enumerate(results_TKE.unbind(1)):
+        out_TE += weights_TK[:, rank, None] * result_TE
+    if shared_TE is not None:
+        out_TE += shared_TE.float() if shared_gate_T1 is None else shared_gate_T1.sigmoid() * shared_TE.float()
+    return out_TE.to(x_TE.dtype)

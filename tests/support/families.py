@@ -1,0 +1,82 @@
+"""Every architecture with layers of our own, and what is tested of each: the rows and columns of docs/models.md.
+
+Run as a script, this runs the tests, and writes the page's table from their outcomes::
+
+    .venv/bin/python tests/support/families.py
+"""
+
+import sys
+from collections.abc import Collection, Generator
+from pathlib import Path
+
+import pytest
+
+__all__ = ["COLUMNS", "FAMILIES", "PAGE", "PAIRS", "rendered", "with_table"]
+
+FAMILIES = {
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "GraniteForCausalLM": "granite",
+    "LlamaForCausalLM": "tied-gqa",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2-moe",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3-moe",
+    "SmolLM3ForCausalLM": "smollm3",
+}
+"""Architecture → its checkpoint among the oracle's, which two ranks and two stages can share."""
+COLUMNS = ("exact", "tensor parallel", "pipeline parallel", "int8", "speculation", "prefix caching")
+PAIRS = [(architecture, column) for architecture in FAMILIES for column in COLUMNS]
+"""Each is a test."""
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, TESTS = ROOT / "docs" / "models.md", ROOT / "tests" / "unit" / "engine" / "models" / "test_every_family.py"
+BEGIN, END = "<!-- the table: made by the tests -->\n", "<!-- the end of the table -->\n"
+
+
+def rendered(shown: Collection[tuple[str, str]]) -> str:
+    """The table.
+
+    Args:
+        shown: pairs of architecture and column whose test has passed.
+    """
+    rows = [("Architecture", *COLUMNS), ("---", *[":-:"] * len(COLUMNS))]
+    rows += [(f"`{one}`", *("✓" if (one, column) in shown else "" for column in COLUMNS)) for one in FAMILIES]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def with_table(page: str, table: str) -> str:
+    """A page with another table in its place."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+class Outcomes:
+    """A plugin of pytest that notes what has passed."""
+
+    def __init__(self) -> None:
+        self.passed: set[tuple[str, str]] = set()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Function) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if report.when == "call" and report.passed:
+            self.passed.add((item.callspec.params["architecture"], item.callspec.params["column"]))
+        return report
+
+
+def main() -> int:
+    outcomes = Outcomes()
+    code = int(pytest.main([f"{TESTS}::test_a_family", "-q"], plugins=[outcomes]))
+    PAGE.write_text(with_table(PAGE.read_text(), rendered(outcomes.passed)))
+    print(f"{PAGE}: {len(outcomes.passed)} of {len(PAIRS)} cells")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

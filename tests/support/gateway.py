@@ -1,0 +1,156 @@
+"""The gRPC side of a tritonserver, driven by a test, and the gateway's application without a socket."""
+
+import asyncio
+import json
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from quire_backend.openai.app import make_app
+from quire_backend.openai.settings import GatewaySettings
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+__all__ = ["Answer", "FakeTriton", "Gateway", "gateway", "response", "running", "texts_of"]
+
+
+def texts_of(request: Any) -> dict[str, str]:
+    """The text inputs of a request."""
+    return {
+        item.name: content[4:].decode()
+        for item, content in zip(request.inputs, request.raw_input_contents, strict=True) if item.datatype == "BYTES"
+    }  # fmt: skip
+
+
+def response(text: str, reason: str = "None") -> Any:
+    """One response of a model with one sequence, a token per character."""
+    infer = service_pb2.ModelInferResponse()
+
+    def add(name: str, datatype: str, content: bytes) -> None:
+        infer.outputs.add(name=name, datatype=datatype, shape=[1])
+        infer.raw_output_contents.append(content)
+
+    for name, value in (("text_output", text), ("finish_reason", reason), ("perf_metrics", "null")):
+        add(name, "BYTES", struct.pack("<I", len(value.encode())) + value.encode())
+    add("num_input_tokens", "UINT32", struct.pack("<I", 3))
+    add("num_output_tokens", "UINT32", struct.pack("<I", len(text)))
+    return service_pb2.ModelStreamInferResponse(infer_response=infer)
+
+
+class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """Answers each request by `serve`, which gets the request and its context."""
+
+    def __init__(self, serve: Callable[[Any, Any], AsyncIterator[Any]]) -> None:
+        self._serve = serve
+        self.requests: list[Any] = []
+        self.num_cancelled = 0
+
+    async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        request = await anext(requests)
+        self.requests.append(request)
+        try:
+            async for message in self._serve(request, context):
+                yield message
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+
+
+@dataclass
+class Answer:
+    """What an application has sent for one request."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    num_sent: int = 0
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class Gateway:
+    """Calls an application."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def call(
+        self, path: str, body: Any = None, headers: Mapping[str, str] | None = None, *,
+        left: asyncio.Event | None = None, may_send: Callable[[], Awaitable[Any]] | None = None,
+        answer: Answer | None = None,
+    ) -> Answer:  # fmt: skip
+        """One request.
+
+        Args:
+            path: of the route.
+            body: JSON, or raw parts; None: a GET.
+            headers: besides the content type.
+            left: set when the client is gone.
+            may_send: awaited before each part of the answer is taken.
+            answer: filled as it comes.
+        """
+        answer = answer or Answer()
+        parts = body if isinstance(body, list) else [b"" if body is None else json.dumps(body).encode()]
+        messages = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+        messages.append({"type": "http.request", "body": b"", "more_body": False})
+        said = {"content-type": "application/json"} | dict(headers or {})
+
+        async def receive() -> Any:
+            if messages:
+                return messages.pop(0)
+            await (left or asyncio.Event()).wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if may_send is not None:
+                await may_send()
+            if message["type"] == "http.response.start":
+                answer.status = message["status"]
+                answer.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+            else:
+                answer.body += message.get("body", b"")
+                answer.num_sent += 1
+
+        scope = {
+            "type": "http", "method": "GET" if body is None else "POST", "path": path, "query_string": b"",
+            "headers": [(name.encode(), value.encode()) for name, value in said.items()], "scheme": "http",
+            "server": ("127.0.0.1", 80), "client": ("127.0.0.1", 1), "root_path": "", "http_version": "1.1",
+        }  # fmt: skip
+        await self._app(scope, receive, send)
+        return answer
+
+
+@asynccontextmanager
+async def running(app: Any) -> AsyncIterator[Gateway]:
+    """An application between its start and its end."""
+    told: asyncio.Queue[Any] = asyncio.Queue()
+    said: asyncio.Queue[Any] = asyncio.Queue()
+    lifespan = asyncio.create_task(app({"type": "lifespan", "asgi": {}, "state": {}}, told.get, said.put))
+    await told.put({"type": "lifespan.startup"})
+    assert (await said.get())["type"] == "lifespan.startup.complete"
+    try:
+        yield Gateway(app)
+    finally:
+        await told.put({"type": "lifespan.shutdown"})
+        await lifespan
+
+
+@asynccontextmanager
+async def gateway(
+    serve: Callable[[Any, Any], AsyncIterator[Any]], **settings: Any
+) -> AsyncIterator[tuple[Gateway, FakeTriton]]:
+    """A gateway in front of a fake server."""
+    triton = FakeTriton(serve)
+    server = grpc.aio.server()
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(triton, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with running(make_app(GatewaySettings(url=f"127.0.0.1:{port}", **settings))) as made:
+            yield made, triton
+    finally:
+        await server.stop(0)

@@ -1,0 +1,264 @@
+"""The gateway in front of a fake server: what it asks, what becomes of errors, who gets in, who is slow or leaves."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+from quire_backend.openai.app import make_app
+from quire_backend.openai.settings import GatewaySettings
+from quire_backend.openai.triton_client import Delta, TritonClient
+from support.gateway import Answer, FakeTriton, Gateway, gateway, response, running, texts_of
+from support.ports import free_port
+
+COMPLETIONS = "/v1/completions"
+BODY: dict[str, Any] = {"model": "m", "prompt": "Hi"}
+DEADLINE_S = 20
+
+
+async def hello(request: Any, context: Any) -> AsyncIterator[Any]:
+    yield response("Hel")
+    yield response("lo", "stop")
+
+
+def fails_with(code: grpc.StatusCode, message: str, *first: Any) -> Any:
+    async def fail(request: Any, context: Any) -> AsyncIterator[Any]:
+        for item in first:
+            yield item
+        await context.abort(code, message)
+
+    return fail
+
+
+def run(
+    serve: Callable[[Any, Any], AsyncIterator[Any]], work: Callable[[Gateway, FakeTriton], Awaitable[Any]],
+    **settings: Any,
+) -> Any:  # fmt: skip
+    async def go() -> Any:
+        async with gateway(serve, **settings) as (app, triton):
+            return await asyncio.wait_for(work(app, triton), DEADLINE_S)
+
+    return asyncio.run(go())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def call(serve: Any, body: Any = BODY, headers: Any = None, path: str = COMPLETIONS, **settings: Any) -> Answer:
+    answer = run(serve, lambda app, _: app.call(path, body, headers), **settings)
+    assert isinstance(answer, Answer)
+    return answer
+
+
+def events(answer: Answer) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in answer.body.decode().split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "status", "kind", "param"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, "top_p is 2; it must be in (0, 1]", 400, "invalid_request_error", "top_p"),
+        (grpc.StatusCode.INVALID_ARGUMENT, "text_input is empty", 400, "invalid_request_error", "prompt"),
+        (grpc.StatusCode.INVALID_ARGUMENT, "unknown sampling parameter 'top_p'", 400, "invalid_request_error", "top_p"),
+        (grpc.StatusCode.INVALID_ARGUMENT, "something else", 400, "invalid_request_error", None),
+        (grpc.StatusCode.UNAVAILABLE, "the queue is full; try again in about 2.5 s", 503, "server_error", None),
+        (grpc.StatusCode.CANCELLED, "the request was cancelled", 503, "server_error", None),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "too late", 504, "server_error", None),
+        (grpc.StatusCode.INTERNAL, "top_p has killed it", 500, "server_error", "top_p"),
+    ],
+)
+def test_statuses_of_the_server(code: Any, message: str, status: int, kind: str, param: str | None) -> None:
+    answer = call(fails_with(code, message), BODY | {"top_p": 2})
+    error = answer.json["error"]
+    assert (answer.status, error["type"], error["param"]) == (status, kind, param)
+    assert error["message"] == message.replace("text_input", "prompt")
+    assert answer.headers.get("retry-after") == ("3" if "2.5 s" in message else None)
+
+
+@pytest.mark.parametrize(
+    ("message", "status"),
+    [
+        ("Request for unknown model: 'm' is not found", 404),
+        ("unexpected inference input 'messages' for model 'm'", 400),
+    ],
+)
+def test_what_the_server_refuses_itself_has_no_status(message: str, status: int) -> None:
+    async def refuse(request: Any, context: Any) -> AsyncIterator[Any]:
+        refusal = response("")
+        refusal.infer_response.Clear()
+        refusal.error_message = message
+        yield refusal
+
+    assert call(refuse).status == status
+
+
+def test_a_stream_that_fails_later_ends_with_the_error() -> None:
+    answer = call(fails_with(grpc.StatusCode.UNAVAILABLE, "unloaded", response("Hel")), BODY | {"stream": True})
+    first, error = events(answer)
+    assert (answer.status, first["choices"][0]["text"], error["error"]["message"]) == (200, "Hel", "unloaded")
+
+
+def test_a_server_that_is_away_is_not_named() -> None:
+    async def go(port: int) -> None:
+        async with running(make_app(GatewaySettings(url=f"127.0.0.1:{port}"))) as app:
+            answer = await app.call(COMPLETIONS, BODY)
+            assert (answer.status, "127.0.0.1" in answer.body.decode()) == (503, False)
+            assert (await app.call("/v1/models")).status == 503
+            assert (await app.call("/health")).status == 503
+
+    with free_port() as port:
+        asyncio.run(asyncio.wait_for(go(port), DEADLINE_S))
+
+
+# -- what is passed on ------------------------------------------------------------------------------------------------
+
+
+def test_parameters_name_and_trace_are_passed_on() -> None:
+    async def work(app: Gateway, triton: FakeTriton) -> Any:
+        body = BODY | {"temperature": 0.1, "slo_class": "chat", "user": "me", "top_k": None, "guided_choice": ["a"]}
+        answer = await app.call(COMPLETIONS, body, {"x-request-id": "mine", "traceparent": "00-1-2-01"})
+        assert answer.headers["x-request-id"] == "mine"
+        return triton.requests
+
+    (request,) = run(hello, work)
+    assert request.id == "mine"
+    inputs = texts_of(request)
+    assert inputs["text_input"] == "Hi"
+    assert json.loads(inputs["sampling_parameters"]) == {
+        "temperature": 0.1, "slo_class": "chat", "traceparent": "00-1-2-01", "structured_outputs": {"choice": ["a"]},
+    }  # fmt: skip
+
+
+def test_a_chat_passes_its_messages_on() -> None:
+    async def work(app: Gateway, triton: FakeTriton) -> Any:
+        body = {"model": "m", "messages": [{"role": "user", "content": "é"}], "max_completion_tokens": 7}
+        answer = await app.call("/v1/chat/completions", body)
+        assert answer.json["choices"][0]["message"]["content"] == "Hel"  # of the fake's first response alone
+        return triton.requests
+
+    async def one(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield response("Hel", "length")
+
+    (request,) = run(one, work)
+    inputs = texts_of(request)
+    assert json.loads(inputs["messages"]) == [{"role": "user", "content": "é"}]
+    assert json.loads(inputs["sampling_parameters"]) == {"max_tokens": 7}
+
+
+# -- who gets in ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shown", "status"),
+    [("Bearer sesam", 200), ("bearer other", 200), ("Bearer sesa", 401), ("Bearer ", 401), ("Basic sesam", 401),
+     ("", 401), ("Bearer sés", 401)],
+)  # fmt: skip
+def test_keys(shown: str, status: int) -> None:
+    answer = call(hello, headers={"authorization": shown}, api_keys=("sesam", "other"))
+    assert answer.status == status
+    if status == 401:
+        assert answer.json["error"]["code"] == "invalid_api_key"
+        assert call(hello, None, path="/metrics", api_keys=("sesam",)).status == 401
+        assert call(hello, None, path="/health", api_keys=("sesam",)).status == 503  # the fake has no models
+
+
+@pytest.mark.parametrize("headers", [{}, {"content-length": "2000"}])
+def test_a_body_that_is_too_large(headers: dict[str, str]) -> None:
+    answer = call(hello, [b"{" + b" " * 600, b" " * 600], headers, max_body_bytes=1000)
+    assert (answer.status, answer.json["error"]["type"]) == (413, "invalid_request_error")
+
+
+# -- slow clients, and those that leave -------------------------------------------------------------------------------
+
+
+class EndlessClient(TritonClient):
+    """Its deltas come as fast as they are taken."""
+
+    num_taken = 0
+
+    async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[Delta, None]:
+        while True:
+            self.num_taken += 1
+            yield Delta(
+                texts=["x"], finish_reasons=[None], num_output_tokens=[1], num_prompt_tokens=1,
+                num_cached_tokens=None, logprobs=[None], prompt_logprobs=None,
+            )  # fmt: skip
+
+
+def test_what_a_slow_client_does_not_read_is_not_read_from_the_server() -> None:
+    async def go() -> None:
+        clients: list[EndlessClient] = []
+
+        def make_client(url: str) -> TritonClient:
+            clients.append(EndlessClient(url))
+            return clients[0]
+
+        async with running(make_app(GatewaySettings(), make_client)) as app:
+            reads, left, answer = asyncio.Semaphore(3), asyncio.Event(), Answer()
+            task = asyncio.create_task(
+                app.call(COMPLETIONS, BODY | {"stream": True}, left=left, may_send=reads.acquire, answer=answer)
+            )
+            await until(lambda: answer.num_sent == 2)
+            for _ in range(1000):  # turns of the loop, in which it could take as many
+                await asyncio.sleep(0)
+            assert clients[0].num_taken <= answer.num_sent + 3
+            for _ in range(100):
+                reads.release()
+            await until(lambda: answer.num_sent == 102)
+            left.set()
+            await task
+
+    asyncio.run(asyncio.wait_for(go(), DEADLINE_S))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_client_that_leaves_cancels_all_of_its_requests(stream: bool, after: int) -> None:
+    async def wait(request: Any, context: Any) -> AsyncIterator[Any]:
+        for _ in range(after):
+            yield response("x")
+        await asyncio.Event().wait()
+
+    async def work(app: Gateway, triton: FakeTriton) -> None:
+        left = asyncio.Event()
+        body = BODY | {"stream": stream, "prompt": ["a", "b", "c"]}
+        task = asyncio.create_task(app.call(COMPLETIONS, body, left=left))
+        await until(lambda: len(triton.requests) == 3)
+        left.set()
+        await task
+        await until(lambda: triton.num_cancelled == 3)
+        assert 'status="499"' in (await app.call("/metrics")).body.decode() or after
+
+    run(wait, work)
+
+
+def test_one_prompt_that_fails_cancels_the_others() -> None:
+    async def serve(request: Any, context: Any) -> AsyncIterator[Any]:
+        if texts_of(request)["text_input"] == "bad":
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "text_input is bad")
+        await asyncio.Event().wait()
+        yield
+
+    async def work(app: Gateway, triton: FakeTriton) -> None:
+        answer = await app.call(COMPLETIONS, BODY | {"prompt": ["good", "bad"]})
+        assert answer.json["error"]["message"] == "prompt is bad"
+        await until(lambda: triton.num_cancelled == 1)
+
+    run(serve, work)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("port", 65536), ("max_body_bytes", 0), ("drain_timeout_s", -1), ("api_keys", ("a", ""))]
+)
+def test_bad_settings_are_named(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        GatewaySettings(**{name: value})

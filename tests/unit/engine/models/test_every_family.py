@@ -1,0 +1,158 @@
+"""What is shown of every family: one test for each cell of the table in docs/models.md (`support.families`)."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quire_engine import LLM, SamplingParams
+from quire_engine.core import engine_core
+from quire_engine.models.registry import ARCHITECTURES
+from quire_engine.outputs import RequestOutput
+from quire_engine.spec_decode import make_proposer
+from quire_kernels import cpu
+from support.every_kind import core_of
+from support.families import COLUMNS, FAMILIES, PAGE, PAIRS, rendered, with_table
+from support.oracle import VOCAB_SIZE, Expected, generate_greedily, make_prompts
+from support.ranks import ThreadExecutor
+from support.scheduling import draft_always
+from transformers import AutoModelForCausalLM
+
+NUM_TOKENS = 12
+PROMPTS = [*make_prompts(7, VOCAB_SIZE, max_length=40), *make_prompts(1, VOCAB_SIZE, max_length=400, seed=3)]
+"""The last one's step is too long to be recorded; the others' are recorded."""
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
+
+Family = tuple[Path, list[Expected]]
+
+
+@pytest.fixture
+def family(
+    architecture: str,
+    checkpoint: Callable[[str], Path],
+    made: Callable[[str, Callable[[Path], object]], Path],
+) -> Family:
+    """A checkpoint, and what transformers makes of the prompts with it."""
+    folder = checkpoint(FAMILIES[architecture])
+
+    def ask_transformers(file: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
+        assert type(model).__name__ == architecture
+        file.write_text(json.dumps([asdict(generate_greedily(model, prompt, NUM_TOKENS)) for prompt in PROMPTS]))
+
+    said = json.loads(made(f"{FAMILIES[architecture]}-in-short.json", ask_transformers).read_text())
+    return folder, [Expected(**one) for one in said]
+
+
+@contextmanager
+def make_llm(folder: Path, **settings: Any) -> Iterator[LLM]:
+    """One whose ranks, if there are several, are threads."""
+    sizes = {"max_model_len": 448, "max_num_batched_tokens": 512, "kv_cache_memory_bytes": 2**22}
+    with pytest.MonkeyPatch.context() as patch:
+        if {"tensor_parallel_size", "pipeline_parallel_size"} & settings.keys():
+            patch.setattr(engine_core, "make_executor", ThreadExecutor)
+        llm = LLM(folder, dtype="float32", **{"enable_prefix_caching": False, **sizes, **settings})
+    try:
+        yield llm
+    finally:
+        core_of(llm).shutdown()
+
+
+def generate(llm: LLM) -> list[RequestOutput]:
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert llm.get_stats().num_failed_steps == 0
+    return outputs
+
+
+def assert_exact(outputs: list[RequestOutput], expected: list[Expected]) -> None:
+    for output, want in zip(outputs, expected, strict=True):
+        (completion,) = output.outputs
+        assert completion.token_ids == want.token_ids
+        assert completion.logprobs is not None
+        logprobs = [entry[i].logprob for entry, i in zip(completion.logprobs, completion.token_ids, strict=True)]
+        assert logprobs == pytest.approx(want.logprobs, abs=1e-4)
+
+
+def check_exact(family: Family, caplog: pytest.LogCaptureFixture) -> None:
+    folder, expected = family
+    with make_llm(folder) as llm:
+        assert_exact(generate(llm), expected)
+    if cpu.library() is not None:
+        assert "computed op by op" not in caplog.text
+
+
+def check_tensor_parallel(family: Family, _: pytest.LogCaptureFixture) -> None:
+    folder, expected = family
+    with make_llm(folder, tensor_parallel_size=2) as llm:
+        assert_exact(generate(llm), expected)
+
+
+def check_pipeline_parallel(family: Family, _: pytest.LogCaptureFixture) -> None:
+    folder, expected = family
+    with make_llm(folder, pipeline_parallel_size=2) as llm:
+        assert_exact(generate(llm), expected)
+
+
+def check_int8(family: Family, _: pytest.LogCaptureFixture) -> None:
+    """Near to float32, and not the same."""
+    results = []
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    for settings in ({}, {"quantization": "int8"}):
+        with make_llm(family[0], **settings) as llm:
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        scores = [next(iter(one.values())).logprob for out in outputs for one in (out.prompt_logprobs or ())[1:]]
+        results.append(torch.tensor(scores))
+    float32, int8 = results
+    error = (int8 - float32).abs().mean() / float32.std()
+    assert 0.0005 < error < 0.1, "int8 was not used, or something is left out"
+
+
+def check_speculation(family: Family, _: pytest.LogCaptureFixture) -> None:
+    """The second time, the first time's tokens are what is drafted."""
+    folder, expected = family
+    with make_llm(folder, speculative_config={"method": "suffix", "num_speculative_tokens": 3}) as llm:
+        scheduler = core_of(llm).scheduler
+        assert scheduler.config.speculative_config is not None
+        draft_always(scheduler, make_proposer(scheduler.config.speculative_config), VOCAB_SIZE, 3)
+        for _ in range(2):
+            assert_exact(generate(llm), expected)
+        drafts = llm.get_stats().drafts
+        assert drafts is not None
+        assert drafts.num_accepted_tokens > 20
+
+
+def check_prefix_caching(family: Family, _: pytest.LogCaptureFixture) -> None:
+    folder, expected = family
+    with make_llm(folder, enable_prefix_caching=True) as llm:
+        for _ in range(2):
+            assert_exact(generate(llm), expected)
+        assert llm.get_stats().prefix_cache_hits >= len(PROMPTS[-1]) // 16 * 16 > 100, "the longest was not found"
+
+
+CHECKS = dict(
+    zip(
+        COLUMNS,
+        (check_exact, check_tensor_parallel, check_pipeline_parallel, check_int8, check_speculation,
+         check_prefix_caching),
+        strict=True,
+    )
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "column"), PAIRS)
+def test_a_family(architecture: str, column: str, family: Family, caplog: pytest.LogCaptureFixture) -> None:
+    CHECKS[column](family, caplog)
+
+
+def test_every_architecture_is_in_the_table() -> None:
+    assert FAMILIES.keys() == ARCHITECTURES.keys()
+
+
+def test_the_page_claims_what_is_tested() -> None:
+    page = PAGE.read_text()
+    assert page == with_table(page, rendered(PAIRS)), "run tests/support/families.py"

@@ -1,0 +1,139 @@
+"""Which checkpoints run with transformers' own code, found from `config.json` alone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire_engine import LLM
+from quire_engine.errors import CheckpointError
+from quire_engine.models import CheckpointConfig, check_checkpoint, read_checkpoint
+from quire_engine.models.transformers_checkpoint import TransformersCheckpoint
+from support.checkpoints import edit_json, make_small_checkpoint
+
+TINYPY = Path(__file__).parents[4] / "model_repository" / "tinypy" / "1" / "model"
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 515, "n_embd": 60, "n_head": 6}
+
+
+def folder_of(folder: Path, **fields: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps({**GPT2, **fields}))
+    (folder / "tokenizer.json").symlink_to(TINYPY / "tokenizer.json")
+    return folder
+
+
+def test_fields_have_the_names_and_defaults_of_the_model(tmp_path: Path) -> None:
+    assert read_checkpoint(folder_of(tmp_path, eos_token_id=7, dtype="bfloat16")) == TransformersCheckpoint(
+        architecture="GPT2LMHeadModel",
+        dtype="bfloat16",
+        vocab_size=515,
+        num_layers=12,
+        head_size=10,
+        max_position_embeddings=1024,
+        eos_token_ids=(7,),
+    )
+
+
+def test_ours_comes_first_unless_told_otherwise(tmp_path: Path) -> None:
+    folder = make_small_checkpoint(tmp_path)
+    assert isinstance(read_checkpoint(folder), CheckpointConfig)
+    assert isinstance(read_checkpoint(folder, "quire"), CheckpointConfig)
+    assert isinstance(read_checkpoint(folder, "transformers"), TransformersCheckpoint)
+
+
+def test_ours_alone_if_told_so(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="unknown architecture 'GPT2LMHeadModel'; known are LlamaForCausalLM"):
+        read_checkpoint(folder_of(tmp_path), "quire")
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "is an encoder-decoder"),
+        ({"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper"}, "is an encoder-decoder"),
+        ({"architectures": ["BartForCausalLM"], "model_type": "bart", "is_encoder_decoder": True},
+         "is an encoder-decoder"),
+        ({"architectures": ["LlavaForConditionalGeneration"], "model_type": "llava"}, "is a multi-modal model"),
+        ({"architectures": ["FuyuForCausalLM"], "model_type": "fuyu"}, "is a multi-modal model"),
+        ({**GPT2, "vision_config": {"hidden_size": 8}}, "is a model with vision_config, which takes more than text"),
+        *(({"architectures": [name], "model_type": kind}, "is a model with layers of recurrent state")
+          for name, kind in (("MambaForCausalLM", "mamba"), ("RwkvForCausalLM", "rwkv"), ("JambaForCausalLM", "jamba"),
+                             ("RecurrentGemmaForCausalLM", "recurrent_gemma"))),
+        ({"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+         "is a model with layers of type 'conv'"),
+        ({"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", "layer_types": ["chunked_attention"]},
+         "is a model with layers of type 'chunked_attention'"),
+        *(({"architectures": [name], "model_type": kind}, "is a model whose attention cannot be replaced")
+          for name, kind in (("BloomForCausalLM", "bloom"), ("MptForCausalLM", "mpt"), ("FalconForCausalLM", "falcon"),
+                             ("GPTJForCausalLM", "gptj"))),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused_by_name(fields: dict[str, Any], why: str, tmp_path: Path) -> None:
+    message = (
+        f"config.json: {fields['architectures'][0]} {why}.*; with transformers' own code decoders are served whose"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        check_checkpoint(folder_of(tmp_path, **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"architectures": ["NoSuchForCausalLM"]},
+         "unknown architecture 'NoSuchForCausalLM'; .* and transformers has no decoder of that name and model_type"),
+        ({"model_type": "llama"}, "unknown architecture 'GPT2LMHeadModel'; .* no decoder of that name and model_type"),
+        ({"model_type": None}, "unknown architecture 'GPT2LMHeadModel'"),
+        ({"n_embd": 0}, "n_embd is 0; it must be an integer from 1"),
+        ({"vocab_size": "many"}, "vocab_size is 'many'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config says that the weights are quantised"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters.rope_type is 'dynamic'; it must be one that"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope_scaling.type is 'longrope'; it must be one that"),
+    ],
+)  # fmt: skip
+def test_a_bad_field_is_named(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_checkpoint(folder_of(tmp_path, **fields))
+
+
+def test_a_family_of_ours_with_a_type_that_transformers_lacks(tmp_path: Path) -> None:
+    folder = make_small_checkpoint(tmp_path)
+    edit_json(folder / "config.json", model_type="my_llama")
+    with pytest.raises(CheckpointError, match="model_type is 'my_llama'; transformers, which model_impl asks for, has"):
+        read_checkpoint(folder, "transformers")
+
+
+def test_files_of_weights_are_looked_at_before_anything_is_loaded(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    with pytest.raises(CheckpointError, match=r"there is no model\.safetensors"):
+        check_checkpoint(folder)
+    (folder / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(CheckpointError, match="truncated"):
+        check_checkpoint(folder)
+
+
+def test_nothing_is_imported_to_find_out(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from quire_engine.models import read_checkpoint; "
+        f"read_checkpoint(Path({str(folder_of(tmp_path))!r})); "
+        "print({'torch', 'transformers'} & sys.modules.keys())"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2; it must be 1, as GPT2LMHeadModel runs with"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2; it must be 1, as GPT2LMHeadModel runs with"),
+        ({"quantization": "int8"}, "quantization is 'int8'; it must be unset, as GPT2LMHeadModel runs with"),
+        ({"speculative_config": {"method": "draft_model", "model": "/drafts", "num_speculative_tokens": 2}},
+         "method is 'draft_model'; GPT2LMHeadModel runs with transformers' own code, for which only"),
+        ({"model_impl": "tgi"}, "model_impl is 'tgi'; it must be one of auto, quire, transformers"),
+    ],
+)  # fmt: skip
+def test_settings_that_need_a_family_of_ours_are_refused(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(folder_of(tmp_path), **settings)

@@ -1,0 +1,138 @@
+"""Mixtures of experts say token for token what transformers says, however their experts are divided among ranks."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quire_engine import LLM, SamplingParams
+from quire_engine.core import engine_core
+from quire_engine.distributed import ParallelState
+from quire_engine.models.experts import MixtureOfExperts, experts_of_rank
+from quire_engine.spec_decode import make_proposer
+from quire_engine.worker.forward.recorded import RecordedForward
+from quire_kernels import cpu
+from support.every_kind import core_of
+from support.oracle import VOCAB_SIZE, Expected
+from support.ranks import ThreadExecutor
+from support.scheduling import draft_always
+
+Workload = tuple[list[list[int]], list[int], list[Expected]]
+
+SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_batched_tokens": 128}
+LAYOUTS = [
+    *((name, 2, 1, is_ep) for name in ("mixtral", "qwen2-moe", "qwen3-moe") for is_ep in (False, True)),
+    ("mixtral", 4, 1, True),
+    ("qwen2-moe", 1, 2, False),
+    ("mixtral", 1, 2, False),
+    ("qwen3-moe", 1, 3, False),
+    ("qwen3-moe", 2, 2, True),
+]
+"""Checkpoint, tensor parallel size, pipeline parallel size, expert parallelism."""
+
+
+@contextmanager
+def make_llm(folder: Path, **settings: Any) -> Iterator[LLM]:
+    with pytest.MonkeyPatch.context() as patch:
+        if settings.get("tensor_parallel_size", 1) * settings.get("pipeline_parallel_size", 1) > 1:
+            patch.setattr(engine_core, "make_executor", ThreadExecutor)
+        llm = LLM(folder, **{**SETTINGS, **settings})
+    try:
+        yield llm
+    finally:
+        llm._core._core.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "tensor", "pipeline", "is_expert_parallel"), LAYOUTS)
+def test_requests_are_token_exact(
+    name: str,
+    tensor: int,
+    pipeline: int,
+    is_expert_parallel: bool,
+    checkpoint: Callable[[str], Path],
+    workload: Callable[[str], Workload],
+) -> None:
+    prompts, lengths, expected = (part[:24] for part in workload(name))
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=0) for n in lengths]
+    settings = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    with make_llm(checkpoint(name), **settings, enable_expert_parallel=is_expert_parallel) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        executor = llm._core._core.executor
+        assert isinstance(executor, ThreadExecutor)
+        models = [worker.runner.model for worker in executor.workers]
+    for output, want in zip(outputs, expected, strict=True):
+        completion = output.outputs[0]
+        assert completion.token_ids == want.token_ids
+        assert completion.logprobs is not None
+        logprobs = [entry[i].logprob for entry, i in zip(completion.logprobs, completion.token_ids, strict=True)]
+        assert logprobs == pytest.approx(want.logprobs, abs=1e-4)
+    mixtures = [
+        module for model in models[:tensor] for module in model.modules() if isinstance(module, MixtureOfExperts)
+    ]
+    held = [len(module.experts) for module in mixtures]
+    number = mixtures[0].options.num_experts
+    if is_expert_parallel:
+        assert sum(held) == number * len(held) // tensor, "each expert is on one rank"
+    else:
+        assert set(held) == {number}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe"])
+def test_ngram_drafts_change_no_token(
+    name: str, checkpoint: Callable[[str], Path], workload: Callable[[str], Workload]
+) -> None:
+    prompts, lengths, expected = (part[:24] for part in workload(name))
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    with make_llm(checkpoint(name), speculative_config=drafts) as llm:
+        config = core_of(llm).scheduler.config.speculative_config
+        assert config is not None
+        draft_always(core_of(llm).scheduler, make_proposer(config), VOCAB_SIZE, 3)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.get_stats().drafts is not None
+    assert [output.outputs[0].token_ids for output in outputs] == [want.token_ids for want in expected]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_recorded_steps_give_the_bits_of_those_that_are_not(
+    dtype: str, checkpoint: Callable[[str], Path], workload: Callable[[str], Workload], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = workload("qwen2-moe")[0][:12]
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0)
+    results = []
+    for is_recorded in (True, False):
+        if not is_recorded:
+            monkeypatch.setattr(RecordedForward, "takes", lambda self, inputs: False)
+        with make_llm(checkpoint("qwen2-moe"), dtype=dtype) as llm:
+            outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+            recorded = llm._core._core.executor._worker.runner._recorded
+            assert cpu.library() is None or (recorded is not None and recorded._layers is not None)
+        results.append([(output.token_ids, output.cumulative_logprob) for output in outputs])
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_each_expert_is_on_one_rank_and_none_is_without(ranks: int) -> None:
+    states = [ParallelState(rank=i, tensor_parallel_size=ranks, enable_expert_parallel=True) for i in range(ranks)]
+    held = [experts_of_rank(7, state) for state in states]
+    assert [expert for part in held for expert in part] == [*range(7)]
+    assert max(map(len, held)) - min(map(len, held)) <= 1
+
+
+def test_routers_are_not_quantised(checkpoint: Callable[[str], Path]) -> None:
+    with make_llm(checkpoint("qwen2-moe"), quantization="int8") as llm:
+        (mixture,) = [
+            module for module in llm._core._core.executor._worker.runner.model.modules()
+            if isinstance(module, MixtureOfExperts)
+        ]  # fmt: skip
+    assert mixture.shared_expert is not None
+    assert not mixture.gate.packed.is_quantized
+    assert not mixture.shared_expert_gate.packed.is_quantized
+    assert mixture.shared_expert.down_proj.packed.data.dtype == torch.int8
+    assert mixture._packed is not None
+    assert all(weight.data.dtype == torch.int8 for weight in mixture._packed.gate_up)

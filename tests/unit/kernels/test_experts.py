@@ -1,0 +1,197 @@
+"""`topk_softmax` and `routed_experts`, on every instruction set of the machine, against plain torch and `linear`."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from quire_kernels import cpu, linear, pack_experts, pack_linear, record, routed_experts, topk_softmax
+from quire_kernels.experts import ExpertsWeight
+
+#         T   X  K   E    I: one token, odd shapes, several tiles per expert, more tokens than are sorted at once
+SHAPES = [(1, 3, 1, 8, 4), (5, 6, 2, 36, 20), (70, 4, 3, 64, 100), (600, 9, 2, 16, 8)]
+KINDS = pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8 float32", "int8 bfloat16"])
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def identity(num_experts: int) -> torch.Tensor:
+    return torch.arange(num_experts)
+
+
+class Layer:
+    """Experts, and tokens that a router has divided among them."""
+
+    def __init__(self, shape: tuple[int, int, int, int, int], kind: str) -> None:
+        tokens, self.num_experts, top_k, hidden, size = shape
+        dtype = getattr(torch, kind.split()[-1])
+        self.gate_up = randn(self.num_experts, 2 * size, hidden, dtype=dtype) * hidden**-0.5
+        self.down = randn(self.num_experts, hidden, size, dtype=dtype) * size**-0.5
+        quantize = kind.startswith("int8")
+        self.packed = [
+            [pack_linear(one, gated=gated, quantize=quantize) for one in each]
+            for each, gated in ((self.gate_up, True), (self.down, False))
+        ]
+        self.x = randn(tokens, hidden, dtype=dtype)
+        self.weights, self.ids = topk_softmax(randn(tokens, self.num_experts), top_k, renormalize=False)
+
+    def experts(self, expert_map: torch.Tensor | None = None) -> ExpertsWeight:
+        gate_up, down = self.packed
+        if expert_map is None:
+            return pack_experts(gate_up, down, identity(self.num_experts))
+        here = [int(torch.nonzero(expert_map == place)) for place in range(int(expert_map.max()) + 1)]
+        return pack_experts([gate_up[i] for i in here], [down[i] for i in here], expert_map)
+
+    def exact(self) -> torch.Tensor:
+        """In float64, without any rounding."""
+        out = torch.zeros(self.x.shape, dtype=torch.float64)
+        for token, (weights, ids) in enumerate(zip(self.weights, self.ids, strict=True)):
+            for weight, expert in zip(weights, ids, strict=True):
+                gate, up = (self.gate_up[expert].double() @ self.x[token].double()).chunk(2)
+                out[token] += weight.double() * (self.down[expert].double() @ (F.silu(gate) * up))
+        return out
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(("tokens", "num_experts", "top_k"), [(1, 1, 1), (5, 7, 3), (33, 128, 8), (4, 60, 20)])
+def test_the_likeliest_experts(tokens: int, num_experts: int, top_k: int, renormalize: bool, cpu_kernels: str) -> None:
+    logits = randn(tokens, num_experts) * 3
+    weights, ids = topk_softmax(logits, top_k, renormalize)
+    expected = torch.sort(logits.double().softmax(1), dim=1, descending=True, stable=True)
+    likeliest = expected.values[:, :top_k]
+    assert torch.equal(ids, expected.indices[:, :top_k])
+    likeliest = likeliest / likeliest.sum(1, keepdim=True) if renormalize else likeliest
+    torch.testing.assert_close(weights.double(), likeliest, rtol=1e-6, atol=1e-7)
+
+
+def test_of_equal_logits_the_lower_id_comes_first(cpu_kernels: str) -> None:
+    logits = torch.tensor([[1.0, 2.0, 1.0, 2.0, 2.0, 1.0], [0.0] * 6])
+    weights, ids = topk_softmax(logits, 4, renormalize=True)
+    assert ids.tolist() == [[1, 3, 4, 0], [0, 1, 2, 3]]
+    assert weights[1].tolist() == [0.25] * 4
+
+
+def test_ids_are_valid_whatever_the_logits(cpu_kernels: str) -> None:
+    nan = float("nan")
+    logits = torch.tensor([[nan] * 4, [1.0, nan, nan, 0.0], [float("-inf")] * 4, [-1e30, 1e30, 3.0, 2.0]])
+    weights, ids = topk_softmax(logits, 3, renormalize=False)
+    assert all(sorted(set(row)) == sorted(row) and set(row) <= {0, 1, 2, 3} for row in ids.tolist())
+    assert weights[:3].isnan().all(), "a token that is not finite is not hidden"
+    assert weights[3].tolist() == [1.0, 0.0, 0.0]
+
+
+@KINDS
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_torch(shape: tuple[int, int, int, int, int], kind: str, cpu_kernels: str) -> None:
+    layer = Layer(shape, kind)
+    out = routed_experts(layer.x, layer.weights, layer.ids, layer.experts())
+    assert out.dtype == layer.x.dtype
+    exact = layer.exact()
+    tolerance = {"float32": 1e-5, "bfloat16": 2e-2}.get(kind, 5e-2)
+    torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
+    assert (out - exact).norm() / exact.norm() < tolerance
+
+
+@KINDS
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_has_the_bits_of_each_tokens_own_linears(
+    shape: tuple[int, int, int, int, int], kind: str, cpu_kernels: str
+) -> None:
+    if cpu_kernels == "torch":
+        pytest.skip("plain torch promises no such thing")
+    layer = Layer(shape, kind)
+    together = routed_experts(layer.x, layer.weights, layer.ids, layer.experts())
+    gate_up, down = layer.packed
+    for token in range(0, len(layer.x), 7):
+        row, total = layer.x[token : token + 1], torch.zeros(1, layer.x.shape[1])
+        for weight, expert in zip(layer.weights[token].tolist(), layer.ids[token].tolist(), strict=True):
+            result = linear(linear(row, gate_up[expert]), down[expert], torch.float32)
+            total = torch.from_numpy((total.double() + weight * result.double()).numpy()).float()  # a fused one
+        assert torch.equal(together[token : token + 1], total.to(layer.x.dtype))
+        alone = routed_experts(row, layer.weights[token, None], layer.ids[token, None], layer.experts())
+        assert torch.equal(together[token : token + 1], alone)
+
+
+@KINDS
+def test_experts_that_are_elsewhere_add_nothing(kind: str, cpu_kernels: str) -> None:
+    layer = Layer((33, 5, 2, 64, 32), kind)
+    maps = (torch.tensor([-1, 1, -1, 0, -1]), torch.tensor([0, -1, 2, -1, 1]))
+    halves = [routed_experts(layer.x, layer.weights, layer.ids, layer.experts(one)).float() for one in maps]
+    whole = routed_experts(layer.x, layer.weights, layer.ids, layer.experts())
+    tolerance = 1e-6 if layer.x.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(sum(halves), whole.float(), rtol=tolerance, atol=tolerance)
+    nothing = routed_experts(layer.x, layer.weights, torch.zeros_like(layer.ids), layer.experts(maps[0]))
+    assert not nothing.any()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@KINDS
+def test_what_all_tokens_share_is_added(kind: str, gated: bool, cpu_kernels: str) -> None:
+    layer = Layer((9, 4, 2, 36, 20), kind)
+    shared, gate = randn(9, 36, dtype=layer.x.dtype), randn(9, 1)
+    gate[3] = float("nan")
+    arguments = (layer.x, layer.weights, layer.ids, layer.experts())
+    out = routed_experts(*arguments, shared, gate if gated else None)
+    expected = routed_experts(*arguments).float() + (gate.sigmoid() if gated else 1) * shared.float()
+    tolerance = 1e-6 if layer.x.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+    assert out[3].isnan().all() == gated
+
+
+def test_experts_that_are_not_chosen_are_not_read(cpu_kernels: str) -> None:
+    """Zero times NaN is NaN: their numbers would be seen."""
+    layer = Layer((5, 6, 2, 36, 20), "float32")
+    expected = routed_experts(layer.x, layer.weights, layer.ids % 5, layer.experts())
+    layer.packed[0][5].data.fill_(float("nan"))
+    assert torch.equal(routed_experts(layer.x, layer.weights, layer.ids % 5, layer.experts()), expected)
+
+
+def test_rows_may_be_strided(cpu_kernels: str) -> None:
+    layer = Layer((7, 4, 2, 32, 16), "bfloat16")
+    wide = torch.cat((layer.x, layer.x), dim=1)
+    arguments = (layer.weights, layer.ids, layer.experts())
+    assert torch.equal(routed_experts(wide[:, :32], *arguments), routed_experts(layer.x, *arguments))
+
+
+@KINDS
+def test_a_recording_computes_what_the_ops_do(kind: str) -> None:
+    if cpu.library() is None:
+        pytest.skip(cpu.status().reason)
+    layer = Layer((8, 6, 2, 64, 32), kind)
+    experts, router = layer.experts(), pack_linear(randn(6, 64, dtype=layer.x.dtype))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        weights, ids = topk_softmax(linear(x, router, torch.float32), 2, renormalize=True)
+        return routed_experts(x, weights, ids, experts, shared_TE=x)
+
+    hidden = torch.empty_like(layer.x)
+    with record(8) as recording:
+        out = forward(hidden)
+    for rows in (1, 8, 3):
+        hidden[:rows] = layer.x[:rows]
+        recording.run(rows)
+        assert torch.equal(out[:rows], forward(layer.x[:rows]))
+
+
+def test_experts_that_are_not_alike_are_refused() -> None:
+    gate_up, down = [pack_linear(randn(8, 4), gated=True)], [pack_linear(randn(4, 4))]
+    for bad in (
+        ([], [], identity(1)),
+        (gate_up, down * 2, identity(1)),
+        (gate_up * 2, [*down, pack_linear(randn(4, 4), quantize=True)], identity(2)),
+        ([pack_linear(randn(8, 4), randn(8), gated=True)], down, identity(1)),
+        (down, down, identity(1)),
+        (gate_up, [pack_linear(randn(4, 8))], identity(1)),
+        (gate_up, down, identity(2)),
+        (gate_up, down, identity(1).int()),
+    ):
+        with pytest.raises(ValueError, match="must"):
+            pack_experts(*bad)
