@@ -213,6 +213,23 @@ struct RouteCall {
   int32_t renormalize;   // the weights add up to 1
 };
 
+// The same among the experts of a token's best groups; experts are groups of equal size, in order.
+struct GroupedRouteCall {
+  const float* logits;   // [rows, experts]
+  int64_t logits_stride; // elements between rows
+  const float* bias;     // [experts], added to scores for the choice alone; or null
+  float* weights;        // [rows, top_k], written
+  int64_t* expert_ids;   // [rows, top_k], written
+  int64_t rows;
+  int64_t experts;
+  int64_t top_k;
+  int64_t groups;
+  int64_t top_groups;
+  float scale;           // of the weights
+  int32_t is_sigmoid;    // scores are sigmoids, and a group's is the sum of its best two; else a softmax, and its best
+  int32_t renormalize;   // the weights add up to 1, before they are scaled
+};
+
 struct ExpertsCall {
   const void* x;              // [rows, hidden_size], bfloat16 or float32, as are shared and out
   int64_t x_stride;           // elements between rows

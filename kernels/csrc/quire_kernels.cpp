@@ -43,6 +43,7 @@ struct Kernels {
   void (*pack_linear)(const PackCall&);
   void (*soft_cap)(const SoftCapCall&);
   void (*route_tokens)(const RouteCall&);
+  void (*route_tokens_in_groups)(const GroupedRouteCall&);
   void (*experts)(const ExpertsCall&);
 };
 
@@ -139,6 +140,7 @@ QUIRE_API void quire_probabilities(const ProbabilitiesCall* call) { kernels.prob
 QUIRE_API void quire_token_probabilities(const TokenProbabilitiesCall* call) { kernels.token_probabilities(*call); }
 QUIRE_API void quire_advance_drafts(const AdvanceCall* call) { kernels.advance_drafts(*call); }
 QUIRE_API void quire_route_tokens(const RouteCall* call) { kernels.route_tokens(*call); }
+QUIRE_API void quire_route_tokens_in_groups(const GroupedRouteCall* call) { kernels.route_tokens_in_groups(*call); }
 QUIRE_API void quire_experts(const ExpertsCall* call) { kernels.experts(*call); }
 QUIRE_API void quire_apply_bitmask(const BitmaskCall* call) { kernels.apply_bitmask(*call); }
 }

@@ -20,7 +20,7 @@ from quire_kernels.layernorm import add_residual, add_rms_norm, rms_norm
 from quire_kernels.linear import LinearWeight, linear, pack_linear
 from quire_kernels.recording import NotRecordableError, Recording, record
 from quire_kernels.rope import rope_and_cache
-from quire_kernels.routing import topk_softmax
+from quire_kernels.routing import grouped_topk, topk_softmax
 from quire_kernels.sampling import argmax, probabilities, sample
 from quire_kernels.soft_cap import soft_cap
 from quire_kernels.store import store_columns, store_rows
@@ -41,6 +41,7 @@ __all__ = [
     "argmax",
     "embedding",
     "gelu_tanh_and_mul",
+    "grouped_topk",
     "linear",
     "pack_experts",
     "pack_linear",

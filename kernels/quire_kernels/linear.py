@@ -288,8 +288,8 @@ def _check_out(out: torch.Tensor, x_TK: torch.Tensor, weight: LinearWeight, dtyp
         raise TypeError(f"out is {out.dtype} on {out.device}; it must be {dtype} on {x_TK.device}")
     if out.shape != shape or out.stride(1) != 1:
         raise ValueError(
-            f"out has shape {list(out.shape)} and strides {list(out.stride())}; it must have shape {list(shape)} and no "
-            "gaps between the elements of a row"
+            f"out has shape {list(out.shape)} and strides {list(out.stride())}; it must be {list(shape)}, without gaps "
+            "between the elements of a row"
         )
 
 

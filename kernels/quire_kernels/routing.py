@@ -1,17 +1,21 @@
-"""The router of a mixture of experts: softmax over the experts, and the k likeliest of each token.
+"""The router of a mixture of experts: scores of the experts in float32, and the k best of each token.
 
-Softmax in float32 before the choice, as Mixtral (Jiang et al. 2024, https://arxiv.org/abs/2401.04088, section 2.1) and
-Qwen's mixtures do; divided by the sum of the chosen ones, it is the softmax of these alone.
+`topk_softmax`: as Mixtral (Jiang et al. 2024, https://arxiv.org/abs/2401.04088, section 2.1) and Qwen's mixtures do;
+divided by the sum of the chosen ones, it is the softmax of these alone.
+
+`grouped_topk`: DeepSeek's, who first choose the best groups of experts (https://arxiv.org/abs/2405.04434, section
+2.2.2), and balance their load by a bias that decides the choice and no weight (https://arxiv.org/abs/2412.19437,
+section 2.1.2).
 """
 
 import ctypes
 
 import torch
 
-from quire_kernels.cpu import Call, launch, library, with_dense_rows
+from quire_kernels.cpu import Call, check_tensor, launch, library, pointer, with_dense_rows
 from quire_kernels.dispatch import uses_triton
 
-__all__ = ["topk_softmax"]
+__all__ = ["grouped_topk", "topk_softmax"]
 
 
 class _RouteCall(Call):
@@ -25,6 +29,26 @@ class _RouteCall(Call):
         ("rows", ctypes.c_int64),
         ("experts", ctypes.c_int64),
         ("top_k", ctypes.c_int64),
+        ("renormalize", ctypes.c_int32),
+    )
+
+
+class _GroupedRouteCall(Call):
+    """`GroupedRouteCall` of kernels/csrc/calls.h."""
+
+    _fields_ = (
+        ("logits", ctypes.c_void_p),
+        ("logits_stride", ctypes.c_int64),
+        ("bias", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("expert_ids", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("experts", ctypes.c_int64),
+        ("top_k", ctypes.c_int64),
+        ("groups", ctypes.c_int64),
+        ("top_groups", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("is_sigmoid", ctypes.c_int32),
         ("renormalize", ctypes.c_int32),
     )
 
@@ -44,9 +68,7 @@ def topk_softmax(logits_TX: torch.Tensor, top_k: int, renormalize: bool) -> tupl
     Returns:
         [T, top_k] float32, the weights, and [T, top_k] int64, the experts' ids.
     """
-    if logits_TX.dtype != torch.float32:
-        raise TypeError(f"logits_TX is {logits_TX.dtype}; it must be float32")
-    logits_TX = with_dense_rows(logits_TX)
+    logits_TX = _checked_logits(logits_TX)
     rows, experts = logits_TX.shape
     if not 0 < top_k <= experts:
         raise ValueError(f"top_k is {top_k}; it must be from 1 to the number of experts, {experts}")
@@ -61,6 +83,95 @@ def topk_softmax(logits_TX: torch.Tensor, top_k: int, renormalize: bool) -> tupl
     )  # fmt: skip
     launch(handle.quire_route_tokens, call, weights, expert_ids)
     return weights, expert_ids
+
+
+def grouped_topk(
+    logits_TX: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    *,
+    num_groups: int,
+    top_groups: int,
+    scoring: str,
+    bias_X: torch.Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's experts and their weights, best first, all from its best groups; of equals the lower id first.
+
+    Args:
+        logits_TX: see `topk_softmax`, like the next two.
+        top_k: likewise; no more than there are experts in `top_groups` groups.
+        renormalize: likewise, before they are scaled.
+        num_groups: of X / num_groups consecutive experts each.
+        top_groups: groups per token.
+        scoring: `softmax`, where a group is as good as its best expert; or `sigmoid`, where it is as good as its best
+            two together.
+        bias_X: float32, added to scores for the choice alone.
+        scale: of the weights.
+
+    Raises:
+        TypeError: the logits or the bias are not float32.
+        ValueError: a number is out of range, or there is no such scoring.
+
+    Returns:
+        See `topk_softmax`.
+    """
+    logits_TX = _checked_logits(logits_TX)
+    rows, experts = logits_TX.shape
+    if scoring not in ("softmax", "sigmoid"):
+        raise ValueError(f"scoring is {scoring!r}; it must be softmax or sigmoid")
+    if num_groups < 1 or experts % num_groups or not 0 < top_groups <= num_groups:
+        raise ValueError(
+            f"num_groups is {num_groups} and top_groups {top_groups}; num_groups must be a divisor of the {experts} "
+            "experts, and top_groups from 1 to num_groups"
+        )
+    most = experts // num_groups * top_groups
+    if not 0 < top_k <= most:
+        raise ValueError(f"top_k is {top_k}; it must be from 1 to {most}, the experts of top_groups={top_groups}")
+    if bias_X is not None:
+        check_tensor("bias_X", bias_X, torch.float32, experts)
+    handle = library()
+    if handle is None or uses_triton(logits_TX) or not logits_TX.is_cpu:
+        keys_TX = scores_TX = logits_TX.softmax(1) if scoring == "softmax" else logits_TX.sigmoid()
+        if bias_X is not None:
+            keys_TX = scores_TX + bias_X
+        return _grouped_topk_torch(scores_TX, keys_TX, top_k, renormalize, num_groups, top_groups, scoring, scale)
+    weights = torch.empty(rows, top_k, dtype=torch.float32)
+    expert_ids = torch.empty(rows, top_k, dtype=torch.int64)
+    call = _GroupedRouteCall(
+        logits_TX.data_ptr(), logits_TX.stride(0), pointer(bias_X), weights.data_ptr(), expert_ids.data_ptr(), rows,
+        experts, top_k, num_groups, top_groups, scale, scoring == "sigmoid", renormalize,
+    )  # fmt: skip
+    launch(handle.quire_route_tokens_in_groups, call, weights, expert_ids)
+    return weights, expert_ids
+
+
+def _checked_logits(logits_TX: torch.Tensor) -> torch.Tensor:
+    if logits_TX.dtype != torch.float32:
+        raise TypeError(f"logits_TX is {logits_TX.dtype}; it must be float32")
+    return with_dense_rows(logits_TX)
+
+
+def _grouped_topk_torch(
+    scores_TX: torch.Tensor,
+    keys_TX: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    num_groups: int,
+    top_groups: int,
+    scoring: str,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    keys_TGX = keys_TX.view(len(keys_TX), num_groups, -1)
+    best_of_group = keys_TGX.topk(min(2 if scoring == "sigmoid" else 1, keys_TGX.shape[2]), dim=2).values.sum(2)
+    groups = torch.argsort(best_of_group, dim=1, descending=True, stable=True)[:, :top_groups]
+    is_kept_TG = torch.zeros_like(best_of_group, dtype=torch.bool).scatter(1, groups, True)
+    kept_TX = keys_TGX.masked_fill(~is_kept_TG[:, :, None], float("-inf")).flatten(1)
+    expert_ids = torch.argsort(kept_TX, dim=1, descending=True, stable=True)[:, :top_k]
+    weights = scores_TX.gather(1, expert_ids)
+    if renormalize:
+        weights = weights / (weights.sum(1, keepdim=True) + 1e-20)
+    return weights * scale, expert_ids.contiguous()
 
 
 def _topk_softmax_torch(logits_TX: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,8 @@ import pytest
 __all__ = ["COLUMNS", "FAMILIES", "PAGE", "PAIRS", "rendered", "with_table"]
 
 FAMILIES = {
+    "DeepseekV2ForCausalLM": "deepseek-v2",
+    "DeepseekV3ForCausalLM": "deepseek-v3",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "GraniteForCausalLM": "granite",

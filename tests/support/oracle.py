@@ -82,6 +82,23 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "num_local_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 38, "norm_topk_prob": True,
         "num_hidden_layers": 3, "tie_word_embeddings": False,
     },
+    "deepseek-v2": {
+        "model_type": "deepseek_v2", "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3,
+        "q_lora_rank": None, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 20,
+        "n_routed_experts": 6, "num_experts_per_tok": 3, "n_shared_experts": 2, "moe_intermediate_size": 20,
+        "first_k_dense_replace": 1, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2,
+        "routed_scaling_factor": 1.5, "tie_word_embeddings": False,
+    },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3", "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 3,
+        "q_lora_rank": 28, "kv_lora_rank": 36, "qk_rope_head_dim": 12, "qk_nope_head_dim": 20, "v_head_dim": 16,
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1, "moe_intermediate_size": 28,
+        "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 4.0, "rope_theta": 1000.0, "original_max_position_embeddings": 128,
+            "mscale": 0.7, "mscale_all_dim": 0.9,
+        },
+    },
     "mistral": {
         "model_type": "mistral", "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
         "sliding_window": 21,
@@ -135,6 +152,9 @@ def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast,
             torch.nn.init.normal_(parameter, std=0.2)
         elif parameter_name.endswith(("q_norm.weight", "k_norm.weight", "feedforward_layernorm.weight")):  # and ones
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):  # which begins as zeros
+            torch.nn.init.normal_(buffer, std=0.1)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     tokenizer.save_pretrained(folder)
     return folder

@@ -159,6 +159,11 @@ class CheckpointConfig:
                 f"{path}: num_attention_heads is {self.num_heads}; it must be a multiple of "
                 f"num_key_value_heads={self.num_kv_heads}"
             )
+        if self.int8 and self.options.latent is not None:
+            raise CheckpointError(
+                f"{path}: quantization_config says int8; an {self.architecture} is served from unquantised "
+                "checkpoints, with the setting quantization if you like"
+            )
 
 
 def read_architecture(fields: Fields, known: tuple[str, ...]) -> str:

@@ -22,6 +22,7 @@ from quire_engine.distributed import ParallelState
 from quire_engine.models.base import AttentionSpec, FeatureTaps, ForwardContext, KVCaches
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.experts import MixtureOfExperts
+from quire_engine.models.latent_attention import LatentAttention
 from quire_engine.models.layers import Weight
 from quire_engine.models.options import DecoderOptions
 from quire_engine.models.parallel import (
@@ -162,7 +163,11 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: CheckpointConfig, parallel: ParallelState, number: int) -> None:
         super().__init__()
         has_rope = number not in config.options.layers_without_rope
-        self.self_attn = Attention(config, parallel, window=config.windows[number], has_rope=has_rope)
+        self.self_attn: Attention | LatentAttention
+        if config.options.latent is None:
+            self.self_attn = Attention(config, parallel, window=config.windows[number], has_rope=has_rope)
+        else:
+            self.self_attn = LatentAttention(config, parallel)
         self.mlp = feed_forward(config, parallel, number)
         for name in config.options.norms.names:
             self.add_module(name, _norm(config.hidden_size, config.options))

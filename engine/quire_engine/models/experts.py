@@ -1,7 +1,7 @@
 """A feed-forward of experts of which each token has a few (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538)::
 
     gate ─ topk_softmax ─ routed_experts (each SwiGLU, and Σ weight · result) ─ one sum over the ranks
-    shared_expert, for all tokens, times the sigmoid of shared_expert_gate, goes into the same sum
+    shared_expert, for all tokens, times the sigmoid of shared_expert_gate if it has one, goes into the same sum
 
 With several ranks, each has a slice of every expert's features, as of the shared expert's and of dense layers'. With
 expert parallelism (GShard, Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668, section 3) each has whole experts
@@ -14,12 +14,13 @@ elsewhere add nothing to a rank's part of the sum::
 """
 
 import torch
-from quire_kernels import ExpertsWeight, linear, pack_experts, routed_experts, topk_softmax
+from quire_kernels import ExpertsWeight, grouped_topk, linear, pack_experts, routed_experts, topk_softmax
 from torch import nn
 
 from quire_engine.distributed import ParallelState
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.experts_options import ExpertsOptions
+from quire_engine.models.layers import Weight
 from quire_engine.models.parallel import ColumnParallel, RowParallel
 
 __all__ = ["MixtureOfExperts", "experts_of_rank"]
@@ -92,7 +93,10 @@ class MixtureOfExperts(nn.Module):
         self.shared_expert: Expert | None = None
         if options.shared_intermediate_size is not None:
             self.shared_expert = Expert(config, options.shared_intermediate_size, parallel)
-            self.shared_expert_gate = Router(config.hidden_size, "shared_expert_gate", 1)
+            if options.shared_has_gate:
+                self.shared_expert_gate = Router(config.hidden_size, "shared_expert_gate", 1)
+        if options.grouped is not None and options.grouped.has_bias:
+            self.choice_bias = Weight(options.num_experts, dtype=torch.float32)
         self._packed: ExpertsWeight | None = None
 
     def pack(self) -> None:
@@ -103,13 +107,25 @@ class MixtureOfExperts(nn.Module):
         gate_up, down = ([getattr(one, name).packed for one in here] for name in ("gate_up_proj", "down_proj"))
         self._packed = pack_experts(gate_up, down, expert_map)
 
+    def _route(self, logits_TX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, X] -> weights and ids of each token's experts."""
+        options, grouped = self.options, self.options.grouped
+        if grouped is None:
+            return topk_softmax(logits_TX, options.top_k, options.norm_topk_prob)
+        return grouped_topk(
+            logits_TX, options.top_k, options.norm_topk_prob, num_groups=grouped.num_groups,
+            top_groups=grouped.top_groups, scoring=grouped.scoring, scale=grouped.scale,
+            bias_X=self.choice_bias.weight if grouped.has_bias else None,
+        )  # fmt: skip
+
     def forward(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """[T, E] -> [T, E]."""
         assert self._packed is not None, "pack was not called"
         options = self.options
-        weights_TK, expert_ids_TK = topk_softmax(self.gate(hidden_TE), options.top_k, options.norm_topk_prob)
+        weights_TK, expert_ids_TK = self._route(self.gate(hidden_TE))
         shared_TE = shared_gate_T1 = None
         if self.shared_expert is not None:
-            shared_TE, shared_gate_T1 = self.shared_expert(hidden_TE), self.shared_expert_gate(hidden_TE)
+            shared_TE = self.shared_expert(hidden_TE)
+            shared_gate_T1 = self.shared_expert_gate(hidden_TE) if options.shared_has_gate else None
         out_TE = routed_experts(hidden_TE, weights_TK, expert_ids_TK, self._packed, shared_TE, shared_gate_T1)
         return out_TE if self.group is None else self.group.all_reduce(out_TE)

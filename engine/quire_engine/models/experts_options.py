@@ -4,9 +4,20 @@ from dataclasses import dataclass
 
 from quire_engine.models.fields import MAX_SIZE, Fields
 
-__all__ = ["MAX_EXPERTS", "ExpertsOptions", "read_qwen_experts"]
+__all__ = ["MAX_EXPERTS", "ExpertsOptions", "GroupedRouting", "read_qwen_experts"]
 
 MAX_EXPERTS = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedRouting:
+    """How DeepSeek's models choose experts; see `quire_kernels.grouped_topk`."""
+
+    num_groups: int
+    top_groups: int
+    scoring: str
+    has_bias: bool
+    scale: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +32,11 @@ class ExpertsOptions:
     norm_topk_prob: bool
     """The weights of a token's experts add up to 1; else they are the softmax over all experts."""
     shared_intermediate_size: int | None = None
-    """Of the expert that all tokens share, whose output has a gate; unset: there is none."""
+    """Of the expert that all tokens share; unset: there is none."""
+    shared_has_gate: bool = True
+    """The output of that expert is multiplied by a number of each token's own."""
+    grouped: GroupedRouting | None = None
+    """Experts are chosen in another way than by a softmax over all of them."""
     decoder_sparse_step: int = 1
     """Every so many layers have experts, the others are dense."""
     mlp_only_layers: tuple[int, ...] = ()

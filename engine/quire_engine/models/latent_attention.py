@@ -8,8 +8,8 @@ vector of C features, which the other N features of each head's key, and its val
     head h's value            W_V[h] latent                      W_V[h] is V × C
 
 Neither is ever computed. A head's product of query and key is the product of the row and ``[ q_rope │ W_K[h]ᵀ q ]``,
-and the weighted sum of values is ``W_V[h]`` times the weighted sum of rows. So this is attention of H query heads to one
-key head, which `paged_attention` computes as any other ("absorption", section 2.1.3)::
+and the weighted sum of values is ``W_V[h]`` times the weighted sum of rows. So this is attention of H query heads to
+one key head, which `paged_attention` computes as any other ("absorption", section 2.1.3)::
 
     hidden ─► q_a ─ norm ─► q_b ─► per head: identity │ W_Kᵀ ─► rotate R ─┐
            └► kv_a ─ norm of the latent ─► rotate R ─► cache ─────────────┴► attention ─► per head: W_V ─► o_proj
@@ -81,13 +81,18 @@ class _HeadProjections(ColumnParallel):
         del quantized_dtype
         assert self.weight is not None
         nope, rope, rank = self.options.nope_size, self.options.rope_size, self.options.kv_rank
-        for own in self.weight.data.unflatten(0, (self.num_heads, -1)):
+        for own in self.weight.data.view(self.num_heads, -1, rank):
             key = own.new_zeros(rope + rank, rope + nope)
             key[:rope, :rope].fill_diagonal_(1.0)
             key[rope:, rope:] = own[:nope].t()
             self.keys.append(pack_linear(key))
             self.values.append(pack_linear(own[nope:].contiguous()))
         self.weight = None
+
+    @property
+    def packed_weights(self) -> list[LinearWeight]:
+        """See `Packable`."""
+        return self.keys + self.values
 
 
 class LatentAttention(nn.Module):
@@ -102,7 +107,8 @@ class LatentAttention(nn.Module):
         super().__init__()
         options, hidden_size, bias = config.options, config.hidden_size, config.options.qkv_bias
         latent = options.latent
-        assert latent is not None and options.attention_scale is not None
+        assert latent is not None
+        assert options.attention_scale is not None
         self.latent, self.scale = latent, options.attention_scale
         row_size, head_size = latent.kv_rank + latent.rope_size, latent.nope_size + latent.rope_size
         row = torch.cat((latent.kv_rank + _rope_order(latent), torch.arange(latent.kv_rank)))
@@ -156,7 +162,7 @@ class LatentAttention(nn.Module):
 
     def _absorbed(self, query_TF: torch.Tensor) -> torch.Tensor:
         """Queries, [T, H * (R + N)], -> what is multiplied by rows of the cache, [T, H, R + C]."""
-        query_THF = query_TF.unflatten(-1, (self.num_heads, -1))
+        query_THF = query_TF.view(len(query_TF), self.num_heads, -1)
         query_THD = query_TF.new_empty(len(query_TF), self.num_heads, self.spec.head_size)
         for head, weight in enumerate(self.head_projections.keys):
             linear(query_THF[:, head], weight, out=query_THD[:, head])

@@ -12,6 +12,7 @@ __all__ = [
     "PRE_AND_POST_NORMS",
     "PRE_NORMS",
     "DecoderOptions",
+    "LatentAttentionOptions",
     "LayerNorms",
     "read_activation",
 ]
@@ -51,6 +52,24 @@ POST_NORMS = LayerNorms(after_attention="post_attention_layernorm", after_mlp="p
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LatentAttentionOptions:
+    """Sizes of latent attention, with the letters of `models/latent_attention.py`."""
+
+    query_rank: int | None
+    """Of the latent vector that queries are products of; None: they are products of the hidden state."""
+    kv_rank: int
+    """C"""
+    rope_size: int
+    """R"""
+    nope_size: int
+    """N"""
+    value_size: int
+    """V"""
+    interleaved: bool
+    """Features that are rotated together lie side by side in the checkpoint; else as in other families."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderOptions:
     """The same for all layers; see `models/decoder.py`."""
 
@@ -60,6 +79,8 @@ class DecoderOptions:
     """The output projection of the attention has a bias."""
     mlp_bias: bool = False
     """The linear layers of the feed-forward have biases."""
+    latent: LatentAttentionOptions | None = None
+    """The attention is latent attention, with an `attention_scale` of its own; `head_size` is what is rotated."""
     qk_norm: bool = False
     """Each head of queries and keys is normed before the rotation, with one weight per head feature."""
     qk_projection_norm: bool = False
@@ -90,6 +111,8 @@ class DecoderOptions:
     """The feed-forward of some or all layers is a mixture of experts."""
     renamed: tuple[tuple[str, str], ...] = ()
     """Parts of tensors' names in the family's checkpoints, and what stands there in ours."""
+    num_extra_layers: int = 0
+    """Layers in the checkpoint after those of the model, which are not computed."""
     default_head_size: int | None = None
     """Used if `config.json` has no `head_dim`; unset: `hidden_size` divided by the number of heads."""
     windows: tuple[int | None, ...] = ()

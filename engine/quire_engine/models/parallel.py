@@ -24,7 +24,7 @@ that it was loaded into, so the model is never in memory twice.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -125,6 +125,11 @@ class Packable(nn.Module):
         """The packed weight."""
         assert self._packed is not None, "pack was not called"
         return self._packed
+
+    @property
+    def packed_weights(self) -> Sequence[LinearWeight]:
+        """Everything that was packed."""
+        return [self.packed]
 
     def pack(self, quantized_dtype: torch.dtype | None) -> None:
         """Pack the parameters, quantised if a dtype is given and they are not already, and free them."""
@@ -360,7 +365,8 @@ def _targets_of(module: VocabParallel | ColumnParallel | RowParallel, path: str)
 
 def num_parameters(model: nn.Module) -> int:
     """How many parameters a rank has, packed or not."""
-    packed = [module.packed for module in model.modules() if isinstance(module, Packable) and module.weight is None]
+    modules = [module for module in model.modules() if isinstance(module, Packable) and module.weight is None]
+    packed = [weight for module in modules for weight in module.packed_weights]
     return sum(p.numel() for p in model.parameters()) + sum(p.out_features * p.in_features for p in packed)
 
 

@@ -9,6 +9,8 @@ from quire_engine.models.options import DecoderOptions
 __all__ = ["ARCHITECTURES", "read_options", "with_defaults"]
 
 ARCHITECTURES = {
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "GraniteForCausalLM": "granite",

@@ -9,6 +9,7 @@ from pathlib import Path
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.files import StoredTensor, read_header, weight_files
+from quire_engine.models.options import LatentAttentionOptions
 
 __all__ = [
     "FLOATING",
@@ -50,11 +51,14 @@ def check_weights(folder: Path, config: CheckpointConfig) -> dict[Path, dict[str
     def kinds(name: str) -> tuple[str, ...]:
         return ("I8",) if config.int8 and _is_linear(name) else FLOATING
 
-    # The copy of a tied head, and the frequency tables of old checkpoints, are derived.
-    def is_derived(name: str) -> bool:
-        return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
+    last = config.num_layers + config.options.num_extra_layers
+    extra = tuple(f"layers.{number}." for number in range(config.num_layers, last))
 
-    check_tensors(folder, files, lambda: expected_shapes(config), kinds, is_derived)
+    # The copy of a tied head, and the frequency tables of old checkpoints, are derived.
+    def is_ignored(name: str) -> bool:
+        return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq") or name.startswith(extra)
+
+    check_tensors(folder, files, lambda: expected_shapes(config), kinds, is_ignored)
     return files
 
 
@@ -179,6 +183,11 @@ def expected_shapes(config: CheckpointConfig) -> Iterator[tuple[str, tuple[int, 
         "self_attn.o_proj": (hidden, q_size, options.o_bias),
     }
     norms = dict.fromkeys(options.norms.names, hidden)
+    if options.latent is not None:
+        linears = _latent_attention(config, options.latent)
+        norms["self_attn.kv_a_layernorm"] = options.latent.kv_rank
+        if options.latent.query_rank is not None:
+            norms["self_attn.q_a_layernorm"] = options.latent.query_rank
     if options.qk_norm:
         norms |= {"self_attn.q_norm": config.head_size, "self_attn.k_norm": config.head_size}
     if options.qk_projection_norm:
@@ -192,14 +201,35 @@ def expected_shapes(config: CheckpointConfig) -> Iterator[tuple[str, tuple[int, 
             yield f"layers.{i}.{name}.weight", (size,)
         if options.experts is not None and options.experts.are_in(i):
             yield f"layers.{i}.mlp.gate.weight", (options.experts.num_experts, hidden)
-            if options.experts.shared_intermediate_size is not None:
+            if options.experts.shared_intermediate_size is not None and options.experts.shared_has_gate:
                 yield f"layers.{i}.mlp.shared_expert_gate.weight", (1, hidden)
+            if options.experts.grouped is not None and options.experts.grouped.has_bias:
+                yield f"layers.{i}.mlp.choice_bias.weight", (options.experts.num_experts,)
         for name, (out_size, in_size, has_bias) in chain(linears.items(), _feed_forward(config, i)):
             yield f"layers.{i}.{name}.weight", (out_size, in_size)
             if config.int8:
                 yield f"layers.{i}.{name}.weight_scale", (out_size, 1)
             if has_bias:
                 yield f"layers.{i}.{name}.bias", (out_size,)
+
+
+def _latent_attention(config: CheckpointConfig, latent: LatentAttentionOptions) -> dict[str, tuple[int, int, bool]]:
+    """The linear layers of latent attention, likewise."""
+    hidden, bias, heads = config.hidden_size, config.options.qkv_bias, config.num_heads
+    query_size = heads * (latent.nope_size + latent.rope_size)
+    queries = {"q_proj": (query_size, hidden, False)}
+    if latent.query_rank is not None:
+        queries = {
+            "q_a_proj": (latent.query_rank, hidden, bias),
+            "q_b_proj": (query_size, latent.query_rank, False),
+        }
+    linears = {
+        **queries,
+        "kv_a_proj_with_mqa": (latent.kv_rank + latent.rope_size, hidden, bias),
+        "kv_b_proj": (heads * (latent.nope_size + latent.value_size), latent.kv_rank, False),
+        "o_proj": (hidden, heads * latent.value_size, config.options.o_bias),
+    }
+    return {f"self_attn.{name}": sizes for name, sizes in linears.items()}
 
 
 def _feed_forward(config: CheckpointConfig, layer: int) -> Iterator[tuple[str, tuple[int, int, bool]]]:

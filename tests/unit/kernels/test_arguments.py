@@ -12,6 +12,7 @@ from quire_kernels import (
     cpu,
     embedding,
     gelu_tanh_and_mul,
+    grouped_topk,
     linear,
     pack_experts,
     pack_linear,
@@ -63,10 +64,17 @@ GOOD: dict[Callable[..., Any], Callable[[], dict[str, Any]]] = {
     silu_and_mul: lambda: {"gate_up": torch.zeros(T, 8)},
     gelu_tanh_and_mul: lambda: {"gate_up": torch.zeros(T, 8)},
     soft_cap: lambda: {"logits_SV": torch.zeros(S, V), "cap": 30.0},
-    linear: lambda: {"x_TK": torch.zeros(T, 8), "weight": pack_linear(torch.zeros(5, 8)), "out_dtype": FLOAT32},
+    linear: lambda: {
+        "x_TK": torch.zeros(T, 8), "weight": pack_linear(torch.zeros(5, 8)), "out_dtype": FLOAT32,
+        "out": torch.ones(T, 5),
+    },
     pack_linear: lambda: {"weight_NK": torch.zeros(5, 8)},
     embedding: lambda: {"token_ids_T": ints(T), "weight": pack_linear(torch.zeros(5, 8))},
     topk_softmax: lambda: {"logits_TX": torch.zeros(T, 4), "top_k": 2, "renormalize": True},
+    grouped_topk: lambda: {
+        "logits_TX": torch.zeros(T, 8), "top_k": 2, "renormalize": True, "num_groups": 4, "top_groups": 2,
+        "scoring": "sigmoid", "bias_X": torch.zeros(8),
+    },
     routed_experts: lambda: {
         "x_TE": torch.zeros(T, 8), "weights_TK": torch.ones(T, 2), "expert_ids_TK": ints(T, 2),
         "experts": pack_experts(
@@ -127,6 +135,8 @@ BAD: list[tuple[Callable[..., Any], str, Any]] = [
     (linear, "x_TK", meta(T, 8)),
     (linear, "out_dtype", torch.int8),
     (linear, "out_dtype", torch.float16),
+    *((linear, "out", out) for out in (torch.ones(T, 4), torch.ones(T - 1, 5), gapped(T, 5), meta(T, 5))),
+    (linear, "out", torch.ones(T, 5, dtype=BFLOAT16)),
     (pack_linear, "bias_N", torch.zeros(4)),
     (pack_linear, "bias_N", torch.zeros(6)),
     (pack_linear, "scales_N", torch.zeros(5)),
@@ -142,6 +152,12 @@ BAD: list[tuple[Callable[..., Any], str, Any]] = [
     (topk_softmax, "logits_TX", torch.zeros(4)),
     (topk_softmax, "logits_TX", torch.zeros(T, 4, dtype=BFLOAT16)),
     *((topk_softmax, "top_k", top_k) for top_k in (0, 5)),
+    (grouped_topk, "logits_TX", torch.zeros(T, 8, dtype=BFLOAT16)),
+    *((grouped_topk, "top_k", top_k) for top_k in (0, 5)),
+    *((grouped_topk, "num_groups", number) for number in (0, 3)),
+    *((grouped_topk, "top_groups", number) for number in (0, 5)),
+    (grouped_topk, "scoring", "relu"),
+    *((grouped_topk, "bias_X", bias) for bias in (torch.zeros(7), torch.zeros(8, dtype=BFLOAT16), meta(8))),
     *(
         (routed_experts, "x_TE", x)
         for x in (torch.zeros(T, 7), torch.zeros(8), torch.zeros(T, 8, dtype=BFLOAT16), meta(T, 8))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from quire_kernels import cpu, linear, pack_experts, pack_linear, record, routed_experts, topk_softmax
+from quire_kernels import cpu, grouped_topk, linear, pack_experts, pack_linear, record, routed_experts, topk_softmax
 from quire_kernels.experts import ExpertsWeight
 
 #         T   X  K   E    I: one token, odd shapes, several tiles per expert, more tokens than are sorted at once
@@ -86,6 +86,43 @@ def test_ids_are_valid_whatever_the_logits(cpu_kernels: str) -> None:
     assert all(sorted(set(row)) == sorted(row) and set(row) <= {0, 1, 2, 3} for row in ids.tolist())
     assert weights[:3].isnan().all(), "a token that is not finite is not hidden"
     assert weights[3].tolist() == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    ("num_experts", "num_groups", "top_groups", "top_k"), [(6, 1, 1, 4), (12, 4, 2, 5), (64, 8, 3, 8), (5, 5, 3, 3)]
+)
+def test_the_best_experts_of_the_best_groups(
+    num_experts: int, num_groups: int, top_groups: int, top_k: int, scoring: str, cpu_kernels: str
+) -> None:
+    logits, bias = randn(17, num_experts) * 2, randn(num_experts) * 0.3 if scoring == "sigmoid" else None
+    weights, ids = grouped_topk(
+        logits, top_k, scoring == "sigmoid", num_groups=num_groups, top_groups=top_groups, scoring=scoring,
+        bias_X=bias, scale=2.5,
+    )  # fmt: skip
+    size = num_experts // num_groups
+    for row, own_weights, own_ids in zip(logits.double(), weights, ids.tolist(), strict=True):
+        scores = row.softmax(0) if scoring == "softmax" else row.sigmoid()
+        keys = (scores if bias is None else scores + bias.double()).tolist()
+        worth = [
+            sum(sorted(keys[group * size : (group + 1) * size])[-2 if scoring == "sigmoid" else -1 :])
+            for group in range(num_groups)
+        ]
+        best = sorted(range(num_groups), key=lambda group: -worth[group])[:top_groups]
+        inside = [expert for expert in range(num_experts) if expert // size in best]
+        assert own_ids == sorted(inside, key=lambda expert: -keys[expert])[:top_k]
+        chosen = scores[own_ids]
+        chosen = chosen / chosen.sum() if scoring == "sigmoid" else chosen
+        torch.testing.assert_close(own_weights.double(), 2.5 * chosen, rtol=1e-5, atol=1e-7)
+
+
+def test_ids_of_groups_are_valid_whatever_the_logits(cpu_kernels: str) -> None:
+    nan = float("nan")
+    logits = torch.tensor([[nan] * 4, [1.0, nan, nan, 0.0], [-1e30, 1e30, 3.0, 2.0]])
+    weights, ids = grouped_topk(logits, 2, True, num_groups=2, top_groups=1, scoring="softmax")
+    assert all(row in ([0, 1], [1, 0], [2, 3], [3, 2]) for row in ids.tolist())
+    assert weights[:2].isnan().all(), "a token that is not finite is not hidden"
+    assert weights[2].tolist() == [1.0, 0.0]
 
 
 @KINDS

@@ -30,6 +30,17 @@ def test_equals_torch(rows: int, out_features: int, in_features: int, dtype: tor
     torch.testing.assert_close(exact.double(), F.linear(x.double(), weight.double()), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_result_can_be_a_part_of_longer_rows(dtype: torch.dtype, cpu_kernels: str) -> None:
+    x, weight, bias = operands(13, 33, 20, dtype)
+    wide, packed = torch.full((13, 3, 40), 7.0, dtype=dtype), pack_linear(weight, bias)
+    out = wide[:, 1, :33]
+    assert linear(x, packed, out=out) is out
+    assert torch.equal(out, linear(x, packed))
+    assert (wide[:, ::2] == 7).all()
+    assert (wide[:, 1, 33:] == 7).all(), "what lies beside the result stays"
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("half", [1, 16, 17, 40])
 def test_gated_is_activation_and_mul_of_the_halves(half: int, activation: str, cpu_kernels: str) -> None:

@@ -1,6 +1,7 @@
 """Families of decoders: what each reads in `config.json`, and the tensors that its checkpoints hold."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from quire_engine.errors import CheckpointError
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.decoder import Decoder, DecoderLayer
-from quire_engine.models.experts_options import ExpertsOptions
+from quire_engine.models.experts_options import ExpertsOptions, GroupedRouting
+from quire_engine.models.families.deepseek_v2 import NAMES as DEEPSEEK_NAMES
 from quire_engine.models.families.mixtral import NAMES
 from quire_engine.models.loader import load_model
-from quire_engine.models.options import POST_NORMS, PRE_NORMS, DecoderOptions
+from quire_engine.models.options import POST_NORMS, PRE_NORMS, DecoderOptions, LatentAttentionOptions
 from quire_engine.models.parallel import load_targets
 from quire_engine.models.weights import expected_shapes
 from safetensors.torch import load_file, save_file
@@ -56,6 +58,26 @@ def test_the_model_has_the_tensors_that_its_checkpoint_is_checked_for(
         ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [1], "norm_topk_prob": True},
          DecoderOptions(qk_norm=True, experts=ExpertsOptions(
              num_experts=128, top_k=8, intermediate_size=768, norm_topk_prob=True, mlp_only_layers=(1,)))),
+        ({"architectures": ["DeepseekV2ForCausalLM"], "num_experts_per_tok": 6, "q_lora_rank": None, "head_dim": None},
+         DecoderOptions(
+             latent=LatentAttentionOptions(
+                 query_rank=None, kv_rank=512, rope_size=64, nope_size=128, value_size=128, interleaved=True),
+             attention_scale=192**-0.5, default_head_size=64, renamed=DEEPSEEK_NAMES,
+             experts=ExpertsOptions(
+                 num_experts=64, top_k=6, intermediate_size=1407, norm_topk_prob=False, shared_intermediate_size=2814,
+                 shared_has_gate=False, grouped=GroupedRouting(
+                     num_groups=1, top_groups=1, scoring="softmax", has_bias=False, scale=1.0)))),
+        ({"architectures": ["DeepseekV3ForCausalLM"], "rope_interleave": False, "first_k_dense_replace": 1,
+          "num_hidden_layers": 2, "rope_scaling": {"type": "yarn", "factor": 40, "mscale_all_dim": 1.0,
+          "original_max_position_embeddings": 4096}},
+         DecoderOptions(
+             latent=LatentAttentionOptions(
+                 query_rank=1536, kv_rank=512, rope_size=64, nope_size=128, value_size=128, interleaved=False),
+             attention_scale=192**-0.5 * (0.1 * math.log(40) + 1) ** 2, default_head_size=64, renamed=DEEPSEEK_NAMES,
+             num_extra_layers=1, experts=ExpertsOptions(
+                 num_experts=256, top_k=8, intermediate_size=2048, norm_topk_prob=True, shared_intermediate_size=2048,
+                 shared_has_gate=False, mlp_only_layers=(0,), grouped=GroupedRouting(
+                     num_groups=8, top_groups=4, scoring="sigmoid", has_bias=True, scale=2.5)))),
         ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 8, "residual_multiplier": 0.22},
          DecoderOptions(attention_scale=1.0, logits_divisor=8.0, residual_multiplier=0.22)),
         ({"architectures": ["Olmo2ForCausalLM"]},
@@ -286,6 +308,17 @@ def test_a_norm_that_is_missing_is_named(checkpoint: Callable[[str], Path], tmp_
         ({"mlp_only_layers": ["1"]}, "mlp_only_layers is .'1'.; it must be a list of layers' numbers"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be"),
         ({"norm_topk_prob": 1}, "norm_topk_prob is 1; it must be true or false"),
+        ({"architectures": ["DeepseekV2ForCausalLM"]}, "num_experts_per_tok is missing"),
+        (
+            {"architectures": ["DeepseekV2ForCausalLM"], "norm_topk_prob": True},
+            "norm_topk_prob is True; it must be false",
+        ),
+        ({"architectures": ["DeepseekV3ForCausalLM"], "n_group": 7}, "n_group is 7; it must be a divisor of n_routed"),
+        (
+            {"architectures": ["DeepseekV3ForCausalLM"], "topk_group": 9},
+            "topk_group is 9; it must be at most n_group=8",
+        ),
+        ({"architectures": ["DeepseekV3ForCausalLM"], "qk_rope_head_dim": 7}, "qk_rope_head_dim is 7; it must be even"),
         ({"architectures": ["MixtralForCausalLM"], "sliding_window": 0}, "sliding_window is 0; it must be an integer"),
     ],
 )
@@ -316,6 +349,19 @@ def test_how_experts_can_be_divided(
         return
     with pytest.raises(ValueError, match=message):
         config.check_parallel(ranks, enable_expert_parallel=is_expert_parallel)
+
+
+def test_layers_of_multi_token_prediction_may_be_in_the_file(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    whole = checkpoint("deepseek-v3")
+    for file in whole.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    weights = load_file(whole / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    save_file({**weights, "model.layers.3.eh_proj.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    check_checkpoint(tmp_path)
+    save_file({**weights, "model.layers.4.eh_proj.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.4\.eh_proj\.weight has no place in this architecture"):
+        check_checkpoint(tmp_path)
 
 
 def test_an_expert_that_is_missing_is_named(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
