@@ -35,16 +35,9 @@ LAYOUTS = [
     ("qwen3", 1, 2),
     ("olmo2", 4, 1),
     ("phi3", 2, 2),
-    ("mistral", 2, 1),
-    ("mistral", 1, 2),
     ("qwen2-windows", 2, 2),
     ("qwen3-windows", 1, 3),
-    ("qwen3-windows", 2, 1),
-    ("gemma2", 2, 1),
-    ("gemma2", 1, 3),
     ("gemma3", 2, 2),
-    ("olmo3", 2, 1),
-    ("olmo3", 1, 2),
 ]
 """Checkpoint, tensor parallel size, pipeline parallel size."""
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_batched_tokens": 128}
