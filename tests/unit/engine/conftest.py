@@ -63,12 +63,13 @@ def checkpoint(made: Callable[[str, Callable[[Path], object]], Path]) -> Callabl
 def workload(
     checkpoint: Callable[[str], Path], made: Callable[[str, Callable[[Path], object]], Path]
 ) -> Callable[[str], tuple[list[list[int]], list[int], list[Expected]]]:
-    """64 prompts of mixed lengths, how many tokens each gets, and what transformers makes of them."""
+    """Prompts of mixed lengths, 64 unless there are experts, how many tokens each gets, and what transformers makes of them."""
 
     @cache
     def make(name: str) -> tuple[list[list[int]], list[int], list[Expected]]:
         vocab_size = AutoConfig.from_pretrained(checkpoint(name)).vocab_size
-        prompts = make_prompts(64, vocab_size, max_length=120)
+        num_prompts = 24 if "num_experts_per_tok" in CHECKPOINTS.get(name, {}) else 64  # experts take transformers long
+        prompts = make_prompts(num_prompts, vocab_size, max_length=120)
         lengths = [8 + (i * 7) % 25 for i in range(len(prompts))]
 
         def ask_transformers(file: Path) -> None:

@@ -28,8 +28,8 @@ CASES = [
     *((name, True, 16, True) for name in ("qwen2", "qwen3", "qwen2-windows", "qwen3-windows", "gemma3")),
 ]  # fmt: skip
 """(checkpoint, prefix caching, token budget, scarce blocks). How the work is cut and shared is the scheduler's affair,
-which knows no model: all its ways with one checkpoint, with others every setting once, and where it is not alone (windows
-and their groups of layers) the one that cuts and shares most. Each family is in `test_every_family.py`."""
+which knows no model: all its ways with one checkpoint, with others every setting once, and where it is not alone
+(windows and their groups of layers) the one that cuts and shares most. Each family is in `test_every_family.py`."""
 
 
 def make_llm(folder: Path, budget: int, enable_prefix_caching: bool, num_blocks: int | None) -> LLM:
