@@ -63,7 +63,7 @@ def checkpoint(made: Callable[[str, Callable[[Path], object]], Path]) -> Callabl
 def workload(
     checkpoint: Callable[[str], Path], made: Callable[[str, Callable[[Path], object]], Path]
 ) -> Callable[[str], tuple[list[list[int]], list[int], list[Expected]]]:
-    """Prompts of mixed lengths, 64 unless there are experts, how many tokens each gets, and what transformers makes of them."""
+    """64 prompts of mixed lengths, or 24, how many tokens each gets, and what transformers makes of them."""
 
     @cache
     def make(name: str) -> tuple[list[list[int]], list[int], list[Expected]]:
