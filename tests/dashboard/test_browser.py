@@ -16,7 +16,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 from quire_dashboard.settings import Settings
 from quire_dashboard.words import printable
-from support.browser import chromium, dashboard, is_dark, pages_of, sidebar_link
+from support.browser import choose_request, choose_row, chromium, dashboard, is_dark, pages_of, sidebar_link
 from support.fake_triton import TOKEN, FakeTriton, fake_triton, make_request
 from support.serving import wait_until
 
@@ -134,19 +134,12 @@ def test_the_slo_class_filters_goodput(open_page: Callable[..., Page], fake: Fak
     expect(goodput).to_contain_text("100%")
 
 
-def choose_row(page: Page, row: int) -> None:
-    """Tick a row of the page's first table, which is a drawing."""
-    table = page.get_by_test_id("stDataFrame").first
-    expect(table.locator("tr").nth(row + 1)).to_be_attached()  # after the heading
-    table.click(position={"x": 14, "y": 35 * (row + 1) + 17})
-
-
 def test_a_request_is_cancelled(open_page: Callable[..., Page], fake: FakeTriton) -> None:
     with fake.state.lock:
         fake.state.snapshot["requests"].append(make_request("eeee5555ffff6666", label="doomed"))
     page = open_page("requests")
     expect(page.get_by_text("3 requests")).to_be_visible()
-    choose_row(page, 2)
+    choose_request(page, "doomed (eeee55)")
     button = page.get_by_test_id("stMain").get_by_role("button", name="Cancel doomed (eeee55)…")
     expect(button).to_be_visible()
     # One that is older comes first in the table, another one ends: the choice and the button stay with theirs.

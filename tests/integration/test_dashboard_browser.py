@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 from quire_dashboard.settings import Settings
-from support.browser import chromium, dashboard, is_dark, pages_of, sidebar_link
+from support.browser import choose_request, chromium, dashboard, is_dark, pages_of, sidebar_link
 from support.clients import Answer, ask
 from support.faults import put_fault
 from support.serving import ROOT, Server, serve
@@ -205,10 +205,9 @@ def test_the_cancel_button_ends_a_clients_stream(
     with slow_steps(fault_file, seconds=0.1):  # 90 s of life, however fast the engine is
         answer = streams.ask("one", "doomed", max_tokens=900)
         page = open_page("requests")
-        chosen = page.get_by_test_id("stMain").get_by_test_id("stSelectbox")
-        chosen.click()
-        page.get_by_role("option", name="doomed").click()
+        choose_request(page, "doomed")
         page.get_by_role("button", name="Cancel doomed").click()
+        page.get_by_role("button", name=re.compile("^Cancel doomed .*now$")).click()
         expect(page.get_by_text("was cancelled.")).to_be_visible()
         assert answer.result(30).message == "the request was cancelled"
 

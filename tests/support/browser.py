@@ -17,7 +17,7 @@ from support.chromium import find_chromium
 from support.ports import free_port
 from support.serving import wait_until
 
-__all__ = ["TIMEOUT_MS", "chromium", "dashboard", "is_dark", "pages_of", "sidebar_link"]
+__all__ = ["TIMEOUT_MS", "choose_request", "choose_row", "chromium", "dashboard", "is_dark", "pages_of", "sidebar_link"]
 
 TIMEOUT_MS = 60_000
 
@@ -106,3 +106,17 @@ def is_dark(page: Page) -> bool:
     """Whether the page's background is."""
     background = page.evaluate("getComputedStyle(document.querySelector('.stApp')).backgroundColor")
     return sum(map(int, re.findall(r"\d+", background)[:3])) < 200
+
+
+def choose_row(page: Page, row: int) -> None:
+    """Tick a row of the page's first table, which is a drawing beside hidden rows for screen readers."""
+    table = page.get_by_test_id("stDataFrame").first
+    expect(table.locator("tr").nth(row + 1)).to_be_attached()  # after the heading
+    table.click(position={"x": 14, "y": 35 * (row + 1) + 17})
+
+
+def choose_request(page: Page, name: str) -> None:
+    """Tick the row of that table that has a name in it."""
+    row = page.get_by_test_id("stDataFrame").first.locator("tr").filter(has_text=name)
+    expect(row).to_have_count(1)
+    choose_row(page, int(row.evaluate("it => it.rowIndex")) - 1)

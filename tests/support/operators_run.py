@@ -258,10 +258,12 @@ def _lines(proto: Any) -> dict[str, list[float]]:
         return {"": columns["duration"]}
     spec = json.loads(proto.spec)
     encoding = spec["layer"][0]["encoding"] if "layer" in spec else spec["encoding"]
-    rules = {layer["encoding"]["color"]["datum"] for layer in spec.get("layer", ()) if layer["mark"]["type"] == "rule"}
+    colours = [layer["encoding"].get("color", {}) for layer in spec.get("layer", ())]
+    rules = {colour["datum"] for colour in colours if "datum" in colour}
     lines: dict[str, list[float]] = {
         name: [] for name in encoding["color"]["scale"].get("domain", ()) if name not in rules
     }
     for series, value in zip(columns["series"], columns["value"], strict=True):
-        lines.setdefault(series, []).append(value)
+        if series is not None and value is not None:  # else it is the span of the axis, or the end of a line
+            lines.setdefault(series, []).append(value)
     return lines
