@@ -12,7 +12,7 @@ from quire_engine.config import EngineConfig
 from quire_engine.errors import EngineError
 from quire_engine.stats import FinishedRequestStats, StatLogger
 from quire_engine.system.process_state import started_at
-from quire_monitoring import MetricDefinition, TritonStatLogger
+from quire_monitoring import MetricDefinition, ReplicaStatLoggers, TritonStatLogger
 from quire_monitoring.triton import MetricFamily
 
 from quire_backend import model_config, triton_api
@@ -116,24 +116,31 @@ class TritonPythonModel:
             int(args["model_instance_device_id"]),
         )
         os.environ.pop(TOKEN_VARIABLE, None)  # the engine's processes inherit the environment, and do not need it
-        self._number = EngineNumber(args["model_name"], args["model_version"])
+        replicas = range(config.parallel.data_parallel_size)
+        self._numbers = [EngineNumber(args["model_name"], args["model_version"]) for _ in replicas]
         if config.scheduler.scheduling_policy == "priority":
             logger.warning(
                 "Triton's own request priority does not reach a Python backend, and has no effect: "
                 "clients say priority in sampling_parameters, or over HTTP as a parameter of generate"
             )
         pbtxt = json.loads(args["model_config"])
-        labels = {"model": args["model_name"], "version": args["model_version"], "engine": self._number.label}
-        self._metrics = TritonStatLogger(
-            family_maker(config, pbtxt),
-            labels,
-            slo_classes=config.frontend.slo,
-            num_ranks=config.parallel.world_size,
-            max_draft_tokens=config.scheduler.max_draft_tokens,
-            aliases=config.frontend.metric_aliases == "vllm",
-            server_start_time=started_at(os.getppid()),
+        labels = {"model": args["model_name"], "version": args["model_version"]}
+        self._metrics = ReplicaStatLoggers(
+            [
+                TritonStatLogger(
+                    family_maker(config, pbtxt),
+                    {**labels, "engine": number.label},
+                    slo_classes=config.frontend.slo,
+                    num_ranks=config.parallel.world_size,
+                    max_draft_tokens=config.scheduler.max_draft_tokens,
+                    aliases=config.frontend.metric_aliases == "vllm",
+                    server_start_time=started_at(os.getppid()),
+                )
+                for number in self._numbers
+            ]
         )
-        self._otel = make_otel(config, labels)
+        own = {"engine": self._numbers[0].label} if len(self._numbers) == 1 else {}  # traces are of all replicas
+        self._otel = make_otel(config, {**labels, **own})
         engine = make_engine(config, [self._metrics] if self._otel is None else [self._metrics, self._otel])
         status = StatusPage.of_run(
             model=labels["model"], version=labels["version"], instance=args["model_instance_name"],
@@ -156,7 +163,7 @@ class TritonPythonModel:
             if status is not None:
                 status.close()
             raise
-        self._metrics.start(is_up=lambda: engine.is_healthy, workers_up=engine.workers_up)
+        self._metrics.start(is_up=engine.is_engine_up, workers_up=engine.workers_up)
         logger.info("model %s is served by the Quire engine", args["model_name"])
 
     def execute(self, requests: Sequence[TritonRequest]) -> None:
@@ -191,5 +198,6 @@ class TritonPythonModel:
         if otel is not None:
             self._otel = None
             otel.stop()
-        if hasattr(self, "_number") and are_gone:
-            self._number.release()  # the next engine makes the same series; or else the end of this process does it
+        if hasattr(self, "_numbers") and are_gone:  # the next engine makes the same series
+            for number in self._numbers:
+                number.release()  # or else the end of this process does it
