@@ -1,13 +1,15 @@
 """Traces and metrics of a real tritonserver, at a real OTLP receiver."""
 
 import json
+import re
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.clients import ask_all, run
-from support.otlp import Collector, attributes_of, collect
+from support.otlp import Collector, attributes_of, collect, samples_of
 from support.serving import ROOT, Server, serve
 
 pytestmark = pytest.mark.server
@@ -84,9 +86,30 @@ def test_a_request_that_is_refused_is_part_of_its_callers_trace(server: Server, 
     assert not children(collector, root)
 
 
-def test_metrics_arrive(server: Server, collector: Collector) -> None:
+def scraped(server: Server) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """All samples of the model on /metrics under our names."""
+    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=60) as response:
+        lines = response.read().decode().splitlines()
+    found = filter(None, (re.fullmatch(r"(quire_\w+)\{(.*)\} (\S+)", line) for line in lines))
+    return {(one[1], frozenset(re.findall(r'(\w+)="(.*?)"', one[2]))): float(one[3]) for one in found}
+
+
+def test_every_metric_arrives_with_the_value_on_the_servers_page(server: Server, collector: Collector) -> None:
     run(server, model="traced", text_input="x", max_tokens=3, ignore_eos=True)
-    name = "gen_ai.server.time_per_output_token"
-    collector.wait_for(lambda: name in collector.metrics)
-    (point,) = collector.metrics[name].histogram.data_points
+
+    def agree() -> bool:
+        shown = scraped(server)
+        sent = {
+            (name, frozenset(labels.items())): value
+            for metric in collector.metrics.values()
+            if metric.name.startswith("quire_")
+            for name, labels, value in samples_of(metric)
+        }
+        return sent.keys() == shown.keys() and all(
+            value == pytest.approx(shown[one], rel=1e-4) for one, value in sent.items()
+        )
+
+    collector.wait_for(agree, timeout=40.0)
+    (point,) = collector.metrics["gen_ai.server.time_per_output_token"].histogram.data_points
     assert attributes_of(point)["gen_ai.request.model"] == "traced"
+    assert sum(point.as_int for point in collector.metrics["quire_kv_blocks"].gauge.data_points) > 0
