@@ -1,13 +1,16 @@
 """Traces and metrics of a real tritonserver, at a real OTLP receiver."""
 
 import json
+import queue
 import re
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import tritonclient.grpc as grpcclient
 from support.clients import ask_all, run
 from support.otlp import Collector, attributes_of, collect, samples_of
 from support.serving import ROOT, Server, serve
@@ -15,7 +18,7 @@ from support.serving import ROOT, Server, serve
 pytestmark = pytest.mark.server
 
 CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
-TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACE_ID, PARENT_ID, OTHER_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", "00f067aa0ba902b7"
 TRITON_TRACES = (
     "--trace-config=mode=opentelemetry", "--trace-config=level=TIMESTAMPS", "--trace-config=rate=1",
     # It speaks HTTP, not gRPC; nobody listens there, and nothing depends on it.
@@ -63,6 +66,22 @@ def test_a_request_continues_its_callers_trace(server: Server, collector: Collec
     (root,) = roots(collector, "called")
     assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
     collector.wait_for(lambda: children(collector, root) == {"queue", "prefill", "decode"})
+
+
+def test_a_traceparent_header_is_forwarded_but_a_parameter_counts_more(server: Server, collector: Collector) -> None:
+    prompt = grpcclient.InferInput("text_input", [1], "BYTES")
+    prompt.set_data_from_numpy(np.array([b"x"], dtype=object))
+    answers: queue.Queue[Any] = queue.Queue()
+    with grpcclient.InferenceServerClient(server.grpc) as client:
+        client.start_stream(
+            lambda result, error: answers.put(error), headers={"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-01"}
+        )
+        for label, own in (("header", {}), ("both", {"traceparent": f"00-{TRACE_ID}-{OTHER_ID}-01"})):
+            client.async_stream_infer("traced", [prompt], request_id=label, parameters={"max_tokens": 2, **own})
+            assert answers.get(timeout=60) is None
+    collector.wait_for(lambda: roots(collector, "header") and roots(collector, "both"))
+    parents = [roots(collector, label)[0].parent_span_id.hex() for label in ("header", "both")]
+    assert parents == [PARENT_ID, OTHER_ID]
 
 
 def test_a_request_continues_the_servers_own_trace(server: Server, collector: Collector) -> None:
