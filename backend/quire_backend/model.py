@@ -39,8 +39,13 @@ def make_engine(config: EngineConfig, stat_loggers: Sequence[StatLogger]) -> "As
     return AsyncLLM(config, stat_loggers)
 
 
-def make_otel(config: EngineConfig, labels: Mapping[str, str]) -> "OtelStatLogger | None":
+def make_otel(config: EngineConfig, labels: Mapping[str, str], metrics: TritonStatLogger) -> "OtelStatLogger | None":
     """The exporter for the setting `otlp_endpoint`, if it is set.
+
+    Args:
+        config: all settings.
+        labels: model, version and engine.
+        metrics: what records the metrics that are sent, unless they are switched off.
 
     Raises:
         ValueError: its packages are not installed.
@@ -52,7 +57,9 @@ def make_otel(config: EngineConfig, labels: Mapping[str, str]) -> "OtelStatLogge
         from quire_monitoring.otel import OtelStatLogger
     except ImportError as error:
         raise ValueError(f"otlp_endpoint needs the extra otel: pip install 'quire[otel]' ({error})") from None
-    return OtelStatLogger(endpoint, labels, trace_sample_ratio=config.frontend.otlp_trace_sample_ratio)
+    keeps_statistics = config.frontend.metrics and not config.frontend.disable_log_stats
+    totals = metrics.totals() if keeps_statistics else None
+    return OtelStatLogger(endpoint, labels, totals, trace_sample_ratio=config.frontend.otlp_trace_sample_ratio)
 
 
 def family_maker(config: EngineConfig, pbtxt: Mapping[str, Any]) -> Callable[[MetricDefinition], MetricFamily | None]:
@@ -133,7 +140,7 @@ class TritonPythonModel:
             aliases=config.frontend.metric_aliases == "vllm",
             server_start_time=started_at(os.getppid()),
         )
-        self._otel = make_otel(config, labels)
+        self._otel = make_otel(config, labels, self._metrics)
         engine = make_engine(config, [self._metrics] if self._otel is None else [self._metrics, self._otel])
         status = StatusPage.of_run(
             model=labels["model"], version=labels["version"], instance=args["model_instance_name"],
@@ -157,6 +164,8 @@ class TritonPythonModel:
                 status.close()
             raise
         self._metrics.start(is_up=lambda: engine.is_healthy, workers_up=engine.workers_up)
+        if self._otel is not None:
+            self._otel.start()
         logger.info("model %s is served by the Quire engine", args["model_name"])
 
     def execute(self, requests: Sequence[TritonRequest]) -> None:

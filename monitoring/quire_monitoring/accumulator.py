@@ -1,6 +1,8 @@
 """Accumulator: turns the engine's statistics into gauges, growth of counters and observations, for exporters to take.
 
-The meaning of each metric is defined here, once for all exporters. Thread-safe.
+The meaning of each metric is defined here, once for all exporters. Every exporter has a `Reader` of its own, and gets
+all that happened since it was made: what one has taken, the others still find. Recording costs the same for any number
+of them, as growth is only handed out to all when one of them asks. Thread-safe.
 """
 
 import threading
@@ -16,7 +18,7 @@ from quire_engine.stats import DraftStats, FinishedRequestStats, IterationStats,
 from quire_monitoring.definitions import OUTCOMES, WINDOWS, Series, aliases_of, series
 from quire_monitoring.goodput import Goodput
 
-__all__ = ["Accumulator"]
+__all__ = ["Accumulator", "Reader"]
 
 _Number = TypeVar("_Number", int, float)
 
@@ -26,7 +28,6 @@ class Accumulator:
 
     Args:
         slo_classes: the classes of the setting `slo`.
-        aliases: whether series that vLLM has, too, are also exported under its names.
         clock: seconds, monotonic; for the windows of the goodput.
         server_start_time: of the server's process, in seconds since the epoch; unset: this moment.
     """
@@ -35,14 +36,13 @@ class Accumulator:
         self,
         slo_classes: Iterable[str] = (DEFAULT_CLASS,),
         *,
-        aliases: bool = True,
         clock: Callable[[], float] = time.monotonic,
         server_start_time: float | None = None,
     ) -> None:
         self._server_start_time = time.time() if server_start_time is None else server_start_time
         self._lock = threading.Lock()
         self._slo_classes = frozenset(slo_classes)
-        self._aliases = aliases
+        self._readers: list[Reader] = []
         self._goodput = Goodput(self._slo_classes, WINDOWS, clock)
         self._scheduler_stats = SchedulerStats()
         self._counters: Counter[Series] = Counter()
@@ -149,27 +149,40 @@ class Accumulator:
 
     # -- out --------------------------------------------------------------------------------------------------------
 
-    def take_counters(self) -> Counter[Series]:
-        """How much each counter has grown since this was last called."""
-        with self._lock:
-            taken, self._counters = self._counters, Counter()
-        grown = Counter({one: growth for one, growth in taken.items() if growth})
-        if self._aliases:
-            for one, growth in list(grown.items()):
-                for alias in aliases_of(one):
-                    grown[alias] += growth
-        return grown
+    @property
+    def is_read(self) -> bool:
+        """Whether anyone takes what is recorded."""
+        return bool(self._readers)
 
-    def take_observations(self) -> dict[Series, list[float]]:
-        """What was observed of each histogram since this was last called."""
-        with self._lock:
-            taken, self._observations = self._observations, defaultdict(list)
-        if self._aliases:
-            taken.update({alias: values for one, values in taken.items() for alias in aliases_of(one)})
-        return taken
+    def reader(self, *, aliases: bool = False) -> "Reader":
+        """For one exporter, from now on.
 
-    def gauges(self, is_up: bool, workers_up: Sequence[bool]) -> dict[Series, float]:
-        """The present state. Of an engine that is down, everything is 0 but the start of its server."""
+        Args:
+            aliases: whether series that vLLM has, too, are also there under its names.
+        """
+        with self._lock:
+            self._hand_out()  # what was before is not its own
+            reader = Reader(self, aliases)
+            self._readers.append(reader)
+        return reader
+
+    def _hand_out(self) -> None:
+        """Give all readers what has grown since it was last given to them."""
+        for reader in self._readers:
+            reader.counters.update(self._counters)
+            for one, values in self._observations.items():
+                reader.observations[one] += values
+        self._counters.clear()
+        self._observations.clear()
+
+    def gauges(self, is_up: bool, workers_up: Sequence[bool], *, aliases: bool = False) -> dict[Series, float]:
+        """The present state. Of an engine that is down, everything is 0 but the start of its server.
+
+        Args:
+            is_up: whether the engine runs.
+            workers_up: the same for each rank.
+            aliases: as in `reader`.
+        """
         with self._lock:
             stats = self._scheduler_stats if is_up else SchedulerStats()
             ratios = self._goodput.ratios()
@@ -184,7 +197,7 @@ class Accumulator:
             _BLOCKS_FREE: stats.num_blocks_free,
             _USAGE: stats.kv_cache_usage,
         }
-        if self._aliases:
+        if aliases:
             for one, value in list(gauges.items()):
                 for alias in aliases_of(one):
                     gauges[alias] = gauges.get(alias, 0.0) + value
@@ -193,6 +206,38 @@ class Accumulator:
         for (slo_class, window), ratio in ratios.items():
             gauges[series("quire_goodput_ratio", slo=slo_class, window=window)] = ratio
         return gauges
+
+
+class Reader:
+    """What one exporter has not taken yet; made by `Accumulator.reader`."""
+
+    def __init__(self, accumulator: Accumulator, aliases: bool) -> None:
+        self._accumulator = accumulator
+        self._aliases = aliases
+        self.counters: Counter[Series] = Counter()
+        self.observations: defaultdict[Series, list[float]] = defaultdict(list)
+
+    def take(self) -> tuple[Counter[Series], dict[Series, list[float]]]:
+        """How much each counter has grown since this was last called, and what was observed of each histogram."""
+        owner = self._accumulator
+        with owner._lock:
+            owner._hand_out()
+            counters, self.counters = self.counters, Counter()
+            observations, self.observations = self.observations, defaultdict(list)
+        grown = Counter({one: growth for one, growth in counters.items() if growth})
+        observed = {one: values for one, values in observations.items() if values}
+        if self._aliases:
+            for one, growth in list(grown.items()):
+                for alias in aliases_of(one):
+                    grown[alias] += growth
+            observed.update({alias: values for one, values in observed.items() for alias in aliases_of(one)})
+        return grown, observed
+
+    def close(self) -> None:
+        """Take nothing any more, and keep nothing."""
+        with self._accumulator._lock:
+            if self in self._accumulator._readers:
+                self._accumulator._readers.remove(self)
 
 
 @cache
