@@ -13,6 +13,7 @@ from quire_engine.errors import EngineError
 from quire_engine.stats import FinishedRequestStats, StatLogger
 from quire_engine.system.process_state import started_at
 from quire_monitoring import MetricDefinition, TritonStatLogger
+from quire_monitoring.ended_requests import EndedRequestLog
 from quire_monitoring.triton import MetricFamily
 
 from quire_backend import model_config, triton_api
@@ -141,7 +142,12 @@ class TritonPythonModel:
             server_start_time=started_at(os.getppid()),
         )
         self._otel = make_otel(config, labels, self._metrics)
-        engine = make_engine(config, [self._metrics] if self._otel is None else [self._metrics, self._otel])
+        frontend = config.frontend
+        self._ended_requests = EndedRequestLog(
+            frontend.ended_requests, frontend.slo, keep_text=frontend.ended_requests_text
+        )
+        stat_loggers: list[StatLogger] = [self._metrics, self._ended_requests]
+        engine = make_engine(config, stat_loggers if self._otel is None else [*stat_loggers, self._otel])
         status = StatusPage.of_run(
             model=labels["model"], version=labels["version"], instance=args["model_instance_name"],
             num_instances=model_config.num_instances(pbtxt),
@@ -151,6 +157,7 @@ class TritonPythonModel:
             config.frontend,
             on_rejected=self._record_rejection,
             when_counted=self._metrics.when_written,
+            ended_requests=self._ended_requests,
             model=labels["model"],
             version=labels["version"],
             status=status,
@@ -174,7 +181,8 @@ class TritonPythonModel:
             self._serving.submit(request)
 
     def _record_rejection(self, request: FinishedRequestStats) -> None:
-        self._metrics.record_rejection(request.slo_class)
+        self._metrics.record_rejection(None if request.slo_verdict is None else request.slo_class)
+        self._ended_requests.add(request)
         if self._otel is not None:
             self._otel.record_rejection(request)
 

@@ -40,7 +40,7 @@ ENGINE = {
     "ipc": "",
     "system": "",
     "snapshot": "",
-    "stats": "",
+    "stats": "sampling_params",
     "errors": "",
 }
 """Within `quire_engine`: file or folder → those whose names it may say."""

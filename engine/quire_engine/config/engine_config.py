@@ -37,6 +37,8 @@ MAX_DRAFTED_ROWS = 512
 """Each row takes the memory of a vocabulary's logits. Long before this many, a step is bound by what it computes, and a
 draft costs as much as a token of another request."""
 SECRETS = ("introspection_token",)
+MAX_ENDED_REQUESTS = 20_000
+"""About a kilobyte each, and an answer to an operator holds them all."""
 MIN_TOKEN_CHARACTERS = 16
 DEVICES = ("auto", "cpu", "cuda")
 EXECUTOR_BACKENDS = ("uni", "mp", "ray")
@@ -286,6 +288,10 @@ class FrontendConfig:
     """Whether a request's performance metrics say how many of its prompt's tokens came from the cache, and how many
     drafts were accepted. Who sees that can find out what others have sent."""
 
+    ended_requests: int = 2000
+    """Ended requests that operators can still look at: their times and sizes, and why they ended."""
+    ended_requests_text: bool = False
+    """Whether the prompts of these, and those of their parameters that hold text, are kept as well."""
     introspection_token: str | None = field(default=None, repr=False)
     """What a caller has to show who wants to see or cancel requests. Unset: nobody can."""
 
@@ -304,6 +310,8 @@ class FrontendConfig:
         check_bool("metrics", self.metrics)
         check_bool("disable_log_stats", self.disable_log_stats)
         check_bool("report_cached_tokens", self.report_cached_tokens)
+        check_int("ended_requests", self.ended_requests, 0, MAX_ENDED_REQUESTS)
+        check_bool("ended_requests_text", self.ended_requests_text)
         check(self.otlp_endpoint is None or (isinstance(self.otlp_endpoint, str) and self.otlp_endpoint != ""),
               "otlp_endpoint", self.otlp_endpoint, "an address, such as http://localhost:4317")  # fmt: skip
         ratio = self.otlp_trace_sample_ratio
