@@ -31,7 +31,7 @@ LOAD_FORMATS = ("auto", "dummy")
 MODEL_IMPLS = ("auto", "quire", "transformers")
 QUANTIZATIONS = ("int8", "fp8")
 KV_CACHE_DTYPES = ("auto", "fp8")
-SCHEDULING_POLICIES = ("fcfs", "priority")
+SCHEDULING_POLICIES = ("fcfs", "priority", "slo")
 MAX_NUM_SEQS = 4096
 MAX_DRAFTED_ROWS = 512
 """Each row takes the memory of a vocabulary's logits. Long before this many, a step is bound by what it computes, and a
@@ -140,7 +140,9 @@ class SchedulerConfig:
     """The most prompt tokens one request may take of a step; 0: only the budget limits it."""
     scheduling_policy: str = "fcfs"
     """Which waiting request comes next: `fcfs` the one that came first, `priority` the one with the lowest `priority`
-    value, and of these the one that came first. The last in this order gives way when the blocks run out."""
+    value, and of these the one that came first. The last in this order gives way when the blocks run out. `slo` works
+    for the objectives of the setting `slo`: the one with the least time to spare comes next, and what cannot make its
+    time to first token is refused at once, or runs when there is room, as its class says."""
     max_num_partial_prefills: int = 1
     """Prompts that may be in computation piece by piece at the same time. Prompts that fit into what is left of a step
     are not held up by these."""
@@ -164,7 +166,7 @@ class SchedulerConfig:
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         check(self.scheduling_policy in SCHEDULING_POLICIES, "scheduling_policy", self.scheduling_policy,
-              "'fcfs' or 'priority'")  # fmt: skip
+              "'fcfs', 'priority' or 'slo'")  # fmt: skip
         check_int("max_num_partial_prefills", self.max_num_partial_prefills, 1)
         check_int("max_long_partial_prefills", self.max_long_partial_prefills, 1)
         check(self.max_long_partial_prefills <= self.max_num_partial_prefills, "max_long_partial_prefills",

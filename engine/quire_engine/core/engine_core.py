@@ -157,6 +157,8 @@ class EngineCore:
         request.num_preemptions = message.num_preemptions
         request.is_replay = message.is_replay
         request.message_number = message_number
+        request.slo_class, request.slo_targets = message.slo_class, message.slo_targets
+        request.age_seconds = message.age_ms / 1000
         if message.max_new_tokens is not None:
             request.max_tokens = min(request.max_tokens, request.num_output_tokens + message.max_new_tokens)
         if request.needs_grammar:
