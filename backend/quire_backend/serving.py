@@ -23,6 +23,7 @@ from quire_engine.slo import DEFAULT_CLASS, RequestSLO
 from quire_engine.stats import FinishedRequestStats
 
 from quire_backend.cancellation import CancellationPoller
+from quire_backend.chat_format import chat_format
 from quire_backend.introspection import (
     IntrospectionRequest,
     TokenGuard,
@@ -76,9 +77,14 @@ class InputProcessor(Protocol):
         """Tokenize and validate; raises RequestError."""
         ...
 
-    def apply_chat_template(self, messages: list[Any]) -> list[int]:
+    def apply_chat_template(
+        self, messages: list[Any], tools: list[dict[str, Any]], variables: dict[str, Any]
+    ) -> list[int]:
         """Token ids of a conversation; raises RequestError."""
         ...
+
+    @property
+    def chat_template(self) -> str | None: ...
 
 
 class Engine(Protocol):
@@ -133,6 +139,7 @@ class Serving:
         self._status = status
         self._token_guard = TokenGuard(config.introspection_token)
         self._report_cached_tokens = config.report_cached_tokens
+        self._parsers = config.tool_call_parser, config.reasoning_parser
         self._model, self._version = model, version
         self._introspections: set[asyncio.Task[None]] = set()
         self._on_rejected = on_rejected
@@ -278,7 +285,9 @@ class Serving:
                 self._responses.fail(stream, *_CANCELLED)
                 return
             self._check_that_it_serves()
-            token_ids = self._engine.input_processor.apply_chat_template(conversation.messages)
+            token_ids = self._engine.input_processor.apply_chat_template(
+                conversation.messages, conversation.tools, conversation.chat_template_kwargs
+            )
             self._check_that_it_serves()
             processed = self._process(generate, token_ids)
             stream.request_id = processed.request_id
@@ -356,6 +365,8 @@ class Serving:
         try:
             if introspection.health_only:
                 text = msgspec.json.encode({"healthy": self.is_ready})
+            elif introspection.chat_format_only:
+                text = msgspec.json.encode(chat_format(self._engine.input_processor.chat_template, *self._parsers))
             elif introspection.cancel_request_id is not None:
                 text = msgspec.json.encode({"cancelled": self._engine.cancel(introspection.cancel_request_id)})
             else:
