@@ -132,6 +132,7 @@ _SAME_VALUES: dict[str, dict[str, str]] = {
     "load_format": {"safetensors": "auto"},
     "model_impl": {"vllm": "quire"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "reasoning_parser": {"": "auto"},
 }
 """Values of vLLM's, and what they are called here."""
 
