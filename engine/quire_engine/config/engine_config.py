@@ -43,6 +43,8 @@ MIN_TOKEN_CHARACTERS = 16
 DEVICES = ("auto", "cpu", "cuda")
 EXECUTOR_BACKENDS = ("uni", "mp", "ray")
 METRIC_ALIASES = ("vllm", "none")
+TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral", "openai")
+REASONING_PARSERS = ("deepseek_r1", "qwen3", "openai_gptoss")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -294,6 +296,13 @@ class FrontendConfig:
     """Ended requests that operators can still look at: their times and sizes, and why they ended."""
     ended_requests_text: bool = False
     """Whether the prompts of these, and those of their parameters that hold text, are kept as well."""
+    tool_call_parser: str | None = "auto"
+    """How the model writes calls of functions, by the name of vLLM's parser: `hermes` (Qwen's too), `llama3_json`,
+    `mistral`, `openai` (gpt-oss). `auto`: what the chat template shows; unset: nobody knows."""
+    reasoning_parser: str | None = "auto"
+    """How it marks its reasoning: `qwen3` (`<think>…</think>`), `deepseek_r1` (the prompt itself ends with `<think>`),
+    `openai_gptoss`. `auto`: what the chat template shows; unset: it does not."""
+
     introspection_token: str | None = field(default=None, repr=False)
     """What a caller has to show who wants to see or cancel requests. Unset: nobody can."""
 
@@ -309,6 +318,7 @@ class FrontendConfig:
         object.__setattr__(self, "slo", parse_classes(self.slo))
         check(self.metric_aliases in METRIC_ALIASES, "metric_aliases", self.metric_aliases,
               f"one of {', '.join(METRIC_ALIASES)}")  # fmt: skip
+        _check_parsers(self.tool_call_parser, self.reasoning_parser)
         check_bool("metrics", self.metrics)
         check_bool("disable_log_stats", self.disable_log_stats)
         check_bool("report_cached_tokens", self.report_cached_tokens)
@@ -432,6 +442,20 @@ def _group_of(name: str) -> str:
     near = get_close_matches(name, setting_names(), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(setting_names()))}"
     raise ValueError(f"unknown setting {name!r}{hint}")
+
+
+def _check_parsers(tool_call_parser: str | None, reasoning_parser: str | None) -> None:
+    for name, value, known in (
+        ("tool_call_parser", tool_call_parser, TOOL_CALL_PARSERS),
+        ("reasoning_parser", reasoning_parser, REASONING_PARSERS),
+    ):
+        check(value in (None, "auto", *known), name, value, f"one of auto, {', '.join(known)}, or unset")
+    is_harmony = [tool_call_parser == "openai", reasoning_parser == "openai_gptoss"]
+    if any(is_harmony) and not all(is_harmony):
+        raise ValueError(
+            f"tool_call_parser is {tool_call_parser!r} with reasoning_parser={reasoning_parser!r}; 'openai' and "
+            "'openai_gptoss' are two halves of one format, and must be set together"
+        )
 
 
 def _check_token(value: object) -> None:
