@@ -13,6 +13,10 @@ __all__ = ["bench_app"]
 
 bench_app = typer.Typer(help="Measure a server under load, or an engine without one.", rich_markup_mode=None)
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Engine settings, as in model.json; values are JSON, else strings."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of the table.")]
 
 
@@ -116,6 +120,63 @@ def serve(
     except ValueError as error:
         raise UsageError(str(error)) from None
     return bench_serve(options, _percentiles(metric_percentiles), as_json=as_json, plot=plot)
+
+
+@bench_app.command("latency")
+def latency(
+    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face checkpoint folder.")],
+    settings: Settings = None,
+    input_len: Annotated[int, typer.Option(help="Tokens per prompt.")] = 32,
+    output_len: Annotated[int, typer.Option(help="Tokens per answer.")] = 128,
+    batch_size: Annotated[int, typer.Option(help="Requests that run together.")] = 8,
+    num_iters_warmup: Annotated[int, typer.Option(help="Batches that do not count.")] = 10,
+    num_iters: Annotated[int, typer.Option(help="Batches that are measured.")] = 30,
+    as_json: AsJson = False,
+    _debug: Debug = False,
+) -> None:
+    """Measure how long one batch takes, with no server.
+
+    The options have vllm bench latency's names. No prefix is cached, unless enable_prefix_caching=true says so.
+    """
+    from quire_cli.bench_offline import LatencyOptions, bench_latency
+    from quire_cli.model_repository import parse_settings
+
+    try:
+        options = LatencyOptions(input_len=input_len, output_len=output_len, batch_size=batch_size,
+                                 num_iters_warmup=num_iters_warmup, num_iters=num_iters)  # fmt: skip
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    bench_latency(model, parse_settings(settings or []), options, as_json=as_json)
+
+
+@bench_app.command("throughput")
+def throughput(
+    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face checkpoint folder.")],
+    settings: Settings = None,
+    num_prompts: Annotated[int, typer.Option(help="Requests, which come all at once.")] = 100,
+    dataset_name: Annotated[str, typer.Option(help="mixed, random, sharegpt, …: see quire bench serve.")] = "mixed",
+    dataset_path: Annotated[Path | None, typer.Option(metavar="FILE", help="Of sharegpt and mooncake.")] = None,
+    input_len: Annotated[int, typer.Option(help="Of random: tokens per prompt.")] = 1024,
+    output_len: Annotated[int, typer.Option(help="Of random: tokens per answer.")] = 128,
+    seed: Annotated[int, typer.Option(help="Of prompts and lengths.")] = 0,
+    as_json: AsJson = False,
+    _debug: Debug = False,
+) -> None:
+    """Measure requests and tokens per second when all requests come at once, with no server.
+
+    The options have vllm bench throughput's names. No prefix is cached, unless enable_prefix_caching=true says so.
+    """
+    from quire_load.datasets import DatasetOptions
+
+    from quire_cli.bench_offline import bench_throughput
+    from quire_cli.model_repository import parse_settings
+
+    try:
+        dataset = DatasetOptions(dataset_name=dataset_name, dataset_path=dataset_path, random_input_len=input_len,
+                                 random_output_len=output_len)  # fmt: skip
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    bench_throughput(model, parse_settings(settings or []), dataset, num_prompts, seed=seed, as_json=as_json)
 
 
 def _percentiles(text: str) -> list[float]:
