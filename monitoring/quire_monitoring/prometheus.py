@@ -36,6 +36,8 @@ class PrometheusStatLogger(Collector):
         slo_classes: the classes of the setting `slo`.
         num_ranks: processes that share the model.
         max_draft_tokens: of a request in a step; 0 without speculative decoding.
+        expert_shape: layers and experts of a layer; None without experts.
+        expert_metrics: whether each expert of each layer has a series of its own.
         aliases: whether there are series under vLLM's names, too.
     """
 
@@ -46,11 +48,15 @@ class PrometheusStatLogger(Collector):
         slo_classes: Iterable[str] = ("default",),
         num_ranks: int = 1,
         max_draft_tokens: int = 0,
+        expert_shape: tuple[int, int] | None = None,
+        expert_metrics: bool = False,
         aliases: bool = True,
     ) -> None:
         classes = tuple(slo_classes)
-        metrics = make_metrics(classes, num_ranks, max_draft_tokens)
-        self._accumulator = Accumulator(classes, aliases=aliases)
+        metrics = make_metrics(classes, num_ranks, max_draft_tokens, expert_shape, expert_metrics)
+        self._accumulator = Accumulator(
+            classes, aliases=aliases, expert_shape=expert_shape, expert_metrics=expert_metrics
+        )
         self._definitions = (*metrics, *(make_aliases(metrics) if aliases else ()))
         self._labels = dict(labels)
         self._lock = threading.Lock()

@@ -64,6 +64,8 @@ class TritonStatLogger:
         slo_classes: the classes of the setting `slo`.
         num_ranks: processes that share the model.
         max_draft_tokens: of a request in a step; 0 without speculative decoding.
+        expert_shape: layers and experts of a layer; None without experts.
+        expert_metrics: whether each expert of each layer has a series of its own.
         aliases: whether there are series under vLLM's names, too.
         server_start_time: of the server's process, in seconds since the epoch; unset: this moment.
     """
@@ -76,14 +78,19 @@ class TritonStatLogger:
         slo_classes: Iterable[str] = ("default",),
         num_ranks: int = 1,
         max_draft_tokens: int = 0,
+        expert_shape: tuple[int, int] | None = None,
+        expert_metrics: bool = False,
         aliases: bool = True,
         server_start_time: float | None = None,
     ) -> None:
         classes = tuple(slo_classes)
         self._make_family, self._labels = make_family, dict(labels)
-        metrics = make_metrics(classes, num_ranks, max_draft_tokens)
+        metrics = make_metrics(classes, num_ranks, max_draft_tokens, expert_shape, expert_metrics)
         self._definitions = (*metrics, *(make_aliases(metrics) if aliases else ()))
-        self._accumulator = Accumulator(classes, aliases=aliases, server_start_time=server_start_time)
+        self._accumulator = Accumulator(
+            classes, aliases=aliases, expert_shape=expert_shape, expert_metrics=expert_metrics,
+            server_start_time=server_start_time,
+        )  # fmt: skip
         self._is_kept = True
         """Whether recorded values are going to be written."""
         self._nobody_up = [False] * num_ranks
