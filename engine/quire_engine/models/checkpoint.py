@@ -159,7 +159,8 @@ class CheckpointConfig:
                 f"{path}: num_attention_heads is {self.num_heads}; it must be a multiple of "
                 f"num_key_value_heads={self.num_kv_heads}"
             )
-        if self.int8 and self.options.latent is not None:
+        is_stacked = self.options.experts is not None and self.options.experts.are_stacked
+        if self.int8 and (self.options.latent is not None or is_stacked):
             raise CheckpointError(
                 f"{path}: quantization_config says int8; an {self.architecture} is served from unquantised "
                 "checkpoints, with the setting quantization if you like"

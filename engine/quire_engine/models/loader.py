@@ -163,8 +163,8 @@ def _load_file(path: Path, stored: Mapping[str, StoredTensor], loading: _Loading
             for name, tensor in stored.items():
                 if name not in loading.targets:  # another stage's, or derived
                     continue
-                index = _in_file(loading.targets[name].index, tensor.first_row)
-                piece = tensors.get_slice(tensor.name)[index]
+                piece = tensors.get_slice(tensor.name)[_in_file(tensor, loading.targets[name].index)]
+                piece = piece.t() if tensor.is_transposed else piece
                 loading.fill(name, piece, f"{path}: tensor {tensor.name}")
                 if piece.numel():
                     _release(piece)
@@ -173,12 +173,13 @@ def _load_file(path: Path, stored: Mapping[str, StoredTensor], loading: _Loading
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def _in_file(index: tuple[slice, ...], first_row: int) -> tuple[slice, ...]:
-    """A slice of a tensor that begins at some row of the file's tensor."""
-    if not first_row:
-        return index
+def _in_file(tensor: StoredTensor, index: tuple[slice, ...]) -> tuple[slice | int, ...]:
+    """Where a slice of a tensor is in the file's tensor."""
     rows, *others = index
-    return (slice(rows.start + first_row, rows.stop + first_row), *others)
+    begin, end = (tensor.first_row + tensor.row_step * row for row in (rows.start, rows.stop))
+    inside: tuple[slice | int, ...] = (slice(begin, end, tensor.row_step), *others)
+    inside = inside[::-1] if tensor.is_transposed else inside
+    return inside if tensor.matrix is None else (tensor.matrix, *inside)
 
 
 def check_finite(tensor: torch.Tensor, parameter: torch.Tensor, source: str) -> None:
