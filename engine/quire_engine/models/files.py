@@ -62,6 +62,8 @@ class StoredTensor:
     """Which of the matrices it is a part of, if the file's tensor is a stack of them."""
     is_transposed: bool = False
     """The file has its rows as columns."""
+    scales: "StoredTensor | None" = None
+    """What its numbers are multiplied by, if it is quantised: of the file's whole tensor."""
 
 
 def check_files(folder: Path) -> None:

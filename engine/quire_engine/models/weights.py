@@ -49,9 +49,12 @@ def check_weights(folder: Path, config: CheckpointConfig) -> dict[Path, dict[str
         shapes = dict(expected_shapes(dataclasses.replace(config, num_layers=1)))
         files = {path: dict(_with_parts(file, config, shapes)) for path, file in files.items()}
     if config.options.experts is not None and config.options.experts.are_stacked:
-        files = {path: dict(with_experts(file, config, config.options.experts)) for path, file in files.items()}
+        files = with_experts(files, config, config.options.experts)
+    quantized = {name: tensor.dtype for file in files.values() for name, tensor in file.items() if tensor.scales}
 
     def kinds(name: str) -> tuple[str, ...]:
+        if name in quantized:
+            return (quantized[name],)
         return ("I8",) if config.int8 and _is_linear(name) else FLOATING
 
     last = config.num_layers + config.options.num_extra_layers
