@@ -19,7 +19,7 @@ from support.ranks import ThreadExecutor
 Workload = tuple[list[list[int]], list[int], list[Expected]]
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_batched_tokens": 128}
-LAYOUTS = [("mixtral", 2, 1), ("mixtral", 4, 1), ("qwen2-moe", 2, 1), ("qwen3-moe", 2, 2)]
+LAYOUTS = [("gpt-oss", 2, 1), ("mixtral", 4, 1), ("qwen2-moe", 2, 1), ("qwen3-moe", 2, 2)]
 """Checkpoint, tensor parallel size, pipeline parallel size; all with expert parallelism, as `test_every_family.py` has
 the others."""
 
