@@ -1,4 +1,4 @@
-"""ReplicaStatLoggers: one exporter for each engine of `data_parallel_size`, as one StatLogger.
+"""One exporter for each engine of `data_parallel_size`, as one StatLogger.
 
 Each has series of its own, with its own label `engine`: then a counter never goes back because another engine counts
 less, and what one engine is doing can be told from what all do.
@@ -7,21 +7,37 @@ less, and what one engine is doing can be told from what all do.
 import threading
 from collections.abc import Callable, Sequence
 
-from quire_engine.stats import IterationStats, SchedulerStats
+from quire_engine.stats import IterationStats, SchedulerStats, StatLogger
 
 from quire_monitoring.triton import TritonStatLogger
 
-__all__ = ["ReplicaStatLoggers"]
+__all__ = ["ByEngine", "ReplicaStatLoggers"]
 
 
-class ReplicaStatLoggers:
+class ByEngine:
     """Gives each engine's statistics to its exporter.
 
     Args:
         loggers: by the engine's index.
     """
 
+    def __init__(self, loggers: Sequence[StatLogger]) -> None:
+        self._by_engine = list(loggers)
+
+    def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
+        """Record one step; returns at once."""
+        self._by_engine[iteration_stats.engine_index].record(scheduler_stats, iteration_stats)
+
+
+class ReplicaStatLoggers(ByEngine):
+    """The server's custom metrics of all engines.
+
+    Args:
+        loggers: by the engine's index.
+    """
+
     def __init__(self, loggers: Sequence[TritonStatLogger]) -> None:
+        super().__init__(loggers)
         self._loggers = list(loggers)
 
     @property
@@ -43,10 +59,6 @@ class ReplicaStatLoggers:
         """End all; see `TritonStatLogger.stop`. Returns whether all series were removed."""
         are_gone = [logger.stop() for logger in self._loggers]  # each of them, whatever comes of the others
         return all(are_gone)
-
-    def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
-        """Record one step; returns at once."""
-        self._loggers[iteration_stats.engine_index].record(scheduler_stats, iteration_stats)
 
     def record_rejection(self, slo_class: str | None = None) -> None:
         """Count a request that was refused before it reached an engine, with the first."""

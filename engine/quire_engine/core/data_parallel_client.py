@@ -27,7 +27,7 @@ import msgspec
 
 from quire_engine.config import EngineConfig
 from quire_engine.core.router import Router
-from quire_engine.core.supervised_client import SupervisedClient
+from quire_engine.core.supervised_client import OnRecovery, SupervisedClient
 from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.messages import (
     EngineCoreOutputs,
@@ -68,7 +68,7 @@ class EngineClient(Protocol):
     def shutdown(self) -> None: ...
 
 
-def make_engine_client(config: EngineConfig, on_recovery: Callable[[IterationStats], None]) -> EngineClient:
+def make_engine_client(config: EngineConfig, on_recovery: OnRecovery) -> EngineClient:
     """The client for `data_parallel_size` engines; one has nothing between it and the frontend."""
     if config.parallel.data_parallel_size == 1:
         return SupervisedClient(config, on_recovery)
@@ -83,14 +83,15 @@ class DataParallelClient:
 
     Args:
         config: all settings.
-        on_recovery: called when an engine was started again or requests go on elsewhere, with what there is to count.
+        on_recovery: called when an engine was started again or requests go on elsewhere, with what there is to count
+            and the ids of these requests.
         make_replica: makes the client of one.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        on_recovery: Callable[[IterationStats], None] = lambda stats: None,
+        on_recovery: OnRecovery = lambda stats, replayed_ids: None,
         make_replica: Callable[..., SupervisedClient] = SupervisedClient,
     ) -> None:
         self._config = config
@@ -208,10 +209,10 @@ class DataParallelClient:
         self._router.replica_died(index)
         self._hand_over(index)
 
-    def _on_up(self, index: int, stats: IterationStats) -> None:
+    def _on_up(self, index: int, stats: IterationStats, replayed_ids: Sequence[str]) -> None:
         """A replica is up again: it takes what waits for others."""
         stats.engine_index = index
-        self._on_recovery(stats)
+        self._on_recovery(stats, replayed_ids)
         for source, replica in enumerate(self._replicas):
             if source != index and (not replica.is_alive or replica.is_isolating):
                 self._hand_over(source)
@@ -221,14 +222,14 @@ class DataParallelClient:
         candidates = self._candidates()
         if source in candidates:
             return
-        num_moved = [0] * len(self._replicas)
+        moved: dict[int, list[str]] = {}
         for entry in self._replicas[source].give_up():
             index = self._route(entry.request, candidates, entry.output_token_ids)
             self._replicas[index].take_over(entry)
-            num_moved[index] += self._replicas[index].is_alive
-        for index, count in enumerate(num_moved):
-            if count:
-                self._on_recovery(IterationStats(num_requests_replayed=count, engine_index=index))
+            if self._replicas[index].is_alive:
+                moved.setdefault(index, []).append(entry.request.request_id)
+        for index, request_ids in moved.items():
+            self._on_recovery(IterationStats(engine_index=index), request_ids)
 
     # -- calls and outputs ---------------------------------------------------------------------------------------------
 

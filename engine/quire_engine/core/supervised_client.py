@@ -46,11 +46,12 @@ from quire_engine.messages import (
 from quire_engine.snapshot import EngineCoreSnapshot
 from quire_engine.stats import IterationStats
 
-__all__ = ["SupervisedClient"]
+__all__ = ["OnRecovery", "SupervisedClient"]
 
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_SECONDS = 2.0
+OnRecovery = Callable[[IterationStats, Sequence[str]], None]
 
 
 class SupervisedClient:
@@ -61,7 +62,8 @@ class SupervisedClient:
 
     Args:
         config: all settings.
-        on_recovery: called when an engine was started again, with what there is to count.
+        on_recovery: called when an engine was started again, with what there is to count and the ids of the requests
+            that are replayed.
         on_down: called when requests begin to wait for the next engine, and when they are about to end because there
             may be none.
     """
@@ -69,7 +71,7 @@ class SupervisedClient:
     def __init__(
         self,
         config: EngineConfig,
-        on_recovery: Callable[[IterationStats], None] = lambda stats: None,
+        on_recovery: OnRecovery = lambda stats, replayed_ids: None,
         on_down: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
@@ -268,7 +270,7 @@ class SupervisedClient:
     def _handle_death(self, reason: str) -> None:
         """End the requests that end with the engine, and begin to start the next one."""
         self._client.stop_listening()
-        num_live = self._journal.num_sent
+        interrupted_ids = self._journal.sent_ids
         faulty_ids = self._journal.engine_died(self._client.has_begun)
         if faulty_ids:
             self._policy.note_progress()
@@ -280,13 +282,13 @@ class SupervisedClient:
         num_held = self.num_live
         self._on_down()
         num_moved = num_held - self.num_live
-        num_replayed = max(num_live - len(self._outputs) - num_moved, 0)
+        replayed_ids = [request_id for request_id in interrupted_ids if request_id in self._journal]
         logger.error(
             "%s; it is started again, %d requests wait for it%s",
-            reason, num_replayed, f", {num_moved} go on elsewhere" if num_moved else "",
+            reason, len(replayed_ids), f", {num_moved} go on elsewhere" if num_moved else "",
         )  # fmt: skip
         self._restart = asyncio.get_running_loop().create_task(
-            self._start_again(self._outage, num_replayed), name="engine-restart"
+            self._start_again(self._outage, replayed_ids), name="engine-restart"
         )
 
     def _end(
@@ -309,7 +311,7 @@ class SupervisedClient:
             )
             self._has_outputs.set()
 
-    async def _start_again(self, outage: Outage, num_replayed: int) -> None:
+    async def _start_again(self, outage: Outage, replayed_ids: Sequence[str]) -> None:
         """Start engine cores until one is ready.
 
         Raises:
@@ -320,7 +322,7 @@ class SupervisedClient:
             delay = self._policy.delay_after_death()
             outage.next_try_at = time.monotonic() + delay
             if self._policy.is_tripped:
-                num_replayed = 0
+                replayed_ids = ()
                 self._stop_waiting(outage)
             await asyncio.sleep(delay)
             self._policy.engine_started()
@@ -337,13 +339,14 @@ class SupervisedClient:
         if self._sleep_level:
             self._falling_asleep = asyncio.get_running_loop().create_task(self._fall_asleep(self._sleep_level))
             await asyncio.sleep(0)  # the call is sent before the requests that were held: they are refused
+        replayed_ids = [request_id for request_id in replayed_ids if request_id in self._journal]
         self._restart = self._outage = None
         self._gave_up_waiting.clear()
         self._send_unsent()
         seconds = time.monotonic() - began_at
-        logger.warning("the engine is up again after %.1f s; %d requests go on", seconds, num_replayed)
+        logger.warning("the engine is up again after %.1f s; %d requests go on", seconds, len(replayed_ids))
         self.num_restarts += 1
-        self._on_recovery(IterationStats(num_engine_restarts=1, num_requests_replayed=num_replayed))
+        self._on_recovery(IterationStats(num_engine_restarts=1), replayed_ids)
 
     def _stop_waiting(self, outage: Outage) -> None:
         """Engines die one after the other: end the requests that wait, and refuse new ones."""

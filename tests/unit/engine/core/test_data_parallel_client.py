@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -133,8 +133,8 @@ class Fleet:
         self.errors: dict[str, EngineCoreOutput] = {}
         self.ended: set[str] = set()
 
-    def _count(self, stats: IterationStats) -> None:
-        self.counted.num_requests_replayed += stats.num_requests_replayed
+    def _count(self, stats: IterationStats, replayed_ids: Sequence[str]) -> None:
+        self.counted.num_requests_replayed += len(replayed_ids)
         self.counted.num_engine_restarts += stats.num_engine_restarts
 
     @property
@@ -194,7 +194,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fleet]]:
 
 def test_one_engine_has_nothing_in_between(fleet: Callable[..., Fleet]) -> None:
     config = EngineConfig.from_settings({"model": "x"})
-    client = make_engine_client(config, lambda stats: None)
+    client = make_engine_client(config, lambda stats, replayed_ids: None)
     assert type(client) is SupervisedClient
     assert client.replicas == (client,)
 
