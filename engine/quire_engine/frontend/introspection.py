@@ -143,7 +143,7 @@ def combine_engines(engines: Sequence[EngineSnapshot]) -> EngineSnapshot:
         engines[0].pid,
         sum(one.restarts for one in engines),
         sum(one.max_num_seqs for one in engines),
-        engines[0].max_num_batched_tokens,
+        sum(one.max_num_batched_tokens for one in engines),
         answered=bool(up) and all(one.answered for one in up),
         step=sum(one.step for one in engines),
         batches_in_flight=sum(one.batches_in_flight for one in engines),
