@@ -91,9 +91,9 @@ class Streams:
 
     async def of_engine(self, engine: int) -> list[int]:
         """The streams that an engine has."""
-        snapshot = await self._llm.snapshot()
-        ids = {request.id.rpartition("_")[2] for request in snapshot.requests if request.engine == engine}
-        return [number for number, request_id in enumerate(self.request_ids) if request_id in ids]
+        names = {request_id: str(number) for number, request_id in enumerate(self.request_ids)}
+        snapshot = await self._llm.snapshot(names)
+        return sorted({int(one.label) for one in snapshot.requests if one.engine == engine and one.label})
 
 
 async def kills(model: Path, num_kills: int) -> None:

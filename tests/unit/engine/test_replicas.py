@@ -34,6 +34,8 @@ def test_streams_of_an_engine_that_is_killed_go_on_on_the_other(checkpoint: Call
     undisturbed.shutdown()
 
     async def main() -> list[RequestOutput]:
+        first = [Stream(llm, prompt, all_params[3]) for prompt in prompts[:2]]
+        await asyncio.gather(*(stream.task for stream in first))  # one on each: their grammar compilers have started
         streams = [Stream(llm, *one) for one in zip(prompts, all_params, strict=True)]
         await until(lambda: min(stream.num_tokens for stream in streams) > 8)
         snapshot = await llm.snapshot()
