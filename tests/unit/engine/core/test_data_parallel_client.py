@@ -1,6 +1,7 @@
 """Several engines behind one client, with engines that compute nothing: who has which request when some of them die."""
 
 import asyncio
+import random
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -353,3 +354,35 @@ def test_all_sleep_or_none(fleet: Callable[..., Fleet]) -> None:
         assert not one.engines[0].is_asleep
 
     one.run(main)
+
+
+def test_kills_at_random_lose_change_and_repeat_nothing(fleet: Callable[..., Fleet]) -> None:
+    """Whatever dies when, also several at once: only one that runs a suspect alone is spared, or that one is blamed."""
+    one, chance = fleet(3), random.Random(4)
+    limits: dict[str, int] = {}
+    aborted: set[str] = set()
+
+    async def main() -> None:
+        for number in range(400):
+            if number < 300 and chance.random() < 0.5:
+                limits[str(number)] = chance.randint(1, 60)
+                one.add(str(number), max_tokens=limits[str(number)])
+            live = [request_id for request_id in limits if request_id not in one.ended | aborted]
+            if live and chance.random() < 0.05:
+                aborted.add(live[0])
+                one.client.abort_request(live[0])
+            await one.step()
+            for replica, engine in zip(one.client.replicas, one.engines, strict=True):
+                if engine.is_alive and not replica.is_isolating and chance.random() < 0.04:
+                    engine.kill()
+        while not one.ended | aborted >= set(limits):
+            await one.step()
+
+    one.run(main)
+    assert sum(engine.death is not None for engine in Engine.all) > 15
+    assert not one.errors
+    for request_id in set(limits) - aborted:
+        assert one.tokens[request_id] == list(range(limits[request_id])), request_id
+    for request_id in aborted & set(one.tokens):
+        assert one.tokens[request_id] == list(range(len(one.tokens[request_id])))
+    assert all(one.client._router.num_requests(index) == 0 for index in range(3))
