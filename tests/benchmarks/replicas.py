@@ -153,7 +153,7 @@ class Talks:
     def __init__(self, llm: AsyncLLM, vocabulary: int) -> None:
         self._llm, self._vocabulary = llm, vocabulary
         self.seen: set[int] = set()
-        """Keys of all blocks that any replica has computed."""
+        """Keys of all blocks that any replica has computed, or is about to."""
         self.num_cached = self.num_oracle = self.num_prompt_tokens = 0
         self.time_to_first_token: list[float] = []
 
@@ -167,12 +167,10 @@ class Talks:
             tokens += [random.randrange(10, self._vocabulary) for _ in range(random.randint(10, 60))]
             keys = block_keys(tokens, BLOCK_SIZE)
             self.num_oracle += BLOCK_SIZE * next((i for i, key in enumerate(keys) if key not in self.seen), len(keys))
+            self.seen.update(keys)
             self.num_prompt_tokens += len(tokens)
             params = SamplingParams(max_tokens=random.randint(20, 60), ignore_eos=True, temperature=0.0)
-            output = None
-            async for output in self._llm.generate(list(tokens), params):  # noqa: B007  the last is all of it
-                self.seen.update(keys)
-            assert output is not None
+            output = [one async for one in self._llm.generate(list(tokens), params)][-1]
             self.num_cached += output.num_cached_tokens or 0
             if output.metrics is not None and output.metrics.time_to_first_token_seconds is not None:
                 self.time_to_first_token.append(output.metrics.time_to_first_token_seconds)
