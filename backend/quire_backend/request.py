@@ -32,7 +32,8 @@ __all__ = [
 
 
 SLO_PARAMETERS = ("slo_class", "slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms")
-OTHER_PARAMETERS = (*SLO_PARAMETERS, "traceparent")
+_TRACEPARENT = "traceparent"
+OTHER_PARAMETERS = (*SLO_PARAMETERS, _TRACEPARENT)
 """Given in the same places as sampling parameters."""
 
 STREAM_WITH_PROMPT = "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
@@ -109,7 +110,7 @@ def parse_request(request: TritonRequest) -> GenerateRequest:
     values = _sampling_parameters(tensors, request_parameters(request))
     slo = {name.removeprefix("slo_") if name != "slo_class" else name: values.pop(name)
            for name in SLO_PARAMETERS if name in values}  # fmt: skip
-    traceparent = values.pop("traceparent", None)
+    traceparent = values.pop(_TRACEPARENT, None)
     if isinstance(prompt, Conversation):
         values.setdefault("max_tokens", None)  # as with OpenAI and vLLM: until the model ends it
     params = SamplingParams(**values)
@@ -139,7 +140,7 @@ def parse_prompt(request: TritonRequest) -> str | list[int] | Conversation:
 def traceparent_parameter(request: TritonRequest) -> str | None:
     """The request parameter `traceparent` alone, even of a request that is malformed otherwise."""
     try:
-        value = json.loads(request_parameters(request))["traceparent"]
+        value = json.loads(request_parameters(request), object_pairs_hook=_named_once)[_TRACEPARENT]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return value if isinstance(value, str) else None
@@ -240,7 +241,7 @@ def _sampling_parameters(tensors: Mapping[str, Tensor], parameters: str) -> dict
 
 def _other_parameter(name: str, value: Any) -> str | float | None:
     """A name unchanged; a time as a number, which a request parameter may also give as text."""
-    is_text = name in ("slo_class", "traceparent")
+    is_text = name in ("slo_class", _TRACEPARENT)
     if value is None or (is_text and isinstance(value, str)):
         return value
     if is_text:
@@ -298,8 +299,16 @@ def _request_parameters(parameters: str) -> dict[str, Any]:
     """
     if not parameters:
         return {}
-    values = json.loads(parameters, object_pairs_hook=lambda pairs: _agreeing("the request parameters", pairs))
+    values = json.loads(parameters, object_pairs_hook=_named_once)
     return {name: value for name, value in values.items() if name != "id" and not name.startswith("triton_")}
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The request parameters. A forwarded header may be among them: HTTP knows no case, and what the client says of the
+    trace as a parameter, which comes first, is more than what its gRPC library adds."""
+    traces = [value for name, value in pairs if name.lower() == _TRACEPARENT]
+    others = [pair for pair in pairs if pair[0].lower() != _TRACEPARENT]
+    return {**_agreeing("the request parameters", others), **({_TRACEPARENT: traces[0]} if traces else {})}
 
 
 def _typed_parameters(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

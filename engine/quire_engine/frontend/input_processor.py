@@ -54,13 +54,19 @@ class ProcessedRequest:
     """The caller's trace context."""
     label: str = ""
     """The caller's label for it."""
+    is_scheduled_by_slo: bool = False
+    """Whether the scheduler works for its objectives, and has to know them."""
 
     def to_core(self) -> EngineCoreRequest:
         """The request for the engine core, with the rest of the time to the deadline."""
         left_ms = self.deadline_ms
         if left_ms is not None:
             left_ms -= 1000 * (time.monotonic() - self.arrival_time)
-        return EngineCoreRequest(self.request_id, self.prompt_token_ids, self.params, left_ms)
+        request = EngineCoreRequest(self.request_id, self.prompt_token_ids, self.params, left_ms)
+        if self.is_scheduled_by_slo:
+            request.slo_class, request.slo_targets = self.slo_class, self.slo_targets
+            request.age_ms = 1000 * (time.monotonic() - self.arrival_time)
+        return request
 
 
 class InputProcessor:
@@ -150,6 +156,7 @@ class InputProcessor:
             slo_targets=slo_targets,
             traceparent=traceparent,
             label=label,
+            is_scheduled_by_slo=self._ready.scheduling_policy == "slo",
         )
 
     @property

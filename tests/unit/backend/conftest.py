@@ -203,7 +203,7 @@ class FakeEngine:
         sink = self.sinks[request_id] if not output.finished else self.sinks.pop(request_id)
         sink(output)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, by: str = "client") -> None:
         with self.changed:
             self.events.append("abort")
             self.changed.notify_all()

@@ -243,8 +243,9 @@ def test_what_was_refused_is_told_with_its_class_unless_it_was_the_callers_fault
     serving._draining = True
     refuse(request_of({"slo_class": "batch"}, text_input="Hi"))
     serving.shutdown()
-    assert [one.slo_class for one in rejected] == [None, None, "batch", "batch", "default", "batch"]
-    assert [one.slo_verdict for one in rejected] == [one.slo_class and "miss" for one in rejected]
+    assert [one.slo_class for one in rejected] == ["batch", "default", "batch", "batch", "default", "batch"]
+    assert [one.slo_verdict for one in rejected] == [None, None, *["miss"] * 4]
+    assert "text_input is empty" in (rejected[0].error or "")
     assert [one.error_code for one in rejected] == ["invalid_arg", "not_found", "internal", *["unavailable"] * 3]
     assert {(one.finish_reason, one.label, one.traceparent) for one in rejected} == {("rejected", "label", None)}
     assert all(0 < one.e2e_seconds < 60 for one in rejected)
