@@ -20,7 +20,8 @@ from quire_backend.openai.disconnect import ClientLeftError, unless_client_leave
 from quire_backend.openai.errors import ApiError, InvalidRequestError, ModelNotFoundError, UnavailableError
 from quire_backend.openai.fields import parse_object
 from quire_backend.openai.generation import generate
-from quire_backend.openai.middleware import Gatekeeper, error_response, request_id_of
+from quire_backend.openai.limits import RequestLimits
+from quire_backend.openai.middleware import Gatekeeper, charge_of, error_response, request_id_of
 from quire_backend.openai.requests import GenerationRequest, parse_completion, take_model
 from quire_backend.openai.responses_answer import ResponsesAnswer
 from quire_backend.openai.responses_request import parse_responses
@@ -46,6 +47,7 @@ def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClien
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         client = app.state.client = make_client(settings.url)
         app.state.chat_formats = ChatFormats(client.ask)
+        app.state.limits = settings.limits
         yield
         await client.close()
 
@@ -150,15 +152,30 @@ async def _body(request: Request) -> bytes:
 
 
 async def _generate(request: Request, asked: GenerationRequest, answer: Answer) -> Response:
+    limits: RequestLimits = request.app.state.limits
+    limits.check(asked)
     deltas = generate(
         _client(request), asked,
         request_id=request_id_of(request.scope), traceparent=request.headers.get("traceparent"),
     )  # fmt: skip
+    if (charge := charge_of(request.scope)) is not None:
+        deltas = _charged(deltas, charge)
     if not asked.stream:
         return JSONResponse(answer.whole(await unless_client_leaves(request.receive, _collect(deltas))))
     # What fails before the first text has its own status.
     first = await unless_client_leaves(request.receive, anext(deltas))
     return _EventStream(first, deltas, answer)
+
+
+async def _charged(deltas: _Deltas, charge: Callable[[int], None]) -> _Deltas:
+    """The same, while the tokens of prompts and answers are counted."""
+    counted: set[int] = set()
+    async with aclosing(deltas):
+        async for number, delta in deltas:
+            num_prompt_tokens = 0 if number in counted else delta.num_prompt_tokens
+            counted.add(number)
+            charge(num_prompt_tokens + sum(delta.num_output_tokens))
+            yield number, delta
 
 
 async def _collect(deltas: _Deltas) -> list[tuple[int, Delta]]:
