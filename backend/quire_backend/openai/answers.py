@@ -1,11 +1,12 @@
 """What the model answers, in OpenAI's shapes: whole, or as the chunks of a stream. Chats are in `chat_answers`."""
 
 import itertools
-import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
+
+import msgspec
 
 from quire_backend.openai.errors import ApiError
 from quire_backend.openai.requests import GenerationRequest
@@ -53,9 +54,9 @@ class Answer(ABC):
         """What follows when a stream fails."""
         yield error.body
 
-    def frame(self, event: dict[str, Any]) -> str:
+    def frame(self, event: dict[str, Any]) -> bytes:
         """A chunk as it is sent."""
-        return f"data: {json.dumps(event, ensure_ascii=False)}\n\n"
+        return b"data: " + msgspec.json.encode(event) + b"\n\n"
 
     def _count(self, number: int, delta: Delta) -> None:
         self._num_prompt_tokens[number] = delta.num_prompt_tokens

@@ -210,7 +210,7 @@ class _EventStream(Response):
             await send({"type": "http.response.body", "body": self._answer.ending})
 
     async def _send_events(self, send: Send, events: Iterable[dict[str, Any]]) -> None:
-        body = "".join(map(self._answer.frame, events)).encode()
+        body = b"".join(map(self._answer.frame, events))
         if body:
             await send({"type": "http.response.body", "body": body, "more_body": True})
 

@@ -1,6 +1,5 @@
 """What the model answers to /v1/responses: a list of items, or the events in which they come about."""
 
-import json
 import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -147,9 +146,9 @@ class ResponsesAnswer(Answer):
             {"type": "error", "code": said["code"], "message": said["message"], "param": said["param"]}
         )
 
-    def frame(self, event: _Event) -> str:
+    def frame(self, event: _Event) -> bytes:
         """An event as it is sent."""
-        return f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n"
+        return f"event: {event['type']}\n".encode() + super().frame(event)
 
     def _numbered(self, event: _Event) -> _Event:
         self._num_events += 1
