@@ -380,6 +380,23 @@ def test_responses_are_what_the_chat_says(client: openai.OpenAI) -> None:
     assert raised.value.param == "max_output_tokens"
 
 
+def test_langchain_talks_to_it(server: Server) -> None:
+    from langchain_openai import ChatOpenAI
+
+    chat = ChatOpenAI(
+        model=MODEL, base_url=f"http://{server.openai}/v1", api_key="none", temperature=0, max_retries=0, max_tokens=200
+    )
+    whole = chat.invoke("add two numbers")
+    assert "".join(str(chunk.content) for chunk in chat.stream("add two numbers")) == whole.content
+    assert whole.usage_metadata["output_tokens"] == whole.response_metadata["token_usage"]["completion_tokens"]
+    (call,) = chat.bind_tools(TOOLS, tool_choice="register").invoke("who?").tool_calls
+    assert call["name"] == "register"
+    jsonschema.validate(call["args"], SCHEMA)
+    person = {"title": "person", "description": "Somebody.", **SCHEMA}
+    found = chat.with_structured_output(person, method="json_schema").invoke("who?")
+    jsonschema.validate(found, SCHEMA)
+
+
 def test_tokens_and_their_text(server: Server) -> None:
     status, answer, _ = post(server, {"model": MODEL, "prompt": PROMPT, "return_token_strs": True}, "/tokenize")
     assert (status, answer["count"], answer["max_model_len"]) == (200, len(answer["tokens"]), 1024)
