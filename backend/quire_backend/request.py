@@ -25,6 +25,7 @@ __all__ = [
     "GenerateRequest",
     "ResponseOptions",
     "UnknownLoRAError",
+    "parse_prompt",
     "parse_request",
     "traceparent_parameter",
 ]
@@ -125,6 +126,15 @@ def parse_request(request: TritonRequest) -> GenerateRequest:
         slo=RequestSLO(**slo) if slo else None,
         traceparent=traceparent,
     )
+
+
+def parse_prompt(request: TritonRequest) -> str | list[int] | Conversation:
+    """The prompt of a request alone.
+
+    Raises:
+        RequestError: there is none, or more than one.
+    """
+    return _prompt({tensor.name(): tensor for tensor in request.inputs()})
 
 
 def traceparent_parameter(request: TritonRequest) -> str | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from quire_engine.config import FrontendConfig
@@ -40,6 +40,7 @@ from quire_backend.request import (
 from quire_backend.response_queue import ResponseQueue, ResponseStream
 from quire_backend.responses import answer_of, failure_of
 from quire_backend.status_page import BEAT_SECONDS, StatusPage, StubState
+from quire_backend.tokenization import TokenizationRequest, Tokenizer, answer_tokenization, parse_tokenization
 from quire_backend.triton_api import ErrorCode, TritonRequest, request_id, request_parameters, trace_context
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ _INPUT_NAMES = {"prompt": "text_input", "prompt_token_ids": "input_ids"}
 """Names of the inputs that the engine knows under other names."""
 
 
-class InputProcessor(Protocol):
+class InputProcessor(Tokenizer, Protocol):
     """The part of the engine's input processor that is used here."""
 
     def process(
@@ -76,12 +77,6 @@ class InputProcessor(Protocol):
         label: str = "",
     ) -> "ProcessedRequest":
         """Tokenize and validate; raises RequestError."""
-        ...
-
-    def apply_chat_template(
-        self, messages: list[Any], tools: list[dict[str, Any]], variables: dict[str, Any]
-    ) -> list[int]:
-        """Token ids of a conversation; raises RequestError."""
         ...
 
     @property
@@ -222,7 +217,7 @@ class Serving:
             self._live.add(stream)
             self._show_in_flight()
         try:
-            if self._introspect(request, stream):
+            if self._introspect(request, stream) or self._tokenize(request, stream):
                 return
         except Exception as error:  # it would not have generated, so it does not count as refused
             if _explain(error)[0] is ErrorCode.INTERNAL:
@@ -262,6 +257,26 @@ class Serving:
         stream.label = request_id(request)
         self._call(self._start_answer, introspection, stream)
         return True
+
+    def _tokenize(self, request: TritonRequest, stream: ResponseStream) -> bool:
+        """Answer a request for tokens, or for their text; False when it is another one."""
+        tokenization = parse_tokenization(request)
+        if tokenization is None:
+            return False
+        if self._draining:
+            raise _UnavailableError("the model is being unloaded")
+        stream.label = request_id(request)
+        self._renderer.submit(self._answer_tokenization, tokenization, stream)
+        return True
+
+    def _answer_tokenization(self, tokenization: TokenizationRequest, stream: ResponseStream) -> None:
+        """In the thread that renders conversations: long texts take a while, too."""
+        try:
+            answer = answer_tokenization(tokenization, self._engine.input_processor)
+            self._responses.put(stream, answer_of(msgspec.json.encode(answer).decode()))
+        except Exception as error:
+            _log_if_unforeseen(stream, error)
+            self._responses.fail(stream, *_explain(error))
 
     def _submit(self, request: TritonRequest, stream: ResponseStream) -> None:
         stream.label = request_id(request)

@@ -44,7 +44,7 @@ ApiKey = Annotated[
         "QUIRE_OPENAI_API_KEYS.",
     ),
 ]
-ApiKeyFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Such keys, one a line.")]
+ApiKeyFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Such keys, or their hashes, one a line.")]
 Port = typer.Option(min=0, max=65535, metavar="PORT")
 
 
@@ -356,6 +356,13 @@ def openai(
     api_key: ApiKey = None,
     api_key_file: ApiKeyFile = None,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest body of a request.")] = 16 << 20,
+    max_header_bytes: Annotated[int, typer.Option(min=1, help="Of all headers of a request.")] = 32 << 10,
+    max_n: Annotated[int, typer.Option(min=1, help="Largest n.")] = 128,
+    max_stop: Annotated[int, typer.Option(min=1, help="Most stop strings.")] = 64,
+    max_logprobs: Annotated[
+        int, typer.Option(min=1, help="Most log-probabilities: per token, times max_tokens, n.")
+    ] = (1 << 20),
+    max_grammar_bytes: Annotated[int, typer.Option(min=1, help="Largest schema, expression or grammar.")] = 256 << 10,
     drain_timeout: Annotated[
         int, typer.Option(min=0, max=86400, metavar="S", help="Seconds that running requests get when asked to stop.")
     ] = 30,
@@ -368,6 +375,29 @@ def openai(
     from quire_cli.openai import GatewayOptions, read_api_keys, run_gateway
 
     keys = read_api_keys(api_key or (), api_key_file)
-    options = GatewayOptions(url=url, host=host, port=port, api_keys=keys, max_body_bytes=max_body_bytes,
-                             drain_timeout_s=drain_timeout)  # fmt: skip
-    return run_gateway(options)
+    limits = {
+        "max_body_bytes": max_body_bytes, "max_header_bytes": max_header_bytes, "max_n": max_n, "max_stop": max_stop,
+        "max_logprobs": max_logprobs, "max_grammar_bytes": max_grammar_bytes,
+    }  # fmt: skip
+    return run_gateway(
+        GatewayOptions(url=url, host=host, port=port, api_keys=keys, limits=limits, drain_timeout_s=drain_timeout)
+    )
+
+
+@app.command("api-key")
+def api_key(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of whoever gets it; the gateway's /metrics show it.")],
+    requests_per_minute: Annotated[int | None, typer.Option(min=1, help="Default: any number.")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(min=1, help="Of prompts and answers.")] = None,
+    max_concurrent: Annotated[int | None, typer.Option(min=1, help="Requests at a time.")] = None,
+    _debug: Debug = False,
+) -> None:
+    """Make a key for the OpenAI gateway: what a file of keys keeps goes to stdout, and the key to stderr.
+
+    Example: quire api-key batch --requests-per-minute 60 >> keys; then quire serve --api-key-file keys
+    """
+    from quire_cli.openai import print_new_key
+
+    limits = {"requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute,
+              "max_concurrent": max_concurrent}  # fmt: skip
+    print_new_key(name, limits)

@@ -1,15 +1,17 @@
 """The OpenAI gateway: beside a server as a process of its own, or alone in front of one that runs already.
 
-Its packages may be missing. Nothing here imports it: it gets its settings by arguments, and its keys by environment.
+Its packages may be missing. Nothing here imports them: it gets its settings by arguments, and the hashes of its keys by
+environment.
 """
 
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from quire_backend.openai.keys import KeyRing, make_key
 from quire_engine.system.crash_loop import STABLE_SECONDS, CrashLoop
 
 from quire_cli.companion import Companion
@@ -17,7 +19,7 @@ from quire_cli.console import Console
 from quire_cli.errors import CommandError, UsageError
 from quire_cli.ports import Endpoint, is_loopback, reserve, resolve
 
-__all__ = ["Gateway", "GatewayOptions", "how_to_install", "read_api_keys", "run_gateway"]
+__all__ = ["Gateway", "GatewayOptions", "how_to_install", "print_new_key", "read_api_keys", "run_gateway"]
 
 API_KEYS = "QUIRE_OPENAI_API_KEYS"
 _NEEDS = ("fastapi", "uvicorn", "tritonclient")
@@ -41,13 +43,15 @@ class GatewayOptions:
     host: str = "127.0.0.1"
     port: int = 9000
     api_keys: tuple[str, ...] = ()
-    max_body_bytes: int = 16 << 20
+    limits: Mapping[str, int] = field(default_factory=dict)
+    """What one request may hold, by the gateway's names."""
     drain_timeout_s: int = 30
 
     def command(self) -> list[str]:
         """The command; keys are passed by environment, as every user can see a command line."""
         arguments = ["--url", self.url, "--host", self.host, "--port", str(self.port)]
-        arguments += ["--max-body-bytes", str(self.max_body_bytes)]
+        for name, value in self.limits.items():
+            arguments += [f"--{name.replace('_', '-')}", str(value)]
         arguments += ["--drain-timeout", str(self.drain_timeout_s)]
         return [sys.executable, "-m", "quire_backend.openai", *arguments]
 
@@ -58,10 +62,10 @@ class GatewayOptions:
 
 
 def read_api_keys(keys: Sequence[str], file: Path | None) -> tuple[str, ...]:
-    """All keys that are given: as options, in a file with one a line, and in the environment.
+    """All keys that are given, as their names, hashes and limits: as options, in a file, and in the environment.
 
     Raises:
-        UsageError: the file cannot be read or holds none, or no header can carry one of them.
+        UsageError: the file cannot be read or holds none, no header can carry one of them, or two are the same.
     """
     found = [*keys, *os.environ.get(API_KEYS, "").splitlines()]
     if file is not None:
@@ -71,10 +75,25 @@ def read_api_keys(keys: Sequence[str], file: Path | None) -> tuple[str, ...]:
             raise UsageError(f"--api-key-file {file} cannot be read: {error}") from None
         if not any(lines):
             raise UsageError(f"--api-key-file {file} holds no key; it must hold one a line")
-        found += [line for line in lines if line]
-    if not all(key and key.isascii() and key.isprintable() and " " not in key for key in found):
-        raise UsageError("an API key is empty or holds a space or what is not ASCII; no header can carry it")
-    return tuple(dict.fromkeys(found))
+        found += [line for line in lines if line and not line.startswith("#")]
+    try:
+        return tuple(key.line() for key in KeyRing(tuple(dict.fromkeys(found))).keys)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def print_new_key(name: str, limits: Mapping[str, int | None]) -> None:
+    """`quire api-key`: a new key on stderr, and the line for a file of keys on stdout.
+
+    Raises:
+        UsageError: the name or a limit is wrong.
+    """
+    try:
+        key, kept = make_key(name, **limits)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    print(f"quire: the key of {name}, which is shown only now: {key}", file=sys.stderr)
+    print(kept.line())
 
 
 def run_gateway(options: GatewayOptions) -> int:

@@ -359,6 +359,64 @@ def test_a_bad_value_of_a_chat_is_named(client: openai.OpenAI, said: dict[str, A
     assert raised.value.param == param
 
 
+# -- other routes -----------------------------------------------------------------------------------------------------
+
+
+def test_responses_are_what_the_chat_says(client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "add two numbers"}]
+    chat = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=16, temperature=0)
+    said: dict[str, Any] = {"model": MODEL, "input": "add two numbers", "max_output_tokens": 16, "temperature": 0}
+    whole = client.responses.create(**said)
+    assert whole.output_text == chat.choices[0].message.content
+    assert whole.status == "incomplete"
+    with client.responses.stream(**said) as stream:
+        *events, last = stream
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert last.type == "response.incomplete"
+    assert text == last.response.output_text == whole.output_text
+    assert last.response.usage == whole.usage
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.responses.create(**said | {"max_output_tokens": 10**6})
+    assert raised.value.param == "max_output_tokens"
+
+
+def test_langchain_talks_to_it(server: Server) -> None:
+    from langchain_openai import ChatOpenAI
+
+    chat = ChatOpenAI(
+        model=MODEL, base_url=f"http://{server.openai}/v1", api_key="none", temperature=0, max_retries=0, max_tokens=200
+    )
+    whole = chat.invoke("add two numbers")
+    assert "".join(str(chunk.content) for chunk in chat.stream("add two numbers")) == whole.content
+    assert whole.usage_metadata["output_tokens"] == whole.response_metadata["token_usage"]["completion_tokens"]
+    (call,) = chat.bind_tools(TOOLS, tool_choice="register").invoke("who?").tool_calls
+    assert call["name"] == "register"
+    jsonschema.validate(call["args"], SCHEMA)
+    person = {"title": "person", "description": "Somebody.", **SCHEMA}
+    found = chat.with_structured_output(person, method="json_schema").invoke("who?")
+    jsonschema.validate(found, SCHEMA)
+
+
+def test_tokens_and_their_text(server: Server) -> None:
+    status, answer, _ = post(server, {"model": MODEL, "prompt": PROMPT, "return_token_strs": True}, "/tokenize")
+    assert (status, answer["count"], answer["max_model_len"]) == (200, len(answer["tokens"]), 1024)
+    assert len(answer["token_strs"]) == answer["count"] > 1
+    back = post(server, {"model": MODEL, "tokens": answer["tokens"]}, "/detokenize")
+    assert back[:2] == (200, {"prompt": PROMPT})
+    chat = post(server, {"model": MODEL, "messages": MESSAGES}, "/tokenize")[1]
+    assert chat["tokens"] == post(server, {"model": MODEL, "prompt": RENDERED}, "/tokenize")[1]["tokens"]
+    status, answer, _ = post(server, {"model": MODEL, "tokens": [10**9]}, "/detokenize")
+    assert (status, answer["error"]["param"]) == (400, "tokens")
+    assert post(server, {"model": "nope", "prompt": "x"}, "/tokenize")[0] == 404
+
+
+def test_a_model_without_embeddings_says_so(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="offers no embeddings"):
+        client.embeddings.create(model=MODEL, input="Hi")
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="nope", input="Hi")
+
+
 # -- clients that leave, and headers ----------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from quire_backend.openai.app import make_app
 from quire_backend.openai.settings import GatewaySettings
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-__all__ = ["Answer", "FakeTriton", "Gateway", "gateway", "response", "running", "texts_of"]
+__all__ = ["Answer", "FakeTriton", "Gateway", "ask", "gateway", "response", "running", "texts_of"]
 
 
 def texts_of(request: Any) -> dict[str, str]:
@@ -142,6 +142,36 @@ async def running(app: Any) -> AsyncIterator[Gateway]:
     finally:
         await told.put({"type": "lifespan.shutdown"})
         await lifespan
+
+
+def ask(
+    path: str,
+    body: Any,
+    parts: Iterable[str] = ("ok",),
+    chat_format: Mapping[str, str] | None = None,
+    end: str = "stop",
+) -> tuple[Answer, list[Any]]:
+    """The answer to one request to a model that says some text, and the requests that the server got.
+
+    Args:
+        path: of the route.
+        body: of the request.
+        parts: of the model's text.
+        chat_format: what the model says of itself.
+        end: its finish reason.
+    """
+    texts = list(parts)
+
+    async def serve(request: Any, context: Any) -> AsyncIterator[Any]:
+        for number, text in enumerate(texts):
+            yield response(text, "None" if number < len(texts) - 1 else end)
+
+    async def go() -> tuple[Answer, list[Any]]:
+        async with gateway(serve) as (app, triton):
+            triton.chat_format = dict(chat_format or {})
+            return await app.call(path, body), triton.requests
+
+    return asyncio.run(asyncio.wait_for(go(), 20))
 
 
 @asynccontextmanager

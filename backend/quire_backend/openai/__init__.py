@@ -4,9 +4,11 @@ It is a process of its own (`python -m quire_backend.openai`, or `quire openai`)
 other, and knows nothing of the engine. The model checks every value: what it says becomes OpenAI's error object. The
 life of a request:
 
-1. `middleware` checks the key, bounds the body, and names the request.
-2. `requests` turns the body into prompts and sampling parameters, renaming what OpenAI names otherwise.
+1. `middleware` checks the key and what it has left (`keys`, `limits`), bounds the body, and names the request.
+2. `requests`, `chat` and `responses_request` turn the body into prompts and sampling parameters, renaming what OpenAI
+   names otherwise; `chat_format` knows how the model writes calls and reasoning.
 3. `triton_client.TritonClient.generate` opens one gRPC stream per prompt; `generation` runs and merges them.
-4. `answers` puts what comes back into OpenAI's shapes, whole or as server-sent events.
+4. `answers`, `chat_answers` and `responses_answer` put what comes back into OpenAI's shapes, whole or as server-sent
+   events; `output_parser` finds calls and reasoning in it.
 5. `disconnect` ends all of it when the client leaves: tritonserver sees its request cancelled.
 """

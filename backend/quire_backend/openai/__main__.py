@@ -4,10 +4,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 
 import uvicorn
 
 from quire_backend.openai.app import make_app
+from quire_backend.openai.limits import RequestLimits
 from quire_backend.openai.settings import API_KEYS_VARIABLE, GatewaySettings
 
 __all__ = ["main"]
@@ -24,13 +26,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--url", default=defaults.url)
     parser.add_argument("--host", default=defaults.host)
     parser.add_argument("--port", type=int, default=defaults.port)
-    parser.add_argument("--max-body-bytes", type=int, default=defaults.max_body_bytes)
+    for item in fields(RequestLimits):
+        name = f"--{item.name.replace('_', '-')}"
+        parser.add_argument(name, type=int, default=getattr(defaults.limits, item.name))
     parser.add_argument("--drain-timeout", type=int, default=defaults.drain_timeout_s)
     given = parser.parse_args(arguments)
     keys = os.environ.pop(API_KEYS_VARIABLE, "")
     try:
         settings = GatewaySettings(
-            url=given.url, host=given.host, port=given.port, max_body_bytes=given.max_body_bytes,
+            url=given.url, host=given.host, port=given.port,
+            limits=RequestLimits(**{item.name: getattr(given, item.name) for item in fields(RequestLimits)}),
             api_keys=tuple(keys.splitlines()), drain_timeout_s=given.drain_timeout,
         )  # fmt: skip
     except ValueError as error:
@@ -39,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     uvicorn.run(
         make_app(settings), host=settings.host, port=settings.port, http="h11", ws="none", log_level="warning",
         access_log=False, server_header=False, timeout_graceful_shutdown=settings.drain_timeout_s, lifespan="on",
+        # Some of what is too large is read, so that it gets an answer.
+        h11_max_incomplete_event_size=2 * settings.limits.max_header_bytes,
     )  # fmt: skip
     return 0
 

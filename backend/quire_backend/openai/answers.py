@@ -6,10 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
+from quire_backend.openai.errors import ApiError
 from quire_backend.openai.requests import GenerationRequest
 from quire_backend.openai.triton_client import Delta
 
-__all__ = ["Answer", "CompletionAnswer", "text_of"]
+__all__ = ["Answer", "ChoicesAnswer", "CompletionAnswer", "text_of"]
 
 
 class Answer(ABC):
@@ -20,9 +23,8 @@ class Answer(ABC):
         answer_id: the answer's name.
     """
 
-    kind: str
-    """OpenAI's name of the whole answer."""
-    chunk_kind: str
+    ending = b"data: [DONE]\n\n"
+    """What a stream ends with."""
 
     def __init__(self, request: GenerationRequest, answer_id: str) -> None:
         self._request = request
@@ -31,42 +33,30 @@ class Answer(ABC):
         self._num_cached_tokens: dict[int, int | None] = {}
         self._num_output_tokens = 0
 
+    @abstractmethod
     def whole(self, deltas: list[tuple[int, Delta]]) -> dict[str, Any]:
         """The answer to a request that does not stream: one response of the model per prompt."""
-        choices = [
-            self._choice(number, delta, sequence)
-            for number, delta in sorted(deltas, key=lambda item: item[0])
-            for sequence in range(len(delta.texts))
-        ]
-        for number, delta in deltas:
-            self._count(number, delta)
-        return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
 
+    @abstractmethod
     def chunks(self, number: int, delta: Delta) -> Iterator[dict[str, Any]]:
-        """What one response of the model becomes in a stream: a chunk per sequence that has anything new.
+        """What one response of the model becomes in a stream.
 
         Args:
             number: of the prompt.
             delta: the response.
         """
-        is_first = number not in self._num_prompt_tokens
-        self._count(number, delta)
-        for sequence in range(len(delta.texts)):
-            is_new = delta.texts[sequence] or delta.num_output_tokens[sequence] or delta.finish_reasons[sequence]
-            choices = list(self._first_choices(number, delta, sequence)) if is_first else []
-            if is_new and (news := self._chunk_choice(number, delta, sequence)) is not None:
-                choices.append(news)
-            for choice in choices:
-                yield self._chunk([choice], None)
 
+    @abstractmethod
     def last_chunks(self) -> Iterator[dict[str, Any]]:
         """What follows the last response in a stream."""
-        if self._request.include_usage:
-            yield self._chunk([], self._usage())
 
-    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
-        chunk = {**self._head, "object": self.chunk_kind, "choices": choices}
-        return {**chunk, "usage": usage} if self._request.include_usage else chunk
+    def failure(self, error: ApiError) -> Iterator[dict[str, Any]]:
+        """What follows when a stream fails."""
+        yield error.body
+
+    def frame(self, event: dict[str, Any]) -> bytes:
+        """A chunk as it is sent."""
+        return b"data: " + msgspec.json.encode(event) + b"\n\n"
 
     def _count(self, number: int, delta: Delta) -> None:
         self._num_prompt_tokens[number] = delta.num_prompt_tokens
@@ -83,6 +73,46 @@ class Answer(ABC):
             "prompt_tokens_details": {"cached_tokens": sum(known)} if len(known) == len(cached) else None,
         }
 
+
+class ChoicesAnswer(Answer):
+    """An answer of choices: one per prompt and sequence."""
+
+    kind: str
+    """OpenAI's name of the whole answer."""
+    chunk_kind: str
+
+    def whole(self, deltas: list[tuple[int, Delta]]) -> dict[str, Any]:
+        """All choices, and the usage."""
+        choices = [
+            self._choice(number, delta, sequence)
+            for number, delta in sorted(deltas, key=lambda item: item[0])
+            for sequence in range(len(delta.texts))
+        ]
+        for number, delta in deltas:
+            self._count(number, delta)
+        return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
+
+    def chunks(self, number: int, delta: Delta) -> Iterator[dict[str, Any]]:
+        """A chunk per sequence that has anything new."""
+        is_first = number not in self._num_prompt_tokens
+        self._count(number, delta)
+        for sequence in range(len(delta.texts)):
+            is_new = delta.texts[sequence] or delta.num_output_tokens[sequence] or delta.finish_reasons[sequence]
+            choices = list(self._first_choices(number, delta, sequence)) if is_first else []
+            if is_new and (news := self._chunk_choice(number, delta, sequence)) is not None:
+                choices.append(news)
+            for choice in choices:
+                yield self._chunk([choice], None)
+
+    def last_chunks(self) -> Iterator[dict[str, Any]]:
+        """The usage, if it is wanted."""
+        if self._request.include_usage:
+            yield self._chunk([], self._usage())
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
+        chunk = {**self._head, "object": self.chunk_kind, "choices": choices}
+        return {**chunk, "usage": usage} if self._request.include_usage else chunk
+
     def _first_choices(self, number: int, delta: Delta, sequence: int) -> Iterator[dict[str, Any]]:
         """What a sequence begins with in a stream, besides its first text."""
         return iter(())
@@ -98,7 +128,7 @@ class Answer(ABC):
         """What is new of a sequence; None: nothing that can be shown yet."""
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(ChoicesAnswer):
     """Of /v1/completions."""
 
     kind = chunk_kind = "text_completion"

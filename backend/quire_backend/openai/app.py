@@ -1,7 +1,6 @@
 """The routes."""
 
 import asyncio
-import json
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -18,11 +17,16 @@ from quire_backend.openai.chat import parse_chat
 from quire_backend.openai.chat_answers import ChatAnswer
 from quire_backend.openai.chat_format import ChatFormats
 from quire_backend.openai.disconnect import ClientLeftError, unless_client_leaves
-from quire_backend.openai.errors import ApiError, ModelNotFoundError, UnavailableError
+from quire_backend.openai.errors import ApiError, InvalidRequestError, ModelNotFoundError, UnavailableError
+from quire_backend.openai.fields import parse_object
 from quire_backend.openai.generation import generate
-from quire_backend.openai.middleware import Gatekeeper, error_response, request_id_of
-from quire_backend.openai.requests import GenerationRequest, parse_completion
+from quire_backend.openai.limits import RequestLimits
+from quire_backend.openai.middleware import Gatekeeper, charge_of, error_response, request_id_of
+from quire_backend.openai.requests import GenerationRequest, parse_completion, take_model
+from quire_backend.openai.responses_answer import ResponsesAnswer
+from quire_backend.openai.responses_request import parse_responses
 from quire_backend.openai.settings import GatewaySettings
+from quire_backend.openai.tokens import detokenize, tokenize
 from quire_backend.openai.triton_client import Delta, TritonClient
 
 __all__ = ["make_app"]
@@ -43,6 +47,7 @@ def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClien
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         client = app.state.client = make_client(settings.url)
         app.state.chat_formats = ChatFormats(client.ask)
+        app.state.limits = settings.limits
         yield
         await client.close()
 
@@ -51,6 +56,10 @@ def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClien
         "/v1/models": ("GET", _models),
         "/v1/completions": ("POST", _completions),
         "/v1/chat/completions": ("POST", _chat_completions),
+        "/v1/responses": ("POST", _responses),
+        "/v1/embeddings": ("POST", _embeddings),
+        "/tokenize": ("POST", _tokenize),
+        "/detokenize": ("POST", _detokenize),
         "/health": ("GET", _health),
     }
     for path, (method, route) in routes.items():
@@ -95,6 +104,24 @@ async def _health(request: Request) -> Response:
     return JSONResponse({"status": "ok" if healthy else "unavailable"}, 200 if healthy else 503)
 
 
+async def _tokenize(request: Request) -> Response:
+    work = tokenize(_client(request), await _body(request))
+    return JSONResponse(await unless_client_leaves(request.receive, work))
+
+
+async def _detokenize(request: Request) -> Response:
+    work = detokenize(_client(request), await _body(request))
+    return JSONResponse(await unless_client_leaves(request.receive, work))
+
+
+async def _embeddings(request: Request) -> Response:
+    """No model of this backend has any."""
+    model = take_model(parse_object(await _body(request)))
+    if model not in await _client(request).models():
+        raise ModelNotFoundError(model)
+    raise InvalidRequestError("model", f"model {model!r} offers no embeddings: it generates text")
+
+
 # -- what generates ---------------------------------------------------------------------------------------------------
 
 
@@ -110,6 +137,13 @@ async def _chat_completions(request: Request) -> Response:
     return await _generate(request, asked, ChatAnswer(asked, f"chatcmpl-{secrets.token_hex(12)}", make_parser))
 
 
+async def _responses(request: Request) -> Response:
+    asked = parse_responses(await _body(request))
+    formats: ChatFormats = request.app.state.chat_formats
+    asked, make_parser = (await formats.of(asked.model)).read(asked)
+    return await _generate(request, asked, ResponsesAnswer(asked, f"resp_{secrets.token_hex(12)}", make_parser))
+
+
 async def _body(request: Request) -> bytes:
     """A page of another site can have a browser send anything but this type, unasked."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != _JSON:
@@ -118,15 +152,30 @@ async def _body(request: Request) -> bytes:
 
 
 async def _generate(request: Request, asked: GenerationRequest, answer: Answer) -> Response:
+    limits: RequestLimits = request.app.state.limits
+    limits.check(asked)
     deltas = generate(
         _client(request), asked,
         request_id=request_id_of(request.scope), traceparent=request.headers.get("traceparent"),
     )  # fmt: skip
+    if (charge := charge_of(request.scope)) is not None:
+        deltas = _charged(deltas, charge)
     if not asked.stream:
         return JSONResponse(answer.whole(await unless_client_leaves(request.receive, _collect(deltas))))
     # What fails before the first text has its own status.
     first = await unless_client_leaves(request.receive, anext(deltas))
     return _EventStream(first, deltas, answer)
+
+
+async def _charged(deltas: _Deltas, charge: Callable[[int], None]) -> _Deltas:
+    """The same, while the tokens of prompts and answers are counted."""
+    counted: set[int] = set()
+    async with aclosing(deltas):
+        async for number, delta in deltas:
+            num_prompt_tokens = 0 if number in counted else delta.num_prompt_tokens
+            counted.add(number)
+            charge(num_prompt_tokens + sum(delta.num_output_tokens))
+            yield number, delta
 
 
 async def _collect(deltas: _Deltas) -> list[tuple[int, Delta]]:
@@ -152,19 +201,18 @@ class _EventStream(Response):
         async with aclosing(self._deltas):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
-                await _send_events(send, self._answer.chunks(*self._first))
+                await self._send_events(send, self._answer.chunks(*self._first))
                 async for number, delta in self._deltas:
-                    await _send_events(send, self._answer.chunks(number, delta))
-                await _send_events(send, self._answer.last_chunks())
+                    await self._send_events(send, self._answer.chunks(number, delta))
+                await self._send_events(send, self._answer.last_chunks())
             except ApiError as error:
-                await _send_events(send, [error.body])
-            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+                await self._send_events(send, self._answer.failure(error))
+            await send({"type": "http.response.body", "body": self._answer.ending})
 
-
-async def _send_events(send: Send, events: Iterable[dict[str, Any]]) -> None:
-    body = "".join(f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events).encode()
-    if body:
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+    async def _send_events(self, send: Send, events: Iterable[dict[str, Any]]) -> None:
+        body = b"".join(map(self._answer.frame, events))
+        if body:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 # -- the rest ---------------------------------------------------------------------------------------------------------

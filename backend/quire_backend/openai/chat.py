@@ -11,7 +11,7 @@ from quire_backend.openai.fields import Fields, parse_object
 from quire_backend.openai.requests import GenerationRequest, take_common
 from quire_backend.openai.tools import ToolChoice, parse_tool_choice, parse_tools
 
-__all__ = ["ChatRequest", "parse_chat"]
+__all__ = ["ChatRequest", "chat_request", "parse_chat", "take_conversation"]
 
 _ABSENT: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],),
@@ -36,7 +36,36 @@ def parse_chat(body: bytes) -> ChatRequest:
     Raises:
         InvalidRequestError: it is no JSON, or a field that the gateway reads is wrong.
     """
-    fields = parse_object(body)
+    return chat_request(parse_object(body))
+
+
+def chat_request(fields: Fields) -> ChatRequest:
+    """The chat that some fields ask for.
+
+    Raises:
+        InvalidRequestError: one of them is wrong.
+    """
+    conversation, tool_choice = _conversation(fields)
+    include_reasoning = fields.flag("include_reasoning", True)
+    sampling, renamed = _logprobs_and_length(fields)
+    common = take_common(fields, renamed)
+    common["sampling"] |= sampling
+    _constrain(common, tool_choice)
+    return ChatRequest(
+        **common, prompts=[conversation], tool_choice=tool_choice, include_reasoning=include_reasoning
+    )  # fmt: skip
+
+
+def take_conversation(fields: Fields) -> Mapping[str, Any]:
+    """What the chat template is given.
+
+    Raises:
+        InvalidRequestError: one of its fields is wrong.
+    """
+    return _conversation(fields)[0]
+
+
+def _conversation(fields: Fields) -> tuple[Mapping[str, Any], ToolChoice | None]:
     messages = _messages(fields.take("messages"))
     for name, neutral in _ABSENT.items():
         value = fields.take(name)
@@ -46,18 +75,11 @@ def parse_chat(body: bytes) -> ChatRequest:
     tool_choice = parse_tool_choice(
         tools, fields.take("tool_choice"), is_parallel=fields.flag("parallel_tool_calls", True)
     )
-    variables = _variables(fields)
-    include_reasoning = fields.flag("include_reasoning", True)
-    sampling, renamed = _logprobs_and_length(fields)
-    common = take_common(fields, renamed)
-    common["sampling"] |= sampling
-    _constrain(common, tool_choice)
     conversation: dict[str, Any] = {"messages": messages}
     conversation |= {"tools": tool_choice.tools} if tool_choice else {}
+    variables = _variables(fields)
     conversation |= {"chat_template_kwargs": variables} if variables else {}
-    return ChatRequest(
-        **common, prompts=[conversation], tool_choice=tool_choice, include_reasoning=include_reasoning
-    )  # fmt: skip
+    return conversation, tool_choice
 
 
 def _constrain(common: dict[str, Any], tool_choice: ToolChoice | None) -> None:

@@ -5,12 +5,12 @@ import string
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from quire_backend.openai.answers import Answer, text_of
+from quire_backend.openai.answers import ChoicesAnswer, text_of
 from quire_backend.openai.chat import ChatRequest
 from quire_backend.openai.output_parser import Arguments, CallStart, Content, OutputParser, Piece, Reasoning
 from quire_backend.openai.triton_client import Delta
 
-__all__ = ["ChatAnswer", "Said", "call_id"]
+__all__ = ["ChatAnswer", "Said", "call_id", "wanted"]
 
 _CALL_ID_CHARACTERS = string.ascii_letters + string.digits
 
@@ -18,6 +18,16 @@ _CALL_ID_CHARACTERS = string.ascii_letters + string.digits
 def call_id() -> str:
     """A name for a call: nine letters and digits, which is all that Mistral's chat template takes."""
     return "".join(secrets.choice(_CALL_ID_CHARACTERS) for _ in range(9))
+
+
+def wanted(pieces: list[Piece], request: ChatRequest) -> list[Piece]:
+    """The pieces without reasoning that the client does not want, and without more calls than it takes."""
+    has_one_call = request.tool_choice is not None and not request.tool_choice.is_parallel
+    return [
+        piece for piece in pieces
+        if (request.include_reasoning if isinstance(piece, Reasoning)
+            else isinstance(piece, Content) or not has_one_call or piece.index == 0)
+    ]  # fmt: skip
 
 
 class Said:
@@ -47,7 +57,7 @@ class Said:
         self.calls[piece.index] = name, arguments + piece.text
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(ChoicesAnswer):
     """Of /v1/chat/completions.
 
     Args:
@@ -109,13 +119,7 @@ class ChatAnswer(Answer):
         pieces = parser.feed(text)
         if delta.finish_reasons[sequence] is not None:
             pieces += parser.finish()
-        return Said([piece for piece in pieces if self._is_wanted(piece)])
-
-    def _is_wanted(self, piece: Piece) -> bool:
-        if isinstance(piece, Reasoning):
-            return self._chat.include_reasoning
-        choice = self._chat.tool_choice
-        return isinstance(piece, Content) or choice is None or choice.is_parallel or piece.index == 0
+        return Said(wanted(pieces, self._chat))
 
     def _calls(self, said: Said) -> list[dict[str, Any]]:
         return [

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from quire_backend.openai.chat import ChatRequest
 from quire_backend.openai.errors import InvalidRequestError
@@ -21,6 +21,7 @@ from quire_backend.openai.output_parser import (
 
 __all__ = ["ChatFormat", "ChatFormats"]
 
+_Chat = TypeVar("_Chat", bound=ChatRequest)
 MAX_AGE_S = 5.0
 """How long an answer holds: a model that was loaded again with other settings is known that soon."""
 _HARMONY = ("openai", "openai_gptoss")
@@ -39,7 +40,7 @@ class ChatFormat:
         """Whether it is gpt-oss's."""
         return (self.tool_call_parser, self.reasoning_parser) == _HARMONY
 
-    def read(self, request: ChatRequest) -> tuple[ChatRequest, Callable[[], OutputParser] | None]:
+    def read(self, request: _Chat) -> tuple[_Chat, Callable[[], OutputParser] | None]:
         """The request as the model has to get it, and what makes the parser of each answer; None: all is content.
 
         Raises:

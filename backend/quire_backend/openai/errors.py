@@ -8,7 +8,13 @@ from typing import Any
 __all__ = ["ApiError", "InvalidRequestError", "ModelNotFoundError", "UnavailableError", "of_model"]
 
 UNAVAILABLE = 503
-_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", UNAVAILABLE: "server_error"}
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    UNAVAILABLE: "server_error",
+}
 _RETRY_AFTER = re.compile(r"try again in about (\d+(?:\.\d+)?) s")
 """How the engine says how long its queue is."""
 _LEADING_NAME = re.compile(r"(?:unknown sampling parameter )?['\"]?(\w+)")

@@ -1,7 +1,7 @@
 """All prompts of one HTTP request at once, as one stream of what comes back."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from quire_backend.openai.errors import of_model
@@ -9,6 +9,8 @@ from quire_backend.openai.requests import GenerationRequest
 from quire_backend.openai.triton_client import Delta, ModelError, Prompt, TritonClient
 
 __all__ = ["generate"]
+
+_Item = tuple[int, Delta]
 
 
 async def generate(
@@ -26,22 +28,38 @@ async def generate(
         ApiError: one of the prompts has failed; the others are cancelled.
     """
     sampling = request.sampling if traceparent is None else {"traceparent": traceparent, **request.sampling}
-    # Of one place: a prompt's next response is read when the one before it is taken.
-    queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue(1)
 
-    async def run(number: int, prompt: Prompt) -> None:
+    async def of_prompt(number: int, prompt: Prompt) -> AsyncGenerator[tuple[int, Delta], None]:
         deltas = client.generate(request.model, prompt, sampling, stream=request.stream, request_id=request_id)
         try:
             async with aclosing(deltas):
                 async for delta in deltas:
-                    await queue.put((number, delta))
-            await queue.put(None)
+                    yield number, delta
         except ModelError as error:
-            await queue.put(of_model(error.status, str(error), request.said, request.renamed))
+            raise of_model(error.status, str(error), request.said, request.renamed) from None
+
+    streams = [of_prompt(number, prompt) for number, prompt in enumerate(request.prompts)]
+    merged = streams[0] if len(streams) == 1 else _merged(streams)
+    async with aclosing(merged):
+        async for item in merged:
+            yield item
+
+
+async def _merged(streams: Sequence[AsyncGenerator[_Item, None]]) -> AsyncGenerator[_Item, None]:
+    """What comes from any of some streams; the end of this one, however it comes, is the end of all."""
+    # Of one place: a prompt's next response is read when the one before it is taken.
+    queue: asyncio.Queue[_Item | Exception | None] = asyncio.Queue(1)
+
+    async def run(stream: AsyncGenerator[_Item, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    await queue.put(item)
+            await queue.put(None)
         except Exception as error:
             await queue.put(error)
 
-    tasks = [asyncio.create_task(run(number, prompt)) for number, prompt in enumerate(request.prompts)]
+    tasks = [asyncio.create_task(run(stream)) for stream in streams]
     num_running = len(tasks)
     try:
         while num_running:

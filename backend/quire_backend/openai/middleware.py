@@ -1,4 +1,4 @@
-"""What holds for every request, before and after its route: its name, the key, the size of its body, the count.
+"""What holds for every request, before and after its route: its name, its key and that key's budget, sizes, the count.
 
 Plain ASGI, so that streams pass through as they are.
 """
@@ -6,7 +6,7 @@ Plain ASGI, so that streams pass through as they are.
 import re
 import secrets
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -14,9 +14,11 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire_backend.openai.errors import ApiError
+from quire_backend.openai.keys import KeyRing
+from quire_backend.openai.limits import Budget, metrics_of
 from quire_backend.openai.settings import GatewaySettings
 
-__all__ = ["Gatekeeper", "error_response", "request_id_of"]
+__all__ = ["Gatekeeper", "charge_of", "error_response", "request_id_of"]
 
 MAX_REQUEST_ID = 128
 _REQUEST_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID}}}")
@@ -41,6 +43,8 @@ class Gatekeeper:
         self._routes = routes
         self._num_requests: Counter[tuple[str, int]] = Counter()
         self._num_in_flight = 0
+        self._keys = KeyRing(settings.api_keys)
+        self._budgets = {key.name: Budget(key) for key in self._keys.keys}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -67,8 +71,7 @@ class Gatekeeper:
             self._num_requests[route, status] += 1
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
-        limit = self._settings.max_body_bytes
+        limit = self._settings.limits.max_body_bytes
         num_bytes = 0
         has_begun = False
 
@@ -85,17 +88,43 @@ class Gatekeeper:
             has_begun = True
             await send(message)
 
+        budget: Budget | None = None
         try:
-            if scope["path"] not in _OPEN_ROUTES and not self._settings.lets_in(headers.get("authorization", "")):
-                raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
-            length = headers.get("content-length", "")
-            if length.isdecimal() and int(length) > limit:
-                raise _too_large(limit)
+            budget = self._let_in(scope)
             await self._app(scope, bounded_receive, noting_send)
         except ApiError as error:
             if has_begun:
                 raise
             await error_response(error)(scope, receive, send)
+        finally:
+            if budget is not None:
+                budget.leave()
+
+    def _let_in(self, scope: Scope) -> Budget | None:
+        """The budget that a request has to give back; None: it needs none.
+
+        Raises:
+            ApiError: it is not let in.
+        """
+        limits, headers = self._settings.limits, Headers(scope=scope)
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > limits.max_header_bytes:
+            raise ApiError(
+                431, f"the headers are larger than {limits.max_header_bytes} bytes, the most that is taken here"
+            )
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > limits.max_body_bytes:
+            raise _too_large(limits.max_body_bytes)
+        if scope["path"] in _OPEN_ROUTES or not self._budgets:
+            return None
+        key = self._keys.find(headers.get("authorization", ""))
+        if key is None:
+            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+        if scope["method"] != "POST":
+            return None
+        budget = self._budgets[key.name]
+        budget.enter()
+        scope["state"]["charge"] = budget.charge
+        return budget
 
     def metrics(self) -> Iterator[str]:
         """Lines in Prometheus's text format."""
@@ -106,12 +135,20 @@ class Gatekeeper:
         yield "# HELP quire_openai_requests_in_flight Requests that are being served."
         yield "# TYPE quire_openai_requests_in_flight gauge"
         yield f"quire_openai_requests_in_flight {self._num_in_flight}"
+        if self._budgets:
+            yield from metrics_of(list(self._budgets.values()))
 
 
 def error_response(error: ApiError) -> JSONResponse:
     """The answer that an error is."""
     challenge = {"www-authenticate": "Bearer"} if error.status == 401 else {}
     return JSONResponse(error.body, error.status, headers={**challenge, **error.headers})
+
+
+def charge_of(scope: Any) -> Callable[[int], None] | None:
+    """What counts the tokens of a request; None: nobody does."""
+    charge: Callable[[int], None] | None = scope["state"].get("charge")
+    return charge
 
 
 def request_id_of(scope: Any) -> str:

@@ -12,7 +12,7 @@ from quire_backend.openai.fields import Fields, parse_object
 from quire_backend.openai.structured import take_structured_outputs
 from quire_backend.openai.triton_client import Prompt
 
-__all__ = ["GenerationRequest", "parse_completion", "take_common"]
+__all__ = ["GenerationRequest", "is_token_id", "parse_completion", "take_common", "take_model"]
 
 MAX_PROMPTS = 2048
 """Of one request to /v1/completions, as with OpenAI."""
@@ -67,9 +67,7 @@ def take_common(fields: Fields, renamed: dict[str, str]) -> dict[str, Any]:
     Raises:
         InvalidRequestError: one of them is wrong.
     """
-    model = fields.take("model")
-    if not isinstance(model, str) or not model:
-        raise InvalidRequestError("model", "model must be the name of a model, as /v1/models lists them")
+    model = take_model(fields)
     stream = fields.flag("stream")
     options = fields.take("stream_options")
     if options is not None and not isinstance(options, dict):
@@ -87,24 +85,36 @@ def take_common(fields: Fields, renamed: dict[str, str]) -> dict[str, Any]:
             "sampling": sampling, "renamed": renamed, "said": fields.said}  # fmt: skip
 
 
+def take_model(fields: Fields) -> str:
+    """The name of the model.
+
+    Raises:
+        InvalidRequestError: there is none.
+    """
+    model = fields.take("model")
+    if not isinstance(model, str) or not model:
+        raise InvalidRequestError("model", "model must be the name of a model, as /v1/models lists them")
+    return model
+
+
 def _prompts(prompt: Any) -> list[Prompt]:
     """Text, a list of texts, token ids, or a list of lists of token ids."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
-        if all(_is_token_id(item) for item in prompt):
+        if all(is_token_id(item) for item in prompt):
             return [prompt]
         if len(prompt) > MAX_PROMPTS:
             raise InvalidRequestError("prompt", f"prompt holds {len(prompt)} prompts; at most {MAX_PROMPTS} are taken")
         if all(isinstance(item, str) for item in prompt):
             return prompt
-        if all(isinstance(item, list) and item and all(map(_is_token_id, item)) for item in prompt):
+        if all(isinstance(item, list) and item and all(map(is_token_id, item)) for item in prompt):
             return prompt
     raise InvalidRequestError(
         "prompt", "prompt must be a string, a list of strings, a list of token ids, or a list of such lists"
     )
 
 
-def _is_token_id(value: object) -> bool:
-    """What an INT32 can hold; whether the model has it, the model says."""
+def is_token_id(value: object) -> bool:
+    """Whether it is what an INT32 can hold; whether the model has it, the model says."""
     return type(value) is int and -(2**31) <= value < 2**31

@@ -42,6 +42,8 @@ _METADATA = (("triton_grpc_error", "true"),)
 """Has the server end a stream that failed with the error's status, and not with its text alone."""
 _TIMEOUT_S = 5.0
 """For questions that the server answers at once, if it answers."""
+_TASK_TIMEOUT_S = 60.0
+"""For tokens of long texts, which wait for other conversations."""
 _LEAVING_S = 0.05
 """tritonserver 2.51 never releases a request that is cancelled just as its stream ends; one that is about to may."""
 _STATUSES = {
@@ -132,6 +134,36 @@ class TritonClient:
         """
         return (await self.ask(model, "health")).get("healthy") is True
 
+    async def run_task(self, model: str, task: str, prompt: Prompt, **parameters: bool) -> dict[str, Any]:
+        """What a model answers to a task that generates nothing.
+
+        Args:
+            model: its name.
+            task: `tokenize` or `detokenize`.
+            prompt: see `Prompt`.
+            parameters: of the task.
+
+        Raises:
+            ModelError: the model has refused it, or failed.
+            ModelNotFoundError: there is no such model.
+        """
+        request = service_pb2.ModelInferRequest(model_name=model)
+        request.parameters["task"].string_param = task
+        for name, value in parameters.items():
+            request.parameters[name].bool_param = value
+        _add_prompt(request, prompt)
+        call = self._stubs[0].ModelStreamInfer(iter([request]), timeout=_TASK_TIMEOUT_S, metadata=_METADATA)
+        answer: dict[str, Any] = {}
+        try:
+            async for response in call:
+                if response.error_message:
+                    raise _as_raised(ModelError(400, response.error_message), model)
+                for text in _outputs(response.infer_response).get("text_output", []):
+                    answer = json.loads(text)
+        except grpc.aio.AioRpcError as error:
+            raise _as_raised(_refusal(error), model) from None
+        return answer
+
     async def ask(self, model: str, question: str) -> dict[str, Any]:
         """What a model answers to `introspect` of a kind that needs no token; empty if it does not answer."""
         request = service_pb2.ModelInferRequest(model_name=model)
@@ -186,11 +218,8 @@ class TritonClient:
         finally:
             if not has_ended:
                 self._leave(call, reading)
-        if refused is None:
-            return
-        if _UNKNOWN_MODEL.match(str(refused)):
-            raise ModelNotFoundError(model)
-        raise refused
+        if refused is not None:
+            raise _as_raised(refused, model)
 
     def _leave(self, call: Any, reading: "asyncio.Task[Any] | None") -> None:
         """Cancel a call, unless it is about to end."""
@@ -226,17 +255,13 @@ def _refusal(error: grpc.aio.AioRpcError) -> ModelError:
     return ModelError(_STATUSES.get(error.code(), 500), message)
 
 
+def _as_raised(refused: ModelError, model: str) -> Exception:
+    return ModelNotFoundError(model) if _UNKNOWN_MODEL.match(str(refused)) else refused
+
+
 def _request(model: str, prompt: Prompt, sampling: Mapping[str, Any], stream: bool, request_id: str) -> Any:
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
-    if isinstance(prompt, str):
-        _add_text(request, "text_input", prompt)
-    elif isinstance(prompt, Mapping):
-        _add_text(request, "messages", json.dumps(prompt, ensure_ascii=False))
-    else:
-        ids = array.array("i", prompt)
-        if sys.byteorder == "big":
-            ids.byteswap()
-        _add(request, "input_ids", "INT32", len(ids), ids.tobytes())
+    _add_prompt(request, prompt)
     _add_text(request, "sampling_parameters", json.dumps(sampling, ensure_ascii=False))
     flags = ["exclude_input_in_output", "return_finish_reason", "return_num_input_tokens", "return_num_output_tokens",
              "return_perf_metrics"]  # fmt: skip
@@ -246,6 +271,18 @@ def _request(model: str, prompt: Prompt, sampling: Mapping[str, Any], stream: bo
     for name in flags:
         _add(request, name, "BOOL", 1, b"\1")
     return request
+
+
+def _add_prompt(request: Any, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        _add_text(request, "text_input", prompt)
+    elif isinstance(prompt, Mapping):
+        _add_text(request, "messages", json.dumps(prompt, ensure_ascii=False))
+    else:
+        ids = array.array("i", prompt)
+        if sys.byteorder == "big":
+            ids.byteswap()
+        _add(request, "input_ids", "INT32", len(ids), ids.tobytes())
 
 
 def _add_text(request: Any, name: str, text: str) -> None:

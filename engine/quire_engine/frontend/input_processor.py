@@ -205,6 +205,40 @@ class InputProcessor:
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return token_ids
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest prompt and its answer."""
+        return self._ready.max_model_len
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: of any length that could be a prompt.
+            add_special_tokens: as at the beginning of a prompt.
+
+        Raises:
+            RequestError: it is longer.
+        """
+        if not text:
+            return []
+        return self._tokenize(text, "prompt", None, add_special_tokens=add_special_tokens)
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """The tokenizer's own names of tokens.
+
+        Raises:
+            RequestError: there are none of these ids.
+        """
+        unknown = next((token_id for token_id in token_ids if not 0 <= token_id < self._ready.vocab_size), None)
+        if unknown is not None:
+            raise RequestError(
+                "prompt_token_ids",
+                f"prompt_token_ids holds {unknown}; ids must be from 0 to {self._ready.vocab_size - 1}",
+            )
+        names = self.tokenizer.convert_ids_to_tokens(list(token_ids))
+        return [name or "" for name in names]  # the vocabulary may be larger than the tokenizer's
+
     def shutdown(self) -> None:
         """End the process that renders conversations. Idempotent."""
         self._chat_template.shutdown()
@@ -283,7 +317,9 @@ class InputProcessor:
                 sequences.append(spaced)
         return sequences
 
-    def _tokenize(self, text: str, name: str, max_prompt_tokens: int | None) -> list[int]:
+    def _tokenize(
+        self, text: str, name: str, max_prompt_tokens: int | None, *, add_special_tokens: bool = True
+    ) -> list[int]:
         if not text:  # a tokenizer may have a token for it
             raise RequestError(name, f"{name} is empty; it must hold at least one character")
         max_characters = self._max_token_length * self._ready.max_model_len
@@ -294,7 +330,7 @@ class InputProcessor:
                 name,
                 f"{name} has {len(text)} characters; it cannot fit max_model_len={self._ready.max_model_len} tokens",
             )
-        token_ids: list[int] = self.tokenizer.encode(text)
+        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return token_ids
 
 

@@ -152,6 +152,20 @@ class FakeEngine:
     def input_processor(self) -> "FakeEngine":
         return self
 
+    max_model_len = 64
+
+    def apply_chat_template(self, messages: list[Any], tools: Any, variables: Any) -> list[int]:
+        return self.tokenize(messages[0]["content"], add_special_tokens=False)
+
+    def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [ord(character) for character in text]
+
+    def token_strings(self, token_ids: list[int]) -> list[str]:
+        return [chr(token_id) for token_id in token_ids]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(self.token_strings(token_ids))
+
     def is_engine_up(self, engine_index: int) -> bool:
         return self.is_healthy
 

@@ -8,6 +8,9 @@ from typing import Any
 import grpc
 import pytest
 from quire_backend.openai.app import make_app
+from quire_backend.openai.errors import ApiError
+from quire_backend.openai.keys import parse_key
+from quire_backend.openai.limits import Budget, RequestLimits
 from quire_backend.openai.settings import GatewaySettings
 from quire_backend.openai.triton_client import Delta, TritonClient
 from support.gateway import Answer, FakeTriton, Gateway, gateway, response, running, texts_of
@@ -173,8 +176,99 @@ def test_keys(shown: str, status: int) -> None:
 
 @pytest.mark.parametrize("headers", [{}, {"content-length": "2000"}])
 def test_a_body_that_is_too_large(headers: dict[str, str]) -> None:
-    answer = call(hello, [b"{" + b" " * 600, b" " * 600], headers, max_body_bytes=1000)
+    answer = call(hello, [b"{" + b" " * 600, b" " * 600], headers, limits=RequestLimits(max_body_bytes=1000))
     assert (answer.status, answer.json["error"]["type"]) == (413, "invalid_request_error")
+
+
+def test_headers_that_are_too_large() -> None:
+    answer = call(hello, headers={"x-much": "x" * 2000}, limits=RequestLimits(max_header_bytes=2000))
+    assert (answer.status, answer.json["error"]["type"]) == (431, "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("limits", "more", "param"),
+    [
+        ({"max_n": 2}, {"n": 3}, "n"),
+        ({"max_stop": 1}, {"stop": ["a", "b"]}, "stop"),
+        ({"max_logprobs": 59}, {"logprobs": 2, "max_tokens": 10, "n": 2}, "logprobs"),
+        ({"max_grammar_bytes": 20}, {"guided_regex": "x" * 20}, "guided_regex"),
+    ],
+)
+def test_a_request_that_asks_for_too_much_names_what(limits: Any, more: Any, param: str) -> None:
+    answer = call(hello, BODY | more, limits=RequestLimits(**limits))
+    assert (answer.status, answer.json["error"]["param"]) == (400, param)
+    assert f"at most {next(iter(limits.values()))} are taken here" in answer.json["error"]["message"]
+    roomy = dict.fromkeys(limits, 1000)
+    assert call(hello, BODY | more, limits=RequestLimits(**roomy)).status == 200
+    with pytest.raises(ValueError, match=next(iter(limits))):
+        RequestLimits(**dict.fromkeys(limits, 0))
+
+
+KEY = {"authorization": "Bearer sesam"}
+
+
+def key_line(**limits: int) -> str:
+    line = parse_key("sesam").line().replace(parse_key("sesam").name, "batch")
+    return " ".join([line, *(f"{name}={value}" for name, value in limits.items())])
+
+
+def test_a_key_has_so_many_requests_at_a_time() -> None:
+    entered, may_end = asyncio.Event(), asyncio.Event()
+
+    async def wait(request: Any, context: Any) -> AsyncIterator[Any]:
+        entered.set()
+        await may_end.wait()
+        yield response("x", "stop")
+
+    async def work(app: Gateway, triton: FakeTriton) -> None:
+        first = asyncio.create_task(app.call(COMPLETIONS, BODY, KEY))
+        await entered.wait()
+        refused = await app.call(COMPLETIONS, BODY, KEY)
+        assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json["error"]["code"] == "rate_limit_exceeded"
+        assert (await app.call("/v1/models", headers=KEY)).status != 429
+        may_end.set()
+        assert (await first).status == 200
+        assert (await app.call(COMPLETIONS, BODY, KEY)).status == 200
+        metrics = (await app.call("/metrics", headers=KEY)).body.decode()
+        assert 'quire_openai_key_requests_total{key="batch"} 2\n' in metrics
+        assert 'quire_openai_key_requests_in_flight{key="batch"} 0\n' in metrics
+        assert 'quire_openai_key_tokens_total{key="batch"} 8\n' in metrics  # prompts of 3, and a token each
+        assert 'quire_openai_key_refused_total{key="batch",limit="max_concurrent"} 1\n' in metrics
+
+    run(wait, work, api_keys=(key_line(max_concurrent=1),))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_tokens_count_when_they_are_there(stream: bool) -> None:
+    async def work(app: Gateway, triton: FakeTriton) -> None:
+        statuses = [(await app.call(COMPLETIONS, BODY | {"stream": stream}, KEY)).status for _ in range(3)]
+        assert statuses == [200, 200, 429]  # 8 tokens each, of 10
+
+    run(hello, work, api_keys=(key_line(tokens_per_minute=10),))
+
+
+def test_what_a_key_has_comes_back_evenly() -> None:
+    now = 0.0
+    budget = Budget(parse_key(key_line(requests_per_minute=2, tokens_per_minute=600)), lambda: now)
+
+    def refusal() -> tuple[str, str] | None:
+        try:
+            budget.enter()
+        except ApiError as error:
+            return error.headers["retry-after"], str(error)
+        return None
+
+    assert [refusal(), refusal()] == [None, None]
+    assert refusal() == ("30", "the limit of this API key is reached: requests_per_minute is 2")
+    now = 30.0
+    assert refusal() is None
+    budget.charge(900)  # more than there is: it has to be made up
+    now = 59.0
+    assert refusal() == ("1", "the limit of this API key is reached: tokens_per_minute is 600")
+    now = 60.5
+    assert refusal() is None
+    assert sum(budget.num_refused.values()) == 2
 
 
 # -- slow clients, and those that leave -------------------------------------------------------------------------------
@@ -256,9 +350,7 @@ def test_one_prompt_that_fails_cancels_the_others() -> None:
     run(serve, work)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("port", 65536), ("max_body_bytes", 0), ("drain_timeout_s", -1), ("api_keys", ("a", ""))]
-)
+@pytest.mark.parametrize(("name", "value"), [("port", 65536), ("drain_timeout_s", -1), ("api_keys", ("a", ""))])
 def test_bad_settings_are_named(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         GatewaySettings(**{name: value})

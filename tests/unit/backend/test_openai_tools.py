@@ -1,12 +1,12 @@
 """Chats with functions in front of a fake server: what the model is asked, and what becomes of its text."""
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from support.gateway import Answer, gateway, response, texts_of
+from support import gateway
+from support.gateway import Answer, texts_of
 
 CHAT = "/v1/chat/completions"
 SCHEMA = {
@@ -26,19 +26,7 @@ HERMES = {"tool_call_parser": "hermes"}
 
 
 def ask(body: Any, parts: Iterable[str] = ("ok",), chat_format: Any = HERMES) -> tuple[Answer, list[Any]]:
-    """The answer to a chat that the model says some text in, and the requests that the server got."""
-    texts = list(parts)
-
-    async def serve(request: Any, context: Any) -> AsyncIterator[Any]:
-        for number, text in enumerate(texts):
-            yield response(text, "None" if number < len(texts) - 1 else "stop")
-
-    async def go() -> tuple[Answer, list[Any]]:
-        async with gateway(serve) as (app, triton):
-            triton.chat_format = chat_format
-            return await app.call(CHAT, body), triton.requests
-
-    return asyncio.run(asyncio.wait_for(go(), 20))
+    return gateway.ask(CHAT, body, parts, chat_format)
 
 
 def message_of(answer: Answer) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from quire_backend.openai.keys import KeyRing, parse_key
 from quire_cli import openai
 from quire_cli.console import Console
 from quire_cli.errors import UsageError
@@ -67,10 +68,48 @@ def test_keys_come_from_options_a_file_and_the_environment(tmp_path: Path, monke
     file = tmp_path / "keys"
     file.write_text("b\n\n  c\n")
     monkeypatch.setenv(openai.API_KEYS, "d\na")
-    assert read_api_keys(["a"], file) == ("a", "d", "b", "c")
-    command = GatewayOptions(api_keys=("sesam",)).command()
-    assert "sesam" not in " ".join(command)
-    assert GatewayOptions(api_keys=("sesam", "x")).environment()[openai.API_KEYS] == "sesam\nx"
+    keys = read_api_keys(["a"], file)
+    assert keys == tuple(parse_key(key).line() for key in "adbc")
+    command = GatewayOptions(api_keys=keys, limits={"max_n": 3}).command()
+    assert command[command.index("--max-n") + 1] == "3"
+    assert not any(key in command for key in keys)
+    assert GatewayOptions(api_keys=keys).environment()[openai.API_KEYS] == "\n".join(keys)
+
+
+def test_a_new_key_is_shown_once_and_its_line_lets_it_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(openai.API_KEYS, raising=False)
+    openai.print_new_key("batch", {"requests_per_minute": 60, "tokens_per_minute": None})
+    said = capsys.readouterr()
+    key = said.err.split()[-1]
+    assert key not in said.out
+    file = tmp_path / "keys"
+    file.write_text(f"# of the night\n{said.out}")
+    ring = KeyRing(read_api_keys([], file))
+    found = ring.find(f"Bearer {key}")
+    assert found is not None
+    assert (found.name, found.requests_per_minute, found.tokens_per_minute) == ("batch", 60, None)
+    assert ring.find(f"Bearer {key}x") is None
+    with pytest.raises(UsageError, match="the name is 'a b'"):
+        openai.print_new_key("a b", {})
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("a sha256:12", "an API key holds a space"),
+        (f"a sha256:{'0' * 64} burst=3", "the limit 'burst=3'; it must be one of requests_per_minute"),
+        (f"a sha256:{'0' * 64} max_concurrent=0", "above 0"),
+        (f"a sha256:{'0' * 64}\na sha256:{'1' * 64}", "two API keys have the name a"),
+        (f"a sha256:{'0' * 64}\nb sha256:{'0' * 64}", "two API keys have the hash"),
+    ],
+)
+def test_a_bad_line_is_named(line: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(openai.API_KEYS, raising=False)
+    (tmp_path / "keys").write_text(line)
+    with pytest.raises(UsageError, match=message):
+        read_api_keys([], tmp_path / "keys")
 
 
 @pytest.mark.parametrize("key", ["", "a b", "é", "a\nb"])

@@ -1,0 +1,195 @@
+"""Bodies of /v1/responses → a chat. Nothing is kept, so each request has to bring its whole conversation."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire_backend.openai.chat import ChatRequest, chat_request
+from quire_backend.openai.errors import InvalidRequestError
+from quire_backend.openai.fields import Fields, parse_object
+
+__all__ = ["ResponsesRequest", "parse_responses"]
+
+_RENAMED = {
+    "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text",
+    "reasoning_effort": "reasoning", "max_tokens": "max_output_tokens",
+}  # fmt: skip
+"""A chat's name of a field → the one here."""
+_ABSENT: Mapping[str, tuple[Any, ...]] = {
+    "previous_response_id": (), "conversation": (), "prompt": (), "background": (False,), "truncation": ("disabled",),
+    "top_logprobs": (0,), "logprobs": (False,), "n": (1,), "max_tool_calls": (),
+}  # fmt: skip
+"""What is not offered, with the values that ask for nothing."""
+_WHY = {
+    "previous_response_id": "responses are not kept here: send the whole conversation as input",
+    "conversation": "conversations are not kept here: send the whole one as input",
+}
+_INCLUDABLE = ("reasoning.encrypted_content",)
+"""What asks for nothing here, as reasoning comes as it is."""
+_TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResponsesRequest(ChatRequest):
+    """What one request to /v1/responses asks of a model."""
+
+    echoed: dict[str, Any] = field(default_factory=dict)
+    """Fields that the response repeats."""
+
+
+def parse_responses(body: bytes) -> ResponsesRequest:
+    """The body of /v1/responses.
+
+    Raises:
+        InvalidRequestError: it is no JSON, or a field is wrong.
+    """
+    fields = parse_object(body)
+    for name, neutral in _ABSENT.items():
+        value = fields.take(name)
+        if value is not None and value not in neutral:
+            raise InvalidRequestError(name, f"{name} is not offered: {_WHY.get(name, 'leave it out')}")
+    _check_include(fields.take("include"))
+    fields.take("stream_options")  # how events are padded
+    echoed = _echoed(fields)
+    values: dict[str, Any] = {
+        "messages": _instructions(fields.take("instructions")) + _messages(fields.take("input")),
+        "tools": _tools(fields.take("tools")),
+        "tool_choice": _tool_choice(fields.take("tool_choice")),
+        "response_format": _format(fields.take("text")),
+        "reasoning_effort": _effort(fields.take("reasoning")),
+        "max_completion_tokens": fields.take("max_output_tokens"),
+    }
+    for name in ("messages", "response_format", "max_completion_tokens", "reasoning_effort", "max_tokens"):
+        if name in fields.rest():
+            raise InvalidRequestError(name, f"{name} is a chat's name: give {_RENAMED[name]}")
+    try:
+        chat = chat_request(Fields(values | fields.rest()))
+    except InvalidRequestError as error:
+        raise _renamed(error) from None
+    renamed = {name: _RENAMED.get(ours, ours) for name, ours in (_RENAMED | chat.renamed).items()}
+    asked = {item.name: getattr(chat, item.name) for item in dataclasses.fields(chat)}
+    return ResponsesRequest(**asked | {"said": fields.said, "renamed": renamed, "echoed": echoed})
+
+
+def _renamed(error: InvalidRequestError) -> InvalidRequestError:
+    param = _RENAMED.get(error.param or "", error.param)
+    message = str(error)
+    if param != error.param and message.startswith(str(error.param)):
+        message = f"{param}{message[len(str(error.param)) :]}"
+    return InvalidRequestError(param, message)
+
+
+def _echoed(fields: Fields) -> dict[str, Any]:
+    said = fields.rest()
+    neutral: dict[str, Any] = {
+        "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True,
+        "reasoning": {"effort": None, "summary": None}, "temperature": 1.0, "text": {"format": {"type": "text"}},
+        "tool_choice": "auto", "tools": [], "top_p": 1.0, "user": None,
+    }  # fmt: skip
+    return {name: said.get(name, value) for name, value in neutral.items()}
+
+
+def _check_include(value: Any) -> None:
+    for item in value if isinstance(value, list) else [value]:
+        if item is not None and item not in _INCLUDABLE:
+            raise InvalidRequestError("include", f"include must be a list of {', '.join(_INCLUDABLE)}, or left out")
+
+
+def _effort(value: Any) -> Any:
+    if value is not None and not isinstance(value, dict):
+        raise InvalidRequestError("reasoning", "reasoning must be an object, such as one with effort")
+    return (value or {}).get("effort")
+
+
+def _format(value: Any) -> Any:
+    """`text.format` in the shape of a chat's `response_format`."""
+    described = value.get("format") if isinstance(value, dict) else None
+    if value is not None and (not isinstance(value, dict) or not isinstance(described or {}, dict)):
+        raise InvalidRequestError("text", 'text must be an object, such as {"format": {"type": "text"}}')
+    if isinstance(described, dict) and described.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": described}
+    return described
+
+
+def _tools(value: Any) -> Any:
+    """Functions in the shape of a chat's, which are one level deeper."""
+    if not isinstance(value, list):
+        return value
+    for i, tool in enumerate(value):
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise InvalidRequestError(
+                "tools", f'tools[{i}] must be {{"type": "function", "name": …}}; others are not offered'
+            )
+    return [
+        {"type": "function", "function": {name: part for name, part in tool.items() if name != "type"}}
+        for tool in value
+    ]  # fmt: skip
+
+
+def _tool_choice(value: Any) -> Any:
+    if isinstance(value, dict) and value.get("type") == "function":
+        return {"type": "function", "function": {"name": value.get("name")}}
+    return value
+
+
+# -- the conversation -------------------------------------------------------------------------------------------------
+
+
+def _instructions(value: Any) -> list[dict[str, Any]]:
+    if value is not None and not isinstance(value, str):
+        raise InvalidRequestError("instructions", "instructions must be a string")
+    return [] if value is None else [{"role": "system", "content": value}]
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    """The messages of a chat. Reasoning and calls are items of their own here, and parts of a message there."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise InvalidRequestError("input", "input must be a string, or a list of one or more items")
+    messages: list[dict[str, Any]] = []
+    for i, item in enumerate(value):
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        if kind == "message":
+            _add(messages, {"role": item.get("role"), "content": _text(f"input[{i}].content", item.get("content"))})
+        elif kind == "reasoning":
+            parts = item.get("content") or item.get("summary") or []
+            text = _text(f"input[{i}].content", parts, ("reasoning_text", "summary_text"))
+            _add(messages, {"role": "assistant", "reasoning_content": text})
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            _add(messages, {"role": "assistant", "tool_calls": [call]})
+        elif kind == "function_call_output":
+            output = _text(f"input[{i}].output", item.get("output"))
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+        else:
+            raise InvalidRequestError(
+                "input", f"input[{i}] must be a message, reasoning, a function_call or a function_call_output"
+            )
+    return messages
+
+
+def _add(messages: list[dict[str, Any]], news: dict[str, Any]) -> None:
+    """Add a message; what the assistant said in one turn is one."""
+    last = messages[-1] if messages else {}
+    if not last.get("role") == news["role"] == "assistant":
+        messages.append(news)
+    elif "tool_calls" in news:
+        last["tool_calls"] = last.get("tool_calls", []) + news["tool_calls"]
+    elif "tool_calls" in last or any(name in last for name in news if name != "role"):
+        messages.append(news)
+    else:
+        last |= news
+
+
+def _text(place: str, value: Any, kinds: tuple[str, ...] = _TEXT_PARTS) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise InvalidRequestError("input", f"{place} must be a string, or a list of parts")
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
+            raise InvalidRequestError("input", f'{place}: each part must be {{"type": "{kinds[0]}", "text": …}}')
+    return "\n".join(part["text"] for part in value)

@@ -1,0 +1,70 @@
+"""/tokenize and /detokenize, in vLLM's shapes."""
+
+from typing import Any
+
+from quire_backend.openai.chat import take_conversation
+from quire_backend.openai.errors import InvalidRequestError, of_model
+from quire_backend.openai.fields import Fields, parse_object
+from quire_backend.openai.requests import is_token_id, take_model
+from quire_backend.openai.triton_client import ModelError, Prompt, TritonClient
+
+__all__ = ["detokenize", "tokenize"]
+
+_RENAMED = {"text_input": "prompt", "prompt_token_ids": "tokens", "input_ids": "tokens"}
+
+
+async def tokenize(client: TritonClient, body: bytes) -> dict[str, Any]:
+    """The answer to /tokenize: of a `prompt`, or of the `messages` of a chat.
+
+    Raises:
+        ApiError: a field is wrong, or the model refuses it.
+    """
+    fields = parse_object(body)
+    model = take_model(fields)
+    wants_strings = fields.flag("return_token_strs")
+    prompt: Prompt | None = fields.take("prompt")
+    options: dict[str, bool] = {}
+    if isinstance(prompt, str):
+        options["add_special_tokens"] = fields.flag("add_special_tokens", True)
+    elif prompt is None and "messages" in fields.rest():
+        prompt = take_conversation(fields)
+    else:
+        raise InvalidRequestError("prompt", "prompt must be a string; or give messages instead")
+    _refuse_the_rest(fields)
+    answer = await _run(client, fields, model, "tokenize", prompt, options)
+    return {
+        "count": len(answer["tokens"]),
+        "max_model_len": answer["max_model_len"],
+        "tokens": answer["tokens"],
+        "token_strs": answer["token_strs"] if wants_strings else None,
+    }
+
+
+async def detokenize(client: TritonClient, body: bytes) -> dict[str, Any]:
+    """The answer to /detokenize.
+
+    Raises:
+        ApiError: a field is wrong, or the model refuses it.
+    """
+    fields = parse_object(body)
+    model = take_model(fields)
+    tokens = fields.take("tokens")
+    if not isinstance(tokens, list) or not tokens or not all(map(is_token_id, tokens)):
+        raise InvalidRequestError("tokens", "tokens must be a list of one or more token ids")
+    _refuse_the_rest(fields)
+    answer = await _run(client, fields, model, "detokenize", tokens, {})
+    return {"prompt": answer["prompt"]}
+
+
+def _refuse_the_rest(fields: Fields) -> None:
+    for name in fields.rest():
+        raise InvalidRequestError(name, f"{name[:100]} is not a field of this route")
+
+
+async def _run(
+    client: TritonClient, fields: Fields, model: str, task: str, prompt: Prompt, options: dict[str, bool]
+) -> dict[str, Any]:
+    try:
+        return await client.run_task(model, task, prompt, **options)
+    except ModelError as error:
+        raise of_model(error.status, str(error), fields.said, _RENAMED) from None

@@ -1,0 +1,105 @@
+"""Tokens of a text or a conversation, and the text of tokens, without generating.
+
+A request with the parameter `task` is answered once, with JSON in `text_output`, and counts in no metric::
+
+    task = "tokenize"      text_input or messages   → {"tokens": […], "token_strs": […], "max_model_len": …}
+    task = "detokenize"    input_ids                → {"prompt": "…"}
+    add_special_tokens     with tokenize and text_input: whether the tokens are those of a prompt's beginning; else true
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from quire_engine.errors import MAX_QUOTED, RequestError, quote
+
+from quire_backend.request import Conversation, parse_prompt
+from quire_backend.triton_api import TritonRequest, request_parameters
+
+__all__ = ["TokenizationRequest", "Tokenizer", "answer_tokenization", "parse_tokenization"]
+
+_TASKS = ("tokenize", "detokenize")
+
+
+class Tokenizer(Protocol):
+    """The part of the engine's input processor that is used here."""
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    def apply_chat_template(
+        self, messages: list[Any], tools: list[dict[str, Any]], variables: dict[str, Any]
+    ) -> list[int]:
+        """Token ids of a conversation; raises RequestError."""
+        ...
+
+    def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text; raises RequestError."""
+        ...
+
+    def token_strings(self, token_ids: list[int]) -> list[str]:
+        """The tokenizer's own names of tokens; raises RequestError."""
+        ...
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of tokens."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizationRequest:
+    """What is asked for: the tokens of a text or conversation, or the text of tokens."""
+
+    prompt: str | list[int] | Conversation
+    add_special_tokens: bool = True
+
+
+def parse_tokenization(request: TritonRequest) -> TokenizationRequest | None:
+    """Read any request; None if it asks for nothing of the kind.
+
+    Raises:
+        RequestError: it asks for an unknown task, or has the wrong input for it.
+    """
+    parameters = request_parameters(request)
+    if '"task"' not in parameters:  # cheaper than to parse them all
+        return None
+    values: dict[str, Any] = json.loads(parameters)
+    if "task" not in values:
+        return None
+    task, add_special_tokens = values["task"], values.get("add_special_tokens", True)
+    if task not in _TASKS:
+        raise RequestError("task", f"task is {quote(task)}; it must be one of {', '.join(_TASKS)}")
+    for name in values:
+        if name not in ("task", "add_special_tokens", "id") and not name.startswith("triton_"):
+            raise RequestError(name, f"{name[:MAX_QUOTED]} has no meaning in a request with task")
+    if not isinstance(add_special_tokens, bool):
+        raise RequestError(
+            "add_special_tokens", f"add_special_tokens is {quote(add_special_tokens)}; it must be true or false"
+        )
+    prompt = parse_prompt(request)
+    if isinstance(prompt, list) != (task == "detokenize"):
+        allowed = "input_ids" if task == "detokenize" else "text_input or messages"
+        raise RequestError("task", f"task is {task}; it must be given with {allowed}")
+    return TokenizationRequest(prompt=prompt, add_special_tokens=add_special_tokens)
+
+
+def answer_tokenization(request: TokenizationRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the model answers.
+
+    Args:
+        request: what is asked for.
+        tokenizer: the engine's.
+
+    Raises:
+        RequestError: the text is too long, the template refuses the conversation, or a token does not exist.
+    """
+    prompt = request.prompt
+    if isinstance(prompt, list):
+        tokenizer.token_strings(prompt)
+        return {"prompt": tokenizer.decode(prompt)}
+    if isinstance(prompt, Conversation):
+        tokens = tokenizer.apply_chat_template(prompt.messages, prompt.tools, prompt.chat_template_kwargs)
+    else:
+        tokens = tokenizer.tokenize(prompt, add_special_tokens=request.add_special_tokens)
+    names = tokenizer.token_strings(tokens)
+    return {"tokens": tokens, "token_strs": names, "max_model_len": tokenizer.max_model_len}
