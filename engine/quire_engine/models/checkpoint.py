@@ -190,7 +190,8 @@ def read_architecture(fields: Fields, known: tuple[str, ...]) -> str:
     named = fields.values.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else "(none named)"
     if architecture not in known:
-        names = ", ".join(known)
+        ending = "ForCausalLM" if all(name.endswith("ForCausalLM") for name in known) else ""
+        names = ", ".join(name.removesuffix(ending) for name in known) + (f", each with {ending}" if ending else "")
         raise CheckpointError(f"{fields.path}: unknown architecture {brief(architecture)}; known are {names}")
     return str(architecture)
 

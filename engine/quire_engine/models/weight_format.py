@@ -51,8 +51,8 @@ def read_weight_format(fields: Fields) -> WeightFormat:
     method, form = (str(quantization.get(key, "not named")) for key in ("quant_method", "format"))
     raise CheckpointError(
         f"{fields.path}: {name} has quant_method {method:.60}, format {form:.60}; of quantised "
-        "checkpoints only mxfp4 is read, and compressed-tensors with int8 weights per channel and dynamic int8 "
-        "activations per token, both symmetric, of all linear layers but lm_head and routers. From an unquantised "
+        "checkpoints only mxfp4 and compressed-tensors with int8 weights per channel and dynamic int8 activations per "
+        "token, both symmetric, of all linear layers but lm_head and routers, are served. From an unquantised "
         "checkpoint the setting quantization makes one of the latter"
     )
 
