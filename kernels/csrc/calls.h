@@ -207,6 +207,7 @@ struct RouteCall {
   int64_t logits_stride; // elements between rows
   float* weights;        // [rows, top_k], written
   int64_t* expert_ids;   // [rows, top_k], written
+  int64_t* counts;       // [experts], of tokens that chose each, counted on; or null
   int64_t rows;
   int64_t experts;
   int64_t top_k;
@@ -220,6 +221,7 @@ struct GroupedRouteCall {
   const float* bias;     // [experts], added to scores for the choice alone; or null
   float* weights;        // [rows, top_k], written
   int64_t* expert_ids;   // [rows, top_k], written
+  int64_t* counts;       // [experts], of tokens that chose each, counted on; or null
   int64_t rows;
   int64_t experts;
   int64_t top_k;

@@ -108,6 +108,12 @@ class CheckpointConfig:
         return self.options.windows or (None,) * self.num_layers
 
     @property
+    def expert_shape(self) -> tuple[int, int] | None:
+        """Layers, and experts of each layer that has any; None if none has."""
+        experts = self.options.experts
+        return None if experts is None else (self.num_layers, experts.num_experts)
+
+    @property
     def longest_model_len(self) -> int:
         """The longest sequences that it can be served with; `max_position_embeddings`, unless its RoPE extends it."""
         return max(self.max_position_embeddings, self.rope.extended_length)

@@ -304,6 +304,12 @@ class Decoder(nn.Module):
         """Of this stage's layers, in the whole model."""
         return [int(number) for number in self.layers]
 
+    @property
+    def mixtures(self) -> dict[int, MixtureOfExperts]:
+        """The feed-forwards of this stage's layers with experts, by the layer's number in the whole model."""
+        layers = {int(number): layer for number, layer in self.layers.items() if isinstance(layer, DecoderLayer)}
+        return {number: layer.mlp for number, layer in layers.items() if isinstance(layer.mlp, MixtureOfExperts)}
+
     def num_parameters(self) -> int:
         """How many parameters this rank has."""
         return num_parameters(self)

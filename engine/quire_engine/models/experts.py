@@ -102,6 +102,9 @@ class MixtureOfExperts(nn.Module):
                 self.shared_expert_gate = Router(config.hidden_size, "shared_expert_gate", 1)
         if options.grouped is not None and options.grouped.has_bias:
             self.choice_bias = Weight(options.num_experts, dtype=torch.float32)
+        self.counts_X: torch.Tensor | None = None
+        """int64, on the model's device: how many tokens were sent to each expert. Set before the first step, as what is
+        recorded or captured refers to it; None: nothing is counted."""
         self._packed: ExpertsWeight | None = None
 
     def pack(self) -> None:
@@ -116,11 +119,11 @@ class MixtureOfExperts(nn.Module):
         """[T, X] -> weights and ids of each token's experts."""
         options, grouped = self.options, self.options.grouped
         if grouped is None:
-            return topk_softmax(logits_TX, options.top_k, options.norm_topk_prob)
+            return topk_softmax(logits_TX, options.top_k, options.norm_topk_prob, self.counts_X)
         return grouped_topk(
             logits_TX, options.top_k, options.norm_topk_prob, num_groups=grouped.num_groups,
             top_groups=grouped.top_groups, scoring=grouped.scoring, scale=grouped.scale,
-            bias_X=self.choice_bias.weight if grouped.has_bias else None,
+            bias_X=self.choice_bias.weight if grouped.has_bias else None, counts_X=self.counts_X,
         )  # fmt: skip
 
     def forward(self, hidden_TE: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,6 @@ from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.experts import MixtureOfExperts
 from quire_engine.models.files import StoredTensor
 from quire_engine.models.parallel import Packable, load_targets
 from quire_engine.models.progress import LoadProgress
@@ -64,9 +63,8 @@ def load_model(
             loading.fill(name, None)
     else:
         load_tensors(model, files, quantized_dtype, reports=parallel.rank == 0)
-    for module in model.modules():
-        if isinstance(module, MixtureOfExperts):
-            module.pack()
+    for mixture in model.mixtures.values():
+        mixture.pack()
     return model.eval()
 
 

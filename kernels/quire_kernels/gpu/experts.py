@@ -162,7 +162,8 @@ def routed_experts(
     counts = starts.diff()
     tile_starts = F.pad(((counts + BLOCK_M - 1) // BLOCK_M).cumsum(0), (1, 0))
     num_tiles = min(num_pairs, triton.cdiv(num_pairs, BLOCK_M) + num_experts)
-    hidden_PI = x_TE.new_empty(num_pairs, intermediate_size)
+    # Rows of pairs whose experts are elsewhere are never written, and quantised like all: they must be numbers.
+    hidden_PI = (x_TE.new_zeros if kind.itemsize == 1 else x_TE.new_empty)(num_pairs, intermediate_size)
     results_PE = x_TE.new_empty(num_pairs, size, dtype=torch.float32)
     bias_XF = (None, None) if biases is None else biases
     for x, addresses, bias, out, gate in (

@@ -86,6 +86,31 @@ def test_recorded_steps_give_the_bits_of_those_that_are_not(
     assert results[0] == results[1]
 
 
+def test_tokens_are_counted_by_expert_however_experts_are_divided(checkpoint: Callable[[str], Path]) -> None:
+    prompts = [[5, 6, 7, 8 + i] for i in range(6)]
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    counted = []
+    for tensor, pipeline in ((1, 1), (2, 1), (2, 2)):
+        settings = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+        with make_llm(checkpoint("qwen3-moe"), **settings, enable_expert_parallel=True) as llm:
+            executor = llm._core._core.executor
+            assert not executor.expert_tokens().any(), "what was computed before the first request does not count"
+            llm.generate(prompts, params, use_tqdm=False)
+            counted.append(executor.expert_tokens().tolist())
+    assert counted[0] == counted[1] == counted[2]
+    num_tokens = sum(len(prompt) + 4 for prompt in prompts)  # the last token of each is not computed
+    assert [sum(row) for row in counted[0]] == [4 * num_tokens] * 3
+    assert all(max(row) <= num_tokens for row in counted[0])
+
+
+def test_models_without_experts_count_nothing(checkpoint: Callable[[str], Path]) -> None:
+    with make_llm(checkpoint("tied-gqa")) as llm:
+        llm.generate([[5, 6]], SamplingParams(max_tokens=2), use_tqdm=False)
+        core = llm._core._core
+        assert core.executor.expert_tokens() is None
+        assert core.make_stats().expert_load is None
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 def test_each_expert_is_on_one_rank_and_none_is_without(ranks: int) -> None:
     states = [ParallelState(rank=i, tensor_parallel_size=ranks, enable_expert_parallel=True) for i in range(ranks)]

@@ -144,6 +144,17 @@ def test_ids_of_groups_are_valid_whatever_the_logits(cpu_kernels: str) -> None:
     assert weights[2].tolist() == [1.0, 0.0]
 
 
+@pytest.mark.parametrize("tokens", [1, 600])
+def test_tokens_are_counted_by_expert_on_top_of_earlier_ones(tokens: int, cpu_kernels: str) -> None:
+    logits, counts = randn(tokens, 12), torch.arange(12)
+    chosen = [
+        topk_softmax(logits, 3, renormalize=False, counts_X=counts)[1],
+        grouped_topk(logits, 2, True, num_groups=4, top_groups=2, scoring="sigmoid", counts_X=counts)[1],
+    ]
+    expected = torch.arange(12) + torch.cat([ids.flatten() for ids in chosen]).bincount(minlength=12)
+    assert counts.tolist() == expected.tolist()
+
+
 @KINDS
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equals_torch(shape: tuple[int, int, int, int, int], kind: str, cpu_kernels: str) -> None:
