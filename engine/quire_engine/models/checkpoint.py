@@ -184,7 +184,7 @@ class CheckpointConfig:
     def _served_formats(self) -> tuple[str, ...]:
         if self.options.experts is not None and self.options.experts.are_stacked:
             return "unquantised", "mxfp4"
-        return ("unquantised",) if self.options.latent is not None else ("unquantised", "int8")
+        return ("unquantised", "fp8") if self.options.latent is not None else ("unquantised", "fp8", "int8")
 
 
 def read_architecture(fields: Fields, known: tuple[str, ...]) -> str:
