@@ -184,7 +184,7 @@ class CheckpointConfig:
     def _served_formats(self) -> tuple[str, ...]:
         if self.options.experts is not None and self.options.experts.are_stacked:
             return "unquantised", "mxfp4"
-        return ("unquantised",) if self.options.latent is not None else ("unquantised", "int8")
+        return ("unquantised", "fp8") if self.options.latent is not None else ("unquantised", "fp8", "int8")
 
 
 def read_architecture(fields: Fields, known: tuple[str, ...]) -> str:
@@ -196,7 +196,8 @@ def read_architecture(fields: Fields, known: tuple[str, ...]) -> str:
     named = fields.values.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else "(none named)"
     if architecture not in known:
-        names = ", ".join(known)
+        ending = "ForCausalLM" if all(name.endswith("ForCausalLM") for name in known) else ""
+        names = ", ".join(name.removesuffix(ending) for name in known) + (f", each with {ending}" if ending else "")
         raise CheckpointError(f"{fields.path}: unknown architecture {brief(architecture)}; known are {names}")
     return str(architecture)
 

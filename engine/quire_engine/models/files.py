@@ -64,6 +64,8 @@ class StoredTensor:
     """The file has its rows as columns."""
     scales: "StoredTensor | None" = None
     """What its numbers are multiplied by, if it is quantised: of the file's whole tensor."""
+    block_size: tuple[int, int] = (1, 1)
+    """Rows and columns that share a scale."""
 
 
 def check_files(folder: Path) -> None:

@@ -75,6 +75,7 @@ def _split(
         piece = dataclasses.replace(
             tensor, shape=shape, num_bytes=tensor.num_bytes // experts.num_experts // len(parts),
             row_step=len(parts), is_transposed=kind == "", scales=scales,
+            block_size=(1, MXFP4_BLOCK),
         )  # fmt: skip
         ending = "bias" if kind == "_bias" else "weight"
         for number in range(experts.num_experts):

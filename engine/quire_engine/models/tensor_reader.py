@@ -63,7 +63,12 @@ class TensorReader(contextlib.AbstractContextManager["TensorReader"]):
             SafetensorError: the file is damaged.
         """
         if tensor.scales is not None:
-            yield from self._mxfp4_bands(tensor, tensor.scales, *index)
+            dequantized = self._mxfp4_band if tensor.dtype == "U8" else self._fp8_band
+            rows, columns = index
+            height = max(1, BAND // (columns.stop - columns.start))
+            for first in range(rows.start, rows.stop, height):
+                band = _rows_in_file(tensor, first, min(rows.stop, first + height))
+                yield dequantized(tensor, tensor.scales, band, columns)
             return
         rows, *others = index
         inside: tuple[slice | int, ...] = (_rows_in_file(tensor, rows.start, rows.stop), *others)
@@ -71,19 +76,26 @@ class TensorReader(contextlib.AbstractContextManager["TensorReader"]):
         yield piece.t() if tensor.is_transposed else piece
         _release(piece)
 
-    def _mxfp4_bands(
-        self, tensor: StoredTensor, scales: StoredTensor, rows: slice, columns: slice
-    ) -> Iterator[torch.Tensor]:
-        groups = slice(columns.start // MXFP4_BLOCK, -(-columns.stop // MXFP4_BLOCK))
-        inside = slice(columns.start - groups.start * MXFP4_BLOCK, columns.stop - groups.start * MXFP4_BLOCK)
-        height = max(1, BAND // (columns.stop - columns.start))
-        for first in range(rows.start, rows.stop, height):
-            band = _rows_in_file(tensor, first, min(rows.stop, first + height))
-            blocks_NGB = self._slice(tensor, (band, groups, slice(0, MXFP4_BLOCK // 2)))
-            scales_NG = self._slice(scales, (band, groups), tensor.matrix)
-            yield dequantize_mxfp4(blocks_NGB, scales_NG)[:, inside]
-            _release(blocks_NGB)
-            _release(scales_NG)
+    def _mxfp4_band(self, tensor: StoredTensor, scales: StoredTensor, rows: slice, columns: slice) -> torch.Tensor:
+        first, end = columns.start // MXFP4_BLOCK, -(-columns.stop // MXFP4_BLOCK)
+        blocks_NGB = self._slice(tensor, (rows, slice(first, end), slice(0, MXFP4_BLOCK // 2)))
+        scales_NG = self._slice(scales, (rows, slice(first, end)), tensor.matrix)
+        numbers_NK = dequantize_mxfp4(blocks_NGB, scales_NG)
+        _release(blocks_NGB)
+        _release(scales_NG)
+        return numbers_NK[:, columns.start - first * MXFP4_BLOCK : columns.stop - first * MXFP4_BLOCK]
+
+    def _fp8_band(self, tensor: StoredTensor, scales: StoredTensor, rows: slice, columns: slice) -> torch.Tensor:
+        weight_NK = self._slice(tensor, (rows, columns))
+        own, index = [], []
+        for part, size in zip((rows, columns), tensor.block_size, strict=True):
+            first = part.start // size
+            own.append(slice(first, -(-part.stop // size)))
+            index.append(torch.arange(part.start, part.stop) // size - first)
+        scales_NK = self._slice(scales, tuple(own)).float()[index[0]][:, index[1]]
+        numbers_NK = scales_NK.mul_(weight_NK.float())
+        _release(weight_NK)
+        return numbers_NK
 
     def _slice(self, tensor: StoredTensor, inside: tuple[slice | int, ...], matrix: int | None = None) -> torch.Tensor:
         """A view of the file's tensor.

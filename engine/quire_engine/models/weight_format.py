@@ -20,7 +20,9 @@ class WeightFormat:
 
     method: str = "unquantised"
     """Or `int8`, with a scale per output feature and for int8 activations; `mxfp4`, four bits and blocks of
-    `MXFP4_BLOCK`, of experts alone."""
+    `MXFP4_BLOCK`, of experts alone; or `fp8`, e4m3 and blocks of `block_size`, where a weight has scales."""
+    block_size: tuple[int, int] = (1, 1)
+    """Rows and columns of a weight that share a scale; of `fp8` only."""
 
 
 def read_weight_format(fields: Fields) -> WeightFormat:
@@ -36,6 +38,10 @@ def read_weight_format(fields: Fields) -> WeightFormat:
     match quantization:
         case {"quant_method": "mxfp4"}:
             return WeightFormat(method="mxfp4")
+        case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)]} if (
+            quantization.get("fmt", "e4m3") == "e4m3" and rows > 0 and columns > 0
+        ):
+            return WeightFormat(method="fp8", block_size=(rows, columns))
         case {
             "quant_method": "compressed-tensors",
             "format": "int-quantized",
@@ -51,9 +57,9 @@ def read_weight_format(fields: Fields) -> WeightFormat:
     method, form = (str(quantization.get(key, "not named")) for key in ("quant_method", "format"))
     raise CheckpointError(
         f"{fields.path}: {name} has quant_method {method:.60}, format {form:.60}; of quantised "
-        "checkpoints only mxfp4 is read, and compressed-tensors with int8 weights per channel and dynamic int8 "
-        "activations per token, both symmetric, of all linear layers but lm_head and routers. From an unquantised "
-        "checkpoint the setting quantization makes one of the latter"
+        "checkpoints only mxfp4, fp8 (e4m3) with a weight_block_size, and compressed-tensors with int8 weights per "
+        "channel and dynamic int8 activations per token, both symmetric, of all linear layers but lm_head and routers, "
+        "are served. From an unquantised checkpoint the setting quantization makes one of the last"
     )
 
 

@@ -7,6 +7,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from quire_engine.errors import CheckpointError
+from quire_engine.models.block_scales import with_scales
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.files import StoredTensor, read_header, weight_files
 from quire_engine.models.options import LatentAttentionOptions
@@ -45,6 +46,8 @@ def check_weights(folder: Path, config: CheckpointConfig) -> dict[Path, dict[str
         return name.removeprefix("model.")
 
     files = read_tensors(folder, rename)
+    if config.weight_format.method == "fp8":
+        files = with_scales(files, config.weight_format.block_size, FLOATING)
     if config.options.fused:
         shapes = dict(expected_shapes(dataclasses.replace(config, num_layers=1)))
         files = {path: dict(_with_parts(file, config, shapes)) for path, file in files.items()}

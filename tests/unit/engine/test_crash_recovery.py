@@ -17,6 +17,7 @@ import pytest
 from quire_engine import LLM, RequestOutput
 from quire_engine.errors import EngineDeadError
 from support.engines import Stream, assert_same, engine, kill, offline, params, run, until
+from support.oracle import VOCAB_SIZE, make_prompts
 from support.processes import state
 
 pytestmark = pytest.mark.slow
@@ -27,6 +28,12 @@ NUM_KILLS = int(os.environ.get("QUIRE_KILLS", "2"))
 KILLS_IN_A_ROW = 3
 """At most: with five that die before they give out anything, clients are told that there is no engine."""
 SEED = int(os.environ.get("QUIRE_SEED", "1"))
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("tied-gqa", {"tensor_parallel_size": 2}),
+    "window": ("mistral", {}),
+    "experts": ("qwen3-moe", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+    "latent attention": ("deepseek-v3", {}),
+}
 PROMPTS = [[2 + i, 3, 5 * i + 2] for i in range(16)]
 
 
@@ -85,6 +92,25 @@ def test_every_stream_goes_on_where_it_was(folder: Path, number: int, capfd: pyt
         assert 1 <= recorder.num_replayed <= len(PROMPTS)
     if number == signal.SIGSTOP:
         assert "(most recent call first)" in capfd.readouterr().err, "the stacks are in the log"
+
+
+@pytest.mark.parametrize(("name", "settings"), KINDS.values(), ids=KINDS)
+def test_models_of_every_kind_go_on(name: str, settings: dict[str, Any], checkpoint: Callable[[str], Path]) -> None:
+    """The core is killed, or a rank if there are several; what is said is what one rank says that nobody kills."""
+    folder, long, prompts = checkpoint(name), params(max_tokens=60), make_prompts(4, VOCAB_SIZE, max_length=60, seed=2)
+    expected = offline(folder, prompts, long)
+
+    async def main() -> list[RequestOutput]:
+        streams = [Stream(llm, prompt, long) for prompt in prompts]
+        await until(lambda: min(stream.num_tokens for stream in streams) > 9)
+        assert not any(stream.task.done() for stream in streams)
+        os.kill(llm.worker_pids[1] if settings else llm.engine_pid, signal.SIGKILL)
+        return await asyncio.gather(*(stream.task for stream in streams))
+
+    with engine(folder, step_seconds=0.02, kv_cache_memory_bytes=2**22, **settings) as (llm, recorder):
+        outputs = run(llm, main)
+        assert (recorder.num_restarts, recorder.num_replayed) == (1, len(prompts))
+    assert [output.outputs for output in outputs] == expected
 
 
 def test_killed_twice_within_seconds(folder: Path) -> None:
