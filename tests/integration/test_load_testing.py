@@ -90,7 +90,7 @@ def test_genai_perf_s_requests_are_answered(measured: Server) -> None:
 
 
 def test_aiperf_s_template_is_a_request(measured: Server) -> None:
-    arguments = shlex.split(command("/aiperf/bin/aiperf"))
+    arguments = shlex.split(command("--endpoint-type template"))
     extra = json.loads(arguments[arguments.index("--extra-inputs") + 1])
     template = jinja2.Environment(autoescape=True).from_string(extra["payload_template"])  # as aiperf does it
     payload = json.loads(template.render(text='print("<a & b>")\n', max_tokens=8))
@@ -106,7 +106,7 @@ def test_aiperf_s_template_is_a_request(measured: Server) -> None:
     ("peer", "words", "report"),
     [
         ("genai-perf", "genai-perf profile", "genai-perf/*/profile_export_genai_perf.json"),
-        ("aiperf", "aiperf profile", "aiperf/profile_export_aiperf.json"),
+        ("aiperf", "--endpoint-type template", "aiperf/profile_export_aiperf.json"),
     ],
 )
 def test_a_load_generator_gets_all_its_answers(
