@@ -14,6 +14,7 @@ import grpc
 from quire_load.triton_messages import infer_request, outputs_of
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from quire_dashboard.ended_requests import EndedAnswer
 from quire_dashboard.snapshot_answer import Snapshot
 
 __all__ = ["Chunk", "Triton", "TritonError"]
@@ -81,6 +82,18 @@ class Triton:
         text = self._ask(model, {"introspect": "snapshot"})
         try:
             return Snapshot.from_json(text)
+        except ValueError as error:
+            raise TritonError(f"{model}: {error}") from None
+
+    def ended(self, model: str, cursor: str = "") -> EndedAnswer:
+        """A model's ended requests: those since the answer with this cursor; without one all that it keeps.
+
+        Raises:
+            TritonError: the server is away, or does not allow it.
+        """
+        text = self._ask(model, {"introspect": "ended", **({"cursor": cursor} if cursor else {})})
+        try:
+            return EndedAnswer.from_json(text)
         except ValueError as error:
             raise TritonError(f"{model}: {error}") from None
 

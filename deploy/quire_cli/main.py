@@ -319,6 +319,14 @@ def dashboard(
     prometheus: Annotated[
         str, typer.Option(metavar="URL", help="A Prometheus that scrapes the server; without, history begins now.")
     ] = "",
+    traces: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            envvar="QUIRE_DASHBOARD_TRACES",
+            help="Where a trace is seen, with {trace_id} in it, such as http://127.0.0.1:16686/trace/{trace_id}.",
+        ),
+    ] = "",
     port: Annotated[int, Port] = 8501,
     host: Annotated[str, typer.Option(help="Address to listen on; another than loopback needs a token.")] = "127.0.0.1",
     token: Annotated[
@@ -335,7 +343,9 @@ def dashboard(
     from quire_cli.dashboard import DashboardOptions, run_dashboard
 
     return run_dashboard(
-        DashboardOptions(url=url, metrics=metrics, prometheus=prometheus, host=host, port=port, token=token)
+        DashboardOptions(
+            url=url, metrics=metrics, prometheus=prometheus, traces=traces, host=host, port=port, token=token
+        )
     )
 
 

@@ -24,7 +24,7 @@ ENGINE = {
     "ipc system",
     "spec_decode": "scheduler config",
     "structured_output": "scheduler frontend messages structured_outputs_params errors system",
-    "scheduler": "kv_cache config messages sampling_params stats errors snapshot",
+    "scheduler": "kv_cache config messages sampling_params slo stats errors snapshot",
     "kv_cache": "sampling_params snapshot",
     # The workers.
     "executor": "worker distributed models device config messages errors ipc system",
@@ -35,7 +35,7 @@ ENGINE = {
     "device": "config errors",
     # The vocabulary.
     "outputs": "messages stats",
-    "messages": "config sampling_params snapshot stats",
+    "messages": "config sampling_params slo snapshot stats",
     "config": "slo errors",
     "sampling_params": "structured_outputs_params errors",
     "structured_outputs_params": "errors",
@@ -43,7 +43,7 @@ ENGINE = {
     "ipc": "",
     "system": "",
     "snapshot": "",
-    "stats": "",
+    "stats": "sampling_params",
     "errors": "",
 }
 """Within `quire_engine`: file or folder → those whose names it may say."""
