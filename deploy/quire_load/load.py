@@ -154,6 +154,8 @@ class Load:
             record.error_kind, record.error = "timeout", f"no end within {self._timeout_s:g} s"
         except EndpointError as error:
             record.error_kind, record.error = error.kind, str(error)
+        except Exception as error:  # one request's, whatever it is: the others go on, and the report tells it
+            record.error_kind, record.error = "error", f"{type(error).__name__}: {error}"
         if record.error_kind:
             record.ended_s = self._now()
         self.records.append(record)
