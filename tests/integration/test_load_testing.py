@@ -71,7 +71,8 @@ def test_quire_bench_agrees_with_the_server(measured: Server, folder: Path) -> N
     assert values["goodput"]["default"]["requests"] == NUM_REQUESTS
     assert [server[f"num_{name}"] for name in ("ttft", "tpot", "e2el")] == [NUM_REQUESTS] * 3
     buckets = {metric.name: metric.buckets for metric in make_metrics() if metric.kind is MetricKind.HISTOGRAM}
-    for name, histogram in HISTOGRAMS.items():
+    for name in ("ttft", "tpot", "e2el"):  # gaps are of responses here, and of tokens there, which go together at times
+        histogram = HISTOGRAMS[name]
         for figure in ("median", "p90"):
             ours, theirs = (of[f"{figure}_{name}_ms"] / 1000 for of in (values, server))
             apart = abs(bisect_left(buckets[histogram], ours) - bisect_left(buckets[histogram], theirs))
