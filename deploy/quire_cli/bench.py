@@ -1,4 +1,4 @@
-"""The commands of `quire bench` and their options, under the names that `vllm bench` has for them."""
+"""The commands of `quire bench`, whose options have the names of `vllm bench`, and `quire tune`, which uses them."""
 
 import json
 import math
@@ -9,7 +9,7 @@ import typer
 
 from quire_cli.errors import UsageError
 
-__all__ = ["bench_app"]
+__all__ = ["bench_app", "tune"]
 
 bench_app = typer.Typer(help="Measure a server under load, or an engine without one.", rich_markup_mode=None)
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -177,6 +177,62 @@ def throughput(
     except ValueError as error:
         raise UsageError(str(error)) from None
     bench_throughput(model, parse_settings(settings or []), dataset, num_prompts, seed=seed, as_json=as_json)
+
+
+def tune(
+    model: Annotated[Path, typer.Option(metavar="PATH", help="A Hugging Face checkpoint folder.")],
+    slo: Annotated[str, typer.Option(metavar="KEY:MS,...", help="The objectives: ttft, tpot, e2el in milliseconds.")],
+    settings: Settings = None,
+    attainment: Annotated[float, typer.Option(help="Which share of the requests has to meet them.")] = 0.95,
+    tried: Annotated[
+        list[str] | None,
+        typer.Option("--try", metavar="KEY=[VALUE,...]", help="Values of a setting, in JSON; null leaves it out."),
+    ] = None,
+    journal: Annotated[
+        Path, typer.Option(metavar="FILE", help="Keeps each run; the same command goes on from it.")
+    ] = Path("quire-tune.jsonl"),
+    start_rate: Annotated[float, typer.Option(help="Requests per second of the first run.")] = 1.0,
+    seconds: Annotated[float, typer.Option(help="How long requests come in each run.")] = 20.0,
+    precision: Annotated[float, typer.Option(help="Of rates, as a share of them.")] = 0.1,
+    burstiness: Annotated[float, typer.Option(help="As in quire bench serve.")] = 1.0,
+    dataset_name: Annotated[str, typer.Option(help="As in quire bench serve.")] = "mixed",
+    dataset_path: Annotated[Path | None, typer.Option(metavar="FILE", help="Of sharegpt and mooncake.")] = None,
+    random_input_len: Annotated[int, typer.Option(help="Of random: tokens per prompt.")] = 1024,
+    random_output_len: Annotated[int, typer.Option(help="Of random: tokens per answer.")] = 128,
+    seed: Annotated[int, typer.Option(help="Of prompts, lengths and arrivals.")] = 0,
+    as_json: AsJson = False,
+    _debug: Debug = False,
+) -> int:
+    """Find the settings that meet objectives at the highest rate of requests.
+
+    Each setting's values are tried beside the best ones so far, on a server of their own, whose highest rate is found
+    by doubling and bisection. Without --try these are max_num_seqs, max_num_batched_tokens,
+    long_prefill_token_threshold, speculative_config, quantization and tensor_parallel_size. KEY=VALUE are settings that
+    stay.
+
+    Example: quire tune --model ./Llama-3.2-1B --slo ttft:500,tpot:50 --try 'max_num_seqs=[16,128]' dtype=bfloat16
+    """
+    from quire_load.datasets import DatasetOptions
+    from quire_load.report import Targets, parse_goodput
+
+    from quire_cli.model_repository import parse_settings
+    from quire_cli.tune import TuneOptions, parse_space
+    from quire_cli.tune import tune as run_tune
+
+    try:
+        targets = parse_goodput([slo])
+        if list(targets) != [""]:
+            raise ValueError(f"slo is {slo!r}; it has no class here: the objectives are of all requests")
+        options = TuneOptions(
+            model=model, settings=parse_settings(settings or []), targets=targets.get("", Targets()),
+            space=parse_space(tried or ()), journal=journal, attainment=attainment, start_rate=start_rate,
+            seconds=seconds, precision=precision, burstiness=burstiness, seed=seed,
+            dataset=DatasetOptions(dataset_name=dataset_name, dataset_path=dataset_path,
+                                   random_input_len=random_input_len, random_output_len=random_output_len),
+        )  # fmt: skip
+    except ValueError as error:
+        raise UsageError(str(error).replace("goodput is", "slo is")) from None
+    return run_tune(options, as_json=as_json)
 
 
 def _percentiles(text: str) -> list[float]:

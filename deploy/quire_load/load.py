@@ -8,7 +8,8 @@ In a closed loop a request is due when the one before it has ended.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import MutableSequence, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
@@ -18,6 +19,9 @@ from quire_load.endpoint import Endpoint, EndpointError
 
 __all__ = ["Load", "RequestRecord"]
 
+PAUSE_AFTER_ERROR_S = 0.5
+"""Of a user in a closed loop: a server that is down refuses at once, and that must not become a busy loop."""
+
 
 @dataclass(kw_only=True, slots=True)
 class RequestRecord:
@@ -26,7 +30,7 @@ class RequestRecord:
     scheduled_s: float
     """When it was due."""
     sent_s: float = 0.0
-    token_times_s: list[float] = field(default_factory=list)
+    token_times_s: MutableSequence[float] = field(default_factory=lambda: array("d"))
     """Of each response with tokens."""
     ended_s: float = 0.0
     num_input_tokens: int = 0
@@ -68,13 +72,11 @@ class Load:
         arrivals: when it is sent. Requests with timestamps come at these, unless a rate or `max_concurrency` says
             otherwise.
         timeout_s: a request that takes longer is cancelled, and a timeout; counted from when it was sent.
-        on_end: called whenever a request has ended.
     """
 
     def __init__(
-        self, endpoint: Endpoint, requests: Sequence[SampleRequest], arrivals: Arrivals, *, timeout_s: float = 600.0,
-        on_end: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+        self, endpoint: Endpoint, requests: Sequence[SampleRequest], arrivals: Arrivals, *, timeout_s: float = 600.0
+    ) -> None:
         self.num_requests = len(requests)
         self.records: list[RequestRecord] = []
         """Of the requests that have ended. It only grows; other threads may copy it."""
@@ -85,7 +87,6 @@ class Load:
         self._requests = requests
         self._arrivals = arrivals
         self._timeout_s = timeout_s
-        self._on_end = on_end
         self._slots = asyncio.Semaphore(arrivals.max_concurrency or len(requests) or 1)
         self._start = 0.0
         self._task: asyncio.Task[None] | None = None
@@ -132,7 +133,9 @@ class Load:
 
         async def user() -> None:
             for request in requests:
-                await self._send(request, self._now())
+                record = await self._send(request, self._now())
+                if record.error_kind:
+                    await asyncio.sleep(PAUSE_AFTER_ERROR_S)
 
         users = {asyncio.create_task(user()) for _ in range(self._arrivals.max_concurrency or 1)}
         try:
@@ -140,7 +143,7 @@ class Load:
         finally:
             await _cancel_all(users)
 
-    async def _send(self, request: SampleRequest, scheduled_s: float) -> None:
+    async def _send(self, request: SampleRequest, scheduled_s: float) -> RequestRecord:
         record = RequestRecord(scheduled_s=scheduled_s, sent_s=self._now(), slo_class=request.slo_class)
         record.ended_s = record.sent_s
         try:
@@ -151,10 +154,12 @@ class Load:
             record.error_kind, record.error = "timeout", f"no end within {self._timeout_s:g} s"
         except EndpointError as error:
             record.error_kind, record.error = error.kind, str(error)
+        except Exception as error:  # one request's, whatever it is: the others go on, and the report tells it
+            record.error_kind, record.error = "error", f"{type(error).__name__}: {error}"
         if record.error_kind:
             record.ended_s = self._now()
         self.records.append(record)
-        self._on_end()
+        return record
 
     async def _receive(self, request: SampleRequest, record: RequestRecord) -> None:
         num_tokens = 0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire_load.scrape import Scrape, fetch, parse, quantile
+from quire_load.scrape import Key, Scrape, fetch, parse, quantile
 
 __all__ = ["HISTOGRAMS", "Histogram", "ServerFigures", "difference", "settled"]
 
@@ -69,10 +69,11 @@ def settled(metrics: str, *, sleep: Callable[[float], None] = time.sleep) -> Scr
     Raises:
         ScrapeError: it cannot be read.
     """
-    reading, quiet_s, waited_s = parse(fetch(metrics), time.time()), 0.0, 0.0
+    keys: dict[str, Key] = {}
+    reading, quiet_s, waited_s = parse(fetch(metrics), time.time(), keys), 0.0, 0.0
     while quiet_s < _QUIET_S and waited_s < _SETTLE_S:
         sleep(_POLL_S)
-        latest = parse(fetch(metrics), time.time())
+        latest = parse(fetch(metrics), time.time(), keys)
         quiet_s = quiet_s + _POLL_S if _told(latest) == _told(reading) else 0.0
         waited_s += _POLL_S
         reading = latest

@@ -18,7 +18,7 @@ SETTINGS = {
     "kv_cache_memory_bytes": 12 * 2**20, "max_num_seqs": 16,
     "slo": {"default": {"ttft_ms": 1500, "tpot_ms": 50, "e2e_ms": 8000}, "batch": {"e2e_ms": 60000}},
 }  # fmt: skip
-LOAD = {"Streams at the same time": 20, "Requests in all": 2000, "Tokens per answer": 160, "Words per prompt": 60}
+LOAD = {"Streams at the same time": 20, "Requests in all": 2000, "Tokens per answer": 160, "Tokens per prompt": 90}
 SHOTS = (("overview", "", False), ("kv-cache", "kv-cache", False), ("requests", "requests", True))
 
 

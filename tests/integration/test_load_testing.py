@@ -1,7 +1,7 @@
 """The commands of docs/load-testing.md, as they stand there: the model that is set up, and the load generators.
 
-genai-perf and aiperf take a gigabyte each and minutes to install, so they are not installed for the tests: where
-`QUIRE_BENCH_PEERS` (or the cache of the benchmarks) has them, they run. What they send is tested without them.
+Those of others take a gigabyte each and minutes to install, so they are not installed for the tests: where
+`QUIRE_BENCH_PEERS` (or the cache of the benchmarks) has them, they run. What the first two send is tested without them.
 """
 
 import json
@@ -9,8 +9,10 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
@@ -52,7 +54,7 @@ def measured(folder: Path) -> Iterator[Server]:
     assert added.returncode == 0, added.stderr
     program, subcommand, *flags = shlex.split(command("quire serve").replace(FOLDER_ON_PAGE, str(folder)))
     assert (program, subcommand) == (".venv/bin/quire", "serve")
-    with serve(*flags) as running:
+    with serve(*flags, "--openai", "--openai-port", "0") as running:
         yield running
 
 
@@ -60,7 +62,8 @@ def test_quire_bench_agrees_with_the_server(measured: Server, folder: Path) -> N
     """The means are exact on both sides, and differ by the way there and back; quantiles by a bucket at most."""
     program, *arguments = shlex.split(command("quire bench serve").replace(FOLDER_ON_PAGE, str(folder)))
     assert program == ".venv/bin/quire"
-    done = run_cli(*arguments, "--base-url", measured.grpc, "--metrics", measured.metrics, "--json")
+    server_at = ("--base-url", measured.grpc, "--metrics", measured.metrics)
+    done = run_cli(*arguments, *server_at, "--json", timeout_s=240)
     assert done.returncode == 0, done.stderr
     values = json.loads(done.stdout)
     server = values["server"]
@@ -68,7 +71,8 @@ def test_quire_bench_agrees_with_the_server(measured: Server, folder: Path) -> N
     assert values["goodput"]["default"]["requests"] == NUM_REQUESTS
     assert [server[f"num_{name}"] for name in ("ttft", "tpot", "e2el")] == [NUM_REQUESTS] * 3
     buckets = {metric.name: metric.buckets for metric in make_metrics() if metric.kind is MetricKind.HISTOGRAM}
-    for name, histogram in HISTOGRAMS.items():
+    for name in ("ttft", "tpot", "e2el"):  # gaps are of responses here, and of tokens there, which go together at times
+        histogram = HISTOGRAMS[name]
         for figure in ("median", "p90"):
             ours, theirs = (of[f"{figure}_{name}_ms"] / 1000 for of in (values, server))
             apart = abs(bisect_left(buckets[histogram], ours) - bisect_left(buckets[histogram], theirs))
@@ -90,7 +94,7 @@ def test_genai_perf_s_requests_are_answered(measured: Server) -> None:
 
 
 def test_aiperf_s_template_is_a_request(measured: Server) -> None:
-    arguments = shlex.split(command("/aiperf/bin/aiperf"))
+    arguments = shlex.split(command("--endpoint-type template"))
     extra = json.loads(arguments[arguments.index("--extra-inputs") + 1])
     template = jinja2.Environment(autoescape=True).from_string(extra["payload_template"])  # as aiperf does it
     payload = json.loads(template.render(text='print("<a & b>")\n', max_tokens=8))
@@ -101,46 +105,96 @@ def test_aiperf_s_template_is_a_request(measured: Server) -> None:
     assert all(isinstance(event[extra["response_field"]], str) for event in events)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("peer", "words", "report"),
-    [
-        ("genai-perf", "genai-perf profile", "genai-perf/*/profile_export_genai_perf.json"),
-        ("aiperf", "aiperf profile", "aiperf/profile_export_aiperf.json"),
-    ],
-)
-def test_a_load_generator_gets_all_its_answers(
-    measured: Server, folder: Path, peer: str, words: str, report: str
-) -> None:
-    if reason := find_peer(PEERS, peer):
-        pytest.skip(reason)
-    line = command(words)
-    here: Mapping[str, str] = {
-        PEERS_ON_PAGE: str(PEERS), FOLDER_ON_PAGE: str(folder),
-        "127.0.0.1:8001": measured.grpc, "127.0.0.1:8000": measured.http,
+def here(line: str, measured: Server, folder: Path) -> str:
+    """A command of the page, of the server that runs here."""
+    places: Mapping[str, str] = {
+        PEERS_ON_PAGE: str(PEERS), FOLDER_ON_PAGE: str(folder), "127.0.0.1:8001": measured.grpc,
+        "127.0.0.1:8000": measured.http, "127.0.0.1:9000": measured.openai,
     }  # fmt: skip
-    for there, place in here.items():
+    for there, place in places.items():
         line = line.replace(there, place)
-    assert f"--request-count {NUM_REQUESTS} " in line
+    return line
+
+
+def test_the_load_scripts_get_all_their_answers(measured: Server) -> None:
+    """All three at once; each sees what the others send in the server's figures, so there are at least its own."""
+    urls = {"grpc_streams": measured.grpc, "generate_stream": f"http://{measured.http}",
+            "openai_chat": f"http://{measured.openai}"}  # fmt: skip
+    started = []
+    for script, url in urls.items():
+        _, *words = shlex.split(command(f"tests/load/{script}.py"))
+        arguments = [*words, "--num-prompts", "8", "--base-url", url, "--metrics", measured.metrics, "--json"]
+        started.append(subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True))
+    for process in started:
+        with process:
+            values = json.loads(process.communicate(timeout=240)[0])
+        assert (process.returncode, values["completed"], values["failed"]) == (0, 8, 0)
+        assert values["total_input_tokens"] > 8 * 32
+        assert values["total_output_tokens"] > 8 * 16
+        assert values["server"]["num_ttft"] >= 8
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A load generator of others."""
+
+    peer: str
+    words: str
+    """Which no other command of the page holds."""
+    report: str
+    number: str
+    """Where the report has the requests that were answered, as a path of keys; likewise the next ones."""
+    output_tokens: str
+    """Of a request; with vLLM's, of all."""
+    ttft: str
+
+
+TOOLS = [
+    Tool("genai-perf", "genai-perf profile", "genai-perf/*/profile_export_genai_perf.json", "request_count.avg",
+         "output_sequence_length.avg", "time_to_first_token.avg"),
+    Tool("aiperf", "--endpoint-type template", "aiperf/profile_export_aiperf.json", "request_count.avg",
+         "output_sequence_length.avg", "time_to_first_token.avg"),
+    Tool("aiperf", "--endpoint-type completions", "aiperf-openai/profile_export_aiperf.json", "request_count.avg",
+         "output_sequence_length.avg", "time_to_first_token.avg"),
+    Tool("guidellm", "guidellm run", "guidellm.json", "benchmarks.0.metrics.request_totals.successful",
+         "benchmarks.0.metrics.output_token_count.successful.mean",
+         "benchmarks.0.metrics.time_to_first_token_ms.successful.mean"),
+    Tool("vllm", "vllm bench serve", "vllm.json", "completed", "total_output_tokens", "mean_ttft_ms"),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.words)
+def test_a_load_generator_gets_all_its_answers(measured: Server, folder: Path, tool: Tool) -> None:
+    if reason := find_peer(PEERS, tool.peer):
+        pytest.skip(reason)
     done = subprocess.run(
-        ["bash", "-c", line],
+        ["bash", "-c", here(command(tool.words), measured, folder)],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=270,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (written,) = folder.glob(report)
-    figures = json.loads(written.read_text())
-    assert figures["request_count"]["avg"] == NUM_REQUESTS
-    assert 28 < figures["output_sequence_length"]["avg"] < 36
-    assert figures["time_to_first_token"]["avg"] > 0
+    (written,) = folder.glob(tool.report)
+    report = json.loads(written.read_text())
+
+    def figure(path: str) -> float:
+        value = report
+        for key in path.split("."):
+            value = value[int(key) if key.isdecimal() else key]
+        return float(value)
+
+    assert figure(tool.number) == NUM_REQUESTS
+    num_tokens = figure(tool.output_tokens) / (NUM_REQUESTS if tool.output_tokens.startswith("total") else 1)
+    assert 28 < num_tokens < 36
+    assert figure(tool.ttft) > 0
 
 
 def test_what_the_page_installs_can_be_installed() -> None:
     peers = [line.split()[1] for line in COMMANDS if line.startswith("tests/benchmarks/peers/setup.sh ")]
-    assert peers == ["genai-perf", "aiperf"]
+    assert peers == ["genai-perf", "aiperf", "guidellm", "vllm"]
     script = (SCRIPTS / "setup.sh").read_text()
     assert all(f"install_{peer}()" in script for peer in peers)

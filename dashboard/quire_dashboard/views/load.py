@@ -4,11 +4,12 @@ import threading
 from collections import Counter
 
 import streamlit as st
+from quire_load.report import percentile
 
 from quire_dashboard import words
 from quire_dashboard.charts import SECONDS
 from quire_dashboard.frame import CHARTS_S, Line, chart, figures, live, monitor, selection
-from quire_dashboard.load import MOST_STREAMS, LoadJob, LoadPlan, percentile
+from quire_dashboard.load import MOST_REQUESTS, MOST_STREAMS, LoadJob, LoadPlan
 from quire_dashboard.queries import Gauge, Quantile, Rate
 
 __all__ = ["show", "stop_all"]
@@ -35,21 +36,28 @@ def show() -> None:
         st.info("No model of Quire is loaded.")
         return
     st.caption(
-        "From this dashboard's own process: for a look at how the server behaves. For figures, use quire bench serve."
+        "The load of quire bench serve, from this dashboard's own process: for a look at how the server behaves. For "
+        "figures, use that command, which has a process to itself."
     )
     with st.form("load_form"):
         first, second, third = st.columns(3)
         num_streams = first.number_input("Streams at the same time", 1, MOST_STREAMS, 4, key="num_streams")
-        num_requests = second.number_input("Requests in all", 1, 10_000, 64, key="num_requests")
+        num_requests = second.number_input("Requests in all", 1, MOST_REQUESTS, 64, key="num_requests")
         max_tokens = third.number_input("Tokens per answer", 1, 4096, 64, key="load_max_tokens")
-        prompt_words = first.number_input("Words per prompt", 1, 20_000, 32, key="prompt_words")
-        shared_words = second.number_input("Words that all prompts share", 0, 20_000, 0, key="shared_words")
-        slo_class = third.text_input("SLO class", "", key="load_slo", help="Empty: the model's default.")
+        prompt_tokens = first.number_input("Tokens per prompt", 1, 20_000, 48, key="prompt_tokens")
+        shared_tokens = second.number_input("Tokens that all prompts share", 0, 20_000, 0, key="shared_tokens")
+        request_rate = third.number_input(
+            "Requests per second", 0.0, 1000.0, 0.0, key="request_rate",
+            help="They come at random (Poisson), whatever the server does; times run from when they were due. 0: each "
+            "stream sends its next request when the last one has ended.",
+        )  # fmt: skip
+        slo_class = first.text_input("SLO class", "", key="load_slo", help="Empty: the model's default.")
         started = st.form_submit_button("Start", type="primary")
     if started:
         _start(LoadPlan(
             model=model, num_streams=int(num_streams), num_requests=int(num_requests), max_tokens=int(max_tokens),
-            prompt_words=int(prompt_words), shared_words=int(shared_words), slo_class=slo_class,
+            prompt_tokens=int(prompt_tokens), shared_tokens=int(shared_tokens), slo_class=slo_class,
+            request_rate=float(request_rate),
         ))  # fmt: skip
     live(_watch)
     live(_charts, CHARTS_S)
@@ -62,7 +70,7 @@ def _start(plan: LoadPlan) -> None:
         if job is not None and job.is_running:
             st.warning("A load is already running; stop it first.")
             return
-        _jobs[watcher.settings.url] = job = LoadJob(watcher.triton, plan)
+        _jobs[watcher.settings.url] = job = LoadJob(watcher.settings.url, plan)
     job.start()
 
 
@@ -94,21 +102,21 @@ def _charts() -> None:
 
 
 def _progress(job: LoadJob) -> None:
-    results = job.results()
-    good = [result for result in results if not result.error]
-    state = "running" if job.is_running else "stopped" if len(results) < job.plan.num_requests else "done"
-    st.progress(len(results) / job.plan.num_requests, f"{len(results)} of {job.plan.num_requests} requests, {state}")
+    records = job.records()
+    good = [record for record in records if not record.error_kind]
+    state = "running" if job.is_running else "stopped" if len(records) < job.plan.num_requests else "done"
+    st.progress(len(records) / job.plan.num_requests, f"{len(records)} of {job.plan.num_requests} requests, {state}")
     if job.is_running:
         st.button("Stop", key="stop_load", on_click=job.stop)
-    ttft = [result.ttft_seconds for result in good if result.ttft_seconds is not None]
-    e2e = [result.e2e_seconds for result in good]
-    tokens = sum(result.num_tokens for result in good)
+    ttft = [record.ttft_s for record in good if record.ttft_s is not None]
+    e2e = [record.e2el_s for record in good]
+    tokens = sum(record.num_output_tokens for record in good)
     times = (("TTFT p50", ttft, 0.5), ("TTFT p95", ttft, 0.95), ("E2E p50", e2e, 0.5), ("E2E p95", e2e, 0.95))
     shown = [
         *((label, words.seconds_or_dash(percentile(values, q)), "") for label, values, q in times),
         ("Tokens", words.per_second(tokens / job.seconds if job.seconds else None), "Generated."),
-        ("Errors", words.count(len(results) - len(good)), "Requests that failed."),
+        ("Errors", words.count(len(records) - len(good)), "Requests that failed."),
     ]
     figures(shown)
-    for error, number in Counter(result.error for result in results if result.error).most_common(3):
+    for error, number in Counter(record.error for record in records if record.error_kind).most_common(3):
         st.error(f"{number} failed: {words.as_text(error)}")

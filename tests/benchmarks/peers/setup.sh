@@ -2,11 +2,11 @@
 # Install one of the engines that ours is compared with, or a load generator, in an environment of its own, outside the
 # project.
 #
-#   setup.sh transformers|vllm|openvino|llamacpp|genai-perf|aiperf [FOLDER]
+#   setup.sh transformers|vllm|openvino|llamacpp|genai-perf|aiperf|guidellm [FOLDER]
 #
 # FOLDER is where compare.py and the tests look: $QUIRE_BENCH_PEERS/PEER, or ~/.cache/quire-bench/peers/PEER. Versions
 # are pinned, so that figures can be compared; PYTHON names another interpreter than python3.
-# Disk: 1.2, 3.3, 1.6, 0.2, 1.0 and 1.2 GB.
+# Disk: 1.2, 3.3, 1.6, 0.2, 1.0, 1.2 and 1.5 GB.
 set -euo pipefail
 
 TORCH=torch==2.13.0  # the newest with a CPU-only build on PyPI: others bring gigabytes of CUDA packages
@@ -93,8 +93,12 @@ install_aiperf() {
   install aiperf==0.13.0
 }
 
+install_guidellm() {
+  install "$TORCH" guidellm==0.8.1
+}
+
 peer=${1:-}
-case $peer in transformers | vllm | openvino | llamacpp | genai-perf | aiperf) ;; *) usage ;; esac
+case $peer in transformers | vllm | openvino | llamacpp | genai-perf | aiperf | guidellm) ;; *) usage ;; esac
 cache=${QUIRE_BENCH_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/quire-bench}
 folder=${2:-${QUIRE_BENCH_PEERS:-$cache/peers}/$peer}
 mkdir -p "$folder"

@@ -1,13 +1,17 @@
 """`quire bench serve` against a stand-in of a server."""
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
+from quire_cli import bench_serve
 from quire_cli.bench_serve import BenchOptions, parse_slo_classes
 from quire_cli.main import run
 from quire_load import server_figures
 from support.fake_triton import FakeTriton, fake_triton
+
+LOAD_SCRIPTS = Path(__file__).resolve().parents[2] / "load"
 
 
 @pytest.fixture(autouse=True)
@@ -88,3 +92,23 @@ def test_metrics_are_looked_for_on_the_server_s_host() -> None:
 
 def test_classes_have_weights() -> None:
     assert parse_slo_classes(["chat:3", "batch"]) == {"chat": 3.0, "batch": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("script", "backend", "is_closed_loop"),
+    [
+        ("grpc_streams", "grpc", False),
+        ("generate_stream", "generate-stream", False),
+        ("openai_chat", "openai-chat", True),
+    ],
+)
+def test_the_load_scripts_are_this_command(
+    script: str, backend: str, is_closed_loop: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[BenchOptions] = []
+    monkeypatch.setattr(bench_serve, "bench_serve", lambda options, *_, **__: seen.append(options) or 0)
+    monkeypatch.setattr("sys.argv", [script, "--num-prompts", "5"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(LOAD_SCRIPTS / f"{script}.py"))
+    assert end.value.code == 0
+    assert (seen[0].backend, seen[0].num_prompts, seen[0].arrivals.is_closed_loop) == (backend, 5, is_closed_loop)

@@ -1,15 +1,19 @@
 """What goes over gRPC, the load, the watcher, and how the process is started."""
 
+import asyncio
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from quire_dashboard import __main__ as launcher
-from quire_dashboard.load import LoadJob, LoadPlan, percentile
+from quire_dashboard.load import LoadJob, LoadPlan
 from quire_dashboard.monitor import Monitor
 from quire_dashboard.queries import Gauge
 from quire_dashboard.settings import Settings
 from quire_dashboard.triton_client import Triton, TritonError
+from quire_load.grpc_endpoint import GrpcEndpoint
+from quire_load.load import Load
 from support.fake_triton import MODEL, TOKEN, FakeTriton, fake_triton
 from support.serving import wait_until
 
@@ -74,43 +78,61 @@ def test_who_leaves_with_the_last_chunk_cancels_nothing() -> None:
 
 def test_a_load_sends_what_was_planned() -> None:
     with fake_triton() as fake:
-        triton = Triton(fake.url)
-        job = LoadJob(triton, LoadPlan(model=MODEL, num_streams=3, num_requests=10, prompt_words=8, shared_words=4))
+        job = LoadJob(fake.url, LoadPlan(model=MODEL, num_streams=3, num_requests=10, max_tokens=5, slo_class="batch"))
         job.start()
         job.join(30)
         assert not job.is_running
-        results = job.results()
-        assert [result.error for result in results] == [""] * 10
-        assert {result.num_tokens for result in results} == {4}
-        prompts = {prompt for prompt, _ in fake.state.prompts}
-        assert len(prompts) == 10
-        assert len({prompt.split()[:4].__repr__() for prompt in prompts}) == 1
-        triton.close()
+        records = job.records()
+        assert [record.error for record in records] == [""] * 10
+        assert {record.num_output_tokens for record in records} == {4}
+        assert [parameters for _, parameters in fake.state.prompts] == [
+            {"ignore_eos": True, "max_tokens": 5, "slo_class": "batch"}
+        ] * 10
+
+
+def test_a_load_comes_in_a_closed_loop_or_at_a_rate() -> None:
+    async def load(**values: Any) -> Load:
+        endpoint = GrpcEndpoint("127.0.0.1:1", MODEL, {})
+        try:
+            return LoadPlan(model=MODEL, **values).load(endpoint)
+        finally:
+            await endpoint.close()
+
+    closed = asyncio.run(load(num_requests=5, prompt_tokens=8, shared_tokens=6))
+    assert closed._arrivals.is_closed_loop
+    prompts = [request.prompt for request in closed._requests]
+    assert [len(prompt) for prompt in prompts] == [8] * 5
+    assert len({tuple(prompt[:6]) for prompt in prompts}) == 1
+    at_a_rate = asyncio.run(load(request_rate=2.5))
+    assert not at_a_rate._arrivals.is_closed_loop
+    assert at_a_rate._arrivals.request_rate == 2.5
 
 
 def test_a_load_can_be_stopped_and_says_what_failed() -> None:
     with fake_triton() as fake:
-        triton = Triton(fake.url)
-        job = LoadJob(triton, LoadPlan(model=MODEL, num_streams=2, num_requests=10_000, slo_class="unknown"))
+        job = LoadJob(fake.url, LoadPlan(model=MODEL, num_streams=2, num_requests=10_000, slo_class="unknown"))
         job.start()
-        while not job.results():
+        while not job.records():
             time.sleep(0.01)
         job.stop()
         job.join(30)
         assert not job.is_running
-        assert "slo_class is 'unknown'" in job.results()[0].error
-        triton.close()
+        assert "slo_class is 'unknown'" in job.records()[0].error
+
+
+def test_a_load_that_is_stopped_before_it_begins_sends_nothing() -> None:
+    with fake_triton() as fake:
+        job = LoadJob(fake.url, LoadPlan(model=MODEL))
+        job.stop()
+        job.start()
+        job.join(30)
+        assert not job.is_running
+        assert job.records() == []
 
 
 def test_a_plan_has_limits() -> None:
     with pytest.raises(ValueError, match="num_streams is 65"):
         LoadPlan(model=MODEL, num_streams=65)
-
-
-def test_percentile() -> None:
-    assert percentile([], 0.5) is None
-    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
-    assert percentile([1.0, 2.0], 0.75) == 1.75
 
 
 # -- the watcher ------------------------------------------------------------------------------------------------------

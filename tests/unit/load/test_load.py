@@ -130,6 +130,15 @@ def test_failures_are_told_apart_and_leave_the_others_alone() -> None:
     assert len(report.times_ms["ttft"]) == 30
 
 
+def test_what_no_endpoint_should_raise_is_a_failure_of_one_request() -> None:
+    class Broken(Server):
+        async def generate(self, request: SampleRequest) -> AsyncGenerator[Chunk, None]:
+            yield Chunk(1)
+            raise OSError("no more files")
+
+    assert summarize(run(Broken(), Arrivals(), 2).records).error_messages == {"error": "OSError: no more files"}
+
+
 def test_a_request_without_an_end_is_a_timeout() -> None:
     server = Server(stall=(0.0, 100.0))
     load = run(server, Arrivals(request_rate=10.0), 3, timeout_s=2.0)
