@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire_engine.config import EngineConfig
 from quire_engine.errors import EngineError
+from quire_engine.models.served import read_checkpoint
 from quire_engine.stats import FinishedRequestStats, StatLogger
 from quire_engine.system.process_state import started_at
 from quire_monitoring import MetricDefinition, TritonStatLogger
@@ -38,6 +39,14 @@ def make_engine(config: EngineConfig, stat_loggers: Sequence[StatLogger]) -> "As
     from quire_engine.async_llm import AsyncLLM
 
     return AsyncLLM(config, stat_loggers)
+
+
+def expert_shape(config: EngineConfig) -> tuple[int, int] | None:
+    """Layers and experts of the model; None if it has none, or cannot be read: the engine then says why."""
+    try:
+        return read_checkpoint(Path(config.model.model), config.model.model_impl).expert_shape
+    except EngineError:
+        return None
 
 
 def make_otel(config: EngineConfig, labels: Mapping[str, str], metrics: TritonStatLogger) -> "OtelStatLogger | None":
@@ -138,6 +147,8 @@ class TritonPythonModel:
             slo_classes=config.frontend.slo,
             num_ranks=config.parallel.world_size,
             max_draft_tokens=config.scheduler.max_draft_tokens,
+            expert_shape=expert_shape(config),
+            expert_metrics=config.frontend.expert_metrics,
             aliases=config.frontend.metric_aliases == "vllm",
             server_start_time=started_at(os.getppid()),
         )

@@ -279,6 +279,9 @@ class FrontendConfig:
     """Classes of service level objectives, by name: `{"default": {"ttft_ms": 500, "tpot_ms": 50, "e2e_ms": 10000}}`."""
     metric_aliases: str = "vllm"
     """Other names that the metrics also have: `vllm`, or `none`."""
+    expert_metrics: bool = False
+    """Whether a mixture of experts has a counter for each expert of each layer, which may be thousands. The load of the
+    busiest is known without."""
     otlp_endpoint: str | None = None
     """Where metrics and traces go by OTLP over gRPC, as `http://host:4317`; unset: nowhere. Needs the extra `otel`. In
     the server, a `model.json` that does not name it takes that of OTEL_EXPORTER_OTLP_ENDPOINT."""
@@ -319,6 +322,7 @@ class FrontendConfig:
         check(self.metric_aliases in METRIC_ALIASES, "metric_aliases", self.metric_aliases,
               f"one of {', '.join(METRIC_ALIASES)}")  # fmt: skip
         _check_parsers(self.tool_call_parser, self.reasoning_parser)
+        check_bool("expert_metrics", self.expert_metrics)
         check_bool("metrics", self.metrics)
         check_bool("disable_log_stats", self.disable_log_stats)
         check_bool("report_cached_tokens", self.report_cached_tokens)
