@@ -321,10 +321,11 @@ def report(multiple: float, runs: list[dict[str, Run]]) -> None:
         [statistics.mean(getattr(run[policy], name) for run in runs) for policy in POLICIES]
         for name in ("goodput", "output_tokens_per_second")
     )
-    error = statistics.median(error for run in runs for error in run["slo"].ttft_errors)
+    errors = [error for run in runs for error in run["slo"].ttft_errors]
+    error = f"{statistics.median(errors):.1%}" if errors else "unknown"
     print(
         f"         slo / fcfs: goodput {good[1] / max(good[0], 1e-9):.2f}, output tokens/s {tokens[1] / tokens[0]:.3f}"
-        f"; median error of predicted TTFT {error:.1%}"
+        f"; median error of predicted TTFT {error}"
     )
 
 
