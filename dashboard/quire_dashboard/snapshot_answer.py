@@ -55,6 +55,10 @@ class RequestState:
     slo_class: str = ""
     slo_slack_seconds: float | None = None
     """Time until the next target is missed; negative once it is."""
+    start_slack_seconds: float | None = None
+    """How long a waiting request's first turn may be put off; negative if its first token will be late."""
+    predicted_start_seconds: float | None = None
+    """Time until that turn."""
     events: Sequence[Event] = ()
 
     def segments(self) -> list[Segment]:

@@ -71,6 +71,11 @@ class RequestSnapshot(msgspec.Struct):
     """Until its first turn; None before."""
     events: list[RequestEvent] = []
     """The oldest first."""
+    start_slack_seconds: float | None = None
+    """Of a waiting one: how long its first turn may still be put off, below 0 if it comes too late for its time to
+    first token; None where the scheduler does not work for that."""
+    predicted_start_seconds: float | None = None
+    """Of a waiting one: until its first turn, as was predicted when a request last came; None where nobody predicts."""
     # What only the frontend knows:
     label: str = ""
     """The client's name for it; it need not be unique."""

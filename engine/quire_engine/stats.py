@@ -176,6 +176,10 @@ class FinishedRequestStats(msgspec.Struct):
     """The caller's trace context, as W3C writes it."""
     label: str = ""
     """The caller's name for the request, which need not be unique."""
+    predicted_ttft_seconds: float | None = None
+    """The time to its first token as `scheduling_policy` "slo" predicted it when it came; None if it did not."""
+    refusal: str | None = None
+    """Why it was refused for lack of capacity, as in `EngineCoreOutput`."""
     request_id: str = ""
     """The engine's name for it, as in a snapshot; empty for one that never reached the engine."""
     params: SamplingParams | None = None

@@ -15,7 +15,7 @@ from typing import TypeVar
 from quire_engine.slo import DEFAULT_CLASS
 from quire_engine.stats import DraftStats, ExpertLoadStats, FinishedRequestStats, IterationStats, SchedulerStats
 
-from quire_monitoring.definitions import OUTCOMES, WINDOWS, Series, aliases_of, series
+from quire_monitoring.definitions import OUTCOMES, REFUSALS, WINDOWS, Series, aliases_of, series
 from quire_monitoring.goodput import Goodput
 
 __all__ = ["Accumulator", "Reader"]
@@ -159,6 +159,12 @@ class Accumulator:
             observations[_SEQUENCES].append(request.num_sequences)
         if request.time_per_output_token_seconds is not None:
             observations[_PER_TOKEN].append(request.time_per_output_token_seconds)
+        if request.predicted_ttft_seconds is not None and request.time_to_first_token_seconds:
+            error = abs(request.predicted_ttft_seconds - request.time_to_first_token_seconds)
+            observations[_PREDICTION_ERROR].append(error / request.time_to_first_token_seconds)
+        if request.slo_class in self._slo_classes and request.refusal in REFUSALS:
+            refused = series("quire_requests_refused_total", slo=request.slo_class, reason=request.refusal)
+            self._counters[refused] += 1
         if request.slo_class in self._slo_classes and request.slo_verdict and request.slo_cause:
             self._record_verdict(request.slo_class, request.slo_verdict, request.slo_cause)
             if request.slo_verdict == "good":
@@ -338,4 +344,5 @@ _STEP_TOKENS = series("quire_iteration_tokens")
 _SCHEDULE = series("quire_step_seconds", phase="schedule")
 _EXECUTE = series("quire_step_seconds", phase="execute")
 _UPDATE = series("quire_step_seconds", phase="update")
+_PREDICTION_ERROR = series("quire_ttft_prediction_error_ratio")
 _CANCEL_TO_FREE = series("quire_cancel_to_free_seconds")

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 
-__all__ = ["METRICS", "OUTCOMES", "WINDOWS", "MetricDefinition", "MetricKind", "Series", "aliases_of", "make_aliases",
-           "make_metrics", "series"]  # fmt: skip
+__all__ = ["METRICS", "OUTCOMES", "REFUSALS", "WINDOWS", "MetricDefinition", "MetricKind", "Series", "aliases_of",
+           "make_aliases", "make_metrics", "series"]  # fmt: skip
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
 """A metric's name and its own labels."""
@@ -20,6 +20,8 @@ OUTCOMES = ("stop", "length", "abort", "error", "rejected")
 """How a request ended: the engine's finish reasons, and `rejected` for one that never reached it or for which it had no
 capacity."""
 PHASES = ("schedule", "execute", "update")
+REFUSALS = ("ttft", "queue_full", "queue_delay")
+"""Why the engine had no capacity for a request: `EngineCoreOutput.refusal`."""
 WINDOWS = {"1m": 60.0, "5m": 300.0}
 """Windows of the goodput ratios, in seconds."""
 VERDICTS = (("good", "none"), *(("miss", cause) for cause in ("ttft", "tpot", "e2e", "rejected", "error")))
@@ -41,6 +43,7 @@ _STEP_BUCKETS = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
 _LENGTH_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+_ERROR_BUCKETS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.0, 5.0)
 _SEQUENCES_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 _STEP_TOKENS_BUCKETS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
 
@@ -137,6 +140,8 @@ _ENGINE: tuple[MetricDefinition, ...] = (
     _histogram("quire_iteration_tokens", "Tokens computed per step", _STEP_TOKENS_BUCKETS, is_frequent=True),
     _histogram("quire_step_seconds", "What a step of the engine core took, by phase", _STEP_BUCKETS, is_frequent=True,
                phase=PHASES),
+    _histogram("quire_ttft_prediction_error_ratio",
+               "How far the time to first token was from what was predicted, as a share of it", _ERROR_BUCKETS),
     _histogram("quire_cancel_to_free_seconds", "From a request's cancellation to the release of its blocks",
                _FIRST_TOKEN_BUCKETS),
 )  # fmt: skip
@@ -182,6 +187,8 @@ def make_metrics(
         *(_of_experts(expert_shape, ranks, expert_metrics) if expert_shape is not None else []),
         _gauge("quire_goodput_ratio", "Share of the requests that met their objectives, of those that ended lately",
                slo=classes, window=tuple(WINDOWS)),
+        _counter("quire_requests_refused_total", "Requests that the engine had no capacity for, by the reason",
+                 slo=classes, reason=REFUSALS),
         _counter("quire_goodput_tokens_total", "Generated tokens of requests that met their objectives", slo=classes),
         MetricDefinition(
             name="quire_slo_requests_total",

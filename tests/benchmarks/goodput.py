@@ -1,19 +1,24 @@
 """Goodput: requests a second that meet their objectives, first come, first served against `scheduling_policy` "slo".
 
     python tests/benchmarks/goodput.py [--seconds 120] [--arrivals poisson bursts] [--seeds 3]
+    python tests/benchmarks/goodput.py --model FOLDER [--seconds 30] …
 
 Three classes are mixed (chat, code, batch), at 0.8, 1.0, 1.2 and 2 times the rate that saturates. The scheduler is the
 real one; the clock and the machine are not: a step takes what its tokens, rows and contexts cost, with some noise. So
-the figures are of the scheduling alone, are the same every time, and a minute takes seconds.
+the figures are of the scheduling alone, are the same every time, and a minute takes seconds. With a model it is real
+engines, one for each policy, in turn; requests are a quarter as long, and objectives follow from the rate that
+saturates.
 
 Goals: at least 1.5 times the goodput at 1.2 times the rate, and twice at twice the rate; at least 0.98 of the output
 tokens/s at 0.8 times the rate; and a median error of the predicted times to first token of at most 20%.
 """
 
 import argparse
+import asyncio
 import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 
 from quire_engine.config import SchedulerConfig
@@ -89,12 +94,12 @@ class Arrival:
     slo_class: str
     num_prompt_tokens: int
     num_output_tokens: int
+    targets: SLOTargets
     first_token_at: float | None = None
     ended_at: float | None = None
     num_tokens: int = 0
     predicted_ttft: float | None = None
     refusal: str | None = None
-    refused_after: float = 0.0
 
     @property
     def is_good(self) -> bool:
@@ -103,7 +108,7 @@ class Arrival:
             return False
         decode = self.ended_at - self.first_token_at
         return judge(
-            CLASSES[self.slo_class].targets,
+            self.targets,
             e2e_seconds=self.ended_at - self.at,
             time_to_first_token_seconds=self.first_token_at - self.at,
             time_per_output_token_seconds=decode / (self.num_tokens - 1) if self.num_tokens > 1 else None,
@@ -111,16 +116,19 @@ class Arrival:
         ).good
 
 
-def arrivals(rate: float, seconds: float, random: Random, bursts: bool = False) -> Iterator[Arrival]:
+def arrivals(
+    rate: float, seconds: float, random: Random, bursts: bool = False, classes: Mapping[str, TrafficClass] = CLASSES
+) -> Iterator[Arrival]:
     """Requests at so many a second, as a Poisson process; or in bursts, with a gamma distribution of shape 0.25."""
     now = 0.0
     while True:
         now += random.gammavariate(0.25, 4 / rate) if bursts else random.expovariate(rate)
         if now > seconds:
             return
-        name = random.choices(list(CLASSES), [one.share for one in CLASSES.values()])[0]
-        kind = CLASSES[name]
-        yield Arrival(now, name, random.randint(*kind.prompt_tokens), random.randint(*kind.output_tokens))
+        name = random.choices(list(classes), [one.share for one in classes.values()])[0]
+        kind = classes[name]
+        lengths = random.randint(*kind.prompt_tokens), random.randint(*kind.output_tokens)
+        yield Arrival(now, name, *lengths, kind.targets)
 
 
 @dataclass
@@ -129,8 +137,6 @@ class Run:
 
     requests: list[Arrival]
     seconds: float
-    num_steps: int = 0
-    ends: dict[str, int] = field(default_factory=dict)
 
     @property
     def goodput(self) -> float:
@@ -180,7 +186,6 @@ class Simulation:
             while coming and coming[-1].at <= self.now:
                 self._add(coming.pop())
             self._step()
-            run.num_steps += 1
         run.seconds = max(self.now, seconds)
         return run
 
@@ -188,7 +193,7 @@ class Simulation:
         name = f"r{len(self.scheduler.requests)}-{arrival.at}"
         prompt = [self._random.randrange(3, _VOCABULARY) for _ in range(arrival.num_prompt_tokens)]
         request = Request(name, prompt, SamplingParams(max_tokens=1024), [_EOS])
-        request.slo_class, request.slo_targets = arrival.slo_class, CLASSES[arrival.slo_class].targets
+        request.slo_class, request.slo_targets = arrival.slo_class, arrival.targets
         request.age_seconds = self.now - arrival.at
         self._live[name] = arrival
         self.scheduler.add_request(request)
@@ -219,7 +224,7 @@ class Simulation:
                 arrival.first_token_at = self.now
                 arrival.predicted_ttft = output.predicted_ttft_seconds
             if output.finish_reason is not None:
-                arrival.refusal, arrival.refused_after = output.refusal, self.now - arrival.at
+                arrival.refusal = output.refusal
                 arrival.ended_at = None if output.error else self.now
                 del self._live[output.request_id]
 
@@ -245,10 +250,14 @@ def compare(multiple: float, rate: float, seconds: float, seed: int, bursts: boo
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="measure real engines with this checkpoint")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--arrivals", nargs="+", default=["poisson", "bursts"], choices=["poisson", "bursts"])
     arguments = parser.parse_args()
+    if arguments.model is not None:
+        asyncio.run(measure_engines(arguments.model, arguments.seconds, arguments.seeds, arguments.arrivals))
+        return
     rate = saturating_rate()
     print(f"saturates at {rate:.2f} requests/s")
     for kind in arguments.arrivals:
@@ -256,6 +265,45 @@ def main() -> None:
         for multiple in MULTIPLES:
             seeds = range(arguments.seeds)
             report(multiple, [compare(multiple, rate, arguments.seconds, seed, kind == "bursts") for seed in seeds])
+
+
+def quarter(lengths: tuple[int, int]) -> tuple[int, int]:
+    """Of a range of numbers of tokens."""
+    return lengths[0] // 4, lengths[1] // 4
+
+
+async def measure_engines(model: Path, seconds: float, seeds: int, kinds: list[str]) -> None:
+    """The same comparison with real engines; the rate that saturates is measured first."""
+    from harness.goodput_engine import Engines  # tests import this file as part of a package
+
+    settings = {name: {"on_overload": one.targets.on_overload} for name, one in CLASSES.items()}
+    engines = Engines(model, POLICIES, settings, max_num_batched_tokens=256, max_model_len=1024)
+    short = {
+        name: replace(one, prompt_tokens=quarter(one.prompt_tokens), output_tokens=quarter(one.output_tokens))
+        for name, one in CLASSES.items()
+    }
+    try:
+        rate, tpot = await engines.saturate(list(arrivals(20.0, 3.0, Random(0), classes=short)))
+        targets = {
+            "chat": SLOTargets(ttft_ms=3000 / rate, tpot_ms=1500 * tpot),
+            "code": SLOTargets(ttft_ms=11_000 / rate, tpot_ms=2500 * tpot),
+            "batch": SLOTargets(e2e_ms=300_000 / rate, on_overload="best_effort"),
+        }
+        classes = {name: replace(one, targets=targets[name]) for name, one in short.items()}
+        print(f"saturates at {rate:.2f} requests/s; {targets}")
+        for kind in kinds:
+            print(f"\n{kind}: good requests/s; of each class the good ones, and refused ones")
+            for multiple in MULTIPLES:
+                runs = []
+                for seed in range(seeds):
+                    run = {}
+                    for policy in POLICIES if seed % 2 == 0 else POLICIES[::-1]:
+                        load = list(arrivals(multiple * rate, seconds, Random(seed + 1), kind == "bursts", classes))
+                        run[policy] = Run(load, max(await engines.serve(policy, load), seconds))
+                    runs.append(run)
+                report(multiple, runs)
+    finally:
+        engines.shutdown()
 
 
 def report(multiple: float, runs: list[dict[str, Run]]) -> None:
@@ -273,10 +321,11 @@ def report(multiple: float, runs: list[dict[str, Run]]) -> None:
         [statistics.mean(getattr(run[policy], name) for run in runs) for policy in POLICIES]
         for name in ("goodput", "output_tokens_per_second")
     )
-    error = statistics.median(error for run in runs for error in run["slo"].ttft_errors)
+    errors = [error for run in runs for error in run["slo"].ttft_errors]
+    error = f"{statistics.median(errors):.1%}" if errors else "unknown"
     print(
         f"         slo / fcfs: goodput {good[1] / max(good[0], 1e-9):.2f}, output tokens/s {tokens[1] / tokens[0]:.3f}"
-        f"; median error of predicted TTFT {error:.1%}"
+        f"; median error of predicted TTFT {error}"
     )
 
 

@@ -165,6 +165,7 @@ def make_request(id_: str, **values: Any) -> dict[str, Any]:
         "id": id_, "label": "", "phase": "decode", "age_seconds": 5.0, "queue_seconds": 1.0, "num_prompt_tokens": 100,
         "num_computed_tokens": 110, "num_cached_tokens": 32, "num_output_tokens": 10, "max_tokens": 40, "num_blocks": 4,
         "num_preemptions": 1, "priority": 0, "slo_class": "default", "slo_slack_seconds": 2.5,
+        "start_slack_seconds": None, "predicted_start_seconds": None,
         "events": [
             {"kind": "arrived", "age_seconds": 5.0, "num_tokens": 0},
             {"kind": "scheduled", "age_seconds": 4.0, "num_tokens": 0},

@@ -97,6 +97,7 @@ def _row(request: RequestState, name: str) -> dict[str, Any]:
         "queue": request.queue_seconds,
         "SLO": request.slo_class,
         "slack": request.slo_slack_seconds,
+        "starts in": request.predicted_start_seconds,
         "prompt": request.num_prompt_tokens,
         "computed": request.num_computed_tokens,
         "cached": request.num_cached_tokens,
@@ -118,6 +119,9 @@ _COLUMNS: dict[str, Any] = {
     "age": st.column_config.NumberColumn(format="%.1f s"),
     "queue": st.column_config.NumberColumn(format="%.3f s"),
     "slack": st.column_config.NumberColumn(format="%.1f s", help="Time until the request misses its next target."),
+    "starts in": st.column_config.NumberColumn(
+        format="%.1f s", help="Predicted time until its first turn, with scheduling_policy slo."
+    ),
 }
 
 
@@ -135,6 +139,13 @@ def _one(model: str, by_id: Mapping[str, RequestState]) -> None:
     st.markdown(f"**Request** {name}")
     if request.slo_slack_seconds is not None and request.slo_slack_seconds < 0:
         st.markdown(f":red[Missed its target {words.seconds(-request.slo_slack_seconds)} ago.]")
+    if request.start_slack_seconds is not None:
+        late = request.start_slack_seconds < 0
+        st.markdown(
+            "Its first token will be late: it runs when others leave room."
+            if late
+            else f"To be in time it has to start within {words.seconds(request.start_slack_seconds)}."
+        )
     happened = [
         f"- {words.seconds(request.age_seconds - event.age_seconds)}: {event.kind.replace('_', ' ')}"
         + (f", {event.num_tokens} tokens" if event.num_tokens else "")

@@ -95,6 +95,8 @@ class ParentRequest:
             num_sequences=len(self.children),
             preemptions=sorted(stretch for one in stats for stretch in one.preemptions),
             error_code=next((one.error_code for one in stats if one.error_code is not None), None),
+            predicted_ttft_seconds=first.predicted_ttft_seconds,
+            refusal=next((one.refusal for one in stats if one.refusal is not None), None),
             aborted_by=next((one.aborted_by for one in stats if one.aborted_by is not None), None),
             num_replays=max(one.num_replays for one in stats),
             num_running_before=first.num_running_before,

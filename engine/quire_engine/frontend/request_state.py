@@ -82,13 +82,15 @@ class RequestState:
             own.num_accepted_tokens += max(len(output.new_token_ids) - 1, 0)  # a grammar may refuse the first one
         if not num_new_tokens:
             if self.first_token_time is None:
-                own.queue_seconds = output.queue_seconds
+                own.queue_seconds, own.refusal = output.queue_seconds, output.refusal
+                own.predicted_ttft_seconds = output.predicted_ttft_seconds
             return
         if self.first_token_time is None:
             self.first_token_time = now
             own.time_to_first_token_seconds = now - self.request.arrival_time
             own.queue_seconds = output.queue_seconds
             own.num_cached_tokens = output.num_cached_tokens
+            own.predicted_ttft_seconds = output.predicted_ttft_seconds
             if self.parent is None or self.parent.take_first_token():
                 stats.time_to_first_token_seconds.append(own.time_to_first_token_seconds)
                 stats.num_prompt_tokens += own.num_prompt_tokens

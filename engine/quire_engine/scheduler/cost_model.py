@@ -36,7 +36,8 @@ _HALF_AGE = 1024.0
 _LEAST_STEPS = 16
 _LEAST_PROMPT_STEPS = 4
 _LARGEST_ERROR = 0.5
-"""Mean error of predictions, relative to what was measured, up to which they are trusted."""
+"""Mean error up to which predictions are trusted, relative to the larger of what was predicted and what was measured:
+half as long is as wrong as twice as long."""
 _MEAN_WEIGHT = 0.05
 _LARGEST_RATIO = 2.0
 """A measurement counts as at most this many times what was expected."""
@@ -96,6 +97,7 @@ class CostModel:
         self._coefficients = [0.0] * (1 + len(StepLoad._fields))
         self._pace = 1.0
         self._error = 1.0
+        self._num_predicted = 0
         self._num_steps = 0
         self._num_prompt_steps = 0
 
@@ -142,7 +144,9 @@ class CostModel:
         expected = self.seconds(load)
         if expected > 0:
             ratio = min(max(seconds / expected, 1 / _LARGEST_RATIO), _LARGEST_RATIO)
-            self._error += _MEAN_WEIGHT * (min(abs(expected - seconds) / seconds, 1.0) - self._error)
+            self._num_predicted += 1
+            error = abs(expected - seconds) / max(expected, seconds)
+            self._error += max(1 / self._num_predicted, _MEAN_WEIGHT) * (error - self._error)
             self._pace = min(max(self._pace * ratio**_MEAN_WEIGHT, _PACES[0]), _PACES[1])
         self._take(load, seconds / self._pace, expected / self._pace)
         if self._num_steps % _STEPS_PER_FIT == 0:

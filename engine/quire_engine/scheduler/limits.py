@@ -109,7 +109,7 @@ class RequestLimits:
                 f"waited {elapsed} without a turn (max_queue_delay_ms is {self._config.max_queue_delay_ms:g})",
                 num_queued,
             )
-            output.queue_seconds = self._clock() - request.queued_at
+            output.queue_seconds, output.refusal = self._clock() - request.queued_at, "queue_delay"
             return output
         where = "while it waited" if request.scheduled_at is None else f"after {request.num_output_tokens} tokens"
         return EngineCoreOutput(
@@ -122,9 +122,11 @@ class RequestLimits:
 
     def excess_output(self, request: Request, num_queued: int) -> EngineCoreOutput:
         """The output of a request that found the queue full."""
-        return self._unavailable(
+        output = self._unavailable(
             request, f"the queue is full (max_queued_requests is {self._config.max_queued_requests})", num_queued
         )
+        output.refusal = "queue_full"
+        return output
 
     def _unavailable(self, request: Request, why: str, num_queued: int) -> EngineCoreOutput:
         seconds = self.retry_after_seconds(num_queued)

@@ -60,10 +60,10 @@ class SchedulingPolicy:
     def forget(self, request: Request) -> None:
         """A request has ended."""
 
-    def outlook(self, request: Request) -> tuple[float, float] | None:
-        """Of a waiting request, the seconds by which it would make its time to first token if it began now, and those
-        until it begins; None where nobody counts them."""
-        return None
+    def outlook(self, request: Request, now: float) -> tuple[float | None, float | None]:
+        """Of a request that has yet to begin, the seconds that this may be put off, and the seconds until it does; each
+        None where nobody counts them."""
+        return None, None
 
 
 class PriorityPolicy(SchedulingPolicy):

@@ -6,13 +6,16 @@ from quire_engine.snapshot import Phase, RequestEvent, RequestSnapshot
 __all__ = ["request_snapshot"]
 
 
-def request_snapshot(request: Request, now: float, num_blocks: int) -> RequestSnapshot:
+def request_snapshot(
+    request: Request, now: float, num_blocks: int, outlook: tuple[float | None, float | None]
+) -> RequestSnapshot:
     """What the scheduler knows of a request.
 
     Args:
         request: a live one.
         now: time on the scheduler's clock.
         num_blocks: blocks that it refers to.
+        outlook: of a waiting one; see `SchedulingPolicy.outlook`.
     """
     return RequestSnapshot(
         id=request.request_id,
@@ -25,6 +28,8 @@ def request_snapshot(request: Request, now: float, num_blocks: int) -> RequestSn
         num_blocks=num_blocks,
         num_preemptions=request.num_preemptions,
         priority=request.sampling_params.priority,
+        start_slack_seconds=outlook[0],
+        predicted_start_seconds=outlook[1],
         queue_seconds=None if request.scheduled_at is None else request.scheduled_at - request.queued_at,
         events=[RequestEvent(kind, now - time, num_tokens) for kind, time, num_tokens in request.events],
     )

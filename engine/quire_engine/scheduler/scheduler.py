@@ -450,7 +450,9 @@ class Scheduler:
         now = self._clock()
         waiting = chain(self._isolation.cleared, self._isolation.suspects, self.waiting, self.waiting_for_fsm)
         return [
-            request_snapshot(request, now, self.kv_cache.num_blocks_of(request.request_id))
+            request_snapshot(
+                request, now, self.kv_cache.num_blocks_of(request.request_id), self.policy.outlook(request, now)
+            )
             for request in chain(self.running, islice(waiting, max_waiting))
         ]
 

@@ -326,13 +326,13 @@ class SLOPolicy(SchedulingPolicy):
             self.costs.record(self._load, seconds)
             self._load = StepLoad()
 
-    def outlook(self, request: Request) -> tuple[float, float] | None:
-        """Slack, and predicted start of a waiting request, in seconds from now."""
+    def outlook(self, request: Request, now: float) -> tuple[float | None, float | None]:
+        """Slack and predicted start of a request that has yet to begin, in seconds from now."""
         standing = self._standings.get(request.request_id)
-        if standing is None or standing.predicted_start is None:
-            return None
-        now = self._clock()
-        return standing.latest_start - now, max(standing.predicted_start - now, 0.0)
+        if standing is None or request.scheduled_at is not None:
+            return None, None
+        start = standing.predicted_start
+        return standing.latest_start - now, None if start is None or standing.is_late else max(start - now, 0.0)
 
 
 def _tpot(request: Request) -> float:

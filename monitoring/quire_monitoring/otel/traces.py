@@ -55,6 +55,8 @@ class RequestTraces:
         optional = {
             "gen_ai.response.id": request.label,
             "quire.slo.class": request.slo_class,
+            "quire.slo.predicted_ttft": request.predicted_ttft_seconds,
+            "quire.refusal": request.refusal,
             "quire.slo.verdict": request.slo_verdict,
             "quire.slo.cause": request.slo_cause,
         }

@@ -1,10 +1,12 @@
 """A deadline is counted from the request's arrival in the frontend, however long it takes to the engine core."""
 
 import time
+from dataclasses import replace
 
 import pytest
 from quire_engine.frontend.input_processor import ProcessedRequest
 from quire_engine.sampling_params import SamplingParams
+from quire_engine.slo import SLOTargets
 
 
 def request_of_age(seconds: float, deadline_ms: float | None) -> ProcessedRequest:
@@ -27,3 +29,11 @@ def test_engine_core_gets_what_is_left() -> None:
 
 def test_no_deadline_stays_none() -> None:
     assert request_of_age(100.0, None).to_core().deadline_ms is None
+
+
+def test_objectives_are_told_where_the_scheduler_works_for_them_with_the_age_of_the_request() -> None:
+    request = replace(request_of_age(2.0, None), slo_class="chat", slo_targets=SLOTargets(ttft_ms=500))
+    assert (request.to_core().slo_targets, request.to_core().age_ms) == (None, 0.0)
+    told = replace(request, is_scheduled_by_slo=True).to_core()
+    assert (told.slo_class, told.slo_targets) == ("chat", SLOTargets(ttft_ms=500))
+    assert told.age_ms == pytest.approx(2000, abs=1000)

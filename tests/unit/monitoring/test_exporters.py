@@ -19,7 +19,7 @@ from quire_engine.stats import (
 )
 from quire_monitoring import MetricDefinition, MetricKind, TritonStatLogger
 from quire_monitoring.accumulator import Accumulator
-from quire_monitoring.definitions import series
+from quire_monitoring.definitions import REFUSALS, series
 from quire_monitoring.otel import OtelStatLogger
 from quire_monitoring.otel.metrics import unit_of
 from quire_monitoring.prometheus import PrometheusStatLogger
@@ -157,6 +157,7 @@ def random_request(rng: random.Random) -> FinishedRequestStats:
         time_to_first_token_seconds=rng.choice([None, rng.random()]),
         error_code=rng.choice([None, None, "unavailable", "deadline"]),
         slo_class=rng.choice([None, *SLO_CLASSES]), slo_verdict="good" if good else "miss", slo_cause=cause,
+        predicted_ttft_seconds=rng.choice([None, rng.random()]), refusal=rng.choice([None, *REFUSALS, "novel"]),
     )  # fmt: skip
 
 
@@ -291,6 +292,21 @@ def test_vllms_series_have_its_labels() -> None:
                if name == "vllm:request_success_total"}  # fmt: skip
     assert success == {"stop": 1, "length": 0, "abort": 0, "error": 0}
     assert samples[FakeServer.sample("quire_requests_total", LABELS | {"outcome": "rejected"})] == 2
+
+
+def test_predictions_are_compared_with_what_came_and_refusals_counted_by_class_and_reason() -> None:
+    _, _, prometheus = pair()
+    predicted = FinishedRequestStats("stop", time_to_first_token_seconds=0.5, predicted_ttft_seconds=0.4)
+    refused = FinishedRequestStats(
+        "error", error_code="unavailable", slo_class=SLO_CLASSES[0], refusal="ttft", predicted_ttft_seconds=9.0
+    )
+    prometheus.record(None, IterationStats(finished_requests=[predicted, refused, FinishedRequestStats("stop")]))
+    samples = scrape(prometheus)
+    assert samples[FakeServer.sample("quire_ttft_prediction_error_ratio_count", LABELS)] == 1
+    assert samples[FakeServer.sample("quire_ttft_prediction_error_ratio_sum", LABELS)] == pytest.approx(0.2)
+    counted = {key: value for key, value in samples.items() if key[0] == "quire_requests_refused_total" and value}
+    labels = LABELS | {"slo": SLO_CLASSES[0], "reason": "ttft"}
+    assert counted == {FakeServer.sample("quire_requests_refused_total", labels): 1}
 
 
 def test_experts_that_are_idle_or_were_started_again() -> None:

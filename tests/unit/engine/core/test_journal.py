@@ -1,9 +1,11 @@
 """The journal: who is sent to which engine, with which tokens, and who is to blame."""
 
+import msgspec
 import pytest
 from quire_engine.core.journal import ISOLATION_TOKENS, MAX_CRASHES, MAX_ISOLATED_DEATHS, Journal
 from quire_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire_engine.sampling_params import SamplingParams
+from quire_engine.slo import SLOTargets
 
 
 class Clock:
@@ -264,3 +266,13 @@ def test_a_trial_that_had_not_begun_is_held_again() -> None:
     assert died(journal) == []
     assert sent(journal) == ["a"]
     assert died(journal) == ["a"]
+
+
+def test_age_of_a_request_with_objectives_goes_on_while_it_is_replayed() -> None:
+    clock = Clock()
+    journal = Journal(100, clock)
+    told = msgspec.structs.replace(request("a"), slo_targets=SLOTargets(ttft_ms=500), age_ms=20.0)
+    journal.add(told)
+    journal.add(request("b"))
+    clock.now += 2
+    assert [one.age_ms for one in journal.take_unsent()] == pytest.approx([2020.0, 0.0])

@@ -219,6 +219,7 @@ def test_what_exceeds_the_queue_is_refused_at_once_and_the_rest_served() -> None
     for output in engine.ended.values():
         assert output.finish_reason is FinishReason.ERROR
         assert output.error_code is ErrorCode.UNAVAILABLE
+        assert output.refusal == "queue_full"
         assert output.retry_after_seconds is not None
         assert output.error is not None
         for part in ("max_queued_requests is 3", "3 requests are queued", "try again in about 1 s"):
@@ -293,6 +294,7 @@ def test_who_waits_too_long_is_refused_and_who_runs_is_not() -> None:
     engine.step()
     output = engine.ended["waiting"]
     assert output.error_code is ErrorCode.UNAVAILABLE
+    assert output.refusal == "queue_delay"
     assert output.error is not None
     assert "waited 500 ms" in output.error
     assert "max_queue_delay_ms is 500" in output.error
