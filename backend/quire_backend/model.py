@@ -39,13 +39,8 @@ def make_engine(config: EngineConfig, stat_loggers: Sequence[StatLogger]) -> "As
     return AsyncLLM(config, stat_loggers)
 
 
-def make_otel(config: EngineConfig, labels: Mapping[str, str], metrics: TritonStatLogger) -> "OtelStatLogger | None":
+def make_otel(config: EngineConfig, labels: Mapping[str, str]) -> "OtelStatLogger | None":
     """The exporter for the setting `otlp_endpoint`, if it is set.
-
-    Args:
-        config: all settings.
-        labels: model, version and engine.
-        metrics: what records the metrics that are sent, unless they are switched off.
 
     Raises:
         ValueError: its packages are not installed.
@@ -57,9 +52,7 @@ def make_otel(config: EngineConfig, labels: Mapping[str, str], metrics: TritonSt
         from quire_monitoring.otel import OtelStatLogger
     except ImportError as error:
         raise ValueError(f"otlp_endpoint needs the extra otel: pip install 'quire[otel]' ({error})") from None
-    keeps_statistics = config.frontend.metrics and not config.frontend.disable_log_stats
-    totals = metrics.totals() if keeps_statistics else None
-    return OtelStatLogger(endpoint, labels, totals, trace_sample_ratio=config.frontend.otlp_trace_sample_ratio)
+    return OtelStatLogger(endpoint, labels, trace_sample_ratio=config.frontend.otlp_trace_sample_ratio)
 
 
 def family_maker(config: EngineConfig, pbtxt: Mapping[str, Any]) -> Callable[[MetricDefinition], MetricFamily | None]:
@@ -140,7 +133,7 @@ class TritonPythonModel:
             aliases=config.frontend.metric_aliases == "vllm",
             server_start_time=started_at(os.getppid()),
         )
-        self._otel = make_otel(config, labels, self._metrics)
+        self._otel = make_otel(config, labels)
         engine = make_engine(config, [self._metrics] if self._otel is None else [self._metrics, self._otel])
         status = StatusPage.of_run(
             model=labels["model"], version=labels["version"], instance=args["model_instance_name"],
@@ -163,9 +156,11 @@ class TritonPythonModel:
             if status is not None:
                 status.close()
             raise
-        self._metrics.start(is_up=lambda: engine.is_healthy, workers_up=engine.workers_up)
-        if self._otel is not None:
-            self._otel.start()
+        self._metrics.start(
+            is_up=lambda: engine.is_healthy, workers_up=engine.workers_up, cache_config=engine.cache_config_info
+        )
+        if self._otel is not None and config.frontend.metrics and not config.frontend.disable_log_stats:
+            self._otel.start(self._metrics.totals())
         logger.info("model %s is served by the Quire engine", args["model_name"])
 
     def execute(self, requests: Sequence[TritonRequest]) -> None:

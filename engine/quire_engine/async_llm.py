@@ -107,6 +107,18 @@ class AsyncLLM:
         """Process ids of its workers; empty if the engine core itself is the only one."""
         return self._client.worker_pids
 
+    @property
+    def cache_config_info(self) -> dict[str, str]:
+        """How the KV cache is made, under vLLM's names."""
+        cache, ready = self.config.cache, self._client.ready
+        return {
+            "block_size": str(ready.block_size),
+            "cache_dtype": cache.kv_cache_dtype,
+            "enable_prefix_caching": str(cache.enable_prefix_caching),
+            "gpu_memory_utilization": str(cache.gpu_memory_utilization),
+            "num_gpu_blocks": str(ready.num_blocks),
+        }
+
     def workers_up(self) -> list[bool]:
         """By rank, whether its process runs; the engine core's, for ranks that have none of their own here."""
         pids = self.worker_pids

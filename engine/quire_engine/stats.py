@@ -128,6 +128,8 @@ class FinishedRequestStats(msgspec.Struct):
     """None when it ended before its first token."""
     num_sequences: int = 1
     """Sequences that were generated side by side; the number of output tokens is that of all."""
+    num_longest_output_tokens: int = 0
+    """Output tokens of the longest of these."""
     error_code: str | None = None
     """Value of the `ErrorCode`, for a request that was refused or missed its deadline."""
     slo_class: str | None = None

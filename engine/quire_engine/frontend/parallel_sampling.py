@@ -93,6 +93,7 @@ class ParentRequest:
             decode_seconds=max(ends) - (first.time_to_first_token_seconds or 0.0) if ends else 0.0,
             time_to_first_token_seconds=first.time_to_first_token_seconds,
             num_sequences=len(self.children),
+            num_longest_output_tokens=max(one.num_longest_output_tokens for one in stats),
             preemptions=sorted(stretch for one in stats for stretch in one.preemptions),
             error_code=next((one.error_code for one in stats if one.error_code is not None), None),
         )

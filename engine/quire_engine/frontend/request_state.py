@@ -98,6 +98,7 @@ class RequestState:
             stats.inter_token_seconds += [(now - self.last_token_time) / num_new_tokens] * num_new_tokens
         self.last_token_time = now
         own.num_output_tokens += num_new_tokens
+        own.num_longest_output_tokens = own.num_output_tokens
         stats.num_generation_tokens += num_new_tokens
 
     def finish_stats(self, finish_reason: str, error_code: ErrorCode | None, now: float) -> FinishedRequestStats:

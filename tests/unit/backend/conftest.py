@@ -151,6 +151,10 @@ class FakeEngine:
     def input_processor(self) -> "FakeEngine":
         return self
 
+    @property
+    def cache_config_info(self) -> dict[str, str]:
+        return {"block_size": "16", "num_gpu_blocks": "64"}
+
     def workers_up(self) -> list[bool]:
         return [self.is_healthy]
 

@@ -44,8 +44,8 @@ def totals() -> Totals:
 
 
 def exporter(endpoint: str, **options: Any) -> OtelStatLogger:
-    stat_logger = OtelStatLogger(endpoint, LABELS, totals(), export_interval_seconds=0.2, **options)
-    stat_logger.start()
+    stat_logger = OtelStatLogger(endpoint, LABELS, export_interval_seconds=0.2, **options)
+    stat_logger.start(totals())
     return stat_logger
 
 
@@ -118,8 +118,7 @@ def test_metrics_under_the_genai_names(collector: Collector) -> None:
 
 
 def test_without_statistics_there_are_traces_alone(collector: Collector) -> None:
-    stat_logger = OtelStatLogger(collector.endpoint, LABELS, None, export_interval_seconds=0.2)
-    stat_logger.start()
+    stat_logger = OtelStatLogger(collector.endpoint, LABELS, export_interval_seconds=0.2)
     record(stat_logger, request())
     stat_logger.stop()
     assert collector.spans
