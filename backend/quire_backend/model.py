@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire_engine.config import EngineConfig
 from quire_engine.errors import EngineError
+from quire_engine.models.served import read_checkpoint
 from quire_engine.stats import FinishedRequestStats, StatLogger
 from quire_engine.system.process_state import started_at
 from quire_monitoring import MetricDefinition, TritonStatLogger
+from quire_monitoring.ended_requests import EndedRequestLog
 from quire_monitoring.triton import MetricFamily
 
 from quire_backend import model_config, triton_api
@@ -37,6 +39,14 @@ def make_engine(config: EngineConfig, stat_loggers: Sequence[StatLogger]) -> "As
     from quire_engine.async_llm import AsyncLLM
 
     return AsyncLLM(config, stat_loggers)
+
+
+def expert_shape(config: EngineConfig) -> tuple[int, int] | None:
+    """Layers and experts of the model; None if it has none, or cannot be read: the engine then says why."""
+    try:
+        return read_checkpoint(Path(config.model.model), config.model.model_impl).expert_shape
+    except EngineError:
+        return None
 
 
 def make_otel(config: EngineConfig, labels: Mapping[str, str]) -> "OtelStatLogger | None":
@@ -130,11 +140,18 @@ class TritonPythonModel:
             slo_classes=config.frontend.slo,
             num_ranks=config.parallel.world_size,
             max_draft_tokens=config.scheduler.max_draft_tokens,
+            expert_shape=expert_shape(config),
+            expert_metrics=config.frontend.expert_metrics,
             aliases=config.frontend.metric_aliases == "vllm",
             server_start_time=started_at(os.getppid()),
         )
         self._otel = make_otel(config, labels)
-        engine = make_engine(config, [self._metrics] if self._otel is None else [self._metrics, self._otel])
+        frontend = config.frontend
+        self._ended_requests = EndedRequestLog(
+            frontend.ended_requests, frontend.slo, keep_text=frontend.ended_requests_text
+        )
+        stat_loggers: list[StatLogger] = [self._metrics, self._ended_requests]
+        engine = make_engine(config, stat_loggers if self._otel is None else [*stat_loggers, self._otel])
         status = StatusPage.of_run(
             model=labels["model"], version=labels["version"], instance=args["model_instance_name"],
             num_instances=model_config.num_instances(pbtxt),
@@ -144,6 +161,7 @@ class TritonPythonModel:
             config.frontend,
             on_rejected=self._record_rejection,
             when_counted=self._metrics.when_written,
+            ended_requests=self._ended_requests,
             model=labels["model"],
             version=labels["version"],
             status=status,
@@ -169,7 +187,8 @@ class TritonPythonModel:
             self._serving.submit(request)
 
     def _record_rejection(self, request: FinishedRequestStats) -> None:
-        self._metrics.record_rejection(request.slo_class)
+        self._metrics.record_rejection(None if request.slo_verdict is None else request.slo_class)
+        self._ended_requests.add(request)
         if self._otel is not None:
             self._otel.record_rejection(request)
 

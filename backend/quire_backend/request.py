@@ -7,7 +7,7 @@ the parameter's type; nothing is ignored silently.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import msgspec
@@ -71,6 +71,13 @@ class Conversation:
     """A prompt that the checkpoint's chat template makes of messages; it also checks them."""
 
     messages: list[Any]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """Functions that the model may call, as OpenAI describes them."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """What the template is told besides."""
+
+
+_CONVERSATION = frozenset(item.name for item in fields(Conversation))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,9 +163,17 @@ def _conversation(text: str) -> Conversation:
         raise RequestError("messages", "messages is not JSON that can be read: it nests too deeply") from None
     except ValueError as error:
         raise RequestError("messages", f"messages is not JSON: {error}") from None
-    if not isinstance(messages, list):
-        raise RequestError("messages", f"messages must be a JSON list of messages, not {json_type(messages)}")
-    return Conversation(messages)
+    values = {"messages": messages} if isinstance(messages, list) else messages
+    if not isinstance(values, dict) or "messages" not in values or not _CONVERSATION.issuperset(values):
+        raise RequestError(
+            "messages",
+            f"messages must be a JSON list of messages, or an object of them with {', '.join(sorted(_CONVERSATION))}, "
+            f"not {json_type(messages)}",
+        )
+    try:
+        return msgspec.convert(values, Conversation)
+    except msgspec.ValidationError as error:
+        raise RequestError("messages", f"messages: {error}") from None
 
 
 def _options(tensors: Mapping[str, Tensor], *, has_text: bool) -> ResponseOptions:

@@ -102,13 +102,19 @@ def _positions(positions: "Sequence[dict[int, Logprob] | None] | None") -> str:
     )
 
 
+_NOT_TOLD = {
+    "traceparent", "label", "request_id", "params", "prompt", "error", "aborted_by",  # the client knows them
+    "num_running_before", "num_waiting_before",  # are about others
+}  # fmt: skip
+
+
 def _perf_metrics(metrics: "FinishedRequestStats | None", options: ResponseOptions) -> str:
     """The request's times and counts as a JSON object, "null" before its end."""
     if metrics is None:
         return "null"
-    values = msgspec.to_builtins(metrics)
-    for name in ("traceparent", "label"):  # the client has received them
-        del values[name]
+    values = {
+        name: msgspec.to_builtins(getattr(metrics, name)) for name in metrics.__struct_fields__ if name not in _NOT_TOLD
+    }
     values["acceptance_length"] = metrics.acceptance_length
     if not options.report_cached_tokens:  # what was cached, and what was drafted, may be what others sent and got
         for name in ("num_cached_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "acceptance_length"):

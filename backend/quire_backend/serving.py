@@ -20,9 +20,11 @@ from quire_engine.config import FrontendConfig
 from quire_engine.errors import EngineDeadError, EngineUnavailableError, RequestError
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.slo import DEFAULT_CLASS, RequestSLO
-from quire_engine.stats import FinishedRequestStats
+from quire_engine.stats import AbortedBy, FinishedRequestStats
+from quire_monitoring.ended_requests import EndedRequestLog
 
 from quire_backend.cancellation import CancellationPoller
+from quire_backend.chat_format import chat_format
 from quire_backend.introspection import (
     IntrospectionRequest,
     TokenGuard,
@@ -76,9 +78,14 @@ class InputProcessor(Protocol):
         """Tokenize and validate; raises RequestError."""
         ...
 
-    def apply_chat_template(self, messages: list[Any]) -> list[int]:
+    def apply_chat_template(
+        self, messages: list[Any], tools: list[dict[str, Any]], variables: dict[str, Any]
+    ) -> list[int]:
         """Token ids of a conversation; raises RequestError."""
         ...
+
+    @property
+    def chat_template(self) -> str | None: ...
 
 
 class Engine(Protocol):
@@ -93,7 +100,7 @@ class Engine(Protocol):
     @property
     def outage(self) -> str | None: ...
     def add_request(self, request: "ProcessedRequest", on_output: "Callable[[RequestOutput], None]") -> None: ...
-    def abort(self, request_id: str) -> None: ...
+    def abort(self, request_id: str, by: AbortedBy = "client") -> None: ...
     def cancel(self, request_id: str) -> bool: ...
     async def snapshot(self, labels: Mapping[str, str]) -> "Snapshot": ...
     async def start(self) -> None: ...
@@ -106,10 +113,11 @@ class Serving:
     Args:
         engine: ready, but not started yet.
         config: how often streams are sent, and the introspection token.
-        on_rejected: called for every request that is refused before it reaches the engine; with its class of
-            objectives, unless the request itself was wrong.
+        on_rejected: called for every request that is refused before it reaches the engine; with a verdict, unless the
+            request itself was wrong.
         when_counted: calls back when everything that the engine and `on_rejected` have reported is in the metrics. So a
             client that has its last response finds its request in the metrics, unless that takes too long.
+        ended_requests: what operators are told of these; whoever makes it feeds it.
         model: the model's name, for snapshots.
         version: its version.
         status: shows `quire serve` that the event loop turns; closed by `shutdown`.
@@ -124,6 +132,7 @@ class Serving:
         on_rejected: Callable[[FinishedRequestStats], None] = lambda request: None,
         when_counted: Callable[[Callable[[], None]], None] = lambda callback: callback(),
         *,
+        ended_requests: EndedRequestLog | None = None,
         model: str = "",
         version: str = "",
         status: StatusPage | None = None,
@@ -133,7 +142,9 @@ class Serving:
         self._status = status
         self._token_guard = TokenGuard(config.introspection_token)
         self._report_cached_tokens = config.report_cached_tokens
+        self._parsers = config.tool_call_parser, config.reasoning_parser
         self._model, self._version = model, version
+        self._ended_requests = ended_requests or EndedRequestLog(0, {})
         self._introspections: set[asyncio.Task[None]] = set()
         self._on_rejected = on_rejected
         self._when_counted = when_counted
@@ -151,7 +162,7 @@ class Serving:
             stream_interval=config.stream_interval,
             stream_interval_ms=config.stream_interval_ms,
             max_response_bytes=config.max_response_bytes,
-            on_broken=self._abort,
+            on_broken=self._abort_broken,
             on_closed=self._forget,
             on_sending=lambda number: None if status is None else status.sending(number),
         )
@@ -231,10 +242,10 @@ class Serving:
         code, message = _explain(error)
         rejected = FinishedRequestStats(
             "rejected", e2e_seconds=time.monotonic() - stream.received_at, error_code=code.value.lower(),
-            traceparent=stream.traceparent, label=stream.label,
+            traceparent=stream.traceparent, label=stream.label, error=message, slo_class=stream.slo_class,
         )  # fmt: skip
         if code not in (ErrorCode.INVALID_ARG, ErrorCode.NOT_FOUND):  # the others are the client's fault
-            rejected.slo_class, rejected.slo_verdict, rejected.slo_cause = stream.slo_class, "miss", "rejected"
+            rejected.slo_verdict, rejected.slo_cause = "miss", "rejected"
         try:
             self._on_rejected(rejected)
         except Exception:
@@ -278,7 +289,9 @@ class Serving:
                 self._responses.fail(stream, *_CANCELLED)
                 return
             self._check_that_it_serves()
-            token_ids = self._engine.input_processor.apply_chat_template(conversation.messages)
+            token_ids = self._engine.input_processor.apply_chat_template(
+                conversation.messages, conversation.tools, conversation.chat_template_kwargs
+            )
             self._check_that_it_serves()
             processed = self._process(generate, token_ids)
             stream.request_id = processed.request_id
@@ -356,13 +369,18 @@ class Serving:
         try:
             if introspection.health_only:
                 text = msgspec.json.encode({"healthy": self.is_ready})
+            elif introspection.chat_format_only:
+                text = msgspec.json.encode(chat_format(self._engine.input_processor.chat_template, *self._parsers))
             elif introspection.cancel_request_id is not None:
                 text = msgspec.json.encode({"cancelled": self._engine.cancel(introspection.cancel_request_id)})
+            elif introspection.ended_since is not None:
+                text = msgspec.json.encode(self._ended_requests.since(introspection.ended_since))
             else:
                 text = msgspec.json.encode(await self._snapshot())
             self._responses.put(stream, answer_of(text.decode()))
         except Exception as error:
-            logger.exception("introspection failed")
+            if not isinstance(error, RequestError):
+                logger.exception("introspection failed")
             self._responses.fail(stream, *_explain(error))
 
     async def _snapshot(self) -> "Snapshot":
@@ -393,7 +411,7 @@ class Serving:
             streams = list(self._live)
         for stream in streams:
             if stream.request_id is not None:
-                self._engine.abort(stream.request_id)
+                self._engine.abort(stream.request_id, by="server")
 
     # -- any thread -------------------------------------------------------------------------------------------------
 
@@ -425,9 +443,12 @@ class Serving:
         logger.debug("[vllm] Cancelling the request %r: its client has left", stream.label)  # vllm_backend's message
         self._abort(stream)
 
-    def _abort(self, stream: ResponseStream) -> None:
+    def _abort_broken(self, stream: ResponseStream) -> None:
+        self._abort(stream, by="client" if stream.failure is None else "server")
+
+    def _abort(self, stream: ResponseStream, by: AbortedBy = "client") -> None:
         if stream.request_id is not None:
-            self._call(self._engine.abort, stream.request_id)
+            self._call(self._engine.abort, stream.request_id, by)
 
     def _forget(self, stream: ResponseStream) -> None:
         with self._live_changed:

@@ -6,7 +6,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from quire_dashboard.settings import DASHBOARD_TOKEN_VARIABLE, INTROSPECTION_TOKEN_VARIABLE, Settings, is_loopback
+from quire_dashboard.settings import (
+    DASHBOARD_TOKEN_VARIABLE,
+    INTROSPECTION_TOKEN_VARIABLE,
+    TRACES_VARIABLE,
+    Settings,
+    is_loopback,
+)
 
 __all__ = ["main", "streamlit_flags"]
 
@@ -57,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--metrics", default=Settings.default("metrics"))
     parser.add_argument("--health", default="")
     parser.add_argument("--prometheus", default="")
+    parser.add_argument("--traces", default=os.environ.get(TRACES_VARIABLE, ""))
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8501)
     given = parser.parse_args(arguments)
@@ -66,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         settings = Settings(
-            url=given.url, metrics=given.metrics, health=given.health, prometheus=given.prometheus, token=token,
+            url=given.url, metrics=given.metrics, health=given.health, prometheus=given.prometheus,
+            traces=given.traces, token=token,
             introspection_token=os.environ.get(INTROSPECTION_TOKEN_VARIABLE, ""),
         )  # fmt: skip
     except ValueError as error:

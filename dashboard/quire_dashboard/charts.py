@@ -6,6 +6,7 @@ points and nothing flickers.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
@@ -20,6 +21,7 @@ __all__ = [
     "SHARES",
     "chart_table",
     "line_spec",
+    "phases_table",
     "points_table",
     "stacked_spec",
     "timeline_spec",
@@ -145,12 +147,14 @@ def stacked_spec(unit: str, series: Sequence[str]) -> dict[str, Any]:
     return {"layer": [areas, _SPAN]}
 
 
-def timeline_spec() -> dict[str, Any]:
-    """One bar per request, cut by phase; now is at the right."""
+def timeline_spec(until: str = "now") -> dict[str, Any]:
+    """One bar per request, cut by phase; at the right is `until`."""
     return {
         "mark": {"type": "bar", "height": {"band": 0.7}, "clip": True},
         "encoding": {
-            "x": {"field": "start", "type": "quantitative", "title": "seconds before now", "scale": {"nice": False}},
+            "x": {
+                "field": "start", "type": "quantitative", "title": f"seconds before {until}", "scale": {"nice": False},
+            },
             "x2": {"field": "end"},
             "y": {
                 "field": "request", "type": "nominal", "title": None, "sort": None,
@@ -166,6 +170,20 @@ def timeline_spec() -> dict[str, Any]:
             ],
         },
     }  # fmt: skip
+
+
+def phases_table(name: str, phases: Iterable[tuple[str, float]]) -> pa.Table:
+    """The data of `timeline_spec` for one request that has ended: its phases and their seconds, in order."""
+    found = list(phases)
+    ends = [*accumulate(seconds for _, seconds in found)]
+    whole = ends[-1] if ends else 0.0
+    return pa.table({
+        "request": [name] * len(found),
+        "phase": [phase for phase, _ in found],
+        "start": [end - seconds - whole for end, (_, seconds) in zip(ends, found, strict=True)],
+        "end": [end - whole for end in ends],
+        "duration": [seconds for _, seconds in found],
+    })  # fmt: skip
 
 
 def timeline_table(requests: Iterable[RequestState], names: Mapping[str, str]) -> pa.Table:

@@ -10,19 +10,20 @@ from typing import Any
 
 import pyarrow as pa
 import streamlit as st
+from quire_load.scrape import ScrapeError
 
 from quire_dashboard.charts import HEIGHT, NUMBERS, line_spec, points_table
 from quire_dashboard.history import Point
 from quire_dashboard.monitor import Monitor
 from quire_dashboard.queries import Query
-from quire_dashboard.scrape import ScrapeError
 from quire_dashboard.settings import INTROSPECTION_TOKEN_VARIABLE, Settings
 from quire_dashboard.snapshot_answer import RequestState, Snapshot
 from quire_dashboard.words import as_text, printable, seconds
 
 __all__ = [
-    "CHARTS_S", "Line", "Selection", "chart", "close_monitors", "draw", "figures", "live", "monitor",
+    "CHARTS_S", "Line", "Selection", "chart", "choice_table", "close_monitors", "draw", "figures", "live", "monitor",
     "pickers", "request_names", "selection", "server_away", "snapshot_or_reason", "table",
+    "what_to_do",
 ]  # fmt: skip
 
 _RANGES = {"5 minutes": 300.0, "15 minutes": 900.0, "1 hour": 3600.0}
@@ -168,13 +169,14 @@ def snapshot_or_reason(model: str) -> Snapshot | None:
     seen = monitor().snapshot(model, selection().refresh_s)
     if seen.snapshot is None:
         st.warning(
-            f"**The requests of {model} cannot be seen.** {as_text(seen.error)}{_what_to_do(seen.error)}",
+            f"**The requests of {model} cannot be seen.** {as_text(seen.error)}{what_to_do(seen.error)}",
             icon=":material/visibility_off:",
         )
     return seen.snapshot
 
 
-def _what_to_do(error: str) -> str:
+def what_to_do(error: str) -> str:
+    """Markdown with the next step after a refusal; empty if none is known."""
     if "introspection_token" not in error:
         return ""
     return (
@@ -301,6 +303,34 @@ def draw(data: pa.Table, spec: Mapping[str, Any], *, key: str, alt: str, height:
 def table(rows: Sequence[Mapping[str, Any]], *, key: str, columns: Mapping[str, Any] | None = None) -> None:
     """A table of rows with the same columns."""
     st.dataframe(pa.Table.from_pylist(rows), hide_index=True, key=key, column_config=columns)
+
+
+def choice_table(
+    rows: Sequence[Mapping[str, Any]], ids: Sequence[str], chosen: str | None, *, key: str,
+    columns: Mapping[str, Any], on_choice: Callable[[str | None], None],
+) -> None:  # fmt: skip
+    """A table in which one row is chosen.
+
+    The browser knows rows by their number only, and others come and go: what is chosen is an id, and its row is told to
+    the browser anew each time. It stays chosen until the visitor chooses another one, even when its row has gone.
+
+    Args:
+        rows: with the same columns.
+        ids: one per row.
+        chosen: the id that is.
+        key: of the table's own state in the visitor's session.
+        columns: how they are shown.
+        on_choice: gets the id of the visitor's choice, or None.
+    """
+
+    def note() -> None:
+        found = [ids[row] for row in st.session_state[key].selection.rows if row < len(ids)]
+        on_choice(found[0] if found else None)
+
+    picked = [row for row, id_ in enumerate(ids) if id_ == chosen]
+    st.session_state[key] = {"selection": {"rows": picked, "columns": [], "cells": []}}
+    data = pa.Table.from_pylist(list(rows))
+    st.dataframe(data, hide_index=True, key=key, column_config=columns, on_select=note, selection_mode="single-row")
 
 
 def _now(drawn: _Drawn, say: Callable[[float], str], time: float) -> str:

@@ -11,10 +11,12 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from quire_load.scrape import Key, ScrapeError, fetch, parse
+
+from quire_dashboard.ended_log import EndedLog, EndedSeen
 from quire_dashboard.history import Point, Ring, View
 from quire_dashboard.prometheus import Prometheus
 from quire_dashboard.queries import Query, evaluate
-from quire_dashboard.scrape import Key, ScrapeError, fetch, parse
 from quire_dashboard.settings import Settings
 from quire_dashboard.snapshot_answer import Snapshot
 from quire_dashboard.triton_client import Triton, TritonError
@@ -70,6 +72,7 @@ class Monitor:
         self._model_locks: dict[str, threading.Lock] = {}
         self._seen: dict[str, Seen] = {}
         self._steps: dict[str, deque[StepState]] = {}
+        self._ended: dict[str, EndedLog] = {}
         self._asked: dict[object, tuple[float, list[Point]]] = {}
         self._keys: dict[str, Key] = {}
         self._points_lock = threading.Lock()
@@ -182,6 +185,13 @@ class Monitor:
                 seen = Seen(error=str(error), at=time.monotonic())
             self._seen[model] = seen
             return seen
+
+    def ended(self, model: str) -> EndedSeen:
+        """The model's ended requests, about two seconds old at most, and those before its server ended or loaded it
+        again. Asked for by nobody, nothing is fetched."""
+        with self._lock:
+            log = self._ended.setdefault(model, EndedLog(lambda cursor: self.triton.ended(model, cursor)))
+        return log.look(SNAPSHOT_AGE_S)
 
     def forget_snapshot(self, model: str) -> None:
         """Fetch a new snapshot next time, for example after a cancellation."""

@@ -10,7 +10,9 @@ __all__ = ["DASHBOARD_TOKEN_VARIABLE", "INTROSPECTION_TOKEN_VARIABLE", "Settings
 DASHBOARD_TOKEN_VARIABLE = "QUIRE_DASHBOARD_TOKEN"
 INTROSPECTION_TOKEN_VARIABLE = "QUIRE_INTROSPECTION_TOKEN"
 MIN_TOKEN_CHARACTERS = 16
+TRACE_ID = "{trace_id}"
 _PREFIX = "QUIRE_DASHBOARD_"
+TRACES_VARIABLE = f"{_PREFIX}TRACES"
 
 
 def is_loopback(host: str) -> bool:
@@ -33,6 +35,8 @@ class Settings:
     """HOST:PORT of the health address of the `quire serve` that has started the server; empty: unknown."""
     prometheus: str = ""
     """Base URL of a Prometheus that scrapes the server; empty: the dashboard keeps its own history."""
+    traces: str = ""
+    """Address of a trace in the viewer of traces, with `{trace_id}` in it; empty: there is none."""
     token: str = ""
     """The token that visitors need; empty: none."""
     introspection_token: str = ""
@@ -51,6 +55,11 @@ class Settings:
             )
         if self.prometheus and not self.prometheus.startswith(("http://", "https://")):
             raise ValueError(f"prometheus is {self.prometheus!r}; it must be a URL, such as http://127.0.0.1:9090")
+        if self.traces and not (self.traces.startswith(("http://", "https://")) and TRACE_ID in self.traces):
+            raise ValueError(
+                f"traces is {self.traces!r}; it must be a URL with {TRACE_ID}, such as "
+                f"http://127.0.0.1:16686/trace/{TRACE_ID}"
+            )
 
     @staticmethod
     def default(name: str) -> str:
@@ -65,6 +74,7 @@ class Settings:
             "metrics": environment.get(f"{_PREFIX}METRICS"),
             "health": environment.get(f"{_PREFIX}HEALTH"),
             "prometheus": environment.get(f"{_PREFIX}PROMETHEUS"),
+            "traces": environment.get(TRACES_VARIABLE),
             "token": environment.get(DASHBOARD_TOKEN_VARIABLE),
             "introspection_token": environment.get(INTROSPECTION_TOKEN_VARIABLE),
         }
@@ -77,6 +87,7 @@ class Settings:
             f"{_PREFIX}METRICS": self.metrics,
             f"{_PREFIX}HEALTH": self.health,
             f"{_PREFIX}PROMETHEUS": self.prometheus,
+            TRACES_VARIABLE: self.traces,
             DASHBOARD_TOKEN_VARIABLE: self.token,
             INTROSPECTION_TOKEN_VARIABLE: self.introspection_token,
         }

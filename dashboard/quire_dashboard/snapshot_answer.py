@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-__all__ = ["Blocks", "EngineState", "Event", "PrefixTree", "RankState", "RequestState", "Segment", "Snapshot"]
+__all__ = ["Blocks", "EngineState", "Event", "PrefixTree", "RankState", "RequestState", "Segment", "Snapshot", "build"]
 
 _T = TypeVar("_T")
 
@@ -154,20 +154,20 @@ class Snapshot:
         if not isinstance(said, dict) or "engine" not in said:
             raise ValueError("the model's answer is no snapshot; does it run an older version of Quire?")
         engine = dict(said["engine"])
-        engine["ranks"] = [_build(RankState, rank) for rank in engine.get("ranks") or ()]
+        engine["ranks"] = [build(RankState, rank) for rank in engine.get("ranks") or ()]
         requests = []
         for request in said.get("requests") or ():
-            events = [_build(Event, event) for event in request.get("events") or ()]
-            requests.append(_build(RequestState, {**request, "events": events}))
-        return _build(
+            events = [build(Event, event) for event in request.get("events") or ()]
+            requests.append(build(RequestState, {**request, "events": events}))
+        return build(
             cls,
             {
                 **said,
                 "version": str(said.get("version", "")),
-                "engine": _build(EngineState, engine),
+                "engine": build(EngineState, engine),
                 "requests": requests,
-                "blocks": _build(Blocks, said.get("blocks") or {}),
-                "prefix_tree": _build(PrefixTree, said.get("prefix_tree") or {}),
+                "blocks": build(Blocks, said.get("blocks") or {}),
+                "prefix_tree": build(PrefixTree, said.get("prefix_tree") or {}),
             },
         )
 
@@ -189,6 +189,7 @@ class Snapshot:
         }
 
 
-def _build(kind: type[_T], values: Mapping[str, Any]) -> _T:
+def build(kind: type[_T], values: Mapping[str, Any]) -> _T:
+    """A dataclass from what it knows of an answer; what is missing or null gets its default."""
     known = {item.name for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in values.items() if name in known and value is not None})

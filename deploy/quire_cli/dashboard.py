@@ -42,6 +42,8 @@ class DashboardOptions:
     health: str = ""
     """Of the `quire serve` that starts it."""
     prometheus: str = ""
+    traces: str = ""
+    """Address of a trace, with `{trace_id}` in it."""
     host: str = "127.0.0.1"
     port: int = 8501
     token: str = ""
@@ -49,7 +51,7 @@ class DashboardOptions:
     def command(self, port: int) -> list[str]:
         """The command; tokens are passed by environment, as every user can see a command line."""
         arguments = ["--url", self.url, "--metrics", self.metrics, "--prometheus", self.prometheus]
-        arguments += ["--health", self.health]
+        arguments += ["--health", self.health, *(["--traces", self.traces] if self.traces else [])]
         return [sys.executable, "-m", "quire_dashboard", *arguments, "--host", self.host, "--port", str(port)]
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from quire_cli.bench import bench_app
 from quire_cli.errors import CommandError, has_working_directory
 from quire_cli.patient_writer import PatientWriter
 
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="The models of a model repository.", rich_markup_mode=None)
 app.add_typer(model_app, name="model")
+app.add_typer(bench_app, name="bench")
 
 # Only declared here: `run` checks for it itself, since an error can occur before options are parsed.
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -316,6 +318,14 @@ def dashboard(
     prometheus: Annotated[
         str, typer.Option(metavar="URL", help="A Prometheus that scrapes the server; without, history begins now.")
     ] = "",
+    traces: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            envvar="QUIRE_DASHBOARD_TRACES",
+            help="Where a trace is seen, with {trace_id} in it, such as http://127.0.0.1:16686/trace/{trace_id}.",
+        ),
+    ] = "",
     port: Annotated[int, Port] = 8501,
     host: Annotated[str, typer.Option(help="Address to listen on; another than loopback needs a token.")] = "127.0.0.1",
     token: Annotated[
@@ -332,7 +342,9 @@ def dashboard(
     from quire_cli.dashboard import DashboardOptions, run_dashboard
 
     return run_dashboard(
-        DashboardOptions(url=url, metrics=metrics, prometheus=prometheus, host=host, port=port, token=token)
+        DashboardOptions(
+            url=url, metrics=metrics, prometheus=prometheus, traces=traces, host=host, port=port, token=token
+        )
     )
 
 

@@ -40,7 +40,7 @@ from quire_engine.snapshot import (
     RankSnapshot,
     Snapshot,
 )
-from quire_engine.stats import IterationStats, SchedulerStats, StatLogger
+from quire_engine.stats import AbortedBy, IterationStats, SchedulerStats, StatLogger
 from quire_engine.system.process_state import is_running
 
 __all__ = ["AsyncLLM"]
@@ -209,14 +209,19 @@ class AsyncLLM:
                 self._output_processor.discard(core_request.request_id)
             raise
 
-    def abort(self, request_id: str) -> None:
-        """End a request wherever it is. Its last output has finish_reason "abort". Unknown ids are ignored."""
+    def abort(self, request_id: str, by: AbortedBy = "client") -> None:
+        """End a request wherever it is. Its last output has finish_reason "abort". Unknown ids are ignored.
+
+        Args:
+            request_id: the caller's.
+            by: who wants it to end, for its statistics.
+        """
         if self.dead_error is None:
             now = time.monotonic()
             for core_request_id in self._output_processor.core_request_ids(request_id):
                 if self._client.abort_request(core_request_id):
                     self._aborted_at[core_request_id] = now
-        self._record(None, self._output_processor.finish(request_id, FinishReason.ABORT))
+        self._record(None, self._output_processor.finish(request_id, FinishReason.ABORT, aborted_by=by))
 
     async def chat(
         self,
@@ -354,7 +359,7 @@ class AsyncLLM:
         """End a request by its id in a snapshot, as `abort` does. Returns whether there was one."""
         caller_request_id = self._output_processor.caller_request_id(request_id)
         if caller_request_id is not None:
-            self.abort(caller_request_id)
+            self.abort(caller_request_id, by="operator")
         return caller_request_id is not None
 
     async def _call_utility(self, call: UtilityCall) -> UtilityResult:
@@ -390,9 +395,10 @@ class AsyncLLM:
         for stat_logger in self._stat_loggers:
             stat_logger.record(scheduler_stats, iteration_stats)
 
-    def _on_restart(self, num_replayed: int) -> None:
+    def _on_restart(self, replayed_ids: Sequence[str]) -> None:
         self._aborted_at.clear()  # by an engine core that does not answer
-        self._record(None, IterationStats(num_engine_restarts=1, num_requests_replayed=num_replayed))
+        self._output_processor.note_replay(replayed_ids)
+        self._record(None, IterationStats(num_engine_restarts=1, num_requests_replayed=len(replayed_ids)))
 
     def _on_output_task_done(self, task: "asyncio.Task[None]") -> None:
         """The task never ends by itself. If it does, no output would ever come: treat it as the engine's death."""

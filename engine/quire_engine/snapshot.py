@@ -16,6 +16,8 @@ import msgspec
 
 __all__ = [
     "BlocksSnapshot",
+    "EndedRequest",
+    "EndedRequests",
     "EngineCoreSnapshot",
     "EngineSnapshot",
     "EventKind",
@@ -189,6 +191,64 @@ class PrefixTreeSnapshot(msgspec.Struct):
     """Blocks of the longest cached prefix."""
     hottest: list[PrefixSnapshot] = []
     """Those with the most references, then the largest."""
+
+
+class EndedRequest(msgspec.Struct, omit_defaults=True):
+    """A request that has ended: `FinishedRequestStats`, in the form in which they are kept."""
+
+    number: int
+    """Counts the requests that have ended since the model was loaded, from 0."""
+    time_unix: float
+    """Of its end."""
+    finish_reason: str
+    id: str = ""
+    label: str = ""
+    slo_class: str = ""
+    slo_verdict: str = ""
+    """`good`, `miss`, or empty."""
+    slo_cause: str = ""
+    """The objective that was missed first."""
+    error: str = ""
+    error_code: str = ""
+    aborted_by: str = ""
+    e2e_seconds: float = 0.0
+    queue_seconds: float | None = None
+    time_to_first_token_seconds: float | None = None
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    """Preemptions included."""
+    preempted_seconds: float = 0.0
+    """Of decode, without a token because it was preempted."""
+    time_per_output_token_seconds: float | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_sequences: int = 1
+    num_preemptions: int = 0
+    num_replays: int = 0
+    num_running_before: int = 0
+    num_waiting_before: int = 0
+    traceparent: str = ""
+    parameters: dict[str, Any] = {}
+    """Sampling parameters that differ from their defaults; only numbers, unless text is kept."""
+    prompt: str | None = None
+    """None unless text is kept, and of a prompt that came as token ids."""
+
+
+class EndedRequests(msgspec.Struct):
+    """What is kept of ended requests, or what has been added since the asker's last look."""
+
+    cursor: str
+    """To be shown the next time, for those that have ended since."""
+    num_ended: int
+    """Since the model was loaded; the last `capacity` of them are kept."""
+    capacity: int
+    since_unix: float
+    """When the model was loaded."""
+    slo: dict[str, dict[str, float | None]]
+    """The targets of each class, as in the settings."""
+    requests: list[EndedRequest]
+    """The oldest first."""
 
 
 class Snapshot(msgspec.Struct):

@@ -3,11 +3,26 @@
 The engine knows no Prometheus and no OpenTelemetry; `quire_monitoring` implements `StatLogger` for them.
 """
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
-__all__ = ["DraftStats", "FinishedRequestStats", "IterationStats", "SchedulerStats", "StatLogger", "StepStats"]
+from quire_engine.sampling_params import SamplingParams
+
+__all__ = [
+    "AbortedBy",
+    "DraftStats",
+    "ExpertLoadStats",
+    "FinishedRequestStats",
+    "IterationStats",
+    "SchedulerStats",
+    "StatLogger",
+    "StepStats",
+]
+
+AbortedBy = Literal["client", "operator", "server"]
+"""Who ended a request: its client, by leaving; an operator; the server, which unloads the model, or whose limit its
+answer has reached."""
 
 
 class DraftStats(msgspec.Struct, array_like=True):
@@ -47,6 +62,23 @@ class DraftStats(msgspec.Struct, array_like=True):
             per_pos[place] += 1
 
 
+class ExpertLoadStats(msgspec.Struct, array_like=True):
+    """How the tokens of a mixture of experts are divided. A token counts once for each of its experts."""
+
+    tokens: list[list[int]]
+    """By layer and expert, since the engine core's start; empty for a layer without experts."""
+    rank_tokens: list[int]
+    """By rank, how many of them it computed, or a slice of them; since the same time."""
+    mean_over_ranks: float
+    """The busiest rank's tokens of a layer per those of a rank on average, 1 or more; the mean of all layers, over what
+    was computed since the last such numbers."""
+    max_over_ranks: float
+    """Likewise, in the layer where it is the most."""
+    mean_over_experts: float
+    """Likewise, of the busiest expert."""
+    max_over_experts: float
+
+
 class SchedulerStats(msgspec.Struct, array_like=True):
     """The engine core after a step. Counters are totals since its start, so that a lost message loses nothing."""
 
@@ -73,6 +105,8 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """By rank, how long it has computed steps, without waits for other ranks; empty where that is not known."""
     num_block_evictions: int = 0
     """Cached blocks that lost their content because a request needed the room."""
+    expert_load: ExpertLoadStats | None = None
+    """About once a second, and with the last step before the engine is idle; else None, as it is without experts."""
 
     @property
     def kv_cache_usage(self) -> float:
@@ -133,10 +167,9 @@ class FinishedRequestStats(msgspec.Struct):
     error_code: str | None = None
     """Value of the `ErrorCode`, for a request that was refused or missed its deadline."""
     slo_class: str | None = None
-    """The class of service level objectives that it was judged by; None when there was no verdict: it was aborted, or
-    could never have been served."""
+    """The class of service level objectives that it named, or the default one."""
     slo_verdict: str | None = None
-    """`good` or `miss`."""
+    """`good` or `miss`; None when there was no verdict: it was aborted, or could never have been served."""
     slo_cause: str | None = None
     """As in `SLOVerdict.cause`."""
     preemptions: list[tuple[float, float]] = []
@@ -145,6 +178,20 @@ class FinishedRequestStats(msgspec.Struct):
     """The caller's trace context, as W3C writes it."""
     label: str = ""
     """The caller's name for the request, which need not be unique."""
+    request_id: str = ""
+    """The engine's name for it, as in a snapshot; empty for one that never reached the engine."""
+    params: SamplingParams | None = None
+    prompt: str | None = None
+    """None when it came as token ids."""
+    error: str | None = None
+    """What its client was told."""
+    aborted_by: AbortedBy | None = None
+    num_replays: int = 0
+    """Deaths of the engine that it was replayed after."""
+    num_running_before: int = 0
+    """Requests in the running batch when it arrived."""
+    num_waiting_before: int = 0
+    """Requests that had arrived before it, and waited then."""
 
     @property
     def acceptance_length(self) -> float | None:

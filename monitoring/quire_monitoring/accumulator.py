@@ -13,7 +13,7 @@ from functools import cache
 from typing import TypeVar
 
 from quire_engine.slo import DEFAULT_CLASS
-from quire_engine.stats import DraftStats, FinishedRequestStats, IterationStats, SchedulerStats
+from quire_engine.stats import DraftStats, ExpertLoadStats, FinishedRequestStats, IterationStats, SchedulerStats
 
 from quire_monitoring.definitions import LORA_INFO, OUTCOMES, WINDOWS, Series, aliases_of, series
 from quire_monitoring.goodput import Goodput
@@ -28,6 +28,8 @@ class Accumulator:
 
     Args:
         slo_classes: the classes of the setting `slo`.
+        expert_shape: layers and experts of a layer; None without experts.
+        expert_metrics: whether each expert of each layer has a series of its own.
         clock: seconds, monotonic; for the windows of the goodput.
         server_start_time: of the server's process, in seconds since the epoch; unset: this moment.
     """
@@ -36,6 +38,8 @@ class Accumulator:
         self,
         slo_classes: Iterable[str] = (DEFAULT_CLASS,),
         *,
+        expert_shape: tuple[int, int] | None = None,
+        expert_metrics: bool = False,
         clock: Callable[[], float] = time.monotonic,
         server_start_time: float | None = None,
     ) -> None:
@@ -47,6 +51,9 @@ class Accumulator:
         self._scheduler_stats = SchedulerStats()
         self.cache_info: Series | None = None
         """The series whose labels say how the KV cache is made, once that is known."""
+        self._has_experts, self._counts_each_expert = expert_shape is not None, expert_metrics
+        self._expert_load: ExpertLoadStats | None = None
+        """The last that came."""
         self._counters: Counter[Series] = Counter()
         self._observations: defaultdict[Series, list[float]] = defaultdict(list)
 
@@ -91,6 +98,21 @@ class Accumulator:
             counters[_busy(rank)] += _growth(busy_before, busy)  # type: ignore[assignment]
         if stats.drafts is not None:
             self._record_drafts(before.drafts or DraftStats(), stats.drafts)
+        if stats.expert_load is not None:
+            self._record_experts(self._expert_load, stats.expert_load)
+            self._expert_load = stats.expert_load
+
+    def _record_experts(self, before: ExpertLoadStats | None, now: ExpertLoadStats) -> None:
+        ranks_before = [0] * len(now.rank_tokens) if before is None else before.rank_tokens
+        for rank, (known, tokens) in enumerate(zip(ranks_before, now.rank_tokens, strict=True)):
+            self._counters[_expert_rank(rank)] += _growth(known, tokens)
+        if not self._counts_each_expert:
+            return
+        for layer, row in enumerate(now.tokens):
+            row_before = (before.tokens[layer] if before is not None else []) or [0] * len(row)
+            for expert, (known, tokens) in enumerate(zip(row_before, row, strict=bool(row))):
+                if tokens != known:
+                    self._counters[_expert(layer, expert)] += _growth(known, tokens)
 
     def _record_drafts(self, before: DraftStats, now: DraftStats) -> None:
         counters = self._counters
@@ -191,6 +213,7 @@ class Accumulator:
         with self._lock:
             stats = self._scheduler_stats if is_up else SchedulerStats()
             ratios = self._goodput.ratios()
+            load = self._expert_load if stats.num_running or stats.num_waiting else None
         gauges: dict[Series, float] = {
             _UP: float(is_up),
             _START_TIME: self._server_start_time,
@@ -209,6 +232,8 @@ class Accumulator:
             for one, value in list(gauges.items()):
                 for alias in aliases_of(one):
                     gauges[alias] = gauges.get(alias, 0.0) + value
+        if self._has_experts:
+            gauges |= _imbalance(load)
         for rank, worker_is_up in enumerate(workers_up):
             gauges[series("quire_worker_up", rank=str(rank))] = float(worker_is_up)
         for (slo_class, window), ratio in ratios.items():
@@ -256,6 +281,28 @@ def _busy(rank: int) -> Series:
 @cache
 def _accepted_at(place: int) -> Series:
     return series("quire_spec_decode_accepted_tokens_per_pos_total", position=str(place))
+
+
+@cache
+def _expert_rank(rank: int) -> Series:
+    return series("quire_expert_rank_tokens_total", rank=str(rank))
+
+
+@cache
+def _expert(layer: int, expert: int) -> Series:
+    return series("quire_expert_tokens_total", layer=str(layer), expert=str(expert))
+
+
+def _imbalance(load: ExpertLoadStats | None) -> dict[Series, float]:
+    values = [("experts", "mean", 0.0), ("experts", "max", 0.0), ("ranks", "mean", 0.0), ("ranks", "max", 0.0)]
+    if load is not None:
+        values = [
+            ("experts", "mean", load.mean_over_experts),
+            ("experts", "max", load.max_over_experts),
+            ("ranks", "mean", load.mean_over_ranks),
+            ("ranks", "max", load.max_over_ranks),
+        ]
+    return {series("quire_expert_imbalance_ratio", over=over, layers=which): value for over, which, value in values}
 
 
 def _growth(before: _Number, now: _Number) -> _Number:

@@ -42,6 +42,8 @@ class PrometheusStatLogger(Collector):
         slo_classes: the classes of the setting `slo`.
         num_ranks: processes that share the model.
         max_draft_tokens: of a request in a step; 0 without speculative decoding.
+        expert_shape: layers and experts of a layer; None without experts.
+        expert_metrics: whether each expert of each layer has a series of its own.
         aliases: whether there are series under vLLM's names, too.
     """
 
@@ -52,14 +54,17 @@ class PrometheusStatLogger(Collector):
         slo_classes: Iterable[str] = ("default",),
         num_ranks: int = 1,
         max_draft_tokens: int = 0,
+        expert_shape: tuple[int, int] | None = None,
+        expert_metrics: bool = False,
         aliases: bool = True,
     ) -> None:
         classes = tuple(slo_classes)
-        self._metrics, self._aliases = make_metrics(classes, num_ranks, max_draft_tokens), aliases
+        self._aliases = aliases
+        self._metrics = make_metrics(classes, num_ranks, max_draft_tokens, expert_shape, expert_metrics)
         self._num_pending = 0
         self._is_up: Callable[[], bool] = lambda: False
         self._workers_up: Callable[[], Sequence[bool]] = lambda: [False] * num_ranks
-        self._accumulator = Accumulator(classes)
+        self._accumulator = Accumulator(classes, expert_shape=expert_shape, expert_metrics=expert_metrics)
         self._totals = Totals(
             self._accumulator,
             self._definitions(),

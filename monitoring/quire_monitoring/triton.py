@@ -73,6 +73,8 @@ class TritonStatLogger:
         slo_classes: the classes of the setting `slo`.
         num_ranks: processes that share the model.
         max_draft_tokens: of a request in a step; 0 without speculative decoding.
+        expert_shape: layers and experts of a layer; None without experts.
+        expert_metrics: whether each expert of each layer has a series of its own.
         aliases: whether there are series under vLLM's names, too.
         server_start_time: of the server's process, in seconds since the epoch; unset: this moment.
     """
@@ -85,15 +87,19 @@ class TritonStatLogger:
         slo_classes: Iterable[str] = ("default",),
         num_ranks: int = 1,
         max_draft_tokens: int = 0,
+        expert_shape: tuple[int, int] | None = None,
+        expert_metrics: bool = False,
         aliases: bool = True,
         server_start_time: float | None = None,
     ) -> None:
         classes = tuple(slo_classes)
         self._make_family, self._labels = make_family, dict(labels)
         self._aliases = aliases
-        self._metric_definitions = make_metrics(classes, num_ranks, max_draft_tokens)
+        self._metric_definitions = make_metrics(classes, num_ranks, max_draft_tokens, expert_shape, expert_metrics)
         self._definitions = (*self._metric_definitions, *self._aliased())
-        self._accumulator = Accumulator(classes, server_start_time=server_start_time)
+        self._accumulator = Accumulator(
+            classes, expert_shape=expert_shape, expert_metrics=expert_metrics, server_start_time=server_start_time
+        )
         self._reader = self._accumulator.reader(aliases=aliases)
         self._nobody_up = [False] * num_ranks
         self._is_up: Callable[[], bool] = lambda: False

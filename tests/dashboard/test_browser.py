@@ -26,6 +26,7 @@ PAGES = {
     "Overview": "Users are served within their SLO",
     "KV cache": "report (aaaa11): 4",
     "Requests": "2 requests",
+    "Slow & failed": "No request has ended since",
     "Engine": "Messages that wait",
     "Playground": "Prompt",
     "Load": "No load has been started.",

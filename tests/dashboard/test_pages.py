@@ -1,12 +1,15 @@
 """Every page by Streamlit's own test harness, against a stand-in for the server: what it says, not how it looks."""
 
+import json
 import re
+import shlex
 import time
 from collections.abc import Callable
 
 import pyarrow as pa
 import pytest
 from quire_dashboard import frame
+from quire_dashboard import monitor as monitor_module
 from quire_dashboard.frame import Line, monitor
 from quire_dashboard.health import SLO_EXAMPLE
 from quire_dashboard.history import Point
@@ -151,7 +154,7 @@ def test_overview_says_that_the_server_is_away_and_how_old_its_figures_are(fake:
     assert "Running=2" in text
 
 
-@pytest.mark.parametrize("page", ["overview", "kv_cache", "requests", "engine", "playground", "load"])
+@pytest.mark.parametrize("page", ["overview", "kv_cache", "requests", "ended", "engine", "playground", "load"])
 def test_a_server_that_never_was_there(fake: FakeTriton, page: str) -> None:
     fake.stop()
     text = text_of(open_page(page))
@@ -278,6 +281,63 @@ def test_a_chosen_request_stays_chosen_while_others_come_and_go(fake: FakeTriton
     assert "Request `chat (cccc33)` has ended." in text_of(app)
     assert buttons_after(lambda live: live.clear()) == []
     assert "Request `chat (cccc33)` has ended." in text_of(app)
+
+
+def test_ended_requests_say_why_and_are_filtered_searched_and_sent_again(fake: FakeTriton) -> None:
+    fake.state.end()
+    fake.state.end(label="good", slo_verdict="good")
+    fake.state.end(label="gone", finish_reason="abort", aborted_by="client", slo_verdict="", slo_class="batch",
+                   traceparent=f"00-{'ab' * 16}-{'cd' * 8}-01")  # fmt: skip
+    app = open_page("ended")
+    assert list(app.dataframe[0].value["request"]) == ["gone", "request-0"]
+    assert list(app.dataframe[0].value["why"]) == [
+        "Client left after 5.4 s, with 51 tokens", "4.1 s of 4.4 s in the queue, behind 16 running and 3 waiting",
+    ]  # fmt: skip
+    assert "1 client left · 1 queue" in text_of(app)
+    assert not app.get("code"), "nothing is chosen"
+    for key, value, names in (
+        ("ended_show", "All that ended", ["gone", "good", "request-0"]),
+        ("ended_why", "queue", ["good", "request-0"]),
+        ("ended_class", "default", ["good", "request-0"]),
+    ):
+        app.selectbox(key=key).set_value(value).run()
+        assert list(app.dataframe[0].value["request"]) == names
+    app.text_input(key="ended_search").set_value("QUEST-0").run()
+    assert list(app.dataframe[0].value["request"]) == ["request-0"]
+    app.session_state["ended_chosen"] = "aaaa0000:0"
+    text_of(app.run())
+    (command,) = app.get("code")
+    assert shlex.split(command.value)[:3] == ["curl", "-s", "http://127.0.0.1:8000/v2/models/tinypy/generate"]
+    body = json.loads(shlex.split(command.value)[4])
+    assert json.loads(body["sampling_parameters"]) == {"max_tokens": 51, "temperature": 0.5}
+    app.text_input(key="ended_search").set_value("").run()
+    app.selectbox(key="ended_why").set_value("Any").run()
+    app.selectbox(key="ended_class").set_value("Any").run()
+    app.session_state["ended_chosen"] = "aaaa0000:2"
+    assert f"trace `{'ab' * 16}`" in text_of(app.run())
+
+
+def test_ended_requests_say_what_is_not_known(fake: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_module, "SNAPSHOT_AGE_S", 0.0)
+    app = open_page("ended")
+    assert "No request has ended since the model was loaded" in text_of(app)
+    fake.state.end()
+    fake.state.ended.update(num_ended=2002, slo={"default": {"ttft_ms": None}})
+    text = text_of(app.run())
+    assert "The last 2,000 of 2,002 requests that have ended since" in text
+    assert "No SLO is set" in text
+    fake.stop()
+    text = text_of(app.run())
+    assert "does not say which requests have ended" in text
+    assert "What is shown is" in text
+    assert list(app.dataframe[0].value["request"]) == ["request-0"]
+
+
+def test_ended_requests_need_the_token(fake: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_INTROSPECTION_TOKEN", "another")
+    text = text_of(open_page("ended"))
+    assert "does not say which requests have ended.** introspection_token is wrong or missing" in text
+    assert "Start the dashboard with `QUIRE_INTROSPECTION_TOKEN`" in text
 
 
 def test_requests_cannot_be_seen_without_the_token(fake: FakeTriton, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,9 @@ class State:
         self.samples: dict[str, dict[Labels, float]] = defaultdict(dict)
         self.observations: dict[tuple[str, Labels], list[float]] = {}
         self.snapshot: dict[str, Any] = make_snapshot()
+        self.ended: dict[str, Any] = make_ended()
+        self.cursors: list[str] = []
+        """That askers for ended requests have shown."""
         self.cancelled: list[str] = []
         self.prompts: list[tuple[str, dict[str, Any]]] = []
         self.words = ["def ", "fib", "(n):", "\n    return n"]
@@ -104,6 +107,24 @@ class State:
                 self.observe("iteration_tokens", 8)
                 for phase, seconds in (("schedule", 0.001), ("execute", 0.02), ("update", 0.001)):
                     self.observe("step_seconds", seconds, phase=phase)
+
+    def ended_since(self, cursor: str) -> dict[str, Any]:
+        """The answer to who has seen all until `cursor`."""
+        with self.lock:
+            self.cursors.append(cursor)
+            ring, _, seen = cursor.partition(":")
+            name = self.ended["ring"]
+            first = int(seen) if ring == name else 0
+            answer = {key: value for key, value in self.ended.items() if key != "ring"}
+            fresh = [one for one in self.ended["requests"] if one["number"] >= first]
+            return {**answer, "cursor": f"{name}:{self.ended['num_ended']}", "requests": fresh}
+
+    def end(self, **values: Any) -> None:
+        """A request has ended."""
+        with self.lock:
+            number = self.ended["num_ended"]
+            self.ended["requests"].append(make_ended_request(number, **values))
+            self.ended["num_ended"] += 1
 
     def metrics_text(self) -> str:
         """/metrics, with the series of tritonserver's own among them."""
@@ -182,6 +203,27 @@ def make_snapshot() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def make_ended_request(number: int, **values: Any) -> dict[str, Any]:
+    """One that waited for most of its time, and missed its target for that."""
+    return {
+        "number": number, "time_unix": time.time() - 60 + number, "finish_reason": "length", "id": f"{number:016x}",
+        "label": f"request-{number}", "slo_class": "default", "slo_verdict": "miss", "slo_cause": "ttft",
+        "e2e_seconds": 5.4, "queue_seconds": 4.1, "time_to_first_token_seconds": 4.4, "prefill_seconds": 0.3,
+        "decode_seconds": 1.0, "time_per_output_token_seconds": 0.02, "num_prompt_tokens": 100, "num_output_tokens": 51,
+        "num_running_before": 16, "num_waiting_before": 3, "parameters": {"max_tokens": 51, "temperature": 0.5},
+        **values,
+    }  # fmt: skip
+
+
+def make_ended() -> dict[str, Any]:
+    """Nothing has ended."""
+    slo = {"default": {"ttft_ms": 500.0, "tpot_ms": 50.0, "e2e_ms": 10000.0}, "batch": {"e2e_ms": 60000.0}}
+    return {
+        "ring": "aaaa0000", "num_ended": 0, "capacity": 2000, "since_unix": time.time() - 600, "slo": slo,
+        "requests": [],
+    }  # fmt: skip
+
+
 class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
     def __init__(self, state: State) -> None:
         self._state = state
@@ -208,6 +250,9 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
                 with state.lock:
                     text = json.dumps(state.snapshot)
                 yield _response({"text_output": text}, is_final=True)
+            elif parameters["introspect"] == "ended":
+                yield _response({"text_output": json.dumps(state.ended_since(parameters.get("cursor", "")))},
+                                is_final=True)  # fmt: skip
             else:
                 id_ = parameters["cancel_request_id"]
                 with state.lock:
@@ -220,7 +265,9 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
                     blocks["owner"] = [owner if owner < count else -1 for owner in blocks["owner"]]
                 yield _response({"text_output": json.dumps({"cancelled": bool(found)})}, is_final=True)
             return
-        prompt = request.raw_input_contents[0][4:].decode()
+        inputs = dict(zip((tensor.name for tensor in request.inputs), request.raw_input_contents, strict=True))
+        prompt = inputs.get("text_input", b"    ")[4:].decode()
+        parameters |= json.loads(inputs.get("sampling_parameters", b"    {}")[4:])
         with state.lock:
             state.prompts.append((prompt, parameters))
         if parameters.get("slo_class") == "unknown":

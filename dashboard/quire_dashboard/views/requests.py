@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pyarrow as pa
 import streamlit as st
 
 from quire_dashboard import words
 from quire_dashboard.charts import timeline_spec, timeline_table
 from quire_dashboard.frame import (
+    choice_table,
     draw,
     live,
     monitor,
@@ -75,23 +75,18 @@ def _now() -> None:
 
 
 def _table(model: str, requests: Sequence[RequestState], names: Mapping[str, str]) -> None:
-    """The table, in which a request is chosen.
+    """The table, in which a request is chosen; it stays so when it has ended."""
 
-    The browser knows rows by their number only, and other requests come and go: what is chosen is an id, and its row is
-    told to the browser anew each time. It stays chosen until the visitor chooses another one, even when it has ended.
-    """
-
-    def note() -> None:
-        rows = st.session_state[_TABLE].selection.rows
-        ids = [requests[row].id for row in rows if row < len(requests)]
-        st.session_state[_CHOSEN] = _Chosen(model, ids[0], names[ids[0]]) if ids else None
+    def note(id_: str | None) -> None:
+        st.session_state[_CHOSEN] = None if id_ is None else _Chosen(model, id_, names[id_])
         _ask(None)
 
     chosen = st.session_state.get(_CHOSEN)
-    rows = [row for row, request in enumerate(requests) if chosen is not None and request.id == chosen.id]
-    st.session_state[_TABLE] = {"selection": {"rows": rows, "columns": [], "cells": []}}
-    data = pa.Table.from_pylist([_row(request, names[request.id]) for request in requests])
-    st.dataframe(data, hide_index=True, key=_TABLE, column_config=_COLUMNS, on_select=note, selection_mode="single-row")
+    rows = [_row(request, names[request.id]) for request in requests]
+    ids = [request.id for request in requests]
+    choice_table(
+        rows, ids, None if chosen is None else chosen.id, key=_TABLE, columns=_COLUMNS, on_choice=note
+    )  # fmt: skip
 
 
 def _row(request: RequestState, name: str) -> dict[str, Any]:

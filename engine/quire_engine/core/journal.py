@@ -90,6 +90,11 @@ class Journal:
         """Requests that the engine has."""
         return len(self._entries) - len(self._unsent)
 
+    @property
+    def sent_ids(self) -> list[str]:
+        """The live requests that the engine has."""
+        return [request_id for request_id in self._entries if request_id not in self._unsent]
+
     def is_held(self, request_id: str) -> bool:
         """Whether it is live, and no engine has it."""
         return request_id in self._unsent
@@ -189,4 +194,5 @@ class Journal:
             num_preemptions=entry.num_preemptions,
             max_new_tokens=max_new_tokens,
             is_replay=is_replay,
+            age_ms=request.age_ms + 1000 * (self._clock() - entry.added_at) if request.slo_targets else 0.0,
         )

@@ -21,7 +21,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from quire_engine.config import EngineConfig
 from quire_engine.core.client import AsyncMPClient
@@ -57,10 +57,12 @@ class SupervisedClient:
 
     Args:
         config: all settings.
-        on_restart: called when an engine was started again, with the number of requests that were replayed.
+        on_restart: called when an engine was started again, with the ids of the requests that are replayed.
     """
 
-    def __init__(self, config: EngineConfig, on_restart: Callable[[int], None] = lambda num_replayed: None) -> None:
+    def __init__(
+        self, config: EngineConfig, on_restart: Callable[[Sequence[str]], None] = lambda replayed_ids: None
+    ) -> None:
         self._config = config
         self._on_restart = on_restart
         self._client = AsyncMPClient(config)
@@ -222,7 +224,7 @@ class SupervisedClient:
     def _handle_death(self, reason: str) -> None:
         """End the requests that end with the engine, and begin to start the next one."""
         self._client.stop_listening()
-        num_live = self._journal.num_sent
+        interrupted_ids = self._journal.sent_ids
         faulty_ids = self._journal.engine_died(self._client.has_begun)
         if faulty_ids:
             self._policy.note_progress()
@@ -230,11 +232,11 @@ class SupervisedClient:
             self._end(faulty_ids, f"the engine died of this request again and again; the last time: {reason}")
         else:
             self._end(self._journal.request_ids, reason)
-        num_replayed = max(num_live - len(self._outputs), 0)
-        logger.error("%s; it is started again, %d requests wait for it", reason, num_replayed)
+        replayed_ids = [request_id for request_id in interrupted_ids if request_id in self._journal]
+        logger.error("%s; it is started again, %d requests wait for it", reason, len(replayed_ids))
         self._outage = Outage(reason)
         self._restart = asyncio.get_running_loop().create_task(
-            self._start_again(self._outage, num_replayed), name="engine-restart"
+            self._start_again(self._outage, replayed_ids), name="engine-restart"
         )
 
     def _end(
@@ -257,7 +259,7 @@ class SupervisedClient:
             )
             self._has_outputs.set()
 
-    async def _start_again(self, outage: Outage, num_replayed: int) -> None:
+    async def _start_again(self, outage: Outage, replayed_ids: Sequence[str]) -> None:
         """Start engine cores until one is ready.
 
         Raises:
@@ -268,7 +270,7 @@ class SupervisedClient:
             delay = self._policy.delay_after_death()
             outage.next_try_at = time.monotonic() + delay
             if self._policy.is_tripped:
-                num_replayed = 0
+                replayed_ids = ()
                 self._stop_waiting(outage)
             await asyncio.sleep(delay)
             self._policy.engine_started()
@@ -289,9 +291,9 @@ class SupervisedClient:
         self._gave_up_waiting.clear()
         self._send_unsent()
         seconds = time.monotonic() - began_at
-        logger.warning("the engine is up again after %.1f s; %d requests go on", seconds, num_replayed)
+        logger.warning("the engine is up again after %.1f s; %d requests go on", seconds, len(replayed_ids))
         self.num_restarts += 1
-        self._on_restart(num_replayed)
+        self._on_restart(replayed_ids)
 
     def _stop_waiting(self, outage: Outage) -> None:
         """Engines die one after the other: end the requests that wait, and refuse new ones."""

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +22,7 @@ from quire_engine.messages import (
 )
 from quire_engine.outputs import CompletionOutput, Logprob, OnOutput, RequestOutput
 from quire_engine.slo import SLOVerdict, judge
-from quire_engine.stats import FinishedRequestStats, IterationStats
+from quire_engine.stats import AbortedBy, FinishedRequestStats, IterationStats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,6 +40,8 @@ class OutputProcessor:
         self._states: dict[str, RequestState] = {}
         self._parents: dict[str, ParentRequest] = {}
         self._token_texts: dict[int, str] = {}
+        self._num_running = 0
+        """Of the engine core, after its latest step."""
 
     @property
     def request_ids(self) -> list[str]:
@@ -56,14 +59,25 @@ class OutputProcessor:
         """
         if request.request_id in self._states or request.request_id in self._parents:
             raise RequestError("request_id", f"request_id {request.request_id!r} is that of a live request")
+        num_running = min(self._num_running, len(self._states))
+        num_waiting = len(self._states) - num_running
         if request.params.n == 1:
-            self._states[request.request_id] = RequestState(request, self._tokenizer, on_output)
+            state = self._states[request.request_id] = RequestState(request, self._tokenizer, on_output)
+            state.stats.num_running_before, state.stats.num_waiting_before = num_running, num_waiting
             return [request]
         parent = ParentRequest(request)
         self._parents[request.request_id] = parent
         for index, child in enumerate(parent.children):
-            self._states[child.request_id] = RequestState(child, self._tokenizer, on_output, parent, index)
+            state = self._states[child.request_id] = RequestState(child, self._tokenizer, on_output, parent, index)
+            state.stats.num_running_before, state.stats.num_waiting_before = num_running, num_waiting
         return parent.children
+
+    def note_replay(self, request_ids: Iterable[str]) -> None:
+        """Another engine core goes on with these requests of the engine core; those that have ended are ignored."""
+        for request_id in request_ids:
+            state = self._states.get(request_id)
+            if state is not None:
+                state.stats.num_replays += 1
 
     def live_requests(self, max_model_len: int) -> dict[str, LiveRequest]:
         """The live requests by their id in the engine core, in order of arrival."""
@@ -100,6 +114,8 @@ class OutputProcessor:
         now = time.monotonic()
         stats = IterationStats()
         to_abort = []
+        if outputs.scheduler_stats is not None:
+            self._num_running = outputs.scheduler_stats.num_running
         for output in outputs.outputs:
             state = self._states.get(output.request_id)
             if state is None:
@@ -116,12 +132,15 @@ class OutputProcessor:
                 to_abort += state.parent.live  # one sequence failed, and so the request has
         return stats, to_abort
 
-    def finish(self, request_id: str, reason: FinishReason, error: str | None = None) -> IterationStats:
+    def finish(
+        self, request_id: str, reason: FinishReason, error: str | None = None, aborted_by: AbortedBy | None = None
+    ) -> IterationStats:
         """End a request from this side: it was aborted, or its engine is gone. Unknown ids are ignored."""
         stats = IterationStats()
         for core_request_id in self.core_request_ids(request_id):
             state = self._states.get(core_request_id)
             if state is not None:
+                state.stats.aborted_by = aborted_by
                 output = EngineCoreOutput(core_request_id, finish_reason=reason, error=error)
                 self._process_one(state, output, time.monotonic(), stats)
         return stats
@@ -137,8 +156,9 @@ class OutputProcessor:
             for child_id in state.parent.live:
                 self._states.pop(child_id, None)
         metrics = state.finish_stats(str(FinishReason.ERROR), None, now)
+        error = "its output could not be processed"
         if is_live:  # or its end was recorded, and then could not be delivered
-            _add_verdict(request, metrics)
+            _add_verdict(request, metrics, error)
             stats.finished_requests.append(metrics)
         output = RequestOutput(
             request_id=request.request_id if state.parent is None else state.parent.request_id,
@@ -147,7 +167,7 @@ class OutputProcessor:
             outputs=[CompletionOutput(finish_reason=str(FinishReason.ERROR))],
             finished=True,
             metrics=metrics,
-            error="its output could not be processed",
+            error=error,
         )
         try:
             state.on_output(output)
@@ -199,7 +219,7 @@ class OutputProcessor:
             assert completion.finish_reason is not None
             result.metrics = state.finish_stats(completion.finish_reason, output.error_code, now)
             if state.parent is None:
-                _add_verdict(request, result.metrics, is_callers_fault=output.error_parameter is not None)
+                _add_verdict(request, result.metrics, output.error, is_callers_fault=output.error_parameter is not None)
                 stats.finished_requests.append(result.metrics)
         if state.parent is None:
             state.on_output(result)
@@ -217,7 +237,8 @@ class OutputProcessor:
         result.num_cached_tokens = parent.take_cached_tokens(result.num_cached_tokens)
         result.finished, result.metrics = total is not None, total
         if total is not None:
-            _add_verdict(state.request, total, is_callers_fault=result.error_parameter is not None)
+            _add_verdict(state.request, total, result.error, is_callers_fault=result.error_parameter is not None)
+            total.request_id = parent.request_id
             stats.finished_requests.append(total)
             del self._parents[parent.request_id]
             for live_id in parent.live:  # after an error
@@ -270,9 +291,13 @@ class OutputProcessor:
         return self._token_texts[token_id]
 
 
-def _add_verdict(request: ProcessedRequest, stats: FinishedRequestStats, *, is_callers_fault: bool = False) -> None:
-    """Judge an ended request by its objectives, unless the caller aborted it or it was invalid."""
+def _add_verdict(
+    request: ProcessedRequest, stats: FinishedRequestStats, error: str | None, *, is_callers_fault: bool = False
+) -> None:
+    """Say which request it was, and judge it by its objectives, unless the caller aborted it or it was invalid."""
     stats.traceparent, stats.label = request.traceparent, request.label
+    stats.request_id, stats.params, stats.prompt = request.request_id, request.params, request.prompt
+    stats.error, stats.slo_class = error, request.slo_class
     if stats.finish_reason == str(FinishReason.ABORT) or is_callers_fault:
         return
     if stats.error_code == ErrorCode.UNAVAILABLE.value:
@@ -287,4 +312,4 @@ def _add_verdict(request: ProcessedRequest, stats: FinishedRequestStats, *, is_c
             time_per_output_token_seconds=stats.time_per_output_token_seconds,
             decode_seconds=stats.decode_seconds,
         )
-    stats.slo_class, stats.slo_verdict, stats.slo_cause = request.slo_class, verdict.verdict, verdict.cause
+    stats.slo_verdict, stats.slo_cause = verdict.verdict, verdict.cause

@@ -96,4 +96,8 @@ class ParentRequest:
             num_longest_output_tokens=max(one.num_longest_output_tokens for one in stats),
             preemptions=sorted(stretch for one in stats for stretch in one.preemptions),
             error_code=next((one.error_code for one in stats if one.error_code is not None), None),
+            aborted_by=next((one.aborted_by for one in stats if one.aborted_by is not None), None),
+            num_replays=max(one.num_replays for one in stats),
+            num_running_before=first.num_running_before,
+            num_waiting_before=first.num_waiting_before,
         )

@@ -142,6 +142,7 @@ class FakeEngine:
     is_healthy: bool = True
     dead_error: str | None = None
     outage: str | None = None
+    chat_template: str | None = "[TOOL_CALLS]"
     events: list[str] = field(default_factory=list)
     sinks: dict[str, Callable[[RequestOutput], None]] = field(default_factory=dict)
     on_add: Callable[["FakeEngine", str], None] | None = None
@@ -192,7 +193,7 @@ class FakeEngine:
         sink = self.sinks[request_id] if not output.finished else self.sinks.pop(request_id)
         sink(output)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, by: str = "client") -> None:
         with self.changed:
             self.events.append("abort")
             self.changed.notify_all()

@@ -243,8 +243,9 @@ def test_what_was_refused_is_told_with_its_class_unless_it_was_the_callers_fault
     serving._draining = True
     refuse(request_of({"slo_class": "batch"}, text_input="Hi"))
     serving.shutdown()
-    assert [one.slo_class for one in rejected] == [None, None, "batch", "batch", "default", "batch"]
-    assert [one.slo_verdict for one in rejected] == [one.slo_class and "miss" for one in rejected]
+    assert [one.slo_class for one in rejected] == ["batch", "default", "batch", "batch", "default", "batch"]
+    assert [one.slo_verdict for one in rejected] == [None, None, *["miss"] * 4]
+    assert "text_input is empty" in (rejected[0].error or "")
     assert [one.error_code for one in rejected] == ["invalid_arg", "not_found", "internal", *["unavailable"] * 3]
     assert {(one.finish_reason, one.label, one.traceparent) for one in rejected} == {("rejected", "label", None)}
     assert all(0 < one.e2e_seconds < 60 for one in rejected)
@@ -352,7 +353,7 @@ def test_a_conversation_is_rendered_and_holds_nobody_else_up(engine: Any, serve:
     engine.on_add = emit_hello
     may_render = threading.Event()
 
-    def apply_chat_template(messages: list[Any]) -> list[int]:
+    def apply_chat_template(messages: list[Any], tools: Any, variables: Any) -> list[int]:
         assert may_render.wait(10)
         return [ord(character) for character in messages[0]["content"]]
 
@@ -368,7 +369,7 @@ def test_a_conversation_is_rendered_and_holds_nobody_else_up(engine: Any, serve:
 
 
 def test_a_conversation_that_cannot_be_rendered_is_the_clients_fault(engine: Any, serve: Any, request_of: Any) -> None:
-    def apply_chat_template(messages: list[Any]) -> list[int]:
+    def apply_chat_template(messages: list[Any], tools: Any, variables: Any) -> list[int]:
         if messages:
             return []
         raise RequestError("messages", "messages is empty")
@@ -388,7 +389,7 @@ def test_a_client_that_leaves_while_it_is_rendered_is_aborted(
     """Whether its own conversation is being rendered, or waits for another's."""
     renders, may_render = threading.Semaphore(0), threading.Event()
 
-    def apply_chat_template(messages: list[Any]) -> list[int]:
+    def apply_chat_template(messages: list[Any], tools: Any, variables: Any) -> list[int]:
         renders.release()
         assert may_render.wait(10)
         return [1]
@@ -411,7 +412,7 @@ def test_conversations_that_wait_are_answered_when_the_model_is_unloaded(
 ) -> None:
     renders, may_render = threading.Semaphore(0), threading.Event()
 
-    def apply_chat_template(messages: list[Any]) -> list[int]:
+    def apply_chat_template(messages: list[Any], tools: Any, variables: Any) -> list[int]:
         renders.release()
         assert may_render.wait(10)
         return [1]

@@ -175,7 +175,11 @@ def test_cancelled_and_impossible_requests_are_not_judged_and_refused_ones_are(f
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
-        assert recorder.verdicts() == [(None, None, None)]
+        assert recorder.verdicts() == [("default", None, None)]
+        refused, cancelled = recorder.finished
+        assert (refused.num_running_before, refused.num_waiting_before) == (1, 0)
+        assert "max_queued_requests" in (refused.error or "")
+        assert (cancelled.aborted_by, refused.aborted_by, cancelled.num_running_before) == ("client", None, 0)
 
     with engine(folder, step_seconds=0.05, max_num_seqs=1, max_queued_requests=0) as (llm, recorder):
         run(llm, main)
@@ -205,7 +209,7 @@ def test_a_request_that_could_never_be_served_is_not_judged(shared: SharedEngine
     async def main() -> None:
         with pytest.raises(RequestError, match="structured_outputs"):
             await last(llm, params(structured_outputs={"regex": "[a"}))
-        assert recorder.verdicts() == [(None, None, None)]
+        assert recorder.verdicts() == [("default", None, None)]
 
     shared.run(main)
 
@@ -230,6 +234,7 @@ def test_a_replayed_request_keeps_its_clock(folder: Path) -> None:
         assert metrics.time_to_first_token_seconds < killed_at - began_at
         assert metrics.decode_seconds > restarted_at - killed_at
         assert recorder.verdicts() == [("default", "good", "none")]
+        assert metrics.num_replays == 1
 
     with engine(folder, step_seconds=0.005) as (llm, recorder):
         run(llm, main)

@@ -9,7 +9,14 @@ import pytest
 from opentelemetry.proto.metrics.v1.metrics_pb2 import AGGREGATION_TEMPORALITY_CUMULATIVE
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from quire_engine.stats import DraftStats, FinishedRequestStats, IterationStats, SchedulerStats, StepStats
+from quire_engine.stats import (
+    DraftStats,
+    ExpertLoadStats,
+    FinishedRequestStats,
+    IterationStats,
+    SchedulerStats,
+    StepStats,
+)
 from quire_monitoring import MetricDefinition, MetricKind, TritonStatLogger
 from quire_monitoring.accumulator import Accumulator
 from quire_monitoring.definitions import series
@@ -22,6 +29,8 @@ LABELS = {"model": "m", "version": "1", "engine": "0"}
 SLO_CLASSES = ("default", "batch")
 WORKERS = [True, False]
 MAX_DRAFTS = 5
+EXPERTS = (3, 4)
+"""Layers and experts; the first layer has none."""
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -100,20 +109,28 @@ def random_history(rng: random.Random, num_steps: int) -> list[tuple[SchedulerSt
     history: list[tuple[SchedulerStats | None, IterationStats]] = []
     totals = Counter[str]()
     busy_seconds, drafts = [0.0] * len(WORKERS), DraftStats()
+    expert_tokens = [[0] * EXPERTS[1] for _ in range(EXPERTS[0])]
     for _ in range(num_steps):
         if rng.random() < 0.02:
             totals.clear()
             busy_seconds, drafts = [0.0] * len(WORKERS), DraftStats()
+            expert_tokens = [[0] * EXPERTS[1] for _ in range(EXPERTS[0])]
         for name in ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "num_block_evictions"):
             totals[name] += rng.randrange(3)
         busy_seconds = [own + rng.random() for own in busy_seconds]
         if rng.random() < 0.5:
             drafts.count(MAX_DRAFTS, rng.randint(0, MAX_DRAFTS))
+        expert_tokens[rng.randint(1, EXPERTS[0] - 1)][rng.randrange(EXPERTS[1])] += rng.randrange(3)
+        load = ExpertLoadStats(
+            [row.copy() if any(row) else [] for row in expert_tokens],
+            [sum(map(sum, expert_tokens))] * len(WORKERS), *(1 + rng.random() for _ in range(4)),
+        )  # fmt: skip
         waiting = rng.randrange(4)
         scheduler_stats = SchedulerStats(
             num_running=rng.randrange(9), num_waiting=waiting, num_waiting_for_fsm=rng.randint(0, waiting),
             num_blocks_used=rng.randrange(50), num_blocks_cached=rng.randrange(9), num_blocks_free=rng.randrange(9),
             rank_busy_seconds=busy_seconds, drafts=drafts.copy(), **totals,
+            expert_load=rng.choice([None, load]),
         )  # fmt: skip
         iteration = IterationStats(
             num_prompt_tokens=rng.randrange(9), num_cached_tokens=rng.randrange(5),
@@ -146,8 +163,10 @@ def random_request(rng: random.Random) -> FinishedRequestStats:
 
 def pair(aliases: bool = True) -> tuple[FakeServer, TritonStatLogger, PrometheusStatLogger]:
     server = FakeServer()
-    options: dict[str, Any] = {"slo_classes": SLO_CLASSES, "num_ranks": len(WORKERS), "aliases": aliases,
-                               "max_draft_tokens": MAX_DRAFTS}  # fmt: skip
+    options: dict[str, Any] = {
+        "slo_classes": SLO_CLASSES, "num_ranks": len(WORKERS), "aliases": aliases, "max_draft_tokens": MAX_DRAFTS,
+        "expert_shape": EXPERTS, "expert_metrics": aliases,
+    }  # fmt: skip
     triton = TritonStatLogger(server.make_family, LABELS, **options)
     triton._declare_all()  # it is flushed by hand, without the thread
     return server, triton, PrometheusStatLogger(LABELS, **options)
@@ -291,6 +310,27 @@ def test_vllms_series_have_its_labels() -> None:
                if name == "vllm:request_success_total"}  # fmt: skip
     assert success == {"stop": 1, "length": 0, "abort": 0, "error": 0}
     assert samples[FakeServer.sample("quire_requests_total", LABELS | {"outcome": "rejected"})] == 2
+
+
+def test_experts_that_are_idle_or_were_started_again() -> None:
+    _, _, prometheus = pair()
+    prometheus.start(lambda: True, lambda: WORKERS)
+    for num_running, tokens in (
+        (1, [[], [5, 1, 0, 0], []]),
+        (1, [[], [5, 4, 0, 0], [0, 0, 7, 0]]),
+        (0, [[], [2, 0, 0, 0], []]),
+    ):
+        load = ExpertLoadStats(tokens, [sum(map(sum, tokens)), 0], 1.5, 2.0, 3.0, 4.0)
+        prometheus.record(SchedulerStats(num_running=num_running, expert_load=load), IterationStats())
+        samples = scrape(prometheus)
+        worst = samples[
+            FakeServer.sample("quire_expert_imbalance_ratio", LABELS | {"over": "experts", "layers": "max"})
+        ]
+        assert worst == 4.0 * num_running, "there is none while nothing runs"
+    counted = {(dict(own)["layer"], dict(own)["expert"]): value for (name, own), value in samples.items()
+               if name == "quire_expert_tokens_total" and value}  # fmt: skip
+    assert counted == {("1", "0"): 7, ("1", "1"): 4, ("2", "2"): 7}
+    assert samples[FakeServer.sample("quire_expert_rank_tokens_total", LABELS | {"rank": "0"})] == 18
 
 
 def test_what_clients_say_adds_no_series() -> None:
