@@ -188,6 +188,14 @@ class FinishedRequestStats(msgspec.Struct):
     aborted_by: AbortedBy | None = None
     num_replays: int = 0
     """Deaths of the engine that it was replayed after."""
+    replays: list[float] = []
+    """When another engine took it over, each time, in seconds from its arrival."""
+    grammar_seconds: float | None = None
+    """From the engine core's admission until its grammar was compiled; None without one, or if it was known."""
+    prefill_chunks: list[tuple[float, int]] = []
+    """Of a prompt that took several steps: seconds from the engine core's admission to each chunk, and its tokens."""
+    is_streamed: bool = False
+    """Whether its client gets the text as it comes; the server's frontend says so."""
     num_running_before: int = 0
     """Requests in the running batch when it arrived."""
     num_waiting_before: int = 0

@@ -98,6 +98,9 @@ class ParentRequest:
             error_code=next((one.error_code for one in stats if one.error_code is not None), None),
             aborted_by=next((one.aborted_by for one in stats if one.aborted_by is not None), None),
             num_replays=max(one.num_replays for one in stats),
+            replays=max((one.replays for one in stats), key=len),
+            grammar_seconds=first.grammar_seconds,
+            prefill_chunks=first.prefill_chunks,
             num_running_before=first.num_running_before,
             num_waiting_before=first.num_waiting_before,
         )

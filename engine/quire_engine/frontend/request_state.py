@@ -89,6 +89,7 @@ class RequestState:
             own.time_to_first_token_seconds = now - self.request.arrival_time
             own.queue_seconds = output.queue_seconds
             own.num_cached_tokens = output.num_cached_tokens
+            own.grammar_seconds, own.prefill_chunks = output.grammar_seconds, output.prefill_chunks
             if self.parent is None or self.parent.take_first_token():
                 stats.time_to_first_token_seconds.append(own.time_to_first_token_seconds)
                 stats.num_prompt_tokens += own.num_prompt_tokens
