@@ -137,6 +137,8 @@ _ENGINE: tuple[MetricDefinition, ...] = (
     # vLLM's boards ask for these; by sums once a second they cost few round trips, however many requests end.
     _histogram("quire_request_inference_time_seconds", "From the request's first step to its last token",
                _REQUEST_BUCKETS, is_frequent=True),
+    _histogram("quire_request_params_max_tokens", "Tokens that the request may generate, where it says so",
+               _LENGTH_BUCKETS, is_frequent=True),
     _histogram("quire_request_computed_prompt_tokens", "Prompt tokens per request that were not found in the cache",
                _LENGTH_BUCKETS, is_frequent=True),
     _histogram("quire_request_longest_generation_tokens", "Generated tokens of the longest sequence, per request",
@@ -242,6 +244,7 @@ _ALIASES = {
     "quire_request_params_n": "vllm:request_params_n",
     "quire_iteration_tokens": "vllm:iteration_tokens_total",
     "quire_request_inference_time_seconds": "vllm:request_inference_time_seconds",
+    "quire_request_params_max_tokens": "vllm:request_params_max_tokens",
     "quire_request_computed_prompt_tokens": "vllm:request_prefill_kv_computed_tokens",
     "quire_request_longest_generation_tokens": "vllm:request_max_num_generation_tokens",
     "quire_cache_config_info": "vllm:cache_config_info",

@@ -9,6 +9,7 @@ import pytest
 from opentelemetry.proto.metrics.v1.metrics_pb2 import AGGREGATION_TEMPORALITY_CUMULATIVE
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from quire_engine.sampling_params import SamplingParams
 from quire_engine.stats import (
     DraftStats,
     ExpertLoadStats,
@@ -152,6 +153,7 @@ def random_request(rng: random.Random) -> FinishedRequestStats:
     return FinishedRequestStats(
         rng.choice(["stop", "length", "abort", "error", "novel"]),
         num_prompt_tokens=rng.randrange(1, 3000), num_output_tokens=rng.randrange(1000),
+        params=SamplingParams(max_tokens=rng.choice([None, rng.randint(1, 1000)])),
         num_longest_output_tokens=rng.randrange(1000),
         e2e_seconds=rng.choice([0.5, rng.expovariate(1)]), queue_seconds=rng.choice([None, rng.expovariate(10)]),
         prefill_seconds=rng.random(), decode_seconds=rng.random(),

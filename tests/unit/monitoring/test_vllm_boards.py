@@ -13,6 +13,7 @@ _HISTOGRAMS = (
     "inter_token_latency_seconds", "request_time_per_output_token_seconds", "request_queue_time_seconds",
     "request_inference_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
     "request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens", "request_params_n",
+    "request_params_max_tokens",
     "request_prefill_kv_computed_tokens", "iteration_tokens_total",
 )  # fmt: skip
 _COUNTERS = {
