@@ -4,7 +4,7 @@
 
     stat_logger = PrometheusStatLogger({"model": "m", "version": "1", "engine": "0"})
     llm = AsyncLLM(config, [stat_logger])
-    stat_logger.start(lambda: llm.is_healthy, llm.workers_up, llm.cache_config_info)
+    stat_logger.start(lambda: llm.is_healthy, llm.workers_up, llm.cache_config_info())
     prometheus_client.REGISTRY.register(stat_logger)
 """
 

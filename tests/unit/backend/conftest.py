@@ -152,11 +152,13 @@ class FakeEngine:
     def input_processor(self) -> "FakeEngine":
         return self
 
-    @property
-    def cache_config_info(self) -> dict[str, str]:
+    def cache_config_info(self, engine_index: int) -> dict[str, str]:
         return {"block_size": "16", "num_gpu_blocks": "64"}
 
-    def workers_up(self) -> list[bool]:
+    def is_engine_up(self, engine_index: int) -> bool:
+        return self.is_healthy
+
+    def workers_up(self, engine_index: int) -> list[bool]:
         return [self.is_healthy]
 
     def process(
