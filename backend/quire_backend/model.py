@@ -49,13 +49,8 @@ def expert_shape(config: EngineConfig) -> tuple[int, int] | None:
         return None
 
 
-def make_otel(config: EngineConfig, labels: Mapping[str, str], metrics: TritonStatLogger) -> "OtelStatLogger | None":
+def make_otel(config: EngineConfig, labels: Mapping[str, str]) -> "OtelStatLogger | None":
     """The exporter for the setting `otlp_endpoint`, if it is set.
-
-    Args:
-        config: all settings.
-        labels: model, version and engine.
-        metrics: what records the metrics that are sent, unless they are switched off.
 
     Raises:
         ValueError: its packages are not installed.
@@ -67,9 +62,7 @@ def make_otel(config: EngineConfig, labels: Mapping[str, str], metrics: TritonSt
         from quire_monitoring.otel import OtelStatLogger
     except ImportError as error:
         raise ValueError(f"otlp_endpoint needs the extra otel: pip install 'quire[otel]' ({error})") from None
-    keeps_statistics = config.frontend.metrics and not config.frontend.disable_log_stats
-    totals = metrics.totals() if keeps_statistics else None
-    return OtelStatLogger(endpoint, labels, totals, trace_sample_ratio=config.frontend.otlp_trace_sample_ratio)
+    return OtelStatLogger(endpoint, labels, trace_sample_ratio=config.frontend.otlp_trace_sample_ratio)
 
 
 def family_maker(config: EngineConfig, pbtxt: Mapping[str, Any]) -> Callable[[MetricDefinition], MetricFamily | None]:
@@ -158,7 +151,7 @@ class TritonPythonModel:
             for own_labels in all_labels
         ]
         self._metrics = ReplicaStatLoggers(loggers)
-        otels = [make_otel(config, own_labels, own) for own_labels, own in zip(all_labels, loggers, strict=True)]
+        otels = [make_otel(config, own_labels) for own_labels in all_labels]
         self._otels = [otel for otel in otels if otel is not None]
         frontend = config.frontend
         self._ended_requests = EndedRequestLog(
@@ -190,9 +183,12 @@ class TritonPythonModel:
             if status is not None:
                 status.close()
             raise
-        self._metrics.start(is_up=engine.is_engine_up, workers_up=engine.workers_up)
-        for otel in self._otels:
-            otel.start()
+        self._metrics.start(
+            is_up=engine.is_engine_up, workers_up=engine.workers_up, cache_config=engine.cache_config_info
+        )
+        if config.frontend.metrics and not config.frontend.disable_log_stats:
+            for otel, own in zip(self._otels, loggers, strict=False):  # all have one, or none has
+                otel.start(own.totals())
         logger.info("model %s is served by the Quire engine", args["model_name"])
 
     def execute(self, requests: Sequence[TritonRequest]) -> None:

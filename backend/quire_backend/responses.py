@@ -104,7 +104,8 @@ def _positions(positions: "Sequence[dict[int, Logprob] | None] | None") -> str:
 
 _NOT_TOLD = {
     "traceparent", "label", "request_id", "params", "prompt", "error", "aborted_by",  # the client knows them
-    "num_running_before", "num_waiting_before",  # are about others
+    "is_streamed",
+    "num_running_before", "num_waiting_before", "prefill_chunks",  # are about others
 }  # fmt: skip
 
 

@@ -411,6 +411,8 @@ class Serving:
         if not output.finished:
             self._responses.put(stream, output)
             return
+        if output.metrics is not None:  # recorded after this turn of the loop
+            output.metrics.is_streamed = stream.options.stream
         failure = failure_of(output, cancelled=stream.cancelled, draining=self._draining)
         if failure is not None:
             if stream.cancelled:

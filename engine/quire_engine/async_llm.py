@@ -118,6 +118,17 @@ class AsyncLLM:
         """Process ids of their workers; empty if the engine cores themselves are the only ones."""
         return [pid for replica in self._client.replicas for pid in replica.worker_pids]
 
+    def cache_config_info(self, engine_index: int = 0) -> dict[str, str]:
+        """How the KV cache of an engine is made, under vLLM's names."""
+        cache, ready = self.config.cache, self._client.replicas[engine_index].ready
+        return {
+            "block_size": str(ready.block_size),
+            "cache_dtype": cache.kv_cache_dtype,
+            "enable_prefix_caching": str(cache.enable_prefix_caching),
+            "gpu_memory_utilization": str(cache.gpu_memory_utilization),
+            "num_gpu_blocks": str(ready.num_blocks),
+        }
+
     def workers_up(self, engine_index: int = 0) -> list[bool]:
         """By rank of an engine, whether its process runs; the engine core's, for ranks that have none of their own."""
         pids, is_up = self._client.replicas[engine_index].worker_pids, self.is_engine_up(engine_index)

@@ -161,6 +161,11 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     """With `ErrorCode.UNAVAILABLE`: an estimate of when to try again."""
     num_draft_tokens: int = 0
     """Drafts that the step computed. All but one of the new tokens are accepted drafts."""
+    grammar_seconds: float | None = None
+    """From its arrival in the engine core until its grammar was compiled: set with the first token, if it has one."""
+    prefill_chunks: list[tuple[float, int]] = []
+    """Of a prompt that took several steps, the latest chunks: seconds from its arrival in the engine core, and tokens.
+    Set with the first token."""
     predicted_ttft_seconds: float | None = None
     """With the first token, or a refusal: from the request's arrival to its first token, as was predicted; None if that
     was not."""

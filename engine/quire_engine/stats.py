@@ -162,6 +162,8 @@ class FinishedRequestStats(msgspec.Struct):
     """None when it ended before its first token."""
     num_sequences: int = 1
     """Sequences that were generated side by side; the number of output tokens is that of all."""
+    num_longest_output_tokens: int = 0
+    """Output tokens of the longest of these."""
     error_code: str | None = None
     """Value of the `ErrorCode`, for a request that was refused or missed its deadline."""
     slo_class: str | None = None
@@ -190,6 +192,14 @@ class FinishedRequestStats(msgspec.Struct):
     aborted_by: AbortedBy | None = None
     num_replays: int = 0
     """Deaths of the engine that it was replayed after."""
+    replays: list[float] = []
+    """When another engine took it over, each time, in seconds from its arrival."""
+    grammar_seconds: float | None = None
+    """From the engine core's admission until its grammar was compiled; None without one, or if it was known."""
+    prefill_chunks: list[tuple[float, int]] = []
+    """Of a prompt that took several steps: seconds from the engine core's admission to each chunk, and its tokens."""
+    is_streamed: bool = False
+    """Whether its client gets the text as it comes; the server's frontend says so."""
     num_running_before: int = 0
     """Requests in the running batch when it arrived."""
     num_waiting_before: int = 0

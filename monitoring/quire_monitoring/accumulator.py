@@ -15,7 +15,7 @@ from typing import TypeVar
 from quire_engine.slo import DEFAULT_CLASS
 from quire_engine.stats import DraftStats, ExpertLoadStats, FinishedRequestStats, IterationStats, SchedulerStats
 
-from quire_monitoring.definitions import OUTCOMES, REFUSALS, WINDOWS, Series, aliases_of, series
+from quire_monitoring.definitions import LORA_INFO, OUTCOMES, REFUSALS, WINDOWS, Series, aliases_of, series
 from quire_monitoring.goodput import Goodput
 
 __all__ = ["Accumulator", "Reader"]
@@ -49,6 +49,8 @@ class Accumulator:
         self._readers: list[Reader] = []
         self._goodput = Goodput(self._slo_classes, WINDOWS, clock)
         self._scheduler_stats = SchedulerStats()
+        self.cache_info: Series | None = None
+        """The series whose labels say how the KV cache is made, once that is known."""
         self._has_experts, self._counts_each_expert = expert_shape is not None, expert_metrics
         self._expert_load: ExpertLoadStats | None = None
         """The last that came."""
@@ -157,6 +159,11 @@ class Accumulator:
             observations[_REQUEST_PROMPT].append(request.num_prompt_tokens)
             observations[_REQUEST_GENERATION].append(request.num_output_tokens)
             observations[_SEQUENCES].append(request.num_sequences)
+            if request.params is not None and request.params.max_tokens is not None:
+                observations[_MAX_TOKENS].append(request.params.max_tokens)
+            observations[_INFERENCE].append(request.prefill_seconds + request.decode_seconds)
+            observations[_COMPUTED_PROMPT].append(request.num_prompt_tokens - request.num_cached_tokens)
+            observations[_LONGEST].append(request.num_longest_output_tokens)
         if request.time_per_output_token_seconds is not None:
             observations[_PER_TOKEN].append(request.time_per_output_token_seconds)
         if request.predicted_ttft_seconds is not None and request.time_to_first_token_seconds:
@@ -226,7 +233,10 @@ class Accumulator:
             _BLOCKS_FREE: stats.num_blocks_free,
             _USAGE: stats.kv_cache_usage,
         }
+        if self.cache_info is not None:
+            gauges[self.cache_info] = 1.0
         if aliases:
+            gauges[_LORA_INFO] = self._server_start_time
             for one, value in list(gauges.items()):
                 for alias in aliases_of(one):
                     gauges[alias] = gauges.get(alias, 0.0) + value
@@ -340,9 +350,14 @@ _DECODE = series("quire_request_decode_time_seconds")
 _REQUEST_PROMPT = series("quire_request_prompt_tokens")
 _REQUEST_GENERATION = series("quire_request_generation_tokens")
 _SEQUENCES = series("quire_request_params_n")
+_MAX_TOKENS = series("quire_request_params_max_tokens")
+_INFERENCE = series("quire_request_inference_time_seconds")
+_COMPUTED_PROMPT = series("quire_request_computed_prompt_tokens")
+_LONGEST = series("quire_request_longest_generation_tokens")
 _STEP_TOKENS = series("quire_iteration_tokens")
 _SCHEDULE = series("quire_step_seconds", phase="schedule")
 _EXECUTE = series("quire_step_seconds", phase="execute")
 _UPDATE = series("quire_step_seconds", phase="update")
 _PREDICTION_ERROR = series("quire_ttft_prediction_error_ratio")
 _CANCEL_TO_FREE = series("quire_cancel_to_free_seconds")
+_LORA_INFO = series(LORA_INFO.name, **LORA_INFO.label_sets()[0])

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 
-__all__ = ["METRICS", "OUTCOMES", "REFUSALS", "WINDOWS", "MetricDefinition", "MetricKind", "Series", "aliases_of",
-           "make_aliases", "make_metrics", "series"]  # fmt: skip
+__all__ = ["LORA_INFO", "METRICS", "OUTCOMES", "REFUSALS", "WINDOWS", "MetricDefinition", "MetricKind", "Series",
+           "aliases_of", "make_aliases", "make_cache_info", "make_metrics", "series"]  # fmt: skip
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
 """A metric's name and its own labels."""
@@ -137,6 +137,15 @@ _ENGINE: tuple[MetricDefinition, ...] = (
     _histogram("quire_request_prompt_tokens", "Prompt tokens per request", _LENGTH_BUCKETS),
     _histogram("quire_request_generation_tokens", "Generated tokens per request", _LENGTH_BUCKETS),
     _histogram("quire_request_params_n", "Sequences per request", _SEQUENCES_BUCKETS),
+    # vLLM's boards ask for these; by sums once a second they cost few round trips, however many requests end.
+    _histogram("quire_request_inference_time_seconds", "From the request's first step to its last token",
+               _REQUEST_BUCKETS, is_frequent=True),
+    _histogram("quire_request_params_max_tokens", "Tokens that the request may generate, where it says so",
+               _LENGTH_BUCKETS, is_frequent=True),
+    _histogram("quire_request_computed_prompt_tokens", "Prompt tokens per request that were not found in the cache",
+               _LENGTH_BUCKETS, is_frequent=True),
+    _histogram("quire_request_longest_generation_tokens", "Generated tokens of the longest sequence, per request",
+               _LENGTH_BUCKETS, is_frequent=True),
     _histogram("quire_iteration_tokens", "Tokens computed per step", _STEP_TOKENS_BUCKETS, is_frequent=True),
     _histogram("quire_step_seconds", "What a step of the engine core took, by phase", _STEP_BUCKETS, is_frequent=True,
                phase=PHASES),
@@ -200,6 +209,15 @@ def make_metrics(
     )  # fmt: skip
 
 
+def make_cache_info(labels: Mapping[str, str]) -> MetricDefinition:
+    """The metric that is always 1, whose labels say how the KV cache is made.
+
+    Args:
+        labels: under vLLM's names.
+    """
+    return _gauge("quire_cache_config_info", "How the KV cache is made", **{k: (v,) for k, v in labels.items()})
+
+
 METRICS = make_metrics()
 """All metrics of a model with one rank and no classes of objectives but the default one."""
 
@@ -232,10 +250,27 @@ _ALIASES = {
     "quire_request_generation_tokens": "vllm:request_generation_tokens",
     "quire_request_params_n": "vllm:request_params_n",
     "quire_iteration_tokens": "vllm:iteration_tokens_total",
+    "quire_request_inference_time_seconds": "vllm:request_inference_time_seconds",
+    "quire_request_params_max_tokens": "vllm:request_params_max_tokens",
+    "quire_request_computed_prompt_tokens": "vllm:request_prefill_kv_computed_tokens",
+    "quire_request_longest_generation_tokens": "vllm:request_max_num_generation_tokens",
+    "quire_cache_config_info": "vllm:cache_config_info",
 }
 """Our name → vLLM's, of a metric that means the same. (`iteration_tokens_total` is a histogram there, too.)"""
-_OLD_ALIASES = {"quire_inter_token_latency_seconds": "vllm:time_per_output_token_seconds"}
+_OLD_ALIASES = {
+    "quire_inter_token_latency_seconds": "vllm:time_per_output_token_seconds",
+    "quire_kv_cache_usage_ratio": "vllm:gpu_cache_usage_perc",
+    "quire_prefix_cache_queries_total": "vllm:gpu_prefix_cache_queries_total",
+    "quire_prefix_cache_hits_total": "vllm:gpu_prefix_cache_hits_total",
+}
 """Earlier names of vLLM's. vllm_backend and many dashboards still use them."""
+LORA_INFO = MetricDefinition(
+    name="vllm:lora_requests_info",
+    kind=MetricKind.GAUGE,
+    help="Adapters of requests: there are none. Gateways of Kubernetes ask for it",
+    labels={"max_lora": ("0",), "running_lora_adapters": ("",), "waiting_lora_adapters": ("",)},
+)
+"""Only under vLLM's name. Its value is a time there, too."""
 
 _ALIAS_LABELS = {"quire_requests_waiting": {}, "quire_requests_total": {"outcome": "finished_reason"}}
 """Where the labels differ, what becomes of each; one that is not there is summed over."""
@@ -264,4 +299,4 @@ def make_aliases(metrics: Sequence[MetricDefinition]) -> tuple[MetricDefinition,
         for name, label_sets in found.items():
             values = {label: tuple(dict.fromkeys(own[label] for own in label_sets)) for label in label_sets[0]}
             aliases.append(replace(metric, name=name, labels=values, combinations=()))
-    return tuple(aliases)
+    return (*aliases, LORA_INFO)

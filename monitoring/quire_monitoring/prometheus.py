@@ -4,7 +4,7 @@
 
     stat_logger = PrometheusStatLogger({"model": "m", "version": "1", "engine": "0"})
     llm = AsyncLLM(config, [stat_logger])
-    stat_logger.start(lambda: llm.is_healthy, llm.workers_up)
+    stat_logger.start(lambda: llm.is_healthy, llm.workers_up, llm.cache_config_info())
     prometheus_client.REGISTRY.register(stat_logger)
 """
 
@@ -15,7 +15,14 @@ from prometheus_client.registry import Collector
 from quire_engine.stats import IterationStats, SchedulerStats
 
 from quire_monitoring.accumulator import Accumulator
-from quire_monitoring.definitions import MetricKind, make_aliases, make_metrics
+from quire_monitoring.definitions import (
+    MetricDefinition,
+    MetricKind,
+    make_aliases,
+    make_cache_info,
+    make_metrics,
+    series,
+)
 from quire_monitoring.histograms import bucket_bound
 from quire_monitoring.totals import Family, Histogram, Totals
 
@@ -52,23 +59,37 @@ class PrometheusStatLogger(Collector):
         aliases: bool = True,
     ) -> None:
         classes = tuple(slo_classes)
-        metrics = make_metrics(classes, num_ranks, max_draft_tokens, expert_shape, expert_metrics)
+        self._aliases = aliases
+        self._metrics = make_metrics(classes, num_ranks, max_draft_tokens, expert_shape, expert_metrics)
         self._num_pending = 0
         self._is_up: Callable[[], bool] = lambda: False
         self._workers_up: Callable[[], Sequence[bool]] = lambda: [False] * num_ranks
         self._accumulator = Accumulator(classes, expert_shape=expert_shape, expert_metrics=expert_metrics)
         self._totals = Totals(
             self._accumulator,
-            (*metrics, *(make_aliases(metrics) if aliases else ())),
+            self._definitions(),
             labels,
             lambda: (self._is_up(), self._workers_up()),
             aliases=aliases,
         )
 
-    def start(self, is_up: Callable[[], bool], workers_up: Callable[[], Sequence[bool]] | None = None) -> None:
+    def start(
+        self,
+        is_up: Callable[[], bool],
+        workers_up: Callable[[], Sequence[bool]] | None = None,
+        cache_config: Mapping[str, str] | None = None,
+    ) -> None:
         """Set the sources of health; see `TritonStatLogger.start`. Both are called at every scrape."""
         self._is_up = is_up
         self._workers_up = workers_up or (lambda: [is_up()])
+        if cache_config is not None:
+            info = make_cache_info(cache_config)
+            self._accumulator.cache_info = series(info.name, **cache_config)
+            self._totals.definitions = self._definitions(info)
+
+    def _definitions(self, *more: MetricDefinition) -> tuple[MetricDefinition, ...]:
+        metrics = (*self._metrics, *more)
+        return (*metrics, *(make_aliases(metrics) if self._aliases else ()))
 
     def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
         """Record one step; returns at once."""

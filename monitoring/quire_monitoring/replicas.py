@@ -5,7 +5,8 @@ less, and what one engine is doing can be told from what all do.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from quire_engine.stats import IterationStats, SchedulerStats, StatLogger
 
@@ -45,15 +46,21 @@ class ReplicaStatLoggers(ByEngine):
         """Whether the server takes custom metrics; known once it has started."""
         return self._loggers[0].enabled
 
-    def start(self, is_up: Callable[[int], bool], workers_up: Callable[[int], Sequence[bool]]) -> None:
+    def start(
+        self,
+        is_up: Callable[[int], bool],
+        workers_up: Callable[[int], Sequence[bool]],
+        cache_config: Callable[[int], Mapping[str, str]],
+    ) -> None:
         """Create all series, and start to write.
 
         Args:
             is_up: whether an engine is healthy, by its index.
             workers_up: the same for each of its ranks.
+            cache_config: how its KV cache is made; see `TritonStatLogger.start`.
         """
         for index, logger in enumerate(self._loggers):
-            logger.start(lambda index=index: is_up(index), lambda index=index: workers_up(index))  # type: ignore[misc]
+            logger.start(partial(is_up, index), partial(workers_up, index), cache_config(index))
 
     def stop(self) -> bool:
         """End all; see `TritonStatLogger.stop`. Returns whether all series were removed."""

@@ -24,7 +24,15 @@ from typing import Any, Protocol
 from quire_engine.stats import IterationStats, SchedulerStats
 
 from quire_monitoring.accumulator import Accumulator
-from quire_monitoring.definitions import MetricDefinition, MetricKind, Series, make_aliases, make_metrics, series
+from quire_monitoring.definitions import (
+    MetricDefinition,
+    MetricKind,
+    Series,
+    make_aliases,
+    make_cache_info,
+    make_metrics,
+    series,
+)
 from quire_monitoring.histograms import bucket_bound, cumulative_counts
 from quire_monitoring.totals import Totals
 
@@ -86,10 +94,9 @@ class TritonStatLogger:
     ) -> None:
         classes = tuple(slo_classes)
         self._make_family, self._labels = make_family, dict(labels)
-        self._metric_definitions = make_metrics(classes, num_ranks, max_draft_tokens, expert_shape, expert_metrics)
-        aliased = make_aliases(self._metric_definitions) if aliases else ()
-        self._definitions = (*self._metric_definitions, *aliased)
         self._aliases = aliases
+        self._metric_definitions = make_metrics(classes, num_ranks, max_draft_tokens, expert_shape, expert_metrics)
+        self._definitions = (*self._metric_definitions, *self._aliased())
         self._accumulator = Accumulator(
             classes, expert_shape=expert_shape, expert_metrics=expert_metrics, server_start_time=server_start_time
         )
@@ -124,19 +131,33 @@ class TritonStatLogger:
         """Whether the server takes custom metrics; known once it has started."""
         return bool(self._metrics)
 
+    def _aliased(self) -> tuple[MetricDefinition, ...]:
+        return make_aliases(self._metric_definitions) if self._aliases else ()
+
     def totals(self) -> Totals:
-        """The same metrics, without vLLM's names, for another exporter; also where the server itself takes none."""
+        """The same metrics, without vLLM's names, for another exporter; also where the server itself takes none. Those
+        that are known when this is called."""
         return Totals(
             self._accumulator, self._metric_definitions, self._labels, lambda: (self._is_up(), self._workers_up())
         )
 
-    def start(self, is_up: Callable[[], bool], workers_up: Callable[[], Sequence[bool]] | None = None) -> None:
+    def start(
+        self,
+        is_up: Callable[[], bool],
+        workers_up: Callable[[], Sequence[bool]] | None = None,
+        cache_config: Mapping[str, str] | None = None,
+    ) -> None:
         """Create all series, and start to write. Before, while the model loads, they would have nothing to show.
 
         Args:
             is_up: whether the engine is healthy; called from the writing thread.
             workers_up: the same for each rank; unset: there is one, which is up if the engine is.
+            cache_config: how the KV cache is made, under vLLM's names, for a metric that says so.
         """
+        if cache_config is not None:
+            self._metric_definitions = (*self._metric_definitions, make_cache_info(cache_config))
+            self._definitions = (*self._metric_definitions, *self._aliased())
+            self._accumulator.cache_info = series("quire_cache_config_info", **cache_config)
         self._is_up = is_up
         self._workers_up = workers_up or (lambda: [is_up()])
         self._declare_all()

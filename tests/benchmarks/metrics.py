@@ -77,8 +77,8 @@ def measure_otlp() -> None:
     labels = {"model": "m", "version": "1", "engine": "0"}
     with collect() as collector:
         totals = TritonStatLogger(lambda definition: None, labels).totals()
-        stat_logger = OtelStatLogger(collector.endpoint, labels, totals, export_interval_seconds=0.1)
-        stat_logger.start()
+        stat_logger = OtelStatLogger(collector.endpoint, labels, export_interval_seconds=0.1)
+        stat_logger.start(totals)
         collector.wait_for(lambda: collector.num_exports > 2)  # it is connected
         exports, seconds = collector.num_exports, time.process_time()
         collector.wait_for(lambda: collector.num_exports >= exports + 30)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from quire_monitoring import MetricKind, make_aliases, make_metrics
+from quire_monitoring.definitions import make_cache_info
 from support.clients import Answer, ask, ask_all, run, with_client
 from support.serving import ROOT, Server, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
@@ -23,6 +24,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "judged": {"slo": SLO, "max_num_seqs": 1, "max_queued_requests": 0},
     "plain": {"metric_aliases": "none", "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
 }
+CACHE = {
+    "block_size": "16", "cache_dtype": "auto", "enable_prefix_caching": "True", "gpu_memory_utilization": "0.9",
+}  # fmt: skip
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
@@ -73,6 +77,8 @@ def test_metrics_are_those_of_the_table(server: Server) -> None:
         drafts = settings.get("speculative_config", {}).get("num_speculative_tokens", 0)
         metrics = make_metrics(settings.get("slo", {"default": {}}), max_draft_tokens=drafts)
         samples, types = scrape(server, model)
+        num_blocks = sum(number for (name, _), number in samples.items() if name == "quire_kv_blocks")
+        metrics = (*metrics, make_cache_info({**CACHE, "num_gpu_blocks": f"{num_blocks:.0f}"}))
         expected = set()
         for definition in (*metrics, *(make_aliases(metrics) if model == "judged" else ())):
             for own in definition.label_sets():

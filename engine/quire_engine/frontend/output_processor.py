@@ -78,6 +78,7 @@ class OutputProcessor:
             state = self._states.get(request_id)
             if state is not None:
                 state.stats.num_replays += 1
+                state.stats.replays.append(time.monotonic() - state.request.arrival_time)
 
     def live_requests(self, max_model_len: int) -> dict[str, LiveRequest]:
         """The live requests by their id in the engine core, in order of arrival."""

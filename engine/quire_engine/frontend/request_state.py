@@ -91,6 +91,7 @@ class RequestState:
             own.queue_seconds = output.queue_seconds
             own.num_cached_tokens = output.num_cached_tokens
             own.predicted_ttft_seconds = output.predicted_ttft_seconds
+            own.grammar_seconds, own.prefill_chunks = output.grammar_seconds, output.prefill_chunks
             if self.parent is None or self.parent.take_first_token():
                 stats.time_to_first_token_seconds.append(own.time_to_first_token_seconds)
                 stats.num_prompt_tokens += own.num_prompt_tokens
@@ -100,6 +101,7 @@ class RequestState:
             stats.inter_token_seconds += [(now - self.last_token_time) / num_new_tokens] * num_new_tokens
         self.last_token_time = now
         own.num_output_tokens += num_new_tokens
+        own.num_longest_output_tokens = own.num_output_tokens
         stats.num_generation_tokens += num_new_tokens
 
     def finish_stats(self, finish_reason: str, error_code: ErrorCode | None, now: float) -> FinishedRequestStats:

@@ -61,6 +61,7 @@ class Request:
         "eos_token_ids",
         "events",
         "grammar",
+        "grammar_seconds",
         "is_drafted",
         "is_replay",
         "last_stale_step",
@@ -126,6 +127,8 @@ class Request:
         self.scheduled_at: float | None = None
         self.grammar: Grammar | None = None
         """The output's position in its grammar, once the grammar is compiled. Survives preemption, like the output."""
+        self.grammar_seconds: float | None = None
+        """From its arrival until that was compiled; None if it was there already, or is not yet."""
         self.arrival = 0
         """The scheduler's number for it, in order of arrival."""
         self.message_number = 0

@@ -60,6 +60,8 @@ def take_result(
         if len(token_ids) == request.num_prompt_tokens and request.scheduled_at is not None:
             output.queue_seconds = request.scheduled_at - request.queued_at
             output.num_cached_tokens = request.num_cached_tokens
+            output.grammar_seconds = request.grammar_seconds
+            output.prefill_chunks = _prefill_chunks(request)
             output.prompt_logprobs = request.take_prompt_logprobs()
         stopped: tuple[FinishReason, int | None] | None = None
         for token_id in new_token_ids:
@@ -82,6 +84,13 @@ def take_result(
             complete.append(request_id)
         outputs.append(output)
     return outputs, complete
+
+
+def _prefill_chunks(request: Request) -> list[tuple[float, int]]:
+    """When each chunk of a prompt was scheduled, if there were several; see `EngineCoreOutput`."""
+    computed = [(at, tokens) for kind, at, tokens in request.events if kind in ("scheduled", "prefill_chunk")]
+    chunks = [(at - request.queued_at, tokens) for at, tokens in computed]
+    return chunks if len(chunks) > 1 else []
 
 
 def _accepts(request: Request, token_id: int) -> bool:

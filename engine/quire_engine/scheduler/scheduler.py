@@ -147,6 +147,7 @@ class Scheduler:
         if request in self.waiting_for_fsm:
             self.waiting_for_fsm.remove(request)
             request.status = RequestStatus.WAITING
+            request.grammar_seconds = self._clock() - request.queued_at
             self._structured[request.request_id] = request
             self.waiting.add(request)
 

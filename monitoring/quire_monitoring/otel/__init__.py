@@ -20,6 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
+from functools import partial
 
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -48,7 +49,6 @@ class OtelStatLogger:
     Args:
         endpoint: of the collector's gRPC receiver, as `host:port` or `http://host:port`; `https://` is encrypted.
         labels: model, version and engine.
-        totals: the engine's metrics, which another `StatLogger` records; None: no metrics are sent, only traces.
         trace_sample_ratio: share of the requests that have a trace; a caller's own decision overrides it.
         export_interval_seconds: between two exports of the metrics; spans wait for a tenth of that.
     """
@@ -57,7 +57,6 @@ class OtelStatLogger:
         self,
         endpoint: str,
         labels: Mapping[str, str],
-        totals: Totals | None,
         *,
         trace_sample_ratio: float = 1.0,
         export_interval_seconds: float = 10.0,
@@ -75,18 +74,22 @@ class OtelStatLogger:
         delay_ms = 100 * export_interval_seconds
         self._tracer_provider.add_span_processor(BatchSpanProcessor(spans, schedule_delay_millis=delay_ms))
         self._traces = RequestTraces(self._tracer_provider.get_tracer("quire", version()), attributes)
-        self._histograms = self._sender = None
-        if totals is not None:
-            self._histograms = GenAIHistograms(attributes)
-            self._sender = MetricSender(metrics, resource, totals, self._histograms, export_interval_seconds)
+        self._histograms = GenAIHistograms(attributes)
+        self._sender: MetricSender | None = None
+        self._make_sender = partial(
+            MetricSender, metrics, resource, self._histograms, interval_seconds=export_interval_seconds
+        )
         self._ended: queue.Queue[tuple[int, FinishedRequestStats] | None] = queue.Queue(MAX_PENDING)
         self._thread = threading.Thread(target=self._run, name="quire-otel", daemon=True)
         self._thread.start()
 
-    def start(self) -> None:
-        """Begin to send metrics; before, while the model loads, they would have nothing to show."""
-        if self._sender is not None:
-            self._sender.start()
+    def start(self, totals: Totals) -> None:
+        """Begin to send metrics; unless this is called, only traces are sent.
+
+        Args:
+            totals: the engine's metrics, which another `StatLogger` records.
+        """
+        self._sender = self._make_sender(totals)
 
     def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
         """Record the ended requests; returns at once."""
@@ -108,6 +111,7 @@ class OtelStatLogger:
         # A collector that hangs must not delay the end; the threads are daemons.
         if self._sender is not None:
             self._sender.stop(STOP_SECONDS)
+        self._histograms.shutdown()
         thread = threading.Thread(target=self._tracer_provider.shutdown, daemon=True)
         thread.start()
         thread.join(STOP_SECONDS)
@@ -118,8 +122,7 @@ class OtelStatLogger:
 
     def _export(self, end: int, request: FinishedRequestStats) -> None:
         try:
-            if self._histograms is not None:
-                self._histograms.record(request, error_type(request))
+            self._histograms.record(request, error_type(request))
             self._traces.make(end, request)
         except Exception:
             logger.exception("the trace of a request could not be made")

@@ -123,8 +123,8 @@ class MetricSender:
     Args:
         exporter: where to.
         resource: what sends.
-        totals: the engine's own metrics.
         histograms: those of the conventions.
+        totals: the engine's own metrics.
         interval_seconds: between two exports.
     """
 
@@ -132,8 +132,8 @@ class MetricSender:
         self,
         exporter: MetricExporter,
         resource: Resource,
-        totals: Totals,
         histograms: GenAIHistograms,
+        totals: Totals,
         interval_seconds: float,
     ) -> None:
         self._exporter, self._resource, self._totals, self._histograms = exporter, resource, totals, histograms
@@ -142,16 +142,12 @@ class MetricSender:
         self._start_time = time.time_ns()
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="quire-otel-metrics", daemon=True)
-
-    def start(self) -> None:
-        """Begin to send."""
         self._thread.start()
 
     def stop(self, timeout: float) -> None:
-        """Send the last values, for some seconds at most, and end the thread. Nothing is sent that was not started."""
+        """Send the last values, for some seconds at most, and end the thread."""
         self._is_stopping.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout)
+        self._thread.join(timeout)
 
     def _run(self) -> None:
         is_last = False
@@ -162,7 +158,6 @@ class MetricSender:
             except Exception:
                 logger.exception("metrics could not be exported")
         self._exporter.shutdown()
-        self._histograms.shutdown()
 
     def _read(self) -> MetricsData:
         own = [self._metric(family, time.time_ns()) for family in self._totals.read()]

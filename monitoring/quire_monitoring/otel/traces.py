@@ -44,39 +44,94 @@ class RequestTraces:
         )
         if span.is_recording():
             for kind in error_type(request).values():
-                span.set_status(Status(StatusCode.ERROR, kind))
+                span.set_status(Status(StatusCode.ERROR, request.error or kind))
             context = set_span_in_context(span, parent)
             for name, begin_seconds, end_seconds in _phases(request):
                 child = self._tracer.start_span(name, context, start_time=start + int(1e9 * begin_seconds))
+                for event, seconds, event_attributes in _events(request).get(name, ()):
+                    child.add_event(event, event_attributes, start + int(1e9 * seconds))
                 child.end(start + int(1e9 * end_seconds))
+            for seconds in request.replays:
+                span.add_event("replay", timestamp=start + int(1e9 * seconds))
         span.end(end)
 
     def _span_attributes(self, request: FinishedRequestStats) -> dict[str, Any]:
         optional = {
-            "gen_ai.response.id": request.label,
-            "quire.slo.class": request.slo_class,
+            "gen_ai.response.id": request.label or request.request_id,
+            "quire.request.id": request.request_id,
+            "quire.request.label": request.label,
+            "quire.slo.class": request.slo_class if request.slo_verdict else None,
             "quire.slo.predicted_ttft": request.predicted_ttft_seconds,
             "quire.refusal": request.refusal,
             "quire.slo.verdict": request.slo_verdict,
             "quire.slo.cause": request.slo_cause,
+            "quire.aborted_by": request.aborted_by,
         }
         attributes = {
             **self._attributes,
             **error_type(request),
             **{name: value for name, value in optional.items() if value},
-        }  # fmt: skip
+        }
         if request.finish_reason == REJECTED:
             return attributes
         return {
             **attributes,
+            **_asked(request),
             "gen_ai.request.choice.count": request.num_sequences,
+            "gen_ai.request.stream": request.is_streamed,
             "gen_ai.response.finish_reasons": [request.finish_reason],
             "gen_ai.usage.input_tokens": request.num_prompt_tokens,
             "gen_ai.usage.output_tokens": request.num_output_tokens,
-            "quire.num_cached_tokens": request.num_cached_tokens,
+            "gen_ai.usage.cache_read.input_tokens": request.num_cached_tokens,
             "quire.num_preemptions": request.num_preemptions,
+            "quire.num_replays": request.num_replays,
+            **_first_chunk(request),
             **_drafts(request),
         }
+
+
+def _asked(request: FinishedRequestStats) -> dict[str, Any]:
+    """What the client asked for. Stop strings are left out: they are text of the client's."""
+    params = request.params
+    if params is None:
+        return {}
+    structure = params.structured_outputs
+    is_json = structure is not None and (structure.json is not None or structure.json_object)
+    asked = {
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.top_k": params.top_k if params.top_k > 0 else None,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.frequency_penalty": params.frequency_penalty,
+        "gen_ai.request.presence_penalty": params.presence_penalty,
+        # OTLP's integers have a sign, and a seed may have all 64 bits.
+        "gen_ai.request.seed": params.seed if params.seed is None or params.seed < 1 << 63 else None,
+        "gen_ai.output.type": "json" if is_json else "text",
+    }
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def _first_chunk(request: FinishedRequestStats) -> dict[str, float]:
+    """The attribute of a streamed response."""
+    if not request.is_streamed or request.time_to_first_token_seconds is None:
+        return {}
+    return {"gen_ai.response.time_to_first_chunk": request.time_to_first_token_seconds}
+
+
+def _events(request: FinishedRequestStats) -> dict[str, list[tuple[str, float, dict[str, int]]]]:
+    """What happened within a phase, by its name: `(event, seconds from the arrival, attributes)`.
+
+    The engine core's times count from its admission of the request: as long before the first step as it waited there.
+    """
+    if request.time_to_first_token_seconds is None or request.queue_seconds is None:
+        return {}
+    admitted = max(request.time_to_first_token_seconds - request.prefill_seconds - request.queue_seconds, 0.0)
+    events: dict[str, list[tuple[str, float, dict[str, int]]]] = {"queue": [], "prefill": []}
+    if request.grammar_seconds is not None:
+        events["queue"].append(("grammar compiled", admitted + request.grammar_seconds, {}))
+    for seconds, tokens in request.prefill_chunks:
+        events["prefill"].append(("chunk", admitted + seconds, {"quire.num_tokens": tokens}))
+    return events
 
 
 def error_type(request: FinishedRequestStats) -> dict[str, str]:

@@ -166,6 +166,9 @@ class FakeEngine:
     def decode(self, token_ids: list[int]) -> str:
         return "".join(self.token_strings(token_ids))
 
+    def cache_config_info(self, engine_index: int) -> dict[str, str]:
+        return {"block_size": "16", "num_gpu_blocks": "64"}
+
     def is_engine_up(self, engine_index: int) -> bool:
         return self.is_healthy
 

@@ -80,6 +80,20 @@ def test_timeline_of_a_long_prompt() -> None:
     assert ages[-1] > 0
 
 
+def test_the_first_token_tells_of_the_chunks_of_a_long_prompt_and_of_no_others() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4, clock=Clock())
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    found = {}
+    for length in (10, 3):
+        scheduler.add_request(make_request(range(length), request_id=str(length), params=SamplingParams(max_tokens=2)))
+        while scheduler.has_requests():
+            found.update({(length, len(found)): output.prefill_chunks for output in run_step(scheduler, runner)})
+    chunks = {(length, place): [tokens for _, tokens in own] for (length, place), own in found.items()}
+    assert chunks == {(10, 0): [4, 4, 2], (10, 1): [], (3, 2): [], (3, 3): []}
+    seconds = [at for at, _ in found[10, 0]]
+    assert 0 < seconds[0] < seconds[1] < seconds[2]
+
+
 def test_timeline_tells_of_preemption_and_replay() -> None:
     scheduler = make_scheduler(num_blocks=6, block_size=4, enable_prefix_caching=False)
     runner = FakeModelRunner.for_scheduler(scheduler)

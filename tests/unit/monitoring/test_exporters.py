@@ -9,6 +9,7 @@ import pytest
 from opentelemetry.proto.metrics.v1.metrics_pb2 import AGGREGATION_TEMPORALITY_CUMULATIVE
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from quire_engine.sampling_params import SamplingParams
 from quire_engine.stats import (
     DraftStats,
     ExpertLoadStats,
@@ -152,6 +153,8 @@ def random_request(rng: random.Random) -> FinishedRequestStats:
     return FinishedRequestStats(
         rng.choice(["stop", "length", "abort", "error", "novel"]),
         num_prompt_tokens=rng.randrange(1, 3000), num_output_tokens=rng.randrange(1000),
+        params=SamplingParams(max_tokens=rng.choice([None, rng.randint(1, 1000)])),
+        num_longest_output_tokens=rng.randrange(1000),
         e2e_seconds=rng.choice([0.5, rng.expovariate(1)]), queue_seconds=rng.choice([None, rng.expovariate(10)]),
         prefill_seconds=rng.random(), decode_seconds=rng.random(),
         time_to_first_token_seconds=rng.choice([None, rng.random()]),
@@ -219,9 +222,9 @@ def test_otlp_has_every_metric_with_the_value_that_a_scrape_shows(is_taken_by_th
     prometheus.start(lambda: True, lambda: WORKERS)
     with collect() as collector:
         before = time.time_ns()
-        otel = OtelStatLogger(collector.endpoint, LABELS, triton.totals(), export_interval_seconds=0.05)
+        otel = OtelStatLogger(collector.endpoint, LABELS, export_interval_seconds=0.05)
         triton._is_up, triton._workers_up = (lambda: True), (lambda: WORKERS)
-        otel.start()
+        otel.start(triton.totals())
         for step in random_history(rng, 300):
             for stat_logger in (triton, prometheus, otel):
                 stat_logger.record(*step)
@@ -261,6 +264,24 @@ def test_a_metric_of_another_table_would_go_out_too() -> None:
     assert units == {"", "s", "1", "{token}", "{request}", "{block}"}
     assert unit_of("quire_kv_blocks") == "{block}"
     assert unit_of("quire_prompt_tokens_total") == "{token}"
+
+
+def test_the_cache_and_adapters_are_told_in_labels() -> None:
+    """As Kubernetes' inference gateways and vLLM's boards ask for them."""
+    server, config = FakeServer(), {"block_size": "16", "num_gpu_blocks": "64"}
+    triton = TritonStatLogger(server.make_family, LABELS)
+    prometheus = PrometheusStatLogger(LABELS)
+    triton.start(lambda: True, cache_config=config)
+    prometheus.start(lambda: True, cache_config=config)
+    totals = triton.totals()
+    triton.stop()
+    vllms = LABELS | {"model_name": "m"}
+    no_adapters = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+    for samples in (server.samples, scrape(prometheus)):
+        assert samples[FakeServer.sample("quire_cache_config_info", LABELS | config)] == 1
+        assert samples[FakeServer.sample("vllm:cache_config_info", vllms | config)] == 1
+        assert samples[FakeServer.sample("vllm:lora_requests_info", vllms | no_adapters)] > 0
+    assert "quire_cache_config_info" in {family.definition.name for family in totals.read()}
 
 
 def test_what_one_exporter_has_taken_the_others_still_find() -> None:

@@ -9,7 +9,10 @@ from importlib.metadata import version
 from typing import Any
 
 import pytest
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
+from quire_engine.sampling_params import SamplingParams
 from quire_engine.stats import FinishedRequestStats, IterationStats
+from quire_engine.structured_outputs_params import StructuredOutputsParams
 from quire_monitoring import TritonStatLogger
 from quire_monitoring.otel import OtelStatLogger
 from quire_monitoring.totals import Totals
@@ -44,8 +47,8 @@ def totals() -> Totals:
 
 
 def exporter(endpoint: str, **options: Any) -> OtelStatLogger:
-    stat_logger = OtelStatLogger(endpoint, LABELS, totals(), export_interval_seconds=0.2, **options)
-    stat_logger.start()
+    stat_logger = OtelStatLogger(endpoint, LABELS, export_interval_seconds=0.2, **options)
+    stat_logger.start(totals())
     return stat_logger
 
 
@@ -77,6 +80,55 @@ def test_one_trace_per_request_with_its_phases(collector: Collector) -> None:
     assert collector.resources[0]["service.name"] == "quire"
 
 
+def test_a_span_says_what_was_asked_and_what_happened(collector: Collector) -> None:
+    params = SamplingParams(
+        temperature=0.5, top_p=0.9, top_k=7, max_tokens=9, seed=3, presence_penalty=0.25, stop=["secret"],
+        structured_outputs=StructuredOutputsParams(json_object=True),
+    )  # fmt: skip
+    stat_logger = exporter(collector.endpoint)
+    record(
+        stat_logger,
+        request(request_id="ours", params=params, is_streamed=True, num_cached_tokens=4, num_replays=1, replays=[1.5],
+                grammar_seconds=0.125, prefill_chunks=[(0.25, 4), (0.5, 3)], finish_reason="error",
+                error="the rank died"),
+        request(label="", request_id="other", params=SamplingParams(seed=2**64 - 1)),
+    )  # fmt: skip
+    stat_logger.stop()
+    root = next(one for one in collector.spans if attributes_of(one).get("quire.request.id") == "ours")
+    attributes = attributes_of(root)
+    named = {name: attributes[name] for name in attributes if name.startswith("gen_ai.")}
+    published = {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")}
+    assert named.keys() <= published
+    assert attributes["quire.request.label"] == attributes["gen_ai.response.id"] == "mine"
+    expected = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "max_tokens": 9, "seed": 3, "presence_penalty": 0.25,
+        "frequency_penalty": 0.0, "stream": True, "choice.count": 1, "model": "m",
+    }  # fmt: skip
+    asked = "gen_ai.request."
+    assert {name.removeprefix(asked): named[name] for name in named if name.startswith(asked)} == expected
+    assert "secret" not in str(collector.spans)
+    assert named["gen_ai.output.type"] == "json"
+    assert named["gen_ai.usage.cache_read.input_tokens"] == 4
+    assert named["gen_ai.response.time_to_first_chunk"] == 0.75
+    assert (root.status.code, root.status.message) == (2, "the rank died")
+    start = root.start_time_unix_nano
+    children = {one.name: one for one in collector.spans if one.parent_span_id == root.span_id}
+    seen = {
+        (name, event.name): (event.time_unix_nano - start) / 1e9
+        for name, span in [("root", root), *children.items()]
+        for event in span.events
+    }
+    assert seen == {("root", "replay"): 1.5, ("queue", "grammar compiled"): 0.125, ("prefill", "chunk"): 0.5}
+    assert [attributes_of(event)["quire.num_tokens"] for event in children["prefill"].events] == [4, 3]
+    other = next(one for one in collector.spans if attributes_of(one).get("quire.request.id") == "other")
+    assert attributes_of(other)["gen_ai.response.id"] == "other"
+    assert (
+        attributes_of(other)
+        .keys()
+        .isdisjoint({"gen_ai.request.seed", "gen_ai.response.time_to_first_chunk", "gen_ai.request.top_k"})
+    )
+
+
 def test_a_request_that_was_refused_is_one_span(collector: Collector) -> None:
     stat_logger = exporter(collector.endpoint)
     refused = FinishedRequestStats("rejected", e2e_seconds=0.5, error_code="invalid_arg", label="mine",
@@ -89,7 +141,7 @@ def test_a_request_that_was_refused_is_one_span(collector: Collector) -> None:
     assert (span.status.code, span.status.message) == (2, "invalid_arg")
     attributes = attributes_of(span)
     assert (attributes["error.type"], attributes["gen_ai.response.id"]) == ("invalid_arg", "mine")
-    assert not [name for name in attributes if name.startswith(("gen_ai.usage", "gen_ai.response.finish", "quire."))]
+    assert not [name for name in attributes if name.startswith(("gen_ai.usage", "gen_ai.response.finish", "quire.slo"))]
     (point,) = collector.metrics["gen_ai.server.request.duration"].histogram.data_points
     assert (point.count, attributes_of(point)["error.type"]) == (1, "invalid_arg")
 
@@ -118,8 +170,7 @@ def test_metrics_under_the_genai_names(collector: Collector) -> None:
 
 
 def test_without_statistics_there_are_traces_alone(collector: Collector) -> None:
-    stat_logger = OtelStatLogger(collector.endpoint, LABELS, None, export_interval_seconds=0.2)
-    stat_logger.start()
+    stat_logger = OtelStatLogger(collector.endpoint, LABELS, export_interval_seconds=0.2)
     record(stat_logger, request())
     stat_logger.stop()
     assert collector.spans

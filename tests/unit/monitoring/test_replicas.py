@@ -37,7 +37,7 @@ def test_engines_have_series_of_their_own() -> None:
     values: dict[Any, float] = {}
     loggers = loggers_of(2, values)
     up = [True, True]
-    loggers.start(lambda index: up[index], lambda index: [up[index]])
+    loggers.start(lambda index: up[index], lambda index: [up[index]], lambda index: {"num_gpu_blocks": str(9 + index)})
     loggers.record(SchedulerStats(num_running=3, prefix_cache_queries=10), IterationStats())
     loggers.record(SchedulerStats(num_running=5, prefix_cache_queries=4), IterationStats(engine_index=1))
     loggers.record(SchedulerStats(num_running=3, prefix_cache_queries=12), IterationStats(num_generation_tokens=7))

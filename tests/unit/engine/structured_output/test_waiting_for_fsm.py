@@ -68,6 +68,8 @@ def test_it_holds_nobody_back_and_runs_when_ready() -> None:
     while scheduler.has_requests():
         outputs += run_step(scheduler, runner)
     assert grammar.seen == [token for output in outputs for token in output.new_token_ids]
+    assert request.grammar_seconds is not None
+    assert [output.grammar_seconds for output in outputs] == [request.grammar_seconds, *[None] * (len(outputs) - 1)]
     assert (len(grammar.seen), outputs[-1].finish_reason) == (7, FinishReason.STOP)
     scheduler.check_integrity()
 

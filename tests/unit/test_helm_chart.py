@@ -1,0 +1,153 @@
+"""The Helm chart, linted and rendered by Helm itself, against Kubernetes' schemas and what the server really has."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+from quire_cli.main import app
+from support.serving import ROOT
+
+helm = pytest.importorskip("helm_python")
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+
+CHART = ROOT / "deploy" / "helm" / "quire"
+KUBERNETES = "1.34"
+DEFAULTS: dict[str, Any] = {}
+FULL: dict[str, Any] = {
+    "replicas": 3, "gpus": 2, "model": {"claim": "models", "checkpoint": "llama", "name": "chat"},
+    "existingSecret": "tokens", "secretHasApiKeys": True, "otlpEndpoint": "http://collector:4317",
+    "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}}, "podAnnotations": {"a": "b"},
+    "nodeSelector": {"gpu": "h100"}, "tolerations": [{"key": "gpu", "operator": "Exists"}],
+    "extraEnv": [{"name": "X", "value": "y"}], "imagePullSecrets": [{"name": "registry"}],
+}  # fmt: skip
+SCALED = [{"autoscaling": {kind: {"enabled": True}}} for kind in ("hpa", "keda")]
+CASES = [DEFAULTS, FULL, *SCALED]
+
+
+def render(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Kind → manifest."""
+    with helm.Chart.load(str(CHART)) as chart:
+        rendered = chart.render(values, name="chat", namespace="llm")
+    texts = [text for path, text in rendered.items() if path.endswith(".yaml")]
+    found = [document for text in texts for document in yaml.safe_load_all(text) if document]
+    assert len({one["kind"] for one in found}) == len(found)
+    return {one["kind"]: one for one in found}
+
+
+@pytest.mark.parametrize("values", CASES)
+def test_helm_has_nothing_against_it(values: dict[str, Any]) -> None:
+    report = helm.lint(str(CHART), values, strict=True, kube_version="v1.34.0")
+    assert [one for one in report["messages"] or [] if one["severity"] > 1] == []
+    assert not report["errors"]
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"replica": 2}, "replica"), ({"gpus": -1}, "gpus"), ({"model": {"checkpoint": "llama"}}, "claim"),
+        ({"sharedMemory": "much"}, "sharedMemory"),
+        ({"autoscaling": {"hpa": {"enabled": True}, "keda": {"enabled": True}}}, "autoscaling"),
+    ],
+)  # fmt: skip
+def test_wrong_values_are_refused_by_name(values: dict[str, Any], named: str) -> None:
+    report = helm.lint(str(CHART), values, strict=True)
+    assert named in str(report["errors"]) + str(report["messages"])
+    assert report["errors"] or any(one["severity"] == 3 for one in report["messages"])
+
+
+@pytest.mark.parametrize("values", CASES)
+def test_manifests_are_those_that_kubernetes_takes(values: dict[str, Any]) -> None:
+    for kind, manifest in render(values).items():
+        if kind not in ("PodMonitor", "ScaledObject"):  # of others' schemas
+            kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("values", CASES)
+def test_selectors_find_the_pods_and_ports_are_the_servers(values: dict[str, Any]) -> None:
+    found = render(values)
+    deployment = found["Deployment"]["spec"]
+    labels = deployment["template"]["metadata"]["labels"].items()
+    selectors = [deployment["selector"]["matchLabels"], found["Service"]["spec"]["selector"],
+                 found["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"],
+                 found["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"]]  # fmt: skip
+    if "PodMonitor" in found:
+        selectors.append(found["PodMonitor"]["spec"]["selector"]["matchLabels"])
+    assert all(selector and selector.items() <= labels for selector in selectors)
+    (container,) = deployment["template"]["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    options = {name: option for option in command.params for name in option.opts}
+    for argument in container["args"][1:]:
+        assert argument.partition("=")[0] in {
+            *options,
+            *(name for one in options.values() for name in one.secondary_opts),
+        }
+    for name, option in (("grpc", "--grpc-port"), ("http", "--http-port"), ("metrics", "--metrics-port")):
+        assert ports[name] == options[option].default
+    for name in ("health", "openai"):
+        assert f"--{name}-port={ports[name]}" in container["args"]
+    for port in found["Service"]["spec"]["ports"]:
+        assert ports[port["targetPort"]] == port["port"]
+    rules = found["NetworkPolicy"]["spec"]["ingress"]
+    # A policy's ports with names are those of the pod.
+    assert {port["port"] for rule in rules for port in rule["ports"]} <= ports.keys()
+    assert all(rule["from"] for rule in rules)
+    if "PodMonitor" in found:
+        (endpoint,) = found["PodMonitor"]["spec"]["podMetricsEndpoints"]
+        assert endpoint["port"] in ports
+
+
+def test_probes_ask_who_tells_the_truth_and_a_stop_waits_for_requests() -> None:
+    spec = render({"drainSeconds": 45, "preStopSeconds": 7, "startupSeconds": 100})["Deployment"]["spec"]["template"][
+        "spec"
+    ]
+    (container,) = spec["containers"]
+    for probe in ("startupProbe", "readinessProbe"):
+        assert container[probe]["httpGet"] == {"path": "/health", "port": "health"}
+    startup = container["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] == 100
+    assert container["livenessProbe"]["tcpSocket"] == {"port": "health"}
+    assert container["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", "7"]
+    assert "--drain-timeout=45" in container["args"]
+    assert spec["terminationGracePeriodSeconds"] > 45 + 7
+
+
+def test_gpus_replicas_and_secrets_are_where_they_belong() -> None:
+    found = render(FULL)
+    deployment, pod = found["Deployment"]["spec"], found["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (deployment["replicas"], container["resources"]["limits"]["nvidia.com/gpu"]) == (3, 2)
+    assert {"--model=/models/llama", "--name=chat", "--api-key-file=/etc/quire/api-keys"} <= set(container["args"])
+    mounts, volumes = ({one["name"] for one in part} for part in (container["volumeMounts"], pod["volumes"]))
+    assert mounts == volumes == {"tmp", "shm", "models", "keys"}
+    assert "nvidia.com/gpu" not in str(render(DEFAULTS))
+    assert "replicas" not in render(SCALED[0])["Deployment"]["spec"]
+
+
+def test_both_scalers_go_by_the_queue_and_by_the_burn() -> None:
+    hpa, keda = (render(values) for values in SCALED)
+    metrics = [one["pods"]["metric"]["name"] for one in hpa["HorizontalPodAutoscaler"]["spec"]["metrics"]]
+    assert metrics == ["quire_requests_waiting", "quire_slo_burn"]
+    adapter = (ROOT / "docs" / "kubernetes.md").read_text()
+    assert all(re.search(rf"\b{name}\b", adapter) for name in metrics), "the adapter's rules are in the docs"
+    queries = [one["metadata"]["query"] for one in keda["ScaledObject"]["spec"]["triggers"]]
+    assert "quire_requests_waiting" in queries[0]
+    assert 'verdict="miss"' in queries[1]
+
+
+def test_the_image_has_what_the_chart_starts() -> None:
+    text = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
+    (container,) = render(DEFAULTS)["Deployment"]["spec"]["template"]["spec"]["containers"]
+    (command,) = re.findall(r"^CMD (.*)$", text, re.MULTILINE)
+    assert json.loads(command) == [*container["command"], *container["args"]][: len(json.loads(command))]
+    extras = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    for found in re.findall(r"/opt/quire\[\$\{EXTRAS\}(.*?)\]", text):
+        assert set(found.split(",")) <= extras
+    assert all((ROOT / path).exists() for path in re.findall(r"/opt/quire/(\S+)", text.replace("/opt/quire[", "")))
+    assert "USER 1000:1000" in text
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert render(DEFAULTS)["Deployment"]["spec"]["template"]["spec"]["securityContext"]["runAsUser"] == 1000
+    assert values["image"]["repository"] == "quire"
