@@ -73,7 +73,10 @@ def test_overview_when_all_is_well(fake: FakeTriton) -> None:
     assert "Users are served within their SLO." in text
     for figure in ("Goodput=100%", "KV cache=25.0%", "Running=2", "Waiting=0", "Restarts=0"):
         assert figure in text
-    assert len(app.get("vega_lite_chart")) == 7
+    for figure in ("Failed=0.0%", "Queue p95=10 ms", "Prefill p95=48 ms", "Between tokens=48 ms"):
+        assert figure in text
+    assert "Dashed lines" not in text, "nothing has happened"
+    assert len(app.get("vega_lite_chart")) == 9
     assert "Nothing in this time range." in text, "nothing is missed"
 
 
@@ -129,6 +132,31 @@ def test_classes_are_those_of_the_chosen_model(fake: FakeTriton) -> None:
     assert not app.exception
     assert app.segmented_control(key="slo_class").options == ["All classes", "gold"]
     assert app.segmented_control(key="slo_class").value == "All classes"
+
+
+def test_several_models_are_in_a_strip_and_one_is_chosen_by_a_press(fake: FakeTriton) -> None:
+    assert not open_page("overview").button, "of one model the page is"
+    add_model(fake)
+    fake.state.set("engine_up", 0, model="other")
+    read_again()
+    app = open_page("overview")
+    assert [button.label for button in app.button] == [
+        ":red[●] other: in trouble, 0 running", ":green[●] tinypy: well, 2 running",
+    ]  # fmt: skip
+    press(app, ":red[●] other: in trouble, 0 running")
+    assert "Nobody is being served: the engine is down." in text_of(app.run())
+    press(app, ":green[●] tinypy: well, 2 running")
+    assert "Running=2" in text_of(app.run())
+
+
+def test_a_restart_is_marked_in_every_chart(fake: FakeTriton) -> None:
+    app = open_page("overview")
+    fake.state.finish(20)
+    fake.state.add("engine_restarts_total", 1)
+    read_again()
+    assert re.search(r"Dashed lines, UTC: \d\d:\d\d:\d\d engine restarted", text_of(app.run()))
+    for alt in [one.proto.alt for one in app.get("vega_lite_chart")]:
+        assert drawn_of(app, alt).column("event").to_pylist().count("engine restarted") == 1
 
 
 def test_a_target_that_is_far_away_is_said_and_not_drawn(fake: FakeTriton) -> None:
@@ -189,7 +217,7 @@ def test_all_charts_show_the_same_time_and_it_ends_now(fake: FakeTriton) -> None
     app.run()
     now = time.time()
     charts = [one.proto.alt for one in app.get("vega_lite_chart")]
-    assert len(charts) == 7, "of misses there are none"
+    assert len(charts) == 9, "of misses there are none"
     for alt in charts:
         times = [moment.timestamp() for moment in drawn_of(app, alt).column("time").to_pylist()]
         assert now - 15 < max(times) <= now

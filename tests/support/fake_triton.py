@@ -25,7 +25,8 @@ TOKEN = "the token of the tests"
 _BOUNDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _HISTOGRAMS = (
     "time_to_first_token_seconds", "time_per_output_token_seconds", "e2e_request_latency_seconds",
-    "request_queue_time_seconds", "request_prefill_time_seconds", "request_prompt_tokens", "iteration_tokens",
+    "inter_token_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds",
+    "request_prompt_tokens", "iteration_tokens",
 )  # fmt: skip
 Labels = tuple[tuple[str, str], ...]
 
@@ -63,6 +64,9 @@ class State:
         for state, blocks in (("used", 8), ("cached", 16), ("free", 40)):
             self.set("kv_blocks", blocks, state=state)
         self.set("worker_up", 1, rank="0")
+        self.set("server_start_time_seconds", time.time() - 600)
+        for outcome in ("stop", "length", "abort", "error", "rejected"):
+            self.set("requests_total", 0, outcome=outcome)
         for slo in ("default", "batch"):
             self.set("slo_requests_total", 0, slo=slo, verdict="good", cause="none")
             for cause in ("ttft", "tpot", "e2e", "rejected", "error"):
@@ -92,6 +96,7 @@ class State:
         with self.lock:
             verdict = "good" if cause == "none" else "miss"
             self.add("slo_requests_total", number, slo=slo, verdict=verdict, cause=cause)
+            self.add("requests_total", number, outcome="rejected" if cause == "rejected" else "length")
             self.add("generation_tokens_total", 32 * number)
             self.add("prompt_tokens_total", 100 * number)
             self.add("prompt_tokens_cached_total", 40 * number)
@@ -102,6 +107,7 @@ class State:
                 self.observe("request_prefill_time_seconds", 0.8 * ttft)
                 self.observe("request_queue_time_seconds", 0.1 * ttft)
                 self.observe("time_per_output_token_seconds", 0.02)
+                self.observe("inter_token_latency_seconds", 0.02)
                 self.observe("e2e_request_latency_seconds", ttft + 0.7)
                 self.observe("request_prompt_tokens", 100)
                 self.observe("iteration_tokens", 8)

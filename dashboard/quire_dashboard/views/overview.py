@@ -1,24 +1,47 @@
 """The overview page: whether users are served within their SLO, and if not, why."""
 
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+
 import streamlit as st
 
 from quire_dashboard import words
 from quire_dashboard.charts import SECONDS, SHARES
 from quire_dashboard.evidence import gather
-from quire_dashboard.frame import CHARTS_S, Line, chart, figures, live, monitor, selection, server_away
+from quire_dashboard.frame import CHARTS_S, Line, chart, events, figures, live, monitor, selection, server_away
 from quire_dashboard.health import SLO_EXAMPLE, Evidence, Health, Level, assess
-from quire_dashboard.queries import Gauge, Quantile, Rate, Ratio, latest
+from quire_dashboard.history import View
+from quire_dashboard.queries import Gauge, Quantile, Query, Rate, Ratio, latest
 from quire_dashboard.snapshot_answer import Snapshot
 
 __all__ = ["show"]
 
 _ALL = "All classes"
 _QUANTILES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
+_LIGHTS = {Level.OK: ("green", "well"), Level.WARNING: ("orange", "affected"), Level.CRITICAL: ("red", "in trouble")}
+_MOST_EVENTS = 6
+_MOST_MODELS = 12
+_ENDED = Rate(name="quire_requests_total")
+_FAILED = Ratio(part=Rate(name="quire_requests_total", among=("outcome", ("error", "rejected"))), whole=_ENDED)
+_TTFT = Quantile(name="quire_time_to_first_token_seconds", q=0.95)
+_QUEUE = Quantile(name="quire_request_queue_time_seconds", q=0.95)
+_PREFILL = Quantile(name="quire_request_prefill_time_seconds", q=0.95)
+_BETWEEN = Quantile(name="quire_inter_token_latency_seconds", q=0.95)
+_TOKENS = Rate(name="quire_generation_tokens_total")
+_RUNNING = Gauge(name="quire_requests_running")
+_WAITING = Gauge(name="quire_requests_waiting")
+_USAGE = Gauge(name="quire_kv_cache_usage_ratio", how="max")
+_SPARKS: Mapping[str, Query] = {
+    "Requests": _ENDED, "Failed": _FAILED, "TTFT p95": _TTFT, "Queue p95": _QUEUE, "Prefill p95": _PREFILL,
+    "Between tokens": _BETWEEN, "Tokens": _TOKENS, "KV cache": _USAGE,
+    "Preemptions": Rate(name="quire_preemptions_total"),
+}  # fmt: skip
 
 
 def show() -> None:
     """Draw the page."""
     st.title("Overview")
+    live(_strip, CHARTS_S)
     columns = monitor().view().columns("quire_slo_requests_total", selection().labels)
     classes = {labels.get("slo", "") for labels, _ in columns}
     options = [_ALL, *sorted(classes - {""})]
@@ -29,6 +52,31 @@ def show() -> None:
     )  # fmt: skip
     live(_now)
     live(_charts, CHARTS_S)
+
+
+def _strip() -> None:
+    """All models of the server and their health, when there are several; a press chooses one."""
+    watcher = monitor()
+    models = watcher.models()
+    if len(models) < 2:
+        return
+    with st.container(horizontal=True, gap="small"):
+        for model in models[:_MOST_MODELS]:
+            labels = {"model": model}
+            evidence = gather(watcher.view(), labels, None, server_error=watcher.error)
+            health = assess(evidence)
+            colour, word = _LIGHTS[health.level]
+            st.button(
+                f":{colour}[●] {words.as_text(model)}: {word}, {evidence.running:.0f} running",
+                key=f"model-{model}", help=words.as_text(health.headline), on_click=_choose_model, args=(model,),
+                type="primary" if model == selection().model else "secondary",
+            )  # fmt: skip
+    if len(models) > _MOST_MODELS:
+        st.caption(f"{len(models) - _MOST_MODELS} more models are in the list at the left.")
+
+
+def _choose_model(model: str) -> None:
+    st.session_state["model"] = model
 
 
 def _slo_class() -> str:
@@ -72,29 +120,50 @@ def _say(health: Health) -> None:
 def _figures(evidence: Evidence) -> None:
     view, labels = monitor().view(), selection().labels
     own = (("slo", _slo_class()),) if _slo_class() else ()
-    good = latest(_goodput(own), view, labels).get("")
-    tokens = latest(Rate(name="quire_generation_tokens_total"), view, labels).get("")
-    restarts = latest(Gauge(name="quire_engine_restarts_total"), view, labels).get("")
+
+    def now(query: Query) -> float | None:
+        return latest(query, view, labels).get("")
+
+    restarts = now(Gauge(name="quire_engine_restarts_total"))
+    no_slo = evidence.has_slo is False
     rows = (
         (
-            (
-                "Goodput",
-                "no SLO" if evidence.has_slo is False else words.percent(good),
-                "Share of the requests of the last minute that met every target.",
-            ),
-            ("TTFT p95", words.seconds_or_dash(evidence.ttft_p95), "Time to first token, of the last minute."),
-            ("Tokens", words.per_second(tokens), "Generated, mean of the last minute."),
+            ("Goodput", "no SLO" if no_slo else words.percent(now(_goodput(own))),
+             "Share of the requests of the last minute that met every target."),
+            ("Requests", words.per_second(now(_ENDED)), "That ended, mean of the last minute."),
+            ("Failed", words.percent(now(_FAILED)), "Share of the last minute: refused, or ended with an error."),
+            ("Tokens", words.per_second(now(_TOKENS)), "Generated, mean of the last minute."),
             ("KV cache", words.percent(evidence.kv_usage), "Share of the blocks that live requests hold."),
+        ),
+        (
+            ("TTFT p95", words.seconds_or_dash(evidence.ttft_p95), "Time to first token, of the last minute."),
+            ("Queue p95", words.seconds_or_dash(evidence.queue_p95), "The part of it before a request's first step."),
+            ("Prefill p95", words.seconds_or_dash(evidence.prefill_p95), "The part of it that computes the prompt."),
+            ("Between tokens", words.seconds_or_dash(now(_BETWEEN)), "p95 of the last minute."),
+            ("Preemptions", words.count(evidence.preemptions), "In the last minute."),
         ),
         (
             ("Running", words.count(evidence.running), "Requests in the batch."),
             ("Waiting", words.count(evidence.waiting + evidence.waiting_for_grammar), "Requests in the queue."),
-            ("Preemptions", words.count(evidence.preemptions), "In the last minute."),
             ("Restarts", words.count(restarts), "Of the engine, since the server was started."),
+            *(() if own or no_slo else _goodput_by_class(view, labels)),
         ),
-    )
+    )  # fmt: skip
+    classes = {f"Goodput {name}": _goodput((("slo", name),)) for name in evidence.goodput}
+    sparks: dict[str, Query] = {**_SPARKS, **classes, "Goodput": _goodput(own)}
     for row in rows:
-        figures(row)
+        figures(row, sparks)
+
+
+def _goodput_by_class(view: View, labels: Mapping[str, str]) -> tuple[tuple[str, str, str], ...]:
+    """A figure per class, when there are several that requests of the last minute were of."""
+    found = latest(_goodput((), "slo"), view, labels)
+    if len(found) < 2:
+        return ()
+    return tuple(
+        (f"Goodput {name}", words.percent(value), "Of this class, in the last minute.")
+        for name, value in sorted(found.items())
+    )
 
 
 def _goodput(own: tuple[tuple[str, str], ...], by: str = "") -> Ratio:
@@ -108,34 +177,69 @@ def _charts() -> None:
     watcher = monitor()
     if watcher.error and watcher.seconds_since_success is None:
         return
+    _say_events()
     slo_class = _slo_class()
     own = (("slo", slo_class),) if slo_class else ()
     seen = _snapshot() if not watcher.error else None
     targets = seen.slo_targets(slo_class or "default") if seen else {}
-    left, right = st.columns(2)
-    with left:
-        chart("Goodput", "share of requests", [Line(query=_goodput(own, "slo"), by="slo")], key="goodput",
-              rules={"99%": 0.99}, axis=SHARES, top=1.0, say=words.percent)  # fmt: skip
-        _latency("Time to first token", "quire_time_to_first_token_seconds", targets.get("ttft"))
-        _latency("End-to-end latency", "quire_e2e_request_latency_seconds", targets.get("e2e"))
-        chart("KV cache", "share of blocks", [
-            Line(query=Gauge(name="quire_kv_cache_usage_ratio", how="max"), name="used"),
-        ], key="kv", axis=SHARES, top=1.0, say=words.percent)  # fmt: skip
     missed = (*own, ("verdict", "miss"))
-    with right:
-        chart("Misses by first cause", "requests per second", [
+    _pair(
+        lambda: chart("Goodput", "share of requests", [Line(query=_goodput(own, "slo"), by="slo")], key="goodput",
+                      rules={"99%": 0.99}, axis=SHARES, top=1.0, say=words.percent),
+        lambda: chart("Misses by first cause", "requests per second", [
             Line(query=Rate(name="quire_slo_requests_total", labels=missed, by="cause"), by="cause", hides_zero=True),
-        ], key="misses", say=words.per_second)  # fmt: skip
-        _latency("Time per output token", "quire_time_per_output_token_seconds", targets.get("tpot"))
-        chart("Tokens", "tokens per second", [
-            Line(query=Rate(name="quire_generation_tokens_total"), name="generated"),
-            Line(query=Rate(name="quire_prompt_tokens_total"), name="prompt"),
-        ], key="tokens", say=words.per_second)  # fmt: skip
-        chart("Requests and preemptions", "requests", [
-            Line(query=Gauge(name="quire_requests_running"), name="running"),
-            Line(query=Gauge(name="quire_requests_waiting"), name="waiting"),
+        ], key="misses", say=words.per_second),
+    )  # fmt: skip
+    _pair(
+        lambda: _latency("Time to first token", "quire_time_to_first_token_seconds", targets.get("ttft")),
+        lambda: chart("Its parts, p95" + (", all classes" if own else ""), "seconds", [
+            Line(query=_QUEUE, name="queue"), Line(query=_PREFILL, name="prefill"),
+        ], key="ttft_parts", axis=SECONDS, say=words.seconds),
+    )  # fmt: skip
+    _pair(
+        lambda: _latency("Time per output token", "quire_time_per_output_token_seconds", targets.get("tpot")),
+        lambda: _latency("End-to-end latency", "quire_e2e_request_latency_seconds", targets.get("e2e")),
+    )
+    _pair(
+        lambda: chart("Requests by outcome", "requests per second", [
+            Line(query=Rate(name="quire_requests_total", by="outcome"), by="outcome", hides_zero=True),
+        ], key="outcomes", say=words.per_second),
+        lambda: chart("Tokens", "tokens per second", [
+            Line(query=_TOKENS, name="generated"), Line(query=Rate(name="quire_prompt_tokens_total"), name="prompt"),
+        ], key="tokens", say=words.per_second),
+    )  # fmt: skip
+    _pair(
+        lambda: chart("KV cache", "share of blocks", [Line(query=_USAGE, name="used")], key="kv", axis=SHARES, top=1.0,
+                      say=words.percent),
+        lambda: chart("Requests and preemptions", "requests", [
+            Line(query=_RUNNING, name="running"), Line(query=_WAITING, name="waiting"),
             Line(query=Rate(name="quire_preemptions_total"), name="preemptions per s"),
-        ], key="requests", say=lambda value: f"{value:.3g}")  # fmt: skip
+        ], key="requests", say=_figure),
+    )  # fmt: skip
+
+
+def _pair(left: Callable[[], None], right: Callable[[], None]) -> None:
+    """Two charts side by side; on a phone, which has one column, one below the other."""
+    columns = st.columns(2)
+    for column, draw_chart in zip(columns, (left, right), strict=True):
+        with column:
+            draw_chart()
+
+
+def _figure(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _say_events() -> None:
+    """What the vertical lines in all charts are."""
+    found = list(events())
+    if not found:
+        return
+    said = " · ".join(
+        f"{datetime.fromtimestamp(event.time, timezone.utc):%H:%M:%S} {event.what}" for event in found[-_MOST_EVENTS:]
+    )
+    more = f", {len(found) - _MOST_EVENTS} before" if len(found) > _MOST_EVENTS else ""
+    st.caption(f"Dashed lines, UTC: {said}{more}")
 
 
 def _latency(title: str, name: str, target: float | None) -> None:
