@@ -1,13 +1,14 @@
 """Introspection: what the model can be asked through the server, by an operator with a token.
 
 A request with the parameter `introspect` does not generate: its inputs are not read, and it gets one response, with
-JSON in `text_output`. Only for the first, anybody may ask::
+JSON in `text_output`. For the first two, anybody may ask::
 
     introspect = "health"                                   → {"healthy": true | false}: whether the engine runs
+    introspect = "chat_format"                              → {"tool_call_parser": …, "reasoning_parser": …}
     introspect = "snapshot"                                 → the engine at this moment, see `quire_engine.snapshot`
     introspect = "ended", cursor = "<of the last answer>"   → requests that have ended since, see `EndedRequests` there
     introspect = "cancel", cancel_request_id = "<its id>"   → {"cancelled": true | false}
-    introspection_token = "…"                               with the latter three
+    introspection_token = "…"                               with the last three
 """
 
 import hmac
@@ -26,15 +27,15 @@ logger = logging.getLogger(__name__)
 
 _WARN_S = 60.0
 
-_HEALTH = "health"
-_ACTIONS = (_HEALTH, "snapshot", "ended", "cancel")
+_OPEN_ACTIONS = _HEALTH, _CHAT_FORMAT = ("health", "chat_format")
+_ACTIONS = (*_OPEN_ACTIONS, "snapshot", "ended", "cancel")
 _PARAMETERS = ("introspect", "introspection_token", "cancel_request_id")
 _CURSOR = "cursor"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IntrospectionRequest:
-    """A request of an operator, whose token was right, or for the health alone."""
+    """A request of an operator, whose token was right, or for what anybody may know."""
 
     cancel_request_id: str | None = None
     """The request to cancel."""
@@ -42,6 +43,8 @@ class IntrospectionRequest:
     """A cursor: the requests that have ended since; empty: all that are kept. With neither: take a snapshot."""
     health_only: bool = False
     """Whether the engine runs, and nothing else. /metrics says as much to everybody."""
+    chat_format_only: bool = False
+    """How the model writes calls and reasoning, and nothing else."""
 
 
 def parse_introspection(parameters: str, guard: "TokenGuard") -> IntrospectionRequest | None:
@@ -60,8 +63,8 @@ def parse_introspection(parameters: str, guard: "TokenGuard") -> IntrospectionRe
     if not any(name in values for name in _PARAMETERS):
         return None
     action = values.get("introspect")
-    if action == _HEALTH and not any(name in values for name in _PARAMETERS if name != "introspect"):
-        return IntrospectionRequest(health_only=True)
+    if action in _OPEN_ACTIONS and not any(name in values for name in _PARAMETERS if name != "introspect"):
+        return IntrospectionRequest(health_only=action == _HEALTH, chat_format_only=action == _CHAT_FORMAT)
     guard.check(values.get("introspection_token"))
     if action not in _ACTIONS:
         raise RequestError("introspect", f"introspect is {quote(action)}; it must be one of {', '.join(_ACTIONS)}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire_engine.config import EngineConfig
 from quire_engine.errors import EngineError
+from quire_engine.models.served import read_checkpoint
 from quire_engine.stats import FinishedRequestStats, StatLogger
 from quire_engine.system.process_state import started_at
 from quire_monitoring import MetricDefinition, TritonStatLogger
@@ -40,8 +41,21 @@ def make_engine(config: EngineConfig, stat_loggers: Sequence[StatLogger]) -> "As
     return AsyncLLM(config, stat_loggers)
 
 
-def make_otel(config: EngineConfig, labels: Mapping[str, str]) -> "OtelStatLogger | None":
+def expert_shape(config: EngineConfig) -> tuple[int, int] | None:
+    """Layers and experts of the model; None if it has none, or cannot be read: the engine then says why."""
+    try:
+        return read_checkpoint(Path(config.model.model), config.model.model_impl).expert_shape
+    except EngineError:
+        return None
+
+
+def make_otel(config: EngineConfig, labels: Mapping[str, str], metrics: TritonStatLogger) -> "OtelStatLogger | None":
     """The exporter for the setting `otlp_endpoint`, if it is set.
+
+    Args:
+        config: all settings.
+        labels: model, version and engine.
+        metrics: what records the metrics that are sent, unless they are switched off.
 
     Raises:
         ValueError: its packages are not installed.
@@ -53,7 +67,9 @@ def make_otel(config: EngineConfig, labels: Mapping[str, str]) -> "OtelStatLogge
         from quire_monitoring.otel import OtelStatLogger
     except ImportError as error:
         raise ValueError(f"otlp_endpoint needs the extra otel: pip install 'quire[otel]' ({error})") from None
-    return OtelStatLogger(endpoint, labels, trace_sample_ratio=config.frontend.otlp_trace_sample_ratio)
+    keeps_statistics = config.frontend.metrics and not config.frontend.disable_log_stats
+    totals = metrics.totals() if keeps_statistics else None
+    return OtelStatLogger(endpoint, labels, totals, trace_sample_ratio=config.frontend.otlp_trace_sample_ratio)
 
 
 def family_maker(config: EngineConfig, pbtxt: Mapping[str, Any]) -> Callable[[MetricDefinition], MetricFamily | None]:
@@ -131,14 +147,16 @@ class TritonPythonModel:
             slo_classes=config.frontend.slo,
             num_ranks=config.parallel.world_size,
             max_draft_tokens=config.scheduler.max_draft_tokens,
+            expert_shape=expert_shape(config),
+            expert_metrics=config.frontend.expert_metrics,
             aliases=config.frontend.metric_aliases == "vllm",
             server_start_time=started_at(os.getppid()),
         )
-        self._otel = make_otel(config, labels)
+        self._otel = make_otel(config, labels, self._metrics)
         frontend = config.frontend
         self._ended_requests = EndedRequestLog(
             frontend.ended_requests, frontend.slo, keep_text=frontend.ended_requests_text
-        )  # fmt: skip
+        )
         stat_loggers: list[StatLogger] = [self._metrics, self._ended_requests]
         engine = make_engine(config, stat_loggers if self._otel is None else [*stat_loggers, self._otel])
         status = StatusPage.of_run(
@@ -164,6 +182,8 @@ class TritonPythonModel:
                 status.close()
             raise
         self._metrics.start(is_up=lambda: engine.is_healthy, workers_up=engine.workers_up)
+        if self._otel is not None:
+            self._otel.start()
         logger.info("model %s is served by the Quire engine", args["model_name"])
 
     def execute(self, requests: Sequence[TritonRequest]) -> None:

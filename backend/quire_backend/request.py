@@ -7,7 +7,7 @@ the parameter's type; nothing is ignored silently.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import msgspec
@@ -31,7 +31,8 @@ __all__ = [
 
 
 SLO_PARAMETERS = ("slo_class", "slo_ttft_ms", "slo_tpot_ms", "slo_e2e_ms")
-OTHER_PARAMETERS = (*SLO_PARAMETERS, "traceparent")
+_TRACEPARENT = "traceparent"
+OTHER_PARAMETERS = (*SLO_PARAMETERS, _TRACEPARENT)
 """Given in the same places as sampling parameters."""
 
 STREAM_WITH_PROMPT = "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
@@ -70,6 +71,13 @@ class Conversation:
     """A prompt that the checkpoint's chat template makes of messages; it also checks them."""
 
     messages: list[Any]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """Functions that the model may call, as OpenAI describes them."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """What the template is told besides."""
+
+
+_CONVERSATION = frozenset(item.name for item in fields(Conversation))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +109,7 @@ def parse_request(request: TritonRequest) -> GenerateRequest:
     values = _sampling_parameters(tensors, request_parameters(request))
     slo = {name.removeprefix("slo_") if name != "slo_class" else name: values.pop(name)
            for name in SLO_PARAMETERS if name in values}  # fmt: skip
-    traceparent = values.pop("traceparent", None)
+    traceparent = values.pop(_TRACEPARENT, None)
     if isinstance(prompt, Conversation):
         values.setdefault("max_tokens", None)  # as with OpenAI and vLLM: until the model ends it
     params = SamplingParams(**values)
@@ -122,7 +130,7 @@ def parse_request(request: TritonRequest) -> GenerateRequest:
 def traceparent_parameter(request: TritonRequest) -> str | None:
     """The request parameter `traceparent` alone, even of a request that is malformed otherwise."""
     try:
-        value = json.loads(request_parameters(request))["traceparent"]
+        value = json.loads(request_parameters(request), object_pairs_hook=_named_once)[_TRACEPARENT]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return value if isinstance(value, str) else None
@@ -155,9 +163,17 @@ def _conversation(text: str) -> Conversation:
         raise RequestError("messages", "messages is not JSON that can be read: it nests too deeply") from None
     except ValueError as error:
         raise RequestError("messages", f"messages is not JSON: {error}") from None
-    if not isinstance(messages, list):
-        raise RequestError("messages", f"messages must be a JSON list of messages, not {json_type(messages)}")
-    return Conversation(messages)
+    values = {"messages": messages} if isinstance(messages, list) else messages
+    if not isinstance(values, dict) or "messages" not in values or not _CONVERSATION.issuperset(values):
+        raise RequestError(
+            "messages",
+            f"messages must be a JSON list of messages, or an object of them with {', '.join(sorted(_CONVERSATION))}, "
+            f"not {json_type(messages)}",
+        )
+    try:
+        return msgspec.convert(values, Conversation)
+    except msgspec.ValidationError as error:
+        raise RequestError("messages", f"messages: {error}") from None
 
 
 def _options(tensors: Mapping[str, Tensor], *, has_text: bool) -> ResponseOptions:
@@ -215,7 +231,7 @@ def _sampling_parameters(tensors: Mapping[str, Tensor], parameters: str) -> dict
 
 def _other_parameter(name: str, value: Any) -> str | float | None:
     """A name unchanged; a time as a number, which a request parameter may also give as text."""
-    is_text = name in ("slo_class", "traceparent")
+    is_text = name in ("slo_class", _TRACEPARENT)
     if value is None or (is_text and isinstance(value, str)):
         return value
     if is_text:
@@ -273,8 +289,16 @@ def _request_parameters(parameters: str) -> dict[str, Any]:
     """
     if not parameters:
         return {}
-    values = json.loads(parameters, object_pairs_hook=lambda pairs: _agreeing("the request parameters", pairs))
+    values = json.loads(parameters, object_pairs_hook=_named_once)
     return {name: value for name, value in values.items() if name != "id" and not name.startswith("triton_")}
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The request parameters. A forwarded header may be among them: HTTP knows no case, and what the client says of the
+    trace as a parameter, which comes first, is more than what its gRPC library adds."""
+    traces = [value for name, value in pairs if name.lower() == _TRACEPARENT]
+    others = [pair for pair in pairs if pair[0].lower() != _TRACEPARENT]
+    return {**_agreeing("the request parameters", others), **({_TRACEPARENT: traces[0]} if traces else {})}
 
 
 def _typed_parameters(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from quire_engine.stats import AbortedBy, FinishedRequestStats
 from quire_monitoring.ended_requests import EndedRequestLog
 
 from quire_backend.cancellation import CancellationPoller
+from quire_backend.chat_format import chat_format
 from quire_backend.introspection import (
     IntrospectionRequest,
     TokenGuard,
@@ -77,9 +78,14 @@ class InputProcessor(Protocol):
         """Tokenize and validate; raises RequestError."""
         ...
 
-    def apply_chat_template(self, messages: list[Any]) -> list[int]:
+    def apply_chat_template(
+        self, messages: list[Any], tools: list[dict[str, Any]], variables: dict[str, Any]
+    ) -> list[int]:
         """Token ids of a conversation; raises RequestError."""
         ...
+
+    @property
+    def chat_template(self) -> str | None: ...
 
 
 class Engine(Protocol):
@@ -136,6 +142,7 @@ class Serving:
         self._status = status
         self._token_guard = TokenGuard(config.introspection_token)
         self._report_cached_tokens = config.report_cached_tokens
+        self._parsers = config.tool_call_parser, config.reasoning_parser
         self._model, self._version = model, version
         self._ended_requests = ended_requests or EndedRequestLog(0, {})
         self._introspections: set[asyncio.Task[None]] = set()
@@ -282,7 +289,9 @@ class Serving:
                 self._responses.fail(stream, *_CANCELLED)
                 return
             self._check_that_it_serves()
-            token_ids = self._engine.input_processor.apply_chat_template(conversation.messages)
+            token_ids = self._engine.input_processor.apply_chat_template(
+                conversation.messages, conversation.tools, conversation.chat_template_kwargs
+            )
             self._check_that_it_serves()
             processed = self._process(generate, token_ids)
             stream.request_id = processed.request_id
@@ -360,6 +369,8 @@ class Serving:
         try:
             if introspection.health_only:
                 text = msgspec.json.encode({"healthy": self.is_ready})
+            elif introspection.chat_format_only:
+                text = msgspec.json.encode(chat_format(self._engine.input_processor.chat_template, *self._parsers))
             elif introspection.cancel_request_id is not None:
                 text = msgspec.json.encode({"cancelled": self._engine.cancel(introspection.cancel_request_id)})
             elif introspection.ended_since is not None:

@@ -10,13 +10,13 @@ from typing import Any
 
 import pyarrow as pa
 import streamlit as st
+from quire_load.scrape import ScrapeError
 
 from quire_dashboard.charts import HEIGHT, NUMBERS, line_spec, points_table
 from quire_dashboard.events import QUERIES, Event, find_events
 from quire_dashboard.history import Point
 from quire_dashboard.monitor import Monitor
 from quire_dashboard.queries import Query
-from quire_dashboard.scrape import ScrapeError
 from quire_dashboard.settings import INTROSPECTION_TOKEN_VARIABLE, Settings
 from quire_dashboard.snapshot_answer import RequestState, Snapshot
 from quire_dashboard.words import as_text, printable, seconds

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from quire_dashboard.scrape import Key, Scrape
+from quire_load.scrape import Key, Scrape
 
 __all__ = ["Point", "Ring", "View"]
 

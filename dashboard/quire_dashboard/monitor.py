@@ -11,11 +11,12 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from quire_load.scrape import Key, ScrapeError, fetch, parse
+
 from quire_dashboard.ended_log import EndedLog, EndedSeen
 from quire_dashboard.history import Point, Ring, View
 from quire_dashboard.prometheus import Prometheus
 from quire_dashboard.queries import Query, evaluate
-from quire_dashboard.scrape import Key, ScrapeError, fetch, parse
 from quire_dashboard.settings import Settings
 from quire_dashboard.snapshot_answer import Snapshot
 from quire_dashboard.triton_client import Triton, TritonError

@@ -8,9 +8,10 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
+from quire_load.scrape import ScrapeError, why
+
 from quire_dashboard.history import Point
 from quire_dashboard.queries import MOST_POINTS, WINDOW_S, Query
-from quire_dashboard.scrape import ScrapeError, why
 
 __all__ = ["Prometheus"]
 

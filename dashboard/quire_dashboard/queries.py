@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire_load.scrape import quantile
+
 from quire_dashboard.history import Point, View
-from quire_dashboard.scrape import quantile
 
 __all__ = ["GAP_S", "Gauge", "Quantile", "Query", "Rate", "Ratio", "evaluate", "latest", "selector"]
 

@@ -5,13 +5,13 @@ thread or an open stream behind when the server goes away.
 """
 
 import json
-import struct
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from quire_load.triton_messages import infer_request, outputs_of
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from quire_dashboard.ended_requests import EndedAnswer
@@ -117,9 +117,9 @@ class Triton:
         Raises:
             TritonError: the server is away, or refused.
         """
-        inputs: dict[str, str | bool] = {"text_input": prompt, "stream": True, "return_finish_reason": True,
+        inputs: dict[str, str | bool | list[int]] = {"text_input": prompt, "stream": True, "return_finish_reason": True,
                   "return_num_output_tokens": True, "return_perf_metrics": True}  # fmt: skip
-        request = _request(model, inputs, parameters)
+        request = infer_request(model, inputs, parameters)
         start = time.perf_counter()
         refused = ""
         call = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s)
@@ -143,7 +143,7 @@ class Triton:
             raise TritonError(refused)
 
     def _ask(self, model: str, parameters: Mapping[str, Any]) -> str:
-        request = _request(model, {}, {**parameters, "introspection_token": self._token})
+        request = infer_request(model, {}, {**parameters, "introspection_token": self._token})
         call = self._stub.ModelStreamInfer(iter([request]), timeout=_TIMEOUT_S)
         try:
             # To the end of the stream: tritonserver 2.51 never releases one that is cancelled just as it ends,
@@ -154,7 +154,7 @@ class Triton:
         for response in responses:
             if response.error_message:
                 raise TritonError(response.error_message)
-            texts = _outputs(response.infer_response).get("text_output")
+            texts = outputs_of(response.infer_response).get("text_output")
             if texts:
                 return str(texts[0])
         raise TritonError(f"{model} gave no answer")
@@ -169,51 +169,8 @@ class Triton:
         return str(details or code)
 
 
-def _request(model: str, inputs: Mapping[str, str | bool], parameters: Mapping[str, Any]) -> Any:
-    request = service_pb2.ModelInferRequest(model_name=model)
-    for name, value in inputs.items():
-        request.inputs.add(name=name, datatype="BOOL" if isinstance(value, bool) else "BYTES", shape=[1])
-        raw = bytes([value]) if isinstance(value, bool) else _packed(value)
-        request.raw_input_contents.append(raw)
-    for name, value in parameters.items():
-        if isinstance(value, bool):
-            request.parameters[name].bool_param = value
-        elif isinstance(value, int):
-            request.parameters[name].int64_param = value
-        elif isinstance(value, float):
-            request.parameters[name].double_param = value
-        else:
-            request.parameters[name].string_param = str(value)
-    return request
-
-
-def _packed(text: str) -> bytes:
-    data = text.encode()
-    return struct.pack("<I", len(data)) + data
-
-
-def _outputs(response: Any) -> dict[str, list[Any]]:
-    """The tensors of a response, those of text and of UINT32."""
-    found: dict[str, list[Any]] = {}
-    for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=False):
-        if tensor.datatype == "BYTES":
-            found[tensor.name] = _unpacked(raw)
-        elif tensor.datatype == "UINT32":
-            found[tensor.name] = [value for (value,) in struct.iter_unpack("<I", raw)]
-    return found
-
-
-def _unpacked(raw: bytes) -> list[str]:
-    texts, offset = [], 0
-    while offset + 4 <= len(raw):
-        (length,) = struct.unpack_from("<I", raw, offset)
-        texts.append(raw[offset + 4 : offset + 4 + length].decode("utf-8", errors="replace"))
-        offset += 4 + length
-    return texts
-
-
 def _chunk(response: Any, seconds: float) -> Chunk:
-    outputs = _outputs(response)
+    outputs = outputs_of(response)
     try:
         metrics = json.loads((outputs.get("perf_metrics") or ["null"])[0]) or {}
     except ValueError:

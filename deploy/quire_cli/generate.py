@@ -14,7 +14,7 @@ from quire_cli.errors import CommandError, UsageError
 if TYPE_CHECKING:
     from quire_engine import LLM
 
-__all__ = ["generate", "read_prompt"]
+__all__ = ["generate", "loaded_engine", "read_prompt"]
 
 
 def generate(
@@ -58,13 +58,13 @@ def generate(
         check_checkpoint(Path(config.model.model), tokenizer, config.model.load_format, drafts, config.model.model_impl)
         if input_file is not None:
             batch = read_batch(input_file, sampling)
-            with _loaded(model, settings) as llm:
+            with loaded_engine(model, settings) as llm:
                 batch.run(llm, Console(), _write)
             return
         text = read_prompt() if prompt is None else _decoded(os.fsencode(prompt), "--prompt")
         if not text:
             raise UsageError("the prompt is empty; give --prompt TEXT, or write it to stdin")
-        with _loaded(model, settings) as llm:
+        with loaded_engine(model, settings) as llm:
             if as_json:
                 _write(Batch.of(text, sampling_params).only_result(llm) + "\n")
                 return
@@ -78,8 +78,12 @@ def generate(
 
 
 @contextmanager
-def _loaded(model: Path, settings: Mapping[str, Any]) -> "Iterator[LLM]":
-    """The engine as a context; shows the progress of loading it."""
+def loaded_engine(model: Path, settings: Mapping[str, Any]) -> "Iterator[LLM]":
+    """The engine as a context; shows the progress of loading it.
+
+    Raises:
+        EngineError, ValueError: the model cannot be loaded, with these settings on this machine.
+    """
     from quire_engine.models.progress import reported_progress
 
     with (

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from quire_cli.bench import bench_app
 from quire_cli.errors import CommandError, has_working_directory
 from quire_cli.patient_writer import PatientWriter
 
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="The models of a model repository.", rich_markup_mode=None)
 app.add_typer(model_app, name="model")
+app.add_typer(bench_app, name="bench")
 
 # Only declared here: `run` checks for it itself, since an error can occur before options are parsed.
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

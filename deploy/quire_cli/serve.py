@@ -292,6 +292,8 @@ def _defaults(
         ("backend-directory", str(compose_backends(server, run.path))),
         ("backend-config", f"python,shm-region-prefix-name={run.run_id.shared_memory_prefix}"),
         ("exit-timeout-secs", str(options.drain_timeout_s)),
+        # A client's trace goes on in its request; of the parameters that other headers would become, none is known.
+        *((f"{protocol}-header-forward-pattern", "(?i)traceparent") for protocol in ("http", "grpc")),
         *restrictions(flags),
     ]
     if server.cache_directory.is_dir():

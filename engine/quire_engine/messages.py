@@ -12,6 +12,7 @@ import msgspec
 
 from quire_engine.config import EngineCoreConfig
 from quire_engine.sampling_params import SamplingParams
+from quire_engine.slo import DEFAULT_CLASS, SLOTargets
 from quire_engine.snapshot import EngineCoreSnapshot
 from quire_engine.stats import SchedulerStats, StepStats
 
@@ -118,6 +119,11 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     """Upper bound on the tokens to sample now, whatever its parameters say."""
     is_replay: bool = False
     """Whether an earlier engine had accepted it: then a full queue does not refuse it."""
+    slo_class: str = DEFAULT_CLASS
+    slo_targets: SLOTargets | None = None
+    """Its objectives, where the scheduler works for them; unset: it does not."""
+    age_ms: float = 0.0
+    """Milliseconds since it arrived; told with its objectives."""
 
 
 class ErrorCode(enum.Enum):
@@ -155,6 +161,12 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True):
     """With `ErrorCode.UNAVAILABLE`: an estimate of when to try again."""
     num_draft_tokens: int = 0
     """Drafts that the step computed. All but one of the new tokens are accepted drafts."""
+    predicted_ttft_seconds: float | None = None
+    """With the first token, or a refusal: from the request's arrival to its first token, as was predicted; None if that
+    was not."""
+    refusal: str | None = None
+    """Why it was refused for lack of capacity: "ttft" (it could not have made its objective), "queue_full" or
+    "queue_delay"."""
 
 
 class Call(msgspec.Struct, array_like=True, tag=True):

@@ -3,6 +3,9 @@
 It knows no clock: measured times go in, a verdict comes out. Classes come from the settings alone::
 
     "slo": {"default": {"ttft_ms": 500, "tpot_ms": 50, "e2e_ms": 10000}, "batch": {"e2e_ms": 60000}}
+
+With the setting `scheduling_policy` "slo" the scheduler works for them, and `on_overload` of a class says what becomes
+of a request that cannot make its time to first token.
 """
 
 import math
@@ -20,6 +23,8 @@ DEFAULT_CLASS = "default"
 MAX_CLASSES = 100
 """Each class has about a dozen series."""
 
+ON_OVERLOAD = ("refuse", "best_effort")
+_TIMES = ("ttft_ms", "tpot_ms", "e2e_ms")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -33,12 +38,17 @@ class SLOTargets:
     """Mean time per token after the first."""
     e2e_ms: float | None = None
     """From the request's arrival to its end."""
+    on_overload: str = "refuse"
+    """What becomes of a request that, because of those before it, cannot have its first token in time: `refuse` it at
+    once, or `best_effort`: it runs when others leave room. Heeded with `scheduling_policy` "slo" alone."""
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
+        for name in _TIMES:
+            value = getattr(self, name)
             if value is not None and not _is_time(value):
-                raise ValueError(f"{item.name} is {value!r}; it must be a number of milliseconds above 0")
+                raise ValueError(f"{name} is {value!r}; it must be a number of milliseconds above 0")
+        if self.on_overload not in ON_OVERLOAD:
+            raise ValueError(f"on_overload is {self.on_overload!r}; it must be {' or '.join(map(repr, ON_OVERLOAD))}")
 
 
 NO_TARGETS = SLOTargets()
@@ -109,12 +119,12 @@ def resolve(classes: Mapping[str, SLOTargets], slo: RequestSLO | None) -> tuple[
             "slo_class", f"slo_class is {slo.slo_class[:100]!r}; this model has {', '.join(sorted(classes))}"
         )
     targets: dict[str, Any] = {}
-    for item in fields(SLOTargets):
-        own = getattr(slo, item.name)
+    for name in _TIMES:
+        own = getattr(slo, name)
         if own is not None and not _is_time(own):
-            raise RequestError(f"slo_{item.name}", f"slo_{item.name} is {own}; it must be a number above 0")
-        targets[item.name] = getattr(of_class, item.name) if own is None else own
-    return slo.slo_class, SLOTargets(**targets)
+            raise RequestError(f"slo_{name}", f"slo_{name} is {own}; it must be a number above 0")
+        targets[name] = getattr(of_class, name) if own is None else own
+    return slo.slo_class, SLOTargets(**targets, on_overload=of_class.on_overload)
 
 
 def judge(

@@ -12,6 +12,7 @@ from quire_engine.sampling_params import SamplingParams
 __all__ = [
     "AbortedBy",
     "DraftStats",
+    "ExpertLoadStats",
     "FinishedRequestStats",
     "IterationStats",
     "SchedulerStats",
@@ -61,6 +62,23 @@ class DraftStats(msgspec.Struct, array_like=True):
             per_pos[place] += 1
 
 
+class ExpertLoadStats(msgspec.Struct, array_like=True):
+    """How the tokens of a mixture of experts are divided. A token counts once for each of its experts."""
+
+    tokens: list[list[int]]
+    """By layer and expert, since the engine core's start; empty for a layer without experts."""
+    rank_tokens: list[int]
+    """By rank, how many of them it computed, or a slice of them; since the same time."""
+    mean_over_ranks: float
+    """The busiest rank's tokens of a layer per those of a rank on average, 1 or more; the mean of all layers, over what
+    was computed since the last such numbers."""
+    max_over_ranks: float
+    """Likewise, in the layer where it is the most."""
+    mean_over_experts: float
+    """Likewise, of the busiest expert."""
+    max_over_experts: float
+
+
 class SchedulerStats(msgspec.Struct, array_like=True):
     """The engine core after a step. Counters are totals since its start, so that a lost message loses nothing."""
 
@@ -87,6 +105,8 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """By rank, how long it has computed steps, without waits for other ranks; empty where that is not known."""
     num_block_evictions: int = 0
     """Cached blocks that lost their content because a request needed the room."""
+    expert_load: ExpertLoadStats | None = None
+    """About once a second, and with the last step before the engine is idle; else None, as it is without experts."""
 
     @property
     def kv_cache_usage(self) -> float:

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 // As in quire_kernels/cpu.py, which uses no library that has others.
-constexpr int VERSION = 2;  // of this interface: to be raised when a field changes its meaning
+constexpr int VERSION = 3;  // of this interface: to be raised when a field changes its meaning
 constexpr int PANEL = 32;   // output features of a packed weight that lie together
 constexpr int64_t HEAD_SIZE_STEP = 16;
 constexpr int64_t MAX_HEAD_SIZE = 1024;
@@ -13,7 +13,7 @@ constexpr int64_t MAX_HEAD_SIZE = 1024;
 enum LinearKind : int32_t { LINEAR_FLOAT32 = 1, LINEAR_BF16 = 2, LINEAR_INT8 = 4 };
 
 // Of the gate of a feed-forward block.
-enum Activation : int32_t { NO_ACTIVATION = 0, SILU = 1, GELU_TANH = 2 };
+enum Activation : int32_t { NO_ACTIVATION = 0, SILU = 1, GELU_TANH = 2, SWIGLUOAI = 3 };
 
 typedef void KernelFunction(const void* call);
 
@@ -207,6 +207,7 @@ struct RouteCall {
   int64_t logits_stride; // elements between rows
   float* weights;        // [rows, top_k], written
   int64_t* expert_ids;   // [rows, top_k], written
+  int64_t* counts;       // [experts], of tokens that chose each, counted on; or null
   int64_t rows;
   int64_t experts;
   int64_t top_k;
@@ -220,6 +221,7 @@ struct GroupedRouteCall {
   const float* bias;     // [experts], added to scores for the choice alone; or null
   float* weights;        // [rows, top_k], written
   int64_t* expert_ids;   // [rows, top_k], written
+  int64_t* counts;       // [experts], of tokens that chose each, counted on; or null
   int64_t rows;
   int64_t experts;
   int64_t top_k;

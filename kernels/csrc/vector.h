@@ -375,7 +375,16 @@ QUIRE_INLINE Floats gelu_tanh(Floats x) {
   return div(x, add(broadcast(1.0f), exponential(mul(cubic, broadcast(-1.5957691216f)))));
 }
 
+// gpt-oss: (up + 1) · gate · sigmoid(1.702 gate) of what both are where they are cut off; a NaN stays one.
+QUIRE_INLINE Floats clamped_swiglu(Floats gate, Floats up) {
+  const Floats limit = broadcast(7.0f), one = broadcast(1.0f);
+  gate = min(limit, gate);
+  up = max(broadcast(-7.0f), min(limit, up));
+  return mul(add(up, one), div(gate, add(one, exponential(mul(gate, broadcast(-1.702f))))));
+}
+
 template <Activation ACTIVATION>
-QUIRE_INLINE Floats activated(Floats x) {
-  return ACTIVATION == GELU_TANH ? gelu_tanh(x) : silu(x);
+QUIRE_INLINE Floats gated(Floats gate, Floats up) {
+  if constexpr (ACTIVATION == SWIGLUOAI) return clamped_swiglu(gate, up);
+  return mul(ACTIVATION == GELU_TANH ? gelu_tanh(gate) : silu(gate), up);
 }

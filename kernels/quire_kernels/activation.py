@@ -1,7 +1,8 @@
 """Activation · mul, the gate of a feed-forward block (Shazeer 2020, https://arxiv.org/abs/2002.05202).
 
 The activation is SiLU, or GELU's approximation by tanh (Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415,
-section 2).
+section 2). In gpt-oss (https://arxiv.org/abs/2508.10925) gate and up are cut off at ±7, the gate only above, and
+`up + 1` multiplies `gate * sigmoid(1.702 * gate)`; vLLM's name for it is `swigluoai`.
 """
 
 import ctypes
@@ -14,8 +15,10 @@ from quire_kernels.dispatch import uses_triton
 
 __all__ = ["ACTIVATIONS", "activate_and_mul", "check_activation", "gelu_tanh_and_mul", "silu_and_mul"]
 
-ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
+ACTIVATIONS = {"silu": 1, "gelu_tanh": 2, "swigluoai": 3}
 """`Activation` of kernels/csrc/calls.h, by name."""
+ALPHA, LIMIT = 1.702, 7.0
+"""Of `swigluoai`."""
 
 
 class _ActivationCall(Call):
@@ -43,7 +46,7 @@ def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def activate_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """`activation(gate) * up` of a merged projection.
+    """`activation(gate) * up` of a merged projection, or what `swigluoai` makes of both.
 
     Args:
         gate_up: [T, 2 * I], the gate's half first.
@@ -63,6 +66,9 @@ def activate_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     handle = library_for(gate_up)
     if handle is None:
         gate, up = gate_up.chunk(2, dim=-1)
+        if activation == "swigluoai":
+            gate, up = gate.float().clamp(max=LIMIT), up.float().clamp(-LIMIT, LIMIT)
+            return (gate * ALPHA).sigmoid().mul_(gate).mul_(up + 1).to(gate_up.dtype)
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
     gate_up = with_dense_rows(gate_up)
     rows, width = gate_up.shape

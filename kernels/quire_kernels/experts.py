@@ -61,6 +61,8 @@ class ExpertsWeight:
     """For the C++ kernel; None if the linears have none."""
     pointers: tuple[torch.Tensor, torch.Tensor]
     """For the kernels of GPUs, of both lists: int64 [2, experts], addresses of weights and of scales."""
+    biases: tuple[torch.Tensor, torch.Tensor] | None
+    """For the kernels of GPUs, of both lists: float32 [experts, features]; None if there are none."""
 
     @property
     def hidden_size(self) -> int:
@@ -74,21 +76,21 @@ class ExpertsWeight:
 def pack_experts(
     gate_up: Sequence[LinearWeight], down: Sequence[LinearWeight], expert_map: torch.Tensor
 ) -> ExpertsWeight:
-    """Bring the packed linears of experts together; nothing is copied.
+    """Bring the packed linears of experts together; no weight is copied.
 
     Args:
-        gate_up: by expert, from `pack_linear` with `gated`, without biases.
-        down: by expert, without biases.
+        gate_up: by expert, from `pack_linear` with `gated`; all with a bias, or none.
+        down: by expert, likewise, whatever gate_up has.
         expert_map: int64, by id: the expert's place in these lists, or -1 for one that is not here, which adds nothing.
 
     Raises:
-        ValueError: there are no experts, they are not all alike, one has a bias, or the map is not of these lists.
+        ValueError: there are no experts, they are not all alike, or the map is not of these lists.
     """
     if not gate_up or len(gate_up) != len(down):
         raise ValueError(f"there are {len(gate_up)} gate_up and {len(down)} down; there must be one of each per expert")
     for one, like in [*((one, gate_up[0]) for one in gate_up), *((one, down[0]) for one in down)]:
-        if _kind(one) != _kind(like) or one.bias is not None:
-            raise ValueError(f"an expert is {_kind(one)}; all must be {_kind(like)}, without biases")
+        if _kind(one) != _kind(like):
+            raise ValueError(f"an expert is {_kind(one)}; all must be {_kind(like)}")
     if not gate_up[0].gated or down[0].gated:
         raise ValueError("gate_up must be gated, and down must not")
     sizes = (gate_up[0].out_features, gate_up[0].in_features)
@@ -106,7 +108,15 @@ def pack_experts(
         torch.tensor([[one.data.data_ptr() for one in each], [pointer(one.scales) or 0 for one in each]], device=device)
         for each in (gate_up, down)
     ]
-    return ExpertsWeight(gate_up, down, expert_map.to(device), calls, (pointers[0], pointers[1]))
+    biases = None
+    if calls is None and (gate_up[0].bias is not None or down[0].bias is not None):
+        biases = _stacked_biases(gate_up), _stacked_biases(down)
+    return ExpertsWeight(gate_up, down, expert_map.to(device), calls, (pointers[0], pointers[1]), biases)
+
+
+def _stacked_biases(weights: Sequence[LinearWeight]) -> torch.Tensor:
+    zeros = weights[0].data.new_zeros(weights[0].out_features, dtype=torch.float32)
+    return torch.stack([zeros if one.bias is None else one.bias.float() for one in weights])
 
 
 def _kind(weight: LinearWeight) -> tuple[object, ...]:
@@ -118,6 +128,7 @@ def _kind(weight: LinearWeight) -> tuple[object, ...]:
         weight.dtype,
         weight.data.dtype,
         weight.data.device,
+        "without bias" if weight.bias is None else "with bias",
     )
 
 
@@ -159,8 +170,9 @@ def routed_experts(
         from quire_kernels.gpu import experts as gpu
 
         return gpu.routed_experts(
-            x_TE, weights_TK, expert_ids_TK, experts.expert_map, experts.pointers, experts.down[0].data.dtype,
-            experts.gate_up[0].activation, experts.intermediate_size, shared_TE, shared_gate_T1,
+            x_TE, weights_TK, expert_ids_TK, experts.expert_map, experts.pointers, experts.biases,
+            experts.down[0].data.dtype, experts.gate_up[0].activation, experts.intermediate_size,
+            shared_TE, shared_gate_T1,
         )  # fmt: skip
     check_tensor("weights_TK", weights_TK, torch.float32, rows, top_k)
     check_tensor("expert_ids_TK", expert_ids_TK, torch.int64, rows, top_k)

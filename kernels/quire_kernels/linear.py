@@ -253,8 +253,9 @@ def linear(
         result = gpu.linear(x_TK, weight.data, weight.scales, weight.bias, activation, out_dtype)
         return result if out is None else out.copy_(result)
     if call is None:
-        if x_TK.is_cuda and out_dtype != x_TK.dtype and weight.bias is None and not weight.gated:
+        if x_TK.is_cuda and out_dtype != x_TK.dtype and not weight.gated:
             result = torch.mm(x_TK, weight.data.t(), out_dtype=out_dtype)  # not rounded to their dtype in between
+            result = result if weight.bias is None else result.add_(weight.bias)
         else:
             result = _linear_torch(x_TK, weight).to(out_dtype)
         return result if out is None else out.copy_(result)

@@ -26,6 +26,7 @@ class _RouteCall(Call):
         ("logits_stride", ctypes.c_int64),
         ("weights", ctypes.c_void_p),
         ("expert_ids", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
         ("rows", ctypes.c_int64),
         ("experts", ctypes.c_int64),
         ("top_k", ctypes.c_int64),
@@ -42,6 +43,7 @@ class _GroupedRouteCall(Call):
         ("bias", ctypes.c_void_p),
         ("weights", ctypes.c_void_p),
         ("expert_ids", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
         ("rows", ctypes.c_int64),
         ("experts", ctypes.c_int64),
         ("top_k", ctypes.c_int64),
@@ -53,17 +55,20 @@ class _GroupedRouteCall(Call):
     )
 
 
-def topk_softmax(logits_TX: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def topk_softmax(
+    logits_TX: torch.Tensor, top_k: int, renormalize: bool, counts_X: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Each token's experts and their weights, likeliest first; of equal logits the lower id first.
 
     Args:
         logits_TX: float32, one per expert.
         top_k: experts per token.
         renormalize: the weights of a token add up to 1.
+        counts_X: int64, on the logits' device; each expert's is raised by the number of tokens that chose it.
 
     Raises:
-        TypeError: the logits are not float32.
-        ValueError: `top_k` is more than there are experts.
+        TypeError: the logits are not float32, or the counts not int64.
+        ValueError: `top_k` is more than there are experts, or the counts are not one per expert.
 
     Returns:
         [T, top_k] float32, the weights, and [T, top_k] int64, the experts' ids.
@@ -72,14 +77,15 @@ def topk_softmax(logits_TX: torch.Tensor, top_k: int, renormalize: bool) -> tupl
     rows, experts = logits_TX.shape
     if not 0 < top_k <= experts:
         raise ValueError(f"top_k is {top_k}; it must be from 1 to the number of experts, {experts}")
+    _check_counts(counts_X, logits_TX)
     handle = library()
     if handle is None or uses_triton(logits_TX) or not logits_TX.is_cpu:
-        return _topk_softmax_torch(logits_TX, top_k, renormalize)
+        return _counted(_topk_softmax_torch(logits_TX, top_k, renormalize), counts_X)
     weights = torch.empty(rows, top_k, dtype=torch.float32)
     expert_ids = torch.empty(rows, top_k, dtype=torch.int64)
     call = _RouteCall(
-        logits_TX.data_ptr(), logits_TX.stride(0), weights.data_ptr(), expert_ids.data_ptr(), rows, experts, top_k,
-        renormalize,
+        logits_TX.data_ptr(), logits_TX.stride(0), weights.data_ptr(), expert_ids.data_ptr(), pointer(counts_X), rows,
+        experts, top_k, renormalize,
     )  # fmt: skip
     launch(handle.quire_route_tokens, call, weights, expert_ids)
     return weights, expert_ids
@@ -95,6 +101,7 @@ def grouped_topk(
     scoring: str,
     bias_X: torch.Tensor | None = None,
     scale: float = 1.0,
+    counts_X: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each token's experts and their weights, best first, all from its best groups; of equals the lower id first.
 
@@ -108,10 +115,11 @@ def grouped_topk(
             two together.
         bias_X: float32, added to scores for the choice alone.
         scale: of the weights.
+        counts_X: see `topk_softmax`.
 
     Raises:
-        TypeError: the logits or the bias are not float32.
-        ValueError: a number is out of range, or there is no such scoring.
+        TypeError: the logits or the bias are not float32, or the counts not int64.
+        ValueError: a number is out of range, there is no such scoring, or the counts are not one per expert.
 
     Returns:
         See `topk_softmax`.
@@ -130,17 +138,19 @@ def grouped_topk(
         raise ValueError(f"top_k is {top_k}; it must be from 1 to {most}, the experts of top_groups={top_groups}")
     if bias_X is not None:
         check_tensor("bias_X", bias_X, torch.float32, experts)
+    _check_counts(counts_X, logits_TX)
     handle = library()
     if handle is None or uses_triton(logits_TX) or not logits_TX.is_cpu:
         keys_TX = scores_TX = logits_TX.softmax(1) if scoring == "softmax" else logits_TX.sigmoid()
         if bias_X is not None:
             keys_TX = scores_TX + bias_X
-        return _grouped_topk_torch(scores_TX, keys_TX, top_k, renormalize, num_groups, top_groups, scoring, scale)
+        chosen = _grouped_topk_torch(scores_TX, keys_TX, top_k, renormalize, num_groups, top_groups, scoring, scale)
+        return _counted(chosen, counts_X)
     weights = torch.empty(rows, top_k, dtype=torch.float32)
     expert_ids = torch.empty(rows, top_k, dtype=torch.int64)
     call = _GroupedRouteCall(
-        logits_TX.data_ptr(), logits_TX.stride(0), pointer(bias_X), weights.data_ptr(), expert_ids.data_ptr(), rows,
-        experts, top_k, num_groups, top_groups, scale, scoring == "sigmoid", renormalize,
+        logits_TX.data_ptr(), logits_TX.stride(0), pointer(bias_X), weights.data_ptr(), expert_ids.data_ptr(),
+        pointer(counts_X), rows, experts, top_k, num_groups, top_groups, scale, scoring == "sigmoid", renormalize,
     )  # fmt: skip
     launch(handle.quire_route_tokens_in_groups, call, weights, expert_ids)
     return weights, expert_ids
@@ -150,6 +160,24 @@ def _checked_logits(logits_TX: torch.Tensor) -> torch.Tensor:
     if logits_TX.dtype != torch.float32:
         raise TypeError(f"logits_TX is {logits_TX.dtype}; it must be float32")
     return with_dense_rows(logits_TX)
+
+
+def _check_counts(counts_X: torch.Tensor | None, logits_TX: torch.Tensor) -> None:
+    if counts_X is None:
+        return
+    if counts_X.dtype != torch.int64 or counts_X.device != logits_TX.device:
+        raise TypeError(f"counts_X is {counts_X.dtype} on {counts_X.device}; it must be int64 on {logits_TX.device}")
+    if counts_X.shape != logits_TX.shape[1:] or not counts_X.is_contiguous():
+        raise ValueError(f"counts_X is {list(counts_X.shape)}; it must be {list(logits_TX.shape[1:])}, without gaps")
+
+
+def _counted(
+    chosen: tuple[torch.Tensor, torch.Tensor], counts_X: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if counts_X is not None:
+        ids = chosen[1].flatten()
+        counts_X.index_add_(0, ids, torch.ones_like(ids))
+    return chosen
 
 
 def _grouped_topk_torch(

@@ -1,6 +1,8 @@
 """Accumulator: turns the engine's statistics into gauges, growth of counters and observations, for exporters to take.
 
-The meaning of each metric is defined here, once for all exporters. Thread-safe.
+The meaning of each metric is defined here, once for all exporters. Every exporter has a `Reader` of its own, and gets
+all that happened since it was made: what one has taken, the others still find. Recording costs the same for any number
+of them, as growth is only handed out to all when one of them asks. Thread-safe.
 """
 
 import threading
@@ -11,12 +13,12 @@ from functools import cache
 from typing import TypeVar
 
 from quire_engine.slo import DEFAULT_CLASS
-from quire_engine.stats import DraftStats, FinishedRequestStats, IterationStats, SchedulerStats
+from quire_engine.stats import DraftStats, ExpertLoadStats, FinishedRequestStats, IterationStats, SchedulerStats
 
 from quire_monitoring.definitions import OUTCOMES, WINDOWS, Series, aliases_of, series
 from quire_monitoring.goodput import Goodput
 
-__all__ = ["Accumulator"]
+__all__ = ["Accumulator", "Reader"]
 
 _Number = TypeVar("_Number", int, float)
 
@@ -26,7 +28,8 @@ class Accumulator:
 
     Args:
         slo_classes: the classes of the setting `slo`.
-        aliases: whether series that vLLM has, too, are also exported under its names.
+        expert_shape: layers and experts of a layer; None without experts.
+        expert_metrics: whether each expert of each layer has a series of its own.
         clock: seconds, monotonic; for the windows of the goodput.
         server_start_time: of the server's process, in seconds since the epoch; unset: this moment.
     """
@@ -35,16 +38,20 @@ class Accumulator:
         self,
         slo_classes: Iterable[str] = (DEFAULT_CLASS,),
         *,
-        aliases: bool = True,
+        expert_shape: tuple[int, int] | None = None,
+        expert_metrics: bool = False,
         clock: Callable[[], float] = time.monotonic,
         server_start_time: float | None = None,
     ) -> None:
         self._server_start_time = time.time() if server_start_time is None else server_start_time
         self._lock = threading.Lock()
         self._slo_classes = frozenset(slo_classes)
-        self._aliases = aliases
+        self._readers: list[Reader] = []
         self._goodput = Goodput(self._slo_classes, WINDOWS, clock)
         self._scheduler_stats = SchedulerStats()
+        self._has_experts, self._counts_each_expert = expert_shape is not None, expert_metrics
+        self._expert_load: ExpertLoadStats | None = None
+        """The last that came."""
         self._counters: Counter[Series] = Counter()
         self._observations: defaultdict[Series, list[float]] = defaultdict(list)
 
@@ -89,6 +96,21 @@ class Accumulator:
             counters[_busy(rank)] += _growth(busy_before, busy)  # type: ignore[assignment]
         if stats.drafts is not None:
             self._record_drafts(before.drafts or DraftStats(), stats.drafts)
+        if stats.expert_load is not None:
+            self._record_experts(self._expert_load, stats.expert_load)
+            self._expert_load = stats.expert_load
+
+    def _record_experts(self, before: ExpertLoadStats | None, now: ExpertLoadStats) -> None:
+        ranks_before = [0] * len(now.rank_tokens) if before is None else before.rank_tokens
+        for rank, (known, tokens) in enumerate(zip(ranks_before, now.rank_tokens, strict=True)):
+            self._counters[_expert_rank(rank)] += _growth(known, tokens)
+        if not self._counts_each_expert:
+            return
+        for layer, row in enumerate(now.tokens):
+            row_before = (before.tokens[layer] if before is not None else []) or [0] * len(row)
+            for expert, (known, tokens) in enumerate(zip(row_before, row, strict=bool(row))):
+                if tokens != known:
+                    self._counters[_expert(layer, expert)] += _growth(known, tokens)
 
     def _record_drafts(self, before: DraftStats, now: DraftStats) -> None:
         counters = self._counters
@@ -149,30 +171,44 @@ class Accumulator:
 
     # -- out --------------------------------------------------------------------------------------------------------
 
-    def take_counters(self) -> Counter[Series]:
-        """How much each counter has grown since this was last called."""
-        with self._lock:
-            taken, self._counters = self._counters, Counter()
-        grown = Counter({one: growth for one, growth in taken.items() if growth})
-        if self._aliases:
-            for one, growth in list(grown.items()):
-                for alias in aliases_of(one):
-                    grown[alias] += growth
-        return grown
+    @property
+    def is_read(self) -> bool:
+        """Whether anyone takes what is recorded."""
+        return bool(self._readers)
 
-    def take_observations(self) -> dict[Series, list[float]]:
-        """What was observed of each histogram since this was last called."""
-        with self._lock:
-            taken, self._observations = self._observations, defaultdict(list)
-        if self._aliases:
-            taken.update({alias: values for one, values in taken.items() for alias in aliases_of(one)})
-        return taken
+    def reader(self, *, aliases: bool = False) -> "Reader":
+        """For one exporter, from now on.
 
-    def gauges(self, is_up: bool, workers_up: Sequence[bool]) -> dict[Series, float]:
-        """The present state. Of an engine that is down, everything is 0 but the start of its server."""
+        Args:
+            aliases: whether series that vLLM has, too, are also there under its names.
+        """
+        with self._lock:
+            self._hand_out()  # what was before is not its own
+            reader = Reader(self, aliases)
+            self._readers.append(reader)
+        return reader
+
+    def _hand_out(self) -> None:
+        """Give all readers what has grown since it was last given to them."""
+        for reader in self._readers:
+            reader.counters.update(self._counters)
+            for one, values in self._observations.items():
+                reader.observations[one] += values
+        self._counters.clear()
+        self._observations.clear()
+
+    def gauges(self, is_up: bool, workers_up: Sequence[bool], *, aliases: bool = False) -> dict[Series, float]:
+        """The present state. Of an engine that is down, everything is 0 but the start of its server.
+
+        Args:
+            is_up: whether the engine runs.
+            workers_up: the same for each rank.
+            aliases: as in `reader`.
+        """
         with self._lock:
             stats = self._scheduler_stats if is_up else SchedulerStats()
             ratios = self._goodput.ratios()
+            load = self._expert_load if stats.num_running or stats.num_waiting else None
         gauges: dict[Series, float] = {
             _UP: float(is_up),
             _START_TIME: self._server_start_time,
@@ -184,15 +220,49 @@ class Accumulator:
             _BLOCKS_FREE: stats.num_blocks_free,
             _USAGE: stats.kv_cache_usage,
         }
-        if self._aliases:
+        if aliases:
             for one, value in list(gauges.items()):
                 for alias in aliases_of(one):
                     gauges[alias] = gauges.get(alias, 0.0) + value
+        if self._has_experts:
+            gauges |= _imbalance(load)
         for rank, worker_is_up in enumerate(workers_up):
             gauges[series("quire_worker_up", rank=str(rank))] = float(worker_is_up)
         for (slo_class, window), ratio in ratios.items():
             gauges[series("quire_goodput_ratio", slo=slo_class, window=window)] = ratio
         return gauges
+
+
+class Reader:
+    """What one exporter has not taken yet; made by `Accumulator.reader`."""
+
+    def __init__(self, accumulator: Accumulator, aliases: bool) -> None:
+        self._accumulator = accumulator
+        self._aliases = aliases
+        self.counters: Counter[Series] = Counter()
+        self.observations: defaultdict[Series, list[float]] = defaultdict(list)
+
+    def take(self) -> tuple[Counter[Series], dict[Series, list[float]]]:
+        """How much each counter has grown since this was last called, and what was observed of each histogram."""
+        owner = self._accumulator
+        with owner._lock:
+            owner._hand_out()
+            counters, self.counters = self.counters, Counter()
+            observations, self.observations = self.observations, defaultdict(list)
+        grown = Counter({one: growth for one, growth in counters.items() if growth})
+        observed = {one: values for one, values in observations.items() if values}
+        if self._aliases:
+            for one, growth in list(grown.items()):
+                for alias in aliases_of(one):
+                    grown[alias] += growth
+            observed.update({alias: values for one, values in observed.items() for alias in aliases_of(one)})
+        return grown, observed
+
+    def close(self) -> None:
+        """Take nothing any more, and keep nothing."""
+        with self._accumulator._lock:
+            if self in self._accumulator._readers:
+                self._accumulator._readers.remove(self)
 
 
 @cache
@@ -203,6 +273,28 @@ def _busy(rank: int) -> Series:
 @cache
 def _accepted_at(place: int) -> Series:
     return series("quire_spec_decode_accepted_tokens_per_pos_total", position=str(place))
+
+
+@cache
+def _expert_rank(rank: int) -> Series:
+    return series("quire_expert_rank_tokens_total", rank=str(rank))
+
+
+@cache
+def _expert(layer: int, expert: int) -> Series:
+    return series("quire_expert_tokens_total", layer=str(layer), expert=str(expert))
+
+
+def _imbalance(load: ExpertLoadStats | None) -> dict[Series, float]:
+    values = [("experts", "mean", 0.0), ("experts", "max", 0.0), ("ranks", "mean", 0.0), ("ranks", "max", 0.0)]
+    if load is not None:
+        values = [
+            ("experts", "mean", load.mean_over_experts),
+            ("experts", "max", load.max_over_experts),
+            ("ranks", "mean", load.mean_over_ranks),
+            ("ranks", "max", load.max_over_ranks),
+        ]
+    return {series("quire_expert_imbalance_ratio", over=over, layers=which): value for over, which, value in values}
 
 
 def _growth(before: _Number, now: _Number) -> _Number:

@@ -142,8 +142,24 @@ _ENGINE: tuple[MetricDefinition, ...] = (
 )  # fmt: skip
 
 
+def _of_experts(shape: tuple[int, int], ranks: tuple[str, ...], each: bool) -> list[MetricDefinition]:
+    layers, experts = (tuple(map(str, range(number))) for number in shape)
+    return [
+        _gauge("quire_expert_imbalance_ratio", "Tokens of the busiest expert or rank per those of one on average",
+               over=("experts", "ranks"), layers=("mean", "max")),
+        _counter("quire_expert_rank_tokens_total", "Tokens that the rank computed experts for, once for each expert",
+                 rank=ranks),
+        *([_counter("quire_expert_tokens_total", "Tokens that a layer sent to the expert",
+                    layer=layers, expert=experts)] if each else []),
+    ]  # fmt: skip
+
+
 def make_metrics(
-    slo_classes: Sequence[str] = ("default",), num_ranks: int = 1, max_draft_tokens: int = 0
+    slo_classes: Sequence[str] = ("default",),
+    num_ranks: int = 1,
+    max_draft_tokens: int = 0,
+    expert_shape: tuple[int, int] | None = None,
+    expert_metrics: bool = False,
 ) -> tuple[MetricDefinition, ...]:
     """All metrics under their own names.
 
@@ -151,6 +167,8 @@ def make_metrics(
         slo_classes: the classes of the setting `slo`.
         num_ranks: processes that share the model.
         max_draft_tokens: of a request in a step; 0 without speculative decoding.
+        expert_shape: layers and experts of a layer; None without experts.
+        expert_metrics: whether each expert of each layer has a series of its own.
     """
     classes, ranks = tuple(slo_classes), tuple(map(str, range(num_ranks)))
     positions = tuple(map(str, range(max_draft_tokens)))
@@ -161,6 +179,7 @@ def make_metrics(
                  rank=ranks),
         *([_counter("quire_spec_decode_accepted_tokens_per_pos_total", "Accepted tokens, by their place in the draft",
                     position=positions)] if positions else []),
+        *(_of_experts(expert_shape, ranks, expert_metrics) if expert_shape is not None else []),
         _gauge("quire_goodput_ratio", "Share of the requests that met their objectives, of those that ended lately",
                slo=classes, window=tuple(WINDOWS)),
         _counter("quire_goodput_tokens_total", "Generated tokens of requests that met their objectives", slo=classes),

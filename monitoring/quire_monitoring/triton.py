@@ -26,6 +26,7 @@ from quire_engine.stats import IterationStats, SchedulerStats
 from quire_monitoring.accumulator import Accumulator
 from quire_monitoring.definitions import MetricDefinition, MetricKind, Series, make_aliases, make_metrics, series
 from quire_monitoring.histograms import bucket_bound, cumulative_counts
+from quire_monitoring.totals import Totals
 
 __all__ = ["MetricFamily", "TritonStatLogger"]
 
@@ -64,6 +65,8 @@ class TritonStatLogger:
         slo_classes: the classes of the setting `slo`.
         num_ranks: processes that share the model.
         max_draft_tokens: of a request in a step; 0 without speculative decoding.
+        expert_shape: layers and experts of a layer; None without experts.
+        expert_metrics: whether each expert of each layer has a series of its own.
         aliases: whether there are series under vLLM's names, too.
         server_start_time: of the server's process, in seconds since the epoch; unset: this moment.
     """
@@ -76,16 +79,21 @@ class TritonStatLogger:
         slo_classes: Iterable[str] = ("default",),
         num_ranks: int = 1,
         max_draft_tokens: int = 0,
+        expert_shape: tuple[int, int] | None = None,
+        expert_metrics: bool = False,
         aliases: bool = True,
         server_start_time: float | None = None,
     ) -> None:
         classes = tuple(slo_classes)
         self._make_family, self._labels = make_family, dict(labels)
-        metrics = make_metrics(classes, num_ranks, max_draft_tokens)
-        self._definitions = (*metrics, *(make_aliases(metrics) if aliases else ()))
-        self._accumulator = Accumulator(classes, aliases=aliases, server_start_time=server_start_time)
-        self._is_kept = True
-        """Whether recorded values are going to be written."""
+        self._metric_definitions = make_metrics(classes, num_ranks, max_draft_tokens, expert_shape, expert_metrics)
+        aliased = make_aliases(self._metric_definitions) if aliases else ()
+        self._definitions = (*self._metric_definitions, *aliased)
+        self._aliases = aliases
+        self._accumulator = Accumulator(
+            classes, expert_shape=expert_shape, expert_metrics=expert_metrics, server_start_time=server_start_time
+        )
+        self._reader = self._accumulator.reader(aliases=aliases)
         self._nobody_up = [False] * num_ranks
         self._is_up: Callable[[], bool] = lambda: False
         self._workers_up: Callable[[], Sequence[bool]] = lambda: self._nobody_up
@@ -116,6 +124,12 @@ class TritonStatLogger:
         """Whether the server takes custom metrics; known once it has started."""
         return bool(self._metrics)
 
+    def totals(self) -> Totals:
+        """The same metrics, without vLLM's names, for another exporter; also where the server itself takes none."""
+        return Totals(
+            self._accumulator, self._metric_definitions, self._labels, lambda: (self._is_up(), self._workers_up())
+        )
+
     def start(self, is_up: Callable[[], bool], workers_up: Callable[[], Sequence[bool]] | None = None) -> None:
         """Create all series, and start to write. Before, while the model loads, they would have nothing to show.
 
@@ -126,10 +140,11 @@ class TritonStatLogger:
         self._is_up = is_up
         self._workers_up = workers_up or (lambda: [is_up()])
         self._declare_all()
-        self._is_kept = self.enabled
         if self.enabled:
             self._is_writing = True
             self._thread.start()
+        else:
+            self._reader.close()
 
     def stop(self) -> bool:
         """Write the last values, with the engine down, end the thread, and remove the metrics from the server.
@@ -140,11 +155,12 @@ class TritonStatLogger:
             Whether they were removed; not if the server did not take the last values.
         """
         with self._condition:
-            self._is_kept, self._stopping = False, True
+            self._stopping = True
             self._is_up, self._workers_up = lambda: False, lambda: self._nobody_up
             self._condition.notify()
         if self._thread.is_alive():
             self._thread.join(STOP_SECONDS)
+        self._reader.close()
         if self._thread.is_alive():
             logger.warning("the server does not take the last of the metrics, and keeps them as they are")
             return False
@@ -158,14 +174,14 @@ class TritonStatLogger:
 
     def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
         """Record one step; returns at once."""
-        if not self._is_kept:
+        if not self._accumulator.is_read:
             return
         self._accumulator.record(scheduler_stats, iteration_stats)
         self._note_change(is_urgent=self._accumulator.is_idle or iteration_stats.num_engine_restarts > 0)
 
     def record_rejection(self, slo_class: str | None = None) -> None:
         """Count a request that was refused before it reached the engine; see `Accumulator.record_rejection`."""
-        if not self._is_kept:
+        if not self._accumulator.is_read:
             return
         self._accumulator.record_rejection(slo_class)
         self._note_change(is_urgent=self._accumulator.is_idle)
@@ -276,7 +292,7 @@ class TritonStatLogger:
         try:
             # Read first and written last, so that the counters include all that an engine did which is shown as idle.
             is_idle = self._accumulator.is_idle or is_last
-            gauges = self._accumulator.gauges(*self._look(now))
+            gauges = self._accumulator.gauges(*self._look(now), aliases=self._aliases)
             self._set({one: value for one, value in gauges.items() if one[0] in HEALTH})
             self._write_growth()
         finally:
@@ -310,9 +326,10 @@ class TritonStatLogger:
         return waiting
 
     def _write_growth(self) -> None:
-        for one, growth in self._accumulator.take_counters().items():
+        counters, observations = self._reader.take()
+        for one, growth in counters.items():
             self._write(one, "increment", growth)
-        for one, values in self._accumulator.take_observations().items():
+        for one, values in observations.items():
             if one in self._frequent:
                 self._pending.setdefault(one, []).extend(values)
                 continue

@@ -22,7 +22,9 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from quire_engine.stats import FinishedRequestStats, IterationStats, SchedulerStats, StepStats  # noqa: E402
 from quire_monitoring import MetricDefinition, TritonStatLogger  # noqa: E402
+from quire_monitoring.otel import OtelStatLogger  # noqa: E402
 from support.clients import ask  # noqa: E402
+from support.otlp import collect  # noqa: E402
 from support.processes import cpu_seconds  # noqa: E402
 from support.serving import Server, serve  # noqa: E402
 from tritonclient.grpc import aio as grpc_aio  # noqa: E402
@@ -70,6 +72,21 @@ def measure_record(streams: int) -> None:
     print(f"round trips   {CountingFamily.num_calls / elapsed:8.0f} /s, with {num_steps / 4 / elapsed:.0f} requests/s")
 
 
+def measure_otlp() -> None:
+    """CPU time of one export of all metrics, at a receiver in this process."""
+    labels = {"model": "m", "version": "1", "engine": "0"}
+    with collect() as collector:
+        totals = TritonStatLogger(lambda definition: None, labels).totals()
+        stat_logger = OtelStatLogger(collector.endpoint, labels, totals, export_interval_seconds=0.1)
+        stat_logger.start()
+        collector.wait_for(lambda: collector.num_exports > 2)  # it is connected
+        exports, seconds = collector.num_exports, time.process_time()
+        collector.wait_for(lambda: collector.num_exports >= exports + 30)
+        seconds = (time.process_time() - seconds) / (collector.num_exports - exports)
+        stat_logger.stop()
+    print(f"OTLP          {1e3 * seconds:8.1f} ms per export, {seconds / 10:.2%} of a core at one in 10 s")
+
+
 async def load(server: Server, model: str, args: argparse.Namespace, run: int) -> float:
     """Tokens/s of so many requests, so many at a time."""
     params = {"temperature": 0.0, "max_tokens": args.tokens, "ignore_eos": True}
@@ -99,6 +116,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=8)
     args = parser.parse_args()
     measure_record(args.streams)
+    measure_otlp()
     rates: dict[str, list[float]] = {"on": [], "off": []}
     micros: dict[str, list[float]] = {"on": [], "off": []}
     with tempfile.TemporaryDirectory() as folder:

@@ -254,13 +254,20 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
             server=server, prometheus=running, loop=loop, checkpoint=checkpoint, fault_file=fault_file,
             hooks=None if address is None else hooks,
         )  # fmt: skip
+        # Prometheus itself takes some seconds, which are minutes here, until it knows its target.
+        wait_until(lambda: running.query('up{job="quire"} == 1'), "the server is watched")
+        wait_until(lambda: not made.firing("QuireServerAbsent"), "nothing is said to be absent")
+        watched_at = time.monotonic()
         with Load(made, "alone", per_second=1) as alone, Load(made, "pair") as pair:
             end = time.monotonic() + QUIET_SECONDS
             wait_until(lambda: time.monotonic() > end, "the quiet time is over", QUIET_SECONDS + 1)
         for load in (alone, pair):
             assert load.num_ended
             assert not load.errors
-        ever_fired = running.query('max_over_time(ALERTS{alertstate="firing", alertname!="QuireWatchdog"}[5m])')
+        watched = f"{time.monotonic() - watched_at:.0f}s"
+        ever_fired = running.query(
+            f'max_over_time(ALERTS{{alertstate="firing", alertname!="QuireWatchdog"}}[{watched}])'
+        )
         made.fired_in_quiet.extend(sample.labels for sample in ever_fired)
         yield made
 

@@ -9,12 +9,15 @@ import os
 import re
 import shlex
 import subprocess
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jinja2
 import pytest
 from benchmarks.harness.engines import SCRIPTS, cache_folder, find_peer
+from quire_load.server_figures import HISTOGRAMS
+from quire_monitoring import MetricKind, make_metrics
 from support.clients import run, sse
 from support.serving import ROOT, Server, run_cli, serve
 
@@ -51,6 +54,27 @@ def measured(folder: Path) -> Iterator[Server]:
     assert (program, subcommand) == (".venv/bin/quire", "serve")
     with serve(*flags) as running:
         yield running
+
+
+def test_quire_bench_agrees_with_the_server(measured: Server, folder: Path) -> None:
+    """The means are exact on both sides, and differ by the way there and back; quantiles by a bucket at most."""
+    program, *arguments = shlex.split(command("quire bench serve").replace(FOLDER_ON_PAGE, str(folder)))
+    assert program == ".venv/bin/quire"
+    done = run_cli(*arguments, "--base-url", measured.grpc, "--metrics", measured.metrics, "--json")
+    assert done.returncode == 0, done.stderr
+    values = json.loads(done.stdout)
+    server = values["server"]
+    assert (values["completed"], values["failed"]) == (NUM_REQUESTS, 0)
+    assert values["goodput"]["default"]["requests"] == NUM_REQUESTS
+    assert [server[f"num_{name}"] for name in ("ttft", "tpot", "e2el")] == [NUM_REQUESTS] * 3
+    buckets = {metric.name: metric.buckets for metric in make_metrics() if metric.kind is MetricKind.HISTOGRAM}
+    for name, histogram in HISTOGRAMS.items():
+        for figure in ("median", "p90"):
+            ours, theirs = (of[f"{figure}_{name}_ms"] / 1000 for of in (values, server))
+            apart = abs(bisect_left(buckets[histogram], ours) - bisect_left(buckets[histogram], theirs))
+            assert apart <= 1 or ours == pytest.approx(theirs, rel=0.05), f"{figure} {name}: {ours} and {theirs}"
+    assert values["mean_e2el_ms"] == pytest.approx(server["mean_e2el_ms"], rel=0.05, abs=20)
+    assert "<svg" in (folder / "run.svg").read_text()
 
 
 def test_the_model_has_the_page_s_settings(measured: Server, folder: Path) -> None:

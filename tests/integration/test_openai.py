@@ -306,6 +306,34 @@ def test_choices_and_regular_expressions(client: openai.OpenAI) -> None:
     assert text(guided_regex="[0-9]{3}").isdecimal()
 
 
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "register", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_call_that_is_asked_for_is_one_of_the_functions(client: openai.OpenAI, stream: bool) -> None:
+    """With the messages of an earlier call."""
+    earlier = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    messages: list[Any] = [
+        *MESSAGES, {"role": "assistant", "content": "", "tool_calls": [earlier]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "12:00"},
+    ]  # fmt: skip
+    said: dict[str, Any] = {"model": MODEL, "messages": messages, "tools": TOOLS, "max_tokens": 200, "temperature": 0}
+    for choice in ("required", {"type": "function", "function": {"name": "register"}}):
+        answer: Any
+        if stream:
+            with client.chat.completions.stream(**said, tool_choice=choice) as events:
+                answer = events.get_final_completion()
+        else:
+            answer = client.chat.completions.create(**said, tool_choice=choice)
+        (call, *_) = answer.choices[0].message.tool_calls
+        assert call.function.name in ("register", "now")
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMA if call.function.name == "register" else {})
+        assert answer.choices[0].finish_reason == ("tool_calls" if choice == "required" else "stop")
+
+
 @pytest.mark.parametrize(
     ("said", "param"),
     [
@@ -313,7 +341,10 @@ def test_choices_and_regular_expressions(client: openai.OpenAI) -> None:
         ({"messages": [{"role": "user", "content": 5}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tools": TOOLS}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}}}],
+          "tool_choice": "required"}, "tools"),
+        ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "chat_template_kwargs"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
         ({"max_completion_tokens": -1}, "max_completion_tokens"),

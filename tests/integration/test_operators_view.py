@@ -93,7 +93,8 @@ def test_drafts_are_counted_as_the_requests_were_told(seen: OperatorsRun) -> Non
 
 def expanded(expression: str, model: str, slo: str) -> str:
     """With the variables as Grafana replaces them; a rate looks back over four scrapes, at least."""
-    for name, value in (("model", model), ("slo", slo), ("__rate_interval", f"{4 * SCRAPE_SECONDS:.0f}s")):
+    picked = {"job": ".+", "instance": ".+", "model": model, "slo": slo}
+    for name, value in (*picked.items(), ("__rate_interval", f"{4 * SCRAPE_SECONDS:.0f}s")):
         expression = expression.replace(f"${name}", value)
     assert "$" not in expression
     return expression
@@ -117,10 +118,12 @@ def test_every_query_of_grafana_has_data(seen: OperatorsRun, dashboard: grafana.
 
 def test_grafanas_variables_offer_what_there_is(seen: OperatorsRun) -> None:
     found = {}
-    for query in (query for query in grafana.queries(grafana.OVERVIEW) if query.startswith("label_values")):
-        match = re.fullmatch(r"label_values\((\w+), (\w+)\)", query)
+    for query in (query for query in grafana.queries(grafana.DASHBOARDS[0]) if query.startswith("label_values")):
+        match = re.fullmatch(r"label_values\((\w+)(\{.*\})?, (\w+)\)", query)
         assert match is not None, query
-        found[match[2]] = seen.prometheus.label_values(match[1], match[2])
+        assert finite(seen.prometheus.query(expanded(match[1] + (match[2] or ""), ".+", ".+"), seen.end)), query
+        found[match[3]] = seen.prometheus.label_values(match[1], match[3])
+    assert len(found.pop("job")) == len(found.pop("instance")) == 1
     assert found == {"model": [MODEL], "slo": sorted(SLO)}
 
 

@@ -271,7 +271,9 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
                     blocks["owner"] = [owner if owner < count else -1 for owner in blocks["owner"]]
                 yield _response({"text_output": json.dumps({"cancelled": bool(found)})}, is_final=True)
             return
-        prompt = request.raw_input_contents[0][4:].decode()
+        inputs = dict(zip((tensor.name for tensor in request.inputs), request.raw_input_contents, strict=True))
+        prompt = inputs.get("text_input", b"    ")[4:].decode()
+        parameters |= json.loads(inputs.get("sampling_parameters", b"    {}")[4:])
         with state.lock:
             state.prompts.append((prompt, parameters))
         if parameters.get("slo_class") == "unknown":

@@ -18,6 +18,7 @@ FAMILIES = {
     "DeepseekV3ForCausalLM": "deepseek-v3",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "GptOssForCausalLM": "gpt-oss",
     "GraniteForCausalLM": "granite",
     "LlamaForCausalLM": "tied-gqa",
     "MistralForCausalLM": "mistral",

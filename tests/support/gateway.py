@@ -44,11 +44,16 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
 
     def __init__(self, serve: Callable[[Any, Any], AsyncIterator[Any]]) -> None:
         self._serve = serve
+        self.chat_format: dict[str, str] = {}
+        """What it says when it is asked how its model writes calls and reasoning."""
         self.requests: list[Any] = []
         self.num_cancelled = 0
 
     async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         request = await anext(requests)
+        if request.parameters["introspect"].string_param == "chat_format":
+            yield response(json.dumps(self.chat_format))
+            return
         self.requests.append(request)
         try:
             async for message in self._serve(request, context):

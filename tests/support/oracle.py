@@ -99,6 +99,15 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
             "mscale": 0.7, "mscale_all_dim": 0.9,
         },
     },
+    "gpt-oss": {
+        "model_type": "gpt_oss", "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20, "hidden_size": 60,
+        "num_hidden_layers": 3, "num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 44,
+        "sliding_window": 19, "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 8.0, "rope_theta": 1000.0, "original_max_position_embeddings": 64,
+            "truncate": False,
+        },
+    },
     "mistral": {
         "model_type": "mistral", "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
         "sliding_window": 21,
@@ -148,8 +157,12 @@ def make_checkpoint(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast,
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).eval()
     for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith(".bias"):  # which begin as zeros
+        if parameter_name.endswith("gate_up_proj_bias"):
+            torch.nn.init.normal_(parameter, std=4.0)  # gpt-oss cuts off what is above 7
+        elif parameter_name.endswith((".bias", "_bias")):  # which begin as zeros
             torch.nn.init.normal_(parameter, std=0.2)
+        elif parameter_name.endswith(".sinks"):
+            torch.nn.init.normal_(parameter, std=2.0)
         elif parameter_name.endswith(("q_norm.weight", "k_norm.weight", "feedforward_layernorm.weight")):  # and ones
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     for buffer_name, buffer in model.named_buffers():

@@ -10,7 +10,7 @@ import grpc
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-__all__ = ["Collector", "attributes_of", "collect"]
+__all__ = ["Collector", "attributes_of", "collect", "samples_of"]
 
 
 class Collector:
@@ -22,6 +22,8 @@ class Collector:
         self.resources: list[dict[str, Any]] = []
         self.metrics: dict[str, Any] = {}
         """Name → the latest state of it: they are cumulative."""
+        self.num_exports = 0
+        """Of metrics."""
         self.changed = threading.Condition()
 
     def wait_for(self, condition: Any, timeout: float = 20.0) -> None:
@@ -50,7 +52,9 @@ class _Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
 
     def Export(self, request: Any, context: Any) -> Any:  # noqa: N802
         with self._collector.changed:
+            self._collector.num_exports += 1
             for resource_metrics in request.resource_metrics:
+                self._collector.resources.append(attributes_of(resource_metrics.resource))
                 for scope_metrics in resource_metrics.scope_metrics:
                     self._collector.metrics.update({metric.name: metric for metric in scope_metrics.metrics})
             self._collector.changed.notify_all()
@@ -83,3 +87,19 @@ def attributes_of(item: Any) -> dict[str, Any]:
         return getattr(value, kind)
 
     return {attribute.key: value_of(attribute.value) for attribute in item.attributes}
+
+
+def samples_of(metric: Any) -> Iterator[tuple[str, dict[str, str], float]]:
+    """What a scrape of Prometheus would show of a metric: the name, labels and value of each of its samples."""
+    kind = metric.WhichOneof("data")
+    for point in getattr(metric, kind).data_points:
+        labels = attributes_of(point)
+        if kind != "histogram":
+            yield metric.name, labels, point.as_double if point.HasField("as_double") else point.as_int
+            continue
+        yield metric.name + "_count", labels, point.count
+        yield metric.name + "_sum", labels, point.sum
+        total = 0
+        for bound, count in zip((*point.explicit_bounds, float("inf")), point.bucket_counts, strict=True):
+            total += count
+            yield metric.name + "_bucket", {**labels, "le": "+Inf" if bound == float("inf") else f"{bound:g}"}, total

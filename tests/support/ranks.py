@@ -13,6 +13,7 @@ from quire_engine.distributed import ParallelState
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
 from quire_engine.models import CheckpointConfig
 from quire_engine.worker import Worker
+from quire_engine.worker.expert_load import ExpertLoad
 
 __all__ = ["ThreadExecutor", "run_on_ranks", "thread_ranks"]
 
@@ -134,10 +135,13 @@ class ThreadExecutor:
         self.death_descriptors: list[int] = []
         self._output_rank = next(state.rank for state in states if state.is_output_rank)
         self._num_in_flight = 0
-        self._ranks = [
-            _Rank(lambda state=state: Worker(config, checkpoint, max_model_len, state))  # type: ignore[misc]
-            for state in states
-        ]
+        shape = checkpoint.expert_shape
+        self._expert_load = None if shape is None else ExpertLoad(shape)
+
+        def make(state: ParallelState) -> Worker:
+            return Worker(config, checkpoint, max_model_len, state, expert_load=self._expert_load)
+
+        self._ranks = [_Rank(lambda state=state: make(state)) for state in states]  # type: ignore[misc]
         self.workers: list[Worker] = self._collect()
 
     def check_health(self) -> None:
@@ -166,6 +170,9 @@ class ThreadExecutor:
 
     def busy_seconds(self) -> list[float]:
         return []
+
+    def expert_tokens(self) -> Any:
+        return None if self._expert_load is None else self._expert_load.tokens.copy()
 
     def sleep(self, level: int) -> None:
         self._call("sleep", level)

@@ -100,11 +100,12 @@ def multiply(kind: torch.dtype, gated: bool, dtype: torch.dtype = BF16, out_dtyp
         linear(torch.zeros(num_tokens, 4096, dtype=dtype), packed, out_dtype)
 
 
-def mix_experts(dtype: torch.dtype, kind: torch.dtype | None = None) -> None:
-    """Of three experts and one that all share."""
+def mix_experts(dtype: torch.dtype, kind: torch.dtype | None = None, biased: bool = False) -> None:
+    """Of three experts and one that all share; with biases, as in gpt-oss."""
     gate_up, down = (
-        [pack_linear(torch.zeros(shape, dtype=dtype), gated=gated, quantize=kind is not None,
-                     quantized_dtype=kind or torch.int8)] * 3
+        [pack_linear(torch.zeros(shape, dtype=dtype), torch.zeros(shape[0], dtype=dtype) if biased else None,
+                     gated=gated, quantize=kind is not None, quantized_dtype=kind or torch.int8,
+                     activation="swigluoai" if biased else "silu")] * 3
         for shape, gated in (((1536, 2048), True), ((2048, 768), False))
     )  # fmt: skip
     x, ids = torch.zeros(40, 2048, dtype=dtype), torch.zeros(40, 2, dtype=torch.int64)
@@ -139,6 +140,7 @@ def main() -> None:
     multiply(FP8, gated=True)
     for dtype, kind in ((BF16, None), (FP16, torch.int8), (BF16, FP8), (FP32, None)):
         mix_experts(dtype, kind)
+    mix_experts(BF16, biased=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the model answers, in OpenAI's shapes: whole, or as the chunks of a stream."""
+"""What the model answers, in OpenAI's shapes: whole, or as the chunks of a stream. Chats are in `chat_answers`."""
 
 import itertools
 import time
@@ -9,7 +9,7 @@ from typing import Any
 from quire_backend.openai.requests import GenerationRequest
 from quire_backend.openai.triton_client import Delta
 
-__all__ = ["Answer", "ChatAnswer", "CompletionAnswer"]
+__all__ = ["Answer", "CompletionAnswer", "text_of"]
 
 
 class Answer(ABC):
@@ -54,7 +54,8 @@ class Answer(ABC):
         for sequence in range(len(delta.texts)):
             is_new = delta.texts[sequence] or delta.num_output_tokens[sequence] or delta.finish_reasons[sequence]
             choices = list(self._first_choices(number, delta, sequence)) if is_first else []
-            choices += [self._chunk_choice(number, delta, sequence)] if is_new else []
+            if is_new and (news := self._chunk_choice(number, delta, sequence)) is not None:
+                choices.append(news)
             for choice in choices:
                 yield self._chunk([choice], None)
 
@@ -93,7 +94,8 @@ class Answer(ABC):
     def _choice(self, number: int, delta: Delta, sequence: int) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _chunk_choice(self, number: int, delta: Delta, sequence: int) -> dict[str, Any]: ...
+    def _chunk_choice(self, number: int, delta: Delta, sequence: int) -> dict[str, Any] | None:
+        """What is new of a sequence; None: nothing that can be shown yet."""
 
 
 class CompletionAnswer(Answer):
@@ -132,7 +134,7 @@ class CompletionAnswer(Answer):
     def _logprobs(self, index: int, positions: list[dict[str, Any]] | None) -> dict[str, Any] | None:
         if positions is None:
             return None
-        tokens = [[(_text(token_id, item), item["logprob"]) for token_id, item in at.items()] for at in positions]
+        tokens = [[(text_of(token_id, item), item["logprob"]) for token_id, item in at.items()] for at in positions]
         sampled = [position[0] for position in tokens]
         lengths = [len(text) for text, _ in sampled]
         offsets = list(itertools.accumulate(lengths, initial=self._offsets.get(index, 0)))
@@ -145,58 +147,7 @@ class CompletionAnswer(Answer):
         }
 
 
-class ChatAnswer(Answer):
-    """Of /v1/chat/completions."""
-
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
-
-    def _first_choices(self, number: int, delta: Delta, sequence: int) -> Iterator[dict[str, Any]]:
-        yield {
-            "index": self._index(number, delta, sequence), "delta": {"role": "assistant", "content": ""},
-            "logprobs": None, "finish_reason": None,
-        }  # fmt: skip
-
-    def _choice(self, number: int, delta: Delta, sequence: int) -> dict[str, Any]:
-        message = {"role": "assistant", "content": delta.texts[sequence], "refusal": None}
-        return self._any_choice(number, delta, sequence, "message", message)
-
-    def _chunk_choice(self, number: int, delta: Delta, sequence: int) -> dict[str, Any]:
-        text = delta.texts[sequence]
-        return self._any_choice(number, delta, sequence, "delta", {"content": text} if text else {})
-
-    def _any_choice(self, number: int, delta: Delta, sequence: int, name: str, content: Any) -> dict[str, Any]:
-        positions = delta.logprobs[sequence]
-        choice = {
-            "index": self._index(number, delta, sequence),
-            name: content,
-            "logprobs": None if positions is None else {"content": [self._position(at) for at in positions]},
-            "finish_reason": delta.finish_reasons[sequence],
-        }
-        if delta.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = delta.prompt_logprobs
-        return choice
-
-    def _position(self, position: dict[str, Any]) -> dict[str, Any]:
-        """The sampled token, and beside it the most likely ones, which it may be among."""
-        (sampled_id, sampled) = next(iter(position.items()))
-        num_top = int(self._request.sampling["logprobs"])
-        top = sorted(
-            ((item["rank"], token_id, item) for token_id, item in position.items() if item["rank"] <= num_top),
-            key=lambda ranked: ranked[0],
-        )
-        return {
-            **_token(sampled_id, sampled),
-            "top_logprobs": [_token(token_id, item) for _, token_id, item in top[:num_top]],
-        }
-
-
-def _token(token_id: str, item: dict[str, Any]) -> dict[str, Any]:
-    text = _text(token_id, item)
-    return {"token": text, "logprob": item["logprob"], "bytes": list(text.encode())}
-
-
-def _text(token_id: str, item: dict[str, Any]) -> str:
-    """vLLM's name of a token where the request makes no text."""
+def text_of(token_id: str, item: dict[str, Any]) -> str:
+    """A token's text; vLLM's name of a token where the request makes no text."""
     text = item["decoded_token"]
     return f"token_id:{token_id}" if text is None else text

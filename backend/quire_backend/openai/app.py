@@ -13,12 +13,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire_backend.openai.answers import Answer, ChatAnswer, CompletionAnswer
+from quire_backend.openai.answers import Answer, CompletionAnswer
+from quire_backend.openai.chat import parse_chat
+from quire_backend.openai.chat_answers import ChatAnswer
+from quire_backend.openai.chat_format import ChatFormats
 from quire_backend.openai.disconnect import ClientLeftError, unless_client_leaves
 from quire_backend.openai.errors import ApiError, ModelNotFoundError, UnavailableError
 from quire_backend.openai.generation import generate
 from quire_backend.openai.middleware import Gatekeeper, error_response, request_id_of
-from quire_backend.openai.requests import GenerationRequest, parse_chat, parse_completion
+from quire_backend.openai.requests import GenerationRequest, parse_completion
 from quire_backend.openai.settings import GatewaySettings
 from quire_backend.openai.triton_client import Delta, TritonClient
 
@@ -38,9 +41,10 @@ def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClien
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.client = make_client(settings.url)
+        client = app.state.client = make_client(settings.url)
+        app.state.chat_formats = ChatFormats(client.ask)
         yield
-        await app.state.client.close()
+        await client.close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     routes = {
@@ -101,7 +105,9 @@ async def _completions(request: Request) -> Response:
 
 async def _chat_completions(request: Request) -> Response:
     asked = parse_chat(await _body(request))
-    return await _generate(request, asked, ChatAnswer(asked, f"chatcmpl-{secrets.token_hex(12)}"))
+    formats: ChatFormats = request.app.state.chat_formats
+    asked, make_parser = (await formats.of(asked.model)).read(asked)
+    return await _generate(request, asked, ChatAnswer(asked, f"chatcmpl-{secrets.token_hex(12)}", make_parser))
 
 
 async def _body(request: Request) -> bytes:

@@ -16,7 +16,7 @@ import struct
 import sys
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -25,8 +25,8 @@ from quire_backend.openai.errors import ModelNotFoundError, UnavailableError
 
 __all__ = ["Delta", "ModelError", "Prompt", "TritonClient"]
 
-Prompt = str | list[int] | list[Mapping[str, Any]]
-"""Text, token ids, or the messages of a conversation."""
+Prompt = str | list[int] | Mapping[str, Any]
+"""Text, token ids, or a conversation: the model's input `messages` as an object."""
 
 NUM_CHANNELS = 4
 """Connections: a process's requests share their windows and their thread in the server."""
@@ -130,17 +130,21 @@ class TritonClient:
         """Whether a model's engine runs. The server alone does not know: to it, a model is ready while its engine is
         started again.
         """
+        return (await self.ask(model, "health")).get("healthy") is True
+
+    async def ask(self, model: str, question: str) -> dict[str, Any]:
+        """What a model answers to `introspect` of a kind that needs no token; empty if it does not answer."""
         request = service_pb2.ModelInferRequest(model_name=model)
-        request.parameters["introspect"].string_param = "health"
+        request.parameters["introspect"].string_param = question
         call = self._stubs[0].ModelStreamInfer(iter([request]), timeout=_TIMEOUT_S, metadata=_METADATA)
-        healthy = False
+        answer: Any = {}
         try:
             async for response in call:
                 for text in _outputs(response.infer_response).get("text_output", []):
-                    healthy = json.loads(text)["healthy"] is True
-        except (grpc.aio.AioRpcError, ValueError, KeyError, TypeError):
-            return False
-        return healthy
+                    answer = json.loads(text)
+        except (grpc.aio.AioRpcError, ValueError):
+            return {}
+        return answer if isinstance(answer, dict) else {}
 
     async def generate(
         self, model: str, prompt: Prompt, sampling: Mapping[str, Any], *, stream: bool, request_id: str
@@ -226,10 +230,10 @@ def _request(model: str, prompt: Prompt, sampling: Mapping[str, Any], stream: bo
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     if isinstance(prompt, str):
         _add_text(request, "text_input", prompt)
-    elif prompt and isinstance(prompt[0], Mapping):
+    elif isinstance(prompt, Mapping):
         _add_text(request, "messages", json.dumps(prompt, ensure_ascii=False))
     else:
-        ids = array.array("i", cast(list[int], prompt))
+        ids = array.array("i", prompt)
         if sys.byteorder == "big":
             ids.byteswap()
         _add(request, "input_ids", "INT32", len(ids), ids.tobytes())

@@ -30,7 +30,8 @@ _ACCEPTED = Rate(name="quire_spec_decode_accepted_tokens_total")
 _BY_PLACE = Rate(name="quire_spec_decode_accepted_tokens_per_pos_total", by="position")
 """Only of models with speculative decoding."""
 _ACCEPTANCE_LENGTH = Ratio(part=_ACCEPTED, whole=Rate(name="quire_spec_decode_drafts_total"), plus=1.0)
-
+_IMBALANCE = Gauge(name="quire_expert_imbalance_ratio", by="over", labels=(("layers", "mean"),), how="max")
+"""Only of mixtures of experts."""
 
 _MILLISECONDS = st.column_config.NumberColumn(format="%.1f ms")
 
@@ -134,6 +135,9 @@ def _charts() -> None:
             ], key="drafts", say=words.per_second)  # fmt: skip
             chart("Acceptance length", "tokens", [Line(query=_ACCEPTANCE_LENGTH, name="per step with drafts")],
                   key="acceptance_length", say=words.decimal)  # fmt: skip
+        if latest(_IMBALANCE, monitor().view(), selection().labels):
+            chart("Busiest expert and rank", "times the average", [Line(query=_IMBALANCE, by="over")], key="imbalance",
+                  say=words.decimal)  # fmt: skip
 
 
 def _drafts_tokens() -> bool:

@@ -31,7 +31,7 @@ LOAD_FORMATS = ("auto", "dummy")
 MODEL_IMPLS = ("auto", "quire", "transformers")
 QUANTIZATIONS = ("int8", "fp8")
 KV_CACHE_DTYPES = ("auto", "fp8")
-SCHEDULING_POLICIES = ("fcfs", "priority")
+SCHEDULING_POLICIES = ("fcfs", "priority", "slo")
 MAX_NUM_SEQS = 4096
 MAX_DRAFTED_ROWS = 512
 """Each row takes the memory of a vocabulary's logits. Long before this many, a step is bound by what it computes, and a
@@ -43,6 +43,8 @@ MIN_TOKEN_CHARACTERS = 16
 DEVICES = ("auto", "cpu", "cuda")
 EXECUTOR_BACKENDS = ("uni", "mp", "ray")
 METRIC_ALIASES = ("vllm", "none")
+TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral", "openai")
+REASONING_PARSERS = ("deepseek_r1", "qwen3", "openai_gptoss")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +142,9 @@ class SchedulerConfig:
     """The most prompt tokens one request may take of a step; 0: only the budget limits it."""
     scheduling_policy: str = "fcfs"
     """Which waiting request comes next: `fcfs` the one that came first, `priority` the one with the lowest `priority`
-    value, and of these the one that came first. The last in this order gives way when the blocks run out."""
+    value, and of these the one that came first. The last in this order gives way when the blocks run out. `slo` works
+    for the objectives of the setting `slo`: the one with the least time to spare comes next, and what cannot make its
+    time to first token is refused at once, or runs when there is room, as its class says."""
     max_num_partial_prefills: int = 1
     """Prompts that may be in computation piece by piece at the same time. Prompts that fit into what is left of a step
     are not held up by these."""
@@ -164,7 +168,7 @@ class SchedulerConfig:
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         check(self.scheduling_policy in SCHEDULING_POLICIES, "scheduling_policy", self.scheduling_policy,
-              "'fcfs' or 'priority'")  # fmt: skip
+              "'fcfs', 'priority' or 'slo'")  # fmt: skip
         check_int("max_num_partial_prefills", self.max_num_partial_prefills, 1)
         check_int("max_long_partial_prefills", self.max_long_partial_prefills, 1)
         check(self.max_long_partial_prefills <= self.max_num_partial_prefills, "max_long_partial_prefills",
@@ -275,6 +279,9 @@ class FrontendConfig:
     """Classes of service level objectives, by name: `{"default": {"ttft_ms": 500, "tpot_ms": 50, "e2e_ms": 10000}}`."""
     metric_aliases: str = "vllm"
     """Other names that the metrics also have: `vllm`, or `none`."""
+    expert_metrics: bool = False
+    """Whether a mixture of experts has a counter for each expert of each layer, which may be thousands. The load of the
+    busiest is known without."""
     otlp_endpoint: str | None = None
     """Where metrics and traces go by OTLP over gRPC, as `http://host:4317`; unset: nowhere. Needs the extra `otel`. In
     the server, a `model.json` that does not name it takes that of OTEL_EXPORTER_OTLP_ENDPOINT."""
@@ -292,6 +299,13 @@ class FrontendConfig:
     """Ended requests that operators can still look at: their times and sizes, and why they ended."""
     ended_requests_text: bool = False
     """Whether the prompts of these, and those of their parameters that hold text, are kept as well."""
+    tool_call_parser: str | None = "auto"
+    """How the model writes calls of functions, by the name of vLLM's parser: `hermes` (Qwen's too), `llama3_json`,
+    `mistral`, `openai` (gpt-oss). `auto`: what the chat template shows; unset: nobody knows."""
+    reasoning_parser: str | None = "auto"
+    """How it marks its reasoning: `qwen3` (`<think>…</think>`), `deepseek_r1` (the prompt itself ends with `<think>`),
+    `openai_gptoss`. `auto`: what the chat template shows; unset: it does not."""
+
     introspection_token: str | None = field(default=None, repr=False)
     """What a caller has to show who wants to see or cancel requests. Unset: nobody can."""
 
@@ -307,6 +321,8 @@ class FrontendConfig:
         object.__setattr__(self, "slo", parse_classes(self.slo))
         check(self.metric_aliases in METRIC_ALIASES, "metric_aliases", self.metric_aliases,
               f"one of {', '.join(METRIC_ALIASES)}")  # fmt: skip
+        _check_parsers(self.tool_call_parser, self.reasoning_parser)
+        check_bool("expert_metrics", self.expert_metrics)
         check_bool("metrics", self.metrics)
         check_bool("disable_log_stats", self.disable_log_stats)
         check_bool("report_cached_tokens", self.report_cached_tokens)
@@ -430,6 +446,20 @@ def _group_of(name: str) -> str:
     near = get_close_matches(name, setting_names(), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(setting_names()))}"
     raise ValueError(f"unknown setting {name!r}{hint}")
+
+
+def _check_parsers(tool_call_parser: str | None, reasoning_parser: str | None) -> None:
+    for name, value, known in (
+        ("tool_call_parser", tool_call_parser, TOOL_CALL_PARSERS),
+        ("reasoning_parser", reasoning_parser, REASONING_PARSERS),
+    ):
+        check(value in (None, "auto", *known), name, value, f"one of auto, {', '.join(known)}, or unset")
+    is_harmony = [tool_call_parser == "openai", reasoning_parser == "openai_gptoss"]
+    if any(is_harmony) and not all(is_harmony):
+        raise ValueError(
+            f"tool_call_parser is {tool_call_parser!r} with reasoning_parser={reasoning_parser!r}; 'openai' and "
+            "'openai_gptoss' are two halves of one format, and must be set together"
+        )
 
 
 def _check_token(value: object) -> None:

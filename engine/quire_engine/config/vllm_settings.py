@@ -55,7 +55,7 @@ _NOT_OFFERED = (
     "collect_detailed_traces", "show_hidden_metrics_for_version", "logits_processors", "logits_processor_pattern",
     "override_generation_config", "override_neuron_config", "override_pooler_config", "pooler_config",
     "additional_config", "attention_config", "attention_backend", "kernel_config", "profiler_config",
-    "reasoning_parser", "reasoning_parser_plugin", "scheduler_cls", "worker_extension_cls", "io_processor_plugin",
+    "reasoning_parser_plugin", "scheduler_cls", "worker_extension_cls", "io_processor_plugin",
     "data_parallel_rank", "data_parallel_start_rank", "data_parallel_address", "mamba_block_size", "default_mm_loras",
 )  # fmt: skip
 """Names of which no value but an empty one asks for nothing."""
@@ -132,6 +132,7 @@ _SAME_VALUES: dict[str, dict[str, str]] = {
     "load_format": {"safetensors": "auto"},
     "model_impl": {"vllm": "quire"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "reasoning_parser": {"": "auto"},
 }
 """Values of vLLM's, and what they are called here."""
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from quire_engine.config import EngineCoreConfig
+from quire_engine.core.expert_load import ExpertLoadReport
 from quire_engine.core.step_history import StepHistory
 from quire_engine.errors import AbortedError, EngineDeadError, EngineError, EngineSleepingError
 from quire_engine.executor import Executor, make_executor
@@ -101,6 +102,8 @@ class EngineCore:
         self._in_flight: deque[SchedulerOutput] = deque()
         """Steps that were submitted and not yet collected, oldest first."""
         self._history = StepHistory()
+        has_experts = checkpoint.expert_shape is not None
+        self._expert_load = ExpertLoadReport(config.parallel) if has_experts else None
         self._world_size = config.parallel.world_size
         self._step_stats = StepStats()
         self._sleep_level = 0
@@ -157,6 +160,8 @@ class EngineCore:
         request.num_preemptions = message.num_preemptions
         request.is_replay = message.is_replay
         request.message_number = message_number
+        request.slo_class, request.slo_targets = message.slo_class, message.slo_targets
+        request.age_seconds = message.age_ms / 1000
         if message.max_new_tokens is not None:
             request.max_tokens = min(request.max_tokens, request.num_output_tokens + message.max_new_tokens)
         if request.needs_grammar:
@@ -210,6 +215,8 @@ class EngineCore:
         """The present numbers."""
         stats = self.scheduler.make_stats()
         stats.rank_busy_seconds = self.executor.busy_seconds()
+        if self._expert_load is not None:
+            stats.expert_load = self._expert_load.make(self.executor.expert_tokens, not self.has_requests())
         return stats
 
     def _submit_steps(self, refused: list[EngineCoreOutput]) -> list[EngineCoreOutput] | None:

@@ -22,7 +22,7 @@ def make_executor(config: EngineCoreConfig, checkpoint: ServedCheckpoint, max_mo
         # Not above: a worker's process imports this package only for the queue.
         from quire_engine.executor.multiproc import MultiProcExecutor
 
-        return MultiProcExecutor(config, max_model_len)
+        return MultiProcExecutor(config, max_model_len, checkpoint.expert_shape)
     from quire_engine.executor.ray import RayExecutor  # needs the `ray` extra
 
     return RayExecutor(config, max_model_len)

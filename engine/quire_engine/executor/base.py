@@ -1,6 +1,10 @@
 """Executor: the seam between one engine core and its workers."""
 
 from abc import ABC, abstractmethod
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from quire_engine.messages import (
     DetermineNumBlocks,
@@ -12,7 +16,9 @@ from quire_engine.messages import (
     WorkerCall,
 )
 
-__all__ = ["Executor"]
+__all__ = ["Executor", "Int64Array"]
+
+Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 
 class Executor(ABC):
@@ -101,3 +107,8 @@ class Executor(ABC):
     def busy_seconds(self) -> list[float]:
         """How long each rank has computed steps since it started, without waits for others; empty if unknown."""
         return []
+
+    def expert_tokens(self) -> Int64Array | None:
+        """[layers, experts], how many tokens were sent to each expert so far; None if it is not known, or there are no
+        experts."""
+        return None

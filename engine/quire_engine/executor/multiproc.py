@@ -23,7 +23,7 @@ import msgspec
 from quire_engine.config import EngineCoreConfig
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import AbortedError, CheckpointError, EngineDeadError, EngineError
-from quire_engine.executor.base import Executor
+from quire_engine.executor.base import Executor, Int64Array
 from quire_engine.executor.worker_processes import WorkerProcesses
 from quire_engine.ipc.message_queue import MessageReader, MessageWriter
 from quire_engine.ipc.semaphore import Waiter, Watch
@@ -59,7 +59,9 @@ ERRORS: dict[str, type[Exception]] = {
 class MultiProcExecutor(Executor):
     """Starts the workers, calls them, and collects their answers."""
 
-    def __init__(self, config: EngineCoreConfig, max_model_len: int) -> None:
+    def __init__(
+        self, config: EngineCoreConfig, max_model_len: int, expert_shape: tuple[int, int] | None = None
+    ) -> None:
         self._config = config
         parallel = config.parallel
         self._output_rank = ParallelState(
@@ -74,7 +76,7 @@ class MultiProcExecutor(Executor):
         self._is_taking = False
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(WorkerResponse)
-        self._workers = WorkerProcesses(config, max_model_len)
+        self._workers = WorkerProcesses(config, max_model_len, expert_shape)
         watch = Watch(self._workers.pidfds, self._check_workers)
         self._calls = MessageWriter(self._workers.calls, watch)
         self._responses = [MessageReader(handle, 0, watch) for handle in self._workers.responses]
@@ -116,6 +118,10 @@ class MultiProcExecutor(Executor):
 
     def busy_seconds(self) -> list[float]:
         return [] if self._is_shut_down else self._workers.busy_time.seconds()
+
+    def expert_tokens(self) -> Int64Array | None:
+        load = None if self._is_shut_down else self._workers.expert_load
+        return None if load is None else load.tokens.copy()
 
     def submit(self, scheduler_output: SchedulerOutput) -> None:
         self._submitted.append(self._call(ExecuteModel(scheduler_output)))

@@ -9,12 +9,13 @@ import torch
 from quire_engine.config import EngineCoreConfig
 from quire_engine.device.placement import on_device, prepare_device
 from quire_engine.errors import EngineDeadError
-from quire_engine.executor.base import Executor
+from quire_engine.executor.base import Executor, Int64Array
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput, WorkerCall
 from quire_engine.models.served import ServedCheckpoint
 from quire_engine.system.memory import return_freed_memory
 from quire_engine.worker import Worker
 from quire_engine.worker.busy_time import StepClock
+from quire_engine.worker.expert_load import ExpertLoad
 from quire_engine.worker.submitted_step import SubmittedStep
 
 __all__ = ["UniProcExecutor"]
@@ -38,8 +39,12 @@ class UniProcExecutor(Executor):
 
     def __init__(self, config: EngineCoreConfig, checkpoint: ServedCheckpoint, max_model_len: int) -> None:
         self._device = prepare_device(config, checkpoint.dtype, rank=0)
+        shape = checkpoint.expert_shape
+        self._expert_load = None if shape is None else ExpertLoad(shape)
         with on_device(self._device):
-            self._the_worker: Worker | None = Worker(config, checkpoint, max_model_len, device=self._device)
+            self._the_worker: Worker | None = Worker(
+                config, checkpoint, max_model_len, device=self._device, expert_load=self._expert_load
+            )
         self._async_scheduling = config.async_scheduling(uses_gpu=self._device.type == "cuda")
         self._submitted: deque[SchedulerOutput | _StepAhead] = deque()
         self._step_clock = StepClock()
@@ -88,12 +93,18 @@ class UniProcExecutor(Executor):
     def busy_seconds(self) -> list[float]:
         return [self._busy_seconds]
 
+    def expert_tokens(self) -> Int64Array | None:
+        return None if self._expert_load is None else self._expert_load.tokens.copy()
+
     def shutdown(self) -> None:
         """Frees the weights, the KV cache, captured graphs or recordings, and steps in flight."""
         if self._the_worker is None:
             return
         self._the_worker = None
         self._submitted.clear()
+        if self._expert_load is not None:
+            self._expert_load.close()
+            self._expert_load = None
         return_freed_memory()  # there are cycles of references
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

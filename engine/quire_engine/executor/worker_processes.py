@@ -20,10 +20,11 @@ from quire_engine.system.child_process import start_module
 from quire_engine.system.process_state import how_it_ended, is_stopped
 from quire_engine.worker.arguments import WorkerArguments
 from quire_engine.worker.busy_time import BusyTime
+from quire_engine.worker.expert_load import ExpertLoad
 
 __all__ = ["WorkerProcesses"]
 
-_Handle = MessageQueueHandle | AbortFlagHandle | SharedMemoryGroup | MeetingPlace | BusyTime
+_Handle = MessageQueueHandle | AbortFlagHandle | SharedMemoryGroup | MeetingPlace | BusyTime | ExpertLoad
 
 
 def uses_shared_memory(config: EngineCoreConfig) -> bool:
@@ -32,9 +33,17 @@ def uses_shared_memory(config: EngineCoreConfig) -> bool:
 
 
 class WorkerProcesses:
-    """All ranks of one engine. When this object is dropped, they are killed and the descriptors closed."""
+    """All ranks of one engine. When this object is dropped, they are killed and the descriptors closed.
 
-    def __init__(self, config: EngineCoreConfig, max_model_len: int) -> None:
+    Args:
+        config: the engine core's.
+        max_model_len: the longest sequence.
+        expert_shape: see `ServedCheckpoint`.
+    """
+
+    def __init__(
+        self, config: EngineCoreConfig, max_model_len: int, expert_shape: tuple[int, int] | None = None
+    ) -> None:
         parallel = config.parallel
         tensor_size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         shares_memory = parallel.world_size == 1 or uses_shared_memory(config)  # before anything is open: it may raise
@@ -42,6 +51,7 @@ class WorkerProcesses:
         self.responses = [MessageQueueHandle.create(1) for _ in range(parallel.world_size)]
         self._abort = AbortFlagHandle.create()
         self.busy_time = BusyTime(parallel.world_size)
+        self.expert_load = None if expert_shape is None else ExpertLoad(expert_shape)
         self._meeting_place: MeetingPlace | None = None
         self._tensor_groups: list[SharedMemoryGroup] = []
         self._pipeline_groups: list[SharedMemoryGroup] = []
@@ -56,8 +66,7 @@ class WorkerProcesses:
         self._stopped_ranks: set[int] = set()
         self._handles: list[_Handle] = [self.calls, *self.responses, self._abort, self.busy_time]
         self._handles += [*self._tensor_groups, *self._pipeline_groups]
-        if self._meeting_place is not None:
-            self._handles.append(self._meeting_place)
+        self._handles += [one for one in (self.expert_load, self._meeting_place) if one is not None]
         self._finalizer = weakref.finalize(self, _end, self._processes, self._handles, self.pidfds)
         try:
             for rank in range(parallel.world_size):
@@ -116,6 +125,7 @@ class WorkerProcesses:
             responses=self.responses[rank],
             abort=self._abort,
             busy_time=self.busy_time.descriptor,
+            expert_load=None if self.expert_load is None else self.expert_load.descriptor,
             tensor_group=self._tensor_groups[state.stage] if self._tensor_groups else None,
             pipeline_group=self._pipeline_groups[state.tensor_rank] if self._pipeline_groups else None,
             meeting_place=self._meeting_place,
@@ -124,6 +134,8 @@ class WorkerProcesses:
         )
         descriptors = [*self.calls.descriptors(rank), *arguments.responses.descriptors(0), *self._abort.descriptors()]
         descriptors.append(self.busy_time.descriptor)
+        if self.expert_load is not None:
+            descriptors.append(self.expert_load.descriptor)
         if arguments.tensor_group is not None:
             descriptors += arguments.tensor_group.descriptors(state.tensor_rank)
         if arguments.pipeline_group is not None:

@@ -45,6 +45,7 @@ class ChatTemplateError(EngineError):
 class _Job(msgspec.Struct, array_like=True):
     template: str
     messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
     variables: dict[str, Any]
     seconds: float
 
@@ -67,20 +68,29 @@ class ChatTemplateRenderer:
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[Any, Any] | None = None
 
-    def render(self, template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    def render(
+        self,
+        template: str,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         """The text of a conversation, up to where the answer begins.
 
         Args:
             template: in Jinja.
             messages: of the conversation; fields that are None count as absent, as in transformers.
             variables: others that the template may use, such as `bos_token`.
+            tools: functions that the model may call, as OpenAI describes them.
 
         Raises:
             ChatTemplateError: the template fails, refuses the messages, or takes more than its time or memory.
         """
         said = [{name: value for name, value in message.items() if value is not None} for message in messages]
         try:
-            job = msgspec.json.encode(_Job(template, said, dict(variables), self._seconds))
+            job = msgspec.json.encode(
+                _Job(template, said, [dict(tool) for tool in tools], dict(variables), self._seconds)
+            )
         except (TypeError, ValueError, RecursionError) as error:
             raise ChatTemplateError(f"it is no JSON: {error}") from None
         with self._lock:
@@ -147,8 +157,9 @@ def _render(job: _Job) -> _Result:
 
     try:
         rendered: Any = render_jinja_template(
-            conversations=[job.messages], chat_template=job.template, add_generation_prompt=True, **job.variables
-        )
+            conversations=[job.messages], tools=[*job.tools] or None, chat_template=job.template,
+            add_generation_prompt=True, **job.variables,
+        )  # fmt: skip
         text = rendered[0][0]
     except MemoryError:
         return _Result(error=f"it takes more than {RENDER_MEMORY_BYTES >> 20} MiB")
@@ -165,7 +176,7 @@ def main() -> None:
     """Entry point of the child process."""
     for number in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the parent decides
         signal.signal(number, signal.SIG_IGN)
-    _render(_Job("", [{}], {}, 0))  # imports what is needed, before there are limits
+    _render(_Job("", [{}], [], {}, 0))  # imports what is needed, before there are limits
     limit_memory_growth(RENDER_MEMORY_BYTES)
     decoder = msgspec.json.Decoder(_Job)
     for line in sys.stdin.buffer:

@@ -26,6 +26,11 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
 
 
+_TEMPLATE_ARGUMENTS = (
+    "messages", "conversations", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "return_assistant_tokens_mask",
+)  # fmt: skip
+"""What the template gets from elsewhere."""
 MAX_DEADLINE_MS = 365 * 86_400_000.0
 """Deadlines further away than a year are ignored."""
 
@@ -49,13 +54,19 @@ class ProcessedRequest:
     """The caller's trace context."""
     label: str = ""
     """The caller's label for it."""
+    is_scheduled_by_slo: bool = False
+    """Whether the scheduler works for its objectives, and has to know them."""
 
     def to_core(self) -> EngineCoreRequest:
         """The request for the engine core, with the rest of the time to the deadline."""
         left_ms = self.deadline_ms
         if left_ms is not None:
             left_ms -= 1000 * (time.monotonic() - self.arrival_time)
-        return EngineCoreRequest(self.request_id, self.prompt_token_ids, self.params, left_ms)
+        request = EngineCoreRequest(self.request_id, self.prompt_token_ids, self.params, left_ms)
+        if self.is_scheduled_by_slo:
+            request.slo_class, request.slo_targets = self.slo_class, self.slo_targets
+            request.age_ms = 1000 * (time.monotonic() - self.arrival_time)
+        return request
 
 
 class InputProcessor:
@@ -145,14 +156,38 @@ class InputProcessor:
             slo_targets=slo_targets,
             traceparent=traceparent,
             label=label,
+            is_scheduled_by_slo=self._ready.scheduling_policy == "slo",
         )
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    @property
+    def chat_template(self) -> str | None:
+        """The checkpoint's chat template, if it has one."""
+        try:
+            template: str = self.tokenizer.get_chat_template()
+        except ValueError:
+            return None
+        return template
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Token ids of a conversation, rendered with the checkpoint's chat template within limits of time and memory.
+
+        Args:
+            messages: of the conversation.
+            tools: functions that the model may call, as OpenAI describes them.
+            variables: what the template is told besides; vLLM's `chat_template_kwargs`.
 
         Raises:
             RequestError: the checkpoint has no template, or it refuses the messages, or exceeds the limits.
         """
+        reserved = next((name for name in variables or {} if name in _TEMPLATE_ARGUMENTS), None)
+        if reserved is not None:
+            name = "chat_template_kwargs"
+            raise RequestError(name, f"{name} holds {reserved!r}, which a request cannot set")
         for message in messages:
             if not isinstance(message, Mapping):
                 raise RequestError(
@@ -162,7 +197,8 @@ class InputProcessor:
             raise RequestError("messages", "messages is empty; it must hold at least one message")
         try:
             template = self.tokenizer.get_chat_template()
-            text = self._chat_template.render(template, messages, self.tokenizer.special_tokens_map)
+            told = {**self.tokenizer.special_tokens_map, **(variables or {})}
+            text = self._chat_template.render(template, messages, told, tools)
         except (ChatTemplateError, ValueError) as error:  # the latter where there is none
             reason = " ".join(str(error).split())
             raise RequestError("messages", f"messages: the chat template failed: {reason}") from None

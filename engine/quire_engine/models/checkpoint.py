@@ -1,10 +1,8 @@
 """Reads a checkpoint's `config.json` and checks it field by field. Does not use torch."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quire_engine.errors import CheckpointError
 from quire_engine.models.fields import MAX_LAYERS, MAX_POSITIONS, MAX_SIZE, Fields, read_config
@@ -12,6 +10,7 @@ from quire_engine.models.files import brief, read_json
 from quire_engine.models.options import DecoderOptions, read_activation
 from quire_engine.models.registry import ARCHITECTURES, read_options, with_defaults
 from quire_engine.models.rope_config import RopeConfig, read_rope
+from quire_engine.models.weight_format import MXFP4_BLOCK, WeightFormat, read_weight_format
 
 __all__ = ["DTYPES", "CheckpointConfig", "read_architecture", "read_eos_token_ids"]
 
@@ -38,9 +37,8 @@ class CheckpointConfig:
     """Of the gate in the feed-forward, as `quire_kernels` names it."""
     options: DecoderOptions
     """How this family's layers differ from others'."""
-    int8: bool
-    """Whether the linear layers' weights are int8 with a `weight_scale` per output feature, for int8 activations
-    (W8A8)."""
+    weight_format: WeightFormat
+    """How the weights of its linear layers are stored."""
     rope: RopeConfig
     eos_token_ids: tuple[int, ...]
 
@@ -91,7 +89,7 @@ class CheckpointConfig:
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             activation=options.activation or read_activation(fields, "hidden_act", "silu"),
             options=options,
-            int8=_is_int8(fields),
+            weight_format=read_weight_format(fields),
             rope=read_rope(fields, head_size, max_position_embeddings),
             eos_token_ids=read_eos_token_ids(folder, fields),
         )
@@ -99,9 +97,21 @@ class CheckpointConfig:
         return checkpoint
 
     @property
+    def int8(self) -> bool:
+        """Whether the linear layers' weights are int8 with a `weight_scale` per output feature, for int8 activations
+        (W8A8); all other formats become the model's dtype when they are loaded."""
+        return self.weight_format.method == "int8"
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """By layer of the whole model, how many of its last keys each row sees at most; None: all."""
         return self.options.windows or (None,) * self.num_layers
+
+    @property
+    def expert_shape(self) -> tuple[int, int] | None:
+        """Layers, and experts of each layer that has any; None if none has."""
+        experts = self.options.experts
+        return None if experts is None else (self.num_layers, experts.num_experts)
 
     @property
     def longest_model_len(self) -> int:
@@ -159,11 +169,22 @@ class CheckpointConfig:
                 f"{path}: num_attention_heads is {self.num_heads}; it must be a multiple of "
                 f"num_key_value_heads={self.num_kv_heads}"
             )
-        if self.int8 and self.options.latent is not None:
+        method, served = self.weight_format.method, self._served_formats()
+        if method not in served:
             raise CheckpointError(
-                f"{path}: quantization_config says int8; an {self.architecture} is served from unquantised "
-                "checkpoints, with the setting quantization if you like"
+                f"{path}: quantization_config says {method}; a {self.architecture} is served from checkpoints that "
+                f"are {' or '.join(served)}, with the setting quantization if you like"
             )
+        if method == "mxfp4" and (self.hidden_size % MXFP4_BLOCK or self.intermediate_size % MXFP4_BLOCK):
+            raise CheckpointError(
+                f"{path}: hidden_size is {self.hidden_size} and intermediate_size {self.intermediate_size}; they must "
+                f"be multiples of {MXFP4_BLOCK}, as quantization_config says mxfp4"
+            )
+
+    def _served_formats(self) -> tuple[str, ...]:
+        if self.options.experts is not None and self.options.experts.are_stacked:
+            return "unquantised", "mxfp4"
+        return ("unquantised",) if self.options.latent is not None else ("unquantised", "int8")
 
 
 def read_architecture(fields: Fields, known: tuple[str, ...]) -> str:
@@ -178,51 +199,6 @@ def read_architecture(fields: Fields, known: tuple[str, ...]) -> str:
         names = ", ".join(known)
         raise CheckpointError(f"{fields.path}: unknown architecture {brief(architecture)}; known are {names}")
     return str(architecture)
-
-
-def _is_int8(fields: Fields) -> bool:
-    """Whether this is a compressed-tensors checkpoint in W8A8, the only kind of quantised checkpoint that is served.
-
-    Raises:
-        CheckpointError: it is quantised in another way.
-    """
-    name = "compression_config" if fields.values.get("quantization_config") is None else "quantization_config"
-    quantization = fields.inner(name).values
-    if not quantization:
-        return False
-    match quantization:
-        case {
-            "quant_method": "compressed-tensors",
-            "format": "int-quantized",
-            "ignore": [*ignored],
-            "config_groups": {**groups},
-        } if len(groups) == 1 and "lm_head" in ignored and all(map(_stays_unquantised, ignored)):
-            match next(iter(groups.values())):
-                case {"targets": ["Linear"], "weights": {**weights}, "input_activations": {**activations}} if (
-                    _is_symmetric_int8(weights, "channel", dynamic=False)
-                    and _is_symmetric_int8(activations, "token", dynamic=True)
-                ):
-                    return True
-    method, form = (str(quantization.get(key, "not named")) for key in ("quant_method", "format"))
-    raise CheckpointError(
-        f"{fields.path}: {name} has quant_method {method:.60}, format {form:.60}; of quantised "
-        "checkpoints only compressed-tensors with int8 weights per channel and dynamic int8 activations per token, "
-        "both symmetric, of all linear layers but lm_head and routers, are served. From an unquantised checkpoint the "
-        "setting quantization makes one of these"
-    )
-
-
-def _stays_unquantised(name: object) -> bool:
-    """Whether a name in the list of what is not quantised, or the pattern there, is the head or a router of experts."""
-    return name == "lm_head" or (isinstance(name, str) and name.rstrip("$").endswith((".gate", ".shared_expert_gate")))
-
-
-def _is_symmetric_int8(kind: Mapping[Any, Any], strategy: str, dynamic: bool) -> bool:
-    return (
-        (kind.get("num_bits"), kind.get("type"), kind.get("strategy")) == (8, "int", strategy)
-        and bool(kind.get("symmetric", True))
-        and bool(kind.get("dynamic", False)) == dynamic
-    )
 
 
 def read_eos_token_ids(folder: Path, fields: Fields) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ from quire_engine.models.parallel import (
     ColumnParallel,
     QKVParallel,
     RowParallel,
+    Sinks,
     VocabParallel,
     num_parameters,
     receive_activations,
@@ -73,6 +74,7 @@ class Attention(nn.Module):
         self.o_proj = RowParallel(size, "o_proj", config.hidden_size, options.o_bias, parallel, config.int8)
         self.eps = config.rms_norm_eps
         self.scale, self.soft_cap = options.attention_scale or self.head_size**-0.5, options.attention_soft_cap
+        self.sinks = Sinks(config.num_heads, parallel) if options.attention_sinks else None
         self.norms_projections = options.qk_projection_norm
         self.q_norm = self.k_norm = None
         if options.qk_norm:
@@ -122,6 +124,7 @@ class Attention(nn.Module):
             context.plans.get(self.spec),
             window=self.spec.window,
             soft_cap=self.soft_cap,
+            sinks_H=None if self.sinks is None else self.sinks.weight,
         )
         out_TE: torch.Tensor = self.o_proj(out_THD.flatten(1))
         return out_TE
@@ -300,6 +303,12 @@ class Decoder(nn.Module):
     def layer_numbers(self) -> list[int]:
         """Of this stage's layers, in the whole model."""
         return [int(number) for number in self.layers]
+
+    @property
+    def mixtures(self) -> dict[int, MixtureOfExperts]:
+        """The feed-forwards of this stage's layers with experts, by the layer's number in the whole model."""
+        layers = {int(number): layer for number, layer in self.layers.items() if isinstance(layer, DecoderLayer)}
+        return {number: layer.mlp for number, layer in layers.items() if isinstance(layer.mlp, MixtureOfExperts)}
 
     def num_parameters(self) -> int:
         """How many parameters this rank has."""

@@ -52,7 +52,7 @@ class Eagle3Checkpoint:
         decoder = CheckpointConfig.from_fields(folder, fields, architecture, read_options("LlamaForCausalLM", fields))
         if decoder.num_layers != 1:
             raise fields.error("num_hidden_layers", "1")
-        if decoder.int8:
+        if decoder.weight_format.method != "unquantised":
             raise fields.error(
                 "quantization_config", "unset: an unquantised head is quantised as its target is, when it is loaded"
             )

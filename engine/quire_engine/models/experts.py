@@ -44,10 +44,11 @@ class Router(ColumnParallel):
         in_features: size of the input.
         name: the checkpoint's name of the projection.
         out_features: size of the output.
+        bias: whether it has one.
     """
 
-    def __init__(self, in_features: int, name: str, out_features: int) -> None:
-        super().__init__(in_features, {name: out_features}, False, ALONE)
+    def __init__(self, in_features: int, name: str, out_features: int, bias: bool = False) -> None:
+        super().__init__(in_features, {name: out_features}, bias, ALONE)
 
     def pack(self, quantized_dtype: torch.dtype | None) -> None:
         """Pack the weight, as it is."""
@@ -61,13 +62,15 @@ class Router(ColumnParallel):
 class Expert(nn.Module):
     """The weights of a gated feed-forward whose output goes into a sum with others', before the ranks' sum."""
 
-    def __init__(self, config: CheckpointConfig, intermediate_size: int, parallel: ParallelState) -> None:
+    def __init__(
+        self, config: CheckpointConfig, intermediate_size: int, parallel: ParallelState, bias: bool = False
+    ) -> None:
         super().__init__()
         size, parts = config.hidden_size, {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up_proj = ColumnParallel(
-            size, parts, False, parallel, gated=True, int8=config.int8, activation=config.activation
+            size, parts, bias, parallel, gated=True, int8=config.int8, activation=config.activation
         )
-        self.down_proj = RowParallel(intermediate_size, "down_proj", size, False, parallel, config.int8)
+        self.down_proj = RowParallel(intermediate_size, "down_proj", size, bias, parallel, config.int8)
 
     def forward(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """[T, E] -> [T, E], this rank's part."""
@@ -86,10 +89,12 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: CheckpointConfig, options: ExpertsOptions, parallel: ParallelState) -> None:
         super().__init__()
         self.options, self.group = options, parallel.tensor_group
-        self.gate = Router(config.hidden_size, "gate", options.num_experts)
+        self.gate = Router(config.hidden_size, "gate", options.num_experts, options.has_bias)
         cut = ALONE if parallel.enable_expert_parallel else parallel
         numbers = experts_of_rank(options.num_experts, parallel)
-        self.experts = nn.ModuleDict({str(i): Expert(config, options.intermediate_size, cut) for i in numbers})
+        self.experts = nn.ModuleDict(
+            {str(i): Expert(config, options.intermediate_size, cut, options.has_bias) for i in numbers}
+        )
         self.shared_expert: Expert | None = None
         if options.shared_intermediate_size is not None:
             self.shared_expert = Expert(config, options.shared_intermediate_size, parallel)
@@ -97,6 +102,9 @@ class MixtureOfExperts(nn.Module):
                 self.shared_expert_gate = Router(config.hidden_size, "shared_expert_gate", 1)
         if options.grouped is not None and options.grouped.has_bias:
             self.choice_bias = Weight(options.num_experts, dtype=torch.float32)
+        self.counts_X: torch.Tensor | None = None
+        """int64, on the model's device: how many tokens were sent to each expert. Set before the first step, as what is
+        recorded or captured refers to it; None: nothing is counted."""
         self._packed: ExpertsWeight | None = None
 
     def pack(self) -> None:
@@ -111,11 +119,11 @@ class MixtureOfExperts(nn.Module):
         """[T, X] -> weights and ids of each token's experts."""
         options, grouped = self.options, self.options.grouped
         if grouped is None:
-            return topk_softmax(logits_TX, options.top_k, options.norm_topk_prob)
+            return topk_softmax(logits_TX, options.top_k, options.norm_topk_prob, self.counts_X)
         return grouped_topk(
             logits_TX, options.top_k, options.norm_topk_prob, num_groups=grouped.num_groups,
             top_groups=grouped.top_groups, scoring=grouped.scoring, scale=grouped.scale,
-            bias_X=self.choice_bias.weight if grouped.has_bias else None,
+            bias_X=self.choice_bias.weight if grouped.has_bias else None, counts_X=self.counts_X,
         )  # fmt: skip
 
     def forward(self, hidden_TE: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,10 @@ class ExpertsOptions:
     """Of the expert that all tokens share; unset: there is none."""
     shared_has_gate: bool = True
     """The output of that expert is multiplied by a number of each token's own."""
+    has_bias: bool = False
+    """The router and the linear layers of the experts have biases; not those of the shared one."""
+    are_stacked: bool = False
+    """In the checkpoint the experts of a layer are one tensor; see `models/stacked_experts.py`."""
     grouped: GroupedRouting | None = None
     """Experts are chosen in another way than by a softmax over all of them."""
     decoder_sparse_step: int = 1

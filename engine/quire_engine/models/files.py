@@ -56,6 +56,14 @@ class StoredTensor:
     """The file that holds it."""
     first_row: int = 0
     """Where it begins in the file's tensor of that name, if it is a part of it."""
+    row_step: int = 1
+    """How far apart its rows are there."""
+    matrix: int | None = None
+    """Which of the matrices it is a part of, if the file's tensor is a stack of them."""
+    is_transposed: bool = False
+    """The file has its rows as columns."""
+    scales: "StoredTensor | None" = None
+    """What its numbers are multiplied by, if it is quantised: of the file's whole tensor."""
 
 
 def check_files(folder: Path) -> None:

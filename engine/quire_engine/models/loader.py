@@ -8,12 +8,12 @@ import contextlib
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 
 from quire_engine.device.transfer import CPU
@@ -21,12 +21,12 @@ from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.decoder import Decoder
-from quire_engine.models.experts import MixtureOfExperts
 from quire_engine.models.files import StoredTensor
 from quire_engine.models.parallel import Packable, load_targets
 from quire_engine.models.progress import LoadProgress
+from quire_engine.models.tensor_reader import TensorReader
 from quire_engine.models.weights import check_weights
-from quire_engine.system.memory import release_pages, trim_heap
+from quire_engine.system.memory import trim_heap
 
 __all__ = ["build", "check_finite", "load_model", "load_tensors"]
 
@@ -63,9 +63,8 @@ def load_model(
             loading.fill(name, None)
     else:
         load_tensors(model, files, quantized_dtype, reports=parallel.rank == 0)
-    for module in model.modules():
-        if isinstance(module, MixtureOfExperts):
-            module.pack()
+    for mixture in model.mixtures.values():
+        mixture.pack()
     return model.eval()
 
 
@@ -119,24 +118,29 @@ class _Loading:
         self._quantized_dtype = quantized_dtype
         self._num_missing: Counter[Packable | None] = Counter(target.module for target in self.targets.values())
 
-    def fill(self, name: str, tensor: torch.Tensor | None, source: str = "") -> None:
+    def fill(self, name: str, bands: Iterable[torch.Tensor] | None, source: str = "") -> None:
         """Fill a parameter with a tensor, or with random numbers for None, and pack its module if that completes it.
         Drops the target first, as it keeps the parameter alive.
 
         Args:
             name: of the tensor.
-            tensor: this rank's slice of it.
+            bands: the rows of this rank's slice of it, in order.
             source: where it comes from, for messages.
 
         Raises:
             CheckpointError: it holds a value that is not finite.
         """
         target = self.targets.pop(name)
-        if tensor is None:
+        if bands is None:
             _randomize(target.parameter, name)
         else:
-            target.parameter.copy_(tensor)
-            check_finite(tensor, target.parameter, source)
+            first = 0
+            for band in bands:
+                rows = target.parameter[first : first + len(band)]
+                rows.copy_(band)
+                check_finite(band, rows, source)
+                first += len(band)
+                del rows
         if target.offset:
             target.parameter.add_(target.offset)
         module = target.module
@@ -159,26 +163,15 @@ def _load_file(path: Path, stored: Mapping[str, StoredTensor], loading: _Loading
         CheckpointError: the file is damaged, or a tensor holds a value that is not finite.
     """
     try:
-        with safe_open(path, framework="pt") as tensors:
+        with TensorReader() as reader:
             for name, tensor in stored.items():
                 if name not in loading.targets:  # another stage's, or derived
                     continue
-                index = _in_file(loading.targets[name].index, tensor.first_row)
-                piece = tensors.get_slice(tensor.name)[index]
-                loading.fill(name, piece, f"{path}: tensor {tensor.name}")
-                if piece.numel():
-                    _release(piece)
+                bands = reader.bands(tensor, loading.targets[name].index)
+                loading.fill(name, bands, f"{path}: tensor {tensor.name}")
                 progress.add(tensor.num_bytes)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: {error}") from None
-
-
-def _in_file(index: tuple[slice, ...], first_row: int) -> tuple[slice, ...]:
-    """A slice of a tensor that begins at some row of the file's tensor."""
-    if not first_row:
-        return index
-    rows, *others = index
-    return (slice(rows.start + first_row, rows.stop + first_row), *others)
 
 
 def check_finite(tensor: torch.Tensor, parameter: torch.Tensor, source: str) -> None:
@@ -218,9 +211,3 @@ def _randomize(parameter: torch.Tensor, name: str) -> None:
         parameter.random_(-127, 128, generator=generator)
     else:
         parameter.normal_(std=DUMMY_STD, generator=generator)
-
-
-def _release(tensor: torch.Tensor) -> None:
-    """Release the file's pages that a tensor is a view of."""
-    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    release_pages(tensor.data_ptr(), elements * tensor.itemsize)

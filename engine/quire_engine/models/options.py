@@ -102,6 +102,8 @@ class DecoderOptions:
     """Multiplies the products of queries and keys; unset: the inverse of the root of the head size."""
     attention_soft_cap: float | None = None
     """The scores become `cap * tanh(scores / cap)`."""
+    attention_sinks: bool = False
+    """Each query head has a learned logit that takes part in its softmax and has no value (`paged_attention`)."""
     residual_multiplier: float = 1.0
     """Multiplies the outputs of attention and feed-forward before they are added to the residual stream."""
     logits_divisor: float = 1.0

@@ -41,6 +41,7 @@ __all__ = [
     "Packable",
     "QKVParallel",
     "RowParallel",
+    "Sinks",
     "VocabParallel",
     "load_targets",
     "num_parameters",
@@ -293,6 +294,19 @@ class RowParallel(Packable):
         return targets
 
 
+class Sinks(Weight):
+    """A number per query head, of which each rank has those of its heads.
+
+    Args:
+        num_heads: of all ranks.
+        parallel: the rank.
+    """
+
+    def __init__(self, num_heads: int, parallel: ParallelState) -> None:
+        self.num_heads, self.heads = num_heads, shard(num_heads, parallel)
+        super().__init__(_length(self.heads), dtype=torch.float32)
+
+
 class VocabParallel(Packable):
     """A vector per token of the vocabulary, which is sliced among the ranks: an embedding, a head, or both.
 
@@ -345,7 +359,9 @@ def load_targets(model: nn.Module) -> dict[str, LoadTarget]:
     """Where each tensor of a checkpoint goes, by its name without the leading `model.`."""
     targets: dict[str, LoadTarget] = {}
     for path, module in model.named_modules():
-        if isinstance(module, Weight):
+        if isinstance(module, Sinks):
+            targets[f"{path}.weight"] = _rows(module.weight.data, module.num_heads, module.heads)
+        elif isinstance(module, Weight):
             size = len(module.weight)
             target = _rows(module.weight.data, size, slice(0, size))
             targets[f"{path}.weight"] = dataclasses.replace(target, offset=module.offset)

@@ -43,6 +43,10 @@ class ServedCheckpoint(Protocol):
         """By layer, how many of its last keys each row sees at most, if the cache may forget the others; None: all."""
 
     @property
+    def expert_shape(self) -> tuple[int, int] | None:
+        """Layers and experts of a layer, if some layers have experts whose tokens are counted; else None."""
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer."""
 

@@ -85,6 +85,11 @@ class TransformersCheckpoint:
         """The cache keeps all keys: which layers have a window is only known when the model is loaded."""
         return (None,) * self.num_layers
 
+    @property
+    def expert_shape(self) -> tuple[int, int] | None:
+        """None: transformers' own code routes tokens, and does not say where to."""
+        return None
+
     def check_parallel(
         self, tensor_parallel_size: int, pipeline_parallel_size: int = 1, enable_expert_parallel: bool = False
     ) -> None:

@@ -10,6 +10,7 @@ from quire_engine.errors import CheckpointError
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.files import StoredTensor, read_header, weight_files
 from quire_engine.models.options import LatentAttentionOptions
+from quire_engine.models.stacked_experts import with_experts
 
 __all__ = [
     "FLOATING",
@@ -47,8 +48,13 @@ def check_weights(folder: Path, config: CheckpointConfig) -> dict[Path, dict[str
     if config.options.fused:
         shapes = dict(expected_shapes(dataclasses.replace(config, num_layers=1)))
         files = {path: dict(_with_parts(file, config, shapes)) for path, file in files.items()}
+    if config.options.experts is not None and config.options.experts.are_stacked:
+        files = with_experts(files, config, config.options.experts)
+    quantized = {name: tensor.dtype for file in files.values() for name, tensor in file.items() if tensor.scales}
 
     def kinds(name: str) -> tuple[str, ...]:
+        if name in quantized:
+            return (quantized[name],)
         return ("I8",) if config.int8 and _is_linear(name) else FLOATING
 
     last = config.num_layers + config.options.num_extra_layers
@@ -199,8 +205,12 @@ def expected_shapes(config: CheckpointConfig) -> Iterator[tuple[str, tuple[int, 
     for i in range(config.num_layers):
         for name, size in norms.items():
             yield f"layers.{i}.{name}.weight", (size,)
+        if options.attention_sinks:
+            yield f"layers.{i}.self_attn.sinks.weight", (config.num_heads,)
         if options.experts is not None and options.experts.are_in(i):
             yield f"layers.{i}.mlp.gate.weight", (options.experts.num_experts, hidden)
+            if options.experts.has_bias:
+                yield f"layers.{i}.mlp.gate.bias", (options.experts.num_experts,)
             if options.experts.shared_intermediate_size is not None and options.experts.shared_has_gate:
                 yield f"layers.{i}.mlp.shared_expert_gate.weight", (1, hidden)
             if options.experts.grouped is not None and options.experts.grouped.has_bias:
@@ -247,4 +257,4 @@ def _feed_forward(config: CheckpointConfig, layer: int) -> Iterator[tuple[str, t
     if experts.shared_intermediate_size is not None:
         yield from swiglu("mlp.shared_expert", experts.shared_intermediate_size, False)
     for i in range(experts.num_experts):
-        yield from swiglu(f"mlp.experts.{i}", experts.intermediate_size, False)
+        yield from swiglu(f"mlp.experts.{i}", experts.intermediate_size, experts.has_bias)

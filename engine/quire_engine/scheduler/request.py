@@ -9,6 +9,7 @@ from quire_engine.messages import FinishReason, PromptLogprobs
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler.grammar import Grammar
 from quire_engine.scheduler.validation import max_output_tokens
+from quire_engine.slo import DEFAULT_CLASS, SLOTargets
 from quire_engine.snapshot import MAX_EVENTS, EventKind
 
 __all__ = ["Request", "RequestStatus"]
@@ -52,6 +53,7 @@ class Request:
     """
 
     __slots__ = (
+        "age_seconds",
         "all_token_ids",
         "arrival",
         "block_hashes",
@@ -79,6 +81,8 @@ class Request:
         "request_id",
         "sampling_params",
         "scheduled_at",
+        "slo_class",
+        "slo_targets",
         "status",
         "stop_token_ids",
     )
@@ -128,6 +132,11 @@ class Request:
         """Number of the message that brought it to this engine core."""
         self.deadline_ms: float | None = None
         """Milliseconds from `queued_at` within which it has to finish."""
+        self.slo_class = DEFAULT_CLASS
+        self.slo_targets: SLOTargets | None = None
+        """Its objectives, where the scheduler works for them."""
+        self.age_seconds = 0.0
+        """How long before `queued_at` it arrived."""
         self.lora_id: str | None = None
         """The adapter that its keys and values are computed with; part of the block hashes."""
         self.mm_hashes: list[MultimodalHash] = []

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from quire_engine.scheduler.request import Request
 
-__all__ = ["FCFSRequestQueue", "PriorityRequestQueue", "RequestQueue", "make_request_queue", "priority_key"]
+__all__ = ["FCFSRequestQueue", "PriorityRequestQueue", "RequestQueue", "priority_key"]
 
 
 class RequestQueue(Protocol):
@@ -136,8 +136,3 @@ class PriorityRequestQueue:
 
     def __iter__(self) -> Iterator[Request]:
         return iter(sorted(self._requests.values(), key=priority_key))
-
-
-def make_request_queue(scheduling_policy: str) -> RequestQueue:
-    """The queue of a policy: "fcfs" or "priority"."""
-    return PriorityRequestQueue() if scheduling_policy == "priority" else FCFSRequestQueue()

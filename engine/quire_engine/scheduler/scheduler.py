@@ -8,7 +8,8 @@ the KV cache. A step moves the second number towards the first, under one token 
    progress (a request that alone could not fit was refused before it came here).
 2. Waiting requests, while budget, blocks and `max_num_seqs` allow. A prefix found in the cache counts as computed.
 
-The policy "priority" does the same, with both ordered by priority value, then by arrival.
+Who comes next, and how much prompts may take of a step, is the policy's to say (`policy`): "fcfs" as above; "priority"
+with both ordered by priority value, then by arrival; "slo" by what is left of each request's time (`slo_policy`).
 
 A prompt that exceeds the budget takes several steps (`step_budget`), each of which leaves a token for every running
 request after it. `worker_knowledge` decides what to send to the workers, and `results` processes their results.
@@ -29,7 +30,6 @@ takes back the rejected ones::
 """
 
 import time
-from bisect import insort
 from collections.abc import Callable
 from itertools import chain, count, islice
 
@@ -39,9 +39,11 @@ from quire_engine.messages import EngineCoreOutput, FinishReason, ModelRunnerOut
 from quire_engine.scheduler.drafter import Drafter
 from quire_engine.scheduler.fault_isolation import FaultIsolation
 from quire_engine.scheduler.limits import RequestLimits
+from quire_engine.scheduler.policies import make_policy
+from quire_engine.scheduler.policy import StepPlan
 from quire_engine.scheduler.proposer import Proposer
 from quire_engine.scheduler.request import Request, RequestStatus
-from quire_engine.scheduler.request_queue import FCFSRequestQueue, RequestQueue, make_request_queue, priority_key
+from quire_engine.scheduler.request_queue import FCFSRequestQueue, RequestQueue
 from quire_engine.scheduler.request_snapshots import request_snapshot
 from quire_engine.scheduler.results import take_result
 from quire_engine.scheduler.step_budget import StepBudget
@@ -82,7 +84,8 @@ class Scheduler:
         self._num_steps = 0
         self.kv_cache = kv_cache
         self.requests: dict[str, Request] = {}
-        self.waiting: RequestQueue = make_request_queue(config.scheduling_policy)
+        self.policy = make_policy(config, kv_cache, clock)
+        self.waiting = self.policy.queue
         self.running: list[Request] = []
         """In the order in which they get their tokens; the last one is preempted first."""
         self.num_preemptions = 0
@@ -169,6 +172,7 @@ class Scheduler:
         else:
             next(queue for queue in self._queues if request in queue).remove(request)
         self._isolation.request_ended(request)
+        self.policy.forget(request)
         if self._drafter is not None:
             self._drafter.forget(request)
         request.status = RequestStatus.FINISHED
@@ -205,18 +209,24 @@ class Scheduler:
         for request, code in self._limits.overdue(self.requests):
             if self.finish_request(request.request_id) is not None:
                 self._ended.append(self._limits.overdue_output(request, code, self._num_queued))
+        for request, refusal in self.policy.refusals(self.running, self._num_queued):
+            self.finish_request(request.request_id)
+            self._ended.append(refusal)
         self._num_steps += 1
         output = SchedulerOutput(num_scheduled_tokens={}, step=self._num_steps)
         isolation = self._isolation
         for request in reversed(isolation.take_cleared()):
             self.waiting.prepend(request)
         num_preemptions = self.num_preemptions
-        budget = self._schedule_running(output)
+        plan = None if isolation.is_active else self.policy.plan(self.running)
+        budget = self._schedule_running(output, plan)
         if isolation.suspects and isolation.isolated is None:
             self._admit(isolation.suspects, output, budget, max_running=1)
             isolation.isolated = self.running[0]
         elif isolation.isolated is None and self.num_preemptions == num_preemptions:
-            self._admit(self.waiting, output, budget, self.config.max_num_seqs)
+            self._admit(self.waiting, output, budget, self.config.max_num_seqs if plan is None else plan.max_running)
+        if plan is not None and not output.num_scheduled_tokens:  # what was to come before others could not
+            self._schedule_running(output, None)
         excess = self._limits.excess(self.waiting, self.waiting_for_fsm)
         for request in excess:
             self.finish_request(request.request_id)
@@ -237,7 +247,7 @@ class Scheduler:
             if request_id in output.num_scheduled_tokens and request.num_computed_tokens >= request.num_tokens
         ]
 
-    def _schedule_running(self, output: SchedulerOutput) -> StepBudget:
+    def _schedule_running(self, output: SchedulerOutput, plan: StepPlan | None) -> StepBudget:
         """Part 1; returns the remaining budget.
 
         Passes over requests that have to wait for what is in flight, and decodes that exceed this step's share.
@@ -256,6 +266,9 @@ class Scheduler:
             num_new_tokens = num_left
             if num_left > 1:
                 num_new_tokens = budget.chunk(num_left, max(num_tokens - (len(running) - index - 1), 1))
+                if plan is not None and (num_new_tokens := min(num_new_tokens, plan.share_of(request))) == 0:
+                    index += 1
+                    continue
                 request.note_event("prefill_chunk", self._clock(), num_new_tokens)
             elif num_left <= 0 or len(scheduled) >= share:
                 index += 1
@@ -277,7 +290,7 @@ class Scheduler:
             request.num_computed_tokens = num_computed_tokens + num_new_tokens
             num_tokens -= num_new_tokens
             index += 1
-        budget.num_tokens = num_tokens
+        budget.num_tokens = num_tokens if plan is None else min(num_tokens, plan.num_new_tokens)
         return budget
 
     def _allocate_or_preempt(self, request: Request, num_new_tokens: int) -> list[int] | None:
@@ -326,10 +339,7 @@ class Scheduler:
             request.note_event("scheduled", self._clock(), num_new_tokens)
             request.num_computed_tokens = num_hit_tokens
             request.status = RequestStatus.RUNNING
-            if self.config.scheduling_policy == "priority":
-                insort(self.running, request, key=priority_key)
-            else:
-                self.running.append(request)
+            self.policy.place(self.running, request, num_new_tokens)
             output.num_scheduled_tokens[request.request_id] = num_new_tokens
             self._worker_knowledge.introduce(request, self.kv_cache.get_block_ids(request.request_id), output)
             request.num_computed_tokens += num_new_tokens
@@ -381,6 +391,7 @@ class Scheduler:
             if output.queue_seconds is not None:
                 num_tokens = len(output.new_token_ids)
                 self.requests[output.request_id].note_event("first_token", self._clock(), num_tokens)
+        self.policy.take_result(scheduler_output, new)
         for request_id in complete:
             self.finish_request(request_id)
         isolated = self._isolation.isolated
@@ -424,7 +435,8 @@ class Scheduler:
         return outputs
 
     def note_step_seconds(self, step: StepStats, seconds: float) -> None:
-        """Note how long a step took in all: it decides what drafts are worth."""
+        """Note how long a step took in all: it decides what drafts are worth, and what can be had in time."""
+        self.policy.note_step_seconds(seconds)
         if self._drafter is not None:
             self._drafter.note_step_seconds(step, seconds)
 

@@ -9,6 +9,9 @@ to multiply. Where one becomes the other depends on model, machine and number fo
       │ ─────────╱
       │  a draft costs nearly nothing
       └──────────────────── tokens
+
+It says what a few more tokens cost in a step of about the present size. `cost_model` predicts other steps from these:
+longer prompts, more rows, longer contexts.
 """
 
 from bisect import bisect_right
@@ -18,9 +21,9 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["StepCosts"]
+__all__ = ["MEAN_WEIGHT", "StepCosts", "moved_mean"]
 
-_WEIGHT = 0.2
+MEAN_WEIGHT = 0.2
 """Of a new measurement against those before it."""
 _LARGEST_RATIO = 2.0
 """A measurement counts as at most this many times the mean: other programs may have had the cores."""
@@ -78,7 +81,7 @@ class StepCosts:
             sizes[_size_class(num_tokens)] = _Size(self._step)
             return
         if size.is_known(self._step, _OLDEST):
-            size.seconds = _moved(size.seconds, seconds)
+            size.seconds = moved_mean(size.seconds, seconds)
             size.num_measurements = min(size.num_measurements + 1, _MOST_MEASUREMENTS)
         else:
             size.seconds, size.num_measurements = seconds, 1
@@ -96,7 +99,7 @@ class StepCosts:
         if is_upper_bound:
             self.ask_seconds = min(self.ask_seconds or each, each)
         else:
-            self.ask_seconds = _moved(self.ask_seconds, each) if self.ask_seconds else each
+            self.ask_seconds = moved_mean(self.ask_seconds, each) if self.ask_seconds else each
 
     def is_unknown(self, num_tokens: int, max_age: int) -> bool:
         """Whether no step of about this size without drafts was among the last `max_age`, or too few of them."""
@@ -131,9 +134,9 @@ class StepCosts:
         return {tokens: size.seconds for tokens, size in sorted(sizes.items()) if size.is_known(self._step, _OLDEST)}
 
 
-def _moved(mean: float, seconds: float) -> float:
-    """A mean after one more measurement."""
-    return mean + _WEIGHT * (min(seconds, _LARGEST_RATIO * mean) - mean)
+def moved_mean(mean: float, seconds: float) -> float:
+    """A mean of seconds after one more measurement, of which too much does not count."""
+    return mean + MEAN_WEIGHT * (min(seconds, _LARGEST_RATIO * mean) - mean)
 
 
 def _on_line(num_tokens: int, known: dict[int, float]) -> float:

@@ -21,6 +21,8 @@ class WorkerArguments(msgspec.Struct):
     abort: AbortFlagHandle
     busy_time: int
     """Descriptor of the memory of `BusyTime`, shared by all ranks."""
+    expert_load: int | None
+    """Likewise of `ExpertLoad`; None if the model has no experts."""
     tensor_group: SharedMemoryGroup | None
     pipeline_group: SharedMemoryGroup | None
     meeting_place: MeetingPlace | None

@@ -44,6 +44,7 @@ from quire_engine.worker.cache_memory import CpuCacheMemory, GpuCacheMemory, che
 from quire_engine.worker.cache_sizing import block_bytes, num_blocks_for
 from quire_engine.worker.drafting.drafting import Drafting
 from quire_engine.worker.drafting.make import make_draft_method
+from quire_engine.worker.expert_load import ExpertCounters, ExpertLoad
 from quire_engine.worker.fault_injection import FaultInjection
 from quire_engine.worker.forward.base import key_caches_by_kind, plan_attentions
 from quire_engine.worker.forward.decode_graphs import DecodeGraphs
@@ -76,6 +77,7 @@ class Worker:
         max_model_len: int,
         parallel: ParallelState = ParallelState(),
         device: torch.device = CPU,
+        expert_load: ExpertLoad | None = None,
     ) -> None:
         parallel = replace(parallel, enable_expert_parallel=config.parallel.enable_expert_parallel)
         checkpoint.check_parallel(
@@ -94,6 +96,8 @@ class Worker:
         self.cache_dtype = torch.float8_e4m3fn if config.cache.kv_cache_dtype == "fp8" else self.dtype
         torch.manual_seed(config.model.seed)
         self._num_blocks = 0
+        self._expert_load = expert_load
+        self._expert_counters: ExpertCounters | None = None
         self._weights_discarded = False
         self._fault_injection = FaultInjection.from_environment(parallel.rank)
         self._gpu_memory: GpuCacheMemory | None = None
@@ -214,6 +218,8 @@ class Worker:
         self._allocate(num_blocks + self._captures_graphs)
         if self._captures_graphs:
             self._capture_graphs()
+        if self._expert_counters is not None:
+            self._expert_counters.reset()  # until now, no request was computed
 
     def _allocate(self, num_blocks: int) -> None:
         """Allocate keys and values for so many blocks, of the model and of what drafts; 0 frees them."""
@@ -249,6 +255,8 @@ class Worker:
     def submit_model(self, scheduler_output: SchedulerOutput) -> SubmittedStep:
         """Begin one step; on a GPU this returns while the GPU still computes."""
         step = self.runner.submit(scheduler_output)
+        if self._expert_counters is not None:
+            self._expert_counters.publish()
         if self._fault_injection is not None:
             step.on_result = partial(self._fault_injection.strike, batch=self.runner.batch)
         return step
@@ -309,10 +317,14 @@ class Worker:
                 folder, self.checkpoint, self.dtype, self.max_model_len, self.device, self.config.model.load_format
             )
         assert isinstance(self.checkpoint, CheckpointConfig)
-        return load_model(
+        model = load_model(
             folder, self.checkpoint, self.dtype, self.max_model_len, self.parallel, self._quantized_dtype, self.device,
             self.config.model.load_format,
         )  # fmt: skip
+        # All ranks of a stage route the same tokens in the same way: one of them counts.
+        if self._expert_load is not None and self.parallel.tensor_rank == 0:
+            self._expert_counters = ExpertCounters(self._expert_load, model, self.device)
+        return model
 
     def _layout(self) -> CacheLayout:
         """Where the layers that the model has now keep their keys and values."""

@@ -49,6 +49,7 @@ from quire_engine.models.served import read_checkpoint
 from quire_engine.system.child_process import die_with_parent, end_with_stdin
 from quire_engine.worker.arguments import WorkerArguments
 from quire_engine.worker.busy_time import BusyTime, StepClock
+from quire_engine.worker.expert_load import ExpertLoad
 from quire_engine.worker.responder import Responder
 from quire_engine.worker.submitted_step import SubmittedStep
 from quire_engine.worker.worker import Worker
@@ -96,7 +97,9 @@ class WorkerProcess:
             self._device = prepare_device(config, checkpoint.dtype, arguments.rank)
             with on_device(self._device):
                 self._state = self._make_state(arguments)
-                self._worker = Worker(config, checkpoint, arguments.max_model_len, self._state, self._device)
+                shape = checkpoint.expert_shape
+                load = None if shape is None else ExpertLoad(shape, arguments.expert_load)
+                self._worker = Worker(config, checkpoint, arguments.max_model_len, self._state, self._device, load)
         except Exception as error:
             known = isinstance(error, EngineError | ValueError | OSError)
             logger.log(logging.ERROR, "cannot start: %s", error if known else traceback.format_exc())

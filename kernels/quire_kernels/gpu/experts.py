@@ -4,8 +4,8 @@ A pair is a token and one of its experts. Pairs are sorted by expert, and each e
 
     expert_map[expert_ids] ─► sorted pairs   │ expert 0 │ expert 2      │ elsewhere │
                               tiles          │ 0        │ 1    │ 2      │             none are computed
-    gate_up   program (tile, columns): x of the pairs' tokens · two sums, act(gate) · up     ─► [pairs, I], sorted
-    down      program (tile, columns): ·                                                     ─► [pairs, E], by token
+    gate_up   program (tile, columns): x of the pairs' tokens · two sums, + bias, act(gate) · up ─► [pairs, I], sorted
+    down      program (tile, columns): ·                              + bias                     ─► [pairs, E], by token
     combine   program (token, columns): Σ weight · result, in the order of the token's experts, in float32
 
 There may be as many tiles as `pairs / BLOCK_M + experts`; programs beyond those that there are return at once. So the
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from quire_kernels.gpu.activation import activated
+from quire_kernels.gpu.activation import gated
 from quire_kernels.gpu.interpreter import cast, dot
 from quire_kernels.gpu.linear import quantize_per_token
 
@@ -50,8 +50,9 @@ def _product(
 
 @triton.jit
 def _experts_kernel(
-    x, x_scales, x_stride, pointers, num_experts, pairs, starts, tile_starts, out, columns, TOP_K: tl.constexpr,
-    SIZE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, x_scales, x_stride, pointers, biases, num_experts, pairs, starts, tile_starts, out, columns, TOP_K: tl.constexpr,
+    SIZE: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of pairs, tile of columns).
 
@@ -91,8 +92,13 @@ def _experts_kernel(
         y_MN = y_MN * scales_M * tl.load(scales + columns_N, mask=in_columns_N, other=0.0)[None, :]
         if GATED:
             up_MN = up_MN * scales_M * tl.load(scales + columns + columns_N, mask=in_columns_N, other=0.0)[None, :]
+    if HAS_BIAS:
+        bias = biases + expert * (2 * columns if GATED else columns) + columns_N
+        y_MN += tl.load(bias, mask=in_columns_N, other=0.0)[None, :]
+        if GATED:
+            up_MN += tl.load(bias + columns, mask=in_columns_N, other=0.0)[None, :]
     if GATED:
-        y_MN = activated(y_MN, ACTIVATION) * up_MN
+        y_MN = gated(y_MN, up_MN, ACTIVATION)
     out_MN = out + out_M[:, None] * columns + columns_N[None, :]
     tl.store(out_MN, cast(y_MN, out.dtype.element_ty), mask=in_rows_M[:, None] & in_columns_N[None, :])
 
@@ -123,6 +129,7 @@ def routed_experts(
     expert_ids_TK: torch.Tensor,
     expert_map: torch.Tensor,
     pointers: tuple[torch.Tensor, torch.Tensor],
+    biases: tuple[torch.Tensor, torch.Tensor] | None,
     kind: torch.dtype,
     activation: str,
     intermediate_size: int,
@@ -137,6 +144,7 @@ def routed_experts(
         expert_ids_TK: without gaps.
         expert_map: of the experts.
         pointers: of gate and up, and of down: int64 [2, experts], the addresses of weights and of scales.
+        biases: of both: float32 [experts, features].
         kind: of the weights.
         activation: of the gate.
         intermediate_size: of the experts.
@@ -154,18 +162,20 @@ def routed_experts(
     counts = starts.diff()
     tile_starts = F.pad(((counts + BLOCK_M - 1) // BLOCK_M).cumsum(0), (1, 0))
     num_tiles = min(num_pairs, triton.cdiv(num_pairs, BLOCK_M) + num_experts)
-    hidden_PI = x_TE.new_empty(num_pairs, intermediate_size)
+    # Rows of pairs whose experts are elsewhere are never written, and quantised like all: they must be numbers.
+    hidden_PI = (x_TE.new_zeros if kind.itemsize == 1 else x_TE.new_empty)(num_pairs, intermediate_size)
     results_PE = x_TE.new_empty(num_pairs, size, dtype=torch.float32)
-    for x, addresses, out, gate in (
-        (x_TE, pointers[0], hidden_PI, activation), (hidden_PI, pointers[1], results_PE, None),
+    bias_XF = (None, None) if biases is None else biases
+    for x, addresses, bias, out, gate in (
+        (x_TE, pointers[0], bias_XF[0], hidden_PI, activation), (hidden_PI, pointers[1], bias_XF[1], results_PE, None),
     ):  # fmt: skip
         x_scales = None
         if kind.itemsize == 1:
             x, x_scales = quantize_per_token(x, kind)
         _experts_kernel[(num_tiles, triton.cdiv(out.shape[1], BLOCK_N))](
-            x, x_scales, x.stride(0), addresses, num_experts, pairs_P, starts, tile_starts, out, out.shape[1],
-            TOP_K=top_k, SIZE=x.shape[1], ACTIVATION=gate, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
-            BLOCK_K=128 // kind.itemsize, num_warps=4, num_stages=3,
+            x, x_scales, x.stride(0), addresses, bias, num_experts, pairs_P, starts, tile_starts, out, out.shape[1],
+            TOP_K=top_k, SIZE=x.shape[1], HAS_BIAS=bias is not None, ACTIVATION=gate, BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N, BLOCK_K=128 // kind.itemsize, num_warps=4, num_stages=3,
         )  # fmt: skip
     _combine_kernel[(rows, triton.cdiv(size, COLUMNS))](
         results_PE, weights_TK, places_P, shared_TE, shared_gate_T1, out_TE,

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire_kernels.gpu.activation import activated
+from quire_kernels.gpu.activation import gated
 from quire_kernels.gpu.interpreter import cast, round_even
 from quire_kernels.quantized import LARGEST
 
@@ -89,9 +89,8 @@ def _linear_kernel(
     scales_M = tl.load(x_scales + rows_M, mask=in_rows_M, other=0.0)
     y_MN = _scaled(sums_MN, scales_M, weight_scales, bias, columns_N, in_columns_N, HAS_BIAS)
     if ACTIVATION is not None:
-        y_MN = activated(y_MN, ACTIVATION) * _scaled(
-            up_MN, scales_M, weight_scales, bias, columns + columns_N, in_columns_N, HAS_BIAS
-        )  # fmt: skip
+        up_MN = _scaled(up_MN, scales_M, weight_scales, bias, columns + columns_N, in_columns_N, HAS_BIAS)
+        y_MN = gated(y_MN, up_MN, ACTIVATION)
     out_MN = out + rows_M.to(tl.int64)[:, None] * columns + columns_N[None, :]
     tl.store(out_MN, cast(y_MN, out.dtype.element_ty), mask=in_rows_M[:, None] & in_columns_N[None, :])
 
@@ -112,14 +111,14 @@ def quantize_per_token(x_TK: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Te
     return out, scales
 
 
-def _tiles(rows: int, gated: bool, dtype: torch.dtype) -> dict[str, int]:
+def _tiles(rows: int, is_gated: bool, dtype: torch.dtype) -> dict[str, int]:
     """Few tokens: as many programs as possible read the weight, once. Many: large tiles, for the tensor cores."""
     if rows > 64:
-        return {"BLOCK_M": 128, "BLOCK_N": 64 if gated else 128, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3}
+        return {"BLOCK_M": 128, "BLOCK_N": 64 if is_gated else 128, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3}
     if dtype != torch.int8:
         return {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}
     height = max(16, triton.next_power_of_2(rows))
-    return {"BLOCK_M": height, "BLOCK_N": 32, "BLOCK_K": 128 if gated else 256, "num_warps": 4, "num_stages": 4}
+    return {"BLOCK_M": height, "BLOCK_N": 32, "BLOCK_K": 128 if is_gated else 256, "num_warps": 4, "num_stages": 4}
 
 
 def linear(
@@ -133,12 +132,12 @@ def linear(
     """See `quire_kernels.linear`; for a quantised weight, which is gated if there is an activation."""
     rows, in_features = x_TK.shape
     assert weight_NK.is_contiguous()
-    gated = activation is not None
-    columns = len(weight_NK) // 2 if gated else len(weight_NK)
+    is_gated = activation is not None
+    columns = len(weight_NK) // 2 if is_gated else len(weight_NK)
     out = x_TK.new_empty(rows, columns, dtype=out_dtype)
     if rows:
         x8_TK, x_scales_T = quantize_per_token(x_TK, weight_NK.dtype)
-        tiles = _tiles(rows, gated, weight_NK.dtype)
+        tiles = _tiles(rows, is_gated, weight_NK.dtype)
         num_tiles = triton.cdiv(rows, tiles["BLOCK_M"]) * triton.cdiv(columns, tiles["BLOCK_N"])
         _linear_kernel[(num_tiles,)](
             x8_TK, weight_NK, bias_N, x_scales_T, scales_N, out, rows, columns,

@@ -142,6 +142,7 @@ class FakeEngine:
     is_healthy: bool = True
     dead_error: str | None = None
     outage: str | None = None
+    chat_template: str | None = "[TOOL_CALLS]"
     events: list[str] = field(default_factory=list)
     sinks: dict[str, Callable[[RequestOutput], None]] = field(default_factory=dict)
     on_add: Callable[["FakeEngine", str], None] | None = None

@@ -471,9 +471,10 @@ def test_otlp_without_its_packages_is_one_clear_line(monkeypatch: Any) -> None:
 
     monkeypatch.setitem(sys.modules, "quire_monitoring.otel", None)
     config = EngineConfig.from_settings({"model": "/m", "otlp_endpoint": "http://localhost:4317"})
+    metrics = TritonStatLogger(lambda definition: None, {})
     with pytest.raises(ValueError, match=r"^otlp_endpoint needs the extra otel: pip install 'quire\[otel\]'"):
-        make_otel(config, {})
-    assert make_otel(EngineConfig.from_settings({"model": "/m"}), {}) is None
+        make_otel(config, {}, metrics)
+    assert make_otel(EngineConfig.from_settings({"model": "/m"}), {}, metrics) is None
 
 
 def test_the_backend_s_debug_lines_are_verbose_ones_of_the_server(monkeypatch: Any) -> None:

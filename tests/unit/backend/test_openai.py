@@ -150,7 +150,7 @@ def test_a_chat_passes_its_messages_on() -> None:
 
     (request,) = run(one, work)
     inputs = texts_of(request)
-    assert json.loads(inputs["messages"]) == [{"role": "user", "content": "é"}]
+    assert json.loads(inputs["messages"]) == {"messages": [{"role": "user", "content": "é"}]}
     assert json.loads(inputs["sampling_parameters"]) == {"max_tokens": 7}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quire_backend.model_config import RETURN_FLAGS
-from quire_backend.request import Conversation, UnknownLoRAError, parse_request
+from quire_backend.request import Conversation, UnknownLoRAError, parse_request, traceparent_parameter
 from quire_engine.errors import RequestError
 from quire_engine.sampling_params import SamplingParams, convert_parameter
 from quire_engine.slo import RequestSLO
@@ -114,7 +114,9 @@ def test_parameters_of_the_server_are_passed_over(request_of: Any) -> None:
         ({}, {"text_input": "Hi", "input_ids": [1]}, "text_input and input_ids"),
         ({}, {"messages": "[]", "input_ids": [1]}, "input_ids and messages are both given"),
         ({}, {"messages": "[{"}, "messages is not JSON"),
-        ({}, {"messages": "{}"}, "messages must be a JSON list of messages, not an object"),
+        ({}, {"messages": "{}"}, "messages must be a JSON list of messages, or an object"),
+        ({}, {"messages": '{"messages": [], "tool": []}'}, "of them with chat_template_kwargs, messages, tools"),
+        ({}, {"messages": '{"messages": [], "tools": [1]}'}, "messages: Expected `object`, got `int`"),
         ({}, {"messages": "[" * 100_000}, "messages is not JSON"),
         ({}, {"messages": "[]", "exclude_input_in_output": False}, "exclude_input_in_output"),
         ({}, {"text_input": b"\xff"}, "text_input is not valid UTF-8 at byte 0"),
@@ -328,6 +330,14 @@ def test_objectives_that_are_said_twice_must_agree(request_of: Any) -> None:
 def test_trace_context_is_text(request_of: Any) -> None:
     assert parse_request(request_of({"traceparent": "00-a-b-01"}, text_input="Hi")).traceparent == "00-a-b-01"
     assert parse_request(request_of(text_input="Hi")).traceparent is None
+    header = request_of(text_input="Hi")  # as HTTP's come, and beside the client's own parameter
+    header.parameters = lambda: '{"Traceparent": "00-a-b-01"}'
+    assert parse_request(header).traceparent == traceparent_parameter(header) == "00-a-b-01"
+    header.parameters = lambda: '{"traceparent": "00-c-d-01", "max_tokens": 3, "traceparent": "00-a-b-01"}'
+    assert parse_request(header).traceparent == traceparent_parameter(header) == "00-c-d-01"
+    header.parameters = lambda: '{"max_tokens": 3, "max_tokens": 4}'
+    with pytest.raises(RequestError, match=r"^max_tokens is said twice"):
+        parse_request(header)
     with pytest.raises(RequestError, match=r"^traceparent is 5"):
         parse_request(request_of(text_input="Hi", sampling_parameters={"traceparent": 5}))
 

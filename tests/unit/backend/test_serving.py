@@ -353,7 +353,7 @@ def test_a_conversation_is_rendered_and_holds_nobody_else_up(engine: Any, serve:
     engine.on_add = emit_hello
     may_render = threading.Event()
 
-    def apply_chat_template(messages: list[Any]) -> list[int]:
+    def apply_chat_template(messages: list[Any], tools: Any, variables: Any) -> list[int]:
         assert may_render.wait(10)
         return [ord(character) for character in messages[0]["content"]]
 
@@ -369,7 +369,7 @@ def test_a_conversation_is_rendered_and_holds_nobody_else_up(engine: Any, serve:
 
 
 def test_a_conversation_that_cannot_be_rendered_is_the_clients_fault(engine: Any, serve: Any, request_of: Any) -> None:
-    def apply_chat_template(messages: list[Any]) -> list[int]:
+    def apply_chat_template(messages: list[Any], tools: Any, variables: Any) -> list[int]:
         if messages:
             return []
         raise RequestError("messages", "messages is empty")
@@ -389,7 +389,7 @@ def test_a_client_that_leaves_while_it_is_rendered_is_aborted(
     """Whether its own conversation is being rendered, or waits for another's."""
     renders, may_render = threading.Semaphore(0), threading.Event()
 
-    def apply_chat_template(messages: list[Any]) -> list[int]:
+    def apply_chat_template(messages: list[Any], tools: Any, variables: Any) -> list[int]:
         renders.release()
         assert may_render.wait(10)
         return [1]
@@ -412,7 +412,7 @@ def test_conversations_that_wait_are_answered_when_the_model_is_unloaded(
 ) -> None:
     renders, may_render = threading.Semaphore(0), threading.Event()
 
-    def apply_chat_template(messages: list[Any]) -> list[int]:
+    def apply_chat_template(messages: list[Any], tools: Any, variables: Any) -> list[int]:
         renders.release()
         assert may_render.wait(10)
         return [1]

@@ -7,8 +7,8 @@ import pytest
 from quire_dashboard.evidence import gather
 from quire_dashboard.health import SLO_EXAMPLE, Evidence, Level, assess
 from quire_dashboard.history import Ring
-from quire_dashboard.scrape import parse
 from quire_dashboard.snapshot_answer import Snapshot
+from quire_load.scrape import parse
 from support.fake_triton import State
 
 FINE = Evidence(engine_up=True, running=3, goodput={"default": 1.0}, kv_usage=0.4, ttft_p95=0.1, prefill_p95=0.05,

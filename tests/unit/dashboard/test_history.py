@@ -8,7 +8,7 @@ import pytest
 from quire_dashboard.history import Point, Ring, View
 from quire_dashboard.prometheus import Prometheus
 from quire_dashboard.queries import MOST_POINTS, Gauge, Quantile, Query, Rate, Ratio, evaluate, latest, selector
-from quire_dashboard.scrape import Key, Scrape, ScrapeError, fetch, parse, quantile
+from quire_load.scrape import Key, Scrape, ScrapeError, fetch, parse, quantile
 from support.fake_triton import State, fake_triton
 
 LABELS = {"model": "tinypy"}

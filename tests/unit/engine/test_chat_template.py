@@ -49,6 +49,19 @@ def test_the_text_is_that_of_transformers(template: str, renderer: ChatTemplateR
     assert renderer.render(template, SAID, tokenizer.special_tokens_map) == expected
 
 
+def test_functions_and_variables_are_what_transformers_gives_a_template() -> None:
+    inputs = InputProcessor(load_tokenizer(TINYPY), EngineCoreReady(vocab_size=4096, max_model_len=64))
+    inputs.tokenizer.chat_template = "{{ messages | tojson }}{{ tools | tojson if tools }}{{ enable_thinking }}"
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    for said in ({}, {"tools": tools, "enable_thinking": False}):
+        expected = inputs.tokenizer.apply_chat_template(SAID, add_generation_prompt=True, return_dict=False, **said)
+        variables = {name: value for name, value in said.items() if name != "tools"}
+        assert inputs.apply_chat_template(SAID, said.get("tools", []), variables) == expected
+    with pytest.raises(RequestError, match="chat_template_kwargs holds 'chat_template', which a request cannot set"):
+        inputs.apply_chat_template(SAID, [], {"chat_template": "{{ 1 }}"})
+    inputs.shutdown()
+
+
 @pytest.mark.parametrize(
     ("template", "reason"),
     [

@@ -88,6 +88,8 @@ def test_unset_settings_keep_their_defaults() -> None:
         ("replay_on_crash", 1, "true or false"),
         ("max_response_bytes", 0, "an integer of at least 1"),
         ("report_cached_tokens", "no", "true or false"),
+        ("tool_call_parser", "pythonic", "one of auto, hermes, llama3_json, mistral, openai, or unset"),
+        ("reasoning_parser", 1, "one of auto, deepseek_r1, qwen3, openai_gptoss, or unset"),
         ("step_timeout_s", 0, "a number of seconds above 0"),
         ("stream_interval", 0, "an integer of at least 1"),
         ("stream_interval_ms", -0.1, "from 0 to 1000"),
@@ -115,6 +117,14 @@ def test_gpus_that_do_not_go_with_the_ranks_are_refused(others: dict[str, Any], 
     with pytest.raises(ValueError, match=r"^gpu_device_ids is \[3\]; it must be ") as error:
         EngineConfig.from_settings({"model": "/m", "gpu_device_ids": [3], **others})
     assert allowed in str(error.value)
+
+
+def test_halves_of_gpt_oss_s_format_go_together() -> None:
+    with pytest.raises(ValueError, match=r"tool_call_parser is 'openai' with reasoning_parser='auto'"):
+        EngineConfig.from_settings({"model": "/m", "tool_call_parser": "openai"})
+    settings = {"model": "/m", "tool_call_parser": "openai", "reasoning_parser": "openai_gptoss"}
+    assert EngineConfig.from_settings(settings).frontend.tool_call_parser == "openai"
+    assert EngineConfig.from_settings({"model": "/m", "tool_call_parser": None}).frontend.tool_call_parser is None
 
 
 def test_devices_reach_other_processes() -> None:

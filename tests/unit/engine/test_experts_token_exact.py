@@ -19,7 +19,7 @@ from support.ranks import ThreadExecutor
 Workload = tuple[list[list[int]], list[int], list[Expected]]
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_batched_tokens": 128}
-LAYOUTS = [("mixtral", 2, 1), ("mixtral", 4, 1), ("qwen2-moe", 2, 1), ("qwen3-moe", 2, 2)]
+LAYOUTS = [("gpt-oss", 2, 1), ("mixtral", 4, 1), ("qwen2-moe", 2, 1), ("qwen3-moe", 2, 2)]
 """Checkpoint, tensor parallel size, pipeline parallel size; all with expert parallelism, as `test_every_family.py` has
 the others."""
 
@@ -84,6 +84,31 @@ def test_recorded_steps_give_the_bits_of_those_that_are_not(
             assert cpu.library() is None or (recorded is not None and recorded._layers is not None)
         results.append([(output.token_ids, output.cumulative_logprob) for output in outputs])
     assert results[0] == results[1]
+
+
+def test_tokens_are_counted_by_expert_however_experts_are_divided(checkpoint: Callable[[str], Path]) -> None:
+    prompts = [[5, 6, 7, 8 + i] for i in range(6)]
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    counted = []
+    for tensor, pipeline in ((1, 1), (2, 1), (2, 2)):
+        settings = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+        with make_llm(checkpoint("qwen3-moe"), **settings, enable_expert_parallel=True) as llm:
+            executor = llm._core._core.executor
+            assert not executor.expert_tokens().any(), "what was computed before the first request does not count"
+            llm.generate(prompts, params, use_tqdm=False)
+            counted.append(executor.expert_tokens().tolist())
+    assert counted[0] == counted[1] == counted[2]
+    num_tokens = sum(len(prompt) + 4 for prompt in prompts)  # the last token of each is not computed
+    assert [sum(row) for row in counted[0]] == [4 * num_tokens] * 3
+    assert all(max(row) <= num_tokens for row in counted[0])
+
+
+def test_models_without_experts_count_nothing(checkpoint: Callable[[str], Path]) -> None:
+    with make_llm(checkpoint("tied-gqa")) as llm:
+        llm.generate([[5, 6]], SamplingParams(max_tokens=2), use_tqdm=False)
+        core = llm._core._core
+        assert core.executor.expert_tokens() is None
+        assert core.make_stats().expert_load is None
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])

@@ -38,7 +38,7 @@ DEFAULTS: dict[str, Any] = {
     "data_parallel_size": 1, "data_parallel_rank": None, "nnodes": 1, "node_rank": 0,
     "decode_context_parallel_size": 1, "enable_prompt_embeds": False, "kv_sharing_fast_prefill": False,
     "async_scheduling": None, "stream_interval": 1, "structured_outputs_config": {"backend": "auto"},
-    "speculative_config": None, "reasoning_parser": "", "worker_extension_cls": "", "additional_config": {},
+    "speculative_config": None, "worker_extension_cls": "", "additional_config": {},
     "prefix_caching_hash_algo": "sha256", "max_num_partial_prefills": 1, "long_prefill_token_threshold": 0,
     "logits_processors": None, "enable_log_requests": False, "kv_cache_memory_bytes": None,
 }  # fmt: skip
@@ -104,6 +104,7 @@ def test_what_asks_for_what_there_is_not_is_refused_by_name(name: str, value: An
         ("load_format", "safetensors", "auto"),
         ("model_impl", "vllm", "quire"),
         ("kv_cache_dtype", "fp8_e4m3", "fp8"),
+        ("reasoning_parser", "", "auto"),
     ],
 )
 def test_values_that_are_called_otherwise_here(name: str, value: str, ours: str) -> None:

@@ -30,15 +30,24 @@ def identity(num_experts: int) -> torch.Tensor:
 class Layer:
     """Experts, and tokens that a router has divided among them."""
 
-    def __init__(self, shape: tuple[int, int, int, int, int], kind: str) -> None:
+    def __init__(
+        self, shape: tuple[int, int, int, int, int], kind: str, biased: bool = False, activation: str = "silu"
+    ) -> None:
         tokens, self.num_experts, top_k, hidden, size = shape
         dtype = getattr(torch, kind.split()[-1])
         self.gate_up = randn(self.num_experts, 2 * size, hidden, dtype=dtype) * hidden**-0.5
         self.down = randn(self.num_experts, hidden, size, dtype=dtype) * size**-0.5
-        quantize = kind.startswith("int8")
+        quantize, self.activation = kind.startswith("int8"), activation
+        self.biases = [
+            randn(len(one), one.shape[1], dtype=dtype) * 4 if biased else [None] * len(one)
+            for one in (self.gate_up, self.down)
+        ]
         self.packed = [
-            [pack_linear(one, gated=gated, quantize=quantize) for one in each]
-            for each, gated in ((self.gate_up, True), (self.down, False))
+            [
+                pack_linear(one, bias, gated=gated, quantize=quantize, activation=activation)
+                for one, bias in zip(each, biases, strict=True)
+            ]
+            for each, biases, gated in zip((self.gate_up, self.down), self.biases, (True, False), strict=True)
         ]
         self.x = randn(tokens, hidden, dtype=dtype)
         self.weights, self.ids = topk_softmax(randn(tokens, self.num_experts), top_k, renormalize=False)
@@ -55,9 +64,19 @@ class Layer:
         out = torch.zeros(self.x.shape, dtype=torch.float64)
         for token, (weights, ids) in enumerate(zip(self.weights, self.ids, strict=True)):
             for weight, expert in zip(weights, ids, strict=True):
-                gate, up = (self.gate_up[expert].double() @ self.x[token].double()).chunk(2)
-                out[token] += weight.double() * (self.down[expert].double() @ (F.silu(gate) * up))
+                hidden = self._linear(0, expert, self.x[token].double())
+                gate, up = hidden.chunk(2)
+                if self.activation == "silu":
+                    hidden = F.silu(gate) * up
+                else:
+                    gate = gate.clamp(max=7)
+                    hidden = (up.clamp(-7, 7) + 1) * gate * torch.sigmoid(1.702 * gate)
+                out[token] += weight.double() * self._linear(1, expert, hidden)
         return out
+
+    def _linear(self, which: int, expert: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        out, bias = (self.gate_up, self.down)[which][expert].double() @ x, self.biases[which][expert]
+        return out if bias is None else out + bias.double()
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
@@ -125,6 +144,17 @@ def test_ids_of_groups_are_valid_whatever_the_logits(cpu_kernels: str) -> None:
     assert weights[2].tolist() == [1.0, 0.0]
 
 
+@pytest.mark.parametrize("tokens", [1, 600])
+def test_tokens_are_counted_by_expert_on_top_of_earlier_ones(tokens: int, cpu_kernels: str) -> None:
+    logits, counts = randn(tokens, 12), torch.arange(12)
+    chosen = [
+        topk_softmax(logits, 3, renormalize=False, counts_X=counts)[1],
+        grouped_topk(logits, 2, True, num_groups=4, top_groups=2, scoring="sigmoid", counts_X=counts)[1],
+    ]
+    expected = torch.arange(12) + torch.cat([ids.flatten() for ids in chosen]).bincount(minlength=12)
+    assert counts.tolist() == expected.tolist()
+
+
 @KINDS
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equals_torch(shape: tuple[int, int, int, int, int], kind: str, cpu_kernels: str) -> None:
@@ -135,6 +165,20 @@ def test_equals_torch(shape: tuple[int, int, int, int, int], kind: str, cpu_kern
     tolerance = {"float32": 1e-5, "bfloat16": 2e-2}.get(kind, 5e-2)
     torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
     assert (out - exact).norm() / exact.norm() < tolerance
+
+
+@KINDS
+def test_experts_with_biases_and_another_gate(kind: str, cpu_kernels: str) -> None:
+    layer = Layer((70, 4, 3, 64, 100), kind, biased=True, activation="swigluoai")
+    out, exact = routed_experts(layer.x, layer.weights, layer.ids, layer.experts()), layer.exact()
+    tolerance = {"float32": 1e-5, "bfloat16": 2e-2}.get(kind, 5e-2)
+    assert (out - exact).norm() / exact.norm() < tolerance
+    if cpu_kernels != "torch":
+        alone = [
+            routed_experts(layer.x[i, None], layer.weights[i, None], layer.ids[i, None], layer.experts())
+            for i in range(0, 70, 9)
+        ]
+        assert torch.equal(out[::9], torch.cat(alone))
 
 
 @KINDS
@@ -224,7 +268,7 @@ def test_experts_that_are_not_alike_are_refused() -> None:
         ([], [], identity(1)),
         (gate_up, down * 2, identity(1)),
         (gate_up * 2, [*down, pack_linear(randn(4, 4), quantize=True)], identity(2)),
-        ([pack_linear(randn(8, 4), randn(8), gated=True)], down, identity(1)),
+        ([*gate_up, pack_linear(randn(8, 4), randn(8), gated=True)], down * 2, identity(2)),
         (down, down, identity(1)),
         (gate_up, [pack_linear(randn(4, 8))], identity(1)),
         (gate_up, down, identity(2)),

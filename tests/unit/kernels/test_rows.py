@@ -13,6 +13,7 @@ from quire_kernels import (
     soft_cap,
     store_rows,
 )
+from quire_kernels.activation import activate_and_mul
 from quire_kernels.linear import pack_linear, quantize_per_token
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -115,6 +116,21 @@ def test_gelu_tanh_and_mul(shape: tuple[int, int], dtype: torch.dtype, cpu_kerne
     out = gelu_tanh_and_mul(strided(torch.cat((gate, up), dim=1)))
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), expected, **tolerance(dtype))
+
+
+@DTYPES
+@SHAPES
+def test_swigluoai(shape: tuple[int, int], dtype: torch.dtype, cpu_kernels: str) -> None:
+    gate, up = randn(*shape, dtype=dtype) * 4, randn(*shape, dtype=dtype).flip(1) * 4
+    gate[0, :6] = torch.tensor(
+        [0.0, -200.0, 200.0, 7.25, torch.nan, 1.0]
+    )  # what is cut off, and the exponential's ends
+    up[0, :6] = torch.tensor([-8.0, 100.0, -100.0, 7.25, 1.0, torch.nan])
+    out = activate_and_mul(strided(torch.cat((gate, up), dim=1)), "swigluoai")
+    assert out.dtype == dtype
+    gate, up = gate.double().clamp(max=7), up.double().clamp(-7, 7)
+    expected = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    torch.testing.assert_close(out.double(), expected, equal_nan=True, **tolerance(dtype))
 
 
 @SHAPES

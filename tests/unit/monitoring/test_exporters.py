@@ -1,20 +1,36 @@
-"""Triton's metrics and prometheus-client's: the same names, labels, buckets and values after the same history."""
+"""Triton's metrics, prometheus-client's and OTLP's: the same names, labels, buckets and values after one history."""
 
 import random
+import time
 from collections import Counter
 from typing import Any
 
 import pytest
+from opentelemetry.proto.metrics.v1.metrics_pb2 import AGGREGATION_TEMPORALITY_CUMULATIVE
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from quire_engine.stats import DraftStats, FinishedRequestStats, IterationStats, SchedulerStats, StepStats
+from quire_engine.stats import (
+    DraftStats,
+    ExpertLoadStats,
+    FinishedRequestStats,
+    IterationStats,
+    SchedulerStats,
+    StepStats,
+)
 from quire_monitoring import MetricDefinition, MetricKind, TritonStatLogger
+from quire_monitoring.accumulator import Accumulator
+from quire_monitoring.definitions import series
+from quire_monitoring.otel import OtelStatLogger
+from quire_monitoring.otel.metrics import unit_of
 from quire_monitoring.prometheus import PrometheusStatLogger
+from support.otlp import Collector, collect, samples_of
 
 LABELS = {"model": "m", "version": "1", "engine": "0"}
 SLO_CLASSES = ("default", "batch")
 WORKERS = [True, False]
 MAX_DRAFTS = 5
+EXPERTS = (3, 4)
+"""Layers and experts; the first layer has none."""
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -93,20 +109,28 @@ def random_history(rng: random.Random, num_steps: int) -> list[tuple[SchedulerSt
     history: list[tuple[SchedulerStats | None, IterationStats]] = []
     totals = Counter[str]()
     busy_seconds, drafts = [0.0] * len(WORKERS), DraftStats()
+    expert_tokens = [[0] * EXPERTS[1] for _ in range(EXPERTS[0])]
     for _ in range(num_steps):
         if rng.random() < 0.02:
             totals.clear()
             busy_seconds, drafts = [0.0] * len(WORKERS), DraftStats()
+            expert_tokens = [[0] * EXPERTS[1] for _ in range(EXPERTS[0])]
         for name in ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "num_block_evictions"):
             totals[name] += rng.randrange(3)
         busy_seconds = [own + rng.random() for own in busy_seconds]
         if rng.random() < 0.5:
             drafts.count(MAX_DRAFTS, rng.randint(0, MAX_DRAFTS))
+        expert_tokens[rng.randint(1, EXPERTS[0] - 1)][rng.randrange(EXPERTS[1])] += rng.randrange(3)
+        load = ExpertLoadStats(
+            [row.copy() if any(row) else [] for row in expert_tokens],
+            [sum(map(sum, expert_tokens))] * len(WORKERS), *(1 + rng.random() for _ in range(4)),
+        )  # fmt: skip
         waiting = rng.randrange(4)
         scheduler_stats = SchedulerStats(
             num_running=rng.randrange(9), num_waiting=waiting, num_waiting_for_fsm=rng.randint(0, waiting),
             num_blocks_used=rng.randrange(50), num_blocks_cached=rng.randrange(9), num_blocks_free=rng.randrange(9),
             rank_busy_seconds=busy_seconds, drafts=drafts.copy(), **totals,
+            expert_load=rng.choice([None, load]),
         )  # fmt: skip
         iteration = IterationStats(
             num_prompt_tokens=rng.randrange(9), num_cached_tokens=rng.randrange(5),
@@ -138,8 +162,10 @@ def random_request(rng: random.Random) -> FinishedRequestStats:
 
 def pair(aliases: bool = True) -> tuple[FakeServer, TritonStatLogger, PrometheusStatLogger]:
     server = FakeServer()
-    options: dict[str, Any] = {"slo_classes": SLO_CLASSES, "num_ranks": len(WORKERS), "aliases": aliases,
-                               "max_draft_tokens": MAX_DRAFTS}  # fmt: skip
+    options: dict[str, Any] = {
+        "slo_classes": SLO_CLASSES, "num_ranks": len(WORKERS), "aliases": aliases, "max_draft_tokens": MAX_DRAFTS,
+        "expert_shape": EXPERTS, "expert_metrics": aliases,
+    }  # fmt: skip
     triton = TritonStatLogger(server.make_family, LABELS, **options)
     triton._declare_all()  # it is flushed by hand, without the thread
     return server, triton, PrometheusStatLogger(LABELS, **options)
@@ -176,6 +202,81 @@ def test_both_exporters_agree(seed: int, aliases: bool) -> None:
     )
 
 
+def received(collector: Collector) -> Samples:
+    """What has come by OTLP under our names."""
+    metrics = [metric for name, metric in collector.metrics.items() if name.startswith("quire_")]
+    return {FakeServer.sample(name, labels): value for metric in metrics for name, labels, value in samples_of(metric)}
+
+
+@pytest.mark.parametrize("is_taken_by_the_server", [True, False])
+def test_otlp_has_every_metric_with_the_value_that_a_scrape_shows(is_taken_by_the_server: bool) -> None:
+    rng = random.Random(5)
+    server, triton, prometheus = pair()
+    if not is_taken_by_the_server:  # REPORT_CUSTOM_METRICS is false
+        triton._families, triton._metrics = [], {}
+        triton._reader.close()
+    prometheus.start(lambda: True, lambda: WORKERS)
+    with collect() as collector:
+        before = time.time_ns()
+        otel = OtelStatLogger(collector.endpoint, LABELS, triton.totals(), export_interval_seconds=0.05)
+        triton._is_up, triton._workers_up = (lambda: True), (lambda: WORKERS)
+        otel.start()
+        for step in random_history(rng, 300):
+            for stat_logger in (triton, prometheus, otel):
+                stat_logger.record(*step)
+            if rng.random() < 0.1:
+                triton._flush()
+        exports = collector.num_exports
+        collector.wait_for(lambda: collector.num_exports > exports + 1)
+        triton._flush(is_last=True)
+        otel.stop()
+        expected = {key: value for key, value in scrape(prometheus).items() if key[0].startswith("quire_")}
+        shown = {key: value for key, value in server.samples.items() if key[0].startswith("quire_")}
+    started = FakeServer.sample("quire_server_start_time_seconds", LABELS)
+    assert received(collector).pop(started) == triton._accumulator._server_start_time
+    del expected[started]
+    sent = {key: value for key, value in received(collector).items() if key != started}
+    assert sent.keys() == expected.keys()
+    for key, value in expected.items():
+        assert sent[key] == pytest.approx(value), key
+        if is_taken_by_the_server:
+            assert sent[key] == pytest.approx(shown[key]), key
+    assert sum(collector.metrics["quire_kv_blocks"].gauge.data_points[place].as_int for place in range(3)) > 0
+    for metric in collector.metrics.values():
+        kind = metric.WhichOneof("data")
+        if kind in ("sum", "histogram"):
+            assert getattr(metric, kind).aggregation_temporality == AGGREGATION_TEMPORALITY_CUMULATIVE, metric.name
+            assert all(before <= point.start_time_unix_nano < point.time_unix_nano for point in
+                       getattr(metric, kind).data_points), metric.name  # fmt: skip
+        assert kind != "sum" or metric.sum.is_monotonic, metric.name
+
+
+def test_a_metric_of_another_table_would_go_out_too() -> None:
+    """Every definition that the server's logger has is one that OTLP has: there is no second list to forget."""
+    _, triton, _ = pair()
+    names = {definition.name for definition in triton._definitions if not definition.name.startswith("vllm:")}
+    assert {family.definition.name for family in triton.totals().read()} == names
+    units = {unit_of(name) for name in names}
+    assert units == {"", "s", "1", "{token}", "{request}", "{block}"}
+    assert unit_of("quire_kv_blocks") == "{block}"
+    assert unit_of("quire_prompt_tokens_total") == "{token}"
+
+
+def test_what_one_exporter_has_taken_the_others_still_find() -> None:
+    accumulator = Accumulator()
+    first = accumulator.reader()
+    accumulator.record_rejection()
+    late = accumulator.reader()
+    accumulator.record(None, IterationStats(num_generation_tokens=3, inter_token_seconds=[0.5]))
+    rejected, tokens = series("quire_requests_total", outcome="rejected"), series("quire_generation_tokens_total")
+    assert late.take() == ({tokens: 3}, {series("quire_inter_token_latency_seconds"): [0.5]})
+    assert late.take() == ({}, {})
+    assert first.take() == ({rejected: 1, tokens: 3}, {series("quire_inter_token_latency_seconds"): [0.5]})
+    first.close()
+    late.close()
+    assert not accumulator.is_read
+
+
 def test_vllms_series_have_its_labels() -> None:
     _, _, prometheus = pair()
     prometheus.start(lambda: True, lambda: WORKERS)
@@ -190,6 +291,27 @@ def test_vllms_series_have_its_labels() -> None:
                if name == "vllm:request_success_total"}  # fmt: skip
     assert success == {"stop": 1, "length": 0, "abort": 0, "error": 0}
     assert samples[FakeServer.sample("quire_requests_total", LABELS | {"outcome": "rejected"})] == 2
+
+
+def test_experts_that_are_idle_or_were_started_again() -> None:
+    _, _, prometheus = pair()
+    prometheus.start(lambda: True, lambda: WORKERS)
+    for num_running, tokens in (
+        (1, [[], [5, 1, 0, 0], []]),
+        (1, [[], [5, 4, 0, 0], [0, 0, 7, 0]]),
+        (0, [[], [2, 0, 0, 0], []]),
+    ):
+        load = ExpertLoadStats(tokens, [sum(map(sum, tokens)), 0], 1.5, 2.0, 3.0, 4.0)
+        prometheus.record(SchedulerStats(num_running=num_running, expert_load=load), IterationStats())
+        samples = scrape(prometheus)
+        worst = samples[
+            FakeServer.sample("quire_expert_imbalance_ratio", LABELS | {"over": "experts", "layers": "max"})
+        ]
+        assert worst == 4.0 * num_running, "there is none while nothing runs"
+    counted = {(dict(own)["layer"], dict(own)["expert"]): value for (name, own), value in samples.items()
+               if name == "quire_expert_tokens_total" and value}  # fmt: skip
+    assert counted == {("1", "0"): 7, ("1", "1"): 4, ("2", "2"): 7}
+    assert samples[FakeServer.sample("quire_expert_rank_tokens_total", LABELS | {"rank": "0"})] == 18
 
 
 def test_what_clients_say_adds_no_series() -> None:

@@ -5,11 +5,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 from quire_engine.stats import FinishedRequestStats, IterationStats
+from quire_monitoring import TritonStatLogger
 from quire_monitoring.otel import OtelStatLogger
+from quire_monitoring.totals import Totals
 from support.otlp import Collector, attributes_of, collect
 
 LABELS = {"model": "m", "version": "1", "engine": "0"}
@@ -36,8 +39,14 @@ def collector() -> Iterator[Collector]:
         yield running
 
 
+def totals() -> Totals:
+    return TritonStatLogger(lambda definition: None, LABELS).totals()
+
+
 def exporter(endpoint: str, **options: Any) -> OtelStatLogger:
-    return OtelStatLogger(endpoint, LABELS, export_interval_seconds=0.2, **options)
+    stat_logger = OtelStatLogger(endpoint, LABELS, totals(), export_interval_seconds=0.2, **options)
+    stat_logger.start()
+    return stat_logger
 
 
 def test_one_trace_per_request_with_its_phases(collector: Collector) -> None:
@@ -90,10 +99,11 @@ def test_metrics_under_the_genai_names(collector: Collector) -> None:
     failed = request(finish_reason="error", time_to_first_token_seconds=None, num_output_tokens=0)
     record(stat_logger, request(), request(e2e_seconds=3.0), failed)
     stat_logger.stop()
-    assert collector.metrics.keys() == {
+    metrics = {name: metric for name, metric in collector.metrics.items() if name.startswith("gen_ai.")}
+    assert metrics.keys() == {
         "gen_ai.server.request.duration", "gen_ai.server.time_to_first_token", "gen_ai.server.time_per_output_token",
     }  # fmt: skip
-    assert {metric.unit for metric in collector.metrics.values()} == {"s"}
+    assert {metric.unit for metric in metrics.values()} == {"s"}
     good, bad = sorted(
         collector.metrics["gen_ai.server.request.duration"].histogram.data_points,
         key=lambda point: "error.type" in attributes_of(point),
@@ -105,6 +115,30 @@ def test_metrics_under_the_genai_names(collector: Collector) -> None:
     assert (per_token.count, per_token.sum) == (2, pytest.approx(0.6))
     (first_token,) = collector.metrics["gen_ai.server.time_to_first_token"].histogram.data_points
     assert (first_token.count, first_token.sum) == (2, 1.5)
+
+
+def test_without_statistics_there_are_traces_alone(collector: Collector) -> None:
+    stat_logger = OtelStatLogger(collector.endpoint, LABELS, None, export_interval_seconds=0.2)
+    stat_logger.start()
+    record(stat_logger, request())
+    stat_logger.stop()
+    assert collector.spans
+    assert not collector.metrics
+
+
+def test_a_process_that_was_started_again_is_another_instance(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        exporter(collector.endpoint).stop()
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "chat")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=staging")
+    exporter(collector.endpoint).stop()
+    first, second, named = collector.resources
+    assert first["service.instance.id"] != second["service.instance.id"]
+    assert (first["service.name"], first["service.version"]) == ("quire", version("quire"))
+    assert (first["quire.model"], first["quire.engine"]) == ("m", "0")
+    assert (named["service.name"], named["deployment.environment.name"]) == ("chat", "staging")
 
 
 def test_sampling_follows_the_caller_and_else_the_ratio(collector: Collector) -> None:

@@ -17,8 +17,8 @@ from support.promql import run_tool, selectors
 from support.serving import ROOT
 
 PROMETHEUS = ROOT / "monitoring" / "prometheus"
-COMMON_LABELS = {"instance", "model", "version", "engine"}
-"""The first is Prometheus' own."""
+COMMON_LABELS = {"job", "instance", "model", "version", "engine"}
+"""The first two are Prometheus' own."""
 OTHERS: dict[str, set[str]] = {"up": {"job", "instance"}}
 """What Prometheus itself makes."""
 
@@ -58,7 +58,8 @@ def dashboard_queries() -> list[tuple[str, str]]:
         for query in grafana.queries(dashboard):
             match = re.fullmatch(r"label_values\((.*), (\w+)\)", query)
             if match:
-                assert match[2] in KNOWN[match[1]], query
+                ((name, _),) = selectors(match[1])
+                assert match[2] in KNOWN[name], query
                 query = match[1]
             found.append((dashboard.uid, query))
     return found

@@ -15,6 +15,7 @@ from quire_engine.models import CheckpointConfig, check_checkpoint
 from quire_engine.models.decoder import Decoder, DecoderLayer
 from quire_engine.models.experts_options import ExpertsOptions, GroupedRouting
 from quire_engine.models.families.deepseek_v2 import NAMES as DEEPSEEK_NAMES
+from quire_engine.models.families.gpt_oss import NAMES as GPT_OSS_NAMES
 from quire_engine.models.families.mixtral import NAMES
 from quire_engine.models.loader import load_model
 from quire_engine.models.options import POST_NORMS, PRE_NORMS, DecoderOptions, LatentAttentionOptions
@@ -78,6 +79,12 @@ def test_the_model_has_the_tensors_that_its_checkpoint_is_checked_for(
                  num_experts=256, top_k=8, intermediate_size=2048, norm_topk_prob=True, shared_intermediate_size=2048,
                  shared_has_gate=False, mlp_only_layers=(0,), grouped=GroupedRouting(
                      num_groups=8, top_groups=4, scoring="sigmoid", has_bias=True, scale=2.5)))),
+        ({"architectures": ["GptOssForCausalLM"], "rope_scaling": {"rope_type": "default"}, "attention_bias": False,
+          "num_local_experts": 3, "sliding_window": 7},
+         DecoderOptions(
+             attention_sinks=True, float32_norms=True, activation="swigluoai", default_head_size=64, windows=(7, None),
+             experts=ExpertsOptions(num_experts=3, top_k=3, intermediate_size=24, norm_topk_prob=True, has_bias=True,
+                                    are_stacked=True), renamed=GPT_OSS_NAMES)),
         ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 8, "residual_multiplier": 0.22},
          DecoderOptions(attention_scale=1.0, logits_divisor=8.0, residual_multiplier=0.22)),
         ({"architectures": ["Olmo2ForCausalLM"]},
@@ -132,6 +139,8 @@ def test_what_is_missing_is_what_transformers_takes(
     [
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "no_rope_layers is [1]; it must be a list of 2 numbers"),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1, "x"]}, "it must be a list of 2 numbers"),
+        ("GptOssForCausalLM", {"swiglu_limit": 5}, "swiglu_limit is 5; it must be 7.0"),
+        ("GptOssForCausalLM", {}, "rope_scaling is None; it must be given"),
         ("GraniteForCausalLM", {"logits_scaling": 0}, "logits_scaling is 0; it must be a finite number above 0"),
         ("Olmo2ForCausalLM", {"hidden_act": "relu"}, "hidden_act is 'relu'; it must be one of silu, gelu_pytorch_tanh"),
     ],
@@ -146,16 +155,24 @@ def test_a_family_refuses_what_it_cannot_serve(
     assert message in str(refused.value)
 
 
-def test_a_fused_tensor_of_another_size_is_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    whole = checkpoint("phi3")
+@pytest.mark.parametrize(
+    ("family", "name", "message"),
+    [
+        ("phi3", "self_attn.qkv_proj.weight", r"has shape \(159, 96\); config.json asks for 160 rows"),
+        ("gpt-oss", "mlp.experts.down_proj", r"has shape \(4, 44, 60\); config.json asks for \(5, 44, 60\)"),
+    ],
+)
+def test_a_fused_tensor_of_another_size_is_refused(
+    family: str, name: str, message: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    whole = checkpoint(family)
     for file in whole.iterdir():
         (tmp_path / file.name).symlink_to(file)
-    weights = load_file(whole / "model.safetensors")
-    name = "model.layers.1.self_attn.qkv_proj.weight"
+    weights, name = load_file(whole / "model.safetensors"), f"model.layers.1.{name}"
     weights[name] = weights[name][1:].clone()
     (tmp_path / "model.safetensors").unlink()
     save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=rf"tensor {name} has shape \(159, 96\); config.json asks for 160 rows"):
+    with pytest.raises(CheckpointError, match=rf"tensor {name} {message}"):
         check_checkpoint(tmp_path)
 
 

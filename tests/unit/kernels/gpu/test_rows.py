@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from quire_kernels import add_rms_norm, embedding, gelu_tanh_and_mul, rms_norm, silu_and_mul, store_rows
+from quire_kernels.activation import activate_and_mul
 from quire_kernels.linear import pack_linear
 
 SHAPES = pytest.mark.parametrize("shape", [(1, 8), (5, 33), (3, 1024), (9, 2816), (0, 64)], ids=str)
@@ -99,6 +100,21 @@ def test_gelu_tanh_and_mul(
     gate[:1, :4] = torch.tensor([0.0, -200.0, 200.0, -0.5])  # the exponential's ends
     out = gelu_tanh_and_mul(strided(torch.cat((gate, up), dim=1)))
     torch.testing.assert_close(out.double(), F.gelu(gate.double(), approximate="tanh") * up.double(), **tolerance)
+
+
+@SHAPES
+def test_swigluoai(
+    shape: tuple[int, int], device: torch.device, dtype: torch.dtype, tolerance: dict[str, float]
+) -> None:
+    gate, up = randn(device, dtype, *shape) * 4, randn(device, dtype, *shape).flip(1) * 4
+    gate[:1, :6] = torch.tensor(
+        [0.0, -200.0, 200.0, 7.25, torch.nan, 1.0]
+    )  # what is cut off, and the exponential's ends
+    up[:1, :6] = torch.tensor([-8.0, 100.0, -100.0, 7.25, 1.0, torch.nan])
+    out = activate_and_mul(strided(torch.cat((gate, up), dim=1)), "swigluoai")
+    gate, up = gate.double().clamp(max=7), up.double().clamp(-7, 7)
+    expected = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    torch.testing.assert_close(out.double(), expected, equal_nan=True, **tolerance)
 
 
 @pytest.mark.parametrize("size", [8, 33, 1500])

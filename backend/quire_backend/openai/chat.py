@@ -1,0 +1,151 @@
+"""Bodies of /v1/chat/completions → a conversation and sampling parameters of the model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from quire_backend.openai.errors import InvalidRequestError
+from quire_backend.openai.fields import Fields, parse_object
+from quire_backend.openai.requests import GenerationRequest, take_common
+from quire_backend.openai.tools import ToolChoice, parse_tool_choice, parse_tools
+
+__all__ = ["ChatRequest", "parse_chat"]
+
+_ABSENT: Mapping[str, tuple[Any, ...]] = {
+    "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],),
+    "add_generation_prompt": (True,), "continue_final_message": (False,),
+}  # fmt: skip
+"""What the gateway does not offer, with the values that ask for nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatRequest(GenerationRequest):
+    """What one chat asks of a model."""
+
+    tool_choice: ToolChoice | None = None
+    """None: it is not to call anything."""
+    include_reasoning: bool = True
+    """Whether the client wants to see it."""
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """The body of /v1/chat/completions.
+
+    Raises:
+        InvalidRequestError: it is no JSON, or a field that the gateway reads is wrong.
+    """
+    fields = parse_object(body)
+    messages = _messages(fields.take("messages"))
+    for name, neutral in _ABSENT.items():
+        value = fields.take(name)
+        if value is not None and value not in neutral:
+            raise InvalidRequestError(name, f"{name} is not offered here: leave it out")
+    tools = parse_tools(fields.take("tools") or [])
+    tool_choice = parse_tool_choice(
+        tools, fields.take("tool_choice"), is_parallel=fields.flag("parallel_tool_calls", True)
+    )
+    variables = _variables(fields)
+    include_reasoning = fields.flag("include_reasoning", True)
+    sampling, renamed = _logprobs_and_length(fields)
+    common = take_common(fields, renamed)
+    common["sampling"] |= sampling
+    _constrain(common, tool_choice)
+    conversation: dict[str, Any] = {"messages": messages}
+    conversation |= {"tools": tool_choice.tools} if tool_choice else {}
+    conversation |= {"chat_template_kwargs": variables} if variables else {}
+    return ChatRequest(
+        **common, prompts=[conversation], tool_choice=tool_choice, include_reasoning=include_reasoning
+    )  # fmt: skip
+
+
+def _constrain(common: dict[str, Any], tool_choice: ToolChoice | None) -> None:
+    """Have a call that must be made follow its grammar."""
+    structure = tool_choice.structured_outputs if tool_choice else None
+    if structure is None:
+        return
+    if "structured_outputs" in common["sampling"]:
+        name = common["renamed"]["structured_outputs"]
+        raise InvalidRequestError(name, f"{name} is given with a tool_choice that asks for a call; give one of them")
+    common["sampling"]["structured_outputs"] = structure
+    common["renamed"]["structured_outputs"] = "tools"
+
+
+def _logprobs_and_length(fields: Fields) -> tuple[dict[str, Any], dict[str, str]]:
+    """Sampling parameters that chats have other names for, and these names."""
+    sampling: dict[str, Any] = {}
+    renamed: dict[str, str] = {}
+    top = fields.take("top_logprobs")
+    if fields.flag("logprobs"):
+        sampling["logprobs"], renamed["logprobs"] = 0 if top is None else top, "top_logprobs"
+    elif top is not None:
+        raise InvalidRequestError("top_logprobs", "top_logprobs is given without logprobs, which must then be true")
+    max_tokens = fields.take("max_completion_tokens")
+    if max_tokens is not None:
+        if fields.take("max_tokens") not in (None, max_tokens):
+            raise InvalidRequestError(
+                "max_tokens", "max_tokens and max_completion_tokens are both given; they must agree"
+            )
+        sampling["max_tokens"], renamed["max_tokens"] = max_tokens, "max_completion_tokens"
+    return sampling, renamed
+
+
+def _variables(fields: Fields) -> dict[str, Any]:
+    """What the chat template is told besides: vLLM's `chat_template_kwargs`, and OpenAI's `reasoning_effort`."""
+    variables = fields.take("chat_template_kwargs")
+    if variables is not None and not isinstance(variables, dict):
+        raise InvalidRequestError("chat_template_kwargs", "chat_template_kwargs must be an object")
+    effort = fields.take("reasoning_effort")
+    if effort is not None and not isinstance(effort, str):
+        raise InvalidRequestError("reasoning_effort", "reasoning_effort must be a string, such as low or high")
+    return ({} if effort is None else {"reasoning_effort": effort}) | (variables or {})
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+def _messages(messages: Any) -> list[Mapping[str, Any]]:
+    if not isinstance(messages, list) or not messages or not all(isinstance(item, dict) for item in messages):
+        raise InvalidRequestError("messages", "messages must be a list of one or more objects with role and content")
+    return [_message(i, message) for i, message in enumerate(messages)]
+
+
+def _message(number: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    said = dict(message) | {"content": _content(message.get("content"))}
+    if (calls := message.get("tool_calls")) is not None:
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise InvalidRequestError("messages", f"messages[{number}].tool_calls must be a list of objects")
+        said["tool_calls"] = [_call(f"messages[{number}].tool_calls[{i}]", call) for i, call in enumerate(calls)]
+        if not calls:
+            del said["tool_calls"]  # templates ask whether there is the field
+    return said
+
+
+def _call(place: str, call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A call with its arguments as an object, as chat templates expect them."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidRequestError("messages", f"{place}.function must be an object with name and arguments")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequestError("messages", f"{place}.function.arguments is not JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise InvalidRequestError("messages", f"{place}.function.arguments must be the JSON text of an object")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _content(content: Any) -> Any:
+    """Text parts as one text, as vLLM joins them: templates expect a string."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequestError(
+                "messages", 'messages: each part of a content must be {"type": "text", "text": …}'
+            )
+    return "\n".join(part["text"] for part in content)

@@ -1,0 +1,163 @@
+"""What the model answers in a chat: content, reasoning and calls, whole or as the chunks of a stream."""
+
+import secrets
+import string
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from quire_backend.openai.answers import Answer, text_of
+from quire_backend.openai.chat import ChatRequest
+from quire_backend.openai.output_parser import Arguments, CallStart, Content, OutputParser, Piece, Reasoning
+from quire_backend.openai.triton_client import Delta
+
+__all__ = ["ChatAnswer", "Said", "call_id"]
+
+_CALL_ID_CHARACTERS = string.ascii_letters + string.digits
+
+
+def call_id() -> str:
+    """A name for a call: nine letters and digits, which is all that Mistral's chat template takes."""
+    return "".join(secrets.choice(_CALL_ID_CHARACTERS) for _ in range(9))
+
+
+class Said:
+    """Some pieces of an answer, put together.
+
+    Args:
+        pieces: in their order.
+    """
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        self.content = ""
+        self.reasoning = ""
+        self.calls: dict[int, tuple[str | None, str]] = {}
+        """Of each call the name, if it is among the pieces, and the arguments."""
+        for piece in pieces:
+            if isinstance(piece, Content):
+                self.content += piece.text
+            elif isinstance(piece, Reasoning):
+                self.reasoning += piece.text
+            elif isinstance(piece, CallStart):
+                self.calls[piece.index] = piece.name, ""
+            else:
+                self._more(piece)
+
+    def _more(self, piece: Arguments) -> None:
+        name, arguments = self.calls.get(piece.index, (None, ""))
+        self.calls[piece.index] = name, arguments + piece.text
+
+
+class ChatAnswer(Answer):
+    """Of /v1/chat/completions.
+
+    Args:
+        request: what was asked for.
+        answer_id: the answer's name.
+        make_parser: makes the parser of a choice; None: all text is content.
+    """
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(
+        self, request: ChatRequest, answer_id: str, make_parser: Callable[[], OutputParser] | None = None
+    ) -> None:
+        super().__init__(request, answer_id)
+        self._chat = request
+        self._make_parser = make_parser
+        self._parsers: dict[int, OutputParser] = {}
+
+    def _first_choices(self, number: int, delta: Delta, sequence: int) -> Iterator[dict[str, Any]]:
+        yield {
+            "index": self._index(number, delta, sequence), "delta": {"role": "assistant", "content": ""},
+            "logprobs": None, "finish_reason": None,
+        }  # fmt: skip
+
+    def _choice(self, number: int, delta: Delta, sequence: int) -> dict[str, Any]:
+        said = self._said(delta, sequence)
+        message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
+        if said.calls:
+            message["content"] = said.content or None
+            message["tool_calls"] = self._calls(said)
+        if said.reasoning:
+            message["reasoning_content"] = said.reasoning
+        return self._any_choice(number, delta, sequence, "message", message)
+
+    def _chunk_choice(self, number: int, delta: Delta, sequence: int) -> dict[str, Any] | None:
+        said = self._said(delta, sequence)
+        news: dict[str, Any] = {}
+        if said.reasoning:
+            news["reasoning_content"] = said.reasoning
+        if said.content:
+            news["content"] = said.content
+        if said.calls:
+            news["tool_calls"] = [
+                {"index": index} | call for index, call in zip(said.calls, self._calls(said), strict=True)
+            ]
+        if not news and delta.logprobs[sequence] is None and delta.finish_reasons[sequence] is None:
+            return None  # it may be the beginning of a mark
+        return self._any_choice(number, delta, sequence, "delta", news)
+
+    def _said(self, delta: Delta, sequence: int) -> Said:
+        """What the new text of a sequence shows. A chat has one prompt."""
+        text = delta.texts[sequence]
+        if self._make_parser is None:
+            return Said([Content(text)])
+        parser = self._parsers.get(sequence)
+        if parser is None:
+            parser = self._parsers[sequence] = self._make_parser()
+        pieces = parser.feed(text)
+        if delta.finish_reasons[sequence] is not None:
+            pieces += parser.finish()
+        return Said([piece for piece in pieces if self._is_wanted(piece)])
+
+    def _is_wanted(self, piece: Piece) -> bool:
+        if isinstance(piece, Reasoning):
+            return self._chat.include_reasoning
+        choice = self._chat.tool_choice
+        return isinstance(piece, Content) or choice is None or choice.is_parallel or piece.index == 0
+
+    def _calls(self, said: Said) -> list[dict[str, Any]]:
+        return [
+            {"function": {"arguments": arguments}}
+            if name is None
+            else {"id": call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
+            for name, arguments in said.calls.values()
+        ]
+
+    def _any_choice(self, number: int, delta: Delta, sequence: int, name: str, content: Any) -> dict[str, Any]:
+        positions = delta.logprobs[sequence]
+        choice = {
+            "index": self._index(number, delta, sequence),
+            name: content,
+            "logprobs": None if positions is None else {"content": [self._position(at) for at in positions]},
+            "finish_reason": self._finish_reason(delta, sequence),
+        }
+        if delta.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = delta.prompt_logprobs
+        return choice
+
+    def _finish_reason(self, delta: Delta, sequence: int) -> str | None:
+        """Where a function was named, there was nothing to choose: as with OpenAI and vLLM, that is a plain stop."""
+        reason, choice = delta.finish_reasons[sequence], self._chat.tool_choice
+        parser = self._parsers.get(sequence)
+        has_chosen = choice is not None and choice.kind != "named" and parser is not None and parser.num_calls
+        return "tool_calls" if reason == "stop" and has_chosen else reason
+
+    def _position(self, position: dict[str, Any]) -> dict[str, Any]:
+        """The sampled token, and beside it the most likely ones, which it may be among."""
+        (sampled_id, sampled) = next(iter(position.items()))
+        num_top = int(self._request.sampling["logprobs"])
+        top = sorted(
+            ((item["rank"], token_id, item) for token_id, item in position.items() if item["rank"] <= num_top),
+            key=lambda ranked: ranked[0],
+        )
+        return {
+            **_token(sampled_id, sampled),
+            "top_logprobs": [_token(token_id, item) for _, token_id, item in top[:num_top]],
+        }
+
+
+def _token(token_id: str, item: dict[str, Any]) -> dict[str, Any]:
+    text = text_of(token_id, item)
+    return {"token": text, "logprob": item["logprob"], "bytes": list(text.encode())}

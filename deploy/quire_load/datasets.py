@@ -1,0 +1,292 @@
+"""What is sent: requests of random lengths, with shared prefixes, of a ShareGPT file, or of a Mooncake-style trace.
+
+Random prompts are token ids, or text where an endpoint takes no ids. Their sense does not matter to what an engine
+computes, and no cache or draft guesses them. The ids are those of a tokenizer's vocabulary where one is given, else of
+the few hundred that every vocabulary has.
+"""
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+__all__ = ["DATASETS", "DatasetOptions", "PromptMaker", "SampleRequest", "make_requests", "with_slo_classes"]
+
+FIRST_ID, END_ID = 2, 256
+"""Of random tokens without a tokenizer: below are special tokens, and every byte-level vocabulary has these."""
+MIXED_INPUT, MIXED_OUTPUT = (32, 256), (16, 128)
+"""Bounds of the lengths of `mixed`, which the project's own benchmarks measure, too; the upper one is excluded."""
+SHAREGPT_TOKENS, SHAREGPT_PROMPT_TOKENS, SHAREGPT_ALL_TOKENS = 4, 1024, 2048
+"""As `vllm bench serve` does, conversations are passed over that have fewer in prompt or answer, or more of either."""
+_WORDS = (  # noqa: SIM905 (a list of them would fill the page)
+    "the cache holds blocks of keys and values while a request runs and its prefix may serve another one later on "
+    "def class return import for in range if else value list number text line file open read write print"
+).split()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleRequest:
+    """One request."""
+
+    prompt: str | list[int]
+    max_tokens: int
+    """How many tokens are asked for."""
+    slo_class: str = ""
+    """Empty: the model's default."""
+    timestamp_s: float | None = None
+    """When a trace has it, from its first request on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DatasetOptions:
+    """Which requests, under the names of `vllm bench serve`. Lengths are in tokens."""
+
+    dataset_name: str = "mixed"
+    dataset_path: Path | None = None
+    """The file of `sharegpt` and `mooncake`."""
+    random_input_len: int = 1024
+    random_output_len: int = 128
+    random_range_ratio: float = 0.0
+    """How far lengths vary, up and down, as a share of them."""
+    random_prefix_len: int = 0
+    """Tokens that all prompts begin with, before their own."""
+    sharegpt_output_len: int | None = None
+    """Unset: as long as the file's answers."""
+    prefix_repetition_prefix_len: int = 256
+    prefix_repetition_suffix_len: int = 256
+    prefix_repetition_num_prefixes: int = 10
+    prefix_repetition_output_len: int = 128
+    mooncake_block_size: int = 512
+    """Tokens that a hash id of the trace stands for."""
+
+    def __post_init__(self) -> None:
+        if self.dataset_name not in DATASETS:
+            raise ValueError(f"dataset_name is {self.dataset_name!r}; it must be one of {', '.join(DATASETS)}")
+        if not 0 <= self.random_range_ratio < 1:
+            raise ValueError(f"random_range_ratio is {self.random_range_ratio}; it must be at least 0 and below 1")
+        for name in self.__dataclass_fields__:
+            value, least = (
+                getattr(self, name),
+                0 if name in ("random_prefix_len", "prefix_repetition_prefix_len") else 1,
+            )
+            if isinstance(value, int) and value < least:
+                raise ValueError(f"{name} is {value}; it must be at least {least}")
+        if self.dataset_path is None and self.dataset_name in ("sharegpt", "mooncake"):
+            raise ValueError(f"dataset_path is not given; dataset_name {self.dataset_name} reads it")
+
+
+class PromptMaker:
+    """Makes random prompts of so many tokens, and counts those of a text.
+
+    Args:
+        tokenizer: a checkpoint's folder, or its tokenizer.json; unset: ids that every vocabulary has, and words.
+        as_text: for endpoints that take no ids. Without a tokenizer a word is taken for a token.
+
+    Raises:
+        ValueError: there is no such tokenizer, or it cannot be read.
+    """
+
+    def __init__(self, tokenizer: Path | None = None, *, as_text: bool = False) -> None:
+        self._as_text = as_text
+        self._tokenizer: Any = None if tokenizer is None else _load_tokenizer(tokenizer)
+        if self._tokenizer is not None:
+            self._ids = range(FIRST_ID, self._tokenizer.get_vocab_size(with_added_tokens=False))
+        else:
+            self._ids = range(len(_WORDS)) if as_text else range(FIRST_ID, END_ID)
+
+    def ids(self, rng: random.Random, length: int) -> list[int]:
+        """Random tokens; without a tokenizer, of a prompt that is to be text, numbers of words."""
+        return rng.choices(self._ids, k=length)
+
+    def prompt(self, ids: list[int]) -> str | list[int]:
+        """Such tokens as an endpoint takes them."""
+        if not self._as_text:
+            return ids
+        if self._tokenizer is None:
+            return " ".join(_WORDS[id_] for id_ in ids)
+        return str(self._tokenizer.decode(ids))
+
+    def count(self, text: str) -> int | None:
+        """Tokens of a text; None without a tokenizer."""
+        return None if self._tokenizer is None else len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def make_requests(options: DatasetOptions, prompts: PromptMaker, num_prompts: int, seed: int) -> list[SampleRequest]:
+    """The requests, always the same for the same arguments.
+
+    Raises:
+        ValueError: a file cannot be read, is not of its format, or holds too few.
+    """
+    if num_prompts < 1:
+        raise ValueError(f"num_prompts is {num_prompts}; it must be at least 1")
+    make = DATASETS[options.dataset_name]
+    requests = list(make(options, prompts, num_prompts, random.Random(f"{options.dataset_name} {seed}")))
+    if len(requests) < num_prompts:
+        raise ValueError(f"num_prompts is {num_prompts}; {options.dataset_path} holds {len(requests)} that can be sent")
+    return requests
+
+
+def with_slo_classes(requests: Sequence[SampleRequest], weights: Mapping[str, float], seed: int) -> list[SampleRequest]:
+    """The same requests, each of a class drawn by these weights."""
+    rng = random.Random(f"classes {seed}")
+    names = rng.choices(list(weights), list(weights.values()), k=len(requests)) if weights else [""] * len(requests)
+    return [replace(request, slo_class=name) for request, name in zip(requests, names, strict=True)]
+
+
+def _mixed(
+    options: DatasetOptions, prompts: PromptMaker, num_prompts: int, rng: random.Random
+) -> Iterator[SampleRequest]:
+    for _ in range(num_prompts):
+        ids = prompts.ids(rng, rng.randrange(*MIXED_INPUT))
+        yield SampleRequest(prompt=prompts.prompt(ids), max_tokens=rng.randrange(*MIXED_OUTPUT))
+
+
+def _random(
+    options: DatasetOptions, prompts: PromptMaker, num_prompts: int, rng: random.Random
+) -> Iterator[SampleRequest]:
+    def length(mean: int) -> int:
+        spread = int(mean * options.random_range_ratio)
+        return max(1, rng.randint(mean - spread, mean + spread))
+
+    prefix = prompts.ids(rng, options.random_prefix_len)
+    for _ in range(num_prompts):
+        ids = prefix + prompts.ids(rng, length(options.random_input_len))
+        yield SampleRequest(prompt=prompts.prompt(ids), max_tokens=length(options.random_output_len))
+
+
+def _prefix_repetition(
+    options: DatasetOptions, prompts: PromptMaker, num_prompts: int, rng: random.Random
+) -> Iterator[SampleRequest]:
+    prefixes = [
+        prompts.ids(rng, options.prefix_repetition_prefix_len) for _ in range(options.prefix_repetition_num_prefixes)
+    ]
+    for _ in range(num_prompts):
+        ids = rng.choice(prefixes) + prompts.ids(rng, options.prefix_repetition_suffix_len)
+        yield SampleRequest(prompt=prompts.prompt(ids), max_tokens=options.prefix_repetition_output_len)
+
+
+def _sharegpt(
+    options: DatasetOptions, prompts: PromptMaker, num_prompts: int, rng: random.Random
+) -> Iterator[SampleRequest]:
+    """The first question of each conversation, with as many tokens as its answer has."""
+    assert options.dataset_path is not None
+    pairs = list(_conversations(options.dataset_path))
+    rng.shuffle(pairs)
+    for prompt, answer in pairs:
+        if num_prompts == 0:
+            return
+        prompt_len, answer_len = prompts.count(prompt), prompts.count(answer)
+        output_len = options.sharegpt_output_len or answer_len
+        if output_len is None:
+            raise ValueError(
+                "sharegpt_output_len and tokenizer are both not given; one of them says how long answers are"
+            )
+        if prompt_len is not None and not (
+            SHAREGPT_TOKENS <= prompt_len <= SHAREGPT_PROMPT_TOKENS
+            and SHAREGPT_TOKENS <= output_len <= SHAREGPT_ALL_TOKENS - prompt_len
+        ):
+            continue
+        num_prompts -= 1
+        yield SampleRequest(prompt=prompt, max_tokens=output_len)
+
+
+def _conversations(path: Path) -> Iterator[tuple[str, str]]:
+    """First question and answer of each conversation that has both."""
+    try:
+        entries = json.loads(_read(path))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(entries, list):
+        raise ValueError(f"{path} is not ShareGPT's format: it must be a list of conversations")
+    for number, entry in enumerate(entries):
+        try:
+            turns = [turn["value"] for turn in entry["conversations"][:2]]
+        except (TypeError, KeyError):
+            turns = None
+        if turns is None or not all(isinstance(turn, str) for turn in turns):
+            raise ValueError(
+                f"{path}: entry {number} is not ShareGPT's format: "
+                '"conversations" must be a list of {"from": …, "value": …}'
+            )
+        if len(turns) == 2 and all(turns):
+            yield turns[0], turns[1]
+
+
+def _mooncake(
+    options: DatasetOptions, prompts: PromptMaker, num_prompts: int, rng: random.Random
+) -> Iterator[SampleRequest]:
+    """A line each: {"timestamp": ms, "input_length": …, "output_length": …, "hash_ids": […]}.
+
+    Equal hash ids are blocks of equal tokens, so that prompts share what they shared when they were recorded
+    (https://github.com/kvcache-ai/Mooncake, "Mooncake: A KVCache-centric Disaggregated Architecture", 2024).
+    """
+    assert options.dataset_path is not None
+    start: float | None = None
+    for number, line in enumerate(_read(options.dataset_path).splitlines(), 1):
+        if num_prompts == 0:
+            return
+        if not line.strip():
+            continue
+        entry = _trace_entry(line, f"{options.dataset_path}, line {number}")
+        time = float(entry["timestamp"])
+        start = time if start is None else start
+        ids: list[int] = []
+        for hash_id in entry.get("hash_ids") or ():
+            # A block's tokens are a function of its id alone, whatever else was drawn.
+            ids += prompts.ids(random.Random(f"block {hash_id}"), options.mooncake_block_size)
+        length = entry["input_length"]
+        ids = ids[:length] + prompts.ids(rng, max(0, length - len(ids)))
+        num_prompts -= 1
+        yield SampleRequest(
+            prompt=prompts.prompt(ids), max_tokens=entry["output_length"], timestamp_s=(time - start) / 1000
+        )
+
+
+def _trace_entry(line: str, where: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from None
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where} is no JSON object")
+    for name, least in (("timestamp", 0), ("input_length", 1), ("output_length", 1)):
+        value = entry.get(name)
+        is_number = isinstance(value, int) or (name == "timestamp" and isinstance(value, float))
+        if value is None or isinstance(value, bool) or not is_number or not least <= value < math.inf:
+            raise ValueError(f"{where}: {name} is {value!r}; it must be a number of at least {least}")
+    hash_ids = entry.get("hash_ids")
+    if hash_ids is not None and not (isinstance(hash_ids, list) and all(isinstance(one, int) for one in hash_ids)):
+        raise ValueError(f"{where}: hash_ids is {str(hash_ids)[:80]}; it must be a list of integers")
+    return entry
+
+
+DATASETS: dict[str, Callable[[DatasetOptions, PromptMaker, int, random.Random], Iterator[SampleRequest]]] = {
+    "mixed": _mixed,
+    "random": _random,
+    "prefix_repetition": _prefix_repetition,
+    "sharegpt": _sharegpt,
+    "mooncake": _mooncake,
+}
+"""By name."""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"dataset_path {path} cannot be read: {error}") from None
+
+
+def _load_tokenizer(path: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"tokenizer is {path}; it must be a checkpoint's folder with a tokenizer.json, or that file")
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"tokenizer {file} cannot be read: {error}") from None

@@ -1,0 +1,341 @@
+"""SLOPolicy: schedules for objectives, so that as many requests as possible meet theirs.
+
+1. Order: the waiting request with the least slack comes next, by the latest moment at which it can begin and still have
+   its first token in time. One that cannot make it any more gives way to the others (least slack alone serves nobody in
+   time once there is too much to do). A request without objectives is one that can wait for `PATIENCE_SECONDS`.
+2. Admission: what will not have its first token in time because of those before it is refused at once, or goes to the
+   late ones, as its class says. Nothing is refused before the cost model has learned enough, and nothing that could not
+   make it with the engine to itself either: to try again would not help that one.
+3. Chunks: prompts get as many tokens of a step as the rows' time per token allows. One that is computed piece by piece
+   pauses while others have less slack.
+4. Share: late requests get `LATE_SHARE` of the prompt tokens while others wait, in the order in which they came, and
+   everything that others leave. Nothing that runs is taken back for the sake of another, but for lack of blocks.
+
+The parts are known from: SLOs-Serve (arXiv 2504.08784: admission by planned token budgets), Sarathi-Serve (2403.02310:
+chunks as large as the time between tokens allows), QLM (2407.00047: waiting times from the work in the queue), Mooncake
+(2407.00079: refusing early, and by prediction).
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+from quire_engine.config import SchedulerConfig
+from quire_engine.kv_cache import KVCacheManager
+from quire_engine.messages import EngineCoreOutput, ErrorCode, FinishReason, SchedulerOutput
+from quire_engine.scheduler.cost_model import CostModel, StepLoad
+from quire_engine.scheduler.forecast import Outlook, Upcoming, forecast
+from quire_engine.scheduler.policy import SchedulingPolicy, StepPlan
+from quire_engine.scheduler.request import Request
+from quire_engine.scheduler.slo_queue import SLORequestQueue, Standing
+from quire_engine.slo import NO_TARGETS
+
+__all__ = ["SLOPolicy"]
+
+PATIENCE_SECONDS = 10.0
+LATE_SHARE = 0.1
+LEAST_CHUNK = 16
+"""Prompt tokens of a step in any case, however little time its rows have."""
+CAUTION = 0.95
+"""Share of the time that is planned with."""
+MAX_FORECAST = 512
+"""Waiting requests that are looked at one by one."""
+MAX_URGENT = 16
+USUAL_OUTPUT_TOKENS = 128
+"""Of a class of which none has ended, at most."""
+SHORTEST_RETRY_SECONDS = 0.1
+
+
+class SLOPolicy(SchedulingPolicy):
+    """Keeps a standing for each request, and learns what steps cost and how much requests put out.
+
+    Args:
+        config: budgets and limits.
+        kv_cache: to ask what is cached and what is free.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager, clock: Callable[[], float]) -> None:
+        self.costs = CostModel()
+        self._config = config
+        self._kv_cache = kv_cache
+        self._clock = clock
+        self._standings: dict[str, Standing] = {}
+        self.queue: SLORequestQueue = SLORequestQueue(self._standing_of, lambda: self._late_credit > 0)
+        self._late_credit = 0.0
+        """Prompt tokens that late requests have to their credit."""
+        self._is_contended = False
+        self._output_tokens: dict[str, float] = {}
+        """By class, the mean number of output tokens of requests that have ended."""
+        self._load = StepLoad()
+
+    # -- requests come and go ---------------------------------------------------------------------------------------
+
+    def _standing_of(self, request: Request) -> Standing:
+        standing = self._standings.get(request.request_id)
+        if standing is None:
+            standing = self._standings[request.request_id] = self._new_standing(request)
+        elif standing.first_token_at is not None:
+            standing.latest_start = -math.inf  # it was preempted: its client waits for the next token
+        return standing
+
+    def _new_standing(self, request: Request) -> Standing:
+        computed = self._kv_cache.num_computed_tokens(self._kv_cache.get_computed_blocks(request))
+        num_left = request.num_tokens - computed
+        targets = request.slo_targets or NO_TARGETS
+        has_targets = targets.ttft_ms is not None or targets.e2e_ms is not None
+        arrived_at = request.queued_at - request.age_seconds
+        limits = [] if has_targets else [PATIENCE_SECONDS]
+        if targets.ttft_ms is not None:
+            limits.append(targets.ttft_ms / 1000)
+        if targets.e2e_ms is not None:
+            rows = self.costs.seconds(StepLoad(0, 1, request.num_tokens))
+            limits.append(targets.e2e_ms / 1000 - rows * self._output_left(request))
+        first_token_by = arrived_at + min(limits)
+        latest_start = first_token_by
+        if has_targets:  # else they come in the order in which they arrived
+            latest_start -= self._seconds_alone(num_left, computed)
+        standing = Standing(latest_start, first_token_by, arrived_at, num_left)
+        if request.num_output_tokens:
+            standing.first_token_at = request.queued_at
+            standing.latest_start = -math.inf
+        return standing
+
+    def _seconds_alone(self, num_left: int, computed: int) -> float:
+        """How long a prompt takes with the engine to itself."""
+        num_steps = -(-num_left // self._config.max_num_batched_tokens)
+        load = StepLoad(num_left, 0, 0.0, num_left * (computed + num_left / 2))
+        return self.costs.seconds(load) + (num_steps - 1) * self.costs.seconds(StepLoad())
+
+    def _output_left(self, request: Request) -> float:
+        """Output tokens that a request is likely to have yet."""
+        usual = self._output_tokens.get(request.slo_class, float(USUAL_OUTPUT_TOKENS))
+        done = request.num_output_tokens
+        return min(max(usual - done, usual / 4), request.max_tokens - done)
+
+    def forget(self, request: Request) -> None:
+        """A request has ended: with so many tokens."""
+        self._standings.pop(request.request_id, None)
+        if request.num_output_tokens:
+            usual = self._output_tokens.setdefault(request.slo_class, float(request.num_output_tokens))
+            self._output_tokens[request.slo_class] = usual + 0.1 * (request.num_output_tokens - usual)
+
+    def place(self, running: list[Request], request: Request, num_tokens: int) -> None:
+        """Last: what runs is never taken back for one that came later."""
+        running.append(request)
+        self._charge(request, num_tokens)
+
+    def _charge(self, request: Request, num_tokens: int) -> None:
+        """Count the tokens of a prompt for or against the late ones' share."""
+        if self._is_contended:
+            is_late = self._standings[request.request_id].is_late
+            change = -num_tokens if is_late else num_tokens * LATE_SHARE / (1 - LATE_SHARE)
+            most = 4.0 * self._config.max_num_batched_tokens
+            self._late_credit = min(max(self._late_credit + change, -most), most)
+
+    # -- admission --------------------------------------------------------------------------------------------------
+
+    def refusals(self, running: Sequence[Request], num_queued: int) -> list[tuple[Request, EngineCoreOutput]]:
+        """Predict what new requests have to expect, and decide what becomes of them."""
+        queue, now = self.queue, self._clock()
+        if self.costs.is_confident:
+            queue.demote(now)
+        new, queue.new = [request for request in queue.new if request in queue], []
+        if not new or not self.costs.is_confident:
+            return []
+        on_time = queue.first_on_time(MAX_FORECAST)
+        times = self._forecast(running, on_time, now)
+        refused = []
+        for request, one in zip(on_time, times, strict=True):
+            standing = self._standings[request.request_id]
+            standing.predicted_start = now + one.begins
+            if standing.is_known:
+                continue
+            standing.is_known = True
+            standing.predicted_first_token = now + one.first_token
+            if now + one.first_token <= standing.first_token_by:
+                continue
+            targets = request.slo_targets or NO_TARGETS
+            is_our_fault = self._seconds_alone(standing.num_left, 0) <= (targets.ttft_ms or math.inf) / 1000
+            may_be_refused = request.scheduled_at is None and not request.is_replay and targets.ttft_ms is not None
+            if may_be_refused and is_our_fault and targets.on_overload == "refuse":
+                refused.append((request, self._refusal(request, standing, now, num_queued)))
+            elif standing.first_token_at is None:
+                queue.make_late(request)
+        return refused
+
+    def _forecast(self, running: Sequence[Request], waiting: Sequence[Request], now: float) -> list[Upcoming]:
+        """What the waiting ones have to expect, if nobody comes."""
+        rows, prompts = [], []
+        for request in running:
+            num_left = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
+            if num_left <= 1:
+                rows.append(self._upcoming(request, num_left, now))
+            elif not self._standings[request.request_id].is_late:
+                prompts.append((self._standings[request.request_id], self._upcoming(request, num_left, now)))
+        to_come = [self._upcoming(request, self._standings[request.request_id].num_left, now) for request in waiting]
+        for request, one in zip(waiting, to_come, strict=True):
+            one.is_running = False
+            prompts.append((self._standings[request.request_id], one))
+        prompts.sort(key=lambda pair: pair[0].latest_start)
+        outlook = Outlook(
+            self._config.max_num_batched_tokens, self._max_running(running),
+            self._kv_cache.block_pool.num_free_blocks, self._tightest(running) * CAUTION, LEAST_CHUNK,
+        )  # fmt: skip
+        forecast(self.costs, outlook, rows, [one for _, one in prompts])
+        return to_come
+
+    def _upcoming(self, request: Request, num_left: int, now: float) -> Upcoming:
+        held = self._kv_cache.num_blocks_of(request.request_id)
+        needed = max(-(-request.num_tokens // self._kv_cache.block_size) - held, 0)
+        return Upcoming(
+            num_left, request.num_tokens - num_left, self._output_left(request), needed, held,
+            first_token_within=self._standings[request.request_id].first_token_by - now,
+        )  # fmt: skip
+
+    def _refusal(self, request: Request, standing: Standing, now: float, num_queued: int) -> EngineCoreOutput:
+        assert standing.predicted_first_token is not None
+        predicted = standing.predicted_first_token - standing.arrived_at
+        target = standing.first_token_by - standing.arrived_at
+        retry = max(math.ceil((predicted - target) * 10) / 10, SHORTEST_RETRY_SECONDS)
+        return EngineCoreOutput(
+            request.request_id,
+            finish_reason=FinishReason.ERROR,
+            error=f"unavailable: the first token would come after about {1000 * predicted:.0f} ms, and ttft_ms of "
+            f"class {request.slo_class!r} is {1000 * target:.0f}; {num_queued} requests are queued; try again in about "
+            f"{retry:g} s",
+            error_code=ErrorCode.UNAVAILABLE,
+            retry_after_seconds=retry,
+            predicted_ttft_seconds=predicted,
+            refusal="ttft",
+        )
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def plan(self, running: Sequence[Request]) -> StepPlan | None:
+        """Divide a step among prompts, the one with the least slack first."""
+        if not self.costs.is_confident:
+            return None
+        queue, now = self.queue, self._clock()
+        rows, prompts, allowed = self._look_at(running, now)
+        room = self._config.max_num_batched_tokens - rows.num_rows
+        if allowed < math.inf:
+            computed = prompts[0].num_computed_tokens if prompts else 0
+            room = min(room, max(int(self.costs.prompt_tokens_within(allowed, rows, computed)), LEAST_CHUNK))
+        plan = StepPlan(max_running=self._max_running(running))
+        late = [request for request in prompts if self._standings[request.request_id].is_late]
+        on_time = [request for request in prompts if not self._standings[request.request_id].is_late]
+        self._is_contended = bool(late or queue.has_late) and bool(on_time or queue.has_on_time)
+        late_first = self._is_contended and self._late_credit > 0
+        on_time.sort(key=lambda request: self._standings[request.request_id].latest_start)
+        urgent = self._urgent(running, plan.max_running)
+        if late_first and not late and urgent:
+            urgent = [(-math.inf, self.queue.peek().num_tokens)]  # a late one's turn
+        for request in [*late[:1], *on_time] if late_first else on_time:
+            latest_start = self._standings[request.request_id].latest_start
+            before = 0 if late_first and late else sum(number for start, number in urgent if start < latest_start)
+            number = max(min(request.num_tokens - request.num_computed_tokens, room - before), 0)
+            plan.shares[request.request_id] = number
+            room -= number
+        for request in late:
+            if request.request_id not in plan.shares:
+                number = 0 if self._is_contended else min(request.num_tokens - request.num_computed_tokens, room)
+                plan.shares[request.request_id] = number
+                room -= number
+        for request in prompts:
+            self._charge(request, plan.shares[request.request_id])
+        plan.num_new_tokens = room
+        return plan
+
+    def _look_at(self, running: Sequence[Request], now: float) -> tuple[StepLoad, list[Request], float]:
+        """The load of the rows, the running prompts, and the seconds that the rows' time per token leaves for a step.
+
+        A row's next token is due when it would bring the mean over the target. Of the time that it has saved up, a step
+        may take half.
+        """
+        num_rows, context, allowed = 0, 0, math.inf
+        prompts: list[Request] = []
+        due: list[tuple[Request, Standing, float, float]] = []
+        for request in running:
+            num_left = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
+            if num_left > 1:
+                prompts.append(request)
+                continue
+            num_rows += 1
+            context += request.num_computed_tokens
+            standing, tpot = self._standings[request.request_id], _tpot(request)
+            if tpot < math.inf and standing.first_token_at is not None and not standing.is_late:
+                slack = standing.first_token_at + max(request.num_output_tokens, 1) * tpot - now
+                due.append((request, standing, tpot, slack))
+        rows = StepLoad(0, num_rows, float(context))
+        own = self.costs.seconds(rows)
+        for request, standing, tpot, slack in due:
+            if slack < own and slack + self._output_left(request) * (tpot - own) < 0:
+                standing.is_late = True  # it cannot make up for it
+            else:
+                allowed = min(allowed, tpot + (slack - tpot) / 2)
+        return rows, prompts, allowed * CAUTION
+
+    def _urgent(self, running: Sequence[Request], max_running: int) -> list[tuple[float, int]]:
+        """Latest start and number of tokens of waiting requests that could begin now."""
+        most = min(max_running - len(running), MAX_URGENT)
+        if most <= 0 or not self.queue:
+            return []
+        free = self._kv_cache.block_pool.num_free_blocks
+        urgent = []
+        for request in self.queue.first_on_time(most) or [self.queue.peek()]:
+            free -= -(-request.num_tokens // self._kv_cache.block_size)
+            if free < 0:
+                break
+            standing = self._standings[request.request_id]
+            urgent.append((math.inf if standing.is_late else standing.latest_start, standing.num_left))
+        return urgent
+
+    def _tightest(self, running: Sequence[Request]) -> float:
+        """The shortest time per token of a running request that can be had at all, and of the next to run."""
+        requests = [request for request in running if not self._standings[request.request_id].is_late]
+        if self.queue.has_on_time:
+            requests += self.queue.first_on_time(1)
+        least = self.costs.seconds(StepLoad(0, 1, 0.0)) / CAUTION
+        return min((tpot for request in requests if (tpot := _tpot(request)) > least), default=math.inf)
+
+    def _max_running(self, running: Sequence[Request]) -> int:
+        """As many rows as the shortest time per token allows."""
+        most, tpot = self._config.max_num_seqs, self._tightest(running)
+        if tpot == math.inf:
+            return most
+        context = sum(request.num_computed_tokens for request in running) / max(len(running), 1)
+        numbers = range(1, most + 1)
+        most_seconds, seconds = tpot * CAUTION, self.costs.seconds
+        return max(bisect_left(numbers, True, key=lambda n: seconds(StepLoad(0, n, n * context)) > most_seconds), 1)
+
+    def take_result(self, step: SchedulerOutput, outputs: Sequence[EngineCoreOutput]) -> None:
+        """Note first tokens, and what the step computed."""
+        self._load = StepLoad.of(step)
+        for output in outputs:
+            standing = self._standings.get(output.request_id)
+            if standing is not None and output.new_token_ids and standing.first_token_at is None:
+                standing.first_token_at = self._clock()
+                if standing.predicted_first_token is not None and not standing.is_late:
+                    output.predicted_ttft_seconds = standing.predicted_first_token - standing.arrived_at
+                standing.is_late |= standing.first_token_at > standing.first_token_by
+
+    def note_step_seconds(self, seconds: float) -> None:
+        """Learn from the step of the last `take_result`."""
+        if self._load != StepLoad():
+            self.costs.record(self._load, seconds)
+            self._load = StepLoad()
+
+    def outlook(self, request: Request) -> tuple[float, float] | None:
+        """Slack, and predicted start of a waiting request, in seconds from now."""
+        standing = self._standings.get(request.request_id)
+        if standing is None or standing.predicted_start is None:
+            return None
+        now = self._clock()
+        return standing.latest_start - now, max(standing.predicted_start - now, 0.0)
+
+
+def _tpot(request: Request) -> float:
+    """A request's target for the time per token, in seconds."""
+    targets = request.slo_targets
+    return math.inf if targets is None or targets.tpot_ms is None else targets.tpot_ms / 1000

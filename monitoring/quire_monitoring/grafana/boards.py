@@ -1,0 +1,224 @@
+"""What Grafana's dashboards show.
+
+Queries follow the pickers of job, instance, model and class. Series of recording rules have no job, and those of
+objectives no instance either: they are of all instances.
+"""
+
+from quire_monitoring.grafana.model import Dashboard, Panel, Row
+
+__all__ = ["DASHBOARDS"]
+
+SERVER = 'job=~"$job", instance=~"$instance", model=~"$model"'
+RECORDED = 'instance=~"$instance", model=~"$model"'
+SLO = SERVER + ', slo=~"$slo"'
+RECORDED_SLO = 'model=~"$model", slo=~"$slo"'
+RATE = "[$__rate_interval]"
+TOKENS = "count:tok/s"
+ENGINE_NAME = "{{instance}} {{model}} {{engine}}"
+
+
+def _rate(metric: str, by: str, selector: str = SERVER) -> str:
+    return f"sum by ({by}) (rate({metric}{{{selector}}}{RATE}))"
+
+
+def _quantiles(metric: str) -> tuple[tuple[str, str], ...]:
+    buckets = f"sum by (model, le) (rate({metric}_bucket{{{SERVER}}}{RATE}))"
+    return tuple((f"histogram_quantile({q}, {buckets})", f"{{{{model}}}} {name}") for q, name in
+                 ((0.5, "p50"), (0.95, "p95"), (0.99, "p99")))  # fmt: skip
+
+
+def _latency(title: str, metric: str, description: str) -> Panel:
+    return Panel(title=title, queries=_quantiles(metric), description=description, unit="s")
+
+
+OVERVIEW = Dashboard(
+    uid="quire-overview",
+    title="Quire / Overview",
+    rows=(
+        Row(height=4, panels=(
+            Panel(title="Goodput now", page="overview", kind="stat", unit="percentunit", maximum=1, red_below=0.99,
+                  queries=((f'min by (model) (quire_goodput_ratio{{{SLO}, window="1m"}})', "{{model}}"),),
+                  description="Share of the requests of the last minute that met every objective; the worst class."),
+            Panel(title="Engine", page="engine", kind="stat", red_below=1,
+                  queries=((f"min by (model) (quire_engine_up{{{SERVER}}})", "{{model}}"),),
+                  description="1 while the engine steps."),
+            Panel(title="Running", kind="stat",
+                  queries=((f"sum by (model) (quire_requests_running{{{SERVER}}})", "{{model}}"),),
+                  description="Requests in the batch."),
+            Panel(title="Waiting", page="requests", kind="stat",
+                  queries=((f"sum by (model) (quire_requests_waiting{{{SERVER}}})", "{{model}}"),),
+                  description="Requests that wait for capacity or for their grammar."),
+            Panel(title="KV cache", page="kv-cache", kind="stat", unit="percentunit", maximum=1,
+                  queries=((f"max by (model) (quire_kv_cache_usage_ratio{{{SERVER}}})", "{{model}}"),),
+                  description="Share of the blocks that live requests hold."),
+            Panel(title="Restarts, last hour", kind="stat",
+                  queries=((f"sum by (model) (increase(quire_engine_restarts_total{{{SERVER}}}[1h]))", "{{model}}"),),
+                  description="Engines that died and were started again."),
+        )),
+        Row(panels=(
+            Panel(title="Goodput", unit="percentunit", maximum=1, red_below=0.99,
+                  queries=((f'quire_goodput_ratio{{{SLO}, window="5m"}}', "{{model}} {{slo}}"),),
+                  description="Share of requests that met every objective that applies to them, over five minutes."),
+            Panel(title="Requests", unit="reqps", is_stacked=True,
+                  queries=((_rate("quire_requests_total", "outcome"), "{{outcome}}"),),
+                  description="Requests that ended, by how."),
+        )),
+        Row(panels=(
+            Panel(title="Tokens", unit=TOKENS,
+                  queries=((_rate("quire_generation_tokens_total", "model"), "{{model}} generated"),
+                           (_rate("quire_prompt_tokens_total", "model"), "{{model}} prompt"),
+                           (_rate("quire_goodput_tokens_total", "model", SLO), "{{model}} good")),
+                  description="Tokens per second; good ones are those of requests that met their objectives."),
+            _latency("Time to first token", "quire_time_to_first_token_seconds", "From arrival to the first token."),
+            _latency("End to end", "quire_e2e_request_latency_seconds", "From arrival to the end."),
+        )),
+    ),
+)  # fmt: skip
+
+LATENCY = Dashboard(
+    uid="quire-latency-slo",
+    title="Quire / Latency & SLO",
+    rows=(
+        Row(panels=(
+            Panel(title="Burn rate", red_above=14.4, queries=(
+                (f"quire:slo_burn:rate5m{{{RECORDED_SLO}}}", "{{model}} {{slo}} 5m"),
+                (f"quire:slo_burn:rate1h{{{RECORDED_SLO}}}", "{{model}} {{slo}} 1h"),
+                (f"quire:slo_burn:rate6h{{{RECORDED_SLO}}}", "{{model}} {{slo}} 6h"),
+            ), description="How many times as fast as allowed the budget of misses is used up. 14.4 wakes somebody."),
+            Panel(title="Misses by first cause", unit="reqps", is_stacked=True,
+                  queries=((_rate("quire_slo_requests_total", "slo, cause", f'{SLO}, verdict="miss"'),
+                            "{{slo}} {{cause}}"),),
+                  description="The objective that was missed first; rejected and failed requests are misses, too."),
+            Panel(title="Good tokens", unit=TOKENS,
+                  queries=((f"quire:goodput_tokens:rate5m{{{RECORDED_SLO}}}", "{{model}} {{slo}}"),),
+                  description="Tokens per second of requests that met their objectives."),
+        )),
+        Row(panels=(
+            _latency("Time to first token", "quire_time_to_first_token_seconds", "From arrival to the first token."),
+            _latency("Time per output token", "quire_time_per_output_token_seconds", "Mean after the first token."),
+            _latency("Between tokens", "quire_inter_token_latency_seconds", "From one token of a request to its next."),
+        )),
+        Row(panels=(
+            _latency("Queue", "quire_request_queue_time_seconds",
+                     "Until the request's first step, or until it had waited for too long."),
+            _latency("Prefill", "quire_request_prefill_time_seconds", "From the first step to the first token."),
+            _latency("Decode", "quire_request_decode_time_seconds", "From the first token to the last."),
+            _latency("End to end", "quire_e2e_request_latency_seconds", "From arrival to the end."),
+        )),
+        Row(panels=(
+            Panel(title="Time to first token, all requests", kind="heatmap", unit="s",
+                  queries=((_rate("quire_time_to_first_token_seconds_bucket", "le"), "{{le}}"),),
+                  description="Two humps are two kinds of requests: short and long prompts, or cached and not."),
+            _latency("Cancel to free", "quire_cancel_to_free_seconds",
+                     "From a request's cancellation until its blocks are free."),
+        )),
+    ),
+)  # fmt: skip
+
+CACHE = Dashboard(
+    uid="quire-cache-scheduler",
+    title="Quire / KV cache & scheduler",
+    rows=(
+        Row(panels=(
+            Panel(title="Blocks", page="kv-cache", is_stacked=True,
+                  queries=((f"sum by (state) (quire_kv_blocks{{{SERVER}}})", "{{state}}"),),
+                  description="Used by live requests, cached and free, or empty."),
+            Panel(title="Usage", page="kv-cache", unit="percentunit", maximum=1,
+                  queries=((f"quire_kv_cache_usage_ratio{{{SERVER}}}", ENGINE_NAME),),
+                  description="Share of the blocks that live requests hold. Full is fine while none is preempted."),
+            Panel(title="Preemptions", unit="ops",
+                  queries=((f"quire:preemptions:rate5m{{{RECORDED}}}", ENGINE_NAME),),
+                  description="Requests that gave their blocks up, and are computed again."),
+            Panel(title="Evictions", unit="ops",
+                  queries=((_rate("quire_kv_block_evictions_total", "model"), "{{model}}"),),
+                  description="Cached blocks whose content made room for a request. With few hits, the cache is too "
+                              "small for its prefixes."),
+        )),
+        Row(panels=(
+            Panel(title="Prefix cache hits", unit="percentunit", maximum=1,
+                  queries=((f"quire:prefix_cache_hit:ratio_rate5m{{{RECORDED}}}", ENGINE_NAME),),
+                  description="Share of the looked-up prompt tokens that need not be computed."),
+            Panel(title="Prompt tokens", unit=TOKENS,
+                  queries=((_rate("quire_prompt_tokens_total", "model"), "{{model}} all"),
+                           (_rate("quire_prompt_tokens_cached_total", "model"), "{{model}} cached")),
+                  description="Prompt tokens of requests whose first token came."),
+            Panel(title="Prompt lengths", queries=_quantiles("quire_request_prompt_tokens"),
+                  description="Tokens per prompt."),
+            Panel(title="Answer lengths",
+                  queries=(*_quantiles("quire_request_generation_tokens"),
+                           (f"{_rate('quire_request_params_n_sum', 'model')} / "
+                            f"{_rate('quire_request_params_n_count', 'model')}", "{{model}} sequences")),
+                  description="Generated tokens per request, and of how many sequences (`n`) they are in the mean."),
+        )),
+        Row(panels=(
+            Panel(title="Running and waiting", page="requests",
+                  queries=((f"sum by (model) (quire_requests_running{{{SERVER}}})", "{{model}} running"),
+                           (f"sum by (model, reason) (quire_requests_waiting{{{SERVER}}})",
+                            "{{model}} waiting: {{reason}}")),
+                  description="A queue that only grows needs more capacity, or a bound."),
+            Panel(title="Tokens per step", queries=_quantiles("quire_iteration_tokens"),
+                  description="Of all requests in a step; at most max_num_batched_tokens."),
+            Panel(title="Speculative decoding", unit="none",
+                  queries=((_rate("quire_spec_decode_draft_tokens_total", "model"), "{{model}} drafted/s"),
+                           (_rate("quire_spec_decode_accepted_tokens_total", "model"), "{{model}} accepted/s"),
+                           (f"1 + {_rate('quire_spec_decode_accepted_tokens_total', 'model')} / "
+                            f"{_rate('quire_spec_decode_drafts_total', 'model')}", "{{model}} acceptance length")),
+                  description="Drafted tokens, and those that the model sampled in their place. The acceptance length "
+                              "is how many tokens a step yields for a request with drafts, in the mean."),
+        )),
+    ),
+)  # fmt: skip
+
+ENGINE = Dashboard(
+    uid="quire-engine-ranks",
+    title="Quire / Engine ranks",
+    rows=(
+        Row(height=5, panels=(
+            Panel(title="Engines", page="engine", kind="stat", red_below=1,
+                  queries=((f"quire_engine_up{{{SERVER}}}", "{{model}} {{engine}}"),),
+                  description="1 while the engine steps."),
+            Panel(title="Ranks", kind="stat", red_below=1,
+                  queries=((f"quire_worker_up{{{SERVER}}}", "{{model}} {{engine}} rank {{rank}}"),),
+                  description="1 while the rank's process runs."),
+        )),
+        Row(panels=(
+            Panel(title="Step by phase", unit="s", is_stacked=True,
+                  queries=((" / ".join(_rate(f"quire_step_seconds_{part}", "phase") for part in ("sum", "count")),
+                            "{{phase}}"),),
+                  description="Mean time of a step. All ranks wait for the slowest one in execute."),
+            Panel(title="Execute, now and usually", unit="s",
+                  queries=((f"quire:step_execute_seconds:mean5m{{{RECORDED}}}", f"{ENGINE_NAME} 5m"),
+                           (f"quire:step_execute_seconds:mean6h{{{RECORDED}}}", f"{ENGINE_NAME} 6h")),
+                  description="More than usual with no larger batches and no longer contexts is a slow rank."),
+            Panel(title="Execute, 99th percentile", unit="s",
+                  queries=(("histogram_quantile(0.99, sum by (model, engine, le) (rate(quire_step_seconds_bucket"
+                            f'{{{SERVER}, phase="execute"}}{RATE})))', "{{model}} {{engine}}"),),
+                  description="Steps that stand out: long prefills, or a rank that hiccups."),
+        )),
+        Row(panels=(
+            Panel(title="Step by rank", page="engine", unit="s",
+                  queries=((f"quire:worker_busy_seconds:mean5m{{{RECORDED}}}", "{{model}} {{engine}} rank {{rank}}"),),
+                  description="A rank's own part of a step, without its waits for others. The others wait for the "
+                              "slowest one."),
+            Panel(title="Busy ranks", unit="percentunit", maximum=1,
+                  queries=((_rate("quire_worker_busy_seconds_total", "model, engine, rank"),
+                            "{{model}} {{engine}} rank {{rank}}"),),
+                  description="Share of the time in which a rank computes. The rest it waits: for requests, for the "
+                              "engine core, or for other ranks."),
+        )),
+        Row(panels=(
+            Panel(title="Steps", unit="ops",
+                  queries=((_rate("quire_step_seconds_count", "model, engine", f'{SERVER}, phase="execute"'),
+                            "{{model}} {{engine}}"),),
+                  description="Steps per second."),
+            Panel(title="Restarts",
+                  queries=((f"sum by (model) (increase(quire_engine_restarts_total{{{SERVER}}}{RATE}))",
+                            "{{model}} restarts"),
+                           (f"sum by (model) (increase(quire_requests_replayed_total{{{SERVER}}}{RATE}))",
+                            "{{model}} replayed requests")),
+                  description="Engines that were started again, and the requests that went on with them."),
+        )),
+    ),
+)  # fmt: skip
+
+DASHBOARDS = (OVERVIEW, LATENCY, CACHE, ENGINE)

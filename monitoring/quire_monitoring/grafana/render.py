@@ -1,0 +1,146 @@
+"""A dashboard as Grafana's JSON."""
+
+import json
+from typing import Any
+
+from quire_monitoring.grafana.model import Dashboard, Panel
+
+__all__ = ["GRID_WIDTH", "queries", "render"]
+
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+GRID_WIDTH = 24
+_OF_MODEL = 'job=~"$job", instance=~"$instance", model=~"$model"'
+_RESTARTS = (
+    ("Engine restarts", "orange", "quire_engine_restarts_total"),
+    ("Server restarts", "red", "quire_server_start_time_seconds"),
+)
+"""Annotations: name, color, and the metric that changes."""
+
+
+def queries(dashboard: Dashboard) -> list[str]:
+    """Every PromQL expression of a dashboard, those of its variables and annotations included."""
+    variables = [item["query"] for item in _variables() if item["type"] == "query"]
+    shown = [expression for row in dashboard.rows for panel in row.panels for expression, _ in panel.queries]
+    return [*shown, *variables, *(_restarts(metric) for _, _, metric in _RESTARTS)]
+
+
+def render(dashboard: Dashboard) -> str:
+    """The dashboard as Grafana's JSON."""
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for row in dashboard.rows:
+        width = GRID_WIDTH // len(row.panels)
+        for column, panel in enumerate(row.panels):
+            position = {"x": column * width, "y": y, "w": width, "h": row.height}
+            panels.append(_panel(panel, len(panels) + 1, position))
+        y += row.height
+    content = {
+        "uid": dashboard.uid,
+        "title": dashboard.title,
+        "tags": ["quire"],
+        "schemaVersion": 39,
+        "version": 1,
+        "editable": False,
+        "graphTooltip": 1,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "annotations": {"list": [_annotation(*one) for one in _RESTARTS]},
+        "templating": {"list": _variables()},
+        "links": [
+            _link("dashboards", "Quire", tags=["quire"], includeVars=True, keepTime=True),
+            _link("link", "Live dashboard", url="${quire:raw}/overview", targetBlank=True),
+        ],
+        "panels": panels,
+    }
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
+def _restarts(metric: str) -> str:
+    return f"sum by (model) (changes({metric}{{{_OF_MODEL}}}[1m])) > 0"
+
+
+def _annotation(name: str, color: str, metric: str) -> dict[str, Any]:
+    return {
+        "name": name, "datasource": DATASOURCE, "enable": True, "iconColor": color, "expr": _restarts(metric),
+        "step": "60s", "titleFormat": f"{name}: {{{{model}}}}",
+    }  # fmt: skip
+
+
+def _link(kind: str, title: str, **fields: Any) -> dict[str, Any]:
+    defaults = {
+        "icon": "external link", "tooltip": "", "url": "", "tags": [], "asDropdown": False, "targetBlank": False,
+        "includeVars": False, "keepTime": False,
+    }  # fmt: skip
+    return {"type": kind, "title": title, **defaults, **fields}
+
+
+def _variables() -> list[dict[str, Any]]:
+    def query(name: str, label: str, text: str) -> dict[str, Any]:
+        # On a change of the time range, as series come and go.
+        return {
+            "name": name, "label": label, "type": "query", "query": text, "datasource": DATASOURCE, "refresh": 2,
+            "includeAll": True, "multi": True, "allValue": ".+", "current": {"text": "All", "value": "$__all"},
+        }  # fmt: skip
+
+    return [
+        {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"},
+        query("job", "Job", "label_values(quire_engine_up, job)"),
+        query("instance", "Instance", 'label_values(quire_engine_up{job=~"$job"}, instance)'),
+        query("model", "Model", 'label_values(quire_engine_up{job=~"$job", instance=~"$instance"}, model)'),
+        query("slo", "Class", f"label_values(quire_slo_requests_total{{{_OF_MODEL}}}, slo)"),
+        {"name": "quire", "label": "Live dashboard", "type": "textbox", "query": "http://localhost:8501",
+         "current": {"text": "http://localhost:8501", "value": "http://localhost:8501"}},
+    ]  # fmt: skip
+
+
+def _panel(panel: Panel, number: int, position: dict[str, int]) -> dict[str, Any]:
+    targets = [
+        {
+            "refId": chr(ord("A") + index), "expr": expression, "legendFormat": legend, "datasource": DATASOURCE,
+            "format": "heatmap" if panel.kind == "heatmap" else "time_series",
+        }
+        for index, (expression, legend) in enumerate(panel.queries)
+    ]  # fmt: skip
+    content = {
+        "id": number,
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.description,
+        "datasource": DATASOURCE,
+        "gridPos": position,
+        "fieldConfig": {"defaults": _field_defaults(panel), "overrides": []},
+        "options": _options(panel),
+        "targets": targets,
+    }
+    if panel.page is not None:
+        link = _link("link", f"Live: {panel.page}", url=f"${{quire:raw}}/{panel.page}", targetBlank=True)
+        content["links"] = [link]
+    return content
+
+
+def _field_defaults(panel: Panel) -> dict[str, Any]:
+    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
+    if panel.maximum is not None:
+        defaults["max"] = panel.maximum
+    has_limit = panel.red_below is not None or panel.red_above is not None
+    if has_limit:
+        colors = ("red", "green") if panel.red_below is not None else ("green", "red")
+        limit = panel.red_below if panel.red_below is not None else panel.red_above
+        steps = [{"color": colors[0], "value": None}, {"color": colors[1], "value": limit}]
+        defaults["thresholds"] = {"mode": "absolute", "steps": steps}
+    if panel.kind == "timeseries":
+        defaults["custom"] = {
+            "fillOpacity": 20 if panel.is_stacked else 5,
+            "showPoints": "never",
+            "stacking": {"mode": "normal" if panel.is_stacked else "none"},
+            "thresholdsStyle": {"mode": "dashed" if has_limit else "off"},
+        }
+    return defaults
+
+
+def _options(panel: Panel) -> dict[str, Any]:
+    if panel.kind == "timeseries":
+        return {"tooltip": {"mode": "multi", "sort": "desc"}}
+    if panel.kind == "heatmap":  # its series are the buckets of a histogram already
+        return {"calculate": False, "yAxis": {"unit": panel.unit}, "cellGap": 1}
+    return {"reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}}

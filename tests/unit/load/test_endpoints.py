@@ -1,0 +1,150 @@
+"""What goes over the wire to each endpoint, and how its errors are told apart."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from quire_load.datasets import SampleRequest
+from quire_load.endpoint import Chunk, Endpoint, EndpointError
+from quire_load.grpc_endpoint import GrpcEndpoint
+from quire_load.http_endpoint import GenerateStreamEndpoint, OpenAIChatEndpoint, OpenAIEndpoint
+from support.fake_triton import MODEL, fake_triton
+
+REQUEST = SampleRequest(prompt=[5, 6], max_tokens=3, slo_class="chat")
+TEXT = SampleRequest(prompt="hello", max_tokens=3)
+SAMPLING = {"ignore_eos": True}
+
+
+async def chunks(endpoint: Endpoint, request: SampleRequest = REQUEST) -> list[Chunk]:
+    try:
+        return [chunk async for chunk in endpoint.generate(request)]
+    finally:
+        await endpoint.close()
+
+
+class Web:
+    """Answers every POST alike, and keeps what was asked."""
+
+    def __init__(self, events: list[Any], status: int = 200) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.headers: dict[str, str] = {}
+        web = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                web.asked.append((self.path, json.loads(body)))
+                web.headers = {name.lower(): value for name, value in self.headers.items()}
+                self.send_response(status)
+                self.end_headers()
+                for event in events:
+                    line = event if isinstance(event, str) else json.dumps(event)
+                    self.wfile.write((f"data: {line}\n\n" if status == 200 else line).encode())
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+
+@contextmanager
+def web(*events: Any, status: int = 200) -> Iterator[Web]:
+    made = Web(list(events), status)
+    thread = threading.Thread(target=made.server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield made
+    finally:
+        made.server.shutdown()
+        made.server.server_close()
+        thread.join()
+
+
+def test_grpc_streams_tokens() -> None:
+    async def main(url: str) -> list[Chunk]:
+        return await chunks(GrpcEndpoint(url, MODEL, SAMPLING), TEXT)
+
+    with fake_triton() as fake:
+        assert asyncio.run(main(fake.url)) == [Chunk(1)] * 4
+        assert fake.state.prompts == [("hello", {"ignore_eos": True, "max_tokens": 3})]
+
+
+def test_a_grpc_server_that_is_away_is_told_from_one_that_refuses() -> None:
+    async def main(url: str) -> list[Chunk]:
+        return await chunks(GrpcEndpoint(url, MODEL, SAMPLING))
+
+    with fake_triton() as fake:
+        url = fake.url
+    with pytest.raises(EndpointError) as caught:
+        asyncio.run(main(url))
+    assert caught.value.kind == "disconnected"
+
+
+def test_generate_stream_streams_tokens() -> None:
+    async def main(url: str) -> list[Chunk]:
+        return await chunks(GenerateStreamEndpoint(url, MODEL, SAMPLING))
+
+    with web(
+        {"num_output_tokens": 1, "num_input_tokens": 2}, {"num_output_tokens": [2], "num_input_tokens": 2}
+    ) as there:
+        assert asyncio.run(main(there.url)) == [Chunk(1, 2), Chunk(2, 2)]
+    ((path, body),) = there.asked
+    assert path == f"/v2/models/{MODEL}/generate_stream"
+    assert json.loads(body.pop("sampling_parameters")) == {"ignore_eos": True, "max_tokens": 3}
+    assert body == {"input_ids": [5, 6], "stream": True, "return_num_input_tokens": True,
+                    "return_num_output_tokens": True, "slo_class": "chat"}  # fmt: skip
+
+
+def test_openai_streams_tokens_and_takes_the_numbers_of_the_usage() -> None:
+    async def main(url: str) -> list[Chunk]:
+        return await chunks(OpenAIEndpoint(url, MODEL, SAMPLING, {"Authorization": "Bearer key"}))
+
+    usage = {"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 3}}
+    with web({"choices": [{"text": "a"}]}, {"choices": [{"text": ""}], "usage": None}, usage, "[DONE]") as there:
+        assert asyncio.run(main(there.url)) == [Chunk(1), Chunk(0), Chunk(0, 2, 3)]
+    assert there.asked == [
+        ("/v1/completions", {"prompt": [5, 6], "ignore_eos": True, "model": MODEL, "max_tokens": 3, "stream": True,
+                             "stream_options": {"include_usage": True}, "slo_class": "chat"})
+    ]  # fmt: skip
+    assert there.headers["authorization"] == "Bearer key"
+
+
+def test_a_chat_is_one_message() -> None:
+    async def main(url: str) -> list[Chunk]:
+        return await chunks(OpenAIChatEndpoint(url, MODEL, {}), TEXT)
+
+    with web({"choices": [{"delta": {"role": "assistant", "content": ""}}]}, {"choices": [{"delta": {"content": "a"}}]},
+             "[DONE]") as there:  # fmt: skip
+        assert asyncio.run(main(there.url)) == [Chunk(0), Chunk(1)]
+    ((path, body),) = there.asked
+    assert (path, body["messages"]) == ("/v1/chat/completions", [{"role": "user", "content": "hello"}])
+
+
+@pytest.mark.parametrize(
+    ("status", "event", "kind", "message"),
+    [
+        (429, {"error": {"message": "too many"}}, "rejected", "too many"),
+        (503, {"error": "no place"}, "rejected", "no place"),
+        (400, {"error": {"message": "max_tokens is -1"}}, "invalid", "max_tokens is -1"),
+        (504, "<html>", "timeout", "status 504: <html>"),
+        (500, "", "error", "status 500: "),
+        (200, {"error": {"message": "late", "code": 504}}, "timeout", "late"),
+        (200, {"error": "gone"}, "error", "gone"),
+        (200, "nothing", "error", "an event is not JSON"),
+        (200, "[1]", "error", "an event is no JSON object"),
+    ],
+)
+def test_errors_of_http_are_told_apart(status: int, event: Any, kind: str, message: str) -> None:
+    async def main(url: str) -> list[Chunk]:
+        return await chunks(OpenAIEndpoint(url, MODEL, SAMPLING))
+
+    with web(event, status=status) as there, pytest.raises(EndpointError) as caught:
+        asyncio.run(main(there.url))
+    assert caught.value.kind == kind
+    assert str(caught.value).startswith(message)
