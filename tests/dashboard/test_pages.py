@@ -81,7 +81,7 @@ def test_overview_when_all_is_well(fake: FakeTriton) -> None:
 
 
 def test_overview_says_that_no_slo_is_set_and_which_setting_sets_one(fake: FakeTriton) -> None:
-    fake.state.snapshot["settings"]["slo"] = {"default": {"ttft_ms": None}}
+    del fake.state.samples["slo_target_seconds"]
     app = open_page("overview")
     fake.state.finish(20)
     read_again()
@@ -107,12 +107,19 @@ def test_overview_names_the_likely_cause(fake: FakeTriton) -> None:
 def test_overview_filters_by_slo_class(fake: FakeTriton) -> None:
     app = open_page("overview")
     fake.state.finish(10)
-    fake.state.finish(30, slo="batch", cause="e2e")
+    fake.state.finish(30, slo="batch", cause="e2e", ttft=3.0)
     read_again()
     app.run()
-    for slo_class, figure in (("default", "Goodput=100%"), ("batch", "Goodput=0.0%"), ("All classes", "Goodput=25.0%")):
+    for slo_class, figure, ttft in (
+        ("default", "Goodput=100%", "48 ms"), ("batch", "Goodput=0.0%", "4.9 s"),
+        ("All classes", "Goodput=25.0%", "4.8 s"),
+    ):  # fmt: skip
         app.segmented_control(key="slo_class").set_value(slo_class)
-        assert figure in text_of(app.run())
+        text = text_of(app.run())
+        assert figure in text
+        assert f"TTFT p95={ttft}" in text
+        assert re.search(rf"\*\*Time to first token\*\*.* p95 {ttft} ", text), "the charts follow the class as well"
+        assert ("Goodput batch=0.0%" in text) is (slo_class == "All classes")
 
 
 def add_model(fake: FakeTriton) -> None:
@@ -127,7 +134,7 @@ def test_classes_are_those_of_the_chosen_model(fake: FakeTriton) -> None:
     app.selectbox(key="model").set_value("tinypy").run()
     assert app.segmented_control(key="slo_class").options == ["All classes", "batch", "default"]
     app.segmented_control(key="slo_class").set_value("batch").run()
-    assert "**Time to first token, all classes**" in text_of(app), "the server does not tell their latencies apart"
+    assert "**Its parts, p95, all classes**" in text_of(app), "the server does not tell these apart"
     app.selectbox(key="model").set_value("other").run()
     assert not app.exception
     assert app.segmented_control(key="slo_class").options == ["All classes", "gold"]
@@ -350,7 +357,7 @@ def test_ended_requests_say_what_is_not_known(fake: FakeTriton, monkeypatch: pyt
     app = open_page("ended")
     assert "No request has ended since the model was loaded" in text_of(app)
     fake.state.end()
-    fake.state.ended.update(num_ended=2002, slo={"default": {"ttft_ms": None}})
+    fake.state.ended.update(num_ended=2002, slo={"default": {}})
     text = text_of(app.run())
     assert "The last 2,000 of 2,002 requests that have ended since" in text
     assert "No SLO is set" in text

@@ -1,39 +1,46 @@
 """The overview page: whether users are served within their SLO, and if not, why."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import datetime, timezone
 
 import streamlit as st
 
 from quire_dashboard import words
 from quire_dashboard.charts import SECONDS, SHARES
-from quire_dashboard.evidence import gather
+from quire_dashboard.evidence import gather, slo_targets
+from quire_dashboard.figures import (
+    BETWEEN,
+    ENDED,
+    FAILED,
+    PREFILL,
+    QUEUE,
+    RESTARTS,
+    RUNNING,
+    TOKENS,
+    TTFT,
+    USAGE,
+    WAITING,
+    goodput,
+)
 from quire_dashboard.frame import CHARTS_S, Line, chart, events, figures, live, monitor, selection, server_away
 from quire_dashboard.health import SLO_EXAMPLE, Evidence, Health, Level, assess
 from quire_dashboard.history import View
-from quire_dashboard.queries import Gauge, Quantile, Query, Rate, Ratio, latest
+from quire_dashboard.queries import Gauge, Quantile, Query, Rate, latest
 from quire_dashboard.snapshot_answer import Snapshot
 
 __all__ = ["show"]
 
 _ALL = "All classes"
+DEFAULT_CLASS = "default"
+"""Of requests that name none; its targets are drawn where all classes are."""
 _QUANTILES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
 _LIGHTS = {Level.OK: ("green", "well"), Level.WARNING: ("orange", "affected"), Level.CRITICAL: ("red", "in trouble")}
 _MOST_EVENTS = 6
 _MOST_MODELS = 12
-_ENDED = Rate(name="quire_requests_total")
-_FAILED = Ratio(part=Rate(name="quire_requests_total", among=("outcome", ("error", "rejected"))), whole=_ENDED)
-_TTFT = Quantile(name="quire_time_to_first_token_seconds", q=0.95)
-_QUEUE = Quantile(name="quire_request_queue_time_seconds", q=0.95)
-_PREFILL = Quantile(name="quire_request_prefill_time_seconds", q=0.95)
-_BETWEEN = Quantile(name="quire_inter_token_latency_seconds", q=0.95)
-_TOKENS = Rate(name="quire_generation_tokens_total")
-_RUNNING = Gauge(name="quire_requests_running")
-_WAITING = Gauge(name="quire_requests_waiting")
-_USAGE = Gauge(name="quire_kv_cache_usage_ratio", how="max")
 _SPARKS: Mapping[str, Query] = {
-    "Requests": _ENDED, "Failed": _FAILED, "TTFT p95": _TTFT, "Queue p95": _QUEUE, "Prefill p95": _PREFILL,
-    "Between tokens": _BETWEEN, "Tokens": _TOKENS, "KV cache": _USAGE,
+    "Requests": ENDED, "Failed": FAILED, "TTFT p95": TTFT, "Queue p95": QUEUE, "Prefill p95": PREFILL,
+    "Between tokens": BETWEEN, "Tokens": TOKENS, "KV cache": USAGE,
     "Preemptions": Rate(name="quire_preemptions_total"),
 }  # fmt: skip
 
@@ -124,22 +131,22 @@ def _figures(evidence: Evidence) -> None:
     def now(query: Query) -> float | None:
         return latest(query, view, labels).get("")
 
-    restarts = now(Gauge(name="quire_engine_restarts_total"))
+    restarts = now(RESTARTS)
     no_slo = evidence.has_slo is False
     rows = (
         (
-            ("Goodput", "no SLO" if no_slo else words.percent(now(_goodput(own))),
+            ("Goodput", "no SLO" if no_slo else words.percent(now(goodput(own))),
              "Share of the requests of the last minute that met every target."),
-            ("Requests", words.per_second(now(_ENDED)), "That ended, mean of the last minute."),
-            ("Failed", words.percent(now(_FAILED)), "Share of the last minute: refused, or ended with an error."),
-            ("Tokens", words.per_second(now(_TOKENS)), "Generated, mean of the last minute."),
+            ("Requests", words.per_second(now(ENDED)), "That ended, mean of the last minute."),
+            ("Failed", words.percent(now(FAILED)), "Share of the last minute: refused, or ended with an error."),
+            ("Tokens", words.per_second(now(TOKENS)), "Generated, mean of the last minute."),
             ("KV cache", words.percent(evidence.kv_usage), "Share of the blocks that live requests hold."),
         ),
         (
             ("TTFT p95", words.seconds_or_dash(evidence.ttft_p95), "Time to first token, of the last minute."),
             ("Queue p95", words.seconds_or_dash(evidence.queue_p95), "The part of it before a request's first step."),
             ("Prefill p95", words.seconds_or_dash(evidence.prefill_p95), "The part of it that computes the prompt."),
-            ("Between tokens", words.seconds_or_dash(now(_BETWEEN)), "p95 of the last minute."),
+            ("Between tokens", words.seconds_or_dash(now(BETWEEN)), "p95 of the last minute."),
             ("Preemptions", words.count(evidence.preemptions), "In the last minute."),
         ),
         (
@@ -149,27 +156,20 @@ def _figures(evidence: Evidence) -> None:
             *(() if own or no_slo else _goodput_by_class(view, labels)),
         ),
     )  # fmt: skip
-    classes = {f"Goodput {name}": _goodput((("slo", name),)) for name in evidence.goodput}
-    sparks: dict[str, Query] = {**_SPARKS, **classes, "Goodput": _goodput(own)}
+    classes = {f"Goodput {name}": goodput((("slo", name),)) for name in evidence.goodput}
+    sparks: dict[str, Query] = {**_SPARKS, **classes, "Goodput": goodput(own), "TTFT p95": replace(TTFT, labels=own)}
     for row in rows:
         figures(row, sparks)
 
 
 def _goodput_by_class(view: View, labels: Mapping[str, str]) -> tuple[tuple[str, str, str], ...]:
     """A figure per class, when there are several that requests of the last minute were of."""
-    found = latest(_goodput((), "slo"), view, labels)
+    found = latest(goodput((), "slo"), view, labels)
     if len(found) < 2:
         return ()
     return tuple(
         (f"Goodput {name}", words.percent(value), "Of this class, in the last minute.")
         for name, value in sorted(found.items())
-    )
-
-
-def _goodput(own: tuple[tuple[str, str], ...], by: str = "") -> Ratio:
-    return Ratio(
-        part=Rate(name="quire_slo_requests_total", labels=(*own, ("verdict", "good")), by=by),
-        whole=Rate(name="quire_slo_requests_total", labels=own, by=by),
     )
 
 
@@ -180,12 +180,14 @@ def _charts() -> None:
     _say_events()
     slo_class = _slo_class()
     own = (("slo", slo_class),) if slo_class else ()
-    seen = _snapshot() if not watcher.error else None
-    targets = seen.slo_targets(slo_class or "default") if seen else {}
+    labels = selection().labels
+    targets = slo_targets(watcher.view(), labels).get(slo_class or DEFAULT_CLASS, {})
+    objectives = latest(Gauge(name="quire_slo_objective", labels=own, by="slo", how="max"), watcher.view(), labels)
     missed = (*own, ("verdict", "miss"))
     _pair(
-        lambda: chart("Goodput", "share of requests", [Line(query=_goodput(own, "slo"), by="slo")], key="goodput",
-                      rules={"99%": 0.99}, axis=SHARES, top=1.0, say=words.percent),
+        lambda: chart("Goodput", "share of requests", [Line(query=goodput(own, "slo"), by="slo")], key="goodput",
+                      rules={f"{100 * one:g}%": one for one in sorted(set(objectives.values()))}, axis=SHARES,
+                      top=1.0, say=words.percent),
         lambda: chart("Misses by first cause", "requests per second", [
             Line(query=Rate(name="quire_slo_requests_total", labels=missed, by="cause"), by="cause", hides_zero=True),
         ], key="misses", say=words.per_second),
@@ -193,7 +195,7 @@ def _charts() -> None:
     _pair(
         lambda: _latency("Time to first token", "quire_time_to_first_token_seconds", targets.get("ttft")),
         lambda: chart("Its parts, p95" + (", all classes" if own else ""), "seconds", [
-            Line(query=_QUEUE, name="queue"), Line(query=_PREFILL, name="prefill"),
+            Line(query=QUEUE, name="queue"), Line(query=PREFILL, name="prefill"),
         ], key="ttft_parts", axis=SECONDS, say=words.seconds),
     )  # fmt: skip
     _pair(
@@ -205,14 +207,14 @@ def _charts() -> None:
             Line(query=Rate(name="quire_requests_total", by="outcome"), by="outcome", hides_zero=True),
         ], key="outcomes", say=words.per_second),
         lambda: chart("Tokens", "tokens per second", [
-            Line(query=_TOKENS, name="generated"), Line(query=Rate(name="quire_prompt_tokens_total"), name="prompt"),
+            Line(query=TOKENS, name="generated"), Line(query=Rate(name="quire_prompt_tokens_total"), name="prompt"),
         ], key="tokens", say=words.per_second),
     )  # fmt: skip
     _pair(
-        lambda: chart("KV cache", "share of blocks", [Line(query=_USAGE, name="used")], key="kv", axis=SHARES, top=1.0,
+        lambda: chart("KV cache", "share of blocks", [Line(query=USAGE, name="used")], key="kv", axis=SHARES, top=1.0,
                       say=words.percent),
         lambda: chart("Requests and preemptions", "requests", [
-            Line(query=_RUNNING, name="running"), Line(query=_WAITING, name="waiting"),
+            Line(query=RUNNING, name="running"), Line(query=WAITING, name="waiting"),
             Line(query=Rate(name="quire_preemptions_total"), name="preemptions per s"),
         ], key="requests", say=_figure),
     )  # fmt: skip
@@ -243,8 +245,7 @@ def _say_events() -> None:
 
 
 def _latency(title: str, name: str, target: float | None) -> None:
-    lines = [Line(query=Quantile(name=name, q=q), name=label) for label, q in _QUANTILES]
+    own = (("slo", _slo_class()),) if _slo_class() else ()
+    lines = [Line(query=Quantile(name=name, q=q, labels=own), name=label) for label, q in _QUANTILES]
     rules = {f"SLO {words.seconds(target)}": target} if target is not None else None
-    if _slo_class():  # the server's histograms are of all requests
-        title += ", all classes"
     chart(title, "seconds", lines, key=name, rules=rules, say=words.seconds, axis=SECONDS)
