@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from quire_dashboard.events import EVENT_COLOURS, Event
 from quire_dashboard.history import Point
 from quire_dashboard.snapshot_answer import RequestState
 
@@ -42,6 +43,24 @@ _SPAN: dict[str, Any] = {
     "encoding": {"x": _TIME},
 }
 """Draws nothing, and has the time axis reach over the two rows without a series."""
+_EVENTS: dict[str, Any] = {
+    "mark": {"type": "rule", "strokeWidth": 2, "strokeDash": [3, 3]},
+    "transform": [{"filter": "isValid(datum.event)"}],
+    "encoding": {
+        "x": _TIME,
+        "color": {
+            "condition": [
+                {"test": f"datum.event === '{what}'", "value": colour} for what, colour in EVENT_COLOURS.items()
+            ],
+            "value": "#8a8f98",
+        },
+        "tooltip": [
+            {"field": "time", "type": "temporal", "title": "time", "format": "%H:%M:%S"},
+            {"field": "event", "type": "nominal"},
+        ],
+    },
+}  # fmt: skip
+"""A vertical line for each event."""
 
 NUMBERS = "datum.value && abs(datum.value) < 1 ? format(datum.value, '.3~g') : format(datum.value, '.3~s')"
 SECONDS = (
@@ -51,19 +70,21 @@ SECONDS = (
 SHARES = "format(datum.value, '.0%')"
 
 
-def points_table(points: Sequence[Point], span: tuple[float, float]) -> pa.Table:
-    """Points as columns `time`, `series` and `value`, in the form that is sent to the browser.
+def points_table(points: Sequence[Point], span: tuple[float, float], events: Sequence[Event] = ()) -> pa.Table:
+    """Points as columns `time`, `series`, `value` and `event`, in the form that is sent to the browser.
 
     An Arrow table: Streamlit would convert anything else by pandas, at ten times the cost.
     """
     return chart_table(
-        [point.time for point in points], [point.series for point in points], [point.value for point in points], span
+        [point.time for point in points], [point.series for point in points], [point.value for point in points], span,
+        events,
     )  # fmt: skip
 
 
 def chart_table(
-    times: Sequence[float], series: Sequence[str], values: Sequence[float], span: tuple[float, float]
-) -> pa.Table:
+    times: Sequence[float], series: Sequence[str], values: Sequence[float], span: tuple[float, float],
+    events: Sequence[Event] = (),
+) -> pa.Table:  # fmt: skip
     """The same from columns; the times are seconds since the epoch, and a value of nan ends a line.
 
     Args:
@@ -72,12 +93,16 @@ def chart_table(
         values: of each point.
         span: what the time axis shows, from when to when. It travels as two rows without a series, since as a part of
             the specification it would have the browser draw a new chart with every refresh.
+        events: within the span; rows without a series, too.
     """
-    milliseconds = pa.array([int(1000 * time) for time in (*times, *span)], pa.int64())
+    others = [None] * (len(span) + len(events))
+    marks = [event.time for event in events]
+    milliseconds = pa.array([int(1000 * time) for time in (*times, *span, *marks)], pa.int64())
     return pa.table({
         "time": milliseconds.cast(pa.timestamp("ms", "UTC")),
-        "series": pa.array([*series, None, None], pa.string()),
-        "value": pa.array([*(None if math.isnan(value) else value for value in values), None, None], pa.float64()),
+        "series": pa.array([*series, *others], pa.string()),
+        "value": pa.array([*(None if math.isnan(value) else value for value in values), *others], pa.float64()),
+        "event": pa.array([None] * (len(times) + len(span)) + [event.what for event in events], pa.string()),
     })  # fmt: skip
 
 
@@ -115,6 +140,7 @@ def line_spec(
             "encoding": {"x": _TIME, "y": y, "color": colour, "tooltip": tooltip},
         },
         _SPAN,
+        _EVENTS,
     ]
     for name, value in rules.items():
         layers.append(
@@ -144,7 +170,7 @@ def stacked_spec(unit: str, series: Sequence[str]) -> dict[str, Any]:
             "tooltip": [{"field": "series"}, {"field": "value", "type": "quantitative", "format": ".4~g"}],
         },
     }  # fmt: skip
-    return {"layer": [areas, _SPAN]}
+    return {"layer": [areas, _SPAN, _EVENTS]}
 
 
 def timeline_spec(until: str = "now") -> dict[str, Any]:

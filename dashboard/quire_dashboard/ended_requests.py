@@ -92,7 +92,7 @@ class EndedAnswer:
     num_ended: int = 0
     capacity: int = 0
     since_unix: float = 0.0
-    slo: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    slo: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     requests: Sequence[EndedRequest] = ()
 
     @classmethod
@@ -115,7 +115,7 @@ class EndedAnswer:
     @property
     def has_slo(self) -> bool:
         """Whether any class has a target."""
-        return any(value is not None for targets in self.slo.values() for value in targets.values())
+        return any(self.slo.values())
 
 
 @dataclass(frozen=True, slots=True)

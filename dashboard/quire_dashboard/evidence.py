@@ -1,5 +1,6 @@
 """From the own history and a snapshot to the evidence that `health.assess` judges."""
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
@@ -8,7 +9,7 @@ from quire_dashboard.history import View
 from quire_dashboard.queries import Gauge, Quantile, Rate, latest
 from quire_dashboard.snapshot_answer import Snapshot
 
-__all__ = ["gather"]
+__all__ = ["gather", "slo_targets"]
 
 WINDOW_S = 60.0
 RESTART_WINDOW_S = 300.0
@@ -48,8 +49,8 @@ def gather(
         rows = [row for row, time in enumerate(view.times) if time >= view.times[-1] - seconds]
         return [value for row in rows for value in query.values(view, labels, row, row).values()]
 
-    def p95(name: str) -> float | None:
-        return latest(Quantile(name=name, q=0.95), view, labels).get("")
+    def p95(name: str, own: tuple[tuple[str, str], ...] = ()) -> float | None:
+        return latest(Quantile(name=name, q=0.95, labels=own), view, labels).get("")
 
     picked = (("slo", slo_class),) if slo_class else ()
     good = grown("quire_slo_requests_total", "slo", (*picked, ("verdict", "good")))
@@ -57,6 +58,7 @@ def gather(
     causes = grown("quire_slo_requests_total", "cause", (*picked, ("verdict", "miss")))
     prompts = grown("quire_request_prompt_tokens_count").get("", 0.0)
     prompt_tokens = grown("quire_request_prompt_tokens_sum").get("", 0.0)
+    objectives = latest(Gauge(name="quire_slo_objective", by="slo", how="max"), view, labels)
     usage = Gauge(name="quire_kv_cache_usage_ratio", how="max")
     waiting = over(Gauge(name="quire_requests_waiting", labels=(("reason", "capacity"),)), SUSTAINED_S)
     starts = Gauge(name="quire_server_start_time_seconds", how="max")
@@ -77,7 +79,8 @@ def gather(
         waiting_for_grammar=now(Gauge(name="quire_requests_waiting", labels=(("reason", "grammar"),))) or 0.0,
         max_num_seqs=engine.max_num_seqs or None if engine else None,
         max_num_batched_tokens=engine.max_num_batched_tokens or None if engine else None,
-        has_slo=snapshot.has_slo() if snapshot is not None else None,
+        has_slo=None if not objectives else bool(slo_targets(view, labels)),
+        objectives=objectives,
         kv_usage=now(usage),
         kv_usage_peak=max(over(usage, WINDOW_S), default=None),
         preemptions=grown("quire_preemptions_total").get("", 0.0),
@@ -87,7 +90,7 @@ def gather(
             if (total := count + missed.get(slo, 0.0)) > 0
         },
         misses={cause: count for cause, count in causes.items() if count > 0},
-        ttft_p95=p95("quire_time_to_first_token_seconds"),
+        ttft_p95=p95("quire_time_to_first_token_seconds", picked),
         queue_p95=p95("quire_request_queue_time_seconds"),
         prefill_p95=p95("quire_request_prefill_time_seconds"),
         mean_prompt_tokens=prompt_tokens / prompts if prompts else None,
@@ -98,6 +101,16 @@ def gather(
         } if engine else {},
         step_seconds=latest(Quantile(name="quire_step_seconds", q=0.5, by="phase"), view, labels),
     )  # fmt: skip
+
+
+def slo_targets(view: View, labels: Mapping[str, str]) -> dict[str, dict[str, float]]:
+    """The targets of each class that has any, in seconds: `ttft`, `tpot`, `e2e`."""
+    found: dict[str, dict[str, float]] = {}
+    for own, column in view.columns("quire_slo_target_seconds", labels) if view.rows else ():
+        value = view.at(column, len(view.rows) - 1)
+        if not math.isnan(value):
+            found.setdefault(own.get("slo", ""), {})[own.get("target", "")] = value
+    return found
 
 
 def _changes(values: Sequence[float]) -> int:

@@ -13,6 +13,7 @@ import streamlit as st
 from quire_load.scrape import ScrapeError
 
 from quire_dashboard.charts import HEIGHT, NUMBERS, line_spec, points_table
+from quire_dashboard.events import QUERIES, Event, find_events
 from quire_dashboard.history import Point
 from quire_dashboard.monitor import Monitor
 from quire_dashboard.queries import Query
@@ -21,9 +22,8 @@ from quire_dashboard.snapshot_answer import RequestState, Snapshot
 from quire_dashboard.words import as_text, printable, seconds
 
 __all__ = [
-    "CHARTS_S", "Line", "Selection", "chart", "choice_table", "close_monitors", "draw", "figures", "live", "monitor",
-    "pickers", "request_names", "selection", "server_away", "snapshot_or_reason", "table",
-    "what_to_do",
+    "CHARTS_S", "Line", "Selection", "chart", "choice_table", "close_monitors", "draw", "events", "figures", "live",
+    "monitor", "pickers", "request_names", "selection", "server_away", "snapshot_or_reason", "table", "what_to_do",
 ]  # fmt: skip
 
 _RANGES = {"5 minutes": 300.0, "15 minutes": 900.0, "1 hour": 3600.0}
@@ -45,6 +45,7 @@ _FAR = 4.0
 _TOO_FAR = 6.0
 """A target that was drawn is removed when it is so many times higher."""
 _MOST_OF_A_LABEL = 64
+_SPARK_VALUES = 30
 _CSS = """
 <style>
 /* A fragment that is being refreshed keeps its looks; the running man of every refresh would be the only flicker. */
@@ -65,6 +66,8 @@ _CSS = """
 
 _lock = threading.Lock()
 _monitors: dict[Settings, Monitor] = {}
+_events: dict[tuple[str, float], tuple[list[list[Point]], Sequence[Event]]] = {}
+"""By model and time range: what they were found in, and the events."""
 _drawn: dict[tuple[tuple["Line", ...], str, float], "_Drawn"] = {}
 """By what is shown: lines, model and time range."""
 
@@ -111,6 +114,7 @@ def close_monitors() -> None:
             found.stop()
         _monitors.clear()
         _drawn.clear()
+        _events.clear()
 
 
 def pickers() -> None:
@@ -207,7 +211,7 @@ def chart(
         found = [monitor().points(line.query, line.by, picked.labels, picked.range_s) for line in lines]
     except ScrapeError as failure:
         found, error = [], str(failure)
-    drawn = _drawn_of((tuple(lines), picked.model, picked.range_s), found)
+    drawn = _drawn_of((tuple(lines), picked.model, picked.range_s), found, events())
     rules = rules or {}
     near = rules if top is not None else _near(rules, drawn)
     now = " · ".join(
@@ -230,7 +234,8 @@ def chart(
 class _Drawn:
     """A chart's data, shared by all visitors until there are new points."""
 
-    source: list[list[Point]]
+    source: list[Sequence[object]]
+    """The points of each line, and the events."""
     table: pa.Table
     names: Sequence[str]
     """Of the lines; none when there is nothing to draw."""
@@ -257,17 +262,20 @@ def _near(rules: Mapping[str, float], drawn: _Drawn) -> Mapping[str, float]:
     return near
 
 
-def _drawn_of(what: tuple[tuple[Line, ...], str, float], source: list[list[Point]]) -> _Drawn:
+def _drawn_of(
+    what: tuple[tuple[Line, ...], str, float], points_of_lines: list[list[Point]], marks: Sequence[Event] = ()
+) -> _Drawn:
     """Cached by the lists of points: `Monitor.points` returns the same ones until there is something new. Without
     anything new, the time goes on all the same."""
     lines, _, range_s = what
+    source: list[Sequence[object]] = [*points_of_lines, marks]
     last, now = _drawn.get(what), time.time()
     is_same = last is not None and len(last.source) == len(source) and all(map(operator.is_, last.source, source))
     if last is not None and is_same and now - last.time < CHARTS_S:
         return last
     points = [
         point if line.by else Point(point.time, line.name, point.value)
-        for line, found in zip(lines, source, strict=False)  # none if they could not be fetched
+        for line, found in zip(lines, points_of_lines, strict=False)  # none if they could not be fetched
         for point in found
         if point.time >= now - range_s
     ]
@@ -278,7 +286,7 @@ def _drawn_of(what: tuple[tuple[Line, ...], str, float], source: list[list[Point
     names = [line.name for line in lines] if all(not line.by for line in lines) else sorted(present)
     _drawn[what] = drawn = _Drawn(
         source=source,
-        table=points_table(points, (now - range_s, now)),
+        table=points_table(points, (now - range_s, now), [one for one in marks if now - range_s <= one.time <= now]),
         names=names if present else [],
         time=now,
         newest={point.series: point for point in points},
@@ -288,11 +296,50 @@ def _drawn_of(what: tuple[tuple[Line, ...], str, float], source: list[list[Point
     return drawn
 
 
-def figures(shown: Sequence[tuple[str, str, str]]) -> None:
-    """A row of figures: (name, value, explanation). On a phone, two in a row."""
+def events() -> Sequence[Event]:
+    """What happened to the selected model in the selected time range; the same list until there is something new."""
+    picked = selection()
+    try:
+        source = [monitor().points(query, "", picked.labels, picked.range_s) for query in QUERIES]
+    except ScrapeError:  # which the charts say
+        return ()
+    what = (picked.model, picked.range_s)
+    last = _events.get(what)
+    if last is None or not all(map(operator.is_, last[0], source)):
+        found = find_events(source)
+        # The same list: with another one, each refresh would send all charts anew.
+        _events[what] = last = (source, found if last is None or found != last[1] else last[1])
+    return last[1]
+
+
+def figures(shown: Sequence[tuple[str, str, str]], sparks: Mapping[str, Query] | None = None) -> None:
+    """A row of figures: (name, value, explanation). On a phone, two in a row.
+
+    Args:
+        shown: the figures.
+        sparks: by name, what is drawn below a figure, over the selected time range.
+    """
     with st.container(horizontal=True, gap="small"):
         for label, value, explained in shown:
-            st.metric(label, value, help=explained or None, width=150)
+            query = (sparks or {}).get(label)
+            st.metric(
+                label, value, help=explained or None, width=150, chart_data=None if query is None else _spark(query)
+            )
+
+
+def _spark(query: Query) -> list[float] | None:
+    """A value for each thirtieth of the time range but the present one, which is not over: with that, each refresh
+    would draw a new line. They are rounded, since the line fills its height, and would show noise. None without any."""
+    picked = selection()
+    try:
+        points = monitor().points(query, "", picked.labels, picked.range_s)
+    except ScrapeError:
+        return None
+    width = picked.range_s / _SPARK_VALUES
+    values = {int(point.time / width): point.value for point in points if not math.isnan(point.value)}
+    values.pop(int(time.time() / width), None)
+    found = [float(f"{value:.3g}") for _, value in sorted(values.items())]
+    return found if len(found) > 1 else None
 
 
 def draw(data: pa.Table, spec: Mapping[str, Any], *, key: str, alt: str, height: int = HEIGHT) -> None:

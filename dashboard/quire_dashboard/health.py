@@ -4,6 +4,7 @@ A pure function of /metrics and the snapshot. Findings are ordered by how much t
 explains every miss, a full KV cache explains preemptions, and those explain a bad time to first token.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -11,9 +12,10 @@ from enum import IntEnum
 
 __all__ = ["Evidence", "Finding", "Health", "Level", "assess"]
 
-GOOD_ENOUGH = 0.99
-"""Below this share of good requests, users count as affected."""
-BAD = 0.90
+OBJECTIVE = 0.99
+"""Of a class that says none: below this share of good requests, users count as affected."""
+MANY = 10.0
+"""So many times more misses than the objective allows are critical."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,8 @@ class Evidence:
     preemptions: float = 0.0
     goodput: Mapping[str, float] = field(default_factory=dict)
     """Share of good requests by SLO class, of those that ended in the window."""
+    objectives: Mapping[str, float] = field(default_factory=dict)
+    """Share of good requests that is promised, by SLO class."""
     misses: Mapping[str, float] = field(default_factory=dict)
     """Missed requests by cause, in the window."""
     ttft_p95: float | None = None
@@ -147,8 +151,17 @@ def assess(evidence: Evidence, standing: Collection[str] = ()) -> Health:
 
 
 def _goodput_level(evidence: Evidence) -> Level:
-    worst = min(evidence.goodput.values(), default=1.0)
-    return Level.OK if worst >= GOOD_ENOUGH else Level.WARNING if worst >= BAD else Level.CRITICAL
+    return max((_level_of(evidence, slo) for slo in evidence.goodput), default=Level.OK)
+
+
+def _level_of(evidence: Evidence, slo: str) -> Level:
+    burn = _burn(evidence, slo)
+    return Level.OK if burn <= 1 else Level.WARNING if burn <= MANY else Level.CRITICAL
+
+
+def _burn(evidence: Evidence, slo: str) -> float:
+    """How many times more misses a class has than its objective allows, to the accuracy of shares."""
+    return round((1 - evidence.goodput[slo]) / (1 - evidence.objectives.get(slo, OBJECTIVE)), 6)
 
 
 def _headline(evidence: Evidence, served: Level, findings: tuple[Finding, ...]) -> str:
@@ -157,11 +170,12 @@ def _headline(evidence: Evidence, served: Level, findings: tuple[Finding, ...]) 
     if evidence.engine_up is False:
         return "Nobody is being served: the engine is down."
     if served is not Level.OK:
-        slo, worst = min(evidence.goodput.items(), key=lambda item: item[1])
+        slo = max(evidence.goodput, key=lambda name: _burn(evidence, name))
+        worst = evidence.goodput[slo]
         if evidence.has_slo is False:
-            return f"Users are affected: only {worst:.0%} of the requests end without an error.{cause}"
+            return f"Users are affected: only {_share(worst)} of the requests end without an error.{cause}"
         cause = cause or f" {_first_cause(evidence)}"
-        return f"Users are affected: only {worst:.0%} of the requests of class {slo} meet their SLO.{cause}"
+        return f"Users are affected: only {_share(worst)} of the requests of class {slo} meet their SLO.{cause}"
     if findings and evidence.has_slo is not False:
         return f"Users are served within their SLO, but: {findings[0].title[0].lower()}{findings[0].title[1:]}."
     if findings:
@@ -173,6 +187,11 @@ def _headline(evidence: Evidence, served: Level, findings: tuple[Finding, ...]) 
     if evidence.has_slo is False:
         return "No SLO is set: nothing says what would be good enough. No request has failed in the last minute."
     return "Users are served within their SLO."
+
+
+def _share(value: float) -> str:
+    """Rounded down, so that a little less than all is not said to be all."""
+    return f"{math.floor(100 * value)}%" if value < 0.99 else f"{math.floor(1000 * value) / 10}%"
 
 
 def _first_cause(evidence: Evidence) -> str:

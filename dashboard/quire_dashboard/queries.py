@@ -63,9 +63,15 @@ class Rate:
     name: str
     labels: tuple[tuple[str, str], ...] = ()
     by: str = ""
+    among: tuple[str, tuple[str, ...]] | None = None
+    """A label, and the values of it that count; None: all."""
 
     def promql(self, labels: Mapping[str, str], window_s: float) -> str:
-        return f"sum{_by(self.by)}(rate({self.name}{selector({**labels, **dict(self.labels)})}[{window_s:.0f}s]))"
+        picked = selector({**labels, **dict(self.labels)})
+        if self.among is not None:
+            label, values = self.among
+            picked = f'{picked[:-1]}{"," if len(picked) > 2 else ""}{label}=~"{"|".join(values)}"}}'
+        return f"sum{_by(self.by)}(rate({self.name}{picked}[{window_s:.0f}s]))"
 
     def values(self, view: View, labels: Mapping[str, str], first: int, last: int) -> dict[str, float]:
         seconds = view.times[last] - view.times[first]
@@ -77,7 +83,8 @@ class Rate:
         """How much it grew."""
         groups: dict[str, float] = defaultdict(float)
         for own, column in view.columns(self.name, {**labels, **dict(self.labels)}):
-            groups[own.get(self.by, "")] += view.increase(column, first, last)
+            if self.among is None or own.get(self.among[0]) in self.among[1]:
+                groups[own.get(self.by, "")] += view.increase(column, first, last)
         return dict(groups)
 
 

@@ -177,23 +177,6 @@ class Snapshot:
             },
         )
 
-    def has_slo(self) -> bool:
-        """Whether any class has a target."""
-        classes = self.settings.get("slo")
-        return isinstance(classes, dict) and any(self.slo_targets(name) for name in classes)
-
-    def slo_targets(self, slo_class: str) -> dict[str, float]:
-        """Targets of a class in seconds, by `ttft`, `tpot`, `e2e`; only those that it has."""
-        classes = self.settings.get("slo") or {}
-        targets = classes.get(slo_class) if isinstance(classes, dict) else None
-        if not isinstance(targets, dict):
-            return {}
-        return {
-            name.removesuffix("_ms"): float(value) / 1000
-            for name, value in targets.items()
-            if isinstance(value, (int, float)) and name.endswith("_ms")
-        }
-
 
 def build(kind: type[_T], values: Mapping[str, Any]) -> _T:
     """A dataclass from what it knows of an answer; what is missing or null gets its default."""

@@ -17,7 +17,7 @@ from quire_cli.console import Console
 from quire_cli.errors import CommandError, UsageError
 from quire_cli.ports import Endpoint, is_loopback, reserve, resolve
 
-__all__ = ["Dashboard", "DashboardOptions", "how_to_install", "run_dashboard"]
+__all__ = ["Dashboard", "DashboardOptions", "how_to_install", "run_dashboard", "run_top"]
 
 INTROSPECTION_TOKEN = "QUIRE_INTROSPECTION_TOKEN"
 DASHBOARD_TOKEN = "QUIRE_DASHBOARD_TOKEN"
@@ -76,6 +76,19 @@ def run_dashboard(options: DashboardOptions) -> int:
     port = reserve({"port": Endpoint(options.host, options.port)})["port"].port
     print(f"quire: dashboard at http://{Endpoint(options.host, port)}/", flush=True)
     return os.execve(sys.executable, options.command(port), {**os.environ, DASHBOARD_TOKEN: token})
+
+
+def run_top(metrics: str, *, interval_s: float, once: bool) -> int:
+    """`quire top`: this process becomes the overview in the terminal.
+
+    Raises:
+        CommandError: something it needs is missing.
+    """
+    missing = how_to_install()
+    if missing:
+        raise CommandError(f"top cannot be started: {missing}")
+    command = [sys.executable, "-m", "quire_dashboard.top", "--metrics", metrics, "--interval", str(interval_s)]
+    return os.execv(sys.executable, [*command, *(["--once"] if once else [])])
 
 
 class Dashboard:

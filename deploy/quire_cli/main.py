@@ -350,6 +350,25 @@ def dashboard(
 
 
 @app.command()
+def top(
+    metrics: Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's /metrics.")] = "127.0.0.1:8002",
+    interval: Annotated[
+        float, typer.Option(min=0.5, max=60.0, metavar="S", help="Seconds between two readings.")
+    ] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Take two readings, print what they say, and end.")] = False,
+    _debug: Debug = False,
+) -> int:
+    """Show a server's models in the terminal: the verdict, and the figures of the dashboard's overview.
+
+    It needs the server's /metrics alone, and ends with Ctrl-C. Where standard output is no terminal, each reading is
+    printed below the last.
+    """
+    from quire_cli.dashboard import run_top
+
+    return run_top(metrics, interval_s=interval, once=once)
+
+
+@app.command()
 def openai(
     url: Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's gRPC.")] = "127.0.0.1:8001",
     port: Annotated[int, Port] = 9000,

@@ -11,7 +11,7 @@ of a request that cannot make its time to first token.
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from quire_engine.errors import RequestError
@@ -21,11 +21,15 @@ __all__ = ["DEFAULT_CLASS", "NO_TARGETS", "RequestSLO", "SLOTargets", "SLOVerdic
 DEFAULT_CLASS = "default"
 """The class of a request that names none. It always exists; unless the settings say otherwise it has no targets."""
 MAX_CLASSES = 100
-"""Each class has about a dozen series."""
+"""Each class has about a hundred series, most of them buckets of its latencies."""
 
 ON_OVERLOAD = ("refuse", "best_effort")
 _TIMES = ("ttft_ms", "tpot_ms", "e2e_ms")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,13 +46,23 @@ class SLOTargets:
     """What becomes of a request that, because of those before it, cannot have its first token in time: `refuse` it at
     once, or `best_effort`: it runs when others leave room. Heeded with `scheduling_policy` "slo" alone."""
 
+    objective: float = 0.99
+    """The share of the class's requests that is promised to be good: what alerts and the dashboard go by."""
+
     def __post_init__(self) -> None:
+        if not (_is_time(self.objective) and self.objective < 1):
+            raise ValueError(f"objective is {self.objective!r}; it must be a share between 0 and 1")
         for name in _TIMES:
             value = getattr(self, name)
             if value is not None and not _is_time(value):
                 raise ValueError(f"{name} is {value!r}; it must be a number of milliseconds above 0")
         if self.on_overload not in ON_OVERLOAD:
             raise ValueError(f"on_overload is {self.on_overload!r}; it must be {' or '.join(map(repr, ON_OVERLOAD))}")
+
+    def seconds(self) -> dict[str, float]:
+        """The targets that are set: `ttft`, `tpot` and `e2e`."""
+        times = {name: getattr(self, name) for name in _TIMES}
+        return {name.removesuffix("_ms"): value / 1000 for name, value in times.items() if value is not None}
 
 
 NO_TARGETS = SLOTargets()
@@ -124,7 +138,7 @@ def resolve(classes: Mapping[str, SLOTargets], slo: RequestSLO | None) -> tuple[
         if own is not None and not _is_time(own):
             raise RequestError(f"slo_{name}", f"slo_{name} is {own}; it must be a number above 0")
         targets[name] = getattr(of_class, name) if own is None else own
-    return slo.slo_class, SLOTargets(**targets, on_overload=of_class.on_overload)
+    return slo.slo_class, replace(of_class, **targets)
 
 
 def judge(
@@ -154,7 +168,3 @@ def judge(
     if not missed:
         return SLOVerdict(good=True)
     return SLOVerdict(good=False, cause=min(missed, key=lambda miss: miss[0])[1])
-
-
-def _is_time(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

@@ -258,8 +258,8 @@ class EndedRequests(msgspec.Struct):
     capacity: int
     since_unix: float
     """When the model was loaded."""
-    slo: dict[str, dict[str, float | None]]
-    """The targets of each class, as in the settings."""
+    slo: dict[str, dict[str, float]]
+    """The targets of each class, `ttft`, `tpot` and `e2e`, in seconds; only those that it has."""
     requests: list[EndedRequest]
     """The oldest first."""
 

@@ -230,6 +230,8 @@ class IterationStats(msgspec.Struct):
     num_cached_tokens: int = 0
     num_generation_tokens: int = 0
     time_to_first_token_seconds: list[float] = []
+    first_token_slo_classes: list[str] = []
+    """Of the same requests."""
     inter_token_seconds: list[float] = []
     finished_requests: list[FinishedRequestStats] = []
     num_engine_restarts: int = 0

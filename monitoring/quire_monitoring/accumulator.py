@@ -8,14 +8,23 @@ of them, as growth is only handed out to all when one of them asks. Thread-safe.
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TypeVar
 
-from quire_engine.slo import DEFAULT_CLASS
+from quire_engine.slo import DEFAULT_CLASS, SLOTargets
 from quire_engine.stats import DraftStats, ExpertLoadStats, FinishedRequestStats, IterationStats, SchedulerStats
 
-from quire_monitoring.definitions import LORA_INFO, OUTCOMES, REFUSALS, WINDOWS, Series, aliases_of, series
+from quire_monitoring.definitions import (
+    DEFAULT_CLASSES,
+    LORA_INFO,
+    OUTCOMES,
+    REFUSALS,
+    WINDOWS,
+    Series,
+    aliases_of,
+    series,
+)
 from quire_monitoring.goodput import Goodput
 
 __all__ = ["Accumulator", "Reader"]
@@ -36,7 +45,7 @@ class Accumulator:
 
     def __init__(
         self,
-        slo_classes: Iterable[str] = (DEFAULT_CLASS,),
+        slo_classes: Mapping[str, SLOTargets] = DEFAULT_CLASSES,
         *,
         expert_shape: tuple[int, int] | None = None,
         expert_metrics: bool = False,
@@ -45,7 +54,7 @@ class Accumulator:
     ) -> None:
         self._server_start_time = time.time() if server_start_time is None else server_start_time
         self._lock = threading.Lock()
-        self._slo_classes = frozenset(slo_classes)
+        self._slo_classes = dict(slo_classes)
         self._readers: list[Reader] = []
         self._goodput = Goodput(self._slo_classes, WINDOWS, clock)
         self._scheduler_stats = SchedulerStats()
@@ -83,8 +92,11 @@ class Accumulator:
         with self._lock:
             self._counters[_OUTCOMES["rejected"]] += 1
             if slo_class is not None:
-                known = slo_class if slo_class in self._slo_classes else DEFAULT_CLASS
-                self._record_verdict(known, "miss", "rejected")
+                self._record_verdict(self._known(slo_class), "miss", "rejected")
+
+    def _known(self, slo_class: str | None) -> str:
+        """A class that there are series of."""
+        return slo_class if slo_class is not None and slo_class in self._slo_classes else DEFAULT_CLASS
 
     def _record_scheduler(self, stats: SchedulerStats) -> None:
         before, self._scheduler_stats = self._scheduler_stats, stats
@@ -130,8 +142,9 @@ class Accumulator:
         counters[_GENERATION_TOKENS] += stats.num_generation_tokens
         counters[_RESTARTS] += stats.num_engine_restarts
         counters[_REPLAYED] += stats.num_requests_replayed
-        if stats.time_to_first_token_seconds:
-            observations[_FIRST_TOKEN] += stats.time_to_first_token_seconds
+        first_tokens = zip(stats.first_token_slo_classes, stats.time_to_first_token_seconds, strict=True)
+        for slo_class, seconds in first_tokens:
+            observations[_of_class(_FIRST_TOKEN, self._known(slo_class))].append(seconds)
         if stats.inter_token_seconds:
             observations[_INTER_TOKEN] += stats.inter_token_seconds
         if stats.cancel_to_free_seconds:
@@ -147,10 +160,10 @@ class Accumulator:
         outcome = "rejected" if request.error_code == "unavailable" else request.finish_reason
         if outcome in _OUTCOMES:
             self._counters[_OUTCOMES[outcome]] += 1
-        observations = self._observations
+        observations, slo_class = self._observations, self._known(request.slo_class)
         # Refusals at once would make a full queue look like a fast server; refusals after a wait do not.
         if outcome != "rejected" or request.queue_seconds is not None:
-            observations[_E2E].append(request.e2e_seconds)
+            observations[_of_class(_E2E, slo_class)].append(request.e2e_seconds)
         if request.queue_seconds is not None:
             observations[_QUEUE].append(request.queue_seconds)
         if request.time_to_first_token_seconds is not None:
@@ -165,7 +178,7 @@ class Accumulator:
             observations[_COMPUTED_PROMPT].append(request.num_prompt_tokens - request.num_cached_tokens)
             observations[_LONGEST].append(request.num_longest_output_tokens)
         if request.time_per_output_token_seconds is not None:
-            observations[_PER_TOKEN].append(request.time_per_output_token_seconds)
+            observations[_of_class(_PER_TOKEN, slo_class)].append(request.time_per_output_token_seconds)
         if request.predicted_ttft_seconds is not None and request.time_to_first_token_seconds:
             error = abs(request.predicted_ttft_seconds - request.time_to_first_token_seconds)
             observations[_PREDICTION_ERROR].append(error / request.time_to_first_token_seconds)
@@ -211,7 +224,7 @@ class Accumulator:
         self._observations.clear()
 
     def gauges(self, is_up: bool, workers_up: Sequence[bool], *, aliases: bool = False) -> dict[Series, float]:
-        """The present state. Of an engine that is down, everything is 0 but the start of its server.
+        """The present state. Of an engine that is down, all but the start of its server and the settings is 0.
 
         Args:
             is_up: whether the engine runs.
@@ -244,6 +257,10 @@ class Accumulator:
             gauges |= _imbalance(load)
         for rank, worker_is_up in enumerate(workers_up):
             gauges[series("quire_worker_up", rank=str(rank))] = float(worker_is_up)
+        for slo_class, targets in self._slo_classes.items():
+            gauges[series("quire_slo_objective", slo=slo_class)] = targets.objective
+            for target, seconds in targets.seconds().items():
+                gauges[series("quire_slo_target_seconds", slo=slo_class, target=target)] = seconds
         for (slo_class, window), ratio in ratios.items():
             gauges[series("quire_goodput_ratio", slo=slo_class, window=window)] = ratio
         return gauges
@@ -271,7 +288,9 @@ class Reader:
             for one, growth in list(grown.items()):
                 for alias in aliases_of(one):
                     grown[alias] += growth
-            observed.update({alias: values for one, values in observed.items() for alias in aliases_of(one)})
+            for one, values in list(observed.items()):
+                for alias in aliases_of(one):
+                    observed[alias] = observed.get(alias, []) + values  # of all classes
         return grown, observed
 
     def close(self) -> None:
@@ -289,6 +308,11 @@ def _busy(rank: int) -> Series:
 @cache
 def _accepted_at(place: int) -> Series:
     return series("quire_spec_decode_accepted_tokens_per_pos_total", position=str(place))
+
+
+@cache
+def _of_class(name: str, slo_class: str) -> Series:
+    return series(name, slo=slo_class)
 
 
 @cache
@@ -340,10 +364,10 @@ _REPLAYED = series("quire_requests_replayed_total")
 _DRAFTS = series("quire_spec_decode_drafts_total")
 _DRAFT_TOKENS = series("quire_spec_decode_draft_tokens_total")
 _ACCEPTED = series("quire_spec_decode_accepted_tokens_total")
-_FIRST_TOKEN = series("quire_time_to_first_token_seconds")
+_FIRST_TOKEN = "quire_time_to_first_token_seconds"
 _INTER_TOKEN = series("quire_inter_token_latency_seconds")
-_PER_TOKEN = series("quire_time_per_output_token_seconds")
-_E2E = series("quire_e2e_request_latency_seconds")
+_PER_TOKEN = "quire_time_per_output_token_seconds"
+_E2E = "quire_e2e_request_latency_seconds"
 _QUEUE = series("quire_request_queue_time_seconds")
 _PREFILL = series("quire_request_prefill_time_seconds")
 _DECODE = series("quire_request_decode_time_seconds")

@@ -10,9 +10,15 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 
-__all__ = ["LORA_INFO", "METRICS", "OUTCOMES", "REFUSALS", "WINDOWS", "MetricDefinition", "MetricKind", "Series",
-           "aliases_of", "make_aliases", "make_cache_info", "make_metrics", "series"]  # fmt: skip
+from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets
 
+__all__ = [
+    "DEFAULT_CLASSES", "LORA_INFO", "METRICS", "OUTCOMES", "REFUSALS", "WINDOWS", "MetricDefinition", "MetricKind",
+    "Series", "aliases_of", "make_aliases", "make_cache_info", "make_metrics", "series",
+]  # fmt: skip
+
+DEFAULT_CLASSES: Mapping[str, SLOTargets] = {DEFAULT_CLASS: NO_TARGETS}
+"""Where the setting `slo` says nothing."""
 Series = tuple[str, tuple[tuple[str, str], ...]]
 """A metric's name and its own labels."""
 
@@ -121,14 +127,8 @@ _ENGINE: tuple[MetricDefinition, ...] = (
     _counter("quire_spec_decode_drafts_total", "Times that a request had drafts in a step"),
     _counter("quire_spec_decode_draft_tokens_total", "Tokens that were drafted, and computed along with known ones"),
     _counter("quire_spec_decode_accepted_tokens_total", "Drafted tokens that the model sampled in their place"),
-    _histogram("quire_time_to_first_token_seconds", "From the request's arrival to its first token",
-               _FIRST_TOKEN_BUCKETS),
     _histogram("quire_inter_token_latency_seconds", "From one token of a request to its next", _PER_TOKEN_BUCKETS,
                is_frequent=True),
-    _histogram("quire_time_per_output_token_seconds", "Mean time per token after the first, per request",
-               _PER_TOKEN_BUCKETS),
-    _histogram("quire_e2e_request_latency_seconds",
-               "From the request's arrival to its end, unless it was rejected at once", _REQUEST_BUCKETS),
     _histogram("quire_request_queue_time_seconds",
                "From the engine core's admission of the request to its first step or refusal", _REQUEST_BUCKETS),
     _histogram("quire_request_prefill_time_seconds", "From the request's first step to its first token",
@@ -169,7 +169,7 @@ def _of_experts(shape: tuple[int, int], ranks: tuple[str, ...], each: bool) -> l
 
 
 def make_metrics(
-    slo_classes: Sequence[str] = ("default",),
+    slo_classes: Mapping[str, SLOTargets] = DEFAULT_CLASSES,
     num_ranks: int = 1,
     max_draft_tokens: int = 0,
     expert_shape: tuple[int, int] | None = None,
@@ -186,6 +186,7 @@ def make_metrics(
     """
     classes, ranks = tuple(slo_classes), tuple(map(str, range(num_ranks)))
     positions = tuple(map(str, range(max_draft_tokens)))
+    targets = tuple((name, target) for name, of_class in slo_classes.items() for target in of_class.seconds())
     return (
         *_ENGINE,
         _gauge("quire_worker_up", "1 while the rank's process runs", rank=ranks),
@@ -194,6 +195,18 @@ def make_metrics(
         *([_counter("quire_spec_decode_accepted_tokens_per_pos_total", "Accepted tokens, by their place in the draft",
                     position=positions)] if positions else []),
         *(_of_experts(expert_shape, ranks, expert_metrics) if expert_shape is not None else []),
+        _histogram("quire_time_to_first_token_seconds", "From the request's arrival to its first token",
+                   _FIRST_TOKEN_BUCKETS, slo=classes),
+        _histogram("quire_time_per_output_token_seconds", "Mean time per token after the first, per request",
+                   _PER_TOKEN_BUCKETS, slo=classes),
+        _histogram("quire_e2e_request_latency_seconds",
+                   "From the request's arrival to its end, unless it was rejected at once", _REQUEST_BUCKETS,
+                   slo=classes),
+        _gauge("quire_slo_objective", "Share of the requests that is promised to meet their objectives", slo=classes),
+        *([MetricDefinition(
+            name="quire_slo_target_seconds", kind=MetricKind.GAUGE, help="The longest time that is good",
+            labels={"slo": classes, "target": ("ttft", "tpot", "e2e")}, combinations=targets,
+        )] if targets else []),
         _gauge("quire_goodput_ratio", "Share of the requests that met their objectives, of those that ended lately",
                slo=classes, window=tuple(WINDOWS)),
         _counter("quire_requests_refused_total", "Requests that the engine had no capacity for, by the reason",
@@ -272,7 +285,13 @@ LORA_INFO = MetricDefinition(
 )
 """Only under vLLM's name. Its value is a time there, too."""
 
-_ALIAS_LABELS = {"quire_requests_waiting": {}, "quire_requests_total": {"outcome": "finished_reason"}}
+_ALIAS_LABELS: Mapping[str, Mapping[str, str]] = {
+    "quire_requests_waiting": {},
+    "quire_requests_total": {"outcome": "finished_reason"},
+    "quire_time_to_first_token_seconds": {},
+    "quire_time_per_output_token_seconds": {},
+    "quire_e2e_request_latency_seconds": {},
+}
 """Where the labels differ, what becomes of each; one that is not there is summed over."""
 _WITHOUT_ALIAS = {series("quire_requests_total", outcome="rejected")}
 

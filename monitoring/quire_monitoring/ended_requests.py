@@ -10,7 +10,6 @@ It holds no text of clients unless it is told to. Labels and the messages of err
 parameter that was wrong.
 """
 
-import dataclasses
 import secrets
 import threading
 import time
@@ -53,7 +52,7 @@ class EndedRequestLog:
         self._lock = threading.Lock()
         self._ring: deque[EndedRequest] = deque(maxlen=capacity)
         self._capacity = capacity
-        self._slo = {name: dataclasses.asdict(targets) for name, targets in slo_classes.items()}
+        self._slo = {name: targets.seconds() for name, targets in slo_classes.items()}
         self._keep_text = keep_text
         self._clock = clock
         self._name = secrets.token_hex(4)

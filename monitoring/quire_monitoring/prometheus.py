@@ -8,14 +8,16 @@
     prometheus_client.REGISTRY.register(stat_logger)
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+from quire_engine.slo import SLOTargets
 from quire_engine.stats import IterationStats, SchedulerStats
 
 from quire_monitoring.accumulator import Accumulator
 from quire_monitoring.definitions import (
+    DEFAULT_CLASSES,
     MetricDefinition,
     MetricKind,
     make_aliases,
@@ -51,20 +53,19 @@ class PrometheusStatLogger(Collector):
         self,
         labels: Mapping[str, str],
         *,
-        slo_classes: Iterable[str] = ("default",),
+        slo_classes: Mapping[str, SLOTargets] = DEFAULT_CLASSES,
         num_ranks: int = 1,
         max_draft_tokens: int = 0,
         expert_shape: tuple[int, int] | None = None,
         expert_metrics: bool = False,
         aliases: bool = True,
     ) -> None:
-        classes = tuple(slo_classes)
         self._aliases = aliases
-        self._metrics = make_metrics(classes, num_ranks, max_draft_tokens, expert_shape, expert_metrics)
+        self._metrics = make_metrics(slo_classes, num_ranks, max_draft_tokens, expert_shape, expert_metrics)
         self._num_pending = 0
         self._is_up: Callable[[], bool] = lambda: False
         self._workers_up: Callable[[], Sequence[bool]] = lambda: [False] * num_ranks
-        self._accumulator = Accumulator(classes, expert_shape=expert_shape, expert_metrics=expert_metrics)
+        self._accumulator = Accumulator(slo_classes, expert_shape=expert_shape, expert_metrics=expert_metrics)
         self._totals = Totals(
             self._accumulator,
             self._definitions(),

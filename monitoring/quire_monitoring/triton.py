@@ -21,10 +21,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from quire_engine.slo import SLOTargets
 from quire_engine.stats import IterationStats, SchedulerStats
 
 from quire_monitoring.accumulator import Accumulator
 from quire_monitoring.definitions import (
+    DEFAULT_CLASSES,
     MetricDefinition,
     MetricKind,
     Series,
@@ -84,7 +86,7 @@ class TritonStatLogger:
         make_family: Callable[[MetricDefinition], MetricFamily | None],
         labels: Mapping[str, str],
         *,
-        slo_classes: Iterable[str] = ("default",),
+        slo_classes: Mapping[str, SLOTargets] = DEFAULT_CLASSES,
         num_ranks: int = 1,
         max_draft_tokens: int = 0,
         expert_shape: tuple[int, int] | None = None,
@@ -92,13 +94,12 @@ class TritonStatLogger:
         aliases: bool = True,
         server_start_time: float | None = None,
     ) -> None:
-        classes = tuple(slo_classes)
         self._make_family, self._labels = make_family, dict(labels)
         self._aliases = aliases
-        self._metric_definitions = make_metrics(classes, num_ranks, max_draft_tokens, expert_shape, expert_metrics)
+        self._metric_definitions = make_metrics(slo_classes, num_ranks, max_draft_tokens, expert_shape, expert_metrics)
         self._definitions = (*self._metric_definitions, *self._aliased())
         self._accumulator = Accumulator(
-            classes, expert_shape=expert_shape, expert_metrics=expert_metrics, server_start_time=server_start_time
+            slo_classes, expert_shape=expert_shape, expert_metrics=expert_metrics, server_start_time=server_start_time
         )
         self._reader = self._accumulator.reader(aliases=aliases)
         self._nobody_up = [False] * num_ranks

@@ -73,12 +73,15 @@ def test_overview_when_all_is_well(fake: FakeTriton) -> None:
     assert "Users are served within their SLO." in text
     for figure in ("Goodput=100%", "KV cache=25.0%", "Running=2", "Waiting=0", "Restarts=0"):
         assert figure in text
-    assert len(app.get("vega_lite_chart")) == 7
+    for figure in ("Failed=0.0%", "Queue p95=10 ms", "Prefill p95=48 ms", "Between tokens=48 ms"):
+        assert figure in text
+    assert "Dashed lines" not in text, "nothing has happened"
+    assert len(app.get("vega_lite_chart")) == 9
     assert "Nothing in this time range." in text, "nothing is missed"
 
 
 def test_overview_says_that_no_slo_is_set_and_which_setting_sets_one(fake: FakeTriton) -> None:
-    fake.state.snapshot["settings"]["slo"] = {"default": {"ttft_ms": None}}
+    del fake.state.samples["slo_target_seconds"]
     app = open_page("overview")
     fake.state.finish(20)
     read_again()
@@ -104,12 +107,19 @@ def test_overview_names_the_likely_cause(fake: FakeTriton) -> None:
 def test_overview_filters_by_slo_class(fake: FakeTriton) -> None:
     app = open_page("overview")
     fake.state.finish(10)
-    fake.state.finish(30, slo="batch", cause="e2e")
+    fake.state.finish(30, slo="batch", cause="e2e", ttft=3.0)
     read_again()
     app.run()
-    for slo_class, figure in (("default", "Goodput=100%"), ("batch", "Goodput=0.0%"), ("All classes", "Goodput=25.0%")):
+    for slo_class, figure, ttft in (
+        ("default", "Goodput=100%", "48 ms"), ("batch", "Goodput=0.0%", "4.9 s"),
+        ("All classes", "Goodput=25.0%", "4.8 s"),
+    ):  # fmt: skip
         app.segmented_control(key="slo_class").set_value(slo_class)
-        assert figure in text_of(app.run())
+        text = text_of(app.run())
+        assert figure in text
+        assert f"TTFT p95={ttft}" in text
+        assert re.search(rf"\*\*Time to first token\*\*.* p95 {ttft} ", text), "the charts follow the class as well"
+        assert ("Goodput batch=0.0%" in text) is (slo_class == "All classes")
 
 
 def add_model(fake: FakeTriton) -> None:
@@ -124,11 +134,36 @@ def test_classes_are_those_of_the_chosen_model(fake: FakeTriton) -> None:
     app.selectbox(key="model").set_value("tinypy").run()
     assert app.segmented_control(key="slo_class").options == ["All classes", "batch", "default"]
     app.segmented_control(key="slo_class").set_value("batch").run()
-    assert "**Time to first token, all classes**" in text_of(app), "the server does not tell their latencies apart"
+    assert "**Its parts, p95, all classes**" in text_of(app), "the server does not tell these apart"
     app.selectbox(key="model").set_value("other").run()
     assert not app.exception
     assert app.segmented_control(key="slo_class").options == ["All classes", "gold"]
     assert app.segmented_control(key="slo_class").value == "All classes"
+
+
+def test_several_models_are_in_a_strip_and_one_is_chosen_by_a_press(fake: FakeTriton) -> None:
+    assert not open_page("overview").button, "of one model the page is"
+    add_model(fake)
+    fake.state.set("engine_up", 0, model="other")
+    read_again()
+    app = open_page("overview")
+    assert [button.label for button in app.button] == [
+        ":red[●] other: in trouble, 0 running", ":green[●] tinypy: well, 2 running",
+    ]  # fmt: skip
+    press(app, ":red[●] other: in trouble, 0 running")
+    assert "Nobody is being served: the engine is down." in text_of(app.run())
+    press(app, ":green[●] tinypy: well, 2 running")
+    assert "Running=2" in text_of(app.run())
+
+
+def test_a_restart_is_marked_in_every_chart(fake: FakeTriton) -> None:
+    app = open_page("overview")
+    fake.state.finish(20)
+    fake.state.add("engine_restarts_total", 1)
+    read_again()
+    assert re.search(r"Dashed lines, UTC: \d\d:\d\d:\d\d engine restarted", text_of(app.run()))
+    for alt in [one.proto.alt for one in app.get("vega_lite_chart")]:
+        assert drawn_of(app, alt).column("event").to_pylist().count("engine restarted") == 1
 
 
 def test_a_target_that_is_far_away_is_said_and_not_drawn(fake: FakeTriton) -> None:
@@ -189,7 +224,7 @@ def test_all_charts_show_the_same_time_and_it_ends_now(fake: FakeTriton) -> None
     app.run()
     now = time.time()
     charts = [one.proto.alt for one in app.get("vega_lite_chart")]
-    assert len(charts) == 7, "of misses there are none"
+    assert len(charts) == 9, "of misses there are none"
     for alt in charts:
         times = [moment.timestamp() for moment in drawn_of(app, alt).column("time").to_pylist()]
         assert now - 15 < max(times) <= now
@@ -322,7 +357,7 @@ def test_ended_requests_say_what_is_not_known(fake: FakeTriton, monkeypatch: pyt
     app = open_page("ended")
     assert "No request has ended since the model was loaded" in text_of(app)
     fake.state.end()
-    fake.state.ended.update(num_ended=2002, slo={"default": {"ttft_ms": None}})
+    fake.state.ended.update(num_ended=2002, slo={"default": {}})
     text = text_of(app.run())
     assert "The last 2,000 of 2,002 requests that have ended since" in text
     assert "No SLO is set" in text

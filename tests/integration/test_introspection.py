@@ -113,9 +113,16 @@ def test_snapshot_shows_live_requests_and_cancel_ends_one(open_server: Server) -
         assert json.loads((await ask(client, parameters=cancel)).text) == {"cancelled": False}
         seen = await snapshot(client)
         assert [one["label"] for one in seen["requests"]] == ["alpha"]
+        known = await snapshot(client, introspect="ended")
+        (kept,) = [one for one in known["requests"] if one["id"] == victim["id"]]
+        assert (kept["label"], kept["finish_reason"], kept["aborted_by"]) == ("beta", "abort", "operator")
+        assert kept["e2e_seconds"] > kept["time_to_first_token_seconds"] > 0
+        assert "prompt" not in kept
         cancel["cancel_request_id"] = seen["requests"][0]["id"]
         await ask(client, parameters=cancel)
         await streams["alpha"]
+        (new,) = (await snapshot(client, introspect="ended", cursor=known["cursor"]))["requests"]
+        assert new["label"] == "alpha"
 
     asyncio.run(with_client(open_server, work))
 

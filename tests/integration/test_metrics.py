@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quire_engine.slo import parse_classes
 from quire_monitoring import MetricKind, make_aliases, make_metrics
 from quire_monitoring.definitions import make_cache_info
 from support.clients import Answer, ask, ask_all, run, with_client
@@ -75,7 +76,7 @@ def verdicts(server: Server) -> Counter[tuple[str, str, str]]:
 def test_metrics_are_those_of_the_table(server: Server) -> None:
     for model, settings in MODELS.items():
         drafts = settings.get("speculative_config", {}).get("num_speculative_tokens", 0)
-        metrics = make_metrics(settings.get("slo", {"default": {}}), max_draft_tokens=drafts)
+        metrics = make_metrics(parse_classes(settings.get("slo", {})), max_draft_tokens=drafts)
         samples, types = scrape(server, model)
         num_blocks = sum(number for (name, _), number in samples.items() if name == "quire_kv_blocks")
         metrics = (*metrics, make_cache_info({**CACHE, "num_gpu_blocks": f"{num_blocks:.0f}"}))
@@ -112,11 +113,13 @@ def test_steps_and_tokens_are_counted_under_both_names(server: Server) -> None:
     for prefix in ("quire_", "vllm:"):
         grows(f"{prefix}inter_token_latency_seconds_count", 6)
         for name, count in {
-            "generation_tokens_total": 7, "prompt_tokens_total": 5, "time_to_first_token_seconds_count": 1,
+            "generation_tokens_total": 7, "prompt_tokens_total": 5,
             "request_prompt_tokens_sum": 5, "request_decode_time_seconds_count": 1,
             "request_generation_tokens_sum": 7, "request_prefill_time_seconds_count": 1,
         }.items():  # fmt: skip
             assert growth(prefix + name) == count, prefix + name
+    assert growth("vllm:time_to_first_token_seconds_count") == 1
+    assert growth("quire_time_to_first_token_seconds_count", slo="default") == 1
     grows("quire_iteration_tokens_sum", 5 + 6)
     grows("vllm:iteration_tokens_total_sum", 5 + 6)
     for phase in ("schedule", "execute", "update"):
@@ -132,7 +135,7 @@ def test_who_has_the_last_response_finds_the_request_counted(server: Server) -> 
     def counted() -> tuple[float, float]:
         samples = scrape(server, "plain")[0]
         ended = sum(value for (name, _), value in samples.items() if name == "quire_requests_total")
-        return ended, samples["quire_e2e_request_latency_seconds_count", frozenset()]
+        return ended, samples["quire_e2e_request_latency_seconds_count", frozenset({("slo", "default")})]
 
     ended, timed = counted()
     lock = asyncio.Lock()

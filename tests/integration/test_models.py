@@ -287,12 +287,16 @@ def test_metrics_count_what_happened(small_server: Server) -> None:
         "quire_time_to_first_token_seconds_count": 1, "quire_time_per_output_token_seconds_count": 1,
         "quire_e2e_request_latency_seconds_count": 1, "quire_request_queue_time_seconds_count": 1,
     }  # fmt: skip
-    before = {name: value(small_server, name) for name in counters}
+    by_class = [name for name in counters if "token_seconds" in name or "e2e" in name]
+    labels = {name: {"slo": "default"} if name in by_class else {} for name in counters}
+    before = {name: value(small_server, name, **labels[name]) for name in counters}
     done, refused = (value(small_server, "quire_requests_total", outcome=name) for name in ("length", "rejected"))
     run(small_server, model="narrow", input_ids=[5] * 5, max_tokens=7, ignore_eos=True)
     assert run(small_server, model="narrow", input_ids=[]).message != ""
     for name, growth in counters.items():
-        wait_until(lambda name=name, growth=growth: value(small_server, name) == before[name] + growth, name)
+        wait_until(
+            lambda name=name, growth=growth: value(small_server, name, **labels[name]) == before[name] + growth, name
+        )
     wait_until(lambda: value(small_server, "quire_requests_total", outcome="length") == done + 1, "length")
     wait_until(lambda: value(small_server, "quire_requests_total", outcome="rejected") == refused + 1, "rejected")
 

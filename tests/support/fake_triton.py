@@ -23,9 +23,10 @@ __all__ = ["MODEL", "TOKEN", "FakeTriton", "State", "fake_triton", "make_request
 MODEL = "tinypy"
 TOKEN = "the token of the tests"
 _BOUNDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_BY_CLASS = ("time_to_first_token_seconds", "time_per_output_token_seconds", "e2e_request_latency_seconds")
 _HISTOGRAMS = (
-    "time_to_first_token_seconds", "time_per_output_token_seconds", "e2e_request_latency_seconds",
-    "request_queue_time_seconds", "request_prefill_time_seconds", "request_prompt_tokens", "iteration_tokens",
+    "inter_token_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds",
+    "request_prompt_tokens", "iteration_tokens",
 )  # fmt: skip
 Labels = tuple[tuple[str, str], ...]
 
@@ -63,10 +64,20 @@ class State:
         for state, blocks in (("used", 8), ("cached", 16), ("free", 40)):
             self.set("kv_blocks", blocks, state=state)
         self.set("worker_up", 1, rank="0")
+        self.set("server_start_time_seconds", time.time() - 600)
+        for outcome in ("stop", "length", "abort", "error", "rejected"):
+            self.set("requests_total", 0, outcome=outcome)
         for slo in ("default", "batch"):
             self.set("slo_requests_total", 0, slo=slo, verdict="good", cause="none")
             for cause in ("ttft", "tpot", "e2e", "rejected", "error"):
                 self.set("slo_requests_total", 0, slo=slo, verdict="miss", cause=cause)
+            self.set("slo_objective", 0.99, slo=slo)
+            for name in _BY_CLASS:
+                self.observations[name, (("slo", slo),)] = []
+        for slo, target, seconds in (
+            ("default", "ttft", 0.5), ("default", "tpot", 0.05), ("default", "e2e", 10.0), ("batch", "e2e", 60.0),
+        ):  # fmt: skip
+            self.set("slo_target_seconds", seconds, slo=slo, target=target)
         for name in _HISTOGRAMS:
             self.observations[name, ()] = []
         for phase in ("schedule", "execute", "update"):
@@ -92,17 +103,19 @@ class State:
         with self.lock:
             verdict = "good" if cause == "none" else "miss"
             self.add("slo_requests_total", number, slo=slo, verdict=verdict, cause=cause)
+            self.add("requests_total", number, outcome="rejected" if cause == "rejected" else "length")
             self.add("generation_tokens_total", 32 * number)
             self.add("prompt_tokens_total", 100 * number)
             self.add("prompt_tokens_cached_total", 40 * number)
             self.add("prefix_cache_queries_total", 100 * number)
             self.add("prefix_cache_hits_total", 40 * number)
             for _ in range(number):
-                self.observe("time_to_first_token_seconds", ttft)
+                self.observe("time_to_first_token_seconds", ttft, slo=slo)
                 self.observe("request_prefill_time_seconds", 0.8 * ttft)
                 self.observe("request_queue_time_seconds", 0.1 * ttft)
-                self.observe("time_per_output_token_seconds", 0.02)
-                self.observe("e2e_request_latency_seconds", ttft + 0.7)
+                self.observe("time_per_output_token_seconds", 0.02, slo=slo)
+                self.observe("inter_token_latency_seconds", 0.02)
+                self.observe("e2e_request_latency_seconds", ttft + 0.7, slo=slo)
                 self.observe("request_prompt_tokens", 100)
                 self.observe("iteration_tokens", 8)
                 for phase, seconds in (("schedule", 0.001), ("execute", 0.02), ("update", 0.001)):
@@ -218,7 +231,7 @@ def make_ended_request(number: int, **values: Any) -> dict[str, Any]:
 
 def make_ended() -> dict[str, Any]:
     """Nothing has ended."""
-    slo = {"default": {"ttft_ms": 500.0, "tpot_ms": 50.0, "e2e_ms": 10000.0}, "batch": {"e2e_ms": 60000.0}}
+    slo = {"default": {"ttft": 0.5, "tpot": 0.05, "e2e": 10.0}, "batch": {"e2e": 60.0}}
     return {
         "ring": "aaaa0000", "num_ended": 0, "capacity": 2000, "since_unix": time.time() - 600, "slo": slo,
         "requests": [],

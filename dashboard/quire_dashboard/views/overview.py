@@ -1,24 +1,54 @@
 """The overview page: whether users are served within their SLO, and if not, why."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import datetime, timezone
+
 import streamlit as st
 
 from quire_dashboard import words
 from quire_dashboard.charts import SECONDS, SHARES
-from quire_dashboard.evidence import gather
-from quire_dashboard.frame import CHARTS_S, Line, chart, figures, live, monitor, selection, server_away
+from quire_dashboard.evidence import gather, slo_targets
+from quire_dashboard.figures import (
+    BETWEEN,
+    ENDED,
+    FAILED,
+    PREFILL,
+    QUEUE,
+    RESTARTS,
+    RUNNING,
+    TOKENS,
+    TTFT,
+    USAGE,
+    WAITING,
+    goodput,
+)
+from quire_dashboard.frame import CHARTS_S, Line, chart, events, figures, live, monitor, selection, server_away
 from quire_dashboard.health import SLO_EXAMPLE, Evidence, Health, Level, assess
-from quire_dashboard.queries import Gauge, Quantile, Rate, Ratio, latest
+from quire_dashboard.history import View
+from quire_dashboard.queries import Gauge, Quantile, Query, Rate, latest
 from quire_dashboard.snapshot_answer import Snapshot
 
 __all__ = ["show"]
 
 _ALL = "All classes"
+DEFAULT_CLASS = "default"
+"""Of requests that name none; its targets are drawn where all classes are."""
 _QUANTILES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
+_LIGHTS = {Level.OK: ("green", "well"), Level.WARNING: ("orange", "affected"), Level.CRITICAL: ("red", "in trouble")}
+_MOST_EVENTS = 6
+_MOST_MODELS = 12
+_SPARKS: Mapping[str, Query] = {
+    "Requests": ENDED, "Failed": FAILED, "TTFT p95": TTFT, "Queue p95": QUEUE, "Prefill p95": PREFILL,
+    "Between tokens": BETWEEN, "Tokens": TOKENS, "KV cache": USAGE,
+    "Preemptions": Rate(name="quire_preemptions_total"),
+}  # fmt: skip
 
 
 def show() -> None:
     """Draw the page."""
     st.title("Overview")
+    live(_strip, CHARTS_S)
     columns = monitor().view().columns("quire_slo_requests_total", selection().labels)
     classes = {labels.get("slo", "") for labels, _ in columns}
     options = [_ALL, *sorted(classes - {""})]
@@ -29,6 +59,31 @@ def show() -> None:
     )  # fmt: skip
     live(_now)
     live(_charts, CHARTS_S)
+
+
+def _strip() -> None:
+    """All models of the server and their health, when there are several; a press chooses one."""
+    watcher = monitor()
+    models = watcher.models()
+    if len(models) < 2:
+        return
+    with st.container(horizontal=True, gap="small"):
+        for model in models[:_MOST_MODELS]:
+            labels = {"model": model}
+            evidence = gather(watcher.view(), labels, None, server_error=watcher.error)
+            health = assess(evidence)
+            colour, word = _LIGHTS[health.level]
+            st.button(
+                f":{colour}[●] {words.as_text(model)}: {word}, {evidence.running:.0f} running",
+                key=f"model-{model}", help=words.as_text(health.headline), on_click=_choose_model, args=(model,),
+                type="primary" if model == selection().model else "secondary",
+            )  # fmt: skip
+    if len(models) > _MOST_MODELS:
+        st.caption(f"{len(models) - _MOST_MODELS} more models are in the list at the left.")
+
+
+def _choose_model(model: str) -> None:
+    st.session_state["model"] = model
 
 
 def _slo_class() -> str:
@@ -72,35 +127,49 @@ def _say(health: Health) -> None:
 def _figures(evidence: Evidence) -> None:
     view, labels = monitor().view(), selection().labels
     own = (("slo", _slo_class()),) if _slo_class() else ()
-    good = latest(_goodput(own), view, labels).get("")
-    tokens = latest(Rate(name="quire_generation_tokens_total"), view, labels).get("")
-    restarts = latest(Gauge(name="quire_engine_restarts_total"), view, labels).get("")
+
+    def now(query: Query) -> float | None:
+        return latest(query, view, labels).get("")
+
+    restarts = now(RESTARTS)
+    no_slo = evidence.has_slo is False
     rows = (
         (
-            (
-                "Goodput",
-                "no SLO" if evidence.has_slo is False else words.percent(good),
-                "Share of the requests of the last minute that met every target.",
-            ),
-            ("TTFT p95", words.seconds_or_dash(evidence.ttft_p95), "Time to first token, of the last minute."),
-            ("Tokens", words.per_second(tokens), "Generated, mean of the last minute."),
+            ("Goodput", "no SLO" if no_slo else words.percent(now(goodput(own))),
+             "Share of the requests of the last minute that met every target."),
+            ("Requests", words.per_second(now(ENDED)), "That ended, mean of the last minute."),
+            ("Failed", words.percent(now(FAILED)), "Share of the last minute: refused, or ended with an error."),
+            ("Tokens", words.per_second(now(TOKENS)), "Generated, mean of the last minute."),
             ("KV cache", words.percent(evidence.kv_usage), "Share of the blocks that live requests hold."),
+        ),
+        (
+            ("TTFT p95", words.seconds_or_dash(evidence.ttft_p95), "Time to first token, of the last minute."),
+            ("Queue p95", words.seconds_or_dash(evidence.queue_p95), "The part of it before a request's first step."),
+            ("Prefill p95", words.seconds_or_dash(evidence.prefill_p95), "The part of it that computes the prompt."),
+            ("Between tokens", words.seconds_or_dash(now(BETWEEN)), "p95 of the last minute."),
+            ("Preemptions", words.count(evidence.preemptions), "In the last minute."),
         ),
         (
             ("Running", words.count(evidence.running), "Requests in the batch."),
             ("Waiting", words.count(evidence.waiting + evidence.waiting_for_grammar), "Requests in the queue."),
-            ("Preemptions", words.count(evidence.preemptions), "In the last minute."),
             ("Restarts", words.count(restarts), "Of the engine, since the server was started."),
+            *(() if own or no_slo else _goodput_by_class(view, labels)),
         ),
-    )
+    )  # fmt: skip
+    classes = {f"Goodput {name}": goodput((("slo", name),)) for name in evidence.goodput}
+    sparks: dict[str, Query] = {**_SPARKS, **classes, "Goodput": goodput(own), "TTFT p95": replace(TTFT, labels=own)}
     for row in rows:
-        figures(row)
+        figures(row, sparks)
 
 
-def _goodput(own: tuple[tuple[str, str], ...], by: str = "") -> Ratio:
-    return Ratio(
-        part=Rate(name="quire_slo_requests_total", labels=(*own, ("verdict", "good")), by=by),
-        whole=Rate(name="quire_slo_requests_total", labels=own, by=by),
+def _goodput_by_class(view: View, labels: Mapping[str, str]) -> tuple[tuple[str, str, str], ...]:
+    """A figure per class, when there are several that requests of the last minute were of."""
+    found = latest(goodput((), "slo"), view, labels)
+    if len(found) < 2:
+        return ()
+    return tuple(
+        (f"Goodput {name}", words.percent(value), "Of this class, in the last minute.")
+        for name, value in sorted(found.items())
     )
 
 
@@ -108,39 +177,75 @@ def _charts() -> None:
     watcher = monitor()
     if watcher.error and watcher.seconds_since_success is None:
         return
+    _say_events()
     slo_class = _slo_class()
     own = (("slo", slo_class),) if slo_class else ()
-    seen = _snapshot() if not watcher.error else None
-    targets = seen.slo_targets(slo_class or "default") if seen else {}
-    left, right = st.columns(2)
-    with left:
-        chart("Goodput", "share of requests", [Line(query=_goodput(own, "slo"), by="slo")], key="goodput",
-              rules={"99%": 0.99}, axis=SHARES, top=1.0, say=words.percent)  # fmt: skip
-        _latency("Time to first token", "quire_time_to_first_token_seconds", targets.get("ttft"))
-        _latency("End-to-end latency", "quire_e2e_request_latency_seconds", targets.get("e2e"))
-        chart("KV cache", "share of blocks", [
-            Line(query=Gauge(name="quire_kv_cache_usage_ratio", how="max"), name="used"),
-        ], key="kv", axis=SHARES, top=1.0, say=words.percent)  # fmt: skip
+    labels = selection().labels
+    targets = slo_targets(watcher.view(), labels).get(slo_class or DEFAULT_CLASS, {})
+    objectives = latest(Gauge(name="quire_slo_objective", labels=own, by="slo", how="max"), watcher.view(), labels)
     missed = (*own, ("verdict", "miss"))
-    with right:
-        chart("Misses by first cause", "requests per second", [
+    _pair(
+        lambda: chart("Goodput", "share of requests", [Line(query=goodput(own, "slo"), by="slo")], key="goodput",
+                      rules={f"{100 * one:g}%": one for one in sorted(set(objectives.values()))}, axis=SHARES,
+                      top=1.0, say=words.percent),
+        lambda: chart("Misses by first cause", "requests per second", [
             Line(query=Rate(name="quire_slo_requests_total", labels=missed, by="cause"), by="cause", hides_zero=True),
-        ], key="misses", say=words.per_second)  # fmt: skip
-        _latency("Time per output token", "quire_time_per_output_token_seconds", targets.get("tpot"))
-        chart("Tokens", "tokens per second", [
-            Line(query=Rate(name="quire_generation_tokens_total"), name="generated"),
-            Line(query=Rate(name="quire_prompt_tokens_total"), name="prompt"),
-        ], key="tokens", say=words.per_second)  # fmt: skip
-        chart("Requests and preemptions", "requests", [
-            Line(query=Gauge(name="quire_requests_running"), name="running"),
-            Line(query=Gauge(name="quire_requests_waiting"), name="waiting"),
+        ], key="misses", say=words.per_second),
+    )  # fmt: skip
+    _pair(
+        lambda: _latency("Time to first token", "quire_time_to_first_token_seconds", targets.get("ttft")),
+        lambda: chart("Its parts, p95" + (", all classes" if own else ""), "seconds", [
+            Line(query=QUEUE, name="queue"), Line(query=PREFILL, name="prefill"),
+        ], key="ttft_parts", axis=SECONDS, say=words.seconds),
+    )  # fmt: skip
+    _pair(
+        lambda: _latency("Time per output token", "quire_time_per_output_token_seconds", targets.get("tpot")),
+        lambda: _latency("End-to-end latency", "quire_e2e_request_latency_seconds", targets.get("e2e")),
+    )
+    _pair(
+        lambda: chart("Requests by outcome", "requests per second", [
+            Line(query=Rate(name="quire_requests_total", by="outcome"), by="outcome", hides_zero=True),
+        ], key="outcomes", say=words.per_second),
+        lambda: chart("Tokens", "tokens per second", [
+            Line(query=TOKENS, name="generated"), Line(query=Rate(name="quire_prompt_tokens_total"), name="prompt"),
+        ], key="tokens", say=words.per_second),
+    )  # fmt: skip
+    _pair(
+        lambda: chart("KV cache", "share of blocks", [Line(query=USAGE, name="used")], key="kv", axis=SHARES, top=1.0,
+                      say=words.percent),
+        lambda: chart("Requests and preemptions", "requests", [
+            Line(query=RUNNING, name="running"), Line(query=WAITING, name="waiting"),
             Line(query=Rate(name="quire_preemptions_total"), name="preemptions per s"),
-        ], key="requests", say=lambda value: f"{value:.3g}")  # fmt: skip
+        ], key="requests", say=_figure),
+    )  # fmt: skip
+
+
+def _pair(left: Callable[[], None], right: Callable[[], None]) -> None:
+    """Two charts side by side; on a phone, which has one column, one below the other."""
+    columns = st.columns(2)
+    for column, draw_chart in zip(columns, (left, right), strict=True):
+        with column:
+            draw_chart()
+
+
+def _figure(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _say_events() -> None:
+    """What the vertical lines in all charts are."""
+    found = list(events())
+    if not found:
+        return
+    said = " · ".join(
+        f"{datetime.fromtimestamp(event.time, timezone.utc):%H:%M:%S} {event.what}" for event in found[-_MOST_EVENTS:]
+    )
+    more = f", {len(found) - _MOST_EVENTS} before" if len(found) > _MOST_EVENTS else ""
+    st.caption(f"Dashed lines, UTC: {said}{more}")
 
 
 def _latency(title: str, name: str, target: float | None) -> None:
-    lines = [Line(query=Quantile(name=name, q=q), name=label) for label, q in _QUANTILES]
+    own = (("slo", _slo_class()),) if _slo_class() else ()
+    lines = [Line(query=Quantile(name=name, q=q, labels=own), name=label) for label, q in _QUANTILES]
     rules = {f"SLO {words.seconds(target)}": target} if target is not None else None
-    if _slo_class():  # the server's histograms are of all requests
-        title += ", all classes"
     chart(title, "seconds", lines, key=name, rules=rules, say=words.seconds, axis=SECONDS)

@@ -94,6 +94,7 @@ class RequestState:
             own.grammar_seconds, own.prefill_chunks = output.grammar_seconds, output.prefill_chunks
             if self.parent is None or self.parent.take_first_token():
                 stats.time_to_first_token_seconds.append(own.time_to_first_token_seconds)
+                stats.first_token_slo_classes.append(self.request.slo_class)
                 stats.num_prompt_tokens += own.num_prompt_tokens
                 stats.num_cached_tokens += own.num_cached_tokens
         else:

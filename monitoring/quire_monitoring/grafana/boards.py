@@ -17,18 +17,25 @@ TOKENS = "count:tok/s"
 ENGINE_NAME = "{{instance}} {{model}} {{engine}}"
 
 
+_BY_CLASS = {
+    "quire_time_to_first_token_seconds", "quire_time_per_output_token_seconds", "quire_e2e_request_latency_seconds",
+}  # fmt: skip
+"""Those that say which class of objectives a request was of."""
+
+
 def _rate(metric: str, by: str, selector: str = SERVER) -> str:
     return f"sum by ({by}) (rate({metric}{{{selector}}}{RATE}))"
 
 
-def _quantiles(metric: str) -> tuple[tuple[str, str], ...]:
-    buckets = f"sum by (model, le) (rate({metric}_bucket{{{SERVER}}}{RATE}))"
+def _quantiles(metric: str, selector: str = SERVER) -> tuple[tuple[str, str], ...]:
+    buckets = f"sum by (model, le) (rate({metric}_bucket{{{selector}}}{RATE}))"
     return tuple((f"histogram_quantile({q}, {buckets})", f"{{{{model}}}} {name}") for q, name in
                  ((0.5, "p50"), (0.95, "p95"), (0.99, "p99")))  # fmt: skip
 
 
 def _latency(title: str, metric: str, description: str) -> Panel:
-    return Panel(title=title, queries=_quantiles(metric), description=description, unit="s")
+    selector = SLO if metric in _BY_CLASS else SERVER
+    return Panel(title=title, queries=_quantiles(metric, selector), description=description, unit="s")
 
 
 OVERVIEW = Dashboard(

@@ -84,6 +84,15 @@ def test_what_hurts_nobody_is_no_finding(changes: dict[str, object]) -> None:
     assert causes(replace(FINE, **changes)) == []  # type: ignore[arg-type]
 
 
+def test_each_class_is_judged_by_its_own_objective() -> None:
+    modest = replace(FINE, goodput={"batch": 0.93, "default": 0.995}, objectives={"batch": 0.9, "default": 0.99})
+    assert assess(modest).level is Level.OK
+    strict = replace(modest, objectives={"batch": 0.9, "default": 0.999})
+    assert assess(strict).level is Level.WARNING
+    assert "only 100% of" not in assess(strict).headline
+    assert "of class default" in assess(strict).headline
+
+
 @pytest.mark.parametrize(("good", "level"), [(0.995, Level.OK), (0.95, Level.WARNING), (0.5, Level.CRITICAL)])
 def test_the_level_follows_the_worst_class(good: float, level: Level) -> None:
     assert assess(replace(FINE, goodput={"default": 1.0, "batch": good})).level is level

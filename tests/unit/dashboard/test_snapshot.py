@@ -10,6 +10,7 @@ import pytest
 from quire_dashboard.block_map import MOST_CELLS, blocks_by_state, draw, lay_out
 from quire_dashboard.charts import line_spec, points_table, timeline_table
 from quire_dashboard.chat import FORMATS, STOPS, chat_prompt
+from quire_dashboard.events import ENGINE_RESTARTED, Event
 from quire_dashboard.history import Point
 from quire_dashboard.snapshot_answer import Blocks, RequestState, Segment, Snapshot
 from quire_dashboard.words import per_second, percent, seconds
@@ -28,8 +29,6 @@ def request(*events: tuple[str, float], age: float = 10.0) -> RequestState:
 def test_a_snapshot_is_read() -> None:
     seen = snapshot()
     assert (seen.model, seen.engine.ranks[0].step_seconds_p50, seen.requests[0].label) == ("tinypy", 0.021, "report")
-    assert seen.slo_targets("default") == {"ttft": 0.5, "tpot": 0.05, "e2e": 10.0}
-    assert seen.slo_targets("unknown") == {}
 
 
 def test_one_of_another_version_is_read_too() -> None:
@@ -128,10 +127,17 @@ def test_an_empty_cache_can_be_drawn() -> None:
 def test_a_charts_specification_holds_no_data() -> None:
     assert line_spec("seconds", rules={"SLO": 0.5}) == line_spec("seconds", rules={"SLO": 0.5})
     assert '"values"' not in json.dumps(line_spec("seconds", rules={"SLO": 0.5}))
-    drawn = points_table([Point(1.5, "a", 1.0), Point(2.0, "a", math.nan)], (0.5, 3.0)).to_pylist()
+    drawn = points_table([Point(1.5, "a", 1.0), Point(2.0, "a", math.nan)], (0.5, 3.0), [Event(1.0, ENGINE_RESTARTED)])
+    drawn = drawn.to_pylist()
     assert drawn == [
-        {"time": datetime.fromtimestamp(time, timezone.utc), "series": series, "value": value}
-        for time, series, value in ((1.5, "a", 1.0), (2.0, "a", None), (0.5, None, None), (3.0, None, None))
+        {"time": datetime.fromtimestamp(time, timezone.utc), "series": series, "value": value, "event": event}
+        for time, series, value, event in (
+            (1.5, "a", 1.0, None),
+            (2.0, "a", None, None),
+            (0.5, None, None, None),
+            (3.0, None, None, None),
+            (1.0, None, None, "engine restarted"),
+        )
     ]
 
 

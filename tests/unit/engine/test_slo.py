@@ -100,3 +100,19 @@ def test_first_cause_is_the_target_whose_time_was_up_first() -> None:
 
 def test_without_targets_whatever_finishes_is_good() -> None:
     assert verdict_on(SLOTargets(), 1e6, 1e6, 1e9) == SLOVerdict(good=True)
+
+
+@pytest.mark.parametrize("objective", [0, 1, -0.5, 99, True, "0.99", float("nan")])
+def test_an_objective_is_a_share(objective: object) -> None:
+    with pytest.raises(ValueError, match=r"objective is .*; it must be a share between 0 and 1"):
+        parse_classes({"batch": {"objective": objective}})
+
+
+def test_a_requests_own_targets_leave_the_rest_of_its_class() -> None:
+    classes = parse_classes({"batch": {"e2e_ms": 5, "objective": 0.9, "on_overload": "best_effort"}})
+    _, targets = resolve(classes, RequestSLO(slo_class="batch", ttft_ms=20))
+    assert (targets.objective, targets.on_overload, targets.seconds()) == (
+        0.9,
+        "best_effort",
+        {"ttft": 0.02, "e2e": 0.005},
+    )

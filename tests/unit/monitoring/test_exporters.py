@@ -10,6 +10,7 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import AGGREGATION_TEMPORALITY_C
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from quire_engine.sampling_params import SamplingParams
+from quire_engine.slo import NO_TARGETS, SLOTargets
 from quire_engine.stats import (
     DraftStats,
     ExpertLoadStats,
@@ -27,7 +28,7 @@ from quire_monitoring.prometheus import PrometheusStatLogger
 from support.otlp import Collector, collect, samples_of
 
 LABELS = {"model": "m", "version": "1", "engine": "0"}
-SLO_CLASSES = ("default", "batch")
+SLO_CLASSES = {"default": SLOTargets(ttft_ms=500, e2e_ms=9000, objective=0.95), "batch": NO_TARGETS}
 WORKERS = [True, False]
 MAX_DRAFTS = 5
 EXPERTS = (3, 4)
@@ -112,6 +113,7 @@ def random_history(rng: random.Random, num_steps: int) -> list[tuple[SchedulerSt
     busy_seconds, drafts = [0.0] * len(WORKERS), DraftStats()
     expert_tokens = [[0] * EXPERTS[1] for _ in range(EXPERTS[0])]
     for _ in range(num_steps):
+        first_tokens = [rng.expovariate(1) for _ in range(rng.randrange(2))]
         if rng.random() < 0.02:
             totals.clear()
             busy_seconds, drafts = [0.0] * len(WORKERS), DraftStats()
@@ -136,7 +138,8 @@ def random_history(rng: random.Random, num_steps: int) -> list[tuple[SchedulerSt
         iteration = IterationStats(
             num_prompt_tokens=rng.randrange(9), num_cached_tokens=rng.randrange(5),
             num_generation_tokens=rng.randrange(9),
-            time_to_first_token_seconds=[rng.expovariate(1) for _ in range(rng.randrange(2))],
+            time_to_first_token_seconds=first_tokens,
+            first_token_slo_classes=[rng.choice([*SLO_CLASSES, "novel"]) for _ in first_tokens],
             inter_token_seconds=[rng.expovariate(30) for _ in range(rng.randrange(9))],
             finished_requests=[random_request(rng) for _ in range(rng.randrange(3))],
             num_engine_restarts=rng.randrange(2), num_requests_replayed=rng.randrange(3),
@@ -186,7 +189,7 @@ def test_both_exporters_agree(seed: int, aliases: bool) -> None:
         for stat_logger in (triton, prometheus):
             stat_logger.record(*step)
             if len(step[1].finished_requests) == 2:
-                stat_logger.record_rejection(*SLO_CLASSES[: len(step[1].inter_token_seconds) % 2])
+                stat_logger.record_rejection(*["default"][: len(step[1].inter_token_seconds) % 2])
         if rng.random() < 0.1:
             triton._flush()
         if rng.random() < 0.05:

@@ -174,7 +174,8 @@ def test_counters_add_up(server: Any, stat_logger: Any) -> None:
 def test_finished_requests_are_counted_and_timed(server: Any, stat_logger: Any) -> None:
     done = FinishedRequestStats("length", num_output_tokens=5, e2e_seconds=2.0, queue_seconds=0.5, decode_seconds=1.0)
     short = FinishedRequestStats("abort", num_output_tokens=0, e2e_seconds=0.25)
-    stat_logger.record(None, IterationStats(time_to_first_token_seconds=[0.125], finished_requests=[done, short]))
+    first_token = {"time_to_first_token_seconds": [0.125], "first_token_slo_classes": ["default"]}
+    stat_logger.record(None, IterationStats(finished_requests=[done, short], **first_token))
     stat_logger.record_rejection()
     server.wait_for(("quire_requests_total", "length"), 1)
     server.wait_for(("quire_requests_total", "abort"), 1)
@@ -245,7 +246,10 @@ def test_gauges_of_an_engine_that_is_gone_are_zero(server: Any) -> None:
     server.wait_for(("quire_kv_cache_usage_ratio",), 0.5)
     healthy.clear()
     gauges = [definition for definition in (*METRICS, *ALIASES) if definition.kind is MetricKind.GAUGE]
-    others = ("quire_goodput_ratio", "quire_server_start_time_seconds", "vllm:lora_requests_info")  # not the engine's
+    # Not the engine's:
+    others = (
+        "quire_goodput_ratio", "quire_server_start_time_seconds", "quire_slo_objective", "vllm:lora_requests_info",
+    )  # fmt: skip
     gauges = [definition for definition in gauges if definition.name not in others]
     for key in [(definition.name, *labels.values()) for definition in gauges for labels in definition.label_sets()]:
         server.wait_for(key, 0)

@@ -1,0 +1,186 @@
+"""`python -m quire_dashboard.top`: the overview in the terminal, from /metrics alone.
+
+What it says is what the dashboard's overview says; it only knows the time since it was started.
+"""
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+
+from quire_load.scrape import Key, ScrapeError, fetch, parse
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from quire_dashboard import words
+from quire_dashboard.evidence import gather
+from quire_dashboard.figures import (
+    BETWEEN,
+    ENDED,
+    FAILED,
+    PREFILL,
+    QUEUE,
+    RESTARTS,
+    RUNNING,
+    TOKENS,
+    TTFT,
+    USAGE,
+    WAITING,
+    goodput,
+)
+from quire_dashboard.health import Level, assess
+from quire_dashboard.history import Ring, View
+from quire_dashboard.queries import Query, latest
+from quire_dashboard.settings import Settings
+
+__all__ = ["Top", "main"]
+
+HISTORY_S = 700.0
+"""Somewhat more than the longest window that the verdict looks back over."""
+_STYLES = {Level.OK: "bold green", Level.WARNING: "bold yellow", Level.CRITICAL: "bold red"}
+_MOST_CLASSES = 8
+
+
+class Top:
+    """Readings of one server, and what they say.
+
+    Args:
+        metrics: HOST:PORT of its /metrics.
+        interval_s: between two readings.
+        read: fetches /metrics; raises ScrapeError.
+    """
+
+    def __init__(self, metrics: str, interval_s: float, read: Callable[[str], str] = fetch) -> None:
+        self._metrics = metrics
+        self._read = read
+        self._ring = Ring(math.ceil(HISTORY_S / interval_s))
+        self._keys: dict[str, Key] = {}
+        self._last_success: float | None = None
+        self._standing: dict[str, list[str]] = {}
+        self.error = ""
+        """Why the last reading failed; empty when it did not."""
+
+    def read(self, now: float) -> None:
+        """Take one reading, at a time in seconds since the epoch."""
+        try:
+            self._ring.append(parse(self._read(self._metrics), now, self._keys))
+        except ScrapeError as error:
+            self.error = str(error)
+            return
+        self.error, self._last_success = "", now
+
+    def render(self, now: float) -> Text:
+        """What is known."""
+        moment = datetime.fromtimestamp(now, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+        text = Text(f"quire top   {self._metrics}   {moment}\n", style="dim")
+        if self.error:
+            text.append(f"\nThe server does not answer. {self.error}\n", style=_STYLES[Level.CRITICAL])
+            age = None if self._last_success is None else now - self._last_success
+            text.append("Trying again." if age is None else f"Trying again; what follows is {words.seconds(age)} old.")
+            text.append("\n")
+        if self._last_success is None:
+            return text
+        view = self._ring.view()
+        models = _models(view)
+        if not models:
+            text.append("\nThe server runs, but serves no model of Quire.\n", style=_STYLES[Level.WARNING])
+        for model in models:
+            self._add_model(text, view, model)
+        return text
+
+    def _add_model(self, text: Text, view: View, model: str) -> None:
+        labels = {"model": model}
+        evidence = gather(view, labels, None)
+        health = assess(evidence, self._standing.get(model, ()))
+        self._standing[model] = [finding.cause for finding in health.findings]
+
+        def now(query: Query) -> float | None:
+            return latest(query, view, labels).get("")
+
+        text.append(f"\n{words.printable(model, 60)}  ", style="bold")
+        text.append(f"{health.headline}\n", style=_STYLES[health.level])
+        for finding in health.findings:
+            text.append(f"  - {finding.title}. {finding.detail}\n")
+        good = "no SLO" if evidence.has_slo is False else words.percent(now(goodput(())))
+        rows = (
+            (("goodput", good), ("requests", words.per_second(now(ENDED))), ("failed", words.percent(now(FAILED))),
+             ("tokens", words.per_second(now(TOKENS)))),
+            (("TTFT p95", words.seconds_or_dash(now(TTFT))), ("queue p95", words.seconds_or_dash(now(QUEUE))),
+             ("prefill p95", words.seconds_or_dash(now(PREFILL))),
+             ("between tokens p95", words.seconds_or_dash(now(BETWEEN)))),
+            (("running", words.count(now(RUNNING))), ("waiting", words.count(now(WAITING))),
+             ("KV cache", words.percent(now(USAGE))), ("preemptions/min", words.count(evidence.preemptions)),
+             ("restarts", words.count(now(RESTARTS)))),
+        )  # fmt: skip
+        for row in rows:
+            text.append("  " + "   ".join(f"{name} {value}" for name, value in row) + "\n")
+        classes = sorted(latest(goodput((), "slo"), view, labels).items())
+        if len(classes) > 1 and evidence.has_slo is not False:
+            shown = [f"{name} {words.percent(value)}" for name, value in classes[:_MOST_CLASSES]]
+            more = f", {len(classes) - _MOST_CLASSES} more" if len(classes) > _MOST_CLASSES else ""
+            text.append(f"  goodput by class: {', '.join(shown)}{more}\n")
+
+
+def _models(view: View) -> list[str]:
+    """Those in the last reading."""
+    found = {
+        labels.get("model", "")
+        for labels, column in view.columns("quire_engine_up", {})
+        if not math.isnan(view.at(column, len(view.rows) - 1))
+    }
+    return sorted(found)
+
+
+def main(arguments: Sequence[str] | None = None, sleep: Callable[[float], None] = time.sleep) -> int:
+    """Show it until Ctrl-C, or once.
+
+    Returns:
+        1 if with `--once` the server does not answer, 2 for a wrong usage, else 0.
+    """
+    parser = argparse.ArgumentParser(prog="quire top", description=__doc__)
+    parser.add_argument("--metrics", default=Settings.default("metrics"))
+    parser.add_argument("--interval", type=float, default=2.0)
+    parser.add_argument("--once", action="store_true")
+    given = parser.parse_args(arguments)
+    try:
+        Settings(metrics=given.metrics)
+    except ValueError as error:
+        print(f"quire: {error}", file=sys.stderr)
+        return 2
+    top = Top(given.metrics, given.interval)
+    try:
+        return _once(top, given.interval, sleep) if given.once else _follow(top, given.interval, sleep)
+    except (KeyboardInterrupt, BrokenPipeError):
+        return 0
+
+
+def _once(top: Top, interval_s: float, sleep: Callable[[float], None]) -> int:
+    """Rates need two readings."""
+    top.read(time.time())
+    if not top.error:
+        sleep(interval_s)
+        top.read(time.time())
+    print(top.render(time.time()).plain, end="")
+    return 1 if top.error else 0
+
+
+def _follow(top: Top, interval_s: float, sleep: Callable[[float], None]) -> int:
+    console = Console()
+    top.read(time.time())
+    if not console.is_terminal:
+        while True:
+            print(top.render(time.time()).plain, flush=True)
+            sleep(interval_s)
+            top.read(time.time())
+    with Live(top.render(time.time()), console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            sleep(interval_s)
+            top.read(time.time())
+            live.update(top.render(time.time()), refresh=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

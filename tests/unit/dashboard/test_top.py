@@ -1,0 +1,104 @@
+"""`quire top`: the overview in the terminal."""
+
+import re
+
+import pytest
+from quire_dashboard import top as top_module
+from quire_dashboard.top import Top, main
+from quire_load.scrape import ScrapeError
+from support.fake_triton import FakeTriton, State, fake_triton
+
+
+def top_of(state: State) -> Top:
+    return Top("h:8002", 2.0, read=lambda _: state.metrics_text())
+
+
+def test_it_says_what_the_overview_says() -> None:
+    state = State()
+    top = top_of(state)
+    top.read(1000.0)
+    state.finish(20)
+    state.finish(20, slo="batch", cause="ttft", ttft=3.0)
+    state.set("kv_cache_usage_ratio", 1.0)
+    state.add("preemptions_total", 9)
+    top.read(1010.0)
+    said = top.render(1010.0).plain
+    for part in (
+        "quire top   h:8002   1970-01-01 00:16:50 UTC",
+        "tinypy  Users are affected: only 0% of the requests of class batch meet their SLO. Likely cause: the KV cache",
+        "goodput 50.0%   requests 4/s   failed 0.0%   tokens 128/s",
+        "running 2   waiting 0   KV cache 100%   preemptions/min 9   restarts 0",
+        "goodput by class: batch 0.0%, default 100%",
+    ):
+        assert part in said
+    assert re.search(r"TTFT p95 \S+ s   queue p95 \S+ ms", said)
+
+
+def test_a_server_that_is_away_is_said_to_be_and_asked_again() -> None:
+    state, is_away = State(), True
+
+    def read(_: str) -> str:
+        if is_away:
+            raise ScrapeError("nothing listens there")
+        return state.metrics_text()
+
+    top = Top("h:8002", 2.0, read=read)
+    top.read(1000.0)
+    assert top.render(1000.0).plain.endswith("The server does not answer. nothing listens there\nTrying again.\n")
+    is_away = False
+    top.read(1002.0)
+    assert "Running" not in top.render(1002.0).plain
+    assert "running 2" in top.render(1002.0).plain
+    is_away = True
+    top.read(1064.0)
+    said = top.render(1064.0).plain
+    assert "Trying again; what follows is 1 min 2 s old." in said
+    assert "running 2" in said
+
+
+def test_a_server_without_models() -> None:
+    top = Top("h:8002", 2.0, read=lambda _: "nv_inference_count 1\n")
+    top.read(1000.0)
+    assert "serves no model of Quire" in top.render(1000.0).plain
+
+
+@pytest.fixture
+def fake() -> FakeTriton:
+    with fake_triton() as running:
+        yield running
+
+
+def test_once_prints_plain_text_and_ends(fake: FakeTriton, capsys: pytest.CaptureFixture[str]) -> None:
+    slept: list[float] = []
+    assert main(["--metrics", fake.metrics, "--once", "--interval", "7"], sleep=slept.append) == 0
+    assert slept == [7.0]
+    said = capsys.readouterr().out
+    assert "tinypy  The server is up; no request has ended in the last minute." in said
+    assert "\x1b" not in said
+    fake.stop()
+    assert main(["--metrics", fake.metrics, "--once"], sleep=slept.append) == 1
+    assert "connection refused" in capsys.readouterr().out
+
+
+def test_it_follows_until_it_is_interrupted(
+    fake: FakeTriton, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for is_terminal in (False, True):
+        monkeypatch.setattr(top_module.Console, "is_terminal", is_terminal)
+        num_slept = 0
+
+        def sleep(_: float) -> None:
+            nonlocal num_slept
+            num_slept += 1
+            if num_slept == 3:
+                raise KeyboardInterrupt
+
+        assert main(["--metrics", fake.metrics], sleep=sleep) == 0
+        said = capsys.readouterr().out
+        assert said.count("quire top") >= (1 if is_terminal else 3)
+        assert ("\x1b[?1049h" in said, "\x1b[?1049l" in said) == (is_terminal, is_terminal), "the screen is given back"
+
+
+def test_a_wrong_address_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--metrics", "nowhere"]) == 2
+    assert "metrics is 'nowhere'" in capsys.readouterr().err
