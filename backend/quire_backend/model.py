@@ -13,7 +13,7 @@ from quire_engine.errors import EngineError
 from quire_engine.models.served import read_checkpoint
 from quire_engine.stats import FinishedRequestStats, StatLogger
 from quire_engine.system.process_state import started_at
-from quire_monitoring import MetricDefinition, TritonStatLogger
+from quire_monitoring import ByEngine, MetricDefinition, ReplicaStatLoggers, TritonStatLogger
 from quire_monitoring.ended_requests import EndedRequestLog
 from quire_monitoring.triton import MetricFamily
 
@@ -133,32 +133,41 @@ class TritonPythonModel:
             int(args["model_instance_device_id"]),
         )
         os.environ.pop(TOKEN_VARIABLE, None)  # the engine's processes inherit the environment, and do not need it
-        self._number = EngineNumber(args["model_name"], args["model_version"])
+        replicas = range(config.parallel.data_parallel_size)
+        self._numbers = [EngineNumber(args["model_name"], args["model_version"]) for _ in replicas]
         if config.scheduler.scheduling_policy == "priority":
             logger.warning(
                 "Triton's own request priority does not reach a Python backend, and has no effect: "
                 "clients say priority in sampling_parameters, or over HTTP as a parameter of generate"
             )
         pbtxt = json.loads(args["model_config"])
-        labels = {"model": args["model_name"], "version": args["model_version"], "engine": self._number.label}
-        self._metrics = TritonStatLogger(
-            family_maker(config, pbtxt),
-            labels,
-            slo_classes=config.frontend.slo,
-            num_ranks=config.parallel.world_size,
-            max_draft_tokens=config.scheduler.max_draft_tokens,
-            expert_shape=expert_shape(config),
-            expert_metrics=config.frontend.expert_metrics,
-            aliases=config.frontend.metric_aliases == "vllm",
-            server_start_time=started_at(os.getppid()),
-        )
-        self._otel = make_otel(config, labels, self._metrics)
+        labels = {"model": args["model_name"], "version": args["model_version"]}
+        all_labels = [{**labels, "engine": number.label} for number in self._numbers]
+        loggers = [
+            TritonStatLogger(
+                family_maker(config, pbtxt),
+                own_labels,
+                slo_classes=config.frontend.slo,
+                num_ranks=config.parallel.world_size,
+                max_draft_tokens=config.scheduler.max_draft_tokens,
+                expert_shape=expert_shape(config),
+                expert_metrics=config.frontend.expert_metrics,
+                aliases=config.frontend.metric_aliases == "vllm",
+                server_start_time=started_at(os.getppid()),
+            )
+            for own_labels in all_labels
+        ]
+        self._metrics = ReplicaStatLoggers(loggers)
+        otels = [make_otel(config, own_labels, own) for own_labels, own in zip(all_labels, loggers, strict=True)]
+        self._otels = [otel for otel in otels if otel is not None]
         frontend = config.frontend
         self._ended_requests = EndedRequestLog(
             frontend.ended_requests, frontend.slo, keep_text=frontend.ended_requests_text
         )
         stat_loggers: list[StatLogger] = [self._metrics, self._ended_requests]
-        engine = make_engine(config, stat_loggers if self._otel is None else [*stat_loggers, self._otel])
+        if self._otels:
+            stat_loggers.append(ByEngine(self._otels))
+        engine = make_engine(config, stat_loggers)
         status = StatusPage.of_run(
             model=labels["model"], version=labels["version"], instance=args["model_instance_name"],
             num_instances=model_config.num_instances(pbtxt),
@@ -181,9 +190,9 @@ class TritonPythonModel:
             if status is not None:
                 status.close()
             raise
-        self._metrics.start(is_up=lambda: engine.is_healthy, workers_up=engine.workers_up)
-        if self._otel is not None:
-            self._otel.start()
+        self._metrics.start(is_up=engine.is_engine_up, workers_up=engine.workers_up)
+        for otel in self._otels:
+            otel.start()
         logger.info("model %s is served by the Quire engine", args["model_name"])
 
     def execute(self, requests: Sequence[TritonRequest]) -> None:
@@ -194,8 +203,8 @@ class TritonPythonModel:
     def _record_rejection(self, request: FinishedRequestStats) -> None:
         self._metrics.record_rejection(None if request.slo_verdict is None else request.slo_class)
         self._ended_requests.add(request)
-        if self._otel is not None:
-            self._otel.record_rejection(request)
+        if self._otels:
+            self._otels[0].record_rejection(request)
 
     def is_ready(self) -> bool:
         """Whether the engine is up; newer servers call this."""
@@ -215,9 +224,9 @@ class TritonPythonModel:
 
     def _stop_exporters(self) -> None:
         are_gone = self._metrics.stop() if hasattr(self, "_metrics") else True
-        otel: OtelStatLogger | None = getattr(self, "_otel", None)
-        if otel is not None:
-            self._otel = None
-            otel.stop()
-        if hasattr(self, "_number") and are_gone:
-            self._number.release()  # the next engine makes the same series; or else the end of this process does it
+        otels: list[OtelStatLogger] = getattr(self, "_otels", [])
+        while otels:
+            otels.pop().stop()
+        if hasattr(self, "_numbers") and are_gone:  # the next engine makes the same series
+            for number in self._numbers:
+                number.release()  # or else the end of this process does it

@@ -60,13 +60,14 @@ def gather(
     usage = Gauge(name="quire_kv_cache_usage_ratio", how="max")
     waiting = over(Gauge(name="quire_requests_waiting", labels=(("reason", "capacity"),)), SUSTAINED_S)
     starts = Gauge(name="quire_server_start_time_seconds", how="max")
-    up = now(Gauge(name="quire_engine_up", how="min"))
+    up, all_up = (now(Gauge(name="quire_engine_up", how=how)) for how in ("max", "min"))
     workers = latest(Gauge(name="quire_worker_up", by="rank", how="min"), view, labels)
     engine = snapshot.engine if snapshot is not None else None
     return Evidence(
         server_error=server_error,
         has_model=up is not None,
         engine_up=None if up is None else up >= 1,
+        one_down=all_up is not None and all_up < 1,
         server_restarts=_changes(over(starts, SERVER_RESTART_WINDOW_S)),
         recent_server_restarts=_changes(over(starts, WINDOW_S)),
         recent_restarts=grown("quire_engine_restarts_total").get("", 0.0),
@@ -91,7 +92,7 @@ def gather(
         prefill_p95=p95("quire_request_prefill_time_seconds"),
         mean_prompt_tokens=prompt_tokens / prompts if prompts else None,
         # While the engine is down, its ranks are down, too.
-        workers_down=tuple(sorted(rank for rank, value in workers.items() if value < 1)) if up and up >= 1 else (),
+        workers_down=tuple(sorted(rank for rank, value in workers.items() if value < 1)) if all_up else (),
         rank_seconds={
             str(rank.rank): rank.step_seconds_p50 for rank in engine.ranks if rank.step_seconds_p50 is not None
         } if engine else {},

@@ -59,7 +59,9 @@ class Evidence:
     """Why /metrics could not be read; empty if it could."""
     has_model: bool = True
     engine_up: bool | None = None
-    """False when any of the model's engines is down."""
+    """False when all of the model's engines are down."""
+    one_down: bool = False
+    """Whether any of them is."""
     server_restarts: float = 0.0
     """Of the server itself, in ten minutes."""
     recent_server_restarts: float = 0.0
@@ -195,6 +197,16 @@ def _engine_down(evidence: Evidence, standing: Collection[str]) -> Finding | Non
     return Finding(
         level=Level.CRITICAL, cause="engine_down", title="The engine is down",
         detail="It is started again by itself, and live requests go on then. If it stays down, its log says why.",
+    )  # fmt: skip
+
+
+def _one_down(evidence: Evidence, standing: Collection[str]) -> Finding | None:
+    if not (evidence.one_down and evidence.engine_up):
+        return None
+    return Finding(
+        level=Level.WARNING, cause="one_down", title="One of the model's engines is down",
+        detail="The others serve. It is started again by itself; if it is a replica (data_parallel_size), its live "
+        "requests have gone on on the others. If it stays down, its log says why.",
     )  # fmt: skip
 
 
@@ -351,6 +363,6 @@ def _no_slo(evidence: Evidence, standing: Collection[str]) -> Finding | None:
 
 
 _LOOKS: tuple[Callable[[Evidence, Collection[str]], Finding | None], ...] = (
-    _server_restarts, _engine_down, _worker_down, _crash_loop, _kv_cache_full, _slow_rank, _queue, _long_prompts,
-    _rejections, _errors, _scheduling, _grammar, _no_slo,
+    _server_restarts, _engine_down, _one_down, _worker_down, _crash_loop, _kv_cache_full, _slow_rank, _queue,
+    _long_prompts, _rejections, _errors, _scheduling, _grammar, _no_slo,
 )  # fmt: skip

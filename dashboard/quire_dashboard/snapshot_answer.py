@@ -105,6 +105,8 @@ class EngineState:
     ranks: Sequence[RankState] = ()
     queues: Mapping[str, int] = field(default_factory=dict)
     """Messages that wait: `to_engine`, `responses`."""
+    engines: Sequence[Mapping[str, Any]] = ()
+    """Each replica by itself, if there are several: then all else is of all together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""AsyncLLM: the engine for serving. The engine core runs in a process of its own; this one talks to the clients."""
+"""AsyncLLM: the engine for serving. Each engine core runs in processes of its own; this one talks to the clients."""
 
 import asyncio
 import contextlib
@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.config import EngineConfig
+from quire_engine.core.data_parallel_client import make_engine_client
 from quire_engine.core.supervised_client import SupervisedClient
 from quire_engine.errors import DeadlineExceededError, EngineDeadError, EngineUnavailableError, RequestError
 from quire_engine.frontend.beam_search import BeamSearch, BeamSearchParams, next_logprobs
 from quire_engine.frontend.input_processor import InputProcessor, ProcessedRequest, Prompt
-from quire_engine.frontend.introspection import combine_blocks, combine_requests
+from quire_engine.frontend.introspection import combine_blocks, combine_cores, combine_engines, combine_requests
 from quire_engine.frontend.output_processor import OutputProcessor
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.messages import (
@@ -34,6 +35,7 @@ from quire_engine.sampling_params import RequestOutputKind, SamplingParams
 from quire_engine.slo import RequestSLO
 from quire_engine.snapshot import (
     BlocksSnapshot,
+    EngineCoreSnapshot,
     EngineSnapshot,
     PrefixTreeSnapshot,
     QueueDepths,
@@ -75,7 +77,7 @@ class AsyncLLM:
         drafts = config.scheduler.draft_checkpoint
         model = config.model
         check_checkpoint(Path(model.model), tokenizer_path, model.load_format, drafts, model.model_impl)
-        self._client = SupervisedClient(config, self._on_restart)
+        self._client = make_engine_client(config, self._on_recovery)
         try:
             tokenizer = load_tokenizer(tokenizer_path)  # while the engine core loads the weights
             ready = self._client.wait_until_ready()
@@ -89,8 +91,12 @@ class AsyncLLM:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the engine core is alive, and not being started again."""
+        """Whether an engine core is alive, and not being started again."""
         return self.dead_error is None and self._client.is_alive
+
+    def is_engine_up(self, engine_index: int = 0) -> bool:
+        """The same of one of `data_parallel_size` engines."""
+        return self.dead_error is None and self._client.replicas[engine_index].is_alive
 
     @property
     def outage(self) -> str | None:
@@ -99,19 +105,24 @@ class AsyncLLM:
 
     @property
     def engine_pid(self) -> int:
-        """Process id of the present engine core."""
-        return self._client.pid
+        """Process id of the present engine core, with several of the first."""
+        return self.engine_pids[0]
+
+    @property
+    def engine_pids(self) -> list[int]:
+        """Process ids of the present engine cores."""
+        return [replica.pid for replica in self._client.replicas]
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids of its workers; empty if the engine core itself is the only one."""
-        return self._client.worker_pids
+        """Process ids of their workers; empty if the engine cores themselves are the only ones."""
+        return [pid for replica in self._client.replicas for pid in replica.worker_pids]
 
-    def workers_up(self) -> list[bool]:
-        """By rank, whether its process runs; the engine core's, for ranks that have none of their own here."""
-        pids = self.worker_pids
-        if not pids or not self.is_healthy:
-            return [self.is_healthy] * self.config.parallel.world_size
+    def workers_up(self, engine_index: int = 0) -> list[bool]:
+        """By rank of an engine, whether its process runs; the engine core's, for ranks that have none of their own."""
+        pids, is_up = self._client.replicas[engine_index].worker_pids, self.is_engine_up(engine_index)
+        if not pids or not is_up:
+            return [is_up] * self.config.parallel.world_size
         return [is_running(pid) for pid in pids]
 
     async def start(self) -> None:
@@ -204,12 +215,16 @@ class AsyncLLM:
             request_id: the caller's.
             by: who wants it to end, for its statistics.
         """
+        engine_index = 0
         if self.dead_error is None:
             now = time.monotonic()
             for core_request_id in self._output_processor.core_request_ids(request_id):
+                engine_index = self._client.engine_index(core_request_id)
                 if self._client.abort_request(core_request_id):
                     self._aborted_at[core_request_id] = now
-        self._record(None, self._output_processor.finish(request_id, FinishReason.ABORT, aborted_by=by))
+        stats = self._output_processor.finish(request_id, FinishReason.ABORT, aborted_by=by)
+        stats.engine_index = engine_index
+        self._record(None, stats)
 
     async def chat(
         self,
@@ -320,28 +335,39 @@ class AsyncLLM:
             labels: callers' names for their requests, by request id.
         """
         await self.start()
-        client, answered = self._client, None
-        queues = QueueDepths(to_engine=client.num_messages_waiting)
-        if self.dead_error is None:
-            with contextlib.suppress(asyncio.TimeoutError):  # the snapshot says that it did not answer
-                answered = await client.snapshot()
-        is_up, scheduler, ready = self.is_healthy, self.config.scheduler, client.ready
+        client, ready = self._client, self._client.ready
+        asked = [self._ask(index, replica) for index, replica in enumerate(client.replicas)]
+        engines, answers = zip(*await asyncio.gather(*asked), strict=True)
+        engine = combine_engines(engines)
+        answered = combine_cores(answers, [replica.ready.num_blocks for replica in client.replicas])
         live = self._output_processor.live_requests(ready.max_model_len)
-        engine = EngineSnapshot(
-            is_up, client.pid, client.num_restarts, scheduler.max_num_seqs, scheduler.max_num_batched_tokens,
-            ranks=[RankSnapshot(rank, pid, is_up) for rank, pid in enumerate(client.worker_pids or [client.pid])],
-            queues=queues,
-        )  # fmt: skip
         now = time.monotonic()
         core_requests = [] if answered is None else answered.requests
         requests = combine_requests(core_requests, live, labels or {}, client.is_held, now)
+        for request in requests:
+            request.engine = client.engine_index(request.id)
         blocks, prefix_tree = BlocksSnapshot(ready.block_size, ready.num_blocks), PrefixTreeSnapshot()
+        if answered is not None:
+            blocks, prefix_tree = combine_blocks(answered, requests)
+        return Snapshot(time.time(), self.config.settings(), engine, requests, len(live), blocks, prefix_tree)
+
+    async def _ask(self, index: int, replica: SupervisedClient) -> tuple[EngineSnapshot, EngineCoreSnapshot | None]:
+        """One engine, and what its core has to say, if it answers."""
+        queues, answered = QueueDepths(to_engine=replica.num_messages_waiting), None
+        if self.dead_error is None:
+            with contextlib.suppress(asyncio.TimeoutError):  # the snapshot says that it did not answer
+                answered = await replica.snapshot()
+        is_up, scheduler = self.is_engine_up(index), self.config.scheduler
+        engine = EngineSnapshot(
+            is_up, replica.pid, replica.num_restarts, scheduler.max_num_seqs, scheduler.max_num_batched_tokens,
+            ranks=[RankSnapshot(rank, pid, is_up) for rank, pid in enumerate(replica.worker_pids or [replica.pid])],
+            queues=queues,
+        )  # fmt: skip
         if answered is not None:
             engine.answered, engine.ranks = True, answered.ranks
             engine.step, engine.batches_in_flight = answered.step, answered.batches_in_flight
             engine.step_seconds, engine.last_step = answered.step_seconds, answered.last_step
-            blocks, prefix_tree = combine_blocks(answered, requests)
-        return Snapshot(time.time(), self.config.settings(), engine, requests, len(live), blocks, prefix_tree)
+        return engine, answered
 
     def cancel(self, request_id: str) -> bool:
         """End a request by its id in a snapshot, as `abort` does. Returns whether there was one."""
@@ -372,7 +398,7 @@ class AsyncLLM:
             stats, to_abort = self._output_processor.process(outputs)
             for request_id in to_abort:
                 self._client.abort_request(request_id)
-            stats.step = outputs.step_stats
+            stats.step, stats.engine_index = outputs.step_stats, outputs.engine_index
             if outputs.freed_request_ids:
                 now = time.monotonic()
                 aborted_at = [self._aborted_at.pop(request_id, None) for request_id in outputs.freed_request_ids]
@@ -383,10 +409,11 @@ class AsyncLLM:
         for stat_logger in self._stat_loggers:
             stat_logger.record(scheduler_stats, iteration_stats)
 
-    def _on_restart(self, replayed_ids: Sequence[str]) -> None:
+    def _on_recovery(self, stats: IterationStats, replayed_ids: Sequence[str]) -> None:
         self._aborted_at.clear()  # by an engine core that does not answer
         self._output_processor.note_replay(replayed_ids)
-        self._record(None, IterationStats(num_engine_restarts=1, num_requests_replayed=len(replayed_ids)))
+        stats.num_requests_replayed = len(replayed_ids)
+        self._record(None, stats)
 
     def _on_output_task_done(self, task: "asyncio.Task[None]") -> None:
         """The task never ends by itself. If it does, no output would ever come: treat it as the engine's death."""

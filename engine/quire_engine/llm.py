@@ -38,6 +38,11 @@ class LLM:
 
     def __init__(self, model: str | Path, **settings: Any) -> None:
         config = EngineConfig.from_settings({"model": str(model), **settings})
+        if config.parallel.data_parallel_size > 1:
+            raise ValueError(
+                f"data_parallel_size is {config.parallel.data_parallel_size}; LLM runs one engine in its own process: "
+                "use AsyncLLM or the server for several"
+            )
         tokenizer = load_tokenizer(Path(config.model.tokenizer_path))
         self._core = InprocClient(config)
         self._inputs = InputProcessor(tokenizer, self._core.ready)

@@ -225,6 +225,11 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
     step_stats: StepStats | None = None
     freed_request_ids: list[str] = []
     """Requests that the frontend has aborted, and that hold nothing any more."""
+    cache_events: bytes = b""
+    """What has changed in the prefix cache since the last message, as in `CacheEvents`, for a frontend that routes by
+    it."""
+    engine_index: int = 0
+    """Which replica it comes from; the frontend fills it in."""
 
 
 class ProcessArguments(msgspec.Struct):

@@ -78,6 +78,8 @@ class RequestSnapshot(msgspec.Struct):
     slo_class: str = "default"
     slo_slack_seconds: float | None = None
     """Until the first of its targets is missed, below 0 once one is; None without targets."""
+    engine: int = 0
+    """Index of the engine that has it, of `data_parallel_size`."""
 
 
 class StepSeconds(msgspec.Struct):
@@ -145,7 +147,11 @@ class QueueDepths(msgspec.Struct):
 
 
 class EngineSnapshot(msgspec.Struct):
-    """The engine as a whole."""
+    """The engine as a whole; with `data_parallel_size` engines all of them together, or one in `engines`.
+
+    Together: numbers of requests, tokens, steps and restarts are sums, times are those of the slowest, and the ranks
+    are counted on. The blocks of the snapshot are those of all, one engine's after the other's.
+    """
 
     up: bool
     pid: int
@@ -160,6 +166,8 @@ class EngineSnapshot(msgspec.Struct):
     last_step: StepComposition = msgspec.field(default_factory=StepComposition)
     ranks: list[RankSnapshot] = []
     queues: QueueDepths = msgspec.field(default_factory=QueueDepths)
+    engines: "list[EngineSnapshot]" = []
+    """Each by itself, if there are several."""
 
 
 class BlocksSnapshot(msgspec.Struct):

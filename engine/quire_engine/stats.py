@@ -226,6 +226,8 @@ class IterationStats(msgspec.Struct):
     """The step that the message came from; None if it was not sent by a step."""
     cancel_to_free_seconds: list[float] = []
     """Seconds from each cancellation until the engine core confirmed that the blocks are free."""
+    engine_index: int = 0
+    """Which replica it is about."""
 
 
 class StatLogger(Protocol):

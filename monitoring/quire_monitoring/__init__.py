@@ -5,6 +5,16 @@ It knows the engine only by `quire_engine.stats`, and Triton Inference Server on
 """
 
 from quire_monitoring.definitions import METRICS, MetricDefinition, MetricKind, make_aliases, make_metrics
+from quire_monitoring.replicas import ByEngine, ReplicaStatLoggers
 from quire_monitoring.triton import TritonStatLogger
 
-__all__ = ["METRICS", "MetricDefinition", "MetricKind", "TritonStatLogger", "make_aliases", "make_metrics"]
+__all__ = [
+    "METRICS",
+    "ByEngine",
+    "MetricDefinition",
+    "MetricKind",
+    "ReplicaStatLoggers",
+    "TritonStatLogger",
+    "make_aliases",
+    "make_metrics",
+]

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from tritonclient.grpc import aio as grpc_aio
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 CHECKPOINT = ROOT / "model_repository" / "tinypy" / "1" / "model"
-MODELS: dict[str, dict[str, Any]] = {"alone": {}, "pair": {"tensor_parallel_size": 2}}
-"""The engine core with the worker in it, and with two worker processes."""
+MODELS: dict[str, dict[str, Any]] = {
+    "alone": {}, "pair": {"tensor_parallel_size": 2}, "replicas": {"data_parallel_size": 2},
+}  # fmt: skip
+"""The engine core with the worker in it, and with two worker processes; and two engine cores."""
 NUM_STREAMS = 32
 FIRST_KILL_TOKENS = 600
 NUM_OUTPUTS = ["text_output", "token_ids", "finish_reason"]
@@ -68,7 +71,10 @@ def processes(server: Server, model: str, module: str) -> list[int]:
     with_workers = {parent(pid) for pid in workers}
     if module == "worker":
         return sorted(workers)
-    return sorted(cores & with_workers if model == "pair" else cores - with_workers)
+    stubs = Counter(parent(pid) for pid in cores)
+    replicas = {pid for pid in cores if stubs[parent(pid)] > 1}
+    of_model = {"pair": with_workers, "replicas": replicas, "alone": cores - with_workers - replicas}
+    return sorted(cores & of_model[model])
 
 
 Strike = Callable[[Server, str], None]
@@ -128,7 +134,7 @@ class Load:
 
 @pytest.fixture(scope="module")
 def undisturbed(crash_server: Server) -> dict[str, list[Answer]]:
-    return {model: ask_all(crash_server, requests(model)) for model in MODELS}
+    return {model: ask_all(crash_server, requests(model)) for model in ("alone", "pair")}
 
 
 SCENARIOS: list[tuple[str, list[Strike]]] = [
@@ -171,6 +177,30 @@ def test_every_stream_ends_as_if_nothing_had_happened(
     wait_until(lambda: metric(crash_server, "quire_kv_blocks", model=model, state="used") == 0, "all blocks are free")
     assert len(processes(crash_server, "pair", "worker")) == 2, "no worker outlives its engine"
     print(f"{_name(scenario)}: paused for {', '.join(f'{seconds:.1f}' for seconds in load.pauses)} s")
+    record_property("pause_seconds", load.pauses)
+
+
+def test_the_streams_of_a_replica_go_on_on_the_other(
+    crash_server: Server, undisturbed: dict[str, list[Answer]], record_property: Callable[[str, object], None]
+) -> None:
+    """Each kill is of one that has requests; meanwhile the model is ready, and nobody waits for a start."""
+
+    def kill_one(server: Server, model: str) -> None:
+        os.kill(processes(server, model, "core")[0], signal.SIGKILL)
+
+    def up(engine: str) -> float:
+        return metric(crash_server, "quire_engine_up", model="replicas", engine=engine)
+
+    assert (up("0"), up("1")) == (1, 1)
+    load = Load(crash_server, "replicas", [kill_one])
+    answers = asyncio.run(with_client(crash_server, load.run))
+    for answer, expected in zip(answers, undisturbed["alone"], strict=True):
+        assert answer.error is None
+        assert answer.token_ids == expected.token_ids
+        assert answer.text == expected.text
+    wait_until(lambda: (up("0"), up("1")) == (1, 1), "both are up again")
+    replayed = [metric(crash_server, "quire_requests_replayed_total", model="replicas", engine=one) for one in "01"]
+    assert sorted(map(bool, replayed)) == [False, True], "those of one went on on the other"
     record_property("pause_seconds", load.pauses)
 
 

@@ -50,8 +50,13 @@ def _now() -> None:
     if snapshot is None:
         return
     engine, step = snapshot.engine, snapshot.engine.last_step
+    state, processes = "up" if engine.up else "down", [engine.pid]
+    if engine.engines:
+        num_up = sum(bool(one.get("up")) for one in engine.engines)
+        state = f"{num_up} of {len(engine.engines)} up"
+        processes = [int(one.get("pid", 0)) for one in engine.engines]
     shown = (
-        ("Engine", "up" if engine.up else "down", f"Process {engine.pid}"),
+        ("Engine", state, f"Process {', '.join(map(str, processes))}"),
         ("Steps", words.count(engine.step), "Since the engine was started."),
         ("Restarts", words.count(engine.restarts), "Since the server was started."),
         ("Batch", f"{step.get('num_requests', 0)} of {engine.max_num_seqs}", "In the last step, and max_num_seqs."),

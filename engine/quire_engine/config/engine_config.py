@@ -38,11 +38,15 @@ MAX_DRAFTED_ROWS = 512
 """Each row takes the memory of a vocabulary's logits. Long before this many, a step is bound by what it computes, and a
 draft costs as much as a token of another request."""
 SECRETS = ("introspection_token",)
+NO_SETTINGS = ("data_parallel_rank",)
+"""What an engine core is told, and no file may say."""
 MAX_ENDED_REQUESTS = 20_000
 """About a kilobyte each, and an answer to an operator holds them all."""
 MIN_TOKEN_CHARACTERS = 16
 DEVICES = ("auto", "cpu", "cuda")
 EXECUTOR_BACKENDS = ("uni", "mp", "ray")
+ROUTING_POLICIES = ("prefix", "least_loaded", "round_robin")
+MAX_REPLICAS = 64
 METRIC_ALIASES = ("vllm", "none")
 TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral", "openai")
 REASONING_PARSERS = ("deepseek_r1", "qwen3", "openai_gptoss")
@@ -209,12 +213,29 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """How many processes share the model, and where they compute."""
+    """How many processes share the model, and where they compute.
+
+    ::
+
+        replica (data_parallel_size)         0                       1
+        rank (world_size, of each)           0     1     2     3     0     1     2     3
+        GPU, by gpu_device_ids or as is      0     1     2     3     4     5     6     7
+    """
 
     device: str = "auto"
     """What all ranks compute on: `cpu`, `cuda` (a GPU each), or `auto`: a GPU where torch finds one, else the CPU."""
     gpu_device_ids: list[int] | None = None
-    """Which GPU each rank computes on, by rank, as CUDA counts those that it may see. Unset: 0, 1, …"""
+    """Which GPU each rank computes on, by rank, as CUDA counts those that it may see, replica by replica.
+    Unset: 0, 1, …"""
+    data_parallel_size: int = 1
+    """Replicas of the engine: each has the whole model, ranks, a KV cache and a share of the machine of its own, and
+    requests are divided among them. The requests of one that dies go on on the others."""
+    data_parallel_routing: str = "prefix"
+    """Which replica gets a request: `prefix` the one that will have computed its prompt first, by what each has cached
+    and has to do; `least_loaded` the one with the fewest requests, waiting ones counted four times; `round_robin` the
+    next."""
+    data_parallel_rank: int = 0
+    """Which replica this is. No setting: each replica's engine core is told its own."""
     tensor_parallel_size: int = 1
     """Ranks that each layer is cut into."""
     pipeline_parallel_size: int = 1
@@ -234,6 +255,10 @@ class ParallelConfig:
         check(self.device in DEVICES, "device", self.device, f"one of {', '.join(DEVICES)}")
         check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
         check_int("pipeline_parallel_size", self.pipeline_parallel_size, 1)
+        check_int("data_parallel_size", self.data_parallel_size, 1, MAX_REPLICAS)
+        check(self.data_parallel_routing in ROUTING_POLICIES, "data_parallel_routing", self.data_parallel_routing,
+              f"one of {', '.join(ROUTING_POLICIES)}")  # fmt: skip
+        check_int("data_parallel_rank", self.data_parallel_rank, 0)
         check_bool("enable_expert_parallel", self.enable_expert_parallel)
         if not isinstance(self.eplb_config, EPLBConfig):
             object.__setattr__(self, "eplb_config", EPLBConfig.from_value(self.eplb_config))
@@ -245,6 +270,12 @@ class ParallelConfig:
               f"one of {', '.join(EXECUTOR_BACKENDS)}")  # fmt: skip
         check(backend != "uni" or self.world_size == 1, "distributed_executor_backend", backend,
               f"'mp' or 'ray' for {self.world_size} ranks")  # fmt: skip
+        if self.data_parallel_size > 1:
+            several = f"with data_parallel_size={self.data_parallel_size}"
+            check(backend != "ray", "distributed_executor_backend", backend,
+                  f"'uni' or 'mp' {several}: replicas are on one machine")  # fmt: skip
+            check(not self.enable_expert_parallel, "enable_expert_parallel", self.enable_expert_parallel,
+                  f"false {several}: replicas do not share experts")  # fmt: skip
         if self.gpu_device_ids is not None:
             self._check_gpu_device_ids(self.gpu_device_ids)
 
@@ -269,12 +300,22 @@ class ParallelConfig:
         check_ids(self.distributed_executor_backend != "ray", "unset with distributed_executor_backend='ray': Ray "
                   "chooses the GPUs")  # fmt: skip
         check_ids(len(set(ids)) == len(ids), "without repetition: a rank has its GPU to itself")
-        check_ids(len(ids) == self.world_size, f"of {self.world_size}, one for each rank")
+        check_ids(len(ids) == self.num_all_ranks, f"of {self.num_all_ranks}, one for each rank")
 
     @property
     def world_size(self) -> int:
-        """Ranks of one engine."""
+        """Ranks of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_all_ranks(self) -> int:
+        """Ranks of all replicas, which divide the machine among them."""
+        return self.world_size * self.data_parallel_size
+
+    @property
+    def routes_by_prefix(self) -> bool:
+        """Whether the frontend wants to know what each replica has cached."""
+        return self.data_parallel_size > 1 and self.data_parallel_routing == "prefix"
 
     @property
     def executor_backend(self) -> str:
@@ -403,11 +444,15 @@ class EngineConfig(EngineCoreConfig):
         """What the engine core and its ranks are told: nothing of the frontend, whose secrets stay in its process."""
         return EngineCoreConfig(model=self.model, cache=self.cache, scheduler=self.scheduler, parallel=self.parallel)
 
+    def for_replica(self, rank: int) -> "EngineConfig":
+        """The settings of one of `data_parallel_size` replicas, which knows its place."""
+        return replace(self, parallel=replace(self.parallel, data_parallel_rank=rank))
+
     def settings(self) -> dict[str, Any]:
         """All settings but secrets, flat as in `model.json`."""
         groups = [getattr(self, name) for name in _GROUPS]
         values = {item.name: getattr(group, item.name) for group in groups for item in fields(group)}
-        return {name: value for name, value in values.items() if name not in SECRETS}
+        return {name: value for name, value in values.items() if name not in (*SECRETS, *NO_SETTINGS)}
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], base_dir: Path | None = None) -> "EngineConfig":
@@ -459,7 +504,7 @@ _GROUPS: dict[str, type[Any]] = {
 
 def setting_names() -> list[str]:
     """Every name that `model.json` may hold."""
-    return [item.name for group in _GROUPS.values() for item in fields(group)]
+    return [item.name for group in _GROUPS.values() for item in fields(group) if item.name not in NO_SETTINGS]
 
 
 def _group_of(name: str) -> str:

@@ -92,7 +92,6 @@ _ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
     "decode_context_parallel_size": (1,),
     "prefill_context_parallel_size": (1,),
     "prefix_caching_hash_algo": ("sha256",),
-    "data_parallel_size": (1,),
     "nnodes": (1,),
     "node_rank": (0,),
     "data_parallel_size_local": (1,),
@@ -109,7 +108,7 @@ _MENDS = {
     **dict.fromkeys(("trust_remote_code", "code_revision"), "a checkpoint's own code is never run"),
     "enable_chunked_prefill": "prompts are computed in pieces of at most max_num_batched_tokens; with as many as "
     "max_model_len, each is one piece",
-    "data_parallel_size": "this version runs one copy of the engine",
+    "data_parallel_size_local": "all replicas of data_parallel_size are on one machine",
     "enable_lora": "this version serves no LoRA adapters",
     "num_gpu_blocks_override": "kv_cache_memory_bytes says how large the KV cache is",
     "otlp_traces_endpoint": "otlp_endpoint takes metrics and traces",

@@ -115,6 +115,7 @@ class EngineCoreProcess:
                     outputs = self._core.step()
                     outputs.outputs += self._refused
                     outputs.utility_outputs = self._utility_outputs
+                    outputs.cache_events = self._core.take_cache_events()
                     self._refused, self._utility_outputs = [], []
                     self._send(outputs)
                 else:
@@ -191,7 +192,12 @@ class EngineCoreProcess:
 
     def _send_stats(self) -> None:
         stats = self._core.make_stats()
-        self._send(EngineCoreOutputs(self._refused, stats, self._utility_outputs, freed_request_ids=self._freed))
+        self._send(
+            EngineCoreOutputs(
+                self._refused, stats, self._utility_outputs,
+                freed_request_ids=self._freed, cache_events=self._core.take_cache_events(),
+            )
+        )  # fmt: skip
         self._refused, self._utility_outputs, self._freed = [], [], []
 
     def _send(self, message: EngineCoreOutputs | EngineCoreReady) -> None:

@@ -20,7 +20,7 @@ from quire_engine.core.expert_load import ExpertLoadReport
 from quire_engine.core.step_history import StepHistory
 from quire_engine.errors import AbortedError, EngineDeadError, EngineError, EngineSleepingError
 from quire_engine.executor import Executor, make_executor
-from quire_engine.kv_cache import KVCacheGroups, KVCacheManager
+from quire_engine.kv_cache import CacheEvents, KVCacheGroups, KVCacheManager
 from quire_engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -95,6 +95,8 @@ class EngineCore:
         block_size, is_hybrid = config.cache.block_size, not config.cache.disable_hybrid_kv_cache_manager
         groups = KVCacheGroups.of(checkpoint.windows, max_model_len, is_hybrid)
         kv_cache = KVCacheManager(num_blocks, block_size, config.cache.enable_prefix_caching, groups)
+        self._cache_events = CacheEvents() if config.parallel.routes_by_prefix else None
+        kv_cache.block_pool.events = self._cache_events
         self.scheduler = Scheduler(
             config.scheduler.for_max_model_len(max_model_len),
             kv_cache,
@@ -227,6 +229,10 @@ class EngineCore:
             if self._balancer is not None:
                 self._balancer.after_step()
         return result
+
+    def take_cache_events(self) -> bytes:
+        """What has changed in the prefix cache since this was last called; nothing unless requests are routed by it."""
+        return b"" if self._cache_events is None else self._cache_events.take()
 
     def make_stats(self) -> SchedulerStats:
         """The present numbers."""

@@ -17,6 +17,9 @@ are isolated: each has the engine to itself for `ISOLATION_TOKENS`, one after th
 2. The engine dies with only the suspect in it: the suspect runs alone again. At the second such death that counts it is
    the faulty request, and ends with an error. (One such death can have another cause.)
 3. When no suspect is left, all that are held are sent.
+
+Where there are several engines, each has a journal, and what one that died leaves behind is taken over by another's,
+but for suspects: they are isolated where they are.
 """
 
 import time
@@ -29,7 +32,7 @@ import msgspec
 from quire_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from quire_engine.scheduler.validation import max_output_tokens
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "JournalEntry"]
 
 MAX_CRASHES = 2
 """Deaths that count after which a request is a suspect."""
@@ -41,7 +44,7 @@ SHORTEST_DEADLINE_MS = 0.001
 
 
 @dataclass(slots=True)
-class _Entry:
+class JournalEntry:
     """One live request."""
 
     request: EngineCoreRequest
@@ -72,8 +75,8 @@ class Journal:
     def __init__(self, max_model_len: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_model_len = max_model_len
         self._clock = clock
-        self._entries: dict[str, _Entry] = {}
-        self._unsent: dict[str, _Entry] = {}
+        self._entries: dict[str, JournalEntry] = {}
+        self._unsent: dict[str, JournalEntry] = {}
         self._suspects: deque[str] = deque()
         self._isolated: str | None = None
 
@@ -91,6 +94,11 @@ class Journal:
         return len(self._entries) - len(self._unsent)
 
     @property
+    def is_isolating(self) -> bool:
+        """Whether there are suspects: others are held until they have run."""
+        return self._isolated is not None or bool(self._suspects)
+
+    @property
     def sent_ids(self) -> list[str]:
         """The live requests that the engine has."""
         return [request_id for request_id in self._entries if request_id not in self._unsent]
@@ -101,7 +109,7 @@ class Journal:
 
     def add(self, request: EngineCoreRequest) -> None:
         """Take a new request; `take_unsent` returns it when it may be sent."""
-        entry = _Entry(request, self._clock())
+        entry = JournalEntry(request, self._clock())
         self._entries[request.request_id] = self._unsent[request.request_id] = entry
 
     def remove(self, request_id: str) -> bool:
@@ -144,6 +152,17 @@ class Journal:
         )
         return faulty_ids
 
+    def give_up(self) -> list[JournalEntry]:
+        """Forget what no engine has, but for suspects, so that another engine's journal can `take_over`."""
+        given = [entry for request_id, entry in self._unsent.items() if request_id not in self._suspects]
+        for entry in given:
+            del self._entries[entry.request.request_id], self._unsent[entry.request.request_id]
+        return given
+
+    def take_over(self, entry: JournalEntry) -> None:
+        """Take a request that another engine's journal gave up: it goes on with its tokens so far."""
+        self._entries[entry.request.request_id] = self._unsent[entry.request.request_id] = entry
+
     def take_unsent(self) -> list[EngineCoreRequest]:
         """What to send now to an engine that is up: one suspect, or all that are held when there is none."""
         if self._isolated is not None:
@@ -169,7 +188,7 @@ class Journal:
             if output.finish_reason is not None:
                 self.remove(output.request_id)
 
-    def _clear(self, entry: _Entry, output: EngineCoreOutput) -> None:
+    def _clear(self, entry: JournalEntry, output: EngineCoreOutput) -> None:
         """The isolated request has its tokens, or has ended."""
         request = entry.request
         limit = max_output_tokens(len(request.prompt_token_ids), request.sampling_params, self._max_model_len)
@@ -181,7 +200,7 @@ class Journal:
         if not self._suspects:  # all go on, in their old order
             self._unsent = {request_id: one for request_id, one in self._entries.items() if not one.is_sent}
 
-    def _send(self, entry: _Entry, max_new_tokens: int | None = None) -> EngineCoreRequest:
+    def _send(self, entry: JournalEntry, max_new_tokens: int | None = None) -> EngineCoreRequest:
         request, deadline_ms = entry.request, entry.request.deadline_ms
         if deadline_ms is not None:
             deadline_ms = max(deadline_ms - 1000 * (self._clock() - entry.added_at), SHORTEST_DEADLINE_MS)

@@ -15,6 +15,9 @@
 5. While engines die one after the other without doing any work, no request waits for ever: live ones end with the error
    that new ones are refused with. The next engine is started all the same, until one stays up: the cause (a file that
    was moved, no descriptors, no memory) is often fixed from outside.
+
+Of several replicas each is one of these. What then waits for a replica may go on with another instead:
+`DataParallelClient` hears of it (`on_down`), and takes it from one (`give_up`) to the other (`take_over`).
 """
 
 import asyncio
@@ -25,7 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from quire_engine.config import EngineConfig
 from quire_engine.core.client import AsyncMPClient
-from quire_engine.core.journal import Journal
+from quire_engine.core.journal import Journal, JournalEntry
 from quire_engine.core.restart_policy import Outage, RestartPolicy
 from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.messages import (
@@ -41,12 +44,14 @@ from quire_engine.messages import (
     WakeUp,
 )
 from quire_engine.snapshot import EngineCoreSnapshot
+from quire_engine.stats import IterationStats
 
-__all__ = ["SupervisedClient"]
+__all__ = ["OnRecovery", "SupervisedClient"]
 
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_SECONDS = 2.0
+OnRecovery = Callable[[IterationStats, Sequence[str]], None]
 
 
 class SupervisedClient:
@@ -57,14 +62,21 @@ class SupervisedClient:
 
     Args:
         config: all settings.
-        on_restart: called when an engine was started again, with the ids of the requests that are replayed.
+        on_recovery: called when an engine was started again, with what there is to count and the ids of the requests
+            that are replayed.
+        on_down: called when requests begin to wait for the next engine, and when they are about to end because there
+            may be none.
     """
 
     def __init__(
-        self, config: EngineConfig, on_restart: Callable[[Sequence[str]], None] = lambda replayed_ids: None
+        self,
+        config: EngineConfig,
+        on_recovery: OnRecovery = lambda stats, replayed_ids: None,
+        on_down: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
-        self._on_restart = on_restart
+        self._on_recovery = on_recovery
+        self._on_down = on_down
         self._client = AsyncMPClient(config)
         self._journal = Journal(0)
         self._policy = RestartPolicy()
@@ -84,6 +96,15 @@ class SupervisedClient:
         self.ready = EngineCoreReady()
 
     @property
+    def replicas(self) -> "Sequence[SupervisedClient]":
+        """The clients of the engines: this one alone."""
+        return (self,)
+
+    def engine_index(self, request_id: str) -> int:
+        """Which of these has a request."""
+        return 0
+
+    @property
     def pid(self) -> int:
         """Process id of the present engine core."""
         return self._client.pid
@@ -97,6 +118,21 @@ class SupervisedClient:
     def is_alive(self) -> bool:
         """Whether an engine core takes requests, and none is being started."""
         return self._restart is None and self._client.is_alive
+
+    @property
+    def is_isolating(self) -> bool:
+        """Whether requests are held until others, which may have killed an engine, have run alone."""
+        return self._journal.is_isolating
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether engines die one after the other, so that no request waits for the next."""
+        return self._gave_up_waiting.is_set()
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended, wherever they are."""
+        return len(self._journal.request_ids)
 
     @property
     def outage(self) -> str | None:
@@ -141,6 +177,16 @@ class SupervisedClient:
             self._client.abort_request(request_id)
         self._send_unsent()
         return was_sent
+
+    def give_up(self) -> list[JournalEntry]:
+        """Forget the requests that wait here, but for those that may have killed an engine, so that another one can
+        `take_over`."""
+        return self._journal.give_up()
+
+    def take_over(self, entry: JournalEntry) -> None:
+        """Go on with a request that another one gave up. Never blocks."""
+        self._journal.take_over(entry)
+        self._send_unsent()
 
     async def call_utility(self, call: UtilityCall) -> UtilityResult:
         """Like `AsyncMPClient.call_utility`, but waits for an engine that is being started.
@@ -232,9 +278,15 @@ class SupervisedClient:
             self._end(faulty_ids, f"the engine died of this request again and again; the last time: {reason}")
         else:
             self._end(self._journal.request_ids, reason)
-        replayed_ids = [request_id for request_id in interrupted_ids if request_id in self._journal]
-        logger.error("%s; it is started again, %d requests wait for it", reason, len(replayed_ids))
         self._outage = Outage(reason)
+        num_held = self.num_live
+        self._on_down()
+        num_moved = num_held - self.num_live
+        replayed_ids = [request_id for request_id in interrupted_ids if request_id in self._journal]
+        logger.error(
+            "%s; it is started again, %d requests wait for it%s",
+            reason, len(replayed_ids), f", {num_moved} go on elsewhere" if num_moved else "",
+        )  # fmt: skip
         self._restart = asyncio.get_running_loop().create_task(
             self._start_again(self._outage, replayed_ids), name="engine-restart"
         )
@@ -287,22 +339,24 @@ class SupervisedClient:
         if self._sleep_level:
             self._falling_asleep = asyncio.get_running_loop().create_task(self._fall_asleep(self._sleep_level))
             await asyncio.sleep(0)  # the call is sent before the requests that were held: they are refused
+        replayed_ids = [request_id for request_id in replayed_ids if request_id in self._journal]
         self._restart = self._outage = None
         self._gave_up_waiting.clear()
         self._send_unsent()
         seconds = time.monotonic() - began_at
         logger.warning("the engine is up again after %.1f s; %d requests go on", seconds, len(replayed_ids))
         self.num_restarts += 1
-        self._on_restart(replayed_ids)
+        self._on_recovery(IterationStats(num_engine_restarts=1), replayed_ids)
 
     def _stop_waiting(self, outage: Outage) -> None:
         """Engines die one after the other: end the requests that wait, and refuse new ones."""
         outage.num_deaths = self._policy.num_deaths
+        self._gave_up_waiting.set()
+        self._on_down()
         live = self._journal.request_ids
         logger.error("%s; %d requests fail, and new ones are refused until then", outage, len(live))
         error = outage.error()
         self._end(live, str(error), ErrorCode.UNAVAILABLE, error.retry_after_seconds)
-        self._gave_up_waiting.set()
 
     def _watch_new_client(self) -> None:
         """Raises EngineDeadError when `shutdown` was called, OSError when it cannot be watched."""

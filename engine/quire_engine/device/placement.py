@@ -2,7 +2,7 @@
 
 ::
 
-    device    torch finds a GPU    rank i computes on
+    device    torch finds a GPU    rank i computes on (replicas' ranks are counted on)
     auto      yes                  GPU gpu_device_ids[i], or GPU i
     auto      no                   the CPU
     cuda      –                    GPU gpu_device_ids[i], or GPU i
@@ -40,15 +40,16 @@ def rank_device(config: EngineCoreConfig, rank: int) -> torch.device:
     if not has_gpu:
         asked = "device is 'cuda'" if parallel.device == "cuda" else f"gpu_device_ids is {parallel.gpu_device_ids}"
         raise ValueError(f"{asked}, but {_why_no_gpu()}, or set device to 'cpu'")
-    index = rank if parallel.gpu_device_ids is None else parallel.gpu_device_ids[rank]
+    number = parallel.data_parallel_rank * parallel.world_size + rank
+    index = number if parallel.gpu_device_ids is None else parallel.gpu_device_ids[number]
     num_gpus = torch.cuda.device_count()
     if index >= num_gpus:
         there = "there is 1 (0)" if num_gpus == 1 else f"there are {num_gpus} (0 to {num_gpus - 1})"
         if parallel.gpu_device_ids is not None:
-            raise ValueError(f"gpu_device_ids names GPU {index} for rank {rank}; {there}")
+            raise ValueError(f"gpu_device_ids names GPU {index} for rank {number}; {there}")
         raise ValueError(
-            f"device is {parallel.device!r}, which takes a GPU for each of {parallel.world_size} ranks; {there}: use "
-            "fewer ranks, or set device to 'cpu'"
+            f"device is {parallel.device!r}, which takes a GPU for each of {parallel.num_all_ranks} ranks; {there}: "
+            "use fewer ranks, or set device to 'cpu'"
         )
     return torch.device("cuda", index)
 

@@ -16,14 +16,26 @@ from quire_engine.snapshot import (
     MAX_WAITING_REQUESTS,
     BlocksSnapshot,
     EngineCoreSnapshot,
+    EngineSnapshot,
     PackedBlocks,
     PrefixSnapshot,
     PrefixTreeSnapshot,
+    QueueDepths,
+    RankSnapshot,
     RequestEvent,
     RequestSnapshot,
+    StepComposition,
+    StepSeconds,
 )
 
-__all__ = ["LiveRequest", "combine_blocks", "combine_requests", "slo_slack_seconds"]
+__all__ = [
+    "LiveRequest",
+    "combine_blocks",
+    "combine_cores",
+    "combine_engines",
+    "combine_requests",
+    "slo_slack_seconds",
+]
 
 NUM_HOTTEST_PREFIXES = 8
 
@@ -116,6 +128,68 @@ def slo_slack_seconds(live: LiveRequest, num_output_tokens: int, now: float) -> 
     if targets.e2e_ms is not None:
         slacks.append(arrival + targets.e2e_ms / 1000 - now)
     return min(slacks, default=None)
+
+
+def combine_engines(engines: Sequence[EngineSnapshot]) -> EngineSnapshot:
+    """All engines as one; see `EngineSnapshot`."""
+    if len(engines) == 1:
+        return engines[0]
+    up = [one for one in engines if one.up]
+    ranks = [rank for one in engines for rank in one.ranks]
+    steps = [one.step_seconds for one in engines]
+    last = [one.last_step for one in engines]
+    return EngineSnapshot(
+        bool(up),
+        engines[0].pid,
+        sum(one.restarts for one in engines),
+        sum(one.max_num_seqs for one in engines),
+        sum(one.max_num_batched_tokens for one in engines),
+        answered=bool(up) and all(one.answered for one in up),
+        step=sum(one.step for one in engines),
+        batches_in_flight=sum(one.batches_in_flight for one in engines),
+        step_seconds=StepSeconds(
+            max(one.schedule for one in steps), max(one.execute for one in steps), max(one.update for one in steps)
+        ),
+        last_step=StepComposition(
+            sum(one.num_requests for one in last), sum(one.num_tokens for one in last),
+            sum(one.num_prefill_tokens for one in last), sum(one.num_decode_tokens for one in last),
+        ),
+        ranks=[RankSnapshot(rank, one.pid, one.up, one.step_seconds_p50) for rank, one in enumerate(ranks)],
+        queues=QueueDepths(to_engine=sum(one.queues.to_engine for one in engines)),
+        engines=list(engines),
+    )  # fmt: skip
+
+
+def combine_cores(answers: Sequence[EngineCoreSnapshot | None], num_blocks: Sequence[int]) -> EngineCoreSnapshot | None:
+    """The requests and blocks of all engines, those of one after those of the other; the rest is the first one's.
+
+    Args:
+        answers: of each engine, None where it has not answered; this function takes them over.
+        num_blocks: of each engine.
+    """
+    if len(answers) == 1 or not any(answers):
+        return answers[0]
+    all_answered = [answer for answer in answers if answer is not None]
+    firsts = np.cumsum([0, *num_blocks]).tolist()
+    blocks = PackedBlocks(all_answered[0].blocks.block_size, firsts[-1])
+    requests: list[RequestSnapshot] = []
+    for index, answer in enumerate(answers):
+        if answer is None:
+            continue
+        requests += answer.requests
+        own = answer.blocks
+        blocks.block_ids += [_shifted(table, firsts[index]) for table in own.block_ids]
+        blocks.cached_block_ids += _shifted(own.cached_block_ids, firsts[index])
+        blocks.cached_depths += own.cached_depths
+        blocks.cached_roots += own.cached_roots
+    first = all_answered[0]
+    return EngineCoreSnapshot(
+        first.step, first.batches_in_flight, first.step_seconds, first.last_step, first.ranks, requests, blocks
+    )
+
+
+def _shifted(block_ids: bytes, first: int) -> bytes:
+    return (np.frombuffer(block_ids, np.int32) + np.int32(first)).astype(np.int32).tobytes()
 
 
 def combine_blocks(

@@ -18,6 +18,8 @@ keeps its hash until it is allocated again, so an equal prefix can take it back 
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from quire_engine.kv_cache.events import CacheEvents
+
 __all__ = ["NULL_BLOCK", "BlockPool", "FreeKVCacheBlockQueue", "KVCacheBlock"]
 
 
@@ -103,6 +105,8 @@ class BlockPool:
         self._num_cached_free = 0
         self.num_evictions = 0
         """Cached blocks that were reallocated for other content since the start."""
+        self.events: CacheEvents | None = None
+        """Where changes of the cached content are noted, if anybody wants to know."""
 
     @property
     def num_free_blocks(self) -> int:
@@ -129,6 +133,8 @@ class BlockPool:
             block = self.free_queue.popleft()
             if block.block_hash is not None:
                 del self._cached[block.block_hash]
+                if self.events is not None:
+                    self.events.evicted(block.block_hash)
                 block.block_hash = None
                 self._num_cached_free -= 1
                 self.num_evictions += 1
@@ -171,6 +177,8 @@ class BlockPool:
         if block.block_hash is None and block_hash not in self._cached:
             block.block_hash, block.root_hash, block.depth = block_hash, root_hash, depth
             self._cached[block_hash] = block
+            if self.events is not None:
+                self.events.filed(block_hash)
 
     def reset_cache(self) -> None:
         """Forget all cached content. Requests keep the blocks that they use."""
@@ -178,6 +186,8 @@ class BlockPool:
             block.block_hash = None
         self._cached.clear()
         self._num_cached_free = 0
+        if self.events is not None:
+            self.events.reset()
 
     def check_integrity(self) -> None:
         """Check that every block is in exactly one state, and that the counters and the hash map agree.

@@ -66,7 +66,7 @@ class CpuCacheMemory:
             ValueError: it does not have as much.
         """
         parallel = self._config.parallel
-        ranks = 1 if parallel.executor_backend == "ray" else parallel.world_size  # Ray's may be on other machines
+        ranks = 1 if parallel.executor_backend == "ray" else parallel.num_all_ranks  # Ray's may be on other machines
         where = "this machine" if ranks == 1 else f"this machine for each rank of {ranks}"
         _check_setting(self._config, total_memory_bytes() // ranks, where)
 
@@ -79,7 +79,7 @@ class CpuCacheMemory:
         """
         activation_bytes = peak_memory_growth(profile_run) + recorded_bytes()
         trim_heap()  # free what the largest step allocated; later steps may be small
-        share = CPU_MEMORY_SHARE * self._config.cache.gpu_memory_utilization / self._config.parallel.world_size
+        share = CPU_MEMORY_SHARE * self._config.cache.gpu_memory_utilization / self._config.parallel.num_all_ranks
         planned_bytes = int(available_memory_bytes() * share)
         return CacheMemory(planned_bytes, activation_bytes, planned_bytes - activation_bytes)
 

@@ -11,23 +11,35 @@ PARAMETERS_PER_THREAD = 16_000_000
 7.0 ms with one on two idle cores, but 22.7 and 6.4 ms when something else runs, as every op waits for both threads."""
 
 
-def configure_threads(num_parameters: int, num_ranks: int = 1, torch_computes: bool = False) -> int:
+def configure_threads(
+    num_parameters: int, num_ranks: int = 1, torch_computes: bool = False, num_replicas: int = 1
+) -> int:
     """Set the number of threads by the size of the model and the cores this process may use.
 
-    `OMP_NUM_THREADS` in the environment overrides this.
+    `OMP_NUM_THREADS` in the environment overrides this, but not for replicas: they would compute in each other's cores.
 
     Args:
         num_parameters: of this rank.
         num_ranks: processes that compute at the same time, and divide the cores among them.
         torch_computes: whether the model has a type or shape that only plain torch computes.
+        num_replicas: engines that these ranks make.
 
     Returns:
         The number of threads.
+
+    Raises:
+        ValueError: `OMP_NUM_THREADS` gives replicas more threads than there are cores.
     """
+    num_cores = max(len(os.sched_getaffinity(0)) // num_ranks, 1)
     if os.environ.get("OMP_NUM_THREADS"):
         num_threads = cpu.get_num_threads()
+        if num_replicas > 1 and num_threads > num_cores:
+            raise ValueError(
+                f"data_parallel_size is {num_replicas} with OMP_NUM_THREADS={num_threads}: each of {num_ranks} ranks "
+                f"has {num_cores} of {len(os.sched_getaffinity(0))} cores; set it to at most {num_cores}, or leave it "
+                "unset"
+            )
     else:
-        num_cores = len(os.sched_getaffinity(0)) // num_ranks
         num_threads = max(1, min(num_cores, num_parameters // PARAMETERS_PER_THREAD))
     cpu.set_num_threads(num_threads, torch_computes=torch_computes)
     return num_threads

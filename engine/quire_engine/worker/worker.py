@@ -169,8 +169,11 @@ class Worker:
 
     def _prepare_cpu(self, model: CausalLM, cache: torch.Tensor) -> str:
         """Set the number of threads; returns a description for the log."""
+        parallel = self.config.parallel
         torch_computes = model.recordable is None or not is_tiled(cache)
-        num_threads = configure_threads(model.num_parameters(), self.config.parallel.world_size, torch_computes)
+        num_threads = configure_threads(
+            model.num_parameters(), parallel.num_all_ranks, torch_computes, parallel.data_parallel_size
+        )
         if kernel_status().instruction_set is None:
             logger.warning("models are computed in plain torch, which is slow: %s", kernel_status().reason)
         return f"threads: {num_threads}, kernels: {kernel_status().instruction_set or 'plain torch'}"

@@ -152,7 +152,10 @@ class FakeEngine:
     def input_processor(self) -> "FakeEngine":
         return self
 
-    def workers_up(self) -> list[bool]:
+    def is_engine_up(self, engine_index: int) -> bool:
+        return self.is_healthy
+
+    def workers_up(self, engine_index: int) -> list[bool]:
         return [self.is_healthy]
 
     def process(

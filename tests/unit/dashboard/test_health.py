@@ -42,7 +42,8 @@ def test_a_server_without_a_model() -> None:
 @pytest.mark.parametrize(
     ("changes", "cause", "words"),
     [
-        ({"engine_up": False}, "engine_down", "Nobody is being served"),
+        ({"engine_up": False, "one_down": True}, "engine_down", "Nobody is being served"),
+        ({"one_down": True}, "one_down", "one of the model's engines is down"),
         ({"workers_down": ("1",)}, "worker_down", "rank 1 is down"),
         ({"server_restarts": 1.0, "recent_server_restarts": 1.0}, "server_restarts", "the server was started again"),
         ({"server_restarts": 4.0}, "server_restarts", "the server dies again and again"),

@@ -74,6 +74,9 @@ def test_unset_settings_keep_their_defaults() -> None:
         ("async_scheduling", 1, "true or false"),
         ("async_scheduling", "auto", "true or false"),
         ("tensor_parallel_size", 0, "an integer of at least 1"),
+        ("data_parallel_size", 0, "an integer from 1 to 64"),
+        ("data_parallel_size", True, "an integer from 1 to 64"),
+        ("data_parallel_routing", "random", "one of prefix, least_loaded, round_robin"),
         ("pipeline_parallel_size", 0, "an integer of at least 1"),
         ("distributed_executor_backend", "processes", "one of uni, mp, ray"),
         ("device", "gpu", "one of auto, cpu, cuda"),
@@ -117,6 +120,30 @@ def test_gpus_that_do_not_go_with_the_ranks_are_refused(others: dict[str, Any], 
     with pytest.raises(ValueError, match=r"^gpu_device_ids is \[3\]; it must be ") as error:
         EngineConfig.from_settings({"model": "/m", "gpu_device_ids": [3], **others})
     assert allowed in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({"distributed_executor_backend": "ray"}, r"^distributed_executor_backend is 'ray'; .*'uni' or 'mp'"),
+        ({"enable_expert_parallel": True}, r"^enable_expert_parallel is True; .*replicas do not share experts"),
+        ({"gpu_device_ids": [0, 1]}, r"^gpu_device_ids is \[0, 1\]; it must be of 4, one for each rank"),
+    ],
+)
+def test_what_replicas_cannot_do_is_refused(others: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig.from_settings({"model": "/m", "data_parallel_size": 2, "tensor_parallel_size": 2, **others})
+
+
+def test_each_replica_knows_its_place_and_no_file_says_it() -> None:
+    config = EngineConfig.from_settings({"model": "/m", "data_parallel_size": 2, "tensor_parallel_size": 2})
+    second = config.for_replica(1)
+    assert second.core.parallel.data_parallel_rank == 1
+    assert second.parallel.num_all_ranks == 4
+    assert config.settings()["data_parallel_size"] == 2
+    assert "data_parallel_rank" not in config.settings()
+    with pytest.raises(ValueError, match="data_parallel_rank is 1"):
+        EngineConfig.from_settings({"model": "/m", "data_parallel_rank": 1})
 
 
 def test_halves_of_gpt_oss_s_format_go_together() -> None:

@@ -13,9 +13,13 @@ from quire_engine.errors import EngineDeadError
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_kernels import cpu
 
+SECOND_REPLICA = {"data_parallel_size": 2}
+"""Of two; the last one is looked at."""
+
 
 def config(**settings: Any) -> EngineConfig:
-    return EngineConfig.from_settings({"model": "/m", **settings})
+    found = EngineConfig.from_settings({"model": "/m", **settings})
+    return found.for_replica(found.parallel.data_parallel_size - 1)
 
 
 @pytest.fixture
@@ -43,6 +47,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         (4, {"tensor_parallel_size": 2, "device": "cuda"}, ["cuda:0", "cuda:1"]),
         (4, {"tensor_parallel_size": 2, "gpu_device_ids": [3, 1]}, ["cuda:3", "cuda:1"]),
         (4, {"pipeline_parallel_size": 2, "gpu_device_ids": [2, 0], "device": "cuda"}, ["cuda:2", "cuda:0"]),
+        (4, {"tensor_parallel_size": 2, **SECOND_REPLICA}, ["cuda:2", "cuda:3"]),
+        (4, {"tensor_parallel_size": 2, "gpu_device_ids": [3, 2, 1, 0], **SECOND_REPLICA}, ["cuda:1", "cuda:0"]),
     ],
 )
 def test_each_rank_has_its_device(

@@ -33,6 +33,17 @@ def test_ranks_divide_the_cores(
     assert chosen == [expected]
 
 
+def test_replicas_get_no_more_threads_than_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
+    monkeypatch.setattr(cpu, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(cpu, "set_num_threads", lambda number, *, torch_computes: None)
+    assert configure_threads(5, 2, num_replicas=2) == 2
+    assert configure_threads(5, 4) == 2, "ranks of one engine may"
+    with pytest.raises(ValueError, match=r"OMP_NUM_THREADS=2: each of 4 ranks has 1 of 4 cores; .* at most 1"):
+        configure_threads(5, 4, num_replicas=4)
+
+
 @pytest.mark.parametrize(("settings", "torch_threads"), [({"dtype": "bfloat16"}, 1), ({"dtype": "float16"}, 3)])
 def test_torch_has_threads_where_it_computes(
     settings: dict[str, str],

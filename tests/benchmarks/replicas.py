@@ -1,0 +1,223 @@
+"""Replicas: what a kill costs the streams of the one that is killed, and what each way of routing finds in the caches.
+
+    python tests/benchmarks/replicas.py [--kills N] [--model PATH] [--only kills | routing]
+
+Kills: streams of all kinds on two replicas, one of which is killed at random again and again. Each stream has to get
+the tokens of an undisturbed engine; a pause is the time from a kill to the next token of a stream that had to move.
+
+Routing: conversations over a few system prompts on four replicas, each turn with all that was said before. The oracle
+knows every block that any replica has filed; of what it would have found, each policy finds a share.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import statistics
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from quire_engine import LLM, AsyncLLM, EngineConfig, RequestOutputKind, SamplingParams
+from quire_engine.core.prefix_index import block_keys
+from quire_engine.structured_outputs_params import StructuredOutputsParams
+
+TINYPY = Path(__file__).resolve().parents[2] / "model_repository" / "tinypy" / "1" / "model"
+CACHE_BYTES = 256 << 20
+NUM_STREAMS = 32
+NUM_TOKENS = 250
+NUM_REPLICAS = 4
+NUM_CONVERSATIONS = 48
+NUM_TURNS = 6
+SYSTEM_TOKENS = 160
+BLOCK_SIZE = 16
+
+
+def params_of(number: int) -> SamplingParams:
+    """Greedy, sampled, with penalties, of several sequences, with a grammar."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.9},
+        {"temperature": 0.9, "repetition_penalty": 1.2},
+        {"temperature": 0.8, "n": 2},
+        {"temperature": 1.0, "structured_outputs": StructuredOutputsParams(regex=f"[a-z]{{{150 + number}}}")},
+    ]
+    kind = kinds[number % len(kinds)]
+    return SamplingParams(
+        **{
+            "max_tokens": NUM_TOKENS, "seed": number, "ignore_eos": "structured_outputs" not in kind,
+            "output_kind": RequestOutputKind.DELTA, **kind,
+        }
+    )  # fmt: skip
+
+
+def make(model: Path, **settings: Any) -> AsyncLLM:
+    values = {"model": str(model), "dtype": "float32", "kv_cache_memory_bytes": CACHE_BYTES, **settings}
+    return AsyncLLM(EngineConfig.from_settings(values))
+
+
+# -- kills -------------------------------------------------------------------------------------------------------------
+
+
+class Streams:
+    """Streams that go on for ever; each answer is compared with that of an undisturbed engine."""
+
+    def __init__(self, llm: AsyncLLM, expected: list[dict[int, list[int]]]) -> None:
+        self._llm, self._expected = llm, expected
+        self.last_token_at = [0.0] * NUM_STREAMS
+        self.request_ids = [""] * NUM_STREAMS
+        self.num_ended = self.num_lost = self.num_different = 0
+
+    async def follow(self, number: int) -> None:
+        """One stream after the other."""
+        turn = 0
+        while True:
+            turn += 1
+            request_id = self.request_ids[number] = f"{number}-{turn}"
+            tokens: defaultdict[int, list[int]] = defaultdict(list)
+            try:
+                async for output in self._llm.generate([5 + number, 6, 7], params_of(number), request_id):
+                    self.last_token_at[number] = time.monotonic()
+                    for one in output.outputs:
+                        tokens[one.index] += one.token_ids
+            except Exception as error:
+                print(f"stream {number} was lost: {error}")
+                self.num_lost += 1
+                continue
+            self.num_ended += 1
+            self.num_different += tokens != self._expected[number]
+
+    async def of_engine(self, engine: int) -> list[int]:
+        """The streams that an engine has."""
+        names = {request_id: str(number) for number, request_id in enumerate(self.request_ids)}
+        snapshot = await self._llm.snapshot(names)
+        return sorted({int(one.label) for one in snapshot.requests if one.engine == engine and one.label})
+
+
+async def kills(model: Path, num_kills: int) -> None:
+    offline = LLM(model, dtype="float32", kv_cache_memory_bytes=CACHE_BYTES)
+    prompts, all_params = [[5 + i, 6, 7] for i in range(NUM_STREAMS)], [params_of(i) for i in range(NUM_STREAMS)]
+    outputs = offline.generate(prompts, all_params, use_tqdm=False)
+    expected = [{one.index: one.token_ids for one in output.outputs} for output in outputs]
+    offline.shutdown()
+    llm, random = make(model, data_parallel_size=2), Random(1)
+    pauses: list[float] = []
+    try:
+        await llm.start()
+        streams = Streams(llm, expected)
+        tasks = [asyncio.ensure_future(streams.follow(number)) for number in range(NUM_STREAMS)]
+        for kill in range(num_kills):
+            while not (llm.is_engine_up(0) and llm.is_engine_up(1)):
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(random.uniform(0.5, 2.0))
+            victim = random.randrange(2)
+            moved = await streams.of_engine(victim)
+            killed_at = time.monotonic()
+            os.kill(llm.engine_pids[victim], signal.SIGKILL)
+            while llm.is_engine_up(victim):
+                await asyncio.sleep(0.001)
+            noticed_at, left, own = time.monotonic(), set(moved), []
+            while left:
+                await asyncio.sleep(0.001)
+                for number in [number for number in left if streams.last_token_at[number] > noticed_at]:
+                    left.remove(number)
+                    own.append(streams.last_token_at[number] - killed_at)
+            is_down = not llm.is_engine_up(victim)
+            pauses += own
+            print(
+                f"kill {kill + 1} of engine {victim}: {len(moved)} streams moved, pause "
+                f"median {statistics.median(own or [0]):.3f} s, longest {max(own, default=0):.3f} s"
+                f"{', before it was up again' if is_down else ''}",
+                flush=True,
+            )
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    finally:
+        llm.shutdown()
+    print(
+        f"{num_kills} kills, {streams.num_ended} streams ended: {streams.num_lost} lost, {streams.num_different} with "
+        f"other tokens; pause median {statistics.median(pauses):.3f} s, "
+        f"95% {sorted(pauses)[int(0.95 * len(pauses))]:.3f} s, longest {max(pauses):.3f} s"
+    )
+
+
+# -- routing -----------------------------------------------------------------------------------------------------------
+
+
+class Talks:
+    """Conversations with one engine, and what the oracle knows."""
+
+    def __init__(self, llm: AsyncLLM, vocabulary: int) -> None:
+        self._llm, self._vocabulary = llm, vocabulary
+        self.seen: set[int] = set()
+        """Keys of all blocks that any replica has computed, or is about to."""
+        self.num_cached = self.num_oracle = self.num_prompt_tokens = 0
+        self.time_to_first_token: list[float] = []
+
+    async def hold(self, number: int) -> None:
+        """All turns of one."""
+        random = Random(number)
+        system = Random(f"system {number % 4}")
+        tokens = [system.randrange(10, self._vocabulary) for _ in range(SYSTEM_TOKENS)]
+        await asyncio.sleep(random.uniform(0, 2))
+        for _ in range(NUM_TURNS):
+            tokens += [random.randrange(10, self._vocabulary) for _ in range(random.randint(10, 60))]
+            keys = block_keys(tokens, BLOCK_SIZE)
+            self.num_oracle += BLOCK_SIZE * next((i for i, key in enumerate(keys) if key not in self.seen), len(keys))
+            self.seen.update(keys)
+            self.num_prompt_tokens += len(tokens)
+            params = SamplingParams(max_tokens=random.randint(20, 60), ignore_eos=True, temperature=0.0)
+            output = [one async for one in self._llm.generate(list(tokens), params)][-1]
+            self.num_cached += output.num_cached_tokens or 0
+            if output.metrics is not None and output.metrics.time_to_first_token_seconds is not None:
+                self.time_to_first_token.append(output.metrics.time_to_first_token_seconds)
+            tokens += output.outputs[0].token_ids
+            self.seen.update(block_keys(tokens, BLOCK_SIZE))
+            await asyncio.sleep(random.expovariate(2.0))
+
+
+async def routing(model: Path, policy: str) -> None:
+    llm = make(model, data_parallel_size=NUM_REPLICAS, data_parallel_routing=policy, kv_cache_memory_bytes=64 << 20)
+    running: Counter[int] = Counter()
+    try:
+        await llm.start()
+        talks = Talks(llm, 2000)
+        began_at = time.monotonic()
+        tasks = [asyncio.ensure_future(talks.hold(number)) for number in range(NUM_CONVERSATIONS)]
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0.05)
+            for index, replica in enumerate(llm._client.replicas):
+                running[index] += replica.num_live
+        await asyncio.gather(*tasks)
+        seconds = time.monotonic() - began_at
+    finally:
+        llm.shutdown()
+    mean = sum(running.values()) / NUM_REPLICAS
+    print(
+        f"{policy}: {talks.num_cached} of {talks.num_prompt_tokens} prompt tokens cached, "
+        f"{talks.num_cached / talks.num_oracle:.1%} of the oracle's; requests on the busiest replica "
+        f"{max(running.values()) / mean - 1:+.0%} of the mean, on the idlest {min(running.values()) / mean - 1:+.0%}; "
+        f"time to first token median {1000 * statistics.median(talks.time_to_first_token):.0f} ms; {seconds:.1f} s",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Print it all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20, help="how often an engine is killed")
+    parser.add_argument("--model", type=Path, default=TINYPY, help="a checkpoint folder")
+    parser.add_argument("--only", choices=["kills", "routing"], help="one of the two parts")
+    arguments = parser.parse_args()
+    if arguments.only != "routing":
+        asyncio.run(kills(arguments.model, arguments.kills))
+    if arguments.only != "kills":
+        for policy in ("prefix", "least_loaded", "round_robin"):
+            asyncio.run(routing(arguments.model, policy))
+
+
+if __name__ == "__main__":
+    main()
