@@ -27,13 +27,16 @@ __all__ = [
     "EngineCoreRequest",
     "ErrorCode",
     "ExecuteModel",
+    "ExpertMove",
     "FinishReason",
     "ForgetGroups",
     "GrammarBitmask",
     "InitializeCache",
     "IsSleeping",
     "ModelRunnerOutput",
+    "MoveExperts",
     "NewRequestData",
+    "PlaceExperts",
     "ProcessArguments",
     "PromptLogprobs",
     "RequestType",
@@ -57,6 +60,10 @@ __all__ = [
 
 TokenLogprobs = list[tuple[int, float, int]]
 """One position's log-probabilities as `(token id, logprob, rank)`: the sampled token first, then the most likely."""
+
+
+ExpertMove = tuple[int, int, int]
+"""A layer, one of its physical experts, and another whose weights it is to have; see `models/expert_placement.py`."""
 
 
 class FinishReason(enum.IntEnum):
@@ -358,7 +365,17 @@ class UsesGpu(Call):
     """Return whether the rank computes on a GPU."""
 
 
-WorkerCall = DetermineNumBlocks | InitializeCache | UsesGpu | Sleep | WakeUp
+class MoveExperts(Call):
+    """Send weights of experts to the ranks that are to have them, which keep them aside."""
+
+    moves: list[ExpertMove]
+
+
+class PlaceExperts(Call):
+    """Compute from now on with what the last `MoveExperts` brought."""
+
+
+WorkerCall = DetermineNumBlocks | InitializeCache | UsesGpu | Sleep | WakeUp | MoveExperts | PlaceExperts
 """Calls to the ranks between two steps, wherever they run. Each returns a number, 0 if it has none to return."""
 
 

@@ -15,7 +15,7 @@ from quire_kernels.attention import paged_attention, plan_attention
 from quire_kernels.attention_plan import AttentionPlan
 from quire_kernels.drafts import DraftState, advance_drafts
 from quire_kernels.embedding import embedding
-from quire_kernels.experts import ExpertsWeight, pack_experts, routed_experts
+from quire_kernels.experts import ExpertsWeight, combine_experts, pack_experts, routed_experts
 from quire_kernels.layernorm import add_residual, add_rms_norm, rms_norm
 from quire_kernels.linear import LinearWeight, linear, pack_linear
 from quire_kernels.recording import NotRecordableError, Recording, record
@@ -39,6 +39,7 @@ __all__ = [
     "advance_drafts",
     "apply_token_bitmask",
     "argmax",
+    "combine_experts",
     "embedding",
     "gelu_tanh_and_mul",
     "grouped_topk",

@@ -20,7 +20,7 @@ from quire_kernels.cpu import Call, check_tensor, launch, library, pointer, with
 from quire_kernels.dispatch import uses_triton
 from quire_kernels.linear import LinearCall, LinearWeight, linear
 
-__all__ = ["ExpertsWeight", "pack_experts", "routed_experts"]
+__all__ = ["ExpertsWeight", "combine_experts", "pack_experts", "routed_experts"]
 
 
 class _ExpertsCall(Call):
@@ -63,6 +63,13 @@ class ExpertsWeight:
     """For the kernels of GPUs, of both lists: int64 [2, experts], addresses of weights and of scales."""
     biases: tuple[torch.Tensor, torch.Tensor] | None
     """For the kernels of GPUs, of both lists: float32 [experts, features]; None if there are none."""
+
+    def tensors_of(self, place: int) -> list[torch.Tensor]:
+        """All that makes up the expert at a place; whatever is written to them is what is computed with."""
+        weights = (self.gate_up[place], self.down[place])
+        parts = [part for one in weights for part in (one.data, one.bias, one.scales, one.offsets)]
+        parts += [] if self.biases is None else [each[place] for each in self.biases]
+        return [part for part in parts if part is not None]
 
     @property
     def hidden_size(self) -> int:
@@ -208,9 +215,31 @@ def _routed_experts_torch(
             tokens, ranks = torch.where(places_TK == place)
             hidden = linear(x_TE[tokens], experts.gate_up[place])
             results_TKE[tokens, ranks] = linear(hidden, experts.down[place], torch.float32)
-    out_TE = torch.zeros_like(x_TE, dtype=torch.float32)
+    return combine_experts(results_TKE, weights_TK, shared_TE, shared_gate_T1).to(x_TE.dtype)
+
+
+def combine_experts(
+    results_TKE: torch.Tensor,
+    weights_TK: torch.Tensor,
+    shared_TE: torch.Tensor | None = None,
+    shared_gate_T1: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The sum at the end of `routed_experts`, of results that were computed one by one, wherever that was.
+
+    A token's sum has the same bits in any batch: each step of it is one operation on single numbers.
+
+    Args:
+        results_TKE: of each token's experts.
+        weights_TK: see `routed_experts`, as the others.
+        shared_TE: likewise.
+        shared_gate_T1: likewise.
+
+    Returns:
+        [T, E] float32.
+    """
+    out_TE = torch.zeros_like(results_TKE[:, 0], dtype=torch.float32)
     for rank, result_TE in enumerate(results_TKE.unbind(1)):
         out_TE += weights_TK[:, rank, None] * result_TE
     if shared_TE is not None:
         out_TE += shared_TE.float() if shared_gate_T1 is None else shared_gate_T1.sigmoid() * shared_TE.float()
-    return out_TE.to(x_TE.dtype)
+    return out_TE

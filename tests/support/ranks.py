@@ -135,6 +135,7 @@ class ThreadExecutor:
         self.death_descriptors: list[int] = []
         self._output_rank = next(state.rank for state in states if state.is_output_rank)
         self._num_in_flight = 0
+        self._early: list[list[Any]] = []
         shape = checkpoint.expert_shape
         self._expert_load = None if shape is None else ExpertLoad(shape)
 
@@ -163,7 +164,7 @@ class ThreadExecutor:
 
     def collect(self) -> ModelRunnerOutput:
         self._num_in_flight -= 1
-        outputs = self._collect()
+        outputs = self._early.pop(0) if self._early else self._collect()
         output = outputs.pop(self._output_rank)
         assert all(other == ModelRunnerOutput({}) for other in outputs)
         return msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=ModelRunnerOutput)
@@ -173,6 +174,11 @@ class ThreadExecutor:
 
     def expert_tokens(self) -> Any:
         return None if self._expert_load is None else self._expert_load.tokens.copy()
+
+    def collective_rpc(self, call: Any) -> list[int]:
+        # What a rank says to steps in flight comes first.
+        self._early += [self._collect() for _ in range(self._num_in_flight - len(self._early))]
+        return self._call("call", call)
 
     def sleep(self, level: int) -> None:
         self._call("sleep", level)
@@ -184,7 +190,7 @@ class ThreadExecutor:
         for rank in self._ranks:
             rank.calls.put(None)
 
-    def _call(self, method: str, *arguments: int) -> list[Any]:
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
         for rank, worker in zip(self._ranks, self.workers, strict=True):
             rank.calls.put(lambda worker=worker: getattr(worker, method)(*arguments))  # type: ignore[misc]
         return self._collect()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.config.checks import check, check_bool, check_int, is_int, is_number
+from quire_engine.config.eplb_config import EPLBConfig
 from quire_engine.config.hub import fetch_checkpoint, is_hub_name
 from quire_engine.config.speculative_config import SpeculativeConfig
 from quire_engine.config.vllm_settings import without_vllm_names
@@ -241,6 +242,11 @@ class ParallelConfig:
     """Stages that the layers are divided among."""
     enable_expert_parallel: bool = False
     """In a mixture of experts, each of the `tensor_parallel_size` ranks has whole experts, not a slice of each."""
+    enable_eplb: bool = False
+    """Spread the experts over the ranks by the tokens that they are sent, while requests run (`expert parallelism load
+    balancer`). Needs `enable_expert_parallel` with several ranks on one machine."""
+    eplb_config: EPLBConfig = field(default_factory=EPLBConfig)
+    """How that is done: `{"window_size": 1000, "step_interval": 3000, "num_redundant_experts": 0}`."""
     distributed_executor_backend: str | None = None
     """Where the ranks run: `uni` in the engine's own process (one rank only), `mp` one process each on this machine,
     `ray` as Ray actors, also on several machines. Unset: `uni` for one rank, `mp` for several."""
@@ -254,6 +260,11 @@ class ParallelConfig:
               f"one of {', '.join(ROUTING_POLICIES)}")  # fmt: skip
         check_int("data_parallel_rank", self.data_parallel_rank, 0)
         check_bool("enable_expert_parallel", self.enable_expert_parallel)
+        if not isinstance(self.eplb_config, EPLBConfig):
+            object.__setattr__(self, "eplb_config", EPLBConfig.from_value(self.eplb_config))
+        check_bool("enable_eplb", self.enable_eplb)
+        if self.enable_eplb:
+            self._check_eplb()
         backend = self.distributed_executor_backend
         check(backend in (None, *EXECUTOR_BACKENDS), "distributed_executor_backend", backend,
               f"one of {', '.join(EXECUTOR_BACKENDS)}")  # fmt: skip
@@ -267,6 +278,18 @@ class ParallelConfig:
                   f"false {several}: replicas do not share experts")  # fmt: skip
         if self.gpu_device_ids is not None:
             self._check_gpu_device_ids(self.gpu_device_ids)
+
+    def _check_eplb(self) -> None:
+        has_ranks = self.enable_expert_parallel and self.tensor_parallel_size > 1
+        check(has_ranks, "enable_eplb", True, "false without enable_expert_parallel, and with one rank for each layer "
+              f"(tensor_parallel_size={self.tensor_parallel_size}): there is nothing to move")  # fmt: skip
+        check(self.distributed_executor_backend != "ray", "enable_eplb", True, "false with "
+              "distributed_executor_backend='ray', whose ranks do not tell their load")  # fmt: skip
+
+    @property
+    def num_redundant_experts(self) -> int | None:
+        """Replicas of experts in each layer; None if every expert stays where it is."""
+        return self.eplb_config.num_redundant_experts if self.enable_eplb else None
 
     def _check_gpu_device_ids(self, ids: list[int]) -> None:
         def check_ids(ok: bool, allowed: str) -> None:

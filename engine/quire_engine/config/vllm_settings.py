@@ -37,8 +37,8 @@ _MEANS_NOTHING = frozenset((
     "disable_chunked_mm_input", "skip_mm_profiling", "interleave_mm_strings", "language_model_only",
     "speculative_disable_mqa_scorer", "speculative_disable_by_batch_size", "spec_decoding_acceptance_method",
     # Of experts, copies and nodes, where there are none.
-    "all2all_backend", "moe_backend", "expert_placement_strategy", "eplb_config", "eplb_window_size",
-    "eplb_step_interval", "eplb_log_balancedness", "dbo_decode_token_threshold", "dbo_prefill_token_threshold",
+    "all2all_backend", "moe_backend", "expert_placement_strategy", "eplb_log_balancedness",
+    "dbo_decode_token_threshold", "dbo_prefill_token_threshold",
     "data_parallel_backend", "data_parallel_rpc_port", "master_addr", "master_port", "distributed_timeout_seconds",
     "disable_nccl_for_dp_synchronization", "kv_offloading_backend",
 ))  # fmt: skip
@@ -55,7 +55,8 @@ _NOT_OFFERED = (
     "collect_detailed_traces", "show_hidden_metrics_for_version", "logits_processors", "logits_processor_pattern",
     "override_generation_config", "override_neuron_config", "override_pooler_config", "pooler_config",
     "additional_config", "attention_config", "attention_backend", "kernel_config", "profiler_config",
-    "reasoning_parser_plugin", "scheduler_cls", "worker_extension_cls", "io_processor_plugin",
+    "reasoning_parser_plugin", "scheduler_cls", "worker_extension_cls", "io_processor_plugin", "eplb_window_size",
+    "eplb_step_interval",
     "data_parallel_rank", "data_parallel_start_rank", "data_parallel_address", "mamba_block_size", "default_mm_loras",
 )  # fmt: skip
 """Names of which no value but an empty one asks for nothing."""
@@ -64,7 +65,7 @@ _SWITCHED_OFF = (
     "trust_remote_code", "skip_tokenizer_init", "enable_log_requests", "disable_sliding_window", "enable_lora",
     "enable_lora_bias", "enable_prompt_adapter", "enable_prompt_embeds", "enable_mm_embeds", "calculate_kv_scales",
     "kv_sharing_fast_prefill", "ray_workers_use_nsight", "data_parallel_hybrid_lb", "data_parallel_external_lb",
-    "enable_eplb", "enable_dbo", "kv_cache_metrics", "cudagraph_metrics",
+    "enable_dbo", "kv_cache_metrics", "cudagraph_metrics",
     "enable_mfu_metrics", "enable_layerwise_nvtx_tracing", "enable_logging_iteration_details", "tokens_only",
 )  # fmt: skip
 """Names of which false asks for nothing."""
@@ -112,6 +113,7 @@ _MENDS = {
     "num_gpu_blocks_override": "kv_cache_memory_bytes says how large the KV cache is",
     "otlp_traces_endpoint": "otlp_endpoint takes metrics and traces",
     "prefix_caching_hash_algo": "blocks are hashed with SHA-256",
+    **dict.fromkeys(("eplb_window_size", "eplb_step_interval", "num_redundant_experts"), "eplb_config has it"),
     "tokenizer_revision": "tokenizer is a folder, which is there in one version",
     **dict.fromkeys(
         ("speculative_model", "num_speculative_tokens", "ngram_prompt_lookup_max", "ngram_prompt_lookup_min"),

@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from quire_engine.config import EngineCoreConfig
+from quire_engine.config import EngineCoreConfig, ParallelConfig
+from quire_engine.core.expert_balancer import ExpertBalancer
 from quire_engine.core.expert_load import ExpertLoadReport
 from quire_engine.core.step_history import StepHistory
 from quire_engine.errors import AbortedError, EngineDeadError, EngineError, EngineSleepingError
@@ -36,6 +37,7 @@ from quire_engine.messages import (
     UtilityResult,
     WakeUp,
 )
+from quire_engine.models.expert_placement import check_redundancy
 from quire_engine.models.served import read_checkpoint
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.drafter import cut_drafts
@@ -79,6 +81,10 @@ class EngineCore:
             config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size,
             config.parallel.enable_expert_parallel,
         )  # fmt: skip
+        if config.parallel.num_redundant_experts is not None and checkpoint.expert_shape is not None:
+            check_redundancy(
+                checkpoint.expert_shape[1], config.parallel.num_redundant_experts, config.parallel.tensor_parallel_size
+            )
         self.executor: Executor = make_executor(config, checkpoint, max_model_len)
         try:
             num_blocks = num_blocks or self.executor.determine_num_blocks()
@@ -104,8 +110,10 @@ class EngineCore:
         self._in_flight: deque[SchedulerOutput] = deque()
         """Steps that were submitted and not yet collected, oldest first."""
         self._history = StepHistory()
-        has_experts = checkpoint.expert_shape is not None
-        self._expert_load = ExpertLoadReport(config.parallel) if has_experts else None
+        self._expert_load: ExpertLoadReport | None = None
+        self._balancer: ExpertBalancer | None = None
+        if checkpoint.expert_shape is not None:
+            self._watch_experts(config.parallel, checkpoint.expert_shape, checkpoint.expert_bytes)
         self._world_size = config.parallel.world_size
         self._step_stats = StepStats()
         self._sleep_level = 0
@@ -127,6 +135,13 @@ class EngineCore:
             CompilerArguments.for_model(config.model.tokenizer_path, checkpoint.vocab_size, checkpoint.eos_token_ids)
         )
         self.structured_output.imports_are_done()
+
+    def _watch_experts(self, parallel: ParallelConfig, shape: tuple[int, int], expert_bytes: int) -> None:
+        if not parallel.enable_eplb:
+            self._expert_load = ExpertLoadReport(parallel)
+            return
+        balancer = self._balancer = ExpertBalancer(self.executor, parallel, shape, expert_bytes)
+        self._expert_load = ExpertLoadReport(parallel, shares=lambda: balancer.shares)
 
     def add_request(self, message: EngineCoreRequest, message_number: int = 0) -> None:
         """Validate once more, and queue the request.
@@ -211,6 +226,8 @@ class EngineCore:
             result.step_stats = times
             self.scheduler.note_step_seconds(times, seconds)
             self._history.record(times)
+            if self._balancer is not None:
+                self._balancer.after_step()
         return result
 
     def take_cache_events(self) -> bytes:
@@ -370,6 +387,8 @@ class EngineCore:
         """Undo `sleep`: allocate the KV cache again, and load the weights again if they were freed."""
         if self._sleep_level:
             self.executor.wake_up()
+            if self._sleep_level == 2 and self._balancer is not None:
+                self._balancer.reset()
             self._sleep_level = 0
         return True
 

@@ -34,10 +34,17 @@ class ExpertLoadReport:
     Args:
         parallel: how the experts are divided among the ranks.
         clock: seconds.
+        shares: [layers, experts, ranks], how they are divided now; unset: as when they were loaded.
     """
 
-    def __init__(self, parallel: ParallelConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        parallel: ParallelConfig,
+        clock: Callable[[], float] = time.monotonic,
+        shares: Callable[[], FloatArray] | None = None,
+    ) -> None:
         self._parallel = parallel
+        self._shares = shares
         self._clock = clock
         self._reported_at = -REPORT_SECONDS
         self._tokens: Int64Array | None = None
@@ -64,12 +71,13 @@ class ExpertLoadReport:
             return None
         self._reported_at, self._tokens = now, tokens
         parallel = self._parallel
-        shares = shares_of_ranks(
-            (grown.shape[0], grown.shape[1]),
-            parallel.tensor_parallel_size,
-            parallel.pipeline_parallel_size,
-            parallel.enable_expert_parallel,
-        )
+        if self._shares is not None:
+            shares = self._shares()
+        else:
+            shares = shares_of_ranks(
+                (grown.shape[0], grown.shape[1]), parallel.tensor_parallel_size, parallel.pipeline_parallel_size,
+                parallel.enable_expert_parallel,
+            )  # fmt: skip
         by_rank = np.einsum("lx,lxr->lr", grown, shares)
         self._rank_tokens += by_rank.sum(0)
         over_ranks = imbalance(by_rank, parallel.tensor_parallel_size)

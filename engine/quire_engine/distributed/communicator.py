@@ -57,6 +57,9 @@ class ParallelState:
     pipeline_parallel_size: int = 1
     enable_expert_parallel: bool = False
     """The experts of a layer are divided among the ranks of a stage, rather than the features of each expert."""
+    num_redundant_experts: int | None = None
+    """With expert parallelism, the replicas of experts in each layer, if experts move between the ranks while requests
+    run; None: each stays where it is."""
     tensor_group: Communicator | None = None
     """The ranks of this stage, by their place in it; None if there is only one."""
     pipeline_group: Communicator | None = None

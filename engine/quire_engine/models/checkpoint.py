@@ -114,6 +114,13 @@ class CheckpointConfig:
         return None if experts is None else (self.num_layers, experts.num_experts)
 
     @property
+    def expert_bytes(self) -> int:
+        """Of an expert's weights as they are stored, about; 0 without experts."""
+        experts = self.options.experts
+        size = 0 if experts is None else 3 * self.hidden_size * experts.intermediate_size
+        return size * (1 if self.int8 else 4 if self.dtype == "float32" else 2)
+
+    @property
     def longest_model_len(self) -> int:
         """The longest sequences that it can be served with; `max_position_embeddings`, unless its RoPE extends it."""
         return max(self.max_position_embeddings, self.rope.extended_length)

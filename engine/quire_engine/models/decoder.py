@@ -19,6 +19,7 @@ from quire_kernels import add_residual, add_rms_norm, paged_attention, rms_norm,
 from torch import nn
 
 from quire_engine.distributed import ParallelState
+from quire_engine.models.balanced_experts import BalancedExperts
 from quire_engine.models.base import AttentionSpec, FeatureTaps, ForwardContext, KVCaches
 from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.experts import MixtureOfExperts
@@ -156,7 +157,8 @@ def feed_forward(config: CheckpointConfig, parallel: ParallelState, layer: int) 
     """That of a layer, by its number in the checkpoint."""
     experts = config.options.experts
     if experts is not None and experts.are_in(layer):
-        return MixtureOfExperts(config, experts, parallel)
+        kind = MixtureOfExperts if parallel.num_redundant_experts is None else BalancedExperts
+        return kind(config, experts, parallel)
     return GatedMLP(config, parallel)
 
 

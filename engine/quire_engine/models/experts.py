@@ -13,6 +13,8 @@ elsewhere add nothing to a rank's part of the sum::
     rank 1                 0 1 2 3 4, the second halves     3 4
 """
 
+from collections.abc import Sequence
+
 import torch
 from quire_kernels import ExpertsWeight, grouped_topk, linear, pack_experts, routed_experts, topk_softmax
 from torch import nn
@@ -28,10 +30,16 @@ __all__ = ["MixtureOfExperts", "experts_of_rank"]
 ALONE = ParallelState()
 
 
-def experts_of_rank(num_experts: int, parallel: ParallelState) -> range:
-    """The ids of the experts that a rank has any of; with expert parallelism the first ranks get the remainder."""
+def experts_of_rank(num_experts: int, parallel: ParallelState) -> Sequence[int]:
+    """The ids of the experts that a rank has any of when the model is loaded; with expert parallelism the first ranks
+    get the remainder. If experts move, those of all ranks are every expert once, and then replicas of the first."""
     if not parallel.enable_expert_parallel:
         return range(num_experts)
+    if parallel.num_redundant_experts is not None:
+        each = (num_experts + parallel.num_redundant_experts) // parallel.tensor_parallel_size
+        return [
+            number % num_experts for number in range(each * parallel.tensor_rank, each * (parallel.tensor_rank + 1))
+        ]
     each, left = divmod(num_experts, parallel.tensor_parallel_size)
     first = parallel.tensor_rank * each + min(parallel.tensor_rank, left)
     return range(first, first + each + (parallel.tensor_rank < left))
@@ -110,10 +118,14 @@ class MixtureOfExperts(nn.Module):
     def pack(self) -> None:
         """Bring the experts together, whose matrices are packed."""
         here = [expert for expert in self.experts.values() if isinstance(expert, Expert)]
-        expert_map = torch.full((self.options.num_experts,), -1, dtype=torch.int64, device="cpu")
-        expert_map[list(map(int, self.experts))] = torch.arange(len(here), device="cpu")
         gate_up, down = ([getattr(one, name).packed for one in here] for name in ("gate_up_proj", "down_proj"))
-        self._packed = pack_experts(gate_up, down, expert_map)
+        self._packed = pack_experts(gate_up, down, self._expert_map())
+
+    def _expert_map(self) -> torch.Tensor:
+        """By id, the place of an expert among those that are here, or -1."""
+        expert_map = torch.full((self.options.num_experts,), -1, dtype=torch.int64, device="cpu")
+        expert_map[list(map(int, self.experts))] = torch.arange(len(self.experts), device="cpu")
+        return expert_map
 
     def _route(self, logits_TX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, X] -> weights and ids of each token's experts."""
@@ -128,12 +140,23 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """[T, E] -> [T, E]."""
-        assert self._packed is not None, "pack was not called"
         options = self.options
         weights_TK, expert_ids_TK = self._route(self.gate(hidden_TE))
         shared_TE = shared_gate_T1 = None
         if self.shared_expert is not None:
             shared_TE = self.shared_expert(hidden_TE)
             shared_gate_T1 = self.shared_expert_gate(hidden_TE) if options.shared_has_gate else None
+        return self._sum(hidden_TE, weights_TK, expert_ids_TK, shared_TE, shared_gate_T1)
+
+    def _sum(
+        self,
+        hidden_TE: torch.Tensor,
+        weights_TK: torch.Tensor,
+        expert_ids_TK: torch.Tensor,
+        shared_TE: torch.Tensor | None,
+        shared_gate_T1: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[T, E], of all ranks; for the arguments see `routed_experts`."""
+        assert self._packed is not None, "pack was not called"
         out_TE = routed_experts(hidden_TE, weights_TK, expert_ids_TK, self._packed, shared_TE, shared_gate_T1)
         return out_TE if self.group is None else self.group.all_reduce(out_TE)

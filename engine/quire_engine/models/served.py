@@ -47,6 +47,10 @@ class ServedCheckpoint(Protocol):
         """Layers and experts of a layer, if some layers have experts whose tokens are counted; else None."""
 
     @property
+    def expert_bytes(self) -> int:
+        """Of the weights of one such expert, about."""
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer."""
 

@@ -90,6 +90,11 @@ class TransformersCheckpoint:
         """None: transformers' own code routes tokens, and does not say where to."""
         return None
 
+    @property
+    def expert_bytes(self) -> int:
+        """See `expert_shape`."""
+        return 0
+
     def check_parallel(
         self, tensor_parallel_size: int, pipeline_parallel_size: int = 1, enable_expert_parallel: bool = False
     ) -> None:

@@ -21,7 +21,9 @@ from quire_engine.messages import (
     DetermineNumBlocks,
     InitializeCache,
     ModelRunnerOutput,
+    MoveExperts,
     NewRequestData,
+    PlaceExperts,
     SchedulerOutput,
     Sleep,
     UsesGpu,
@@ -45,6 +47,7 @@ from quire_engine.worker.cache_sizing import block_bytes, num_blocks_for
 from quire_engine.worker.drafting.drafting import Drafting
 from quire_engine.worker.drafting.make import make_draft_method
 from quire_engine.worker.expert_load import ExpertCounters, ExpertLoad
+from quire_engine.worker.expert_moves import ExpertMoves
 from quire_engine.worker.fault_injection import FaultInjection
 from quire_engine.worker.forward.base import key_caches_by_kind, plan_attentions
 from quire_engine.worker.forward.decode_graphs import DecodeGraphs
@@ -79,7 +82,11 @@ class Worker:
         device: torch.device = CPU,
         expert_load: ExpertLoad | None = None,
     ) -> None:
-        parallel = replace(parallel, enable_expert_parallel=config.parallel.enable_expert_parallel)
+        parallel = replace(
+            parallel,
+            enable_expert_parallel=config.parallel.enable_expert_parallel,
+            num_redundant_experts=config.parallel.num_redundant_experts,
+        )
         checkpoint.check_parallel(
             parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.enable_expert_parallel
         )
@@ -268,7 +275,7 @@ class Worker:
         """Free the KV cache's memory, and with level 2 the weights' as well."""
         self._allocate(0)
         if level == 2:
-            del self.runner.model
+            del self.runner.model, self.experts_on_the_move
             self.runner.drafting = None
             self._weights_discarded = True
         return_freed_memory()
@@ -288,6 +295,12 @@ class Worker:
         match call:
             case DetermineNumBlocks():
                 return self.determine_num_blocks()
+            case MoveExperts(moves=moves):
+                self.experts_on_the_move.fetch(moves)
+                return 0
+            case PlaceExperts():
+                self.experts_on_the_move.place()
+                return 0
             case UsesGpu():
                 return int(self.device.type == "cuda")
             case InitializeCache(num_blocks=num_blocks):
@@ -327,6 +340,7 @@ class Worker:
         # All ranks of a stage route the same tokens in the same way: one of them counts.
         if self._expert_load is not None and self.parallel.tensor_rank == 0:
             self._expert_counters = ExpertCounters(self._expert_load, model, self.device)
+        self.experts_on_the_move = ExpertMoves(model)
         return model
 
     def _layout(self) -> CacheLayout:

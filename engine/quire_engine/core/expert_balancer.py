@@ -1,0 +1,153 @@
+"""ExpertBalancer: spreads the experts of each layer over the ranks by the tokens that they were sent, between steps.
+
+::
+
+    step            … 2999 3000 3001 3002 3003 …         step_interval = 3000, window_size = 1000
+    load counted    ├─ 1000 ─┤
+    layer 0                   decide, move, move          each time as many experts as step after step has room for
+    layer 1                                  decide …     one layer after the other
+
+Between any two of these moves the placement is complete, and requests are computed with it. Nothing is kept: an engine
+that is started again begins with the first placement.
+"""
+
+import logging
+from collections import deque
+
+import numpy as np
+
+from quire_engine.config import ParallelConfig
+from quire_engine.errors import EngineDeadError
+from quire_engine.executor import Executor
+from quire_engine.executor.base import Int64Array
+from quire_engine.messages import MoveExperts, PlaceExperts
+from quire_engine.models.expert_placement import (
+    FloatArray,
+    balanced,
+    first_placement,
+    next_moves,
+    rank_shares,
+    shares_of_ranks,
+)
+
+__all__ = ["ExpertBalancer"]
+
+logger = logging.getLogger(__name__)
+
+MOVED_BYTES = 32 << 20
+"""Weights that are moved between two steps, about; at least two experts, which may have to change places. Shared memory
+takes some ten milliseconds for them."""
+WORTH_IT = 0.95
+"""A layer's experts move if its busiest rank then has at most this share of what it has now."""
+
+
+class ExpertBalancer:
+    """Call `after_step` after every step.
+
+    Args:
+        executor: whose ranks have the experts.
+        parallel: how these are divided, and the settings of this.
+        shape: layers and experts.
+        expert_bytes: of an expert's weights, about.
+    """
+
+    def __init__(self, executor: Executor, parallel: ParallelConfig, shape: tuple[int, int], expert_bytes: int) -> None:
+        self._executor, self._config = executor, parallel.eplb_config
+        self._num_ranks, self._shape = parallel.tensor_parallel_size, shape
+        self._limit = max(MOVED_BYTES // expert_bytes, 2)
+        # Every expert of a layer is on all ranks of its stage, as far as this goes; the shares among these follow.
+        stages = shares_of_ranks(shape, self._num_ranks, parallel.pipeline_parallel_size, enable_expert_parallel=False)
+        self._stages = stages[:, 0].argmax(1) // self._num_ranks
+        self.shares: FloatArray = np.zeros_like(stages)
+        """[layers, experts, ranks], the share of an expert's tokens that each rank computes now."""
+        self._num_steps = 0
+        self._earlier: deque[tuple[int, Int64Array]] = deque()
+        """Totals at the beginning of windows, after so many steps."""
+        self.reset()
+
+    def reset(self) -> None:
+        """The ranks have loaded their weights: all experts are where they are at first."""
+        placement = first_placement(self._shape[1], self._config.num_redundant_experts)
+        self.placements = [placement.copy() for _ in range(self._shape[0])]
+        """By layer; see `models/expert_placement.py`."""
+        self._load: FloatArray = np.zeros(self._shape)
+        self._waiting: deque[int] = deque()
+        self._target: tuple[int, list[int]] | None = None
+        for layer in range(self._shape[0]):
+            self._set_shares(layer)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether something has to move, or is to be decided."""
+        return self._target is not None or bool(self._waiting)
+
+    def after_step(self) -> None:
+        """Note the step, and move some experts if it is time.
+
+        Raises:
+            EngineDeadError: a rank is gone.
+        """
+        self._num_steps += 1
+        window, interval = self._config.window_size, self._config.step_interval
+        if (self._num_steps + window) % interval == 0:
+            self._earlier.append((self._num_steps, self._read()))
+        if self._num_steps % interval == 0 and not self.is_moving:  # else this time is left out
+            self._load = self._load_of_window(self._num_steps - window)
+            self._waiting = deque(np.flatnonzero(self._load.any(1)).tolist())
+        if self.is_moving:
+            self._go_on()
+
+    def _read(self) -> Int64Array:
+        tokens = self._executor.expert_tokens()
+        assert tokens is not None, "these ranks do not tell"
+        return tokens
+
+    def _load_of_window(self, start: int) -> FloatArray:
+        """[layers, experts], the tokens since a number of steps."""
+        while self._earlier and self._earlier[0][0] < start:
+            self._earlier.popleft()
+        tokens = self._read()
+        if self._earlier and self._earlier[0][0] == start and (self._earlier[0][1] <= tokens).all():
+            tokens = tokens - self._earlier[0][1]
+        return tokens.astype(np.float64)
+
+    def _go_on(self) -> None:
+        """Make the next moves, or decide about the next layer."""
+        if self._target is None:
+            layer = self._waiting.popleft()
+            target = balanced(self._load[layer].tolist(), self.placements[layer], self._num_ranks)
+            before, after = self._busiest(layer, self.placements[layer]), self._busiest(layer, target)
+            if after <= WORTH_IT * before:
+                logger.info("experts of layer %d: the busiest rank goes from %.0f to %.0f tokens", layer, before, after)
+                self._target = layer, target
+            return
+        layer, target = self._target
+        placement, moves = next_moves(self.placements[layer], target, self._num_ranks, self._limit)
+        if not moves:
+            self._target = None
+            return
+        try:
+            self._executor.collective_rpc(MoveExperts([(layer, *move) for move in moves]))
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            logger.warning("experts stay where they are until the next time: %s", error)
+            self._waiting, self._target = deque(), None
+            return
+        try:
+            self._executor.collective_rpc(PlaceExperts())
+        except EngineDeadError:
+            raise
+        except Exception as error:  # the ranks may disagree now
+            raise EngineDeadError(f"experts could not be moved: {error}") from error
+        self.placements[layer] = placement
+        self._set_shares(layer)
+
+    def _busiest(self, layer: int, placement: list[int]) -> float:
+        shares = rank_shares(placement, self._shape[1], self._num_ranks)
+        return float((self._load[layer] @ shares).max())
+
+    def _set_shares(self, layer: int) -> None:
+        first = self._stages[layer] * self._num_ranks
+        own = rank_shares(self.placements[layer], self._shape[1], self._num_ranks)
+        self.shares[layer, :, first : first + self._num_ranks] = own
