@@ -1,7 +1,7 @@
-"""What vLLM's published boards ask for is there, under their names and with their labels.
+"""Metrics of vLLM that boards for it ask for are there, under their names and with their labels.
 
-The boards: `examples/observability/` of vLLM's repository: `prometheus_grafana/grafana.json` and, of
-`dashboards/grafana/`, performance_statistics, query_statistics, vllm_overview and vllm_speculative_decoding.
+Not all that a board of vLLM's may show: `http_requests_total` is of its web framework, and `prompt_tokens_by_source` and
+`num_requests_waiting_by_reason` have no equal here.
 """
 
 import pytest
