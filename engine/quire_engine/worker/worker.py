@@ -105,6 +105,8 @@ class Worker:
         self._num_blocks = 0
         self._expert_load = expert_load
         self._expert_counters: ExpertCounters | None = None
+        self._expert_moves: ExpertMoves | None = None
+        """None of a model that transformers' code computes, and while the weights are discarded."""
         self._weights_discarded = False
         self._fault_injection = FaultInjection.from_environment(parallel.rank)
         self._gpu_memory: GpuCacheMemory | None = None
@@ -275,7 +277,8 @@ class Worker:
         """Free the KV cache's memory, and with level 2 the weights' as well."""
         self._allocate(0)
         if level == 2:
-            del self.runner.model, self.experts_on_the_move
+            del self.runner.model
+            self._expert_moves = None
             self.runner.drafting = None
             self._weights_discarded = True
         return_freed_memory()
@@ -296,10 +299,12 @@ class Worker:
             case DetermineNumBlocks():
                 return self.determine_num_blocks()
             case MoveExperts(moves=moves):
-                self.experts_on_the_move.fetch(moves)
+                assert self._expert_moves is not None
+                self._expert_moves.fetch(moves)
                 return 0
             case PlaceExperts():
-                self.experts_on_the_move.place()
+                assert self._expert_moves is not None
+                self._expert_moves.place()
                 return 0
             case UsesGpu():
                 return int(self.device.type == "cuda")
@@ -340,7 +345,7 @@ class Worker:
         # All ranks of a stage route the same tokens in the same way: one of them counts.
         if self._expert_load is not None and self.parallel.tensor_rank == 0:
             self._expert_counters = ExpertCounters(self._expert_load, model, self.device)
-        self.experts_on_the_move = ExpertMoves(model)
+        self._expert_moves = ExpertMoves(model)
         return model
 
     def _layout(self) -> CacheLayout:
