@@ -1,7 +1,7 @@
 """Metrics of vLLM that boards for it ask for are there, under their names and with their labels.
 
-Not all that a board of vLLM's may show: `http_requests_total` is of its web framework, and `prompt_tokens_by_source` and
-`num_requests_waiting_by_reason` have no equal here.
+Not all that a board of vLLM's may show: `http_requests_total` is of its web framework, and `prompt_tokens_by_source`
+and `num_requests_waiting_by_reason` have no equal here.
 """
 
 import pytest
