@@ -113,6 +113,15 @@ LATENCY = Dashboard(
             _latency("End to end", "quire_e2e_request_latency_seconds", "From arrival to the end."),
         )),
         Row(panels=(
+            Panel(title="Refused for want of capacity", unit="reqps", is_stacked=True,
+                  queries=((_rate("quire_requests_refused_total", "slo, reason", SLO), "{{slo}} {{reason}}"),),
+                  description="Requests that were refused at once, by class and the reason: their time to the first "
+                              "token could not be met, or the queue had no room."),
+            Panel(title="Error of predicted times to first token", unit="percentunit",
+                  queries=_quantiles("quire_ttft_prediction_error_ratio"),
+                  description='How far off the predictions of scheduling_policy "slo" were, as a share of what came.'),
+        )),
+        Row(panels=(
             Panel(title="Time to first token, all requests", kind="heatmap", unit="s",
                   queries=((_rate("quire_time_to_first_token_seconds_bucket", "le"), "{{le}}"),),
                   description="Two humps are two kinds of requests: short and long prompts, or cached and not."),

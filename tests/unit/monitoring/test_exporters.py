@@ -322,14 +322,14 @@ def test_predictions_are_compared_with_what_came_and_refusals_counted_by_class_a
     _, _, prometheus = pair()
     predicted = FinishedRequestStats("stop", time_to_first_token_seconds=0.5, predicted_ttft_seconds=0.4)
     refused = FinishedRequestStats(
-        "error", error_code="unavailable", slo_class=SLO_CLASSES[0], refusal="ttft", predicted_ttft_seconds=9.0
+        "error", error_code="unavailable", slo_class="batch", refusal="ttft", predicted_ttft_seconds=9.0
     )
     prometheus.record(None, IterationStats(finished_requests=[predicted, refused, FinishedRequestStats("stop")]))
     samples = scrape(prometheus)
     assert samples[FakeServer.sample("quire_ttft_prediction_error_ratio_count", LABELS)] == 1
     assert samples[FakeServer.sample("quire_ttft_prediction_error_ratio_sum", LABELS)] == pytest.approx(0.2)
     counted = {key: value for key, value in samples.items() if key[0] == "quire_requests_refused_total" and value}
-    labels = LABELS | {"slo": SLO_CLASSES[0], "reason": "ttft"}
+    labels = LABELS | {"slo": "batch", "reason": "ttft"}
     assert counted == {FakeServer.sample("quire_requests_refused_total", labels): 1}
 
 
