@@ -114,9 +114,9 @@ LATENCY = Dashboard(
         )),
         Row(panels=(
             Panel(title="Refused for want of capacity", unit="reqps", is_stacked=True,
-                  queries=((_rate("quire_requests_refused_total", "slo, reason", SLO), "{{slo}} {{reason}}"),),
-                  description="Requests that were refused at once, by class and the reason: their time to the first "
-                              "token could not be met, or the queue had no room."),
+                  queries=((_rate("quire_requests_refused_total", "slo, reason"), "{{slo}} {{reason}}"),),
+                  description="Requests of all classes that were refused at once, by the reason: their time to the "
+                              "first token could not be met, or the queue had no room."),
             Panel(title="Error of predicted times to first token", unit="percentunit",
                   queries=_quantiles("quire_ttft_prediction_error_ratio"),
                   description='How far off the predictions of scheduling_policy "slo" were, as a share of what came.'),
