@@ -257,19 +257,30 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         # Prometheus itself takes some seconds, which are minutes here, until it knows its target.
         wait_until(lambda: running.query('up{job="quire"} == 1'), "the server is watched")
         wait_until(lambda: not made.firing("QuireServerAbsent"), "nothing is said to be absent")
-        watched_at = time.monotonic()
-        with Load(made, "alone", per_second=1) as alone, Load(made, "pair") as pair:
-            end = time.monotonic() + QUIET_SECONDS
-            wait_until(lambda: time.monotonic() > end, "the quiet time is over", QUIET_SECONDS + 1)
-        for load in (alone, pair):
-            assert load.num_ended
-            assert not load.errors
-        watched = f"{time.monotonic() - watched_at:.0f}s"
-        ever_fired = running.query(
-            f'max_over_time(ALERTS{{alertstate="firing", alertname!="QuireWatchdog"}}[{watched}])'
-        )
-        made.fired_in_quiet.extend(sample.labels for sample in ever_fired)
+        # A neighbour on the machine can slow a rank or a reading for real, and ten seconds are ten minutes here: what
+        # fires of nothing fires in each of three tries.
+        for _ in range(3):
+            made.fired_in_quiet[:] = quiet_time(made)
+            if not made.fired_in_quiet:
+                break
+            print("fired in quiet:", made.fired_in_quiet)
         yield made
+
+
+def quiet_time(scene: Scene) -> list[dict[str, str]]:
+    """Ten scaled minutes of an ordinary load; the alerts that fired meanwhile."""
+    watched_at = time.monotonic()
+    with Load(scene, "alone", per_second=1) as alone, Load(scene, "pair") as pair:
+        end = time.monotonic() + QUIET_SECONDS
+        wait_until(lambda: time.monotonic() > end, "the quiet time is over", QUIET_SECONDS + 1)
+    for load in (alone, pair):
+        assert load.num_ended
+        assert not load.errors
+    watched = f"{time.monotonic() - watched_at:.0f}s"
+    fired = scene.prometheus.query(
+        f'max_over_time(ALERTS{{alertstate="firing", alertname!="QuireWatchdog"}}[{watched}])'
+    )
+    return [sample.labels for sample in fired]
 
 
 def snapshot(server: Server, model: str) -> dict[str, Any]:

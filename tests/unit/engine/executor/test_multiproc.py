@@ -238,7 +238,7 @@ def test_worker_that_dies_at_start_is_named(
     checkpoint: Callable[[str], Path], in_workers: Callable[[str], None]
 ) -> None:
     in_workers("""
-        def dies(self, config, checkpoint, max_model_len, parallel, device):
+        def dies(self, config, checkpoint, max_model_len, parallel, *others):
             if parallel.rank == 1:
                 os._exit(3)
             time.sleep(60)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import CheckpointError
-from quire_engine.models import CheckpointConfig, loader
+from quire_engine.models import CheckpointConfig, loader, tensor_reader
 from quire_engine.models.parallel import (
     ColumnParallel,
     LoadTarget,
@@ -197,7 +197,7 @@ def ledger(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         def get_slice(self, name: str) -> CountedSlice:
             return CountedSlice(self.file.get_slice(name), name, read)
 
-    monkeypatch.setattr(loader, "safe_open", CountedFile)
+    monkeypatch.setattr(tensor_reader, "safe_open", CountedFile)
     return read
 
 
