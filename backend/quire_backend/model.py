@@ -21,7 +21,7 @@ from quire_backend import model_config, triton_api
 from quire_backend.engine_number import EngineNumber
 from quire_backend.private_memory import make_private
 from quire_backend.serving import Serving
-from quire_backend.settings import TOKEN_VARIABLE, load_engine_config, one_line
+from quire_backend.settings import TOKEN_VARIABLE, load_engine_config, name_of_settings, one_line
 from quire_backend.status_page import StatusPage
 from quire_backend.triton_api import TritonRequest
 
@@ -147,6 +147,7 @@ class TritonPythonModel:
                 expert_metrics=config.frontend.expert_metrics,
                 aliases=config.frontend.metric_aliases == "vllm",
                 server_start_time=started_at(os.getppid()),
+                settings=name_of_settings(config),
             )
             for own_labels in all_labels
         ]

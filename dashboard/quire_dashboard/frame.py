@@ -5,6 +5,7 @@ import operator
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any
 
 import pyarrow as pa
@@ -23,8 +24,8 @@ from quire_dashboard.words import as_code, as_text, printable, seconds
 
 __all__ = [
     "CHARTS_S", "Line", "Selection", "chart", "choice_table", "choose", "close_monitors", "draw", "events", "figures",
-    "live", "model_or_reason", "monitor", "monitors", "pickers", "request_names", "selection", "server_away",
-    "snapshot_or_reason", "table", "what_to_do",
+    "live", "model_or_reason", "monitor", "monitors", "pickers", "request_names", "say_events", "selection",
+    "server_away", "snapshot_or_reason", "table", "what_to_do",
 ]  # fmt: skip
 
 CHARTS_S = 5.0
@@ -37,6 +38,7 @@ _FAR = 4.0
 _TOO_FAR = 6.0
 """A target that was drawn is removed when it is so many times higher."""
 _MOST_OF_A_LABEL = 64
+_MOST_EVENTS = 6
 _SPARK_VALUES = 30
 _events: dict["Selection", tuple[list[list[Point]], Sequence[Event]]] = {}
 """By what is selected: what they were found in, and the events."""
@@ -225,15 +227,28 @@ def events() -> Sequence[Event]:
     """What happened to the selected model in the selected time range; the same list until there is something new."""
     picked = selection()
     try:
-        source = [monitor().points(query, "", picked.labels, picked.range_s) for query in QUERIES]
+        source = [monitor().points(query, query.by, picked.labels, picked.range_s) for query in QUERIES]
     except ScrapeError:  # which the charts say
         return ()
     last = _events.get(picked)
     if last is None or not all(map(operator.is_, last[0], source)):
-        found = find_events(source)
+        start = time.time() - picked.range_s
+        found = [event for event in find_events(source) if event.time >= start]
         # The same list: with another one, each refresh would send all charts anew.
         _events[picked] = last = (source, found if last is None or found != last[1] else last[1])
     return last[1]
+
+
+def say_events() -> None:
+    """What the vertical lines in all charts are."""
+    found = list(events())
+    if not found:
+        return
+    said = " · ".join(
+        f"{datetime.fromtimestamp(event.time, timezone.utc):%H:%M:%S} {event.what}" for event in found[-_MOST_EVENTS:]
+    )
+    more = f", {len(found) - _MOST_EVENTS} before" if len(found) > _MOST_EVENTS else ""
+    st.caption(f"Dashed lines, UTC: {said}{more}")
 
 
 def figures(shown: Sequence[tuple[str, str, str]], sparks: Mapping[str, Query] | None = None) -> None:

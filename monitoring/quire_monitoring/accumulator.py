@@ -41,6 +41,7 @@ class Accumulator:
         expert_metrics: whether each expert of each layer has a series of its own.
         clock: seconds, monotonic; for the windows of the goodput.
         server_start_time: of the server's process, in seconds since the epoch; unset: this moment.
+        settings: a short name for the model's settings; others have another.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Accumulator:
         expert_metrics: bool = False,
         clock: Callable[[], float] = time.monotonic,
         server_start_time: float | None = None,
+        settings: str = "",
     ) -> None:
         self._server_start_time = time.time() if server_start_time is None else server_start_time
         self._lock = threading.Lock()
@@ -58,6 +60,9 @@ class Accumulator:
         self._readers: list[Reader] = []
         self._goodput = Goodput(self._slo_classes, WINDOWS, clock)
         self._scheduler_stats = SchedulerStats()
+        self.load_time = 0.0
+        """When the model was loaded, in seconds since the epoch; 0 until then."""
+        self._load_time = series("quire_model_load_time_seconds", settings=settings)
         self.cache_info: Series | None = None
         """The series whose labels say how the KV cache is made, once that is known."""
         self._has_experts, self._counts_each_expert = expert_shape is not None, expert_metrics
@@ -224,7 +229,7 @@ class Accumulator:
         self._observations.clear()
 
     def gauges(self, is_up: bool, workers_up: Sequence[bool], *, aliases: bool = False) -> dict[Series, float]:
-        """The present state. Of an engine that is down, all but the start of its server and the settings is 0.
+        """The present state. Of an engine that is down, all is 0 but the start of its server, its load, the settings.
 
         Args:
             is_up: whether the engine runs.
@@ -238,6 +243,7 @@ class Accumulator:
         gauges: dict[Series, float] = {
             _UP: float(is_up),
             _START_TIME: self._server_start_time,
+            self._load_time: self.load_time,
             _RUNNING: stats.num_running,
             _WAITING: stats.num_waiting - stats.num_waiting_for_fsm,
             _WAITING_FOR_GRAMMAR: stats.num_waiting_for_fsm,

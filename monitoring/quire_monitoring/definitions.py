@@ -174,6 +174,7 @@ def make_metrics(
     max_draft_tokens: int = 0,
     expert_shape: tuple[int, int] | None = None,
     expert_metrics: bool = False,
+    settings: str = "",
 ) -> tuple[MetricDefinition, ...]:
     """All metrics under their own names.
 
@@ -183,12 +184,15 @@ def make_metrics(
         max_draft_tokens: of a request in a step; 0 without speculative decoding.
         expert_shape: layers and experts of a layer; None without experts.
         expert_metrics: whether each expert of each layer has a series of its own.
+        settings: a short name for the model's settings; others have another.
     """
     classes, ranks = tuple(slo_classes), tuple(map(str, range(num_ranks)))
     positions = tuple(map(str, range(max_draft_tokens)))
     targets = tuple((name, target) for name, of_class in slo_classes.items() for target in of_class.seconds())
     return (
         *_ENGINE,
+        _gauge("quire_model_load_time_seconds", "When the model was loaded, in seconds since the epoch",
+               settings=(settings,)),
         _gauge("quire_worker_up", "1 while the rank's process runs", rank=ranks),
         _counter("quire_worker_busy_seconds_total", "What the rank computed for, without waits for other ranks",
                  rank=ranks),

@@ -138,6 +138,21 @@ def test_a_restart_is_marked_in_every_chart(fake: FakeTriton) -> None:
         assert drawn_of(app, alt).column("event").to_pylist().count("engine restarted") == 1
 
 
+def test_other_settings_are_marked_in_the_charts_of_every_page(fake: FakeTriton) -> None:
+    app = open_page("overview")
+    fake.state.finish(20)
+    with fake.state.lock:
+        fake.state.samples["model_load_time_seconds"].clear()
+    fake.state.set("model_load_time_seconds", time.time(), settings="bbbb1111")
+    read_again()
+    text_of(app.run())
+    for page in ("kv_cache", "engine"):
+        app = open_page(page)
+        assert re.search(r"Dashed lines, UTC: \d\d:\d\d:\d\d loaded with other settings$", text_of(app), re.MULTILINE)
+        for alt in [one.proto.alt for one in app.get("vega_lite_chart")]:
+            assert drawn_of(app, alt).column("event").to_pylist().count("loaded with other settings") == 1
+
+
 def test_a_target_that_is_far_away_is_said_and_not_drawn(fake: FakeTriton) -> None:
     app = open_page("overview")
     fake.state.finish(20, ttft=0.4)

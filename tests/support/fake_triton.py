@@ -65,6 +65,7 @@ class State:
             self.set("kv_blocks", blocks, state=state)
         self.set("worker_up", 1, rank="0")
         self.set("server_start_time_seconds", time.time() - 600)
+        self.set("model_load_time_seconds", time.time() - 590, settings="aaaa0000")
         for outcome in ("stop", "length", "abort", "error", "rejected"):
             self.set("requests_total", 0, outcome=outcome)
         for slo in ("default", "batch"):

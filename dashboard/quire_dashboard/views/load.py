@@ -8,7 +8,7 @@ from quire_load.report import percentile
 
 from quire_dashboard import words
 from quire_dashboard.charts import SECONDS
-from quire_dashboard.frame import CHARTS_S, Line, chart, figures, live, model_or_reason, monitor
+from quire_dashboard.frame import CHARTS_S, Line, chart, figures, live, model_or_reason, monitor, say_events
 from quire_dashboard.load import MOST_REQUESTS, MOST_STREAMS, LoadJob, LoadPlan
 from quire_dashboard.queries import Gauge, Quantile, Rate
 
@@ -84,6 +84,7 @@ def _watch() -> None:
 def _charts() -> None:
     if monitor().settings.url not in _jobs:
         return
+    say_events()
     left, right = st.columns(2)
     with left:
         chart("Time to first token, at the server", "seconds", [

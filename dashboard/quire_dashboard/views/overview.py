@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from datetime import datetime, timezone
 
 import streamlit as st
 
@@ -23,7 +22,7 @@ from quire_dashboard.figures import (
     WAITING,
     goodput,
 )
-from quire_dashboard.frame import CHARTS_S, Line, chart, events, figures, live, monitor, selection, server_away
+from quire_dashboard.frame import CHARTS_S, Line, chart, figures, live, monitor, say_events, selection, server_away
 from quire_dashboard.health import SLO_EXAMPLE, Evidence, Health, Level, assess
 from quire_dashboard.history import View
 from quire_dashboard.queries import Gauge, Quantile, Query, Rate, latest
@@ -36,7 +35,6 @@ _ALL = "All classes"
 DEFAULT_CLASS = "default"
 """Of requests that name none; its targets are drawn where all classes are."""
 _QUANTILES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
-_MOST_EVENTS = 6
 _SPARKS: Mapping[str, Query] = {
     "Requests": ENDED, "Failed": FAILED, "TTFT p95": TTFT, "Queue p95": QUEUE, "Prefill p95": PREFILL,
     "Between tokens": BETWEEN, "Tokens": TOKENS, "KV cache": USAGE,
@@ -151,7 +149,7 @@ def _charts() -> None:
     watcher = monitor()
     if watcher.error and watcher.seconds_since_success is None:
         return
-    _say_events()
+    say_events()
     slo_class = _slo_class()
     own = (("slo", slo_class),) if slo_class else ()
     labels = selection().labels
@@ -204,18 +202,6 @@ def _pair(left: Callable[[], None], right: Callable[[], None]) -> None:
 
 def _figure(value: float) -> str:
     return f"{value:.3g}"
-
-
-def _say_events() -> None:
-    """What the vertical lines in all charts are."""
-    found = list(events())
-    if not found:
-        return
-    said = " · ".join(
-        f"{datetime.fromtimestamp(event.time, timezone.utc):%H:%M:%S} {event.what}" for event in found[-_MOST_EVENTS:]
-    )
-    more = f", {len(found) - _MOST_EVENTS} before" if len(found) > _MOST_EVENTS else ""
-    st.caption(f"Dashed lines, UTC: {said}{more}")
 
 
 def _latency(title: str, name: str, target: float | None) -> None:

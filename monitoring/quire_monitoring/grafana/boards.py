@@ -234,6 +234,21 @@ ENGINE = Dashboard(
                             "{{model}} replayed requests")),
                   description="Engines that were started again, and the requests that went on with them."),
         )),
+        Row(panels=(
+            Panel(title="Busiest expert and rank", page="engine", unit="none",
+                  queries=((f"max by (model, over, layers) (quire_expert_imbalance_ratio{{{SERVER}}})",
+                            "{{model}} {{over}}, {{layers}} of the layers"),),
+                  description="Of a mixture of experts: tokens of the busiest expert, or rank, per those of one on "
+                              "average; 1 is even. All ranks wait for the busiest one: EPLB evens it out."),
+            Panel(title="Tokens of experts by rank", unit=TOKENS,
+                  queries=((_rate("quire_expert_rank_tokens_total", "model, engine, rank"),
+                            "{{model}} {{engine}} rank {{rank}}"),),
+                  description="Tokens that the rank computed experts for; one counts for each of its experts."),
+            Panel(title="Tokens of the ten busiest experts", unit=TOKENS,
+                  queries=((f"topk(10, {_rate('quire_expert_tokens_total', 'model, layer, expert')})",
+                            "{{model}} layer {{layer}} expert {{expert}}"),),
+                  description='Only with the setting "expert_metrics": true.'),
+        )),
     ),
 )  # fmt: skip
 
