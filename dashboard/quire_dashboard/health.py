@@ -6,16 +6,22 @@ explains every miss, a full KV cache explains preemptions, and those explain a b
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-__all__ = ["Evidence", "Finding", "Health", "Level", "assess"]
+__all__ = ["RECENT_S", "Evidence", "Finding", "Health", "Level", "Window", "assess"]
 
 OBJECTIVE = 0.99
 """Of a class that says none: below this share of good requests, users count as affected."""
 MANY = 10.0
 """So many times more misses than the objective allows are critical."""
+RECENT_S = 30.0
+"""What has not happened for so long is over, though the figures of the last minute still show it."""
+SHORT_LIFE_S = 60.0
+"""A server that dies so soon after it was started again dies again and again."""
+UNTIL_OVER = 1.5
+"""What died again and again is well once it has lived so many times longer than the last time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,10 @@ LONG_PROMPT = Limit(0.5, 0.4)
 """Mean length of the prompts, as a share of the tokens that a step may compute."""
 CROWDED = Limit(1.0, 0.5)
 """Requests that wait, per request that runs."""
+INVALID = Limit(0.1, 0.05)
+"""Share of the requests that are refused for what they ask."""
+FEW_INVALID = 5.0
+"""So many are somebody who tries things out."""
 SLO_EXAMPLE = '"slo": {"default": {"ttft_ms": 500, "tpot_ms": 50, "e2e_ms": 10000}}'
 """For `model.json`."""
 
@@ -54,24 +64,43 @@ class Level(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Evidence:
-    """Evidence on one model over about the last minute. None or empty: unknown."""
+class Window:
+    """What was counted in a window of time. None or empty: unknown."""
 
+    preemptions: float = 0.0
+    goodput: Mapping[str, float] = field(default_factory=dict)
+    """Share of good requests by SLO class, of those that ended."""
+    misses: Mapping[str, float] = field(default_factory=dict)
+    """Missed requests by cause."""
+    ended: float = 0.0
+    """Requests that ended in any way."""
+    invalid: float = 0.0
+    """Of these, requests that were refused for what they asked."""
+    ttft_p95: float | None = None
+    queue_p95: float | None = None
+    prefill_p95: float | None = None
+    mean_prompt_tokens: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence(Window):
+    """Evidence on one model; what is counted, in the last minute. None or empty: unknown."""
+
+    recent: Window | None = None
+    """The same of the last `RECENT_S`. What the minute has and this has not is over. None: nothing is known of it."""
     server_error: str = ""
     """Why /metrics could not be read; empty if it could."""
+    only_metrics_away: bool = False
+    """Whether the server answers all the same."""
     has_model: bool = True
     engine_up: bool | None = None
     """False when all of the model's engines are down."""
     one_down: bool = False
     """Whether any of them is."""
-    server_restarts: float = 0.0
-    """Of the server itself, in ten minutes."""
-    recent_server_restarts: float = 0.0
-    """Of these, in the last minute."""
-    restarts: float = 0.0
-    """Of the engine, in five minutes."""
-    recent_restarts: float = 0.0
-    """Of these, in the last minute."""
+    server_restarts: Sequence[float] = ()
+    """Of the server itself, in ten minutes: how many seconds ago, the latest first."""
+    restarts: Sequence[float] = ()
+    """Of the engine, in five minutes; likewise."""
     running: float = 0.0
     waiting: float = 0.0
     """For capacity, in the mean of some seconds."""
@@ -83,22 +112,18 @@ class Evidence:
     kv_usage: float | None = None
     kv_usage_peak: float | None = None
     """The highest in the window."""
-    preemptions: float = 0.0
-    goodput: Mapping[str, float] = field(default_factory=dict)
-    """Share of good requests by SLO class, of those that ended in the window."""
     objectives: Mapping[str, float] = field(default_factory=dict)
     """Share of good requests that is promised, by SLO class."""
-    misses: Mapping[str, float] = field(default_factory=dict)
-    """Missed requests by cause, in the window."""
-    ttft_p95: float | None = None
-    queue_p95: float | None = None
-    prefill_p95: float | None = None
-    mean_prompt_tokens: float | None = None
     workers_down: tuple[str, ...] = ()
     rank_seconds: Mapping[str, float] = field(default_factory=dict)
-    """Median step time by rank."""
+    """What a step takes of each rank, without waits for others, in the mean of some seconds."""
     step_seconds: Mapping[str, float] = field(default_factory=dict)
     """Median by phase."""
+
+    @property
+    def lately(self) -> Window:
+        """What still goes on."""
+        return self if self.recent is None else self.recent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,11 +156,8 @@ def assess(evidence: Evidence, standing: Collection[str] = ()) -> Health:
         standing: the causes that were found the last time; they stay until they are clearly over.
     """
     if evidence.server_error:
-        finding = Finding(
-            level=Level.CRITICAL, cause="server_away", title="The server does not answer",
-            detail=f"{evidence.server_error}. Look at the output of quire serve, or of tritonserver.",
-        )  # fmt: skip
-        return Health(level=Level.CRITICAL, headline="The server does not answer.", findings=(finding,))
+        away = _away(evidence)
+        return Health(level=away.level, headline=f"{away.title}.", findings=(away,))
     if not evidence.has_model:
         finding = Finding(
             level=Level.WARNING, cause="no_model", title="No model of Quire is loaded",
@@ -150,6 +172,27 @@ def assess(evidence: Evidence, standing: Collection[str] = ()) -> Health:
     return Health(level=level, headline=_headline(evidence, served, findings), findings=findings)
 
 
+def _away(evidence: Evidence) -> Finding:
+    """Why there are no figures of now."""
+    if evidence.only_metrics_away:
+        return Finding(
+            level=Level.WARNING, cause="metrics_away", title="The server answers, but its metrics cannot be read",
+            detail=f"{evidence.server_error}. Requests may be served as ever: nobody sees how. Look at the address, at "
+            "what is in between, and whether metrics were switched off (--allow-metrics).",
+        )  # fmt: skip
+    if evidence.server_restarts and evidence.server_restarts[0] < SHORT_LIFE_S:
+        return Finding(
+            level=Level.CRITICAL, cause="server_restarts", title="The server dies again and again",
+            detail=f"It does not answer: {evidence.server_error}. It had been started again "
+            f"{len(evidence.server_restarts)} time(s) in ten minutes, the last time {evidence.server_restarts[0]:.0f} "
+            "s before. The output of quire serve says how it ended each time.",
+        )  # fmt: skip
+    return Finding(
+        level=Level.CRITICAL, cause="server_away", title="The server does not answer",
+        detail=f"{evidence.server_error}. Look at the output of quire serve, or of tritonserver.",
+    )  # fmt: skip
+
+
 def _goodput_level(evidence: Evidence) -> Level:
     return max((_level_of(evidence, slo) for slo in evidence.goodput), default=Level.OK)
 
@@ -160,8 +203,13 @@ def _level_of(evidence: Evidence, slo: str) -> Level:
 
 
 def _burn(evidence: Evidence, slo: str) -> float:
-    """How many times more misses a class has than its objective allows, to the accuracy of shares."""
-    return round((1 - evidence.goodput[slo]) / (1 - evidence.objectives.get(slo, OBJECTIVE)), 6)
+    """How many times more misses a class has than its objective allows, to the accuracy of shares: in the last minute
+    and still (Site Reliability Workbook, chapter 5: a long window says that it matters, a short one that it goes on).
+    """
+    share, lately = evidence.goodput[slo], evidence.lately.goodput
+    if lately or evidence.running + evidence.waiting == 0:  # else none has ended, so whatever was may go on
+        share = max(share, lately.get(slo, 1.0))
+    return round((1 - share) / (1 - evidence.objectives.get(slo, OBJECTIVE)), 6)
 
 
 def _headline(evidence: Evidence, served: Level, findings: tuple[Finding, ...]) -> str:
@@ -238,33 +286,50 @@ def _worker_down(evidence: Evidence, standing: Collection[str]) -> Finding | Non
     )  # fmt: skip
 
 
+def _goes_on(restarts: Sequence[float], least: int) -> bool:
+    """Whether so many restarts are a loop, and the last of them is not long enough ago to have ended it.
+
+    ::
+
+        restarts       |      |      |             at least as many, and no longer since the last one
+        now                             ▲          than `UNTIL_OVER` times what was between the last two
+    """
+    if len(restarts) < max(least, 2):
+        return False
+    return restarts[0] <= max(RECENT_S, UNTIL_OVER * (restarts[1] - restarts[0]))
+
+
+def _is_recent(restarts: Sequence[float]) -> bool:
+    return bool(restarts) and restarts[0] <= RECENT_S
+
+
 def _server_restarts(evidence: Evidence, standing: Collection[str]) -> Finding | None:
-    often = evidence.server_restarts >= 2
-    if not often and evidence.recent_server_restarts < 1:
+    often = _goes_on(evidence.server_restarts, 2)
+    if not often and not _is_recent(evidence.server_restarts):
         return None
     return Finding(
         level=Level.CRITICAL if often else Level.WARNING, cause="server_restarts",
         title="The server dies again and again" if often else "The server was started again",
-        detail=f"{evidence.server_restarts:.0f} start(s) in the last ten minutes, "
-        f"{evidence.recent_server_restarts:.0f} in the last minute. Whatever ran then was lost. The output of quire "
-        "serve says how it ended each time.",
+        detail=f"{len(evidence.server_restarts)} start(s) in the last ten minutes, the latest "
+        f"{evidence.server_restarts[0]:.0f} s ago. Whatever ran then was lost. The output of quire serve says how it "
+        "ended each time.",
     )  # fmt: skip
 
 
 def _crash_loop(evidence: Evidence, standing: Collection[str]) -> Finding | None:
-    often = evidence.restarts >= 3
-    if not often and evidence.recent_restarts < 1:  # one that is over explains nothing of the last minute
+    often = _goes_on(evidence.restarts, 3)
+    if not often and not _is_recent(evidence.restarts):  # one that is over explains nothing of now
         return None
     return Finding(
         level=Level.CRITICAL if often else Level.WARNING, cause="engine_restarts",
         title="The engine crashes again and again" if often else "The engine was restarted",
-        detail=f"{evidence.restarts:.0f} restart(s) in the last five minutes. Live requests were replayed and saw a "
-        "pause; the log of the server names the cause.",
+        detail=f"{len(evidence.restarts)} restart(s) in the last five minutes, the latest {evidence.restarts[0]:.0f} s "
+        "ago. Live requests were replayed and saw a pause; the log of the server names the cause.",
     )  # fmt: skip
 
 
 def _kv_cache_full(evidence: Evidence, standing: Collection[str]) -> Finding | None:
-    usage, preempts = evidence.kv_usage or 0.0, evidence.preemptions >= 1
+    usage, preempts = evidence.kv_usage or 0.0, evidence.lately.preemptions >= 1
     is_full = FULL.is_passed(usage, "kv_cache_full" in standing)
     if not preempts and (not is_full or evidence.waiting < 1):
         return None
@@ -296,23 +361,32 @@ def _slow_rank(evidence: Evidence, standing: Collection[str]) -> Finding | None:
 
 
 def _rejections(evidence: Evidence, standing: Collection[str]) -> Finding | None:
-    rejected = evidence.misses.get("rejected", 0.0)
-    if rejected < 1:
+    if evidence.lately.misses.get("rejected", 0.0) < 1:
         return None
     return Finding(
         level=Level.WARNING, cause="rejections", title="Requests are rejected",
-        detail=f"{rejected:.0f} in the last minute. The queue is full (max_queued_requests, max_queue_delay_ms), or "
-        "the requests are bad.",
+        detail=f"{evidence.misses['rejected']:.0f} in the last minute, for want of room: the queue is full "
+        "(max_queued_requests), or they would have waited for too long (max_queue_delay_ms).",
     )  # fmt: skip
 
 
 def _errors(evidence: Evidence, standing: Collection[str]) -> Finding | None:
-    failed = evidence.misses.get("error", 0.0)
-    if failed < 1:
+    if evidence.lately.misses.get("error", 0.0) < 1:
         return None
     return Finding(
         level=Level.WARNING, cause="errors", title="Requests fail",
-        detail=f"{failed:.0f} in the last minute; the log of the server names each.",
+        detail=f"{evidence.misses['error']:.0f} in the last minute; the log of the server names each.",
+    )  # fmt: skip
+
+
+def _invalid(evidence: Evidence, standing: Collection[str]) -> Finding | None:
+    lately = evidence.lately
+    if lately.invalid < FEW_INVALID or not INVALID.is_passed(lately.invalid / lately.ended, "invalid" in standing):
+        return None
+    return Finding(
+        level=Level.WARNING, cause="invalid", title="A client sends invalid requests",
+        detail=f"{evidence.invalid:.0f} of {evidence.ended:.0f} in the last minute were refused for what they asked, "
+        "which costs the others nothing and misses no objective. The page Slow & failed says what is wrong with each.",
     )  # fmt: skip
 
 
@@ -320,7 +394,7 @@ def _queue(evidence: Evidence, standing: Collection[str]) -> Finding | None:
     if evidence.waiting < 1:
         return None
     full = evidence.max_num_seqs is not None and evidence.running >= evidence.max_num_seqs
-    queued = (evidence.queue_p95 or 0.0) > 0.5 * (evidence.ttft_p95 or float("inf"))
+    queued = (evidence.lately.queue_p95 or 0.0) > 0.5 * (evidence.lately.ttft_p95 or float("inf"))
     crowded = CROWDED.is_passed(evidence.waiting / (evidence.running + 1), "queue" in standing)
     if not full and not queued and not crowded:
         return None
@@ -335,9 +409,10 @@ def _queue(evidence: Evidence, standing: Collection[str]) -> Finding | None:
 
 
 def _long_prompts(evidence: Evidence, standing: Collection[str]) -> Finding | None:
-    prefill, ttft = evidence.prefill_p95, evidence.ttft_p95
-    is_missed = evidence.misses.get("ttft", 0.0) >= 1 or evidence.misses.get("tpot", 0.0) >= 1
-    length, most = evidence.mean_prompt_tokens, evidence.max_num_batched_tokens
+    lately = evidence.lately
+    prefill, ttft = lately.prefill_p95, lately.ttft_p95
+    is_missed = lately.misses.get("ttft", 0.0) >= 1 or lately.misses.get("tpot", 0.0) >= 1
+    length, most = lately.mean_prompt_tokens, evidence.max_num_batched_tokens
     if not is_missed or not prefill or not ttft or not length or not most:
         return None
     stands = "long_prompts" in standing
@@ -363,7 +438,7 @@ def _grammar(evidence: Evidence, standing: Collection[str]) -> Finding | None:
 def _scheduling(evidence: Evidence, standing: Collection[str]) -> Finding | None:
     host = evidence.step_seconds.get("schedule", 0.0) + evidence.step_seconds.get("update", 0.0)
     execute = evidence.step_seconds.get("execute", 0.0)
-    if not any(evidence.misses.values()) or host <= execute or host == 0:
+    if not any(evidence.lately.misses.values()) or host <= execute or host == 0:
         return None
     return Finding(
         level=Level.WARNING, cause="host_bound", title="The engine spends more time on scheduling than on the model",
@@ -383,5 +458,5 @@ def _no_slo(evidence: Evidence, standing: Collection[str]) -> Finding | None:
 
 _LOOKS: tuple[Callable[[Evidence, Collection[str]], Finding | None], ...] = (
     _server_restarts, _engine_down, _one_down, _worker_down, _crash_loop, _kv_cache_full, _slow_rank, _queue,
-    _long_prompts, _rejections, _errors, _scheduling, _grammar, _no_slo,
+    _long_prompts, _rejections, _errors, _invalid, _scheduling, _grammar, _no_slo,
 )  # fmt: skip
