@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from itertools import pairwise
 
-from quire_dashboard.health import RECENT_S, Evidence, Window
 from quire_dashboard.history import View
 from quire_dashboard.queries import Gauge, Quantile, Rate, latest
 from quire_dashboard.snapshot_answer import Snapshot
+from quire_dashboard.symptoms import RECENT_S, Evidence, Window
 
 __all__ = ["gather", "slo_targets"]
 
@@ -102,6 +102,7 @@ def _window(view: View, labels: Mapping[str, str], window_s: float, slo_class: s
             for slo, count in good.items()
             if (total := count + missed.get(slo, 0.0)) > 0
         },
+        missed=missed,
         misses={cause: count for cause, count in causes.items() if count > 0},
         ended=sum(outcomes.values()),
         invalid=max(0.0, outcomes.get("rejected", 0.0) - refused),

@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -25,7 +26,7 @@ from support.background_load import Load
 from support.clients import snapshot, unread_streams
 from support.drill.relay import Relay
 from support.faults import put_fault
-from support.serving import ROOT, Server
+from support.serving import ROOT, Server, wait_until
 
 __all__ = ["INCIDENTS", "MODELS", "SLOW_STEPS", "TOKEN", "Incident", "Scene", "ordinary_load", "write_repository"]
 
@@ -33,12 +34,12 @@ ALONE, PAIR = "alone", "pair"
 BLOCK_BYTES = 6 * 2 * 4 * 32 * 16 * 4
 """Layers, keys and values, heads, head size, tokens, bytes."""
 NUM_BLOCKS = 144
-"""They hold 16 requests of `overload`, two of `long_prompts`, and five of `full_cache`."""
+"""They hold 16 requests of `overload`, two of `long_prompts`, and seven of `full_cache`."""
 NUM_SEQS = 16
 MODELS: dict[str, dict[str, Any]] = {
     ALONE: {
         "kv_cache_memory_bytes": NUM_BLOCKS * BLOCK_BYTES, "max_num_seqs": NUM_SEQS, "max_num_batched_tokens": 128,
-        "max_queued_requests": 40, "slo": {"default": {"ttft_ms": 400, "e2e_ms": 20000}},
+        "max_queued_requests": 40, "slo": {"default": {"ttft_ms": 500, "e2e_ms": 20000}},
     },
     PAIR: {"kv_cache_memory_bytes": 32 << 20, "tensor_parallel_size": 2, "slo": {"default": {"e2e_ms": 20000}}},
 }  # fmt: skip
@@ -46,9 +47,11 @@ SLOW_STEPS = {"action": "slow", "seconds": 0.04}
 """Of every rank: as of a model that is worth a queue."""
 NUM_DEATHS = 2
 """Of a server that dies again and again, the least that is one."""
+LIFE_SECONDS = 4.0
+"""For so long it serves."""
 NUM_UNREAD = 1
 INVALID_PER_SECOND = 5.0
-LONG_PROMPT_LINES = 70
+LONG_PROMPT_LINES = 85
 TOKEN = "a-token-for-the-drill"
 """For introspection."""
 
@@ -129,7 +132,7 @@ def overload(scene: Scene) -> Begins:
 @_incident(ALONE, "the KV cache is", "requests are preempted")
 def full_cache(scene: Scene) -> Begins:
     """As many long answers at once as there are places, which is more than the cache can hold."""
-    long_answers = Load(scene, ALONE, num_streams=NUM_SEQS, make_prompt=_page, max_tokens=420)
+    long_answers = Load(scene, ALONE, num_streams=NUM_SEQS, make_prompt=_page, max_tokens=250)
     with _sent_until_left(scene, long_answers):
         yield None
 
@@ -143,22 +146,26 @@ def killed_engine(scene: Scene) -> Begins:
     """SIGKILL to the engine core."""
     os.kill(snapshot(scene.server, ALONE, TOKEN)["engine"]["pid"], signal.SIGKILL)
     yield None
+    wait_until(lambda: snapshot(scene.server, ALONE, TOKEN)["engine"]["up"], "another engine is up")
 
 
 @_incident(ALONE, "the server dies again and again")
 def crash_looping_server(scene: Scene) -> Begins:
-    """tritonserver is killed as soon as it serves. A loop is one from the second time on."""
-    killed_at = 0.0
-    for death in range(NUM_DEATHS):
-        if death:
-            scene.server.wait_for_ready_line()
-        killed_at = time.monotonic()
-        for pid in scene.server.run_id.processes():
-            stat = process_state.process_stat(pid)
-            if stat and stat.name == "tritonserver":
-                os.kill(pid, signal.SIGKILL)
+    """tritonserver is killed soon after it serves. It is a loop from the second time on."""
+    killed_at = _kill_server(scene)
+    for _ in range(NUM_DEATHS - 1):
+        scene.server.wait_for_ready_line()
+        threading.Event().wait(LIFE_SECONDS)
+        killed_at = _kill_server(scene)
     yield killed_at
     scene.server.wait_for_ready_line()
+
+
+def _kill_server(scene: Scene) -> float:
+    stats = ((pid, process_state.process_stat(pid)) for pid in scene.server.run_id.processes())
+    (pid,) = [pid for pid, stat in stats if stat and stat.name == "tritonserver"]
+    os.kill(pid, signal.SIGKILL)
+    return time.monotonic()
 
 
 @_incident(PAIR, "rank 1 is slow")

@@ -28,6 +28,11 @@ def test_idle_is_no_fault() -> None:
     assert assess(Evidence(engine_up=True)).headline == "The server is up and idle."
 
 
+def test_while_no_request_ends_nobody_is_said_to_be_served() -> None:
+    headline = assess(replace(FINE, goodput={}, server_restarts=(2.0,))).headline
+    assert headline == "No request has ended in the last minute, and: the server was started again."
+
+
 def test_a_server_that_is_away() -> None:
     health = assess(Evidence(server_error="http://127.0.0.1:8002/metrics cannot be read: nothing listens there"))
     assert health.level is Level.CRITICAL
@@ -156,6 +161,18 @@ def test_a_short_time_alone_does_not_make_users_affected() -> None:
     assert assess(replace(FINE, goodput={"default": 0.995}, recent=Window(goodput={"default": 0.9}))).level is Level.OK
 
 
+@pytest.mark.parametrize(
+    ("missed", "ended", "level"), [(1, 20, Level.OK), (2, 40, Level.WARNING), (1, 2, Level.CRITICAL)]
+)
+def test_a_single_miss_among_many_is_chance(missed: int, ended: int, level: Level) -> None:
+    state, ring = State(), Ring(100)
+    ring.append(parse(state.metrics_text(), 1000.0))
+    state.finish(missed, cause="ttft")
+    state.finish(ended - missed)
+    ring.append(parse(state.metrics_text(), 1010.0))
+    assert assess(gather(ring.view(), {"model": "tinypy"}, None)).level is level
+
+
 def test_missed_targets_without_a_cause_say_which() -> None:
     headline = assess(replace(FINE, goodput={"batch": 0.5}, misses={"tpot": 9.0, "e2e": 1.0}, prefill_p95=0.0)).headline
     assert headline == (
@@ -193,6 +210,17 @@ def test_a_finding_stays_until_it_is_clearly_over(
     assert cause not in causes_of(stays)
     assert cause in causes_of(stays, cause)
     assert cause not in causes_of(over, cause)
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "found"), [(16, ["long_prompts", "queue"]), (3, ["queue"])], ids=["room", "no room"]
+)
+def test_who_waits_though_there_is_room_waits_for_the_prefill_of_others(max_num_seqs: int, found: list[str]) -> None:
+    evidence = replace(
+        FINE, misses={"ttft": 9.0}, queue_p95=0.06, prefill_p95=0.04, mean_prompt_tokens=1500.0, waiting=5.0,
+        max_num_seqs=max_num_seqs,
+    )  # fmt: skip
+    assert causes(evidence) == found
 
 
 def test_a_cache_is_only_called_full_when_it_is() -> None:

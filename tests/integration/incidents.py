@@ -1,6 +1,6 @@
 """Eight incidents, and how soon the dashboard names each.
 
-    .venv/bin/python tests/integration/test_incidents.py --quiet-minutes 10
+    .venv/bin/python tests/integration/incidents.py --quiet-minutes 10
 
 A real server under an ordinary load is struck by one cause after another (`tests/support/drill/incidents.py`). The
 dashboard's own watcher looks on, and the first line of its overview is read every second: it has to name each incident
