@@ -86,10 +86,11 @@ class KVConnectorStats(msgspec.Struct, array_like=True):
     num_loading: int = 0
     """Requests that wait for blocks to be loaded."""
     queries: int = 0
-    """Tokens that were not in the prefix cache, and looked for elsewhere."""
+    """Tokens of new requests that were not in the prefix cache, and looked for elsewhere."""
     hits: int = 0
     """Those of them that were loaded."""
     num_loaded_blocks: int = 0
+    """For new requests, and for those that were preempted."""
     num_failed_blocks: int = 0
     """Blocks that were to be loaded, and were not: gone, not sound, too late."""
     num_saved_blocks: int = 0

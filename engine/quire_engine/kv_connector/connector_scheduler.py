@@ -24,27 +24,40 @@ have them.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
 from quire_engine.config import KVTransferConfig
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.kv_cache.block_pool import KVCacheBlock
-from quire_engine.kv_connector.block_index import BlockIndex
 from quire_engine.kv_connector.board import MAX_LOADED_BLOCKS, NUM_SLOTS, TransferBoard
 from quire_engine.messages import KVConnectorMetadata, KVLoad, KVPlacement, SchedulerOutput
 from quire_engine.scheduler.request import Request, RequestStatus
 from quire_engine.scheduler.request_queue import FCFSRequestQueue, RequestQueue
 from quire_engine.stats import KVConnectorStats
 
-__all__ = ["ConnectorScheduler"]
+__all__ = ["ConnectorScheduler", "StoredBlocks"]
 
 logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 30.0
 """After a step that wrote loaded blocks to their pages has failed, for so long nothing is loaded: that may be why."""
+
+
+class StoredBlocks(Protocol):
+    """Which blocks are stored, as far as is known without looking; `BlockIndex` for those in files."""
+
+    def num_stored(self, block_hashes: Sequence[bytes]) -> int:
+        """How many of these are there, up to the first that is not."""
+
+    def add(self, block_hash: bytes) -> None:
+        """A block is being saved."""
+
+    def forget(self, block_hash: bytes) -> None:
+        """A block could not be loaded."""
 
 
 @dataclass(slots=True)
@@ -87,7 +100,7 @@ class ConnectorScheduler:
         self,
         config: KVTransferConfig,
         kv_cache: KVCacheManager,
-        index: BlockIndex,
+        index: StoredBlocks,
         board: TransferBoard,
         block_bytes: list[int],
         clock: Callable[[], float] = time.monotonic,
@@ -181,19 +194,17 @@ class ConnectorScheduler:
         if not wanted or len(self.loading) >= NUM_SLOTS or self._clock() < self._loads_from:
             return False
         awaited = self._awaited()
-        room = self._max_staged_blocks - len(awaited)
         if wanted[0] in awaited:
             self._followers[request.request_id] = request, wanted[0]
-        elif any(load.is_late for load in self._loads) or not self._index.num_stored(wanted[:1]):
-            return False
-        elif room <= 0:
-            self._followers[request.request_id] = request, self._loads[0].block_hashes[0]
         else:
-            slot = self._free_slot()
-            if slot is None:
+            room = self._max_staged_blocks - len(awaited)
+            stored, slot = wanted[: self._index.num_stored(wanted[: max(room, 1)])], self._free_slot()
+            if not stored or slot is None or any(load.is_late for load in self._loads):
                 return False
-            wanted = wanted[:room]
-            self._begin(request, slot, num_computed_blocks, wanted[: self._index.num_stored(wanted)])
+            if room > 0:
+                self._begin(request, slot, num_computed_blocks, stored)
+            else:
+                self._followers[request.request_id] = request, self._loads[0].block_hashes[0]
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         self.loading.add(request)
         return True
@@ -281,7 +292,8 @@ class ConnectorScheduler:
             self._metadata.placements.append(KVPlacement(load.number, start - load.first, block_ids))
             self._stats.num_loaded_blocks += len(added)
             self._stats.num_loaded_bytes += len(added) * self._block_bytes
-            self._stats.hits += len(added) * self._kv_cache.block_size
+            if load.request.scheduled_at is None:
+                self._stats.hits += len(added) * self._kv_cache.block_size
         self._end(load)
         return True
 
