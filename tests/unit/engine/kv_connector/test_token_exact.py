@@ -1,17 +1,20 @@
 """With blocks that come from files, tokens are those without; in a new engine, under preemption, on several ranks."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.core import engine_core
+from quire_engine.models import CheckpointConfig
+from quire_engine.models.base import AttentionSpec
 from quire_engine.stats import KVConnectorStats
-from support.checkpoints import make_small_checkpoint
+from quire_engine.worker.cache_sizing import block_bytes
 from support.ranks import ThreadExecutor
 
-PROMPTS = [[random.Random(i).randrange(60) for _ in range(20 + 7 * i)] for i in range(6)]
+PROMPTS = [random.Random(i).choices(range(60), k=20 + 7 * i) for i in range(6)]
 PARAMS = [
     SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=12, ignore_eos=True) for i in range(len(PROMPTS))
 ]
@@ -36,9 +39,9 @@ def generate(folder: Path, store: Path | None, **settings: Any) -> tuple[list[li
         llm._core._core.shutdown()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_small_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+@pytest.fixture
+def folder(checkpoint: Callable[[str], Path]) -> Path:
+    return checkpoint("tied-gqa")
 
 
 def test_a_new_engine_loads_what_another_has_saved(folder: Path, tmp_path: Path) -> None:
@@ -51,6 +54,18 @@ def test_a_new_engine_loads_what_another_has_saved(folder: Path, tmp_path: Path)
     assert (saved.hits, saved.num_unsaved_blocks) == (0, 0)
     assert loaded.num_loaded_blocks >= sum((len(prompt) - 1) // 4 for prompt in PROMPTS)
     assert (loaded.num_failed_blocks, loaded.num_loading) == (0, 0)
+
+
+def test_each_rank_has_its_own_part(folder: Path, tmp_path: Path) -> None:
+    expected, _ = generate(folder, None, tensor_parallel_size=2)
+    generate(folder, tmp_path, tensor_parallel_size=2)
+    for number, path in enumerate(sorted(tmp_path.glob("*/1/*/*"))):
+        if number % 4 == 0:
+            path.unlink()
+    tokens, stats = generate(folder, tmp_path, tensor_parallel_size=2)
+    assert tokens == expected
+    assert stats is not None
+    assert min(stats.num_loaded_blocks, stats.num_failed_blocks) > 0
 
 
 def test_damaged_files_are_computed_again(folder: Path, tmp_path: Path) -> None:
@@ -68,9 +83,10 @@ def test_damaged_files_are_computed_again(folder: Path, tmp_path: Path) -> None:
 
 def test_a_small_cache_loads_what_it_has_lost(folder: Path, tmp_path: Path) -> None:
     expected, _ = generate(folder, None)
-    small = {"kv_cache_memory_bytes": 30 * 4 * 1024}
+    config = CheckpointConfig.from_folder(folder)
+    specs = [AttentionSpec(config.num_heads, config.num_kv_heads, config.head_size)] * config.num_layers
     generate(folder, tmp_path)
-    tokens, stats = generate(folder, tmp_path, **small)
+    tokens, stats = generate(folder, tmp_path, kv_cache_memory_bytes=26 * block_bytes(specs, 4, 4))
     assert tokens == expected
     assert stats is not None
     assert stats.num_loaded_blocks > 0
