@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
-from quire_dashboard.settings import Settings
+from quire_dashboard.settings import Settings, to_environment
 from support.chromium import find_chromium
 from support.ports import free_port
 from support.serving import wait_until
@@ -63,13 +63,14 @@ def pages_of(browser: Browser, address: str) -> Iterator[Callable[..., Page]]:
 
 
 @contextmanager
-def dashboard(settings: Settings) -> Iterator[str]:
+def dashboard(*servers: Settings) -> Iterator[str]:
     """Started as `quire dashboard` starts it; gives its address."""
     with free_port() as port:
-        arguments = ("--url", settings.url, "--metrics", settings.metrics, "--port", str(port))
+        named = [part for one in servers for part in ("--url", one.url, "--metrics", one.metrics)]
+        arguments = (*named, "--port", str(port))
         process = subprocess.Popen(
             [sys.executable, "-m", "quire_dashboard", *arguments],
-            env={**os.environ, **settings.to_environment()}, stdout=subprocess.DEVNULL, start_new_session=True,
+            env={**os.environ, **to_environment(servers)}, stdout=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         address = f"http://127.0.0.1:{port}"
 
