@@ -15,10 +15,12 @@ from quire_load.scrape import ScrapeError
 from quire_dashboard.charts import HEIGHT, NUMBERS, line_spec, points_table
 from quire_dashboard.choice import Selection, choose, pickers, selection
 from quire_dashboard.events import QUERIES, Event, find_events
+from quire_dashboard.health import Level
 from quire_dashboard.history import Point
 from quire_dashboard.queries import Query
 from quire_dashboard.settings import INTROSPECTION_TOKEN_VARIABLE, INTROSPECTION_TOKENS_VARIABLE
 from quire_dashboard.snapshot_answer import RequestState, Snapshot
+from quire_dashboard.verdict import judge
 from quire_dashboard.watchers import close_monitors, monitor, monitors
 from quire_dashboard.words import as_code, as_text, printable, seconds
 
@@ -69,16 +71,18 @@ def live(render: Callable[[], None], least_s: float = 0.0) -> None:
 
 
 def server_away() -> bool:
-    """Show an error if the server does not answer. Returns True if there is nothing else to show."""
+    """Show an error if /metrics cannot be read. Returns True if there is nothing else to show."""
     watcher = monitor()
     if not watcher.error:
         return False
     age = watcher.seconds_since_success
-    which = f" {as_code(watcher.settings.url)}" if len(monitors()) > 1 else ""
+    which = f" {as_code(watcher.settings.url)}:" if len(monitors()) > 1 else ""
     shown = f"There is nothing to show yet, after {seconds(watcher.seconds_away or 0.0)}."
     if age is not None:
         shown = f"What is shown is {seconds(age)} old."
-    st.error(f"**The server{which} does not answer.** {as_text(watcher.error)}. {shown}", icon=":material/cloud_off:")
+    _, health = judge(watcher, selection().model, None)
+    box = st.error if health.level is Level.CRITICAL else st.warning
+    box(f"**{health.headline}**{which} {as_text(watcher.error)}. {shown}", icon=":material/cloud_off:")
     return age is None
 
 

@@ -69,6 +69,8 @@ class Monitor:
         self._at = {"instance": settings.instance} if settings.instance else {}
         self._error = "no reading of /metrics yet"
         self._unreachable = ""
+        self._num_answers_without = 0
+        """Readings in a row that failed though gRPC answered."""
         self._last_success = 0.0
         self._since = time.time()
         self._has_read = threading.Event()
@@ -115,18 +117,26 @@ class Monitor:
         try:
             scrape = parse(fetch(self.settings.metrics), time.time(), self._keys)
         except ScrapeError as error:
-            self._error = str(error)
             # Whether gRPC answers is found out here, so that no visitor of a server that is gone waits for it.
             self._unreachable = self.triton.unreachable()
+            self._num_answers_without = 0 if self._unreachable else self._num_answers_without + 1
+            self._error = str(error)
             return
         self.ring.append(scrape)
         self._last_success = time.time()
         self._error = self._unreachable = ""
+        self._num_answers_without = 0
 
     @property
     def error(self) -> str:
         """Why the last reading failed; empty when it did not."""
         return self._error
+
+    @property
+    def only_metrics_away(self) -> bool:
+        """Whether /metrics cannot be read though the server itself answers. Once does not count: a server that has just
+        been started opens one port after the other."""
+        return self._num_answers_without > 1
 
     @property
     def seconds_since_success(self) -> float | None:

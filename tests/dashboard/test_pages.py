@@ -176,6 +176,17 @@ def test_overview_says_that_the_server_is_away_and_how_old_its_figures_are(fake:
     assert "Running=2" in text
 
 
+def test_metrics_that_cannot_be_read_are_not_said_to_be_a_server_that_is_away(fake: FakeTriton) -> None:
+    app = open_page("overview")
+    fake.close_metrics()
+    for _ in range(2):
+        read_again()
+    text = text_of(app.run())
+    assert "The server answers, but its metrics cannot be read." in text
+    assert "nothing listens there (connection refused)" in text
+    assert "does not answer" not in text
+
+
 @pytest.mark.parametrize("page", ["overview", "kv_cache", "requests", "ended", "engine", "playground", "load"])
 def test_a_server_that_never_was_there(fake: FakeTriton, page: str) -> None:
     fake.stop()

@@ -146,7 +146,8 @@ def test_one_that_is_away_says_for_how_long_and_holds_nobody_up(
     with monkeypatch.context() as patch:
         patch.setattr(Triton, "_ask", never)
         text = text_of(app.run())
-        assert f"The server `{second.url}` does not answer." in text
+        assert "**The server does not answer" in text
+        assert f"`{second.url}`: " in text
         assert "What is shown is" in text
         for page in ("requests", "ended"):
             assert "does not answer" in text_of(open_page(page, server=second.url))

@@ -7,7 +7,7 @@ import streamlit as st
 
 from quire_dashboard import words
 from quire_dashboard.charts import SECONDS, SHARES
-from quire_dashboard.evidence import gather, slo_targets
+from quire_dashboard.evidence import slo_targets
 from quire_dashboard.figures import (
     BETWEEN,
     ENDED,
@@ -23,11 +23,12 @@ from quire_dashboard.figures import (
     goodput,
 )
 from quire_dashboard.frame import CHARTS_S, Line, chart, figures, live, monitor, say_events, selection, server_away
-from quire_dashboard.health import SLO_EXAMPLE, Evidence, Health, Level, assess
+from quire_dashboard.health import SLO_EXAMPLE, Evidence, Health, Level
 from quire_dashboard.history import View
 from quire_dashboard.queries import Gauge, Quantile, Query, Rate, latest
 from quire_dashboard.snapshot_answer import Snapshot
 from quire_dashboard.strip import show_strip
+from quire_dashboard.verdict import judge
 
 __all__ = ["show"]
 
@@ -72,12 +73,10 @@ def _now() -> None:
     watcher, picked = monitor(), selection()
     nothing = server_away()
     snapshot = None if watcher.error else _snapshot()
-    view = watcher.view()
-    evidence = gather(view, picked.labels, snapshot, server_error=watcher.error, slo_class=_slo_class())
-    if not nothing and not watcher.error:
-        what = (picked.server, picked.model, _slo_class())
-        standing = st.session_state.setdefault("standing", {})
-        health = assess(evidence, standing.get(what, ()))
+    what = (picked.server, picked.model, _slo_class())
+    standing = st.session_state.setdefault("standing", {})
+    evidence, health = judge(watcher, picked.model, snapshot, standing.get(what, ()), slo_class=_slo_class())
+    if not watcher.error:
         standing[what] = [finding.cause for finding in health.findings]
         _say(health)
         if evidence.has_slo is False:

@@ -13,6 +13,7 @@ from quire_dashboard.prometheus import Prometheus
 from quire_dashboard.queries import Gauge
 from quire_dashboard.settings import Settings, settings_of_servers, to_environment
 from quire_dashboard.triton_client import Triton, TritonError
+from quire_dashboard.verdict import judge
 from quire_load.grpc_endpoint import GrpcEndpoint
 from quire_load.load import Load
 from support.fake_triton import MODEL, TOKEN, FakeTriton, fake_triton
@@ -152,6 +153,24 @@ def test_the_watcher_survives_a_server_that_goes_away() -> None:
     monitor.forget_snapshot(MODEL)
     assert "does not answer" in monitor.snapshot(MODEL).error
     assert len(monitor.points(Gauge(name="quire_requests_running"), "", {"model": MODEL}, 60)) == 1
+    monitor.stop()
+
+
+def test_the_watcher_knows_whether_only_the_metrics_are_away() -> None:
+    with fake_triton() as fake:
+        monitor = Monitor(settings_of(fake))
+        assert not monitor.only_metrics_away, "nothing was asked yet"
+        monitor.read()
+        fake.close_metrics()
+        found = []
+        for _ in range(2):
+            monitor.read()
+            found.append(monitor.only_metrics_away)
+        assert found == [False, True]
+        assert "cannot be read" in judge(monitor, MODEL, None)[1].headline
+    monitor.read()
+    assert not monitor.only_metrics_away
+    assert judge(monitor, MODEL, None)[1].headline == "The server does not answer."
     monitor.stop()
 
 

@@ -112,9 +112,7 @@ def joint_distribution(
     return torch.einsum("a,ab,abc->abc", p, q, r)
 
 
-@pytest.mark.parametrize(
-    ("draft", "kind"), [("good", "plain"), ("poor", "plain"), ("poor", "masks"), ("poor", "penalty")]
-)
+@pytest.mark.parametrize(("draft", "kind"), [("good", "plain"), ("poor", "masks"), ("poor", "penalty")])
 def test_tokens_are_distributed_as_without_drafts(
     draft: str,
     kind: str,

@@ -175,6 +175,7 @@ def pair(aliases: bool = True) -> tuple[FakeServer, TritonStatLogger, Prometheus
     }  # fmt: skip
     triton = TritonStatLogger(server.make_family, LABELS, **options)
     triton._declare_all()  # it is flushed by hand, without the thread
+    triton._accumulator.load_time = time.time()  # which the other one takes from its `start`
     return server, triton, PrometheusStatLogger(LABELS, **options)
 
 
