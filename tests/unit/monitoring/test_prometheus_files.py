@@ -232,9 +232,10 @@ def test_the_dashboard_of_compose_reaches_the_others_and_is_reached() -> None:
     assert (program, command) == ("quire", "dashboard")
     group: Any = typer.main.get_command(app)
     options = group.commands[command].make_context(command, arguments).params
-    (url,), (metrics,) = options["url"], options["metrics"]
-    for address in (f"//{url}", f"//{metrics}", options["prometheus"]):
-        assert urllib.parse.urlsplit(address).hostname in services, f"{address} is in no other container"
+    for address in (*options["url"], *options["metrics"], options["prometheus"]):
+        found = urllib.parse.urlsplit(address if "://" in address else f"//{address}")
+        assert found.hostname in services, f"{address} is in no other container"
+    assert len(options["url"]) == len(options["metrics"]) == 1
     # A port is published from the container's own address, never from its loopback.
     assert not is_loopback(options["host"])
     assert options["host"] == "0.0.0.0"
