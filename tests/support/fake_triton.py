@@ -281,7 +281,7 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
                 yield _response({"text_output": json.dumps({"cancelled": bool(found)})}, is_final=True)
             return
         inputs = dict(zip((tensor.name for tensor in request.inputs), request.raw_input_contents, strict=True))
-        prompt = inputs.get("text_input", b"    ")[4:].decode()
+        prompt = inputs.get("messages", inputs.get("text_input", b"    "))[4:].decode()
         parameters |= json.loads(inputs.get("sampling_parameters", b"    {}")[4:])
         with state.lock:
             state.prompts.append((prompt, parameters))

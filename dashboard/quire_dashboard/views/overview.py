@@ -7,6 +7,7 @@ import streamlit as st
 
 from quire_dashboard import words
 from quire_dashboard.charts import SECONDS, SHARES
+from quire_dashboard.choice import slo_classes
 from quire_dashboard.evidence import slo_targets
 from quire_dashboard.figures import (
     BETWEEN,
@@ -47,9 +48,7 @@ def show() -> None:
     """Draw the page."""
     st.title("Overview")
     live(show_strip, CHARTS_S)
-    columns = monitor().view().columns("quire_slo_requests_total", selection().labels)
-    classes = {labels.get("slo", "") for labels, _ in columns}
-    options = [_ALL, *sorted(classes - {""})]
+    options = [_ALL, *slo_classes()]
     if st.session_state.get("slo_class", _ALL) not in options:  # of another model
         st.session_state["slo_class"] = _ALL
     st.segmented_control(

@@ -55,7 +55,9 @@ def test_a_server_that_is_away_is_named() -> None:
 def test_a_stream_brings_text_and_timings() -> None:
     with fake_triton() as fake:
         triton = Triton(fake.url)
-        chunks = list(triton.generate(MODEL, "été", {"max_tokens": 4, "temperature": 0.5, "ignore_eos": True}))
+        chunks = list(
+            triton.generate(MODEL, {"text_input": "été"}, {"max_tokens": 4, "temperature": 0.5, "ignore_eos": True})
+        )
         assert "".join(chunk.text for chunk in chunks) == "def fib(n):\n    return n"
         assert [chunk.finish_reason for chunk in chunks] == ["", "", "", "length"]
         assert chunks[-1].metrics["num_output_tokens"] == 4
@@ -70,7 +72,7 @@ def test_who_leaves_with_the_last_chunk_cancels_nothing() -> None:
     with fake_triton() as fake:
         fake.state.lingers_s = 0.3
         triton = Triton(fake.url)
-        for chunk in triton.generate(MODEL, "x", {"max_tokens": 4}):
+        for chunk in triton.generate(MODEL, {"text_input": "x"}, {"max_tokens": 4}):
             if chunk.is_final:
                 break
         wait_until(lambda: fake.state.were_cancelled, "the end of the stream")
