@@ -42,6 +42,8 @@ _TOO_FAR = 6.0
 _MOST_OF_A_LABEL = 64
 _MOST_EVENTS = 6
 _SPARK_VALUES = 30
+_LATE_S = 5.0
+"""For so long the browser may repeat a choice of before it was told another."""
 _events: dict["Selection", tuple[list[list[Point]], Sequence[Event]]] = {}
 """By what is selected: what they were found in, and the events."""
 _drawn: dict[tuple[tuple["Line", ...], Hashable, float], "_Drawn"] = {}
@@ -313,11 +315,23 @@ def choice_table(
         on_choice: gets the id of the visitor's choice, or None.
     """
 
+    state = f"{key}-told"
+    # The rows that the browser was told last, and those of before, each with the moment until which it may repeat them.
+    told, left = st.session_state.get(state, ([], []))
+
     def note() -> None:
-        found = [ids[row] for row in st.session_state[key].selection.rows if row < len(ids)]
+        rows = list(st.session_state[key].selection.rows)
+        if any(rows == old and time.monotonic() < until for until, old in left):
+            return  # not the visitor: it has not heard yet that the chosen one has moved or gone
+        st.session_state[state] = (rows, [])
+        found = [ids[row] for row in rows if row < len(ids)]
         on_choice(found[0] if found else None)
 
     picked = [row for row, id_ in enumerate(ids) if id_ == chosen]
+    if picked != told:
+        now = time.monotonic()
+        left = [*(one for one in left if one[0] > now), (now + _LATE_S, told)]
+        st.session_state[state] = (picked, left)
     st.session_state[key] = {"selection": {"rows": picked, "columns": [], "cells": []}}
     data = pa.Table.from_pylist(list(rows))
     st.dataframe(data, hide_index=True, key=key, column_config=columns, on_select=note, selection_mode="single-row")

@@ -5,6 +5,8 @@ import re
 import shlex
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -314,6 +316,38 @@ def test_a_chosen_request_stays_chosen_while_others_come_and_go(fake: FakeTriton
     assert "Request `chat (cccc33)` has ended." in text_of(app)
     assert buttons_after(lambda live: live.clear()) == []
     assert "Request `chat (cccc33)` has ended." in text_of(app)
+
+
+def test_a_late_repetition_of_the_browser_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    state: dict[str, Any] = {}
+    shown: dict[str, Any] = {}
+    monkeypatch.setattr(
+        frame, "st", SimpleNamespace(session_state=state, dataframe=lambda *_, **how: shown.update(how))
+    )
+    chosen: list[str | None] = [None]
+
+    def draw(*ids: str) -> None:
+        rows = [{"id": id_} for id_ in ids]
+        frame.choice_table(rows, ids, chosen[-1], key="t", columns={}, on_choice=chosen.append)
+
+    def browser_says(*rows: int) -> None:
+        state["t"] = SimpleNamespace(selection=SimpleNamespace(rows=list(rows)))
+        shown["on_select"]()
+
+    draw("a", "b", "c", "d")
+    browser_says(1)
+    draw("b", "c", "d")
+    assert state["t"]["selection"]["rows"] == [0], "it is told where the chosen one is now"
+    browser_says(1)
+    draw("c", "d")
+    browser_says(0)
+    assert chosen == [None, "b"], "neither what has moved nor what has gone hands its place on"
+    state.clear()  # long after
+    draw("c", "d")
+    browser_says(1)
+    draw("c", "d")
+    browser_says(0)
+    assert chosen == [None, "b", "d", "c"]
 
 
 def test_ended_requests_say_why_and_are_filtered_searched_and_sent_again(fake: FakeTriton) -> None:
