@@ -22,7 +22,7 @@ from time import perf_counter
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support.clients import metric  # noqa: E402
+from support.clients import scrape  # noqa: E402
 from support.processes import children, command_line  # noqa: E402
 from support.serving import Server, serve, wait_until  # noqa: E402
 
@@ -90,8 +90,15 @@ def seconds_until(is_true: Callable[[], bool], what: str) -> float:
 
 def is_idle(server: Server) -> bool:
     """Whether the engine has no request and all of its blocks."""
-    names = ("quire_requests_running", "quire_requests_waiting")
-    return not metric(server, "quire_kv_blocks", state="used") and not any(metric(server, name) for name in names)
+    held: dict[str, dict[str, str]] = {
+        "quire_requests_running": {},
+        "quire_requests_waiting": {},
+        "quire_kv_blocks": {"state": "used"},
+    }
+    return not any(
+        sample.value for sample in scrape(server)
+        if sample.name in held and held[sample.name].items() <= sample.labels.items()
+    )  # fmt: skip
 
 
 def answer(server: Server) -> None:
