@@ -95,7 +95,7 @@ class EngineExporters:
 
     def _remove(self, num_left: int) -> None:
         are_gone = self.metrics.remove(num_left)
-        self._traces.remove(num_left)
+        self._traces.drop(num_left)
         for otel in self._otels[num_left:]:
             otel.stop()
         for number, is_gone in zip(self._numbers[num_left:], are_gone, strict=True):

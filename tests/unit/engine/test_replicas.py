@@ -67,3 +67,42 @@ def test_streams_of_an_engine_that_is_killed_go_on_on_the_other(checkpoint: Call
     assert all(is_gone(pid) for pid in pids)
     for output, one in zip(outputs, expected, strict=True):
         assert_same(output.outputs, one)
+
+
+def test_replicas_come_and_leave_under_load(checkpoint: Callable[[str], Path]) -> None:
+    """From a single engine to two and back: whoever had to move gets the same tokens, and no crash is counted."""
+    tinypy = checkpoint("tinypy")
+    prompts = [[5 + number, 6, 7] for number in range(2 * len(KINDS))]
+    all_params = [params(max_tokens=160, **kind) for kind in KINDS * 2]
+    undisturbed = LLM(tinypy, dtype="float32")
+    expected = [output.outputs for output in undisturbed.generate(prompts, all_params, use_tqdm=False)]
+    undisturbed.shutdown()
+
+    async def main() -> list[RequestOutput]:
+        before = Stream(llm, prompts[0], all_params[0])
+        await until(lambda: before.num_tokens > 2)
+        await llm.scale(2)
+        streams = [before, *(Stream(llm, *one) for one in list(zip(prompts, all_params, strict=True))[1:])]
+        await until(lambda: min(stream.num_tokens for stream in streams) > 8)
+        snapshot = await llm.snapshot()
+        assert {request.engine for request in snapshot.requests} == {0, 1}
+        assert len(snapshot.engine.engines) == 2
+        leaving = llm.engine_pids[1]
+        counts = [stream.num_tokens for stream in streams]
+        began_at = time.monotonic()
+        scaling = asyncio.ensure_future(llm.scale(1))
+        await until(lambda: all(s.num_tokens > was or s.task.done() for s, was in zip(streams, counts, strict=True)))
+        print(f"all go on {time.monotonic() - began_at:.2f} s after the command")
+        await scaling
+        assert is_gone(leaving)
+        snapshot = await llm.snapshot()
+        assert {request.engine for request in snapshot.requests} <= {0}
+        assert not snapshot.engine.engines
+        return await asyncio.gather(*(stream.task for stream in streams))
+
+    with engine(tinypy, step_seconds=0.005, kv_cache_memory_bytes=1 << 24) as (llm, recorder):
+        outputs = run(llm, main)
+        assert (recorder.num_restarts, recorder.num_replayed) == (0, 0)
+        assert sum(stats.num_requests_moved for stats in recorder.iterations) >= 3
+    for output, one in zip(outputs, expected, strict=True):
+        assert_same(output.outputs, one)
