@@ -9,9 +9,11 @@ from pathlib import Path
 from quire_dashboard.settings import (
     DASHBOARD_TOKEN_VARIABLE,
     INTROSPECTION_TOKEN_VARIABLE,
+    INTROSPECTION_TOKENS_VARIABLE,
     TRACES_VARIABLE,
-    Settings,
     is_loopback,
+    settings_of_servers,
+    to_environment,
 )
 
 __all__ = ["main", "streamlit_flags"]
@@ -59,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         2 for a wrong usage; otherwise it does not return.
     """
     parser = argparse.ArgumentParser(prog="python -m quire_dashboard", description=__doc__)
-    parser.add_argument("--url", default=Settings.default("url"))
-    parser.add_argument("--metrics", default=Settings.default("metrics"))
+    parser.add_argument("--url", action="append", default=[], help="a server's gRPC; again for each other server")
+    parser.add_argument("--metrics", action="append", default=[], help="of each, in order; default: port 8002 of it")
     parser.add_argument("--health", default="")
     parser.add_argument("--prometheus", default="")
     parser.add_argument("--traces", default=os.environ.get(TRACES_VARIABLE, ""))
@@ -72,15 +74,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"quire: on {given.host} the dashboard needs a token; set {DASHBOARD_TOKEN_VARIABLE}", file=sys.stderr)
         return 2
     try:
-        settings = Settings(
-            url=given.url, metrics=given.metrics, health=given.health, prometheus=given.prometheus,
-            traces=given.traces, token=token,
-            introspection_token=os.environ.get(INTROSPECTION_TOKEN_VARIABLE, ""),
+        servers = settings_of_servers(
+            given.url, given.metrics, health=given.health, prometheus=given.prometheus, traces=given.traces,
+            token=token, introspection_token=os.environ.get(INTROSPECTION_TOKEN_VARIABLE, ""),
+            introspection_tokens=os.environ.get(INTROSPECTION_TOKENS_VARIABLE, ""),
         )  # fmt: skip
     except ValueError as error:
         print(f"quire: {error}", file=sys.stderr)
         return 2
-    environment = {**os.environ, **settings.to_environment()}
+    environment = {**os.environ, **to_environment(servers)}
     script = str(Path(__file__).with_name("server.py"))
     command = [sys.executable, "-m", "streamlit", "run", script, *streamlit_flags(given.host, given.port)]
     return os.execve(sys.executable, command, environment)

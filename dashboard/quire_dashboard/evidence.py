@@ -1,13 +1,14 @@
 """From the own history and a snapshot to the evidence that `health.assess` judges."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import fields
 from itertools import pairwise
 
-from quire_dashboard.health import Evidence
 from quire_dashboard.history import View
 from quire_dashboard.queries import Gauge, Quantile, Rate, latest
 from quire_dashboard.snapshot_answer import Snapshot
+from quire_dashboard.symptoms import RECENT_S, Evidence, Window
 
 __all__ = ["gather", "slo_targets"]
 
@@ -16,12 +17,15 @@ RESTART_WINDOW_S = 300.0
 """Restarts are rare: within a minute there would hardly ever be several."""
 SERVER_RESTART_WINDOW_S = 600.0
 SUSTAINED_S = 10.0
-"""A queue is one that lasts: a request that waits for a single step is none."""
+"""A queue is one that lasts: a request that waits for a single step is none. Likewise a rank that is slow."""
+FEW_STEPS = 10.0
+"""In that time; of fewer, the mean says little."""
 
 
 def gather(
-    view: View, labels: Mapping[str, str], snapshot: Snapshot | None, *, server_error: str = "", slo_class: str = ""
-) -> Evidence:
+    view: View, labels: Mapping[str, str], snapshot: Snapshot | None, *, server_error: str = "",
+    only_metrics_away: bool = False, slo_class: str = "",
+) -> Evidence:  # fmt: skip
     """Collect the evidence on one model.
 
     Args:
@@ -29,51 +33,34 @@ def gather(
         labels: of the model's series.
         snapshot: the model's own, when it could be had.
         server_error: why the last reading failed.
+        only_metrics_away: whether the server answered all the same.
         slo_class: judge only this class; empty: all.
     """
 
     def now(query: Gauge) -> float | None:
         return latest(query, view, labels).get("")
 
-    def grown(
-        name: str, by: str = "", own: tuple[tuple[str, str], ...] = (), window_s: float = WINDOW_S
-    ) -> dict[str, float]:
-        if not view.times:
-            return {}
-        last = len(view.times) - 1
-        query = Rate(name=name, by=by, labels=own)
-        return query.increases(view, labels, view.row_at(view.times[last] - window_s), last)
-
     def over(query: Gauge, seconds: float) -> list[float]:
         """Its values in the last seconds."""
-        rows = [row for row, time in enumerate(view.times) if time >= view.times[-1] - seconds]
-        return [value for row in rows for value in query.values(view, labels, row, row).values()]
+        return [value for row in _rows(view, seconds) for value in query.values(view, labels, row, row).values()]
 
-    def p95(name: str, own: tuple[tuple[str, str], ...] = ()) -> float | None:
-        return latest(Quantile(name=name, q=0.95, labels=own), view, labels).get("")
-
-    picked = (("slo", slo_class),) if slo_class else ()
-    good = grown("quire_slo_requests_total", "slo", (*picked, ("verdict", "good")))
-    missed = grown("quire_slo_requests_total", "slo", (*picked, ("verdict", "miss")))
-    causes = grown("quire_slo_requests_total", "cause", (*picked, ("verdict", "miss")))
-    prompts = grown("quire_request_prompt_tokens_count").get("", 0.0)
-    prompt_tokens = grown("quire_request_prompt_tokens_sum").get("", 0.0)
     objectives = latest(Gauge(name="quire_slo_objective", by="slo", how="max"), view, labels)
     usage = Gauge(name="quire_kv_cache_usage_ratio", how="max")
     waiting = over(Gauge(name="quire_requests_waiting", labels=(("reason", "capacity"),)), SUSTAINED_S)
-    starts = Gauge(name="quire_server_start_time_seconds", how="max")
     up, all_up = (now(Gauge(name="quire_engine_up", how=how)) for how in ("max", "min"))
     workers = latest(Gauge(name="quire_worker_up", by="rank", how="min"), view, labels)
     engine = snapshot.engine if snapshot is not None else None
+    minute = _window(view, labels, WINDOW_S, slo_class)
     return Evidence(
+        **{field.name: getattr(minute, field.name) for field in fields(minute)},
+        recent=_window(view, labels, RECENT_S, slo_class),
         server_error=server_error,
+        only_metrics_away=only_metrics_away,
         has_model=up is not None,
         engine_up=None if up is None else up >= 1,
         one_down=all_up is not None and all_up < 1,
-        server_restarts=_changes(over(starts, SERVER_RESTART_WINDOW_S)),
-        recent_server_restarts=_changes(over(starts, WINDOW_S)),
-        recent_restarts=grown("quire_engine_restarts_total").get("", 0.0),
-        restarts=grown("quire_engine_restarts_total", window_s=RESTART_WINDOW_S).get("", 0.0),
+        server_restarts=_server_restarts(view, labels),
+        restarts=_restarts(view, labels),
         running=now(Gauge(name="quire_requests_running")) or 0.0,
         waiting=sum(waiting) / len(waiting) if waiting else 0.0,
         waiting_for_grammar=now(Gauge(name="quire_requests_waiting", labels=(("reason", "grammar"),))) or 0.0,
@@ -83,24 +70,88 @@ def gather(
         objectives=objectives,
         kv_usage=now(usage),
         kv_usage_peak=max(over(usage, WINDOW_S), default=None),
+        # While the engine is down, its ranks are down, too.
+        workers_down=tuple(sorted(rank for rank, value in workers.items() if value < 1)) if all_up else (),
+        rank_seconds=_rank_seconds(view, labels),
+        step_seconds=latest(Quantile(name="quire_step_seconds", q=0.5, by="phase"), view, labels),
+    )  # fmt: skip
+
+
+def _window(view: View, labels: Mapping[str, str], window_s: float, slo_class: str) -> Window:
+    """What was counted in the last `window_s` seconds."""
+
+    def grown(name: str, by: str = "", own: tuple[tuple[str, str], ...] = ()) -> dict[str, float]:
+        return _grown(Rate(name=name, by=by, labels=own), view, labels, window_s)
+
+    def p95(name: str, own: tuple[tuple[str, str], ...] = ()) -> float | None:
+        return latest(Quantile(name=name, q=0.95, labels=own), view, labels, window_s).get("")
+
+    picked = (("slo", slo_class),) if slo_class else ()
+    good = grown("quire_slo_requests_total", "slo", (*picked, ("verdict", "good")))
+    missed = grown("quire_slo_requests_total", "slo", (*picked, ("verdict", "miss")))
+    causes = grown("quire_slo_requests_total", "cause", (*picked, ("verdict", "miss")))
+    outcomes = grown("quire_requests_total", "outcome")
+    # Those that were refused for want of room are judged, and others are not.
+    refused = grown("quire_slo_requests_total", "", (("cause", "rejected"),)).get("", 0.0)
+    prompts = grown("quire_request_prompt_tokens_count").get("", 0.0)
+    prompt_tokens = grown("quire_request_prompt_tokens_sum").get("", 0.0)
+    return Window(
         preemptions=grown("quire_preemptions_total").get("", 0.0),
         goodput={
             slo: count / total
             for slo, count in good.items()
             if (total := count + missed.get(slo, 0.0)) > 0
         },
+        missed=missed,
         misses={cause: count for cause, count in causes.items() if count > 0},
+        ended=sum(outcomes.values()),
+        invalid=max(0.0, outcomes.get("rejected", 0.0) - refused),
         ttft_p95=p95("quire_time_to_first_token_seconds", picked),
         queue_p95=p95("quire_request_queue_time_seconds"),
         prefill_p95=p95("quire_request_prefill_time_seconds"),
         mean_prompt_tokens=prompt_tokens / prompts if prompts else None,
-        # While the engine is down, its ranks are down, too.
-        workers_down=tuple(sorted(rank for rank, value in workers.items() if value < 1)) if all_up else (),
-        rank_seconds={
-            str(rank.rank): rank.step_seconds_p50 for rank in engine.ranks if rank.step_seconds_p50 is not None
-        } if engine else {},
-        step_seconds=latest(Quantile(name="quire_step_seconds", q=0.5, by="phase"), view, labels),
     )  # fmt: skip
+
+
+def _rank_seconds(view: View, labels: Mapping[str, str]) -> dict[str, float]:
+    """What a step took of each rank on average; of none, while no steps are computed."""
+    busy = _grown(Rate(name="quire_worker_busy_seconds_total", by="rank"), view, labels, SUSTAINED_S)
+    counted = Rate(name="quire_step_seconds_count", labels=(("phase", "execute"),))
+    steps = _grown(counted, view, labels, SUSTAINED_S).get("", 0.0)
+    return {rank: seconds / steps for rank, seconds in busy.items()} if steps >= FEW_STEPS else {}
+
+
+def _grown(query: Rate, view: View, labels: Mapping[str, str], window_s: float) -> dict[str, float]:
+    """How much a counter grew in the last `window_s` seconds, per line."""
+    if not view.times:
+        return {}
+    last = len(view.times) - 1
+    return query.increases(view, labels, view.row_at(view.times[last] - window_s), last)
+
+
+def _rows(view: View, window_s: float) -> list[int]:
+    """Those of the last `window_s` seconds."""
+    return [row for row, time in enumerate(view.times) if time >= view.times[-1] - window_s]
+
+
+def _server_restarts(view: View, labels: Mapping[str, str]) -> tuple[float, ...]:
+    """How many seconds ago each start of the server in ten minutes was seen, the latest first."""
+    query = Gauge(name="quire_server_start_time_seconds", how="max")
+    starts = [
+        (view.times[row], start)
+        for row in _rows(view, SERVER_RESTART_WINDOW_S)
+        for start in query.values(view, labels, row, row).values()
+    ]
+    seen = [time for (_, before), (time, start) in pairwise(starts) if start != before]
+    return tuple(view.times[-1] - time for time in reversed(seen))
+
+
+def _restarts(view: View, labels: Mapping[str, str]) -> tuple[float, ...]:
+    """The same of the engine, in five minutes."""
+    query = Rate(name="quire_engine_restarts_total")
+    pairs = pairwise(_rows(view, RESTART_WINDOW_S))
+    seen = [row for before, row in pairs if any(query.increases(view, labels, before, row).values())]
+    return tuple(view.times[-1] - view.times[row] for row in reversed(seen))
 
 
 def slo_targets(view: View, labels: Mapping[str, str]) -> dict[str, dict[str, float]]:
@@ -111,7 +162,3 @@ def slo_targets(view: View, labels: Mapping[str, str]) -> dict[str, dict[str, fl
         if not math.isnan(value):
             found.setdefault(own.get("slo", ""), {})[own.get("target", "")] = value
     return found
-
-
-def _changes(values: Sequence[float]) -> int:
-    return sum(before != after for before, after in pairwise(values))

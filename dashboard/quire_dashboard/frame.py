@@ -1,10 +1,9 @@
-"""What all pages share: the watcher, the pickers, live refresh, charts, and error messages."""
+"""What all pages share: the choice of the visitor, live refresh, charts, and error messages."""
 
 import math
 import operator
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,28 +12,23 @@ import streamlit as st
 from quire_load.scrape import ScrapeError
 
 from quire_dashboard.charts import HEIGHT, NUMBERS, line_spec, points_table
+from quire_dashboard.choice import Selection, choose, pickers, selection
 from quire_dashboard.events import QUERIES, Event, find_events
+from quire_dashboard.health import Level
 from quire_dashboard.history import Point
-from quire_dashboard.monitor import Monitor
 from quire_dashboard.queries import Query
-from quire_dashboard.settings import INTROSPECTION_TOKEN_VARIABLE, Settings
+from quire_dashboard.settings import INTROSPECTION_TOKEN_VARIABLE, INTROSPECTION_TOKENS_VARIABLE
 from quire_dashboard.snapshot_answer import RequestState, Snapshot
-from quire_dashboard.words import as_text, printable, seconds
+from quire_dashboard.verdict import judge
+from quire_dashboard.watchers import close_monitors, monitor, monitors
+from quire_dashboard.words import as_code, as_text, printable, seconds
 
 __all__ = [
-    "CHARTS_S", "Line", "Selection", "chart", "choice_table", "close_monitors", "draw", "events", "figures", "live",
-    "monitor", "pickers", "request_names", "selection", "server_away", "snapshot_or_reason", "table", "what_to_do",
+    "CHARTS_S", "Line", "Selection", "chart", "choice_table", "choose", "close_monitors", "draw", "events", "figures",
+    "live", "model_or_reason", "monitor", "monitors", "pickers", "request_names", "selection", "server_away",
+    "snapshot_or_reason", "table", "what_to_do",
 ]  # fmt: skip
 
-_RANGES = {"5 minutes": 300.0, "15 minutes": 900.0, "1 hour": 3600.0}
-_RANGES_OF_PROMETHEUS = {**_RANGES, "6 hours": 21600.0, "24 hours": 86400.0}
-_REFRESHES = {
-    "every second": 1.0,
-    "every 2 seconds": 2.0,
-    "every 5 seconds": 5.0,
-    "every 30 seconds": 30.0,
-    "off": None,
-}
 CHARTS_S = 5.0
 """Charts of minutes and hours are redrawn less often: they are most of a refresh's cost, here and in the browser, and
 look the same two seconds later."""
@@ -46,44 +40,10 @@ _TOO_FAR = 6.0
 """A target that was drawn is removed when it is so many times higher."""
 _MOST_OF_A_LABEL = 64
 _SPARK_VALUES = 30
-_CSS = """
-<style>
-/* A fragment that is being refreshed keeps its looks; the running man of every refresh would be the only flicker. */
-[data-stale="true"] { opacity: 1 !important; transition: none !important; }
-[data-testid="stStatusWidget"] { display: none; }
-.block-container, [data-testid="stMainBlockContainer"] { padding-top: 3.2rem; padding-bottom: 2rem; max-width: 1500px; }
-@media (max-width: 640px) {
-  .block-container, [data-testid="stMainBlockContainer"] { padding-left: 0.8rem; padding-right: 0.8rem; }
-}
-[data-testid="stMetricValue"] { font-size: 1.6rem; }
-/* What cannot be taken back is red. */
-.st-key-danger button { color: #b3261e; border-color: #b3261e; }
-.st-key-danger button[kind="primary"] { color: #fff; background-color: #b3261e; }
-@media (prefers-color-scheme: dark) { .st-key-danger button:not([kind="primary"]) { color: #f2857d; } }
-.quire-block-map p { line-height: 1.9; font-size: 0.85rem; margin-top: 0.5rem; }
-</style>
-"""
-
-_lock = threading.Lock()
-_monitors: dict[Settings, Monitor] = {}
-_events: dict[tuple[str, float], tuple[list[list[Point]], Sequence[Event]]] = {}
-"""By model and time range: what they were found in, and the events."""
-_drawn: dict[tuple[tuple["Line", ...], str, float], "_Drawn"] = {}
-"""By what is shown: lines, model and time range."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Selection:
-    """What the visitor has picked."""
-
-    model: str
-    range_s: float
-    refresh_s: float | None
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """Of the model's series."""
-        return {"model": self.model} if self.model else {}
+_events: dict["Selection", tuple[list[list[Point]], Sequence[Event]]] = {}
+"""By what is selected: what they were found in, and the events."""
+_drawn: dict[tuple[tuple["Line", ...], Hashable, float], "_Drawn"] = {}
+"""By what is shown: lines, server and model, and time range."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,52 +55,6 @@ class Line:
     by: str = ""
     hides_zero: bool = False
     """Lines that are 0 all the time are left out, and out of the legend."""
-
-
-def monitor() -> Monitor:
-    """The watcher of the server that this process was started for; it is shared by all visitors."""
-    settings = Settings.from_environment()
-    with _lock:
-        if settings not in _monitors:
-            _monitors[settings] = Monitor(settings)
-            _monitors[settings].start()
-        return _monitors[settings]
-
-
-def close_monitors() -> None:
-    """End all watchers."""
-    with _lock:
-        for found in _monitors.values():
-            found.stop()
-        _monitors.clear()
-        _drawn.clear()
-        _events.clear()
-
-
-def pickers() -> None:
-    """The pickers of the sidebar: model, time range, refresh."""
-    st.html(_CSS)
-    watcher = monitor()
-    ranges = _RANGES_OF_PROMETHEUS if watcher.settings.prometheus else _RANGES
-    with st.sidebar:
-        # In the address as well, so that what one sees can be sent to another.
-        st.selectbox("Model", watcher.models() or ["—"], key="model", bind="query-params")
-        st.selectbox("Time range", list(ranges), key="range", bind="query-params")
-        st.selectbox("Refresh", list(_REFRESHES), index=1, key="refresh")
-        source = f"Prometheus at {watcher.settings.prometheus}" if watcher.settings.prometheus else "this dashboard"
-        st.caption(f"Server {watcher.settings.url}  \nHistory: {source}")
-
-
-def selection() -> Selection:
-    """The present selection."""
-    model = st.session_state.get("model") or "—"
-    if model == "—":  # none was there when the page was opened
-        model = next(iter(monitor().models()), "")
-    return Selection(
-        model=model,
-        range_s=_RANGES_OF_PROMETHEUS[st.session_state.get("range", "5 minutes")],
-        refresh_s=_REFRESHES[st.session_state.get("refresh", "every 2 seconds")],
-    )
 
 
 def live(render: Callable[[], None], least_s: float = 0.0) -> None:
@@ -155,14 +69,27 @@ def live(render: Callable[[], None], least_s: float = 0.0) -> None:
 
 
 def server_away() -> bool:
-    """Show an error if the server does not answer. Returns True if there is nothing else to show."""
+    """Show an error if /metrics cannot be read. Returns True if there is nothing else to show."""
     watcher = monitor()
     if not watcher.error:
         return False
     age = watcher.seconds_since_success
-    shown = "There is nothing to show yet." if age is None else f"What is shown is {seconds(age)} old."
-    st.error(f"**The server does not answer.** {as_text(watcher.error)}. {shown}", icon=":material/cloud_off:")
+    which = f" {as_code(watcher.settings.url)}:" if len(monitors()) > 1 else ""
+    shown = f"There is nothing to show yet, after {seconds(watcher.seconds_away or 0.0)}."
+    if age is not None:
+        shown = f"What is shown is {seconds(age)} old."
+    _, health = judge(watcher, selection().model, None)
+    box = st.error if health.level is Level.CRITICAL else st.warning
+    box(f"**{health.headline}**{which} {as_text(watcher.error)}. {shown}", icon=":material/cloud_off:")
     return age is None
+
+
+def model_or_reason() -> str:
+    """The selected model; shows why if there is none."""
+    model = selection().model
+    if not model and not server_away():
+        st.info("No model of Quire is loaded.")
+    return model
 
 
 def snapshot_or_reason(model: str) -> Snapshot | None:
@@ -186,7 +113,9 @@ def what_to_do(error: str) -> str:
     return (
         f". Start the dashboard with `{INTROSPECTION_TOKEN_VARIABLE}` set to the token that the model was loaded with: "
         "its setting `introspection_token`, or that variable in the server's environment."
-    )
+        + (f" Where servers have different ones, `{INTROSPECTION_TOKENS_VARIABLE}` has them by the server's address."
+           if len(monitors()) > 1 else "")
+    )  # fmt: skip
 
 
 def request_names(requests: Sequence[RequestState]) -> list[str]:
@@ -211,7 +140,7 @@ def chart(
         found = [monitor().points(line.query, line.by, picked.labels, picked.range_s) for line in lines]
     except ScrapeError as failure:
         found, error = [], str(failure)
-    drawn = _drawn_of((tuple(lines), picked.model, picked.range_s), found, events())
+    drawn = _drawn_of((tuple(lines), (picked.server, picked.model), picked.range_s), found, events())
     rules = rules or {}
     near = rules if top is not None else _near(rules, drawn)
     now = " · ".join(
@@ -263,7 +192,7 @@ def _near(rules: Mapping[str, float], drawn: _Drawn) -> Mapping[str, float]:
 
 
 def _drawn_of(
-    what: tuple[tuple[Line, ...], str, float], points_of_lines: list[list[Point]], marks: Sequence[Event] = ()
+    what: tuple[tuple[Line, ...], Hashable, float], points_of_lines: list[list[Point]], marks: Sequence[Event] = ()
 ) -> _Drawn:
     """Cached by the lists of points: `Monitor.points` returns the same ones until there is something new. Without
     anything new, the time goes on all the same."""
@@ -303,12 +232,11 @@ def events() -> Sequence[Event]:
         source = [monitor().points(query, "", picked.labels, picked.range_s) for query in QUERIES]
     except ScrapeError:  # which the charts say
         return ()
-    what = (picked.model, picked.range_s)
-    last = _events.get(what)
+    last = _events.get(picked)
     if last is None or not all(map(operator.is_, last[0], source)):
         found = find_events(source)
         # The same list: with another one, each refresh would send all charts anew.
-        _events[what] = last = (source, found if last is None or found != last[1] else last[1])
+        _events[picked] = last = (source, found if last is None or found != last[1] else last[1])
     return last[1]
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from quire_load.scrape import Key, ScrapeError, fetch, parse
 
 from quire_dashboard.ended_log import EndedLog, EndedSeen
+from quire_dashboard.ended_requests import EndedAnswer
 from quire_dashboard.history import Point, Ring, View
 from quire_dashboard.prometheus import Prometheus
 from quire_dashboard.queries import Query, evaluate
@@ -65,8 +66,14 @@ class Monitor:
         self.ring = Ring(int(HISTORY_S / interval_s))
         self._interval_s = interval_s
         self._prometheus = Prometheus(settings.prometheus) if settings.prometheus else None
+        self._at = {"instance": settings.instance} if settings.instance else {}
         self._error = "no reading of /metrics yet"
+        self._unreachable = ""
+        self._num_answers_without = 0
+        """Readings in a row that failed though gRPC answered."""
         self._last_success = 0.0
+        self._since = time.time()
+        self._has_read = threading.Event()
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._model_locks: dict[str, threading.Lock] = {}
@@ -81,18 +88,27 @@ class Monitor:
         self._thread = threading.Thread(target=self._run, name="quire-dashboard-monitor", daemon=True)
 
     def start(self) -> None:
-        """Take the first reading, then go on in a thread."""
-        self.read()
+        """Read in a thread from now on."""
         self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until the first reading was taken or has failed, or for so long."""
+        self._has_read.wait(timeout_s)
+
+    def prepare_to_stop(self) -> None:
+        """Take no more readings. `stop` may then have to wait for the present one."""
+        self._stopping.set()
 
     def stop(self) -> None:
         """End the thread and close the channel."""
-        self._stopping.set()
+        self.prepare_to_stop()
         if self._thread.is_alive():
             self._thread.join()
         self.triton.close()
 
     def _run(self) -> None:
+        self.read()
+        self._has_read.set()
         while not self._stopping.wait(self._interval_s):
             self.read()
 
@@ -101,11 +117,15 @@ class Monitor:
         try:
             scrape = parse(fetch(self.settings.metrics), time.time(), self._keys)
         except ScrapeError as error:
+            # Whether gRPC answers is found out here, so that no visitor of a server that is gone waits for it.
+            self._unreachable = self.triton.unreachable()
+            self._num_answers_without = 0 if self._unreachable else self._num_answers_without + 1
             self._error = str(error)
             return
         self.ring.append(scrape)
         self._last_success = time.time()
-        self._error = ""
+        self._error = self._unreachable = ""
+        self._num_answers_without = 0
 
     @property
     def error(self) -> str:
@@ -113,9 +133,20 @@ class Monitor:
         return self._error
 
     @property
+    def only_metrics_away(self) -> bool:
+        """Whether /metrics cannot be read though the server itself answers. Once does not count: a server that has just
+        been started opens one port after the other."""
+        return self._num_answers_without > 1
+
+    @property
     def seconds_since_success(self) -> float | None:
         """Age of the last good reading; None when there has been none."""
         return time.time() - self._last_success if self._last_success else None
+
+    @property
+    def seconds_away(self) -> float | None:
+        """How long the server has not answered, as far as is known; None while it does."""
+        return time.time() - (self._last_success or self._since) if self._error else None
 
     def models(self) -> list[str]:
         """The models that have series in the last reading, else those that ever had."""
@@ -145,7 +176,7 @@ class Monitor:
             asked_at, points = self._asked.get(what, (0.0, []))
         if time.monotonic() - asked_at > PROMETHEUS_AGE_S or not asked_at:
             now = time.time()
-            points = self._prometheus.range(query, by, labels, now - range_s, now)
+            points = self._prometheus.range(query, by, {**labels, **self._at}, now - range_s, now)
             with self._lock:
                 self._asked[what] = (time.monotonic(), points)
         return points
@@ -178,6 +209,7 @@ class Monitor:
             if seen is not None and time.monotonic() - seen.at < age_s:
                 return seen
             try:
+                self._check()
                 snapshot = self.triton.snapshot(model)
                 seen = Seen(snapshot, at=time.monotonic())
                 self._take_note(model, snapshot)
@@ -190,8 +222,17 @@ class Monitor:
         """The model's ended requests, about two seconds old at most, and those before its server ended or loaded it
         again. Asked for by nobody, nothing is fetched."""
         with self._lock:
-            log = self._ended.setdefault(model, EndedLog(lambda cursor: self.triton.ended(model, cursor)))
+            log = self._ended.setdefault(model, EndedLog(lambda cursor: self._ask_for_ended(model, cursor)))
         return log.look(SNAPSHOT_AGE_S)
+
+    def _ask_for_ended(self, model: str, cursor: str) -> EndedAnswer:
+        self._check()
+        return self.triton.ended(model, cursor)
+
+    def _check(self) -> None:
+        """Raise what a call to a server that is gone would, without its timeout."""
+        if self._unreachable:
+            raise TritonError(self._unreachable)
 
     def forget_snapshot(self, model: str) -> None:
         """Fetch a new snapshot next time, for example after a cancellation."""

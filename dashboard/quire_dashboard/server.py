@@ -2,7 +2,7 @@
 
 Streamlit accepts a websocket from any page of `localhost`, on every port, so that another user of the machine, or any
 program that serves a page there, could control the dashboard of whoever opens it; and for a page of an unknown host it
-asks the Internet for its own address. `/health` is for probes. The watcher starts with the process, so that the first
+asks the Internet for its own address. `/health` is for probes. The watchers start with the process, so that the first
 visitor finds a history.
 """
 
@@ -22,8 +22,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from streamlit import config
 
-from quire_dashboard.frame import close_monitors, monitor
 from quire_dashboard.health_relay import health
+from quire_dashboard.watchers import close_monitors, monitors
 
 __all__ = ["OwnPagesOnly", "app", "to_the_overview", "watching"]
 
@@ -57,8 +57,8 @@ def to_the_overview(request: Request) -> RedirectResponse:
 
 @asynccontextmanager
 async def watching(_: st.App) -> AsyncIterator[None]:
-    """Watch the server as long as the dashboard runs, whether or not anybody looks."""
-    await asyncio.to_thread(monitor)
+    """Watch the servers as long as the dashboard runs, whether or not anybody looks."""
+    await asyncio.to_thread(monitors)
     try:
         yield
     finally:

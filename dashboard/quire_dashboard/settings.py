@@ -1,14 +1,24 @@
 """Settings of the dashboard. They come by environment, as every user can see a token on a command line."""
 
 import ipaddress
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
-__all__ = ["DASHBOARD_TOKEN_VARIABLE", "INTROSPECTION_TOKEN_VARIABLE", "Settings", "is_loopback"]
+__all__ = [
+    "DASHBOARD_TOKEN_VARIABLE", "INTROSPECTION_TOKENS_VARIABLE", "INTROSPECTION_TOKEN_VARIABLE", "Settings",
+    "is_loopback", "settings_of_servers", "to_environment",
+]  # fmt: skip
 
 DASHBOARD_TOKEN_VARIABLE = "QUIRE_DASHBOARD_TOKEN"
 INTROSPECTION_TOKEN_VARIABLE = "QUIRE_INTROSPECTION_TOKEN"
+INTROSPECTION_TOKENS_VARIABLE = "QUIRE_INTROSPECTION_TOKENS"
+"""Where servers have different ones: a JSON object, from a server's gRPC address to its token."""
+METRICS_PORT = 8002
+"""Triton's usual one."""
 MIN_TOKEN_CHARACTERS = 16
 TRACE_ID = "{trace_id}"
 _PREFIX = "QUIRE_DASHBOARD_"
@@ -25,12 +35,14 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """The endpoints, and their tokens."""
+    """One server's endpoints, and their tokens. Of several servers, each has its own."""
 
     url: str = "127.0.0.1:8001"
-    """HOST:PORT of tritonserver's gRPC."""
+    """HOST:PORT of tritonserver's gRPC; what a server is named by."""
     metrics: str = "127.0.0.1:8002"
     """HOST:PORT of tritonserver's /metrics."""
+    instance: str = ""
+    """What the Prometheus knows it by, among several, in the label of that name; empty: it is the only one there."""
     health: str = ""
     """HOST:PORT of the health address of the `quire serve` that has started the server; empty: unknown."""
     prometheus: str = ""
@@ -46,7 +58,7 @@ class Settings:
         for name in ("url", "metrics", *(["health"] if self.health else [])):
             value = getattr(self, name)
             host, _, port = value.rpartition(":")
-            if not host or not port.isdecimal() or "/" in value:
+            if not host or not port.isdecimal() or any(one in value for one in "/,"):
                 raise ValueError(f"{name} is {value!r}; it must be HOST:PORT, such as {Settings.default(name)}")
         if self.token and len(self.token) < MIN_TOKEN_CHARACTERS:
             raise ValueError(
@@ -68,26 +80,95 @@ class Settings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Settings":
+        """Those of the first server in what `to_environment` wrote."""
+        return cls.all_from_environment(environment)[0]
+
+    @staticmethod
+    def all_from_environment(environment: Mapping[str, str] = os.environ) -> "tuple[Settings, ...]":
         """Read what `to_environment` wrote."""
-        given = {
-            "url": environment.get(f"{_PREFIX}URL"),
-            "metrics": environment.get(f"{_PREFIX}METRICS"),
-            "health": environment.get(f"{_PREFIX}HEALTH"),
-            "prometheus": environment.get(f"{_PREFIX}PROMETHEUS"),
-            "traces": environment.get(TRACES_VARIABLE),
-            "token": environment.get(DASHBOARD_TOKEN_VARIABLE),
-            "introspection_token": environment.get(INTROSPECTION_TOKEN_VARIABLE),
-        }
-        return cls(**{name: value for name, value in given.items() if value})
+        return _read(*(environment.get(name, "") for name in _VARIABLES))
 
     def to_environment(self) -> dict[str, str]:
-        """The variables that carry these settings to the dashboard's own process."""
-        return {
-            f"{_PREFIX}URL": self.url,
-            f"{_PREFIX}METRICS": self.metrics,
-            f"{_PREFIX}HEALTH": self.health,
-            f"{_PREFIX}PROMETHEUS": self.prometheus,
-            TRACES_VARIABLE: self.traces,
-            DASHBOARD_TOKEN_VARIABLE: self.token,
-            INTROSPECTION_TOKEN_VARIABLE: self.introspection_token,
-        }
+        """The variables for a dashboard of this server alone."""
+        return to_environment([self])
+
+
+_VARIABLES = (
+    f"{_PREFIX}URL", f"{_PREFIX}METRICS", f"{_PREFIX}HEALTH", f"{_PREFIX}PROMETHEUS", TRACES_VARIABLE,
+    DASHBOARD_TOKEN_VARIABLE, INTROSPECTION_TOKEN_VARIABLE, INTROSPECTION_TOKENS_VARIABLE,
+)  # fmt: skip
+
+
+@lru_cache(maxsize=16)
+def _read(urls: str, metrics: str, health: str, prometheus: str, traces: str, *tokens: str) -> tuple[Settings, ...]:
+    """Every refresh of every visitor asks."""
+    token, introspection_token, introspection_tokens = tokens
+    return settings_of_servers(
+        urls.split(",") if urls else [], metrics.split(",") if metrics else [], health=health, prometheus=prometheus,
+        traces=traces, token=token, introspection_token=introspection_token, introspection_tokens=introspection_tokens,
+    )  # fmt: skip
+
+
+def settings_of_servers(
+    urls: Sequence[str], metrics: Sequence[str], *, introspection_token: str = "", introspection_tokens: str = "",
+    **shared: str,
+) -> tuple[Settings, ...]:  # fmt: skip
+    """One server's settings after the other's.
+
+    Args:
+        urls: of each server; none: the one of this machine.
+        metrics: of each server, in the same order; none: on Triton's usual port of the same host.
+        introspection_token: of all servers that `introspection_tokens` does not name.
+        introspection_tokens: JSON, from a server's URL to its token; empty: there is one for all.
+        shared: the other fields, which are the same for all.
+
+    Raises:
+        ValueError: what is wrong, and what it must be.
+    """
+    urls = urls or [Settings.default("url")]
+    metrics = metrics or [f"{url.rpartition(':')[0]}:{METRICS_PORT}" for url in urls]
+    if len(metrics) != len(urls):
+        raise ValueError(f"metrics is given {len(metrics)} times and url {len(urls)}; each url has its own, in order")
+    for name, values in (("url", urls), ("metrics", metrics)):
+        twice = next((value for value in values if values.count(value) > 1), None)
+        if twice is not None:
+            raise ValueError(f"{name} is {twice!r} for more than one server; give each its own")
+    tokens = _tokens(introspection_tokens, urls)
+    return tuple(
+        Settings(
+            url=url, metrics=its, instance=its if len(urls) > 1 else "",
+            introspection_token=tokens.get(url, introspection_token), **shared,
+        )
+        for url, its in zip(urls, metrics, strict=True)
+    )  # fmt: skip
+
+
+def _tokens(text: str, urls: Sequence[str]) -> dict[str, str]:
+    """The text is never repeated: it is full of secrets."""
+    try:
+        found: Any = json.loads(text or "{}")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(token, str) for token in found.values()):
+        raise ValueError(f"{INTROSPECTION_TOKENS_VARIABLE} must be a JSON object of tokens by url")
+    unknown = sorted(found.keys() - set(urls))
+    if unknown:
+        raise ValueError(f"{INTROSPECTION_TOKENS_VARIABLE} names {unknown[0]!r}; the servers are {', '.join(urls)}")
+    return found
+
+
+def to_environment(servers: Sequence[Settings]) -> dict[str, str]:
+    """The variables that carry the settings of all servers to the dashboard's own process."""
+    first = servers[0]
+    tokens = {one.url: one.introspection_token for one in servers}
+    differ = len(set(tokens.values())) > 1
+    return {
+        f"{_PREFIX}URL": ",".join(tokens),
+        f"{_PREFIX}METRICS": ",".join(one.metrics for one in servers),
+        f"{_PREFIX}HEALTH": first.health,
+        f"{_PREFIX}PROMETHEUS": first.prometheus,
+        TRACES_VARIABLE: first.traces,
+        DASHBOARD_TOKEN_VARIABLE: first.token,
+        INTROSPECTION_TOKEN_VARIABLE: "" if differ else first.introspection_token,
+        INTROSPECTION_TOKENS_VARIABLE: json.dumps(tokens) if differ else "",
+    }

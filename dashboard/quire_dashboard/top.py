@@ -77,7 +77,8 @@ class Top:
         moment = datetime.fromtimestamp(now, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
         text = Text(f"quire top   {self._metrics}   {moment}\n", style="dim")
         if self.error:
-            text.append(f"\nThe server does not answer. {self.error}\n", style=_STYLES[Level.CRITICAL])
+            health = assess(gather(self._ring.view(), {}, None, server_error=self.error))
+            text.append(f"\n{health.headline} {self.error}\n", style=_STYLES[health.level])
             age = None if self._last_success is None else now - self._last_success
             text.append("Trying again." if age is None else f"Trying again; what follows is {words.seconds(age)} old.")
             text.append("\n")

@@ -20,8 +20,13 @@ from quire_dashboard.snapshot_answer import Snapshot
 __all__ = ["Chunk", "Triton", "TritonError"]
 
 _TIMEOUT_S = 5.0
+_PROBE_S = 2.0
 _MOST_BYTES = 64 * 2**20
-_OPTIONS = [("grpc.max_receive_message_length", _MOST_BYTES), ("grpc.enable_http_proxy", 0)]
+_OPTIONS = [
+    ("grpc.max_receive_message_length", _MOST_BYTES), ("grpc.enable_http_proxy", 0),
+    # By default minutes, for which a server that is back would not be found.
+    ("grpc.max_reconnect_backoff_ms", 2000),
+]  # fmt: skip
 
 
 class TritonError(Exception):
@@ -60,6 +65,16 @@ class Triton:
     def close(self) -> None:
         """Close the channel."""
         self._channel.close()
+
+    def unreachable(self) -> str:
+        """Why nothing listens at the server's port; empty if it answers, whatever it says."""
+        try:
+            self._stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=_PROBE_S)
+        except grpc.RpcError as error:
+            code = error.code() if isinstance(error, grpc.Call) else None
+            if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                return self._why(error)
+        return ""
 
     def models(self) -> list[str]:
         """The models that are ready.

@@ -37,8 +37,10 @@ def how_to_install() -> str:
 class DashboardOptions:
     """What a dashboard shows, and where it listens."""
 
-    url: str = "127.0.0.1:8001"
-    metrics: str = "127.0.0.1:8002"
+    urls: tuple[str, ...] = ()
+    """Of each server; none: the one of this machine."""
+    metrics: tuple[str, ...] = ()
+    """The same for /metrics; none: on Triton's usual port of each host."""
     health: str = ""
     """Of the `quire serve` that starts it."""
     prometheus: str = ""
@@ -50,8 +52,15 @@ class DashboardOptions:
 
     def command(self, port: int) -> list[str]:
         """The command; tokens are passed by environment, as every user can see a command line."""
-        arguments = ["--url", self.url, "--metrics", self.metrics, "--prometheus", self.prometheus]
-        arguments += ["--health", self.health, *(["--traces", self.traces] if self.traces else [])]
+        arguments = [part for url in self.urls for part in ("--url", url)]
+        arguments += [part for metrics in self.metrics for part in ("--metrics", metrics)]
+        arguments += [
+            "--prometheus",
+            self.prometheus,
+            "--health",
+            self.health,
+            *(["--traces", self.traces] if self.traces else []),
+        ]
         return [sys.executable, "-m", "quire_dashboard", *arguments, "--host", self.host, "--port", str(port)]
 
 
@@ -113,7 +122,7 @@ class Dashboard:
         if not is_loopback(endpoint.host) and not self._token:
             self._token = secrets.token_urlsafe(24)
         self._options = DashboardOptions(
-            url=_client(server["grpc"]), metrics=_client(server["metrics"]), health=_client(server["health"]),
+            urls=(_client(server["grpc"]),), metrics=(_client(server["metrics"]),), health=_client(server["health"]),
             host=endpoint.host, port=endpoint.port,
         )  # fmt: skip
         self._process: Companion | None = None
@@ -166,7 +175,7 @@ class Dashboard:
     def _on_end(self, _: float) -> None:
         self._console.line(
             "quire: the dashboard has ended; the server goes on, and another one starts with: quire dashboard "
-            f"--url {self._options.url} --metrics {self._options.metrics}"
+            f"--url {self._options.urls[0]} --metrics {self._options.metrics[0]}"
         )
 
 

@@ -314,10 +314,28 @@ def doctor(
 
 @app.command()
 def dashboard(
-    url: Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's gRPC.")] = "127.0.0.1:8001",
-    metrics: Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's /metrics.")] = "127.0.0.1:8002",
+    url: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="A server's gRPC; may be repeated, for several servers.  [default: 127.0.0.1:8001]",
+        ),
+    ] = None,
+    metrics: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="A server's /metrics; for several servers as often as --url, in the same order.  "
+            "[default: port 8002 of each server's host]",
+        ),
+    ] = None,
     prometheus: Annotated[
-        str, typer.Option(metavar="URL", help="A Prometheus that scrapes the server; without, history begins now.")
+        str,
+        typer.Option(
+            metavar="URL",
+            help="A Prometheus that scrapes the servers; without, history begins now. Of several servers, it must know "
+            "each by its --metrics in the label instance.",
+        ),
     ] = "",
     traces: Annotated[
         str,
@@ -335,16 +353,23 @@ def dashboard(
     ] = "",
     _debug: Debug = False,
 ) -> int:
-    """Show the operator's dashboard of a server that runs already, here or elsewhere.
+    """Show the operator's dashboard of servers that run already, here or elsewhere.
 
-    It needs the server's gRPC port and its /metrics. To see requests and to cancel them, set QUIRE_INTROSPECTION_TOKEN
-    to the model's introspection_token.
+    It needs a server's gRPC port and its /metrics. To see requests and to cancel them, set QUIRE_INTROSPECTION_TOKEN
+    to the model's introspection_token. Where servers have different ones, QUIRE_INTROSPECTION_TOKENS is a JSON object
+    from --url to token.
     """
     from quire_cli.dashboard import DashboardOptions, run_dashboard
 
     return run_dashboard(
         DashboardOptions(
-            url=url, metrics=metrics, prometheus=prometheus, traces=traces, host=host, port=port, token=token
+            urls=tuple(url or ()),
+            metrics=tuple(metrics or ()),
+            prometheus=prometheus,
+            traces=traces,
+            host=host,
+            port=port,
+            token=token,
         )
     )
 

@@ -19,6 +19,8 @@ from quire_engine.stats import SchedulerStats, StepStats
 __all__ = [
     "CachedRequestData",
     "Call",
+    "ConnectKV",
+    "DescribeKV",
     "DetermineNumBlocks",
     "DraftTokens",
     "EngineCoreOutput",
@@ -33,6 +35,9 @@ __all__ = [
     "GrammarBitmask",
     "InitializeCache",
     "IsSleeping",
+    "KVConnectorMetadata",
+    "KVLoad",
+    "KVPlacement",
     "ModelRunnerOutput",
     "MoveExperts",
     "NewRequestData",
@@ -323,6 +328,40 @@ class DraftTokens(msgspec.Struct, array_like=True):
     """For each, the estimated chance in (0, 1] that it is accepted if those before it were."""
 
 
+class KVLoad(msgspec.Struct, array_like=True):
+    """Blocks to read into host memory, in this order, up to the first that is not there or not sound."""
+
+    number: int
+    """Counts from 1."""
+    slot: int
+    """Where the ranks say how many there are; see `kv_connector/board.py`."""
+    block_hashes: list[bytes]
+
+
+class KVPlacement(msgspec.Struct, array_like=True):
+    """Blocks of a load to write to the KV cache. Of that load no others are needed any more."""
+
+    number: int
+    """Of the load."""
+    first: int
+    """Index of the first of them in the load."""
+    block_ids: list[int]
+
+
+class KVConnectorMetadata(msgspec.Struct, array_like=True, omit_defaults=True):
+    """What the workers do for a KV connector in a step before they compute anything; in this order."""
+
+    forgets_loads: bool = False
+    """All earlier loads end: a step has failed, and nobody knows which ranks had heard of them."""
+    saves: list[tuple[bytes, int]] = []
+    """Hash and id of each full block to keep elsewhere."""
+    placements: list[KVPlacement] = []
+    ended_loads: list[int] = []
+    """Loads whose blocks nobody needs."""
+    loads: list[KVLoad] = []
+    """Those that begin; no step waits for them."""
+
+
 class SchedulerOutput(msgspec.Struct, array_like=True):
     """One step: how many tokens to compute for which request. Prefill and decode differ only in that number."""
 
@@ -340,6 +379,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     num_drafts_wanted: dict[str, int] = {}
     """How many tokens the workers are to draft for requests that this step samples, once it has. The requests have
     blocks for them."""
+    kv_connector_metadata: KVConnectorMetadata | None = None
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True):
@@ -368,6 +408,17 @@ class InitializeCache(Call):
     num_blocks: int
 
 
+class ConnectKV(Call):
+    """Begin to serve a KV connector: return how many bytes of a block the rank has."""
+
+    namespace: bytes
+    """What the stored blocks depend on besides their hashes; see `kv_connector/namespace.py`."""
+
+
+class DescribeKV(Call):
+    """Return a number that stands for what keys and values are computed with: device, kernels and libraries."""
+
+
 class UsesGpu(Call):
     """Return whether the rank computes on a GPU."""
 
@@ -382,7 +433,17 @@ class PlaceExperts(Call):
     """Compute from now on with what the last `MoveExperts` brought."""
 
 
-WorkerCall = DetermineNumBlocks | InitializeCache | UsesGpu | Sleep | WakeUp | MoveExperts | PlaceExperts
+WorkerCall = (
+    DetermineNumBlocks
+    | InitializeCache
+    | DescribeKV
+    | ConnectKV
+    | UsesGpu
+    | Sleep
+    | WakeUp
+    | MoveExperts
+    | PlaceExperts
+)
 """Calls to the ranks between two steps, wherever they run. Each returns a number, 0 if it has none to return."""
 
 

@@ -15,6 +15,7 @@ __all__ = [
     "ExpertLoadStats",
     "FinishedRequestStats",
     "IterationStats",
+    "KVConnectorStats",
     "SchedulerStats",
     "StatLogger",
     "StepStats",
@@ -79,6 +80,27 @@ class ExpertLoadStats(msgspec.Struct, array_like=True):
     max_over_experts: float
 
 
+class KVConnectorStats(msgspec.Struct, array_like=True):
+    """KV blocks that were kept elsewhere. Counters are totals since the engine core's start."""
+
+    num_loading: int = 0
+    """Requests that wait for blocks to be loaded."""
+    queries: int = 0
+    """Tokens of new requests that were not in the prefix cache, and looked for elsewhere."""
+    hits: int = 0
+    """Those of them that were loaded."""
+    num_loaded_blocks: int = 0
+    """For new requests, and for those that were preempted."""
+    num_failed_blocks: int = 0
+    """Blocks that were to be loaded, and were not: gone, not sound, too late."""
+    num_saved_blocks: int = 0
+    num_unsaved_blocks: int = 0
+    """Blocks that were to be saved, and were not: no room, no permission, no time."""
+    num_loaded_bytes: int = 0
+    num_saved_bytes: int = 0
+    """Of all ranks' parts; so are the loaded ones."""
+
+
 class SchedulerStats(msgspec.Struct, array_like=True):
     """The engine core after a step. Counters are totals since its start, so that a lost message loses nothing."""
 
@@ -107,6 +129,8 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     """Cached blocks that lost their content because a request needed the room."""
     expert_load: ExpertLoadStats | None = None
     """About once a second, and with the last step before the engine is idle; else None, as it is without experts."""
+    kv_connector: KVConnectorStats | None = None
+    """None without a KV connector."""
 
     @property
     def kv_cache_usage(self) -> float:

@@ -15,6 +15,7 @@ __all__ = [
     "natural_key_order",
     "natural_value_order",
     "new_kv_cache",
+    "write_blocks",
     "write_kv_cache",
 ]
 
@@ -75,6 +76,25 @@ def natural_value_order(cache_NKBD: torch.Tensor) -> torch.Tensor:
     n, num_kv_heads, block_size, head_size = cache_NKBD.shape
     tiles = cache_NKBD.reshape(n, num_kv_heads, -1, head_size, GROUPS[cache_NKBD.dtype])
     return tiles.transpose(3, 4).reshape(n, num_kv_heads, block_size, head_size)
+
+
+def write_blocks(
+    keys_nKBD: torch.Tensor,
+    values_nKBD: torch.Tensor,
+    block_ids_n: torch.Tensor,
+    key_cache_NKBD: torch.Tensor,
+    value_cache_NKBD: torch.Tensor,
+) -> None:
+    """Write whole blocks of the caches' dtype, which are in the order of their shape; the opposite of
+    `natural_key_order` and `natural_value_order`, bit for bit."""
+    if is_tiled(key_cache_NKBD):
+        n, num_kv_heads, block_size, head_size = keys_nKBD.shape
+        group = GROUPS[key_cache_NKBD.dtype]
+        keys = keys_nKBD.reshape(n, num_kv_heads, block_size, head_size // group, group).transpose(2, 3)
+        values = values_nKBD.reshape(n, num_kv_heads, block_size // group, group, head_size).transpose(3, 4)
+        keys_nKBD, values_nKBD = keys.reshape(keys_nKBD.shape), values.reshape(values_nKBD.shape)
+    key_cache_NKBD[block_ids_n] = keys_nKBD
+    value_cache_NKBD[block_ids_n] = values_nKBD
 
 
 def write_kv_cache(

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/dashboard.py [--streams 32] [--seconds 10] [--runs 8] [--set NAME=JSON]
 
-A real `quire serve` with its dashboard is under a steady load. Windows in which nobody looks and windows in which six
+A real `quire serve` with its dashboard is under a steady load. Windows in which nobody looks and windows in which seven
 visitors do, one on each page, take turns; the bar is a cost of 2%. A visitor here is what a browser's tab says and
 hears, without the drawing: that happens on the visitor's own machine (`tests/support/viewer.py`). On a machine that
 others use as well, throughput says little; the CPU seconds of each process, per second, still compare.
@@ -32,7 +32,7 @@ from support.viewer import Viewer  # noqa: E402
 from tritonclient.grpc import aio as grpc_aio  # noqa: E402
 
 BAR = 0.02
-PAGES = ("", "kv-cache", "requests", "engine", "playground", "load")
+PAGES = ("", "kv-cache", "requests", "ended", "engine", "playground", "load")
 PROCESSES = {
     "quire_engine.core.core_process": "engine",
     "python_backend_stub": "stub",

@@ -20,6 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
+import uvloop  # noqa: E402
 from quire_backend.openai.triton_client import TritonClient  # noqa: E402
 from support.processes import children, cpu_seconds_by_name  # noqa: E402
 from support.serving import Server, serve  # noqa: E402
@@ -56,21 +57,35 @@ async def over_grpc(server: Server, prompts: list[str], num_tokens: int) -> list
     return texts
 
 
+class _Events(asyncio.Protocol):
+    """The texts of a stream of completions."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.ended = asyncio.get_running_loop().create_future()
+        self._rest = b""
+
+    def data_received(self, data: bytes) -> None:
+        *events, self._rest = (self._rest + data).split(b"\n\n")
+        for event in events:
+            if (start := event.find(b"data: {")) >= 0:  # after the size of a part, or after the headers
+                self.texts.append(json.loads(event[start + 6 :])["choices"][0]["text"])
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.ended.set_result(None)
+
+
 async def over_http(server: Server, prompts: list[str], num_tokens: int) -> list[str]:
     """The texts, by a client of HTTP/1.1 that does no more than read events."""
     host, _, port = server.openai.rpartition(":")
 
     async def one(prompt: str) -> str:
-        reader, writer = await asyncio.open_connection(host, int(port))
+        transport, events = await asyncio.get_running_loop().create_connection(_Events, host, int(port))
         body = json.dumps({"model": MODEL, "prompt": prompt, "stream": True, **sampling(num_tokens)}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
-        writer.write(f"{head}connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
-        text = []
-        while line := await reader.readline():
-            if line.startswith(b"data: {"):
-                text.append(json.loads(line[6:])["choices"][0]["text"])
-        writer.close()
-        return "".join(text)
+        transport.write(f"{head}connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+        await events.ended
+        return "".join(events.texts)
 
     return await asyncio.gather(*map(one, prompts))
 
@@ -87,7 +102,7 @@ def measure(server: Server, num_streams: int, args: argparse.Namespace) -> None:
         for way in sorted(ways, reverse=bool(run % 2)):
             before = cpu_seconds_by_name(processes_of(server), PROCESSES)
             start = perf_counter()
-            texts.append(asyncio.run(ways[way](server, prompts, args.tokens)))
+            texts.append(uvloop.run(ways[way](server, prompts, args.tokens)))
             seconds = perf_counter() - start
             if run:  # the first one warms up
                 rates[way].append(num_streams * args.tokens / seconds)

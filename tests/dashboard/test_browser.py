@@ -289,6 +289,23 @@ def test_what_is_chosen_is_in_the_address(browser: Browser, open_page: Callable[
         expect(page).to_have_url(re.compile(r"/engine\?.*model=tinypy.*range=15|/engine\?.*range=15.*model=tinypy"))
 
 
+def test_a_press_on_another_server_is_in_the_pickers_and_the_address(open_page: Callable[..., Page]) -> None:
+    with fake_triton() as one, fake_triton() as two, dashboard(settings_of(one), settings_of(two)) as address:
+        two.state.set("requests_running", 7)
+        page = open_page(base=address)
+        server = page.get_by_role("combobox", name="Server")
+        running = page.get_by_test_id("stMetric").filter(has_text="Running")
+        expect(server).to_have_value(one.url)
+        expect(running).to_contain_text("2")
+        page.get_by_test_id("stMain").get_by_role("button").filter(has_text=two.url).click()
+        expect(server).to_have_value(two.url)
+        expect(running).to_contain_text("7")
+        expect(page).to_have_url(re.compile(rf"\?.*server={two.url.replace(':', '(:|%3A)')}"))
+        one.stop()
+        expect(page.get_by_role("button").filter(has_text=f"{one.url}: no answer for")).to_be_visible()
+        expect(running).to_contain_text("7")
+
+
 def test_the_history_begins_before_the_first_visitor() -> None:
     with fake_triton() as lonely, dashboard(settings_of(lonely)):
         wait_until(lambda: lonely.state.num_readings >= 2, "the server is watched")

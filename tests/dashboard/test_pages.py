@@ -17,37 +17,9 @@ from quire_dashboard.queries import Gauge
 from quire_dashboard.views import requests
 from streamlit.testing.v1 import AppTest
 from support.fake_triton import FakeTriton, make_request
+from support.pages import PAGE, TIMEOUT_S, open_page, press, text_of
 
 pytestmark = pytest.mark.filterwarnings("default")  # those of Streamlit and pandas are not ours
-
-TIMEOUT_S = 60
-PAGE = """
-import streamlit as st
-from quire_dashboard.admission import is_admitted
-from quire_dashboard.frame import pickers
-from quire_dashboard.views import {page}
-
-if is_admitted():
-    pickers()
-    {page}.show()
-"""
-
-
-def open_page(page: str) -> AppTest:
-    return AppTest.from_string(PAGE.format(page=page), default_timeout=TIMEOUT_S).run()
-
-
-def text_of(app: AppTest) -> str:
-    """Everything that the page says, in order of the kinds of elements, without the escapes of Markdown."""
-    assert not app.exception, app.exception
-    kinds = ("title", "subheader", "markdown", "caption", "text", "success", "info", "warning", "error")
-    parts = [element.value for kind in kinds for element in app.get(kind)]
-    text = "\n".join([*parts, *(f"{metric.label}={metric.value}" for metric in app.metric)])
-    return re.sub(r"\\(?=[^a-zA-Z0-9\s])", "", text)
-
-
-def press(app: AppTest, label: str) -> None:
-    next(button for button in app.button if button.label == label).click()
 
 
 def read_again() -> None:
@@ -189,6 +161,17 @@ def test_overview_says_that_the_server_is_away_and_how_old_its_figures_are(fake:
     assert "Running=2" in text
 
 
+def test_metrics_that_cannot_be_read_are_not_said_to_be_a_server_that_is_away(fake: FakeTriton) -> None:
+    app = open_page("overview")
+    fake.close_metrics()
+    for _ in range(2):
+        read_again()
+    text = text_of(app.run())
+    assert "The server answers, but its metrics cannot be read." in text
+    assert "nothing listens there (connection refused)" in text
+    assert "does not answer" not in text
+
+
 @pytest.mark.parametrize("page", ["overview", "kv_cache", "requests", "ended", "engine", "playground", "load"])
 def test_a_server_that_never_was_there(fake: FakeTriton, page: str) -> None:
     fake.stop()
@@ -277,7 +260,7 @@ def test_requests_are_listed_and_one_is_cancelled(fake: FakeTriton, monkeypatch:
     for duration in ("age", "queue", "slack"):
         assert table[duration].dtype.kind == "f", "text would sort 10 s before 9 s"
     assert not app.button, "nothing is chosen"
-    app.session_state["chosen"] = requests._Chosen("tinypy", "cccc3333dddd4444", "chat (cccc33)")
+    app.session_state["chosen"] = requests._Chosen("tinypy", "cccc3333dddd4444", "chat (cccc33)", fake.url)
     assert "prefill chunk, 64 tokens" in text_of(app.run())
     press(app, "Cancel `chat (cccc33)`…")
     assert "it cannot be taken back" in text_of(app.run())
@@ -300,7 +283,7 @@ def test_requests_are_listed_and_one_is_cancelled(fake: FakeTriton, monkeypatch:
 
 def test_a_chosen_request_stays_chosen_while_others_come_and_go(fake: FakeTriton) -> None:
     app = open_page("requests")
-    app.session_state["chosen"] = requests._Chosen("tinypy", "cccc3333dddd4444", "chat (cccc33)")
+    app.session_state["chosen"] = requests._Chosen("tinypy", "cccc3333dddd4444", "chat (cccc33)", fake.url)
 
     def buttons_after(change: Callable[[list[dict[str, object]]], None]) -> list[str]:
         with fake.state.lock:

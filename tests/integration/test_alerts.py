@@ -22,7 +22,8 @@ from typing import Any
 
 import pytest
 import yaml
-from support.clients import ask, http
+from support.background_load import Load
+from support.clients import snapshot
 from support.event_loop import running_loop
 from support.faults import put_fault
 from support.prometheus import FILES, Prometheus, alertmanager, prometheus
@@ -49,11 +50,6 @@ QUIET_SECONDS = 600 / FACTOR
 CRASH_LOOP_SECONDS = 600 / (FACTOR / 10)
 """Three restarts have to fit in, on a slow machine as well."""
 FIRES_SECONDS = 60.0
-REQUEST_SECONDS = 30.0
-"""The deadline of a request. None is cancelled by its client: tritonserver 2.51 may wait for ever, when it stops, for a
-request that was cancelled just as its answer was written."""
-
-
 RESTART_SECONDS = 120.0
 """The deadline of a request that waits for the next engine."""
 
@@ -93,7 +89,7 @@ class Scene:
         except AssertionError as error:
             series = re.findall(r"\bquire[\w:]*", RULES[name]["expr"])
             seen = [self.prometheus.query(f'{{__name__="{one}", model="{labels.get("model", "")}"}}') for one in series]
-            engines = {model: snapshot(self.server, model)["engine"] for model in MODELS}
+            engines = {model: snapshot(self.server, model, TOKEN)["engine"] for model in MODELS}
             raise AssertionError(f"{error}; {self.prometheus.alerts()}, {seen}, {engines}") from None
         print(f"{name} fires within {time.monotonic() - cause_at:.1f} s of its cause")
         (alert,) = found
@@ -159,73 +155,6 @@ class Webhook:
             self._server.server_close()
 
 
-class Load:
-    """Requests to one model in the background, for as long as the context lasts, and then until the last has ended.
-
-    Args:
-        num_streams: requests at a time, each followed by the next.
-        per_second: instead: so many begin every second, whether or not others have ended.
-        deadline_seconds: of each request.
-        parameters: of each request.
-    """
-
-    def __init__(
-        self, scene: "Scene", model: str, num_streams: int = 1, per_second: float = 0.0,
-        deadline_seconds: float = REQUEST_SECONDS, **parameters: Any,
-    ) -> None:  # fmt: skip
-        self._scene, self._model = scene, model
-        self._num_streams, self._per_second = num_streams, per_second
-        self._deadline_seconds = deadline_seconds
-        self._parameters = {"max_tokens": 50, "ignore_eos": True, "temperature": 0.0, **parameters}
-        self.num_ended = 0
-        self.errors: list[str] = []
-        self._failures: list[Exception] = []
-        self._is_over = False
-        self._has_ended = False
-
-    def __enter__(self) -> "Load":
-        self._future = asyncio.run_coroutine_threadsafe(self._run(), self._scene.loop)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if not self._future.cancel():  # it has failed: nothing else ends it
-            self._future.result()
-        wait_until(lambda: self._has_ended, "the load has ended", 2 * self._deadline_seconds)
-        for failure in self._failures:
-            raise failure
-
-    async def _run(self) -> None:
-        live: set[asyncio.Task[None]] = set()
-        async with grpc_aio.InferenceServerClient(self._scene.server.grpc) as client:
-            try:
-                if not self._per_second:
-                    live = {asyncio.ensure_future(self._one_by_one(client)) for _ in range(self._num_streams)}
-                    ended, _ = await asyncio.wait(live, return_when=asyncio.FIRST_EXCEPTION)
-                    for task in ended:
-                        task.result()
-                while True:
-                    live.add(asyncio.ensure_future(self._ask(client)))
-                    await asyncio.sleep(1 / self._per_second)
-            finally:
-                self._is_over = True
-                results = await asyncio.gather(*live, return_exceptions=True)
-                self._failures = [one for one in results if isinstance(one, Exception)]
-                self._has_ended = True
-
-    async def _one_by_one(self, client: grpc_aio.InferenceServerClient) -> None:
-        while not self._is_over:
-            await self._ask(client)
-
-    async def _ask(self, client: grpc_aio.InferenceServerClient) -> None:
-        answer = await ask(
-            client, model=self._model, text_input="def f(x):\n    ", outputs=["text_output"],
-            parameters=self._parameters, timeout=int(self._deadline_seconds * 1e6),
-        )  # fmt: skip
-        self.num_ended += 1
-        if answer.error is not None:
-            self.errors.append(answer.message)
-
-
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     """Server and Prometheus after ten scaled minutes of an ordinary load: what is usual, for rules that compare."""
@@ -283,18 +212,10 @@ def quiet_time(scene: Scene) -> list[dict[str, str]]:
     return [sample.labels for sample in fired]
 
 
-def snapshot(server: Server, model: str) -> dict[str, Any]:
-    body = {"parameters": {"introspect": "snapshot", "introspection_token": TOKEN}}
-    status, answer = http(server, f"/v2/models/{model}/generate", body)
-    assert status == 200, answer
-    found: dict[str, Any] = json.loads(answer["text_output"])
-    return found
-
-
 def wait_until_up(scene: Scene, model: str) -> dict[str, Any]:
     """Wait for an engine that answers; what it says of itself."""
-    wait_until(lambda: snapshot(scene.server, model)["engine"]["up"], f"the engine of {model} is up")
-    found: dict[str, Any] = snapshot(scene.server, model)["engine"]
+    wait_until(lambda: snapshot(scene.server, model, TOKEN)["engine"]["up"], f"the engine of {model} is up")
+    found: dict[str, Any] = snapshot(scene.server, model, TOKEN)["engine"]
     return found
 
 
@@ -302,8 +223,8 @@ def kill_engine(scene: Scene, model: str) -> None:
     """SIGKILL, as soon as there is one; returns when that was noticed."""
     engine = wait_until_up(scene, model)
     os.kill(engine["pid"], signal.SIGKILL)
-    wait_until(lambda: snapshot(scene.server, model)["engine"]["pid"] != engine["pid"]
-               or not snapshot(scene.server, model)["engine"]["up"], "its death was noticed")  # fmt: skip
+    wait_until(lambda: snapshot(scene.server, model, TOKEN)["engine"]["pid"] != engine["pid"]
+               or not snapshot(scene.server, model, TOKEN)["engine"]["up"], "its death was noticed")  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -397,7 +318,7 @@ def test_a_rank_that_is_gone_while_nobody_notices(scene: Scene) -> None:
         os.kill(engine["ranks"][1]["pid"], signal.SIGKILL)
         scene.wait_until_fires("QuireWorkerDown", cause_at=time.monotonic(), model="pair", rank="1")
         assert not scene.firing("QuireWorkerDown", rank="0")
-    wait_until(lambda: snapshot(scene.server, "pair")["engine"]["restarts"] > engine["restarts"], "it noticed")
+    wait_until(lambda: snapshot(scene.server, "pair", TOKEN)["engine"]["restarts"] > engine["restarts"], "it noticed")
     scene.wait_until_over("QuireWorkerDown")
 
 

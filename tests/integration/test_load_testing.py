@@ -78,6 +78,9 @@ def test_quire_bench_agrees_with_the_server(measured: Server, folder: Path) -> N
             apart = abs(bisect_left(buckets[histogram], ours) - bisect_left(buckets[histogram], theirs))
             assert apart <= 1 or ours == pytest.approx(theirs, rel=0.05), f"{figure} {name}: {ours} and {theirs}"
     assert values["mean_e2el_ms"] == pytest.approx(server["mean_e2el_ms"], rel=0.05, abs=20)
+    # Whichever tokens go together, the gaps of a request add up to what lies between its first and its last token.
+    gaps_ms = NUM_REQUESTS * (values["mean_e2el_ms"] - values["mean_ttft_ms"])
+    assert gaps_ms == pytest.approx(server["num_itl"] * server["mean_itl_ms"], rel=0.05)
     assert "<svg" in (folder / "run.svg").read_text()
 
 

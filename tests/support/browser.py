@@ -7,12 +7,12 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
-from quire_dashboard.settings import Settings
+from quire_dashboard.settings import Settings, to_environment
 from support.chromium import find_chromium
 from support.ports import free_port
 from support.serving import wait_until
@@ -63,13 +63,14 @@ def pages_of(browser: Browser, address: str) -> Iterator[Callable[..., Page]]:
 
 
 @contextmanager
-def dashboard(settings: Settings) -> Iterator[str]:
+def dashboard(*servers: Settings) -> Iterator[str]:
     """Started as `quire dashboard` starts it; gives its address."""
     with free_port() as port:
-        arguments = ("--url", settings.url, "--metrics", settings.metrics, "--port", str(port))
+        named = [part for one in servers for part in ("--url", one.url, "--metrics", one.metrics)]
+        arguments = (*named, "--port", str(port))
         process = subprocess.Popen(
             [sys.executable, "-m", "quire_dashboard", *arguments],
-            env={**os.environ, **settings.to_environment()}, stdout=subprocess.DEVNULL, start_new_session=True,
+            env={**os.environ, **to_environment(servers)}, stdout=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         address = f"http://127.0.0.1:{port}"
 
@@ -116,7 +117,13 @@ def choose_row(page: Page, row: int) -> None:
 
 
 def choose_request(page: Page, name: str) -> None:
-    """Tick the row of that table that has a name in it."""
+    """Tick the row of that table that has a name in it, wherever others that come and go have moved it meanwhile."""
     row = page.get_by_test_id("stDataFrame").first.locator("tr").filter(has_text=name)
-    expect(row).to_have_count(1)
-    choose_row(page, int(row.evaluate("it => it.rowIndex")) - 1)
+    chosen = page.locator("tr[aria-selected=true]").filter(has_text=name)
+    for _ in range(5):
+        expect(row).to_have_count(1)
+        choose_row(page, int(row.evaluate("it => it.rowIndex")) - 1)
+        with suppress(AssertionError):
+            expect(chosen).to_have_count(1, timeout=5000)
+            return
+    expect(chosen).to_have_count(1)

@@ -3,10 +3,12 @@
 import asyncio
 import json
 import re
+import socket
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -19,8 +21,8 @@ from tritonclient.grpc import aio as grpc_aio
 from tritonclient.utils import InferenceServerException, serialize_byte_tensor
 
 __all__ = [
-    "Answer", "Sample", "ask", "ask_all", "cancel_at_the_end", "http", "infer_inputs", "metric", "run", "scrape", "sse",
-    "with_client",
+    "Answer", "Sample", "ask", "ask_all", "cancel_at_the_end", "http", "infer_inputs", "metric", "run", "scrape",
+    "snapshot", "sse", "unread_streams", "with_client",
 ]  # fmt: skip
 
 MODEL = "tinypy"
@@ -192,6 +194,30 @@ def sse(server: Server, body: dict[str, Any], model: str = MODEL) -> list[dict[s
     status, content = http(server, f"/v2/models/{model}/generate_stream", body)
     assert status == 200, content
     return [json.loads(line.removeprefix("data: ")) for line in content.splitlines() if line]
+
+
+def snapshot(server: Server, model: str, token: str) -> dict[str, Any]:
+    """What the model says of itself, if the token is its token for introspection."""
+    body = {"parameters": {"introspect": "snapshot", "introspection_token": token}}
+    status, answer = http(server, f"/v2/models/{model}/generate", body)
+    assert status == 200, answer
+    found: dict[str, Any] = json.loads(answer["text_output"])
+    return found
+
+
+@contextmanager
+def unread_streams(server: Server, model: str, count: int) -> Iterator[None]:
+    """So many HTTP streams that ask for much and that nobody reads."""
+    host, _, port = server.http.rpartition(":")
+    wanted = {"text_input": "x", "logprobs": 20, "return_logprobs": True, "max_tokens": 900, "ignore_eos": True}
+    body = json.dumps({**wanted, "stream": True}).encode()
+    head = f"POST /v2/models/{model}/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    with ExitStack() as stack:
+        for _ in range(count):
+            connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.sendall(head.encode() + body)
+        yield
 
 
 @dataclass(frozen=True, slots=True)

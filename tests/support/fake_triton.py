@@ -347,10 +347,14 @@ class FakeTriton:
         self._thread.start()
         self._grpc.start()
 
-    def stop(self) -> None:
-        """Close both ports, whatever is open."""
+    def close_metrics(self) -> None:
+        """Close the port of /metrics."""
         self._http.shutdown()
         self._http.server_close()
+
+    def stop(self) -> None:
+        """Close both ports, whatever is open."""
+        self.close_metrics()
         self._grpc.stop(grace=None).wait()
 
 

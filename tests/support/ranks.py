@@ -10,6 +10,7 @@ import msgspec
 import torch
 from quire_engine.config import EngineConfig
 from quire_engine.distributed import ParallelState
+from quire_engine.kv_connector.board import TransferBoard
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
 from quire_engine.models import CheckpointConfig
 from quire_engine.worker import Worker
@@ -138,9 +139,13 @@ class ThreadExecutor:
         self._early: list[list[Any]] = []
         shape = checkpoint.expert_shape
         self._expert_load = None if shape is None else ExpertLoad(shape)
+        self.transfer_board = None if config.cache.kv_transfer_config is None else TransferBoard(len(states))
 
         def make(state: ParallelState) -> Worker:
-            return Worker(config, checkpoint, max_model_len, state, expert_load=self._expert_load)
+            return Worker(
+                config, checkpoint, max_model_len, state,
+                expert_load=self._expert_load, transfer_board=self.transfer_board,
+            )  # fmt: skip
 
         self._ranks = [_Rank(lambda state=state: make(state)) for state in states]  # type: ignore[misc]
         self.workers: list[Worker] = self._collect()
@@ -187,6 +192,8 @@ class ThreadExecutor:
         self._call("wake_up")
 
     def shutdown(self) -> None:
+        if self.transfer_board is not None:
+            self._call("close")
         for rank in self._ranks:
             rank.calls.put(None)
 

@@ -15,13 +15,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheGroups, KVCacheManager
-from quire_engine.messages import DraftTokens, EngineCoreOutput, FinishReason, ModelRunnerOutput, SchedulerOutput
+from quire_engine.messages import (
+    DraftTokens,
+    EngineCoreOutput,
+    FinishReason,
+    KVConnectorMetadata,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.proposer import Proposal, Proposer
@@ -261,6 +268,13 @@ class _WorkerRequest:
     """`states[i]` is what the model knows after token i: what its slot has to hold."""
 
 
+class Connector(Protocol):
+    """A rank's half of a KV connector."""
+
+    def begin_step(self, metadata: KVConnectorMetadata, slots: list[int]) -> None:
+        """Do what a step asks for, before it computes."""
+
+
 class FakeModelRunner:
     """Carries out scheduled steps like a worker does, and asserts that each message fits what it was told before.
 
@@ -292,6 +306,7 @@ class FakeModelRunner:
         self.fails = fails
         self.draft: Callable[[Sequence[int], int], list[int] | None] = draft_right
         """(all tokens of a request, n) → at most n that may come next, if drafts are wanted; None if that fails."""
+        self.connector: Connector | None = None
         self.num_steps = 0
         self._slots = [0] * (num_blocks * block_size)
         self._requests: dict[str, _WorkerRequest] = {}
@@ -323,6 +338,9 @@ class FakeModelRunner:
             AssertionError: the message contradicts an earlier one, or the KV cache holds something else.
         """
         self.num_steps += 1
+        if scheduler_output.kv_connector_metadata is not None:
+            assert self.connector is not None
+            self.connector.begin_step(scheduler_output.kv_connector_metadata, self._slots)
         follows_failure = any(isinstance(result, RuntimeError) for result in self._results)
         self._update_states(scheduler_output)
         drafts = scheduler_output.draft_token_ids

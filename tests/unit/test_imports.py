@@ -20,15 +20,17 @@ ENGINE = {
     "async_llm": "core frontend messages outputs config sampling_params stats errors models slo snapshot system",
     # The frontend and the engine core.
     "frontend": "scheduler models messages outputs sampling_params stats errors slo snapshot system",
-    "core": "executor scheduler spec_decode kv_cache structured_output models config messages stats errors snapshot "
-    "ipc system",
+    "core": "executor scheduler spec_decode kv_cache kv_connector structured_output models config messages stats "
+    "errors snapshot ipc system",
     "spec_decode": "scheduler config",
     "structured_output": "scheduler frontend messages structured_outputs_params errors system",
     "scheduler": "kv_cache config messages sampling_params slo stats errors snapshot",
     "kv_cache": "sampling_params snapshot",
+    "kv_connector": "scheduler kv_cache models config messages stats errors ipc",
     # The workers.
-    "executor": "worker distributed models device config messages errors ipc system",
-    "worker": "models kv_cache sampling distributed device config messages sampling_params errors ipc system",
+    "executor": "worker kv_connector distributed models device config messages errors ipc system",
+    "worker": "models kv_cache kv_connector sampling distributed device config messages sampling_params errors ipc "
+    "system",
     "models": "distributed device errors system",
     "sampling": "device messages sampling_params",
     "distributed": "errors ipc",

@@ -1,6 +1,7 @@
 """`python -m quire_backend.openai`: serve until SIGTERM."""
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -41,8 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"quire: {error}", file=sys.stderr)
         return 2
+    app = make_app(settings)
+    gc.freeze()  # what was imported is not looked through again and again
     uvicorn.run(
-        make_app(settings), host=settings.host, port=settings.port, http="h11", ws="none", log_level="warning",
+        app, host=settings.host, port=settings.port, http="h11", ws="none", log_level="warning",
         access_log=False, server_header=False, timeout_graceful_shutdown=settings.drain_timeout_s, lifespan="on",
         # Some of what is too large is read, so that it gets an answer.
         h11_max_incomplete_event_size=2 * settings.limits.max_header_bytes,

@@ -10,7 +10,7 @@ import msgspec
 
 from quire_backend.openai.errors import ApiError
 from quire_backend.openai.requests import GenerationRequest
-from quire_backend.openai.triton_client import Delta
+from quire_backend.openai.triton_messages import Delta
 
 __all__ = ["Answer", "ChoicesAnswer", "CompletionAnswer", "text_of"]
 

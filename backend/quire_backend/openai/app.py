@@ -27,7 +27,8 @@ from quire_backend.openai.responses_answer import ResponsesAnswer
 from quire_backend.openai.responses_request import parse_responses
 from quire_backend.openai.settings import GatewaySettings
 from quire_backend.openai.tokens import detokenize, tokenize
-from quire_backend.openai.triton_client import Delta, TritonClient
+from quire_backend.openai.triton_client import TritonClient
+from quire_backend.openai.triton_messages import Delta
 
 __all__ = ["make_app"]
 

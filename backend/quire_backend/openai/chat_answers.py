@@ -8,7 +8,7 @@ from typing import Any
 from quire_backend.openai.answers import ChoicesAnswer, text_of
 from quire_backend.openai.chat import ChatRequest
 from quire_backend.openai.output_parser import Arguments, CallStart, Content, OutputParser, Piece, Reasoning
-from quire_backend.openai.triton_client import Delta
+from quire_backend.openai.triton_messages import Delta
 
 __all__ = ["ChatAnswer", "Said", "call_id", "wanted"]
 

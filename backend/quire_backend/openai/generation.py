@@ -6,16 +6,17 @@ from contextlib import aclosing
 
 from quire_backend.openai.errors import of_model
 from quire_backend.openai.requests import GenerationRequest
-from quire_backend.openai.triton_client import Delta, ModelError, Prompt, TritonClient
+from quire_backend.openai.triton_client import ModelError, TritonClient
+from quire_backend.openai.triton_messages import Delta, Prompt
 
 __all__ = ["generate"]
 
 _Item = tuple[int, Delta]
 
 
-async def generate(
+def generate(
     client: TritonClient, request: GenerationRequest, *, request_id: str, traceparent: str | None
-) -> AsyncGenerator[tuple[int, Delta], None]:
+) -> AsyncGenerator[_Item, None]:
     """Each response of the model, with the number of its prompt. Closing the iterator early cancels all of it.
 
     Args:
@@ -29,7 +30,7 @@ async def generate(
     """
     sampling = request.sampling if traceparent is None else {"traceparent": traceparent, **request.sampling}
 
-    async def of_prompt(number: int, prompt: Prompt) -> AsyncGenerator[tuple[int, Delta], None]:
+    async def of_prompt(number: int, prompt: Prompt) -> AsyncGenerator[_Item, None]:
         deltas = client.generate(request.model, prompt, sampling, stream=request.stream, request_id=request_id)
         try:
             async with aclosing(deltas):
@@ -39,10 +40,7 @@ async def generate(
             raise of_model(error.status, str(error), request.said, request.renamed) from None
 
     streams = [of_prompt(number, prompt) for number, prompt in enumerate(request.prompts)]
-    merged = streams[0] if len(streams) == 1 else _merged(streams)
-    async with aclosing(merged):
-        async for item in merged:
-            yield item
+    return streams[0] if len(streams) == 1 else _merged(streams)
 
 
 async def _merged(streams: Sequence[AsyncGenerator[_Item, None]]) -> AsyncGenerator[_Item, None]:

@@ -6,7 +6,7 @@ Plain ASGI, so that streams pass through as they are.
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -53,27 +53,30 @@ class Gatekeeper:
             return
         request_id = _request_id(Headers(scope=scope).get("x-request-id", ""))
         scope.setdefault("state", {})["request_id"] = request_id
-        status = _LEFT
+        status: int | None = None
 
-        async def named_send(message: Message) -> None:
+        def named_send(message: Message) -> Awaitable[None]:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
-            await send(message)
+            return send(message)
 
         self._num_in_flight += 1
         try:
             await self._guarded(scope, receive, named_send)
+        except ApiError as error:
+            if status is not None:
+                raise
+            await error_response(error)(scope, receive, named_send)
         finally:
             self._num_in_flight -= 1
             route = scope["path"] if scope["path"] in self._routes else "other"
-            self._num_requests[route, status] += 1
+            self._num_requests[route, _LEFT if status is None else status] += 1
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         limit = self._settings.limits.max_body_bytes
         num_bytes = 0
-        has_begun = False
 
         async def bounded_receive() -> Message:
             nonlocal num_bytes
@@ -83,19 +86,10 @@ class Gatekeeper:
                 raise _too_large(limit)
             return message
 
-        async def noting_send(message: Message) -> None:
-            nonlocal has_begun
-            has_begun = True
-            await send(message)
-
         budget: Budget | None = None
         try:
             budget = self._let_in(scope)
-            await self._app(scope, bounded_receive, noting_send)
-        except ApiError as error:
-            if has_begun:
-                raise
-            await error_response(error)(scope, receive, send)
+            await self._app(scope, bounded_receive, send)
         finally:
             if budget is not None:
                 budget.leave()

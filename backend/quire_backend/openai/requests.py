@@ -10,7 +10,7 @@ from typing import Any
 from quire_backend.openai.errors import InvalidRequestError
 from quire_backend.openai.fields import Fields, parse_object
 from quire_backend.openai.structured import take_structured_outputs
-from quire_backend.openai.triton_client import Prompt
+from quire_backend.openai.triton_messages import Prompt
 
 __all__ = ["GenerationRequest", "is_token_id", "parse_completion", "take_common", "take_model"]
 

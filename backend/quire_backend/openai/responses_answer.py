@@ -9,7 +9,7 @@ from quire_backend.openai.chat_answers import call_id, wanted
 from quire_backend.openai.errors import ApiError
 from quire_backend.openai.output_parser import Arguments, CallStart, Content, OutputParser, Piece, plain
 from quire_backend.openai.responses_request import ResponsesRequest
-from quire_backend.openai.triton_client import Delta
+from quire_backend.openai.triton_messages import Delta
 
 __all__ = ["ResponsesAnswer"]
 

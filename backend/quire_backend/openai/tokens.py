@@ -6,7 +6,8 @@ from quire_backend.openai.chat import take_conversation
 from quire_backend.openai.errors import InvalidRequestError, of_model
 from quire_backend.openai.fields import Fields, parse_object
 from quire_backend.openai.requests import is_token_id, take_model
-from quire_backend.openai.triton_client import ModelError, Prompt, TritonClient
+from quire_backend.openai.triton_client import ModelError, TritonClient
+from quire_backend.openai.triton_messages import Prompt
 
 __all__ = ["detokenize", "tokenize"]
 

@@ -1,32 +1,25 @@
 """TritonClient: tritonserver's gRPC, as much of it as the gateway needs.
 
 A request is a `ModelStreamInfer` of its own, whose sending side is closed at once: so the server ends it after the last
-response, and each request can be cancelled, and read as slowly as its client reads, without regard to others. Nothing
-is read ahead: what a slow client does not take waits in HTTP/2's window, and then in tritonserver, where the setting
-`max_response_bytes` bounds it.
+response, and each request can be cancelled, and read as slowly as its client reads, without regard to others. One
+response is read ahead: what else a slow client does not take waits in HTTP/2's window, and then in tritonserver, where
+the setting `max_response_bytes` bounds it.
 """
 
-import array
 import asyncio
-import contextlib
 import itertools
 import json
 import re
-import struct
-import sys
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from quire_backend.openai.errors import ModelNotFoundError, UnavailableError
+from quire_backend.openai.triton_messages import Delta, Prompt, add_prompt, delta_of, generation_request, texts_of
 
-__all__ = ["Delta", "ModelError", "Prompt", "TritonClient"]
-
-Prompt = str | list[int] | Mapping[str, Any]
-"""Text, token ids, or a conversation: the model's input `messages` as an object."""
+__all__ = ["ModelError", "TritonClient"]
 
 NUM_CHANNELS = 4
 """Connections: a process's requests share their windows and their thread in the server."""
@@ -69,21 +62,6 @@ class ModelError(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Delta:
-    """One response of the model. Lists have one entry per sequence."""
-
-    texts: list[str]
-    finish_reasons: list[str | None]
-    num_output_tokens: list[int]
-    num_prompt_tokens: int
-    num_cached_tokens: int | None
-    """Of the prompt; known at the end, and if the model tells it."""
-    logprobs: list[list[dict[str, Any]] | None]
-    """Per new token: token id → log-probability, the sampled token's first."""
-    prompt_logprobs: list[dict[str, Any] | None] | None
 
 
 class TritonClient:
@@ -151,14 +129,14 @@ class TritonClient:
         request.parameters["task"].string_param = task
         for name, value in parameters.items():
             request.parameters[name].bool_param = value
-        _add_prompt(request, prompt)
+        add_prompt(request, prompt)
         call = self._stubs[0].ModelStreamInfer(iter([request]), timeout=_TASK_TIMEOUT_S, metadata=_METADATA)
         answer: dict[str, Any] = {}
         try:
             async for response in call:
                 if response.error_message:
                     raise _as_raised(ModelError(400, response.error_message), model)
-                for text in _outputs(response.infer_response).get("text_output", []):
+                for text in texts_of(response.infer_response):
                     answer = json.loads(text)
         except grpc.aio.AioRpcError as error:
             raise _as_raised(_refusal(error), model) from None
@@ -172,7 +150,7 @@ class TritonClient:
         answer: Any = {}
         try:
             async for response in call:
-                for text in _outputs(response.infer_response).get("text_output", []):
+                for text in texts_of(response.infer_response):
                     answer = json.loads(text)
         except (grpc.aio.AioRpcError, ValueError):
             return {}
@@ -195,57 +173,109 @@ class TritonClient:
             ModelNotFoundError: there is no such model.
             UnavailableError: the server is away.
         """
-        request = _request(model, prompt, sampling, stream, request_id)
+        request = generation_request(model, prompt, sampling, stream=stream, request_id=request_id)
         call = next(self._next_stub).ModelStreamInfer(iter([request]), metadata=_METADATA)
-        reading: asyncio.Task[Any] | None = None
+        responses = _Responses(call)
         has_ended = False
         refused: ModelError | None = None
         try:
-            while True:
-                # Shielded: a read that is cancelled cancels its call, at once.
-                reading = asyncio.ensure_future(call.read())
-                response = await asyncio.shield(reading)
-                if response is grpc.aio.EOF:
-                    has_ended = True
-                    break
+            while (response := await responses.next()) is not grpc.aio.EOF:
                 if response.error_message:
                     refused = ModelError(400, response.error_message)  # raised when the stream has ended
                 elif response.infer_response.outputs:
-                    yield _delta(_outputs(response.infer_response))
+                    yield delta_of(response.infer_response)
+            has_ended = True
         except grpc.aio.AioRpcError as error:
             has_ended = True
             refused = _refusal(error)
         finally:
             if not has_ended:
-                self._leave(call, reading)
+                self._leave(call, responses)
         if refused is not None:
             raise _as_raised(refused, model)
 
-    def _leave(self, call: Any, reading: "asyncio.Task[Any] | None") -> None:
+    def _leave(self, call: Any, responses: "_Responses") -> None:
         """Cancel a call, unless it is about to end."""
-        task = asyncio.create_task(_cancel_unless_it_ends(call, reading))
+        task = asyncio.create_task(_cancel_unless_it_ends(call, responses))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
 
-async def _cancel_unless_it_ends(call: Any, reading: "asyncio.Task[Any] | None") -> None:
-    async def read_on() -> None:
-        if reading is not None and await asyncio.shield(reading) is grpc.aio.EOF:
-            return
-        while await asyncio.shield(asyncio.ensure_future(call.read())) is not grpc.aio.EOF:
-            pass
+class _Responses:
+    """The responses of a call, read by a task of its own, which is one response ahead.
 
-    try:
-        await asyncio.wait_for(read_on(), _LEAVING_S)
-    except asyncio.TimeoutError:
+    A read that is cancelled cancels its call, at once; so it must not be cancelled together with who waits for it.
+
+    Args:
+        call: a stream of the server's.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._loop = asyncio.get_running_loop()
+        self._response: Any = None
+        """The next one, when it is there."""
+        self._changed: asyncio.Future[None] | None = None
+        """Of the one side that waits for the other."""
+        self._failure: BaseException | None = None
+        self._is_left = False
+        self.reading = asyncio.create_task(self._read())
+
+    async def next(self) -> Any:
+        """The next response, or EOF.
+
+        Raises:
+            AioRpcError: the call has failed.
+        """
+        while self._response is None:
+            if self._failure is not None:
+                raise self._failure
+            await self._change()
+        response, self._response = self._response, None
+        self._tell()
+        return response
+
+    def leave(self) -> None:
+        """Nobody takes responses any more; they are read on, for the end."""
+        self._is_left = True
+        self._tell()
+
+    async def _read(self) -> None:
+        response: Any = None
+        try:
+            while response is not grpc.aio.EOF:
+                response = await self._call.read()
+                while self._response is not None and not self._is_left:
+                    await self._change()
+                self._response = response
+                self._tell()
+        except Exception as error:
+            self._failure = error
+        except asyncio.CancelledError as error:  # so is a read whose call, or connection, we have ended
+            self._failure = error
+            raise
+        finally:
+            self._tell()
+
+    async def _change(self) -> None:
+        self._changed = self._loop.create_future()
+        await self._changed
+
+    def _tell(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+
+
+async def _cancel_unless_it_ends(call: Any, responses: _Responses) -> None:
+    responses.leave()
+    await asyncio.wait({responses.reading}, timeout=_LEAVING_S)
+    if not responses.reading.done():
         call.cancel()
-        with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
-            await call.code()
-    except (grpc.aio.AioRpcError, asyncio.CancelledError):
-        pass
+    # Cancelled with its call.
+    await asyncio.gather(responses.reading, return_exceptions=True)
 
 
-# -- messages ---------------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 def _refusal(error: grpc.aio.AioRpcError) -> ModelError:
@@ -257,76 +287,3 @@ def _refusal(error: grpc.aio.AioRpcError) -> ModelError:
 
 def _as_raised(refused: ModelError, model: str) -> Exception:
     return ModelNotFoundError(model) if _UNKNOWN_MODEL.match(str(refused)) else refused
-
-
-def _request(model: str, prompt: Prompt, sampling: Mapping[str, Any], stream: bool, request_id: str) -> Any:
-    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
-    _add_prompt(request, prompt)
-    _add_text(request, "sampling_parameters", json.dumps(sampling, ensure_ascii=False))
-    flags = ["exclude_input_in_output", "return_finish_reason", "return_num_input_tokens", "return_num_output_tokens",
-             "return_perf_metrics"]  # fmt: skip
-    flags += ["stream"] if stream else []
-    flags += ["return_logprobs"] if "logprobs" in sampling else []
-    flags += ["return_prompt_logprobs"] if "prompt_logprobs" in sampling else []
-    for name in flags:
-        _add(request, name, "BOOL", 1, b"\1")
-    return request
-
-
-def _add_prompt(request: Any, prompt: Prompt) -> None:
-    if isinstance(prompt, str):
-        _add_text(request, "text_input", prompt)
-    elif isinstance(prompt, Mapping):
-        _add_text(request, "messages", json.dumps(prompt, ensure_ascii=False))
-    else:
-        ids = array.array("i", prompt)
-        if sys.byteorder == "big":
-            ids.byteswap()
-        _add(request, "input_ids", "INT32", len(ids), ids.tobytes())
-
-
-def _add_text(request: Any, name: str, text: str) -> None:
-    content = text.encode()
-    _add(request, name, "BYTES", 1, struct.pack("<I", len(content)) + content)
-
-
-def _add(request: Any, name: str, datatype: str, size: int, content: bytes) -> None:
-    request.inputs.add(name=name, datatype=datatype, shape=[size])
-    request.raw_input_contents.append(content)
-
-
-def _outputs(response: Any) -> dict[str, list[Any]]:
-    """Values of each output of a response."""
-    return {
-        output.name: _texts(content) if output.datatype == "BYTES" else _numbers(content)
-        for output, content in zip(response.outputs, response.raw_output_contents, strict=True)
-    }
-
-
-def _texts(content: bytes) -> list[str]:
-    texts, position = [], 0
-    while position < len(content):
-        (size,) = struct.unpack_from("<I", content, position)
-        position += 4 + size
-        texts.append(content[position - size : position].decode())
-    return texts
-
-
-def _numbers(content: bytes) -> list[int]:
-    """All outputs of numbers that are asked for are UINT32."""
-    return list(struct.unpack(f"<{len(content) // 4}I", content))
-
-
-def _delta(outputs: Mapping[str, list[Any]]) -> Delta:
-    metrics = json.loads(outputs["perf_metrics"][0]) or {}
-    texts = outputs["text_output"]
-    logprobs = [json.loads(text) for text in outputs["logprobs"]] if "logprobs" in outputs else [None] * len(texts)
-    return Delta(
-        texts=texts,
-        finish_reasons=[None if reason == "None" else reason for reason in outputs["finish_reason"]],
-        num_output_tokens=outputs["num_output_tokens"],
-        num_prompt_tokens=outputs["num_input_tokens"][0],
-        num_cached_tokens=metrics.get("num_cached_tokens"),
-        logprobs=logprobs,
-        prompt_logprobs=json.loads(outputs["prompt_logprobs"][0]) if "prompt_logprobs" in outputs else None,
-    )

@@ -13,7 +13,7 @@ from quire_dashboard import words
 from quire_dashboard.charts import phases_table, timeline_spec
 from quire_dashboard.ended_log import EndedSeen
 from quire_dashboard.ended_requests import EndedRequest, Why, why
-from quire_dashboard.frame import choice_table, draw, live, monitor, selection, what_to_do
+from quire_dashboard.frame import choice_table, draw, live, model_or_reason, monitor, what_to_do
 from quire_dashboard.settings import TRACE_ID
 
 __all__ = ["curl", "show"]
@@ -40,12 +40,11 @@ def show() -> None:
 
 
 def _now() -> None:
-    picked = selection()
-    if not picked.model:
-        st.info("No model of Quire is loaded.")
+    model = model_or_reason()
+    if not model:
         return
-    seen = monitor().ended(picked.model)
-    _say_what_is_known(picked.model, seen)
+    seen = monitor().ended(model)
+    _say_what_is_known(model, seen)
     if not seen.requests:
         return
     causes = {key: why(request) for key, request in seen.requests.items()}
@@ -64,7 +63,7 @@ def _now() -> None:
         st.caption(f"The latest {_MOST_ROWS} of them; search or filter for others.")
     request = None if chosen is None else seen.requests.get(chosen)
     if request is not None:
-        _one(picked.model, request)
+        _one(model, request)
     elif chosen is not None:
         st.info("So much has ended since that the chosen request is no longer kept.")
     else:

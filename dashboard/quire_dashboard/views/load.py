@@ -8,7 +8,7 @@ from quire_load.report import percentile
 
 from quire_dashboard import words
 from quire_dashboard.charts import SECONDS
-from quire_dashboard.frame import CHARTS_S, Line, chart, figures, live, monitor, selection
+from quire_dashboard.frame import CHARTS_S, Line, chart, figures, live, model_or_reason, monitor
 from quire_dashboard.load import MOST_REQUESTS, MOST_STREAMS, LoadJob, LoadPlan
 from quire_dashboard.queries import Gauge, Quantile, Rate
 
@@ -31,9 +31,8 @@ def stop_all() -> None:
 def show() -> None:
     """Draw the page."""
     st.title("Load")
-    model = selection().model
+    model = model_or_reason()
     if not model:
-        st.info("No model of Quire is loaded.")
         return
     st.caption(
         "The load of quire bench serve, from this dashboard's own process: for a look at how the server behaves. For "

@@ -8,7 +8,7 @@ import streamlit as st
 
 from quire_dashboard import words
 from quire_dashboard.charts import SECONDS, SHARES
-from quire_dashboard.evidence import gather, slo_targets
+from quire_dashboard.evidence import slo_targets
 from quire_dashboard.figures import (
     BETWEEN,
     ENDED,
@@ -24,10 +24,12 @@ from quire_dashboard.figures import (
     goodput,
 )
 from quire_dashboard.frame import CHARTS_S, Line, chart, events, figures, live, monitor, selection, server_away
-from quire_dashboard.health import SLO_EXAMPLE, Evidence, Health, Level, assess
+from quire_dashboard.health import SLO_EXAMPLE, Evidence, Health, Level
 from quire_dashboard.history import View
 from quire_dashboard.queries import Gauge, Quantile, Query, Rate, latest
 from quire_dashboard.snapshot_answer import Snapshot
+from quire_dashboard.strip import show_strip
+from quire_dashboard.verdict import judge
 
 __all__ = ["show"]
 
@@ -35,9 +37,7 @@ _ALL = "All classes"
 DEFAULT_CLASS = "default"
 """Of requests that name none; its targets are drawn where all classes are."""
 _QUANTILES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
-_LIGHTS = {Level.OK: ("green", "well"), Level.WARNING: ("orange", "affected"), Level.CRITICAL: ("red", "in trouble")}
 _MOST_EVENTS = 6
-_MOST_MODELS = 12
 _SPARKS: Mapping[str, Query] = {
     "Requests": ENDED, "Failed": FAILED, "TTFT p95": TTFT, "Queue p95": QUEUE, "Prefill p95": PREFILL,
     "Between tokens": BETWEEN, "Tokens": TOKENS, "KV cache": USAGE,
@@ -48,7 +48,7 @@ _SPARKS: Mapping[str, Query] = {
 def show() -> None:
     """Draw the page."""
     st.title("Overview")
-    live(_strip, CHARTS_S)
+    live(show_strip, CHARTS_S)
     columns = monitor().view().columns("quire_slo_requests_total", selection().labels)
     classes = {labels.get("slo", "") for labels, _ in columns}
     options = [_ALL, *sorted(classes - {""})]
@@ -59,31 +59,6 @@ def show() -> None:
     )  # fmt: skip
     live(_now)
     live(_charts, CHARTS_S)
-
-
-def _strip() -> None:
-    """All models of the server and their health, when there are several; a press chooses one."""
-    watcher = monitor()
-    models = watcher.models()
-    if len(models) < 2:
-        return
-    with st.container(horizontal=True, gap="small"):
-        for model in models[:_MOST_MODELS]:
-            labels = {"model": model}
-            evidence = gather(watcher.view(), labels, None, server_error=watcher.error)
-            health = assess(evidence)
-            colour, word = _LIGHTS[health.level]
-            st.button(
-                f":{colour}[●] {words.as_text(model)}: {word}, {evidence.running:.0f} running",
-                key=f"model-{model}", help=words.as_text(health.headline), on_click=_choose_model, args=(model,),
-                type="primary" if model == selection().model else "secondary",
-            )  # fmt: skip
-    if len(models) > _MOST_MODELS:
-        st.caption(f"{len(models) - _MOST_MODELS} more models are in the list at the left.")
-
-
-def _choose_model(model: str) -> None:
-    st.session_state["model"] = model
 
 
 def _slo_class() -> str:
@@ -100,12 +75,10 @@ def _now() -> None:
     watcher, picked = monitor(), selection()
     nothing = server_away()
     snapshot = None if watcher.error else _snapshot()
-    view = watcher.view()
-    evidence = gather(view, picked.labels, snapshot, server_error=watcher.error, slo_class=_slo_class())
-    if not nothing and not watcher.error:
-        what = (picked.model, _slo_class())
-        standing = st.session_state.setdefault("standing", {})
-        health = assess(evidence, standing.get(what, ()))
+    what = (picked.server, picked.model, _slo_class())
+    standing = st.session_state.setdefault("standing", {})
+    evidence, health = judge(watcher, picked.model, snapshot, standing.get(what, ()), slo_class=_slo_class())
+    if not watcher.error:
         standing[what] = [finding.cause for finding in health.findings]
         _say(health)
         if evidence.has_slo is False:

@@ -7,7 +7,7 @@ import streamlit as st
 
 from quire_dashboard import words
 from quire_dashboard.chat import FORMATS, STOPS, chat_prompt
-from quire_dashboard.frame import figures, monitor, selection
+from quire_dashboard.frame import figures, model_or_reason, monitor, selection
 from quire_dashboard.triton_client import Chunk, TritonError
 
 __all__ = ["show"]
@@ -20,9 +20,8 @@ _SEED_DIGITS = len(str(_MOST_SEED))
 def show() -> None:
     """Draw the page."""
     st.title("Playground")
-    model = selection().model
+    model = model_or_reason()
     if not model:
-        st.info("No model of Quire is loaded.")
         return
     with st.expander("Sampling", expanded=False):
         first, second, third, fourth = st.columns(4)
@@ -49,10 +48,13 @@ def _completion(model: str, parameters: dict[str, Any]) -> None:
     with st.form("completion_form"):
         prompt = st.text_area("Prompt", "def fib(", height=120, key="prompt")
         sent = st.form_submit_button("Generate", type="primary")
+    asked = (selection().server, model)
     if sent and prompt:
-        st.session_state["completion"] = _stream(model, prompt, parameters)
+        st.session_state["completion"] = (asked, *_stream(model, prompt, parameters))
     elif "completion" in st.session_state:
-        text, last = st.session_state["completion"]
+        answered, text, last = st.session_state["completion"]
+        if answered != asked:
+            return
         st.text(text)
         _timings(last)
 

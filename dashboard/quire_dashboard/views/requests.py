@@ -10,10 +10,11 @@ import streamlit as st
 from quire_dashboard import words
 from quire_dashboard.charts import timeline_spec, timeline_table
 from quire_dashboard.frame import (
+    Selection,
     choice_table,
     draw,
     live,
-    monitor,
+    monitors,
     request_names,
     selection,
     server_away,
@@ -38,6 +39,8 @@ class _Chosen:
     id: str
     name: str
     """What it is shown by, once it has ended, too."""
+    server: str
+    """Its URL: another one may have a model of that name, and even a request of that id."""
 
 
 def show() -> None:
@@ -49,8 +52,8 @@ def show() -> None:
 def _now() -> None:
     if server_away():
         return
-    model = selection().model
-    snapshot = snapshot_or_reason(model)
+    picked = selection()
+    snapshot = snapshot_or_reason(picked.model)
     if snapshot is None:
         return
     _tell_what_was_cancelled()
@@ -59,7 +62,7 @@ def _now() -> None:
     running = sum(request.phase in ("prefill", "decode") for request in requests)
     st.markdown(f"**{len(requests)} requests**, {running} running, {len(requests) - running} not")
     if requests:
-        _table(model, requests, names)
+        _table(picked, requests, names)
     else:
         st.caption("No request is being served at the moment.")
     left, right = st.columns([2, 1])
@@ -71,22 +74,28 @@ def _now() -> None:
             draw(timeline_table(shown, names), timeline_spec(), key="timeline", height=140 + 24 * len(shown),
                  alt="Timeline of the requests")  # fmt: skip
     with right:
-        _one(model, {request.id: request for request in requests})
+        _one(picked, {request.id: request for request in requests})
 
 
-def _table(model: str, requests: Sequence[RequestState], names: Mapping[str, str]) -> None:
+def _table(picked: Selection, requests: Sequence[RequestState], names: Mapping[str, str]) -> None:
     """The table, in which a request is chosen; it stays so when it has ended."""
 
     def note(id_: str | None) -> None:
-        st.session_state[_CHOSEN] = None if id_ is None else _Chosen(model, id_, names[id_])
+        st.session_state[_CHOSEN] = None if id_ is None else _Chosen(picked.model, id_, names[id_], picked.server)
         _ask(None)
 
-    chosen = st.session_state.get(_CHOSEN)
+    chosen = _chosen(picked)
     rows = [_row(request, names[request.id]) for request in requests]
     ids = [request.id for request in requests]
     choice_table(
         rows, ids, None if chosen is None else chosen.id, key=_TABLE, columns=_COLUMNS, on_choice=note
     )  # fmt: skip
+
+
+def _chosen(picked: Selection) -> _Chosen | None:
+    """The request that is chosen, if it is of what is selected."""
+    chosen: _Chosen | None = st.session_state.get(_CHOSEN)
+    return chosen if chosen is not None and (chosen.server, chosen.model) == (picked.server, picked.model) else None
 
 
 def _row(request: RequestState, name: str) -> dict[str, Any]:
@@ -125,9 +134,9 @@ _COLUMNS: dict[str, Any] = {
 }
 
 
-def _one(model: str, by_id: Mapping[str, RequestState]) -> None:
-    chosen: _Chosen | None = st.session_state.get(_CHOSEN)
-    if chosen is None or chosen.model != model:
+def _one(picked: Selection, by_id: Mapping[str, RequestState]) -> None:
+    chosen = _chosen(picked)
+    if chosen is None:
         if by_id:
             st.caption("Choose a request in the table to see what has happened to it, or to cancel it.")
         return
@@ -152,10 +161,10 @@ def _one(model: str, by_id: Mapping[str, RequestState]) -> None:
         for event in sorted(request.events, key=lambda event: -event.age_seconds)
     ]
     st.markdown("\n".join(happened[-12:]) or "Nothing has happened to it yet.")
-    _cancelling(model, request.id, name)
+    _cancelling(picked, request.id, name)
 
 
-def _cancelling(model: str, request_id: str, name: str) -> None:
+def _cancelling(picked: Selection, request_id: str, name: str) -> None:
     """The button, and once it was pressed the question whether that is meant.
 
     Labels and callbacks hold this request, so that what is cancelled is what they name even if the list has changed.
@@ -164,9 +173,10 @@ def _cancelling(model: str, request_id: str, name: str) -> None:
         if st.session_state.get(_CONFIRMING) != request_id:
             st.button(f"Cancel {name}…", key=f"cancel-{request_id}", on_click=_ask, args=(request_id,))
             return
-        st.markdown(f"Cancel {name}? Its client gets nothing more than what it has, and it cannot be taken back.")
+        at = f" at {words.as_code(picked.server)}" if len(monitors()) > 1 else ""
+        st.markdown(f"Cancel {name}{at}? Its client gets nothing more than what it has, and it cannot be taken back.")
         st.button(f"Cancel {name} now", key=f"confirm-{request_id}", type="primary", on_click=_cancel,
-                  args=(model, request_id, name))  # fmt: skip
+                  args=(picked.server, picked.model, request_id, name))  # fmt: skip
     st.button("Let it run", key=f"keep-{request_id}", on_click=_ask, args=(None,))
 
 
@@ -174,16 +184,17 @@ def _ask(request_id: str | None) -> None:
     st.session_state[_CONFIRMING] = request_id
 
 
-def _cancel(model: str, request_id: str, name: str) -> None:
+def _cancel(server: str, model: str, request_id: str, name: str) -> None:
     _ask(None)
+    watcher = monitors()[server]
     try:
-        done = monitor().triton.cancel(model, request_id)
+        done = watcher.triton.cancel(model, request_id)
         text = f"Request {name} was cancelled." if done else f"Request {name} had already ended."
         st.session_state["cancelled"] = (time.monotonic(), True, text)
     except TritonError as error:
         text = f"Request {name} was not cancelled: {words.as_text(str(error))}"
         st.session_state["cancelled"] = (time.monotonic(), False, text)
-    monitor().forget_snapshot(model)
+    watcher.forget_snapshot(model)
 
 
 def _tell_what_was_cancelled() -> None:

@@ -10,6 +10,7 @@ from quire_engine.config.engine_config import (
     ParallelConfig,
     SchedulerConfig,
 )
+from quire_engine.config.kv_transfer_config import KVTransferConfig
 from quire_engine.config.speculative_config import SpeculativeConfig, longest_suffix_drafts
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "EngineConfig",
     "EngineCoreConfig",
     "FrontendConfig",
+    "KVTransferConfig",
     "ModelConfig",
     "ParallelConfig",
     "SchedulerConfig",

@@ -13,6 +13,7 @@ from typing import Any
 from quire_engine.config.checks import check, check_bool, check_int, is_int, is_number
 from quire_engine.config.eplb_config import EPLBConfig
 from quire_engine.config.hub import fetch_checkpoint, is_hub_name
+from quire_engine.config.kv_transfer_config import KVTransferConfig
 from quire_engine.config.speculative_config import SpeculativeConfig
 from quire_engine.config.vllm_settings import without_vllm_names
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets, parse_classes
@@ -120,8 +121,14 @@ class CacheConfig:
     """Reuse the KV blocks of equal prompt beginnings."""
     disable_hybrid_kv_cache_manager: bool = False
     """Let layers with a sliding window keep all tokens, as other layers do, and not only those that they see."""
+    kv_transfer_config: KVTransferConfig | None = None
+    """Keep full KV blocks in files of a folder, from where they come back when the cache has lost them, even after a
+    restart: `{"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": "…"}}`.
+    Unset: what leaves the cache is computed again."""
 
     def __post_init__(self) -> None:
+        if self.kv_transfer_config is not None and not isinstance(self.kv_transfer_config, KVTransferConfig):
+            object.__setattr__(self, "kv_transfer_config", KVTransferConfig.from_value(self.kv_transfer_config))
         check_int("block_size", self.block_size, 1, 1024)
         if self.kv_cache_memory_bytes is not None:
             check_int("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
@@ -132,6 +139,11 @@ class CacheConfig:
               f"one of {', '.join(KV_CACHE_DTYPES)}")  # fmt: skip
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_bool("disable_hybrid_kv_cache_manager", self.disable_hybrid_kv_cache_manager)
+        if self.kv_transfer_config is not None and not self.enable_prefix_caching:
+            raise ValueError(
+                "enable_prefix_caching is False with kv_transfer_config, whose blocks are found by the prefix cache; "
+                "leave one of the two out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -421,6 +433,17 @@ class EngineCoreConfig:
                 "method, or tensor_parallel_size"
             )
 
+        if self.cache.kv_transfer_config is not None:
+            self._check_kv_transfer()
+
+    def _check_kv_transfer(self) -> None:
+        backend, drafts = self.parallel.executor_backend, self.scheduler.draft_checkpoint
+        check(backend != "ray", "distributed_executor_backend", backend, "'uni' or 'mp' with kv_transfer_config: ranks "
+              "of Ray do not tell what they have loaded")  # fmt: skip
+        check(drafts is None or drafts[0] == "medusa", "speculative_config: method", drafts and drafts[0], "'ngram', "
+              "'suffix' or 'medusa' with kv_transfer_config: others have keys and values of their own, which are not "
+              "kept with the model's")  # fmt: skip
+
     def async_scheduling(self, uses_gpu: bool) -> bool:
         """Whether steps are scheduled ahead, by workers that compute on a GPU or on the CPU.
 
@@ -508,6 +531,9 @@ class EngineConfig(EngineCoreConfig):
             path = drafts.get("model")
             if isinstance(path, str) and path:
                 groups["scheduler"]["speculative_config"] = {**drafts, "model": str((base_dir / path).resolve())}
+        transfer = groups["cache"].get("kv_transfer_config")
+        if base_dir is not None and isinstance(transfer, Mapping):
+            groups["cache"]["kv_transfer_config"] = KVTransferConfig.with_absolute_path(transfer, base_dir)
         return cls(**{name: _GROUPS[name](**values) for name, values in groups.items()})
 
 

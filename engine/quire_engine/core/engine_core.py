@@ -108,6 +108,8 @@ class EngineCore:
         if config.scheduler.speculative_config is not None:
             proposer = make_proposer(config.scheduler.speculative_config)
             self.scheduler.draft_with(proposer, checkpoint.vocab_size, config.scheduler.max_draft_tokens)
+        if config.cache.kv_transfer_config is not None:
+            self._connect(config, max_model_len)
         self._in_flight: deque[SchedulerOutput] = deque()
         """Steps that were submitted and not yet collected, oldest first."""
         self._history = StepHistory()
@@ -137,6 +139,19 @@ class EngineCore:
             CompilerArguments.for_model(config.model.tokenizer_path, checkpoint.vocab_size, checkpoint.eos_token_ids)
         )
         self.structured_output.imports_are_done()
+
+    def _connect(self, config: EngineCoreConfig, max_model_len: int) -> None:
+        """Keep KV blocks elsewhere, too."""
+        from quire_engine.kv_connector.connect import connect
+
+        board = self.executor.transfer_board
+        assert board is not None
+        try:
+            rpc = self.executor.collective_rpc
+            self.scheduler.connect(connect(config, max_model_len, self.scheduler.kv_cache, board, rpc))
+        except BaseException:
+            self.executor.shutdown()
+            raise
 
     def _watch_experts(self, parallel: ParallelConfig, shape: tuple[int, int], expert_bytes: int) -> None:
         if not parallel.enable_eplb:
@@ -259,7 +274,11 @@ class EngineCore:
             scheduled_at = time.perf_counter()
             self._step_stats.schedule_seconds += scheduled_at - began_at
             self.structured_output.drop_abandoned()  # of requests that are overdue
-            if self._in_flight and not (scheduler_output.num_scheduled_tokens or scheduler_output.dropped_request_ids):
+            if self._in_flight and not (
+                scheduler_output.num_scheduled_tokens
+                or scheduler_output.dropped_request_ids
+                or scheduler_output.kv_connector_metadata is not None
+            ):
                 break
             for new in scheduler_output.new_requests:
                 self.on_begin(self.scheduler.requests[new.request_id].message_number)

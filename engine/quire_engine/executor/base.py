@@ -6,6 +6,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from quire_engine.kv_connector.board import TransferBoard
 from quire_engine.messages import (
     DetermineNumBlocks,
     InitializeCache,
@@ -107,6 +108,11 @@ class Executor(ABC):
     def busy_seconds(self) -> list[float]:
         """How long each rank has computed steps since it started, without waits for others; empty if unknown."""
         return []
+
+    @property
+    def transfer_board(self) -> TransferBoard | None:
+        """Where the ranks say what they have loaded and saved; None without a KV connector."""
+        return None
 
     def expert_tokens(self) -> Int64Array | None:
         """[layers, experts], how many tokens were sent to each expert so far; None if it is not known, or there are no

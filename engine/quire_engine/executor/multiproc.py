@@ -27,6 +27,7 @@ from quire_engine.executor.base import Executor, Int64Array
 from quire_engine.executor.worker_processes import WorkerProcesses
 from quire_engine.ipc.message_queue import MessageReader, MessageWriter
 from quire_engine.ipc.semaphore import Waiter, Watch
+from quire_engine.kv_connector.board import TransferBoard
 from quire_engine.messages import (
     ExecuteModel,
     ForgetGroups,
@@ -118,6 +119,10 @@ class MultiProcExecutor(Executor):
 
     def busy_seconds(self) -> list[float]:
         return [] if self._is_shut_down else self._workers.busy_time.seconds()
+
+    @property
+    def transfer_board(self) -> TransferBoard | None:
+        return self._workers.transfer_board
 
     def expert_tokens(self) -> Int64Array | None:
         load = None if self._is_shut_down else self._workers.expert_load

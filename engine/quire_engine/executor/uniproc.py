@@ -10,6 +10,7 @@ from quire_engine.config import EngineCoreConfig
 from quire_engine.device.placement import on_device, prepare_device
 from quire_engine.errors import EngineDeadError
 from quire_engine.executor.base import Executor, Int64Array
+from quire_engine.kv_connector.board import TransferBoard
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput, WorkerCall
 from quire_engine.models.served import ServedCheckpoint
 from quire_engine.system.memory import return_freed_memory
@@ -41,10 +42,12 @@ class UniProcExecutor(Executor):
         self._device = prepare_device(config, checkpoint.dtype, rank=0)
         shape = checkpoint.expert_shape
         self._expert_load = None if shape is None else ExpertLoad(shape)
+        self._transfer_board = TransferBoard(1) if config.cache.kv_transfer_config is not None else None
         with on_device(self._device):
             self._the_worker: Worker | None = Worker(
-                config, checkpoint, max_model_len, device=self._device, expert_load=self._expert_load
-            )
+                config, checkpoint, max_model_len, device=self._device, expert_load=self._expert_load,
+                transfer_board=self._transfer_board,
+            )  # fmt: skip
         self._async_scheduling = config.async_scheduling(uses_gpu=self._device.type == "cuda")
         self._submitted: deque[SchedulerOutput | _StepAhead] = deque()
         self._step_clock = StepClock()
@@ -93,6 +96,10 @@ class UniProcExecutor(Executor):
     def busy_seconds(self) -> list[float]:
         return [self._busy_seconds]
 
+    @property
+    def transfer_board(self) -> TransferBoard | None:
+        return self._transfer_board
+
     def expert_tokens(self) -> Int64Array | None:
         return None if self._expert_load is None else self._expert_load.tokens.copy()
 
@@ -100,8 +107,12 @@ class UniProcExecutor(Executor):
         """Frees the weights, the KV cache, captured graphs or recordings, and steps in flight."""
         if self._the_worker is None:
             return
+        self._the_worker.close()
         self._the_worker = None
         self._submitted.clear()
+        if self._transfer_board is not None:
+            self._transfer_board.close()
+            self._transfer_board = None
         if self._expert_load is not None:
             self._expert_load.close()
             self._expert_load = None

@@ -16,6 +16,7 @@ from quire_engine.distributed import ParallelState
 from quire_engine.distributed.meeting import MeetingPlace
 from quire_engine.distributed.shared_memory import AbortFlag, AbortFlagHandle, SharedMemoryGroup
 from quire_engine.ipc.message_queue import MessageQueueHandle
+from quire_engine.kv_connector.board import TransferBoard
 from quire_engine.system.child_process import start_module
 from quire_engine.system.process_state import how_it_ended, is_stopped
 from quire_engine.worker.arguments import WorkerArguments
@@ -24,7 +25,9 @@ from quire_engine.worker.expert_load import ExpertLoad
 
 __all__ = ["WorkerProcesses"]
 
-_Handle = MessageQueueHandle | AbortFlagHandle | SharedMemoryGroup | MeetingPlace | BusyTime | ExpertLoad
+_Handle = (
+    MessageQueueHandle | AbortFlagHandle | SharedMemoryGroup | MeetingPlace | BusyTime | ExpertLoad | TransferBoard
+)
 
 
 def uses_shared_memory(config: EngineCoreConfig) -> bool:
@@ -52,6 +55,8 @@ class WorkerProcesses:
         self._abort = AbortFlagHandle.create()
         self.busy_time = BusyTime(parallel.world_size)
         self.expert_load = None if expert_shape is None else ExpertLoad(expert_shape)
+        has_connector = config.cache.kv_transfer_config is not None
+        self.transfer_board = TransferBoard(parallel.world_size) if has_connector else None
         self._meeting_place: MeetingPlace | None = None
         self._tensor_groups: list[SharedMemoryGroup] = []
         self._pipeline_groups: list[SharedMemoryGroup] = []
@@ -66,7 +71,9 @@ class WorkerProcesses:
         self._stopped_ranks: set[int] = set()
         self._handles: list[_Handle] = [self.calls, *self.responses, self._abort, self.busy_time]
         self._handles += [*self._tensor_groups, *self._pipeline_groups]
-        self._handles += [one for one in (self.expert_load, self._meeting_place) if one is not None]
+        self._handles += [
+            one for one in (self.expert_load, self.transfer_board, self._meeting_place) if one is not None
+        ]
         self._finalizer = weakref.finalize(self, _end, self._processes, self._handles, self.pidfds)
         try:
             for rank in range(parallel.world_size):
@@ -126,6 +133,7 @@ class WorkerProcesses:
             abort=self._abort,
             busy_time=self.busy_time.descriptor,
             expert_load=None if self.expert_load is None else self.expert_load.descriptor,
+            kv_transfers=None if self.transfer_board is None else self.transfer_board.descriptor,
             tensor_group=self._tensor_groups[state.stage] if self._tensor_groups else None,
             pipeline_group=self._pipeline_groups[state.tensor_rank] if self._pipeline_groups else None,
             meeting_place=self._meeting_place,
@@ -136,6 +144,8 @@ class WorkerProcesses:
         descriptors.append(self.busy_time.descriptor)
         if self.expert_load is not None:
             descriptors.append(self.expert_load.descriptor)
+        if self.transfer_board is not None:
+            descriptors.append(self.transfer_board.descriptor)
         if arguments.tensor_group is not None:
             descriptors += arguments.tensor_group.descriptors(state.tensor_rank)
         if arguments.pipeline_group is not None:

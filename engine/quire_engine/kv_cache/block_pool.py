@@ -16,7 +16,7 @@ keeps its hash until it is allocated again, so an equal prefix can take it back 
       allocate from here                free to here;  touch: unlink from anywhere, O(1)
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from quire_engine.kv_cache.events import CacheEvents
 
@@ -107,6 +107,8 @@ class BlockPool:
         """Cached blocks that were reallocated for other content since the start."""
         self.events: CacheEvents | None = None
         """Where changes of the cached content are noted, if anybody wants to know."""
+        self.on_filed: Callable[[KVCacheBlock, bytes], None] | None = None
+        """Called with each block that is cached, and its hash."""
 
     @property
     def num_free_blocks(self) -> int:
@@ -179,6 +181,8 @@ class BlockPool:
             self._cached[block_hash] = block
             if self.events is not None:
                 self.events.filed(block_hash)
+            if self.on_filed is not None:
+                self.on_filed(block, block_hash)
 
     def reset_cache(self) -> None:
         """Forget all cached content. Requests keep the blocks that they use."""

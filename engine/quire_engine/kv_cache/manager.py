@@ -15,7 +15,9 @@ Whenever a cached block is read, its content matches its hash, even with steps i
    while steps in flight may still write to uncached ones. Their next owner's writes come later, and it reads only what
    it wrote.
 5. After a failed step nothing is in flight any more, and all hashes are forgotten.
-6. A block behind a window is freed when the step that no longer sees it is scheduled. Earlier steps may still read it;
+6. What a KV connector loads gets a block once it lies in the memory of every rank, checked, and is filed when the step
+   is scheduled that writes it there, before it computes anything.
+7. A block behind a window is freed when the step that no longer sees it is scheduled. Earlier steps may still read it;
    its next owner's writes come later.
 
 A request has one list of blocks. With several groups of layers (`groups`) they take turns in it, so that the list
@@ -225,6 +227,30 @@ class KVCacheManager:
             next_full = (self._num_cached_blocks[request.request_id] + 1) * self.block_size
             request.no_allocation_until = min(request.no_allocation_until, next_full - 1)
         return [block.block_id for block in added]
+
+    def add_loaded_blocks(
+        self, request: CachedSequence, computed_blocks: list[KVCacheBlock], num_blocks: int
+    ) -> list[KVCacheBlock] | None:
+        """Allocate and file blocks of a request that holds none yet, for content that the next step has from elsewhere.
+        There is one group of layers.
+
+        Args:
+            request: they are blocks of its known tokens.
+            computed_blocks: the prefix hit, which the added blocks follow.
+            num_blocks: how many to add.
+
+        Returns:
+            The added blocks. The caller has a reference to each of these and to each of the hit. None if there is not
+            enough room for them and for one more block; then nothing has changed.
+        """
+        num_free_hits = sum(block.ref_cnt == 0 for block in computed_blocks)
+        if num_blocks + 1 + num_free_hits > self.block_pool.num_free_blocks:
+            return None
+        self.block_pool.touch(computed_blocks)
+        added, hashes = self.block_pool.allocate(num_blocks), request.block_hashes
+        for i, block in enumerate(added, len(computed_blocks)):
+            self.block_pool.cache(block, hashes[i], hashes[0], i)
+        return added
 
     def free(self, request: CachedSequence) -> None:
         """Drop the request's references. Its last blocks are reused first: they are the least likely to be shared."""

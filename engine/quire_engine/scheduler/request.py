@@ -27,6 +27,7 @@ class RequestStatus(enum.IntEnum):
          ▲ ▲           │
          │ └─ PREEMPTED◄
         WAITING_FOR_FSM: its grammar is being compiled
+        WAITING_FOR_REMOTE_KVS: blocks of it are being loaded; then it waits again
     """
 
     WAITING = 0
@@ -34,6 +35,7 @@ class RequestStatus(enum.IntEnum):
     PREEMPTED = 2
     FINISHED = 3
     WAITING_FOR_FSM = 4
+    WAITING_FOR_REMOTE_KVS = 5
 
 
 class Request:
@@ -86,6 +88,7 @@ class Request:
         "slo_targets",
         "status",
         "stop_token_ids",
+        "was_looked_up",
     )
 
     def __init__(
@@ -146,6 +149,8 @@ class Request:
         """Hashes of the inputs that placeholder tokens of the prompt stand for; part of the hashes of their blocks."""
         self.no_allocation_until = 0
         """Up to this many tokens `allocate_slots` has nothing to do: no block to add, and none that becomes full."""
+        self.was_looked_up = False
+        """Whether a KV connector has looked for its blocks."""
         self.num_known_tokens = 0
         """How many of its tokens were sent to the ranks that do not sample; counted only if there are such ranks."""
         self.last_stale_step = 0

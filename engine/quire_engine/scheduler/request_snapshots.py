@@ -40,7 +40,7 @@ def _phase(request: Request) -> Phase:
         return "grammar"
     if request.status is RequestStatus.PREEMPTED:
         return "preempted"
-    if request.status is RequestStatus.WAITING:
+    if request.status in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_REMOTE_KVS):
         return "waiting"
     # Computing its tokens again after a preemption is a prefill like any other.
     has_next_token = request.num_output_tokens > 0 and request.num_tokens - request.num_computed_tokens <= 1

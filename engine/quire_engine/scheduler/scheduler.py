@@ -38,6 +38,7 @@ from quire_engine.kv_cache import KVCacheManager
 from quire_engine.messages import EngineCoreOutput, FinishReason, ModelRunnerOutput, SchedulerOutput
 from quire_engine.scheduler.drafter import Drafter
 from quire_engine.scheduler.fault_isolation import FaultIsolation
+from quire_engine.scheduler.kv_connector import KVConnector
 from quire_engine.scheduler.limits import RequestLimits
 from quire_engine.scheduler.policies import make_policy
 from quire_engine.scheduler.policy import StepPlan
@@ -53,6 +54,9 @@ from quire_engine.snapshot import RequestSnapshot
 from quire_engine.stats import SchedulerStats, StepStats
 
 __all__ = ["Scheduler"]
+
+LOADING_TURN_SECONDS = 0.002
+"""While all requests wait for blocks that are being loaded, somebody looks this often whether they are there."""
 
 
 class Scheduler:
@@ -98,6 +102,7 @@ class Scheduler:
         """Live requests with a grammar."""
         self._worker_knowledge = WorkerKnowledge(sends_new_token_ids, ranks_tell_each_other=async_scheduling)
         self._drafter: Drafter | None = None
+        self._connector: KVConnector | None = None
         self._isolation = FaultIsolation()
         self._clock = clock
         self._limits = RequestLimits(config, clock)
@@ -120,6 +125,10 @@ class Scheduler:
         self._drafter = Drafter(
             proposer, self.kv_cache, vocab_size, max_draft_tokens, num_rows, costs if costs is not None else StepCosts()
         )
+
+    def connect(self, connector: KVConnector) -> None:
+        """Load blocks that are kept elsewhere, and have them kept there, from now on."""
+        self._connector = connector
 
     # -- requests come and go ---------------------------------------------------------------------------------------
 
@@ -153,13 +162,24 @@ class Scheduler:
 
     def has_requests(self) -> bool:
         """Whether there is anything to schedule or to return."""
-        if len(self.requests) > len(self.waiting_for_fsm) or self._ended:
+        connector = self._connector
+        num_held = len(self.waiting_for_fsm) + (len(connector.loading) if connector is not None else 0)
+        if len(self.requests) > num_held or self._ended or (connector is not None and connector.has_work()):
             return True
-        return bool(self.waiting_for_fsm) and self._limits.has_work(self.waiting_for_fsm)
+        return num_held > 0 and self._limits.has_work(self.waiting_for_fsm)
 
     def seconds_until_overdue(self) -> float | None:
-        """Time until a request that waits for its grammar may be overdue; None if that cannot happen."""
-        return self._limits.seconds_until_overdue() if self.waiting_for_fsm else None
+        """Time until a request that waits for its grammar, or for blocks, may be overdue or may have them; None if that
+        cannot happen."""
+        is_loading = self._connector is not None and self._connector.loading
+        if not self.waiting_for_fsm and not is_loading:
+            return None
+        seconds = self._limits.seconds_until_overdue()
+        return (
+            seconds
+            if not is_loading
+            else min(LOADING_TURN_SECONDS, LOADING_TURN_SECONDS if seconds is None else seconds)
+        )
 
     def finish_request(self, request_id: str) -> Request | None:
         """End a request, running or waiting, and free its blocks at once; None if its id is unknown."""
@@ -186,12 +206,14 @@ class Scheduler:
     @property
     def _queues(self) -> tuple[RequestQueue, ...]:
         """All queues that a request can wait in."""
-        return self.waiting, self.waiting_for_fsm, self._isolation.suspects, self._isolation.cleared
+        queues = self.waiting, self.waiting_for_fsm, self._isolation.suspects, self._isolation.cleared
+        return queues if self._connector is None else (*queues, self._connector.loading)
 
     @property
     def _num_queued(self) -> int:
         """Requests that were not scheduled yet, or were preempted."""
-        return len(self.waiting) + len(self.waiting_for_fsm)
+        num_loading = len(self._connector.loading) if self._connector is not None else 0
+        return len(self.waiting) + len(self.waiting_for_fsm) + num_loading
 
     @property
     def _runs_ahead(self) -> bool:
@@ -215,6 +237,8 @@ class Scheduler:
             self._ended.append(refusal)
         self._num_steps += 1
         output = SchedulerOutput(num_scheduled_tokens={}, step=self._num_steps)
+        if self._connector is not None:
+            self._connector.begin_step(output)
         isolation = self._isolation
         for request in reversed(isolation.take_cleared()):
             self.waiting.prepend(request)
@@ -225,7 +249,9 @@ class Scheduler:
             self._admit(isolation.suspects, output, budget, max_running=1)
             isolation.isolated = self.running[0]
         elif isolation.isolated is None and self.num_preemptions == num_preemptions:
-            self._admit(self.waiting, output, budget, self.config.max_num_seqs if plan is None else plan.max_running)
+            max_running = self.config.max_num_seqs if plan is None else plan.max_running
+            if self._connector is None or self._connector.place_loaded(self.waiting):
+                self._admit(self.waiting, output, budget, max_running, self._connector)
         if plan is not None and not output.num_scheduled_tokens:  # what was to come before others could not
             self._schedule_running(output, None)
         excess = self._limits.excess(self.waiting, self.waiting_for_fsm)
@@ -234,6 +260,8 @@ class Scheduler:
         self._ended += [self._limits.excess_output(request, self._num_queued) for request in excess]
         if self._drafter is not None and not isolation.is_active:  # a suspect must not fail because of a draft
             self._drafter.add_drafts(output, self.requests, budget.num_tokens)
+        if self._connector is not None:
+            self._connector.end_step(output)
         self._worker_knowledge.complete(output, self.requests)
         return output
 
@@ -311,8 +339,17 @@ class Scheduler:
                 return None
         return block_ids
 
-    def _admit(self, queue: RequestQueue, output: SchedulerOutput, budget: StepBudget, max_running: int) -> None:
+    def _admit(
+        self,
+        queue: RequestQueue,
+        output: SchedulerOutput,
+        budget: StepBudget,
+        max_running: int,
+        connector: KVConnector | None = None,
+    ) -> None:
         """Part 2: let waiting requests run, in order; the first that does not fit holds back those after it.
+
+        A request whose blocks can be loaded leaves the queue instead, until they are.
 
         A request that would exceed the limit of partial prefills is passed over, and comes first again in the next
         step.
@@ -322,6 +359,9 @@ class Scheduler:
         while queue and budget.num_tokens > 0 and len(self.running) < max_running and len(passed_over) <= max_running:
             request = queue.peek()
             computed_blocks = self.kv_cache.get_computed_blocks(request)
+            if connector is not None and connector.begin_load(request, len(computed_blocks)):
+                queue.pop()
+                continue
             num_hit_tokens = self.kv_cache.num_computed_tokens(computed_blocks)
             num_left = request.num_tokens - num_hit_tokens
             num_new_tokens = budget.chunk(num_left, budget.num_tokens)
@@ -384,6 +424,8 @@ class Scheduler:
             runner_output: its result.
         """
         outputs, self._ended = self._ended, []
+        if self._connector is not None:
+            self._connector.step_succeeded(scheduler_output.step)
         if self._drafter is not None:
             self._drafter.take_result(scheduler_output, runner_output, self.requests)
         new, complete = take_result(self.requests, scheduler_output, runner_output)
@@ -433,6 +475,8 @@ class Scheduler:
             self._release(request)
         self._isolation.add_suspects(suspects)
         self.kv_cache.reset_prefix_cache()
+        if self._connector is not None:
+            self._connector.step_failed(self.waiting)
         return outputs
 
     def note_step_seconds(self, step: StepStats, seconds: float) -> None:
@@ -449,7 +493,8 @@ class Scheduler:
     def request_snapshots(self, max_waiting: int) -> list[RequestSnapshot]:
         """The running requests in their order, then at most `max_waiting` waiting ones in theirs."""
         now = self._clock()
-        waiting = chain(self._isolation.cleared, self._isolation.suspects, self.waiting, self.waiting_for_fsm)
+        loading = () if self._connector is None else self._connector.loading
+        waiting = chain(self._isolation.cleared, self._isolation.suspects, loading, self.waiting, self.waiting_for_fsm)
         return [
             request_snapshot(
                 request, now, self.kv_cache.num_blocks_of(request.request_id), self.policy.outlook(request, now)
@@ -473,6 +518,7 @@ class Scheduler:
             num_waiting_for_fsm=len(self.waiting_for_fsm),
             num_block_evictions=pool.num_evictions,
             drafts=None if self._drafter is None else self._drafter.stats.copy(),
+            kv_connector=None if self._connector is None else self._connector.make_stats(),
         )
 
     def check_integrity(self) -> None:

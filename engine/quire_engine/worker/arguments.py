@@ -23,6 +23,8 @@ class WorkerArguments(msgspec.Struct):
     """Descriptor of the memory of `BusyTime`, shared by all ranks."""
     expert_load: int | None
     """Likewise of `ExpertLoad`; None if the model has no experts."""
+    kv_transfers: int | None
+    """Likewise of `TransferBoard`; None without a KV connector."""
     tensor_group: SharedMemoryGroup | None
     pipeline_group: SharedMemoryGroup | None
     meeting_place: MeetingPlace | None

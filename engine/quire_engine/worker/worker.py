@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from quire_kernels.cpu import status as kernel_status
@@ -16,8 +17,11 @@ from quire_engine.device.transfer import CPU
 from quire_engine.distributed import ParallelState
 from quire_engine.errors import EngineError
 from quire_engine.kv_cache import KVCacheGroups
+from quire_engine.kv_connector.board import TransferBoard
 from quire_engine.messages import (
     CachedRequestData,
+    ConnectKV,
+    DescribeKV,
     DetermineNumBlocks,
     InitializeCache,
     ModelRunnerOutput,
@@ -58,6 +62,9 @@ from quire_engine.worker.threads import configure_threads
 
 __all__ = ["Worker"]
 
+if TYPE_CHECKING:
+    from quire_engine.kv_connector.connector_worker import ConnectorWorker
+
 logger = logging.getLogger(__name__)
 
 SUFFIX_TOKENS = 64
@@ -81,6 +88,7 @@ class Worker:
         parallel: ParallelState = ParallelState(),
         device: torch.device = CPU,
         expert_load: ExpertLoad | None = None,
+        transfer_board: TransferBoard | None = None,
     ) -> None:
         parallel = replace(
             parallel,
@@ -105,6 +113,8 @@ class Worker:
         self._num_blocks = 0
         self._expert_load = expert_load
         self._expert_counters: ExpertCounters | None = None
+        self._transfer_board = transfer_board
+        self._connector: ConnectorWorker | None = None
         self._expert_moves: ExpertMoves | None = None
         """None of a model that transformers' code computes, and while the weights are discarded."""
         self._weights_discarded = False
@@ -274,6 +284,9 @@ class Worker:
 
     def submit_model(self, scheduler_output: SchedulerOutput) -> SubmittedStep:
         """Begin one step; on a GPU this returns while the GPU still computes."""
+        if scheduler_output.kv_connector_metadata is not None:
+            assert self._connector is not None
+            self._connector.begin_step(scheduler_output.kv_connector_metadata)
         step = self.runner.submit(scheduler_output)
         if self._expert_counters is not None:
             self._expert_counters.publish()
@@ -314,6 +327,10 @@ class Worker:
                 assert self._expert_moves is not None
                 self._expert_moves.place()
                 return 0
+            case DescribeKV():
+                return self._describe_kv()
+            case ConnectKV(namespace=namespace):
+                return self._connect_kv(namespace)
             case UsesGpu():
                 return int(self.device.type == "cuda")
             case InitializeCache(num_blocks=num_blocks):
@@ -324,6 +341,35 @@ class Worker:
             case WakeUp():
                 self.wake_up()
                 return 0
+
+    def _describe_kv(self) -> int:
+        """See `DescribeKV`."""
+        from quire_engine.kv_connector.namespace import number_of
+
+        if self.device.type == "cuda":
+            return number_of([torch.cuda.get_device_name(self.device), self.config.model.enforce_eager])
+        kernels = kernel_status()
+        return number_of([kernels.instruction_set, kernels.interprets_triton, torch.get_num_threads()])
+
+    def _connect_kv(self, namespace: bytes) -> int:
+        """See `ConnectKV`."""
+        from quire_engine.kv_connector.connector_worker import ConnectorWorker
+        from quire_engine.kv_connector.folder_store import FolderStore
+
+        transfer, board, rank = self.config.cache.kv_transfer_config, self._transfer_board, self.parallel.rank
+        assert transfer is not None
+        assert board is not None
+        storage = transfer.kv_connector_extra_config
+        store = FolderStore(Path(storage.shared_storage_path), namespace, rank, storage.max_bytes)
+        self._connector = ConnectorWorker(
+            partial(getattr, self.runner, "kv_caches"), store, board, rank, storage.staging_bytes
+        )
+        return self._connector.block_bytes
+
+    def close(self) -> None:
+        """End what runs beside the steps. None follows."""
+        if self._connector is not None:
+            self._connector.close()
 
     @property
     def _quantized_dtype(self) -> torch.dtype | None:

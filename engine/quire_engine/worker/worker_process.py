@@ -36,6 +36,7 @@ from quire_engine.distributed.shared_memory import (
 )
 from quire_engine.errors import AbortedError, EngineDeadError, EngineError
 from quire_engine.ipc.message_queue import MessageReader, MessageWriter
+from quire_engine.kv_connector.board import TransferBoard
 from quire_engine.messages import (
     ExecuteModel,
     ForgetGroups,
@@ -99,7 +100,12 @@ class WorkerProcess:
                 self._state = self._make_state(arguments)
                 shape = checkpoint.expert_shape
                 load = None if shape is None else ExpertLoad(shape, arguments.expert_load)
-                self._worker = Worker(config, checkpoint, arguments.max_model_len, self._state, self._device, load)
+                board = None
+                if arguments.kv_transfers is not None:
+                    board = TransferBoard(config.parallel.world_size, arguments.kv_transfers)
+                self._worker = Worker(
+                    config, checkpoint, arguments.max_model_len, self._state, self._device, load, board
+                )
         except Exception as error:
             known = isinstance(error, EngineError | ValueError | OSError)
             logger.log(logging.ERROR, "cannot start: %s", error if known else traceback.format_exc())
@@ -151,6 +157,7 @@ class WorkerProcess:
                 self._responder.wait_until_idle()
             if isinstance(request.call, Shutdown):
                 gc.unfreeze()  # else Triton, if something has imported it, reports its objects as leaked
+                self._worker.close()
                 self._worker.runner.graphs = None  # NCCL would wait forever to leave a group that graphs refer to
                 return
             try:

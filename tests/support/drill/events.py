@@ -9,15 +9,14 @@ import json
 import os
 import resource
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from random import Random
 from typing import Any
 
 from support import clients
-from support.clients import ask, http, run
+from support.clients import ask, http, run, unread_streams
 from support.drill.stage import CHANGING, RECOVERY_DEADLINE_S, STEADY, Stage, write_instances, write_settings
 from support.processes import is_gone
 from support.serving import wait_until
@@ -235,29 +234,15 @@ def leave_early(stage: Stage, random: Random) -> None:
             await asyncio.gather(*asking, return_exceptions=True)
 
     asyncio.run(work())
-    with _connections(stage, 3):
+    with unread_streams(stage.server, STEADY, 3):
         _pause(random.uniform(0.1, 1.0))
 
 
 @_event
 def do_not_read(stage: Stage, random: Random) -> None:
     """Clients that ask for much and take nothing in."""
-    with _connections(stage, 12):
+    with unread_streams(stage.server, STEADY, 12):
         _pause(random.uniform(1.0, 5.0))
-
-
-@contextmanager
-def _connections(stage: Stage, count: int) -> Iterator[None]:
-    """HTTP streams that nobody reads."""
-    host, _, port = stage.server.http.rpartition(":")
-    body = json.dumps({"text_input": "x", "logprobs": 20, "return_logprobs": True, **_LONG}).encode()
-    head = f"POST /v2/models/{STEADY}/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-    with ExitStack() as stack:
-        for _ in range(count):
-            connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.sendall(head.encode() + body)
-        yield
 
 
 _HOSTILE_BODIES: list[bytes] = [

@@ -12,7 +12,8 @@ from quire_backend.openai.errors import ApiError
 from quire_backend.openai.keys import parse_key
 from quire_backend.openai.limits import Budget, RequestLimits
 from quire_backend.openai.settings import GatewaySettings
-from quire_backend.openai.triton_client import Delta, TritonClient
+from quire_backend.openai.triton_client import TritonClient
+from quire_backend.openai.triton_messages import Delta
 from support.gateway import Answer, FakeTriton, Gateway, gateway, response, running, texts_of
 from support.ports import free_port
 

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quire_backend.openai.app import make_app
 from quire_backend.openai.settings import GatewaySettings
-from quire_backend.openai.triton_client import Delta, ModelError, TritonClient
+from quire_backend.openai.triton_client import ModelError, TritonClient
+from quire_backend.openai.triton_messages import Delta
 from quire_backend.request import parse_request
 from quire_engine.errors import RequestError
 from support.gateway import Gateway, running

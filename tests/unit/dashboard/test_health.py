@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from quire_dashboard.evidence import gather
-from quire_dashboard.health import SLO_EXAMPLE, Evidence, Level, assess
+from quire_dashboard.health import SLO_EXAMPLE, Evidence, Level, Window, assess
 from quire_dashboard.history import Ring
 from quire_dashboard.snapshot_answer import Snapshot
 from quire_load.scrape import parse
@@ -28,11 +28,44 @@ def test_idle_is_no_fault() -> None:
     assert assess(Evidence(engine_up=True)).headline == "The server is up and idle."
 
 
+def test_while_no_request_ends_nobody_is_said_to_be_served() -> None:
+    headline = assess(replace(FINE, goodput={}, server_restarts=(2.0,))).headline
+    assert headline == "No request has ended in the last minute, and: the server was started again."
+
+
 def test_a_server_that_is_away() -> None:
     health = assess(Evidence(server_error="http://127.0.0.1:8002/metrics cannot be read: nothing listens there"))
     assert health.level is Level.CRITICAL
     assert health.headline == "The server does not answer."
     assert "nothing listens there" in health.findings[0].detail
+
+
+def test_metrics_that_are_away_are_not_the_server() -> None:
+    health = assess(Evidence(server_error="no answer within 3 s", only_metrics_away=True, server_restarts=(5.0,)))
+    assert health.level is Level.WARNING
+    assert health.headline == "The server answers, but its metrics cannot be read."
+    assert "no answer within 3 s" in health.findings[0].detail
+
+
+@pytest.mark.parametrize(
+    ("restarts", "headline"),
+    [
+        ((15.0,), "The server dies again and again."),
+        ((15.0, 40.0), "The server dies again and again."),
+        ((61.0,), "The server does not answer."),
+    ],
+)
+def test_a_server_that_is_away_soon_after_its_start_dies_again_and_again(
+    restarts: tuple[float, ...], headline: str
+) -> None:
+    health = assess(Evidence(server_error="nothing listens there", server_restarts=restarts))
+    assert (health.level, health.headline) == (Level.CRITICAL, headline)
+    assert "nothing listens there" in health.findings[0].detail
+
+
+def test_a_loop_goes_on_for_half_as_long_again_as_its_last_round() -> None:
+    assert causes(replace(FINE, server_restarts=(149.0, 249.0))) == ["server_restarts"]
+    assert causes(replace(FINE, server_restarts=(151.0, 251.0))) == []
 
 
 def test_a_server_without_a_model() -> None:
@@ -45,10 +78,10 @@ def test_a_server_without_a_model() -> None:
         ({"engine_up": False, "one_down": True}, "engine_down", "Nobody is being served"),
         ({"one_down": True}, "one_down", "one of the model's engines is down"),
         ({"workers_down": ("1",)}, "worker_down", "rank 1 is down"),
-        ({"server_restarts": 1.0, "recent_server_restarts": 1.0}, "server_restarts", "the server was started again"),
-        ({"server_restarts": 4.0}, "server_restarts", "the server dies again and again"),
-        ({"restarts": 1.0, "recent_restarts": 1.0}, "engine_restarts", "the engine was restarted"),
-        ({"restarts": 4.0}, "engine_restarts", "again and again"),
+        ({"server_restarts": (20.0,)}, "server_restarts", "the server was started again"),
+        ({"server_restarts": (2.0, 20.0)}, "server_restarts", "the server dies again and again"),
+        ({"restarts": (20.0,)}, "engine_restarts", "the engine was restarted"),
+        ({"restarts": (20.0, 40.0, 60.0)}, "engine_restarts", "again and again"),
         ({"preemptions": 12.0, "kv_usage": 0.99}, "kv_cache_full", "requests are preempted"),
         ({"preemptions": 12.0, "kv_usage": 0.6}, "kv_cache_full", "requests are preempted for want of blocks"),
         ({"waiting": 2.0, "kv_usage": 0.97}, "kv_cache_full", "the KV cache is full"),
@@ -57,6 +90,7 @@ def test_a_server_without_a_model() -> None:
         ({"misses": {"ttft": 3.0}, "prefill_p95": 0.09, "mean_prompt_tokens": 1500.0}, "long_prompts", "long prompts"),
         ({"misses": {"rejected": 3.0}}, "rejections", "requests are rejected"),
         ({"misses": {"error": 3.0}}, "errors", "requests fail"),
+        ({"invalid": 9.0, "ended": 40.0}, "invalid", "a client sends invalid requests"),
         ({"misses": {"tpot": 3.0}, "step_seconds": {"schedule": 0.02, "execute": 0.01}, "prefill_p95": None},
          "host_bound", "scheduling"),
     ],
@@ -76,7 +110,11 @@ def test_each_cause_is_found_and_named(changes: dict[str, object], cause: str, w
         {"waiting": 1.0, "max_num_seqs": 16},
         {"prefill_p95": 0.09, "mean_prompt_tokens": 1500.0},  # long prompts, but nothing is missed
         {"misses": {"ttft": 3.0}, "prefill_p95": 0.09, "mean_prompt_tokens": 144.0},  # prefill, but of no long prompts
-        {"restarts": 1.0},  # some minutes ago: it explains nothing of now
+        {"restarts": (31.0,)},  # it explains nothing of now
+        {"restarts": (40.0, 50.0, 60.0)},  # a loop that is over: it has lived for longer than between them
+        {"server_restarts": (40.0, 60.0)},
+        {"invalid": 4.0, "ended": 4.0},  # somebody tries things out
+        {"invalid": 9.0, "ended": 400.0},
         {"waiting_for_grammar": 0.0},
     ],
 )
@@ -96,6 +134,43 @@ def test_each_class_is_judged_by_its_own_objective() -> None:
 @pytest.mark.parametrize(("good", "level"), [(0.995, Level.OK), (0.95, Level.WARNING), (0.5, Level.CRITICAL)])
 def test_the_level_follows_the_worst_class(good: float, level: Level) -> None:
     assert assess(replace(FINE, goodput={"default": 1.0, "batch": good})).level is level
+
+
+WAS_BAD = replace(
+    FINE, goodput={"default": 0.5}, misses={"ttft": 30.0, "rejected": 9.0, "error": 9.0}, preemptions=9.0, ended=60.0,
+    invalid=20.0, mean_prompt_tokens=1500.0, prefill_p95=0.09, step_seconds={"schedule": 0.02, "execute": 0.01},
+)  # fmt: skip
+"""Of the last minute."""
+
+
+def test_what_is_over_is_not_said_to_be_although_the_last_minute_has_it() -> None:
+    assert len(causes(WAS_BAD)) > 3
+    health = assess(replace(WAS_BAD, recent=Window(goodput={"default": 1.0}, ended=30.0)))
+    assert (health.level, health.headline, health.findings) == (Level.OK, "Users are served within their SLO.", ())
+
+
+def test_while_no_request_ends_what_was_bad_may_go_on() -> None:
+    stuck = replace(WAS_BAD, recent=Window())
+    assert assess(stuck).level is Level.CRITICAL
+    assert "only 50%" in assess(stuck).headline
+    assert assess(replace(stuck, running=0.0)).level is Level.OK
+
+
+def test_a_short_time_alone_does_not_make_users_affected() -> None:
+    """A single request that missed a moment ago, of very many."""
+    assert assess(replace(FINE, goodput={"default": 0.995}, recent=Window(goodput={"default": 0.9}))).level is Level.OK
+
+
+@pytest.mark.parametrize(
+    ("missed", "ended", "level"), [(1, 20, Level.OK), (2, 40, Level.WARNING), (1, 2, Level.CRITICAL)]
+)
+def test_a_single_miss_among_many_is_chance(missed: int, ended: int, level: Level) -> None:
+    state, ring = State(), Ring(100)
+    ring.append(parse(state.metrics_text(), 1000.0))
+    state.finish(missed, cause="ttft")
+    state.finish(ended - missed)
+    ring.append(parse(state.metrics_text(), 1010.0))
+    assert assess(gather(ring.view(), {"model": "tinypy"}, None)).level is level
 
 
 def test_missed_targets_without_a_cause_say_which() -> None:
@@ -137,6 +212,17 @@ def test_a_finding_stays_until_it_is_clearly_over(
     assert cause not in causes_of(over, cause)
 
 
+@pytest.mark.parametrize(
+    ("max_num_seqs", "found"), [(16, ["long_prompts", "queue"]), (3, ["queue"])], ids=["room", "no room"]
+)
+def test_who_waits_though_there_is_room_waits_for_the_prefill_of_others(max_num_seqs: int, found: list[str]) -> None:
+    evidence = replace(
+        FINE, misses={"ttft": 9.0}, queue_p95=0.06, prefill_p95=0.04, mean_prompt_tokens=1500.0, waiting=5.0,
+        max_num_seqs=max_num_seqs,
+    )  # fmt: skip
+    assert causes(evidence) == found
+
+
 def test_a_cache_is_only_called_full_when_it_is() -> None:
     for usage, full in ((0.52, False), (0.67, False), (0.96, True)):
         (finding,) = assess(replace(FINE, preemptions=9.0, kv_usage=usage, kv_usage_peak=0.99)).findings
@@ -172,7 +258,72 @@ def test_restarts_of_the_server_are_counted_over_the_gaps_between() -> None:
         text = state.metrics_text() if time != 310 else ""
         ring.append(parse(text, float(time)))
     evidence = gather(ring.view(), {"model": "tinypy"}, None)
-    assert (evidence.server_restarts, evidence.recent_server_restarts) == (2, 1)
+    assert evidence.server_restarts == (30.0, 370.0)
+
+
+def test_a_restart_is_seen_after_more_than_a_minute_without_readings() -> None:
+    state, ring = State(), Ring(10)
+    ring.append(parse(state.metrics_text(), 1000.0))
+    state.set("server_start_time_seconds", 1100.0)
+    ring.append(parse(state.metrics_text(), 1120.0))
+    evidence = gather(ring.view(), {"model": "tinypy"}, None)
+    assert "the server was started again" in assess(evidence).headline
+
+
+def test_restarts_of_the_engine_are_seen_one_by_one() -> None:
+    state, ring = State(), Ring(1000)
+    for time in range(0, 400, 2):
+        state.set("engine_restarts_total", (time > 50) + (time > 200) + (time > 390))
+        ring.append(parse(state.metrics_text(), float(time)))
+    assert gather(ring.view(), {"model": "tinypy"}, None).restarts == (6.0, 196.0)
+
+
+def test_what_the_last_half_minute_has_is_told_apart() -> None:
+    state, ring = State(), Ring(100)
+    ring.append(parse(state.metrics_text(), 1000.0))
+    state.finish(10, cause="ttft", ttft=0.9)
+    state.add("preemptions_total", 7)
+    for time in (1002.0, 1032.0):
+        ring.append(parse(state.metrics_text(), time))
+    state.finish(10)
+    ring.append(parse(state.metrics_text(), 1034.0))
+    evidence = gather(ring.view(), {"model": "tinypy"}, None)
+    assert (evidence.goodput, evidence.preemptions) == ({"default": 0.5}, 7.0)
+    assert evidence.recent is not None
+    assert (evidence.recent.goodput, evidence.recent.preemptions) == ({"default": 1.0}, 0.0)
+    assert evidence.recent.ttft_p95 is not None
+    assert evidence.recent.ttft_p95 < 0.1
+    assert assess(evidence).level is Level.OK
+
+
+def test_who_is_refused_for_want_of_room_has_sent_nothing_invalid() -> None:
+    state, ring = State(), Ring(100)
+    ring.append(parse(state.metrics_text(), 1000.0))
+    state.finish(10)
+    state.finish(8, cause="rejected")
+    state.add("requests_total", 6, outcome="rejected")  # which is not judged
+    ring.append(parse(state.metrics_text(), 1010.0))
+    evidence = gather(ring.view(), {"model": "tinypy"}, None)
+    assert (evidence.ended, evidence.invalid, evidence.misses) == (24.0, 6.0, {"rejected": 8.0})
+
+
+def test_a_rank_is_slow_while_it_computes_and_no_longer() -> None:
+    state, ring = State(), Ring(100)
+    for rank in ("0", "1"):
+        state.set("worker_busy_seconds_total", 0.0, rank=rank)
+    for time in range(0, 40, 2):
+        if time <= 20:
+            for rank, seconds in (("0", 0.1), ("1", 0.1 if time < 10 else 0.5)):
+                state.add("worker_busy_seconds_total", seconds, rank=rank)
+            for _ in range(10):
+                state.observe("step_seconds", 0.05, phase="execute")
+        ring.append(parse(state.metrics_text(), float(time)))
+        found = gather(ring.view(), {"model": "tinypy"}, None).rank_seconds
+        if time == 8:
+            assert found == pytest.approx({"0": 0.01, "1": 0.01})
+        if time == 20:
+            assert found == pytest.approx({"0": 0.01, "1": 0.05})
+    assert found == {}
 
 
 def test_what_waits_for_a_moment_is_no_queue() -> None:

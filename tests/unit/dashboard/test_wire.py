@@ -9,9 +9,11 @@ import pytest
 from quire_dashboard import __main__ as launcher
 from quire_dashboard.load import LoadJob, LoadPlan
 from quire_dashboard.monitor import Monitor
+from quire_dashboard.prometheus import Prometheus
 from quire_dashboard.queries import Gauge
-from quire_dashboard.settings import Settings
+from quire_dashboard.settings import Settings, settings_of_servers, to_environment
 from quire_dashboard.triton_client import Triton, TritonError
+from quire_dashboard.verdict import judge
 from quire_load.grpc_endpoint import GrpcEndpoint
 from quire_load.load import Load
 from support.fake_triton import MODEL, TOKEN, FakeTriton, fake_triton
@@ -154,6 +156,24 @@ def test_the_watcher_survives_a_server_that_goes_away() -> None:
     monitor.stop()
 
 
+def test_the_watcher_knows_whether_only_the_metrics_are_away() -> None:
+    with fake_triton() as fake:
+        monitor = Monitor(settings_of(fake))
+        assert not monitor.only_metrics_away, "nothing was asked yet"
+        monitor.read()
+        fake.close_metrics()
+        found = []
+        for _ in range(2):
+            monitor.read()
+            found.append(monitor.only_metrics_away)
+        assert found == [False, True]
+        assert "cannot be read" in judge(monitor, MODEL, None)[1].headline
+    monitor.read()
+    assert not monitor.only_metrics_away
+    assert judge(monitor, MODEL, None)[1].headline == "The server does not answer."
+    monitor.stop()
+
+
 def test_a_snapshot_is_fetched_once_for_all_visitors() -> None:
     with fake_triton() as fake:
         monitor = Monitor(settings_of(fake))
@@ -187,6 +207,48 @@ def test_settings_go_through_the_environment() -> None:
     settings = Settings(url="a:1", metrics="b:2", prometheus="http://c:3", token="d" * 16, introspection_token="e")
     assert Settings.from_environment(settings.to_environment()) == settings
     assert Settings.from_environment({}) == Settings()
+
+
+def test_settings_of_several_servers_go_through_the_environment() -> None:
+    tokens = '{"b:1": "theirs, with a comma"}'
+    servers = settings_of_servers(["a:1", "b:1"], [], introspection_token="ours", introspection_tokens=tokens)
+    assert [one.metrics for one in servers] == ["a:8002", "b:8002"]
+    assert [one.instance for one in servers] == ["a:8002", "b:8002"]
+    assert [one.introspection_token for one in servers] == ["ours", "theirs, with a comma"]
+    assert Settings.all_from_environment(to_environment(servers)) == servers
+    assert settings_of_servers([], [], token="d" * 16) == (Settings(token="d" * 16),)
+    assert settings_of_servers(["[::1]:9001"], [])[0].metrics == "[::1]:8002"
+
+
+@pytest.mark.parametrize(
+    ("urls", "metrics", "tokens", "said"),
+    [
+        (["a:1", "b:1"], ["a:2"], "", "metrics is given 1 times and url 2"),
+        (["a:1", "a:1"], ["a:2", "b:2"], "", "url is 'a:1' for more than one server"),
+        (["a:1", "a:3"], [], "", "metrics is 'a:8002' for more than one server"),
+        (["a:1,b:1"], [], "", "url is 'a:1,b:1'; it must be HOST:PORT"),
+        (["a:1"], [], "secret", "must be a JSON object of tokens by url"),
+        (["a:1"], [], '["secret"]', "must be a JSON object of tokens by url"),
+        (["a:1"], [], '{"a:1": 1}', "must be a JSON object of tokens by url"),
+        (["a:1"], [], '{"b:1": "secret"}', "names 'b:1'; the servers are a:1"),
+    ],
+)
+def test_servers_that_cannot_be_told_apart_are_refused(
+    urls: list[str], metrics: list[str], tokens: str, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said) as error:
+        settings_of_servers(urls, metrics, introspection_tokens=tokens)
+    assert "secret" not in str(error.value)
+
+
+def test_of_several_servers_prometheus_is_asked_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, str]] = []
+    monkeypatch.setattr(Prometheus, "range", lambda self, query, by, labels, *_: asked.append(dict(labels)) or [])
+    for server in settings_of_servers(["a:1", "b:1"], [], prometheus="http://c:3")[:1] + settings_of_servers(
+        ["a:1"], [], prometheus="http://c:3"
+    ):
+        Monitor(server).points(Gauge(name="quire_engine_up"), "", {"model": "m"}, 60.0)
+    assert asked == [{"model": "m", "instance": "a:8002"}, {"model": "m"}]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Thousands of short random lives of a scheduler: its books balance after every operation, whatever comes together."""
 
 import contextlib
+import os
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from quire_engine.scheduler.slo_policy import SLOPolicy
 from quire_engine.scheduler.worker_drafts import WorkerDrafts
 from quire_engine.slo import SLOTargets
 from quire_engine.structured_outputs_params import StructuredOutputsParams
+from support.kv_connectors import FakeConnector
 from support.scheduling import (
     FakeModelRunner,
     RandomProposer,
@@ -34,6 +36,8 @@ from support.scheduling import (
 
 NUM_SEQUENCES = 10_000
 NUM_PARTS = 10
+NUM_STORING = int(os.environ.get("QUIRE_RANDOM_LIVES", "400"))
+"""With a KV connector."""
 NUM_OF_KIND = 300
 """Of each other way of running steps."""
 MAX_MODEL_LEN = 24
@@ -109,10 +113,17 @@ class Life:
             pipeline. Then each is executed when it is submitted.
         drafts: who drafts tokens: the scheduler's `proposer`, the `workers`, or nobody.
         windows: whether there are several groups of layers, or one that sees a window.
+        stores: whether a KV connector keeps blocks, whose loads fail, come late, or come when the request has gone.
     """
 
     def __init__(
-        self, seed: int, num_batches: int = 1, ahead: bool = False, drafts: str | None = None, windows: bool = False
+        self,
+        seed: int,
+        num_batches: int = 1,
+        ahead: bool = False,
+        drafts: str | None = None,
+        windows: bool = False,
+        stores: bool = False,
     ) -> None:
         self.num_batches = num_batches
         self.ahead = ahead
@@ -125,7 +136,7 @@ class Life:
         settings: dict[str, Any] = {
             "block_size": block_size,
             "num_blocks": -(-MAX_MODEL_LEN // block_size) + rng.randrange(8),
-            "enable_prefix_caching": rng.random() < 0.8,
+            "enable_prefix_caching": rng.random() < 0.8 or stores,
             "scheduling_policy": rng.choice(["fcfs", "priority", "slo"]),
             "max_num_seqs": rng.randrange(1, 6),
             "max_num_batched_tokens": rng.choice([1, 4, 9, 32]),
@@ -160,6 +171,12 @@ class Life:
             self.runners.append(follower)
         for runner in self.runners:
             runner.draft = draft_partly_right
+        self.connector: FakeConnector | None = None
+        if stores:
+            self.connector = FakeConnector(
+                self.scheduler, self.runners, rng, lambda: self.now, staged_blocks=rng.choice([1, 3, 1000]),
+                share_of_lies=rng.choice([0.0, 0.2]), share_of_failures=rng.choice([0.0, 0.2]), load_timeout_s=0.03,
+            )  # fmt: skip
         self.poison: dict[str, int] = {}
         self.expected: dict[str, tuple[list[int], FinishReason]] = {}
         self.streamed: dict[str, list[int]] = {}
@@ -173,6 +190,8 @@ class Life:
         """Tokens that were sampled for a request after its end."""
         if ahead:
             self.counts |= {"wasted": 0, "unknown": 0}
+        if stores:
+            self.counts |= {"saved": 0, "loaded": 0, "not loaded": 0, "gone": 0}
         if drafts is not None:
             self.counts |= {"accepted": 0, "rejected": 0, "without": 0}
         if self.workers_draft:
@@ -216,6 +235,8 @@ class Life:
     def abort(self) -> None:
         if self.scheduler.requests:
             request_id = self.random.choice(sorted(self.scheduler.requests))
+            if self.connector is not None:
+                self.counts["gone"] += self.scheduler.requests[request_id] in self.connector.scheduler.loading
             assert self.scheduler.finish_request(request_id) is not None
             assert self.scheduler.kv_cache.get_block_ids(request_id) == []
             self.aborted.add(request_id)
@@ -234,7 +255,11 @@ class Life:
         scheduler = self.scheduler
         while len(self.in_flight) < self.num_batches and (not self.in_flight or scheduler.has_requests()):
             scheduler_output = self._schedule()
-            if self.in_flight and not (scheduler_output.num_scheduled_tokens or scheduler_output.dropped_request_ids):
+            if self.in_flight and not (
+                scheduler_output.num_scheduled_tokens
+                or scheduler_output.dropped_request_ids
+                or scheduler_output.kv_connector_metadata
+            ):
                 break
             self.in_flight.append(scheduler_output)
             if self.ahead:
@@ -274,7 +299,9 @@ class Life:
         scheduler.check_integrity()
         scheduled = scheduler_output.num_scheduled_tokens
         if not self.in_flight:
-            assert bool(scheduled) == (len(scheduler.requests) > len(scheduler.waiting_for_fsm)), "no progress"
+            num_held = len(scheduler.waiting_for_fsm)
+            num_held += len(self.connector.scheduler.loading) if self.connector is not None else 0
+            assert bool(scheduled) == (len(scheduler.requests) > num_held), "no progress"
         assert sum(scheduled.values()) <= scheduler.config.max_num_batched_tokens
         assert len(scheduler.running) <= scheduler.config.max_num_seqs
         if first is not None and first.request_id in scheduler.requests:
@@ -370,6 +397,8 @@ class Life:
 
     def operate(self) -> None:
         """Any one operation."""
+        if self.connector is not None:
+            self.connector.go_on(0.4)
         kind = self.random.choices(["add", "abort", "step", "compile", "reset", "wait"], [4, 1, 7, 1, 0.5, 1])[0]
         if kind == "add":
             self.add()
@@ -389,8 +418,13 @@ class Life:
         """Step until nobody is left, and check what each got."""
         for _ in range(3000):
             self.grammar_is_ready()
+            if self.connector is not None:
+                self.connector.go_on(0.7)
+                self.now += 0.001
             if not self.scheduler.has_requests() and not self.in_flight:
-                break
+                if not self.scheduler.requests:
+                    break
+                continue
             self.step()
             self.scheduler.check_integrity()
         assert not self.scheduler.has_requests(), "it never ends"
@@ -417,6 +451,10 @@ class Life:
                 assert num_wasted == 0, "its end was known"
         stats = self.scheduler.make_stats()
         assert stats.num_blocks_used == 0
+        if stats.kv_connector is not None:
+            self.counts["saved"] = stats.kv_connector.num_saved_blocks
+            self.counts["loaded"] = stats.kv_connector.num_loaded_blocks
+            self.counts["not loaded"] = stats.kv_connector.num_failed_blocks
         self.counts["compiled"] = len(self.grammars)
         self.counts["preempted"] = stats.num_preemptions
         self.counts["shared"] = stats.prefix_cache_hits
@@ -438,7 +476,7 @@ def live(seeds: Sequence[int], **arguments: Any) -> None:
             raise AssertionError(f"Life({seed}, **{arguments}) shows it again: {error}") from error
         for name, number in life.counts.items():
             totals[name] = totals.get(name, 0) + number
-    assert min(totals.values()) > len(seeds) // 100, f"too quiet to show anything: {totals}"
+    assert min(totals.values()) >= max(1, len(seeds) // 100), f"too quiet to show anything: {totals}"
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))
@@ -467,6 +505,17 @@ def test_books_balance_with_drafts(num_batches: int, ahead: bool, drafts: str) -
 @pytest.mark.parametrize("drafts", [None, "proposer", "workers"])
 def test_books_balance_with_windows(num_batches: int, ahead: bool, drafts: str | None) -> None:
     live(range(NUM_OF_KIND), num_batches=num_batches, ahead=ahead, drafts=drafts, windows=True)
+
+
+def test_books_balance_with_blocks_that_are_kept_elsewhere() -> None:
+    live(range(NUM_STORING), stores=True)
+
+
+@pytest.mark.parametrize(("num_batches", "ahead", "drafts"), [(3, False, None), (2, True, None), (2, True, "proposer")])
+def test_books_balance_with_blocks_elsewhere_and_steps_in_flight(
+    num_batches: int, ahead: bool, drafts: str | None
+) -> None:
+    live(range(NUM_OF_KIND), num_batches=num_batches, ahead=ahead, drafts=drafts, stores=True)
 
 
 def test_group_with_one_prompt_holds_its_full_blocks_once() -> None:

@@ -1,0 +1,130 @@
+"""Requests and responses of tritonserver's gRPC, as the messages that they travel in.
+
+There is a response for every token or so of every stream, so reading one has to be cheap.
+"""
+
+import array
+import json
+import struct
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from tritonclient.grpc import service_pb2
+
+__all__ = ["Delta", "Prompt", "add_prompt", "delta_of", "generation_request", "texts_of"]
+
+Prompt = str | list[int] | Mapping[str, Any]
+"""Text, token ids, or a conversation: the model's input `messages` as an object."""
+
+_SIZE = struct.Struct("<I")
+_UNFINISHED = b"\x04\x00\x00\x00None"
+"""A finish reason, of one sequence, that is not known yet."""
+_NOTHING = b"\x04\x00\x00\x00null"
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """One response of the model. Lists have one entry per sequence."""
+
+    texts: list[str]
+    finish_reasons: list[str | None]
+    num_output_tokens: list[int]
+    num_prompt_tokens: int
+    num_cached_tokens: int | None
+    """Of the prompt; known at the end, and if the model tells it."""
+    logprobs: list[list[dict[str, Any]] | None]
+    """Per new token: token id → log-probability, the sampled token's first."""
+    prompt_logprobs: list[dict[str, Any] | None] | None
+
+
+def generation_request(model: str, prompt: Prompt, sampling: Mapping[str, Any], stream: bool, request_id: str) -> Any:
+    """A request that generates.
+
+    Args:
+        model: its name.
+        prompt: see `Prompt`.
+        sampling: the model's sampling parameters.
+        stream: many responses, or one with everything.
+        request_id: the client's name for it.
+    """
+    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    add_prompt(request, prompt)
+    _add_text(request, "sampling_parameters", json.dumps(sampling, ensure_ascii=False))
+    flags = ["exclude_input_in_output", "return_finish_reason", "return_num_input_tokens", "return_num_output_tokens",
+             "return_perf_metrics"]  # fmt: skip
+    flags += ["stream"] if stream else []
+    flags += ["return_logprobs"] if "logprobs" in sampling else []
+    flags += ["return_prompt_logprobs"] if "prompt_logprobs" in sampling else []
+    for name in flags:
+        _add(request, name, "BOOL", 1, b"\1")
+    return request
+
+
+def add_prompt(request: Any, prompt: Prompt) -> None:
+    """Put a prompt into the input that is of its kind."""
+    if isinstance(prompt, str):
+        _add_text(request, "text_input", prompt)
+    elif isinstance(prompt, Mapping):
+        _add_text(request, "messages", json.dumps(prompt, ensure_ascii=False))
+    else:
+        ids = array.array("i", prompt)
+        if sys.byteorder == "big":
+            ids.byteswap()
+        _add(request, "input_ids", "INT32", len(ids), ids.tobytes())
+
+
+def _add_text(request: Any, name: str, text: str) -> None:
+    content = text.encode()
+    _add(request, name, "BYTES", 1, struct.pack("<I", len(content)) + content)
+
+
+def _add(request: Any, name: str, datatype: str, size: int, content: bytes) -> None:
+    request.inputs.add(name=name, datatype=datatype, shape=[size])
+    request.raw_input_contents.append(content)
+
+
+def texts_of(response: Any) -> list[str]:
+    """The model's output `text_output`; empty if the response has none."""
+    content = _contents(response).get("text_output")
+    return [] if content is None else _texts(content)
+
+
+def delta_of(response: Any) -> Delta:
+    """What a response to `generation_request` says."""
+    contents = _contents(response)
+    texts, reasons = _texts(contents["text_output"]), contents["finish_reason"]
+    metrics = None if contents["perf_metrics"] == _NOTHING else json.loads(_texts(contents["perf_metrics"])[0])
+    logprobs, prompt_logprobs = contents.get("logprobs"), contents.get("prompt_logprobs")
+    return Delta(
+        texts=texts,
+        finish_reasons=[None] if reasons == _UNFINISHED else [
+            None if reason == "None" else reason for reason in _texts(reasons)
+        ],
+        num_output_tokens=_numbers(contents["num_output_tokens"]),
+        num_prompt_tokens=_numbers(contents["num_input_tokens"])[0],
+        num_cached_tokens=metrics.get("num_cached_tokens") if metrics else None,
+        logprobs=[None] * len(texts) if logprobs is None else [json.loads(text) for text in _texts(logprobs)],
+        prompt_logprobs=None if prompt_logprobs is None else json.loads(_texts(prompt_logprobs)[0]),
+    )  # fmt: skip
+
+
+def _contents(response: Any) -> dict[str, bytes]:
+    """Each output of a response, as it came."""
+    return {
+        output.name: content for output, content in zip(response.outputs, response.raw_output_contents, strict=True)
+    }
+
+
+def _texts(content: bytes) -> list[str]:
+    texts, position = [], 0
+    while position < len(content):
+        (size,) = _SIZE.unpack_from(content, position)
+        position += 4 + size
+        texts.append(str(content[position - size : position], "utf-8"))
+    return texts
+
+
+def _numbers(content: bytes) -> list[int]:
+    """All outputs of numbers that are asked for are UINT32."""
+    return [number for (number,) in _SIZE.iter_unpack(content)]

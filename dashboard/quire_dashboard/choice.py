@@ -1,0 +1,106 @@
+"""What the visitor has picked, in the sidebar or by the address: server, model, time range, refresh."""
+
+from dataclasses import dataclass
+
+import streamlit as st
+
+from quire_dashboard.watchers import SERVER, monitor, monitors
+from quire_dashboard.words import as_code
+
+__all__ = ["Selection", "choose", "pickers", "selection"]
+
+_RANGES = {"5 minutes": 300.0, "15 minutes": 900.0, "1 hour": 3600.0}
+_RANGES_OF_PROMETHEUS = {**_RANGES, "6 hours": 21600.0, "24 hours": 86400.0}
+_REFRESHES = {
+    "every second": 1.0,
+    "every 2 seconds": 2.0,
+    "every 5 seconds": 5.0,
+    "every 30 seconds": 30.0,
+    "off": None,
+}
+_NONE = "—"
+"""Stands for the model where there is none."""
+_CSS = """
+<style>
+/* A fragment that is being refreshed keeps its looks; the running man of every refresh would be the only flicker. */
+[data-stale="true"] { opacity: 1 !important; transition: none !important; }
+[data-testid="stStatusWidget"] { display: none; }
+.block-container, [data-testid="stMainBlockContainer"] { padding-top: 3.2rem; padding-bottom: 2rem; max-width: 1500px; }
+@media (max-width: 640px) {
+  .block-container, [data-testid="stMainBlockContainer"] { padding-left: 0.8rem; padding-right: 0.8rem; }
+}
+[data-testid="stMetricValue"] { font-size: 1.6rem; }
+/* What cannot be taken back is red. */
+.st-key-danger button { color: #b3261e; border-color: #b3261e; }
+.st-key-danger button[kind="primary"] { color: #fff; background-color: #b3261e; }
+@media (prefers-color-scheme: dark) { .st-key-danger button:not([kind="primary"]) { color: #f2857d; } }
+.quire-block-map p { line-height: 1.9; font-size: 0.85rem; margin-top: 0.5rem; }
+</style>
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """What the visitor has picked."""
+
+    server: str
+    """Its URL."""
+    model: str
+    """Empty: there is none."""
+    range_s: float
+    refresh_s: float | None
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Of the model's series."""
+        return {"model": self.model} if self.model else {}
+
+
+def pickers() -> None:
+    """The pickers of the sidebar: server if there are several, model, time range, refresh."""
+    st.html(_CSS)
+    servers = monitors()
+    # In the address as well, so that what one sees can be sent to another.
+    with st.sidebar:
+        if len(servers) > 1:
+            st.selectbox("Server", list(servers), key=SERVER, bind="query-params")
+        watcher = monitor()
+        prometheus = watcher.settings.prometheus
+        chosen = st.session_state.get("model", _NONE)
+        models = watcher.models() or [chosen if watcher.error else _NONE]
+        if chosen not in (_NONE, *models):  # of another server
+            st.session_state["model"] = models[0]
+        st.selectbox("Model", models, key="model", bind="query-params")
+        st.selectbox("Time range", list(_RANGES_OF_PROMETHEUS if prometheus else _RANGES), key="range",
+                     bind="query-params")  # fmt: skip
+        st.selectbox("Refresh", list(_REFRESHES), index=1, key="refresh")
+        source = f"Prometheus at {prometheus}" if prometheus else "this dashboard"
+        st.caption(f"Server {watcher.settings.url}  \nHistory: {source}")
+    if len(servers) > 1:
+        st.caption(f"Server {as_code(watcher.settings.url)}")
+
+
+def choose(server: str, model: str) -> None:
+    """Have the visitor see another server or model; to be called back by a widget.
+
+    Args:
+        server: its URL.
+        model: empty: any.
+    """
+    if len(monitors()) > 1:
+        st.session_state[SERVER] = server
+    if model:
+        st.session_state["model"] = model
+
+
+def selection() -> Selection:
+    """The present selection."""
+    model = st.session_state.get("model") or _NONE
+    if model == _NONE:  # none was there when the page was opened
+        model = next(iter(monitor().models()), "")
+    return Selection(
+        server=monitor().settings.url,
+        model=model,
+        range_s=_RANGES_OF_PROMETHEUS[st.session_state.get("range", "5 minutes")],
+        refresh_s=_REFRESHES[st.session_state.get("refresh", "every 2 seconds")],
+    )

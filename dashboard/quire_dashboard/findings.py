@@ -1,0 +1,292 @@
+"""What can be wrong with a model, each by its evidence: the cause, and what to do about it.
+
+Those that explain the most come first: an engine that is down explains every miss, a full KV cache explains
+preemptions, and those explain a bad time to first token.
+"""
+
+import statistics
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from quire_dashboard.symptoms import RECENT_S, Evidence, Finding, Level
+
+__all__ = ["SLO_EXAMPLE", "find", "find_away"]
+
+SHORT_LIFE_S = 60.0
+"""A server that dies so soon after it was started again dies again and again."""
+UNTIL_OVER = 1.5
+"""What died again and again is well once it has lived so many times longer than the last time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """From where on something is a finding, and down to where it stays one: around a single limit, findings would come
+    and go with every refresh."""
+
+    begins: float
+    ends: float
+
+    def is_passed(self, value: float, standing: bool) -> bool:
+        """Whether it is a finding, which it was before if `standing`."""
+        return value >= (self.ends if standing else self.begins)
+
+
+FULL = Limit(0.95, 0.85)
+"""Share of the blocks that live requests hold."""
+SLOW_RANK = Limit(1.5, 1.3)
+"""How many times slower than the median rank."""
+LONG_PREFILL = Limit(0.5, 0.4)
+"""Share of the time to first token spent in prefill."""
+LONG_PROMPT = Limit(0.5, 0.4)
+"""Mean length of the prompts, as a share of the tokens that a step may compute."""
+CROWDED = Limit(1.0, 0.5)
+"""Requests that wait, per request that runs."""
+INVALID = Limit(0.1, 0.05)
+"""Share of the requests that are refused for what they ask."""
+FEW_INVALID = 5.0
+"""So many are somebody who tries things out."""
+SLO_EXAMPLE = '"slo": {"default": {"ttft_ms": 500, "tpot_ms": 50, "e2e_ms": 10000}}'
+"""For `model.json`."""
+
+
+def find(evidence: Evidence, standing: Collection[str]) -> tuple[Finding, ...]:
+    """All that is wrong, the likely cause first.
+
+    Args:
+        evidence: on a model whose /metrics could be read.
+        standing: the causes that were found the last time; they stay until they are clearly over.
+    """
+    return tuple(found for look in _LOOKS if (found := look(evidence, standing)) is not None)
+
+
+def find_away(evidence: Evidence) -> Finding:
+    """Why there are no figures of now."""
+    if evidence.only_metrics_away:
+        return Finding(
+            level=Level.WARNING, cause="metrics_away", title="The server answers, but its metrics cannot be read",
+            detail=f"{evidence.server_error}. Requests may be served as ever: nobody sees how. Look at the address, at "
+            "what is in between, and whether metrics were switched off (--allow-metrics).",
+        )  # fmt: skip
+    if evidence.server_restarts and evidence.server_restarts[0] < SHORT_LIFE_S:
+        return Finding(
+            level=Level.CRITICAL, cause="server_restarts", title="The server dies again and again",
+            detail=f"It does not answer: {evidence.server_error}. It had been started again "
+            f"{len(evidence.server_restarts)} time(s) in ten minutes, the last time {evidence.server_restarts[0]:.0f} "
+            "s before. The output of quire serve says how it ended each time.",
+        )  # fmt: skip
+    return Finding(
+        level=Level.CRITICAL, cause="server_away", title="The server does not answer",
+        detail=f"{evidence.server_error}. Look at the output of quire serve, or of tritonserver.",
+    )  # fmt: skip
+
+
+def _engine_down(evidence: Evidence, standing: Collection[str]) -> Finding | None:
+    if evidence.engine_up is not False:
+        return None
+    return Finding(
+        level=Level.CRITICAL, cause="engine_down", title="The engine is down",
+        detail="It is started again by itself, and live requests go on then. If it stays down, its log says why.",
+    )  # fmt: skip
+
+
+def _one_down(evidence: Evidence, standing: Collection[str]) -> Finding | None:
+    if not (evidence.one_down and evidence.engine_up):
+        return None
+    return Finding(
+        level=Level.WARNING, cause="one_down", title="One of the model's engines is down",
+        detail="The others serve. It is started again by itself; if it is a replica (data_parallel_size), its live "
+        "requests have gone on on the others. If it stays down, its log says why.",
+    )  # fmt: skip
+
+
+def _worker_down(evidence: Evidence, standing: Collection[str]) -> Finding | None:
+    if not evidence.workers_down:
+        return None
+    return Finding(
+        level=Level.CRITICAL, cause="worker_down", title=f"Rank {', '.join(evidence.workers_down)} is down",
+        detail="No step can be computed without all ranks. The engine is started again with all of them.",
+    )  # fmt: skip
+
+
+def _goes_on(restarts: Sequence[float], least: int) -> bool:
+    """Whether so many restarts are a loop, and the last of them is not long enough ago to have ended it.
+
+    ::
+
+        restarts       |      |      |             at least as many, and no longer since the last one
+        now                             ▲          than `UNTIL_OVER` times what was between the last two
+    """
+    if len(restarts) < max(least, 2):
+        return False
+    return restarts[0] <= max(RECENT_S, UNTIL_OVER * (restarts[1] - restarts[0]))
+
+
+def _is_recent(restarts: Sequence[float]) -> bool:
+    return bool(restarts) and restarts[0] <= RECENT_S
+
+
+def _server_restarts(evidence: Evidence, standing: Collection[str]) -> Finding | None:
+    often = _goes_on(evidence.server_restarts, 2)
+    if not often and not _is_recent(evidence.server_restarts):
+        return None
+    return Finding(
+        level=Level.CRITICAL if often else Level.WARNING, cause="server_restarts",
+        title="The server dies again and again" if often else "The server was started again",
+        detail=f"{len(evidence.server_restarts)} start(s) in the last ten minutes, the latest "
+        f"{evidence.server_restarts[0]:.0f} s ago. Whatever ran then was lost. The output of quire serve says how it "
+        "ended each time.",
+    )  # fmt: skip
+
+
+def _crash_loop(evidence: Evidence, standing: Collection[str]) -> Finding | None:
+    often = _goes_on(evidence.restarts, 3)
+    if not often and not _is_recent(evidence.restarts):  # one that is over explains nothing of now
+        return None
+    return Finding(
+        level=Level.CRITICAL if often else Level.WARNING, cause="engine_restarts",
+        title="The engine crashes again and again" if often else "The engine was restarted",
+        detail=f"{len(evidence.restarts)} restart(s) in the last five minutes, the latest {evidence.restarts[0]:.0f} s "
+        "ago. Live requests were replayed and saw a pause; the log of the server names the cause.",
+    )  # fmt: skip
+
+
+def _kv_cache_full(evidence: Evidence, standing: Collection[str]) -> Finding | None:
+    usage, preempts = evidence.kv_usage or 0.0, evidence.lately.preemptions >= 1
+    is_full = FULL.is_passed(usage, "kv_cache_full" in standing)
+    if not preempts and (not is_full or evidence.waiting < 1):
+        return None
+    peak = max(usage, evidence.kv_usage_peak or 0.0)
+    preempted = f"; {evidence.preemptions:.0f} preemption(s) in the last minute, whose tokens were computed twice"
+    title = "The KV cache is full" if usage >= FULL.begins else "The KV cache is nearly full"
+    if preempts:
+        title = f"{title} and requests are preempted" if is_full else "Requests are preempted for want of blocks"
+    return Finding(
+        level=Level.CRITICAL if preempts and is_full else Level.WARNING, cause="kv_cache_full", title=title,
+        detail=f"Live requests hold {usage:.0%} of the KV cache's blocks, {peak:.0%} at most in the last minute"
+        f"{preempted * preempts}; {evidence.waiting:.0f} requests wait. Raise kv_cache_memory_bytes, lower "
+        "max_num_seqs, or send less load.",
+    )  # fmt: skip
+
+
+def _slow_rank(evidence: Evidence, standing: Collection[str]) -> Finding | None:
+    if len(evidence.rank_seconds) < 2:
+        return None
+    rank, slowest = max(evidence.rank_seconds.items(), key=lambda item: item[1])
+    others = statistics.median(seconds for name, seconds in evidence.rank_seconds.items() if name != rank)
+    if others <= 0 or not SLOW_RANK.is_passed(slowest / others, "slow_rank" in standing):
+        return None
+    return Finding(
+        level=Level.WARNING, cause="slow_rank", title=f"Rank {rank} is slow",
+        detail=f"Its steps take {1000 * slowest:.1f} ms, those of the others {1000 * others:.1f} ms; every step "
+        "waits for the slowest rank. Look at what else runs on its cores or device.",
+    )  # fmt: skip
+
+
+def _rejections(evidence: Evidence, standing: Collection[str]) -> Finding | None:
+    if evidence.lately.misses.get("rejected", 0.0) < 1:
+        return None
+    return Finding(
+        level=Level.WARNING, cause="rejections", title="Requests are rejected",
+        detail=f"{evidence.misses['rejected']:.0f} in the last minute, for want of room: the queue is full "
+        "(max_queued_requests), or they would have waited for too long (max_queue_delay_ms).",
+    )  # fmt: skip
+
+
+def _errors(evidence: Evidence, standing: Collection[str]) -> Finding | None:
+    if evidence.lately.misses.get("error", 0.0) < 1:
+        return None
+    return Finding(
+        level=Level.WARNING, cause="errors", title="Requests fail",
+        detail=f"{evidence.misses['error']:.0f} in the last minute; the log of the server names each.",
+    )  # fmt: skip
+
+
+def _invalid(evidence: Evidence, standing: Collection[str]) -> Finding | None:
+    lately = evidence.lately
+    if lately.invalid < FEW_INVALID or not INVALID.is_passed(lately.invalid / lately.ended, "invalid" in standing):
+        return None
+    return Finding(
+        level=Level.WARNING, cause="invalid", title="A client sends invalid requests",
+        detail=f"{evidence.invalid:.0f} of {evidence.ended:.0f} in the last minute were refused for what they asked, "
+        "which costs the others nothing and misses no objective. The page Slow & failed says what is wrong with each.",
+    )  # fmt: skip
+
+
+def _queue(evidence: Evidence, standing: Collection[str]) -> Finding | None:
+    if evidence.waiting < 1:
+        return None
+    full = evidence.max_num_seqs is not None and evidence.running >= evidence.max_num_seqs
+    queued = (evidence.lately.queue_p95 or 0.0) > 0.5 * (evidence.lately.ttft_p95 or float("inf"))
+    crowded = CROWDED.is_passed(evidence.waiting / (evidence.running + 1), "queue" in standing)
+    if not full and not queued and not crowded:
+        return None
+    why = f"all {evidence.max_num_seqs} places of max_num_seqs are taken" if full else "more arrives than is served"
+    advice = "Raise max_num_seqs if memory allows, add a replica, or send less load."
+    if _kv_cache_full(evidence, standing) is not None:  # which wants fewer at once, not more
+        why, advice = "there is no room in the KV cache for more", "See to the KV cache first."
+    return Finding(
+        level=Level.WARNING, cause="queue", title="Requests wait in the queue",
+        detail=f"{evidence.waiting:.0f} wait while {evidence.running:.0f} run: {why}. {advice}",
+    )  # fmt: skip
+
+
+def _long_prompts(evidence: Evidence, standing: Collection[str]) -> Finding | None:
+    lately = evidence.lately
+    prefill, ttft = lately.prefill_p95, lately.ttft_p95
+    is_missed = lately.misses.get("ttft", 0.0) >= 1 or lately.misses.get("tpot", 0.0) >= 1
+    length, most = lately.mean_prompt_tokens, evidence.max_num_batched_tokens
+    if not is_missed or not prefill or not ttft or not length or not most:
+        return None
+    stands = "long_prompts" in standing
+    if _has_room(evidence):  # then it is for the tokens of a step that requests wait
+        prefill += lately.queue_p95 or 0.0
+    if not LONG_PREFILL.is_passed(prefill / ttft, stands) or not LONG_PROMPT.is_passed(length / most, stands):
+        return None
+    return Finding(
+        level=Level.WARNING, cause="long_prompts", title="Long prompts hold up the batch",
+        detail=f"Of a time to first token of {ttft:.2f} s (p95), prefill takes {lately.prefill_p95:.2f} s and the "
+        f"queue {lately.queue_p95 or 0.0:.2f} s. Prompts have {length:.0f} tokens on average, and a step has room for "
+        f"{most}. Set long_prefill_token_threshold, or lower max_num_batched_tokens.",
+    )  # fmt: skip
+
+
+def _has_room(evidence: Evidence) -> bool:
+    """Whether there are places and blocks for more requests."""
+    places = evidence.max_num_seqs
+    return places is not None and evidence.running < places and _kv_cache_full(evidence, ()) is None
+
+
+def _grammar(evidence: Evidence, standing: Collection[str]) -> Finding | None:
+    if evidence.waiting_for_grammar < 1:
+        return None
+    return Finding(
+        level=Level.OK, cause="grammar", title="Requests wait for their grammar",
+        detail=f"{evidence.waiting_for_grammar:.0f} wait for theirs to be compiled, which is done once per grammar.",
+    )  # fmt: skip
+
+
+def _scheduling(evidence: Evidence, standing: Collection[str]) -> Finding | None:
+    host = evidence.step_seconds.get("schedule", 0.0) + evidence.step_seconds.get("update", 0.0)
+    execute = evidence.step_seconds.get("execute", 0.0)
+    if not any(evidence.lately.misses.values()) or host <= execute or host == 0:
+        return None
+    return Finding(
+        level=Level.WARNING, cause="host_bound", title="The engine spends more time on scheduling than on the model",
+        detail=f"Schedule and update take {1000 * host:.1f} ms of a step, the model {1000 * execute:.1f} ms.",
+    )  # fmt: skip
+
+
+def _no_slo(evidence: Evidence, standing: Collection[str]) -> Finding | None:
+    if evidence.has_slo is not False:
+        return None
+    return Finding(
+        level=Level.OK, cause="no_slo", title="No SLO is set",
+        detail="Every request that ends without an error counts as good, however slow. Set targets in the model's "
+        f"model.json, such as {SLO_EXAMPLE}",
+    )  # fmt: skip
+
+
+_LOOKS: tuple[Callable[[Evidence, Collection[str]], Finding | None], ...] = (
+    _server_restarts, _engine_down, _one_down, _worker_down, _crash_loop, _kv_cache_full, _slow_rank, _long_prompts,
+    _queue, _rejections, _errors, _invalid, _scheduling, _grammar, _no_slo,
+)  # fmt: skip

@@ -1,0 +1,95 @@
+"""What is known of a model, and what is found in it: the data of health in words."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+__all__ = ["RECENT_S", "Evidence", "Finding", "Level", "Window"]
+
+RECENT_S = 30.0
+"""What has not happened for so long is over, though the figures of the last minute still show it."""
+
+
+class Level(IntEnum):
+    """Severity."""
+
+    OK = 0
+    WARNING = 1
+    CRITICAL = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """What was counted in a window of time. None or empty: unknown."""
+
+    preemptions: float = 0.0
+    goodput: Mapping[str, float] = field(default_factory=dict)
+    """Share of good requests by SLO class, of those that ended."""
+    missed: Mapping[str, float] = field(default_factory=dict)
+    """Requests that were not good, by SLO class."""
+    misses: Mapping[str, float] = field(default_factory=dict)
+    """The same by cause."""
+    ended: float = 0.0
+    """Requests that ended in any way."""
+    invalid: float = 0.0
+    """Of these, requests that were refused for what they asked."""
+    ttft_p95: float | None = None
+    queue_p95: float | None = None
+    prefill_p95: float | None = None
+    mean_prompt_tokens: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence(Window):
+    """Evidence on one model; what is counted, in the last minute. None or empty: unknown."""
+
+    recent: Window | None = None
+    """The same of the last `RECENT_S`. What the minute has and this has not is over. None: nothing is known of it."""
+    server_error: str = ""
+    """Why /metrics could not be read; empty if it could."""
+    only_metrics_away: bool = False
+    """Whether the server answers all the same."""
+    has_model: bool = True
+    engine_up: bool | None = None
+    """False when all of the model's engines are down."""
+    one_down: bool = False
+    """Whether any of them is."""
+    server_restarts: Sequence[float] = ()
+    """Of the server itself, in ten minutes: how many seconds ago, the latest first."""
+    restarts: Sequence[float] = ()
+    """Of the engine, in five minutes; likewise."""
+    running: float = 0.0
+    waiting: float = 0.0
+    """For capacity, in the mean of some seconds."""
+    waiting_for_grammar: float = 0.0
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    has_slo: bool | None = None
+    """Whether any class has a target."""
+    kv_usage: float | None = None
+    kv_usage_peak: float | None = None
+    """The highest in the window."""
+    objectives: Mapping[str, float] = field(default_factory=dict)
+    """Share of good requests that is promised, by SLO class."""
+    workers_down: tuple[str, ...] = ()
+    rank_seconds: Mapping[str, float] = field(default_factory=dict)
+    """What a step takes of each rank, without waits for others, in the mean of some seconds."""
+    step_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Median by phase."""
+
+    @property
+    def lately(self) -> Window:
+        """What still goes on."""
+        return self if self.recent is None else self.recent
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One problem."""
+
+    level: Level
+    cause: str
+    """A short name, such as `kv_cache_full`."""
+    title: str
+    detail: str
+    """The figures behind it, and what helps."""

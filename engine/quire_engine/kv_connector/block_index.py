@@ -1,0 +1,92 @@
+"""BlockIndex: which blocks are stored, as far as the engine core knows, without a look at the disk on a step's way.
+
+It knows what was there at the start, what this engine has saved since, and after a while what others have. It may be
+wrong: a file may have gone. Then the load says so, and the block is not looked for again until it is saved again.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from quire_engine.kv_connector.folder_store import FolderStore
+
+__all__ = ["BlockIndex"]
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 5.0
+"""So often at most, and only while requests come, a thread looks for what others have saved."""
+MAX_BAD = 100_000
+"""Hashes that are remembered because their blocks could not be loaded."""
+
+
+class BlockIndex:
+    """The blocks of one rank: those of the others come and go with them.
+
+    Args:
+        store: where they are.
+        clock: seconds, monotonic.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, store: FolderStore, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._clock = clock
+        self._folders: dict[str, int] = {}
+        self._by_folder: dict[str, set[bytes]] = {}
+        self._saved: set[bytes] = set()
+        """By this engine, since somebody last looked at the folders; and between that time and the one before."""
+        self._saved_before: set[bytes] = set()
+        self._bad: set[bytes] = set()
+        self._looked_at = clock()
+        self._looking: threading.Thread | None = None
+        self._look()
+
+    def num_stored(self, block_hashes: Sequence[bytes]) -> int:
+        """How many of these are there, up to the first that is not."""
+        self._look_again()
+        for i, block_hash in enumerate(block_hashes):
+            if block_hash in self._bad or not (
+                block_hash in self._by_folder.get(block_hash[:1].hex(), ())
+                or block_hash in self._saved
+                or block_hash in self._saved_before
+            ):
+                return i
+        return len(block_hashes)
+
+    def add(self, block_hash: bytes) -> None:
+        """A block is being saved."""
+        self._bad.discard(block_hash)
+        self._saved.add(block_hash)
+
+    def forget(self, block_hash: bytes) -> None:
+        """A block could not be loaded."""
+        if len(self._bad) >= MAX_BAD:
+            self._bad.clear()
+        self._bad.add(block_hash)
+
+    def _look_again(self) -> None:
+        now = self._clock()
+        if now - self._looked_at < LOOK_SECONDS or (self._looking is not None and self._looking.is_alive()):
+            return
+        self._looked_at = now
+        self._looking = threading.Thread(target=self._look_safely, name="quire-kv-index", daemon=True)
+        self._looking.start()
+
+    def _look_safely(self) -> None:
+        try:
+            self._look()
+        except OSError as error:
+            logger.warning("stored KV blocks cannot be listed: %s", error)
+
+    def _look(self) -> None:
+        """List the folders that have changed. What was saved before the last such time is written by now, or will not
+        be."""
+        self._saved_before, self._saved = self._saved, set()
+        for folder, changed_at in self._store.folders().items():
+            if self._folders.get(folder) != changed_at:
+                self._by_folder[folder] = self._store.hashes(folder)
+                self._folders[folder] = changed_at

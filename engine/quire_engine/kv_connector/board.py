@@ -1,0 +1,76 @@
+"""TransferBoard: what has become of loads and saves, in shared memory: one row per rank, which alone writes it.
+
+::
+
+    rank 0   │ slot 0 │ slot 1 │ … │ saved blocks │ their bytes │ blocks not saved │      int64 each
+    rank 1   │ …
+
+    a slot   │ number of the load │ blocks that are there, 20 bits │      written once, when nothing of it is to come
+
+A load has a slot from its begin to its end; its number says whether what stands there is about it. A rank reads the
+blocks of its loads in the order in which these began, so what it writes late, about a load that nobody waits for any
+more, is never written over what it says of the slot's next one.
+"""
+
+import os
+
+import numpy as np
+import numpy.typing as npt
+
+from quire_engine.ipc.semaphore import SharedMemory
+
+__all__ = ["MAX_LOADED_BLOCKS", "NUM_SLOTS", "TransferBoard"]
+
+NUM_SLOTS = 64
+"""Loads at a time. More would only wait for each other: they share a disk."""
+_COUNT_BITS = 20
+MAX_LOADED_BLOCKS = (1 << _COUNT_BITS) - 1
+_SAVED, _SAVED_BYTES, _NOT_SAVED = range(NUM_SLOTS, NUM_SLOTS + 3)
+_ROW = 72
+"""Whole cache lines."""
+
+
+class TransferBoard:
+    """One process's view of the memory.
+
+    Args:
+        num_ranks: rows.
+        descriptor: the memory's, inherited; unset: allocates new memory.
+    """
+
+    def __init__(self, num_ranks: int, descriptor: int | None = None) -> None:
+        if descriptor is None:
+            descriptor = SharedMemory.create("quire-kv-transfers", 8 * num_ranks * _ROW)
+        self.descriptor = descriptor
+        self._memory = SharedMemory(descriptor)
+        self._cells: npt.NDArray[np.int64] = np.frombuffer(self._memory.view, dtype=np.int64).reshape(num_ranks, _ROW)
+
+    def put(self, rank: int, slot: int, number: int, num_blocks: int) -> None:
+        """A rank has as many of a load's first blocks as it ever will."""
+        self._cells[rank, slot] = number << _COUNT_BITS | num_blocks
+
+    def loaded(self, slot: int, number: int) -> int | None:
+        """How many of a load's first blocks all ranks have; None as long as one of them is not done."""
+        cells = self._cells[:, slot]
+        if (cells >> _COUNT_BITS != number).any():
+            return None
+        return int((cells & MAX_LOADED_BLOCKS).min())
+
+    def count_saved(self, rank: int, num_bytes: int) -> None:
+        """A rank has saved its part of a block."""
+        self._cells[rank, _SAVED] += 1
+        self._cells[rank, _SAVED_BYTES] += num_bytes
+
+    def count_not_saved(self, rank: int) -> None:
+        """It could not, or there was no time for it."""
+        self._cells[rank, _NOT_SAVED] += 1
+
+    def saved(self) -> tuple[int, int, int]:
+        """Blocks of which all ranks have saved their part, the bytes of all parts, and blocks of which some rank has
+        not saved its part."""
+        cells = self._cells
+        return int(cells[:, _SAVED].min()), int(cells[:, _SAVED_BYTES].sum()), int(cells[:, _NOT_SAVED].max())
+
+    def close(self) -> None:
+        """Close this process's descriptor; the memory stays mapped as long as something refers to it."""
+        os.close(self.descriptor)

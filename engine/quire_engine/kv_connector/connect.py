@@ -1,0 +1,63 @@
+"""Connects the two halves when an engine starts."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from quire_engine.config import EngineCoreConfig
+from quire_engine.kv_cache import KVCacheManager
+from quire_engine.kv_connector.block_index import BlockIndex
+from quire_engine.kv_connector.board import TransferBoard
+from quire_engine.kv_connector.connector_scheduler import ConnectorScheduler
+from quire_engine.kv_connector.folder_store import FolderStore
+from quire_engine.kv_connector.namespace import describe_namespace, namespace_of
+from quire_engine.messages import ConnectKV, DescribeKV, WorkerCall
+
+__all__ = ["connect"]
+
+logger = logging.getLogger(__name__)
+
+
+def connect(
+    config: EngineCoreConfig,
+    max_model_len: int,
+    kv_cache: KVCacheManager,
+    board: TransferBoard,
+    call_ranks: Callable[[WorkerCall], list[int]],
+) -> ConnectorScheduler:
+    """Find or make the folder of this engine's blocks, and have the ranks serve it.
+
+    Args:
+        config: the engine core's, with a connector.
+        max_model_len: of the model.
+        kv_cache: the scheduler's.
+        board: of the executor.
+        call_ranks: makes a call to all ranks.
+
+    Raises:
+        ValueError: the model has layers that forget, or the folder cannot be used.
+    """
+    transfer = config.cache.kv_transfer_config
+    assert transfer is not None
+    if not kv_cache.groups.keep_everything:
+        raise ValueError(
+            "kv_transfer_config is set, and this model has layers with a sliding window that keep only what they see: "
+            "blocks that are saved have all layers; set disable_hybrid_kv_cache_manager to true, or leave it out"
+        )
+    storage = transfer.kv_connector_extra_config
+    folder = Path(storage.shared_storage_path)
+    try:
+        description = describe_namespace(config, max_model_len, call_ranks(DescribeKV()))
+        namespace = namespace_of(description)
+        store = FolderStore(folder, namespace, 0, storage.max_bytes)
+        index = BlockIndex(store)
+        store.describe(json.dumps(description, indent=2) + "\n")
+    except OSError as error:
+        raise ValueError(
+            f"kv_transfer_config: kv_connector_extra_config: shared_storage_path is {str(folder)!r}, which cannot be "
+            f"used: {error}"
+        ) from None
+    block_bytes = call_ranks(ConnectKV(namespace))
+    logger.info("KV blocks are kept in %s; %d bytes each", store.path.parent, sum(block_bytes))
+    return ConnectorScheduler(transfer, kv_cache, index, board, block_bytes)

@@ -1,0 +1,218 @@
+"""ConnectorWorker: the half of a KV connector on each rank. Does what a step's message says, and waits for no file.
+
+::
+
+    step      saves: copy pages to host memory ──► queue ──► writing thread ──► files
+              placements: copy to pages ◄── host memory ◄── reading thread ◄── files ◄── queue ◄── loads
+              … computes
+
+Both ways use at most `staging_bytes` of host memory. What fails is counted, and the log says why, once in a while.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire_engine.kv_connector.block_file import BlockFileError
+from quire_engine.kv_connector.board import TransferBoard
+from quire_engine.kv_connector.folder_store import FolderStore
+from quire_engine.kv_connector.pages import bytes_per_block, read_pages, write_pages
+from quire_engine.messages import KVConnectorMetadata, KVLoad
+from quire_engine.models.base import KVCaches
+
+__all__ = ["ConnectorWorker"]
+
+logger = logging.getLogger(__name__)
+
+Rows = npt.NDArray[np.uint8]
+
+PAUSE_SECONDS = 30.0
+"""After a file could not be written, for so long none is: the disk is full, or the folder has gone."""
+FLUSH_SECONDS = 2.0
+"""What is still to be written when the engine ends has so long."""
+
+
+class ConnectorWorker:
+    """Copies pages, and has a thread for each way.
+
+    Args:
+        kv_caches: returns the present ones.
+        store: of this rank.
+        board: where to say what is there.
+        rank: this one.
+        max_pending_bytes: of blocks that are to be written.
+    """
+
+    def __init__(
+        self,
+        kv_caches: Callable[[], KVCaches],
+        store: FolderStore,
+        board: TransferBoard,
+        rank: int,
+        max_pending_bytes: int,
+    ) -> None:
+        self._kv_caches = kv_caches
+        self.block_bytes = bytes_per_block(kv_caches())
+        self._board = board
+        self._rank = rank
+        self._max_pending_bytes = max_pending_bytes
+        self._reader = _Reader(store, board, rank, self.block_bytes)
+        self._writer = _Writer(store, board, rank)
+
+    def begin_step(self, metadata: KVConnectorMetadata) -> None:
+        """Do what a step asks for, before it computes."""
+        if metadata.forgets_loads:
+            self._reader.forget_all()
+        if metadata.saves:
+            self._save(metadata.saves)
+        for placement in metadata.placements:
+            rows = self._reader.take(placement.number)
+            count = len(placement.block_ids)
+            rows = rows[placement.first : placement.first + count]
+            write_pages(self._kv_caches(), placement.block_ids, torch.from_numpy(rows))
+        for number in metadata.ended_loads:
+            self._reader.forget(number)
+        for load in metadata.loads:
+            self._reader.begin(load)
+
+    def close(self) -> None:
+        """End the threads, once what is to be written is, within limits."""
+        self._reader.close()
+        self._writer.close()
+
+    def _save(self, saves: list[tuple[bytes, int]]) -> None:
+        room = max(self._max_pending_bytes - self._writer.pending_bytes, 0) // self.block_bytes
+        for _ in saves[room:]:
+            self._board.count_not_saved(self._rank)
+        if saves[:room]:
+            rows = read_pages(self._kv_caches(), [block_id for _, block_id in saves[:room]])
+            self._writer.put([block_hash for block_hash, _ in saves[:room]], rows)
+
+
+class _Reader:
+    """Reads the blocks of loads into host memory, one load after the other."""
+
+    def __init__(self, store: FolderStore, board: TransferBoard, rank: int, block_bytes: int) -> None:
+        self._store = store
+        self._board = board
+        self._rank = rank
+        self._block_bytes = block_bytes
+        self._lock = threading.Lock()
+        self._wanted: set[int] = set()
+        self._loaded: dict[int, Rows] = {}
+        self._queue: SimpleQueue[KVLoad | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="quire-kv-read", daemon=True).start()
+
+    def begin(self, load: KVLoad) -> None:
+        """Queue a load."""
+        with self._lock:
+            self._wanted.add(load.number)
+        self._queue.put(load)
+
+    def take(self, number: int) -> Rows:
+        """The blocks of a load that is over."""
+        with self._lock:
+            self._wanted.discard(number)
+            return self._loaded.pop(number)
+
+    def forget(self, number: int) -> None:
+        """Nobody needs a load any more."""
+        with self._lock:
+            self._wanted.discard(number)
+            self._loaded.pop(number, None)
+
+    def forget_all(self) -> None:
+        """Nor any other."""
+        with self._lock:
+            self._wanted.clear()
+            self._loaded.clear()
+
+    def close(self) -> None:
+        """End the thread, after the block that it is at."""
+        self.forget_all()
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (load := self._queue.get()) is not None:
+            rows: Rows = np.empty((0, 0), dtype=np.uint8)
+            count = 0
+            try:
+                rows = np.empty((len(load.block_hashes), self._block_bytes), dtype=np.uint8)
+                while count < len(rows) and load.number in self._wanted:
+                    payload = self._store.read(load.block_hashes[count], self._block_bytes)
+                    if payload is None:
+                        break
+                    rows[count] = np.frombuffer(payload, dtype=np.uint8)
+                    count += 1
+            except (BlockFileError, OSError, MemoryError) as error:
+                logger.warning("a KV block cannot be loaded, and is computed: %s", error)
+            except Exception:
+                logger.exception("a KV block cannot be loaded, and is computed")
+            with self._lock:
+                if load.number in self._wanted:
+                    self._loaded[load.number] = rows
+            self._board.put(self._rank, load.slot, load.number, count)
+
+
+class _Writer:
+    """Writes blocks from host memory, in the order in which they came."""
+
+    def __init__(self, store: FolderStore, board: TransferBoard, rank: int) -> None:
+        self._store = store
+        self._board = board
+        self._rank = rank
+        self.pending_bytes = 0
+        """Of what is queued; a little out of date for whoever asks."""
+        self._lock = threading.Lock()
+        self._paused_until = 0.0
+        self._queue: SimpleQueue[tuple[list[bytes], torch.Tensor, torch.cuda.Event | None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="quire-kv-write", daemon=True)
+        self._thread.start()
+
+    def put(self, block_hashes: list[bytes], rows: torch.Tensor) -> None:
+        """Queue blocks; on a GPU they may still be on their way to `rows`."""
+        end = None
+        if rows.is_cuda:
+            end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            end.record()
+        with self._lock:
+            self.pending_bytes += rows.numel()
+        self._queue.put((block_hashes, rows, end))
+
+    def close(self) -> None:
+        """Wait for what is queued, but not for long."""
+        self._queue.put(None)
+        self._thread.join(FLUSH_SECONDS)
+
+    def _run(self) -> None:
+        while (queued := self._queue.get()) is not None:
+            block_hashes, rows, end = queued
+            if end is not None:
+                end.synchronize()
+            content = rows.cpu().numpy()
+            for block_hash, row in zip(block_hashes, content, strict=True):
+                self._write(block_hash, row)
+            with self._lock:
+                self.pending_bytes -= rows.numel()
+            del queued, rows, content
+
+    def _write(self, block_hash: bytes, row: Rows) -> None:
+        is_saved = False
+        if time.monotonic() >= self._paused_until:
+            try:
+                is_saved = self._store.write(block_hash, row.data)
+            except OSError as error:
+                self._paused_until = time.monotonic() + PAUSE_SECONDS
+                logger.warning("KV blocks cannot be saved, and are not for %.0f s: %s", PAUSE_SECONDS, error)
+            except Exception:
+                logger.exception("a KV block cannot be saved")
+        if is_saved:
+            self._board.count_saved(self._rank, len(row))
+        else:
+            self._board.count_not_saved(self._rank)

@@ -1,0 +1,101 @@
+"""What stored KV blocks depend on besides their tokens: who differs in any of it finds none of the others' blocks.
+
+A block's numbers are those that this engine itself would compute, bit for bit, or a request could end otherwise with a
+loaded block than without it. So a namespace is narrow: the same checkpoint, computed with the same settings by the same
+kernels. Blocks of others stay in the folder until they are the ones not used for longest.
+"""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from quire_engine.config import EngineCoreConfig
+from quire_engine.errors import CheckpointError
+from quire_engine.models.files import weight_files
+
+__all__ = ["describe_namespace", "namespace_of", "number_of"]
+
+LAYOUT = 1
+"""Of block files and hashes; another one finds no files of this one."""
+SAMPLES = 64
+"""Places at which a file of weights is looked into, besides its header."""
+SAMPLE_BYTES = 4096
+
+
+def describe_namespace(config: EngineCoreConfig, max_model_len: int, devices: Sequence[int]) -> dict[str, Any]:
+    """Everything that keys and values depend on.
+
+    Args:
+        config: the engine core's.
+        max_model_len: of the model; some kinds of positions depend on it.
+        devices: by rank, what `DescribeKV` returns.
+
+    Raises:
+        OSError: the checkpoint cannot be read.
+    """
+    model, parallel = config.model, config.parallel
+    return {
+        "layout": LAYOUT,
+        "checkpoint": _checkpoint(Path(model.model), model.load_format, model.seed),
+        "dtype": model.dtype,
+        "kv_cache_dtype": config.cache.kv_cache_dtype,
+        "quantization": model.quantization,
+        "model_impl": model.model_impl,
+        "block_size": config.cache.block_size,
+        "max_model_len": max_model_len,
+        "tensor_parallel_size": parallel.tensor_parallel_size,
+        "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        "enable_expert_parallel": parallel.enable_expert_parallel,
+        "computed_with": [f"{device:016x}" for device in devices],
+    }
+
+
+def namespace_of(description: dict[str, Any]) -> bytes:
+    """32 bytes that stand for a description."""
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()
+
+
+def number_of(parts: Sequence[object]) -> int:
+    """A number of 62 bits that stands for some words, and for the versions of what computes here."""
+    packages = [_version(name) for name in ("torch", "triton", "quire", "transformers")]
+    words = json.dumps([*map(str, parts), platform.machine(), *packages])
+    return int.from_bytes(hashlib.sha256(words.encode()).digest()[:8], "little") >> 2
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _checkpoint(folder: Path, load_format: str, seed: int) -> str:
+    """What stands for a checkpoint's content, without reading all of it: its configuration, and of each file of weights
+    the size, the time of its last change, the header and samples of the rest."""
+    digest = hashlib.sha256()
+    for name in ("config.json", "generation_config.json"):
+        path = folder / name
+        digest.update(path.read_bytes() if path.exists() else b"-")
+        digest.update(b"\0")
+    if load_format == "dummy":
+        digest.update(f"dummy {seed}".encode())
+        return digest.hexdigest()
+    try:
+        paths = weight_files(folder)
+    except CheckpointError as error:
+        raise OSError(str(error)) from None
+    for path in paths:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}\0".encode())
+            header_bytes = int.from_bytes(file.read(8), "little")
+            digest.update(file.read(min(header_bytes, status.st_size)))
+            for i in range(SAMPLES):
+                file.seek(8 + header_bytes + i * max(status.st_size - header_bytes - 8, 0) // SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()

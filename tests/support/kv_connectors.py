@@ -1,0 +1,124 @@
+"""A KV connector for the stand-in model: blocks are kept in a dictionary, and loads end when the test says so.
+
+Like `scheduler/` and `kv_cache/`, this module never imports torch.
+"""
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+from quire_engine.config import KVTransferConfig
+from quire_engine.kv_connector.board import TransferBoard
+from quire_engine.kv_connector.connector_scheduler import ConnectorScheduler
+from quire_engine.messages import KVConnectorMetadata, KVLoad
+from quire_engine.scheduler import Scheduler
+from support.scheduling import FakeModelRunner
+
+__all__ = ["FakeConnector", "FakeConnectorWorker", "FakeIndex"]
+
+
+class FakeIndex:
+    """What is stored, as far as the scheduler knows: now and then it is told of blocks that are not there."""
+
+    def __init__(self, random: Random, share_of_lies: float) -> None:
+        self.random = random
+        self.share_of_lies = share_of_lies
+        self.known: set[bytes] = set()
+
+    def num_stored(self, block_hashes: Sequence[bytes]) -> int:
+        """Up to the first that is not there."""
+        for i, block_hash in enumerate(block_hashes):
+            if block_hash not in self.known and self.random.random() >= self.share_of_lies:
+                return i
+        return len(block_hashes)
+
+    def add(self, block_hash: bytes) -> None:
+        """A block is being saved."""
+        self.known.add(block_hash)
+
+    def forget(self, block_hash: bytes) -> None:
+        """A block could not be loaded."""
+        self.known.discard(block_hash)
+
+
+class FakeConnectorWorker:
+    """One rank: its files are a dictionary, and its threads wait until they are told to go on."""
+
+    def __init__(self, runner: FakeModelRunner, board: TransferBoard, rank: int) -> None:
+        self.runner = runner
+        self.board = board
+        self.rank = rank
+        self.stored: dict[bytes, list[int]] = {}
+        self.queue: list[KVLoad] = []
+        self.wanted: set[int] = set()
+        self.loaded: dict[int, list[list[int]]] = {}
+
+    def begin_step(self, metadata: KVConnectorMetadata, slots: list[int]) -> None:
+        """See `ConnectorWorker`."""
+        size = self.runner.block_size
+        if metadata.forgets_loads:
+            self.wanted.clear()
+            self.loaded.clear()
+        for block_hash, block_id in metadata.saves:
+            self.stored[block_hash] = slots[block_id * size : (block_id + 1) * size]
+            self.board.count_saved(self.rank, 1)
+        for placement in metadata.placements:
+            blocks = self.loaded.pop(placement.number)[placement.first :][: len(placement.block_ids)]
+            for block_id, block in zip(placement.block_ids, blocks, strict=True):
+                slots[block_id * size : (block_id + 1) * size] = block
+        for number in metadata.ended_loads:
+            self.wanted.discard(number)
+            self.loaded.pop(number, None)
+        for load in metadata.loads:
+            self.wanted.add(load.number)
+            self.queue.append(load)
+
+    def read_one(self, random: Random, share_of_failures: float) -> None:
+        """End the oldest load."""
+        load = self.queue.pop(0)
+        blocks: list[list[int]] = []
+        for block_hash in load.block_hashes:
+            if block_hash not in self.stored or random.random() < share_of_failures:
+                self.stored.pop(block_hash, None)
+                break
+            blocks.append(self.stored[block_hash])
+        if load.number in self.wanted:
+            self.loaded[load.number] = blocks
+        self.board.put(self.rank, load.slot, load.number, len(blocks))
+
+
+class FakeConnector:
+    """Connects a scheduler with its runners."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runners: Sequence[FakeModelRunner],
+        random: Random,
+        clock: Callable[[], float],
+        *,
+        staged_blocks: int = 1000,
+        share_of_lies: float = 0.0,
+        share_of_failures: float = 0.0,
+        load_timeout_s: float = 10.0,
+    ) -> None:
+        self.random = random
+        self.share_of_failures = share_of_failures
+        self.board = TransferBoard(len(runners))
+        self.board.close()  # the memory stays; nobody inherits its descriptor, and there are thousands of these
+        self.index = FakeIndex(random, share_of_lies)
+        extra = {"shared_storage_path": "/none", "staging_bytes": staged_blocks, "load_timeout_s": load_timeout_s}
+        config = KVTransferConfig.from_value(
+            {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}
+        )
+        block_bytes = [1] * len(runners)
+        self.scheduler = ConnectorScheduler(config, scheduler.kv_cache, self.index, self.board, block_bytes, clock)
+        scheduler.connect(self.scheduler)
+        self.workers = [FakeConnectorWorker(runner, self.board, rank) for rank, runner in enumerate(runners)]
+        for runner, worker in zip(runners, self.workers, strict=True):
+            runner.connector = worker
+
+    def go_on(self, share: float = 1.0) -> None:
+        """Some ranks end their oldest load."""
+        for worker in self.workers:
+            if worker.queue and self.random.random() < share:
+                worker.read_one(self.random, self.share_of_failures)

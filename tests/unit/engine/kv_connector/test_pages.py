@@ -1,0 +1,54 @@
+"""A block's bytes are the same whatever order the kernels keep it in."""
+
+import numpy as np
+import pytest
+import torch
+from quire_engine.kv_connector.pages import bytes_per_block, read_pages, write_pages
+from quire_kernels import kv_cache
+from quire_kernels.kv_cache import new_kv_cache, write_kv_cache
+
+SHAPES = [(3, 8, 32), (1, 8, 16), (2, 5, 24)]
+"""KV heads, tokens of a block and head size: two that C++ kernels keep in tiles, and one that they do not."""
+BLOCKS = [5, 0, 3]
+
+
+def make_caches(dtype: torch.dtype, shape: tuple[int, int, int], fill: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Two layers of seven blocks, of different shapes, with numbers written by the op that steps write with."""
+    random = torch.Generator().manual_seed(1)
+    caches = []
+    for heads, block_size, head_size in (shape, (shape[0] + 1, *shape[1:])):
+        keys, values = (new_kv_cache(7, heads, block_size, head_size, dtype) for _ in range(2))
+        if fill:
+            tokens = torch.randn(2, 7 * block_size, heads, head_size, generator=random)
+            write_kv_cache(tokens[0], tokens[1], torch.arange(7 * block_size), keys, values)
+        caches.append((keys, values))
+    return caches
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_pages_come_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    caches, others = make_caches(dtype, shape, fill=True), make_caches(dtype, shape, fill=False)
+    rows = read_pages(caches, BLOCKS)
+    assert rows.shape == (3, bytes_per_block(caches))
+    write_pages(others, [1, 6, 2], rows)
+    for pair, other in zip(caches, others, strict=True):
+        for cache, copy in zip(pair, other, strict=True):
+            assert copy.view(torch.uint8)[[1, 6, 2]].equal(cache.view(torch.uint8)[BLOCKS])
+            assert not copy.view(torch.uint8)[[0, 3, 4, 5]].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_layout_is_that_of_the_documentation_on_all_processors(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads, block_size, head_size = SHAPES[0]
+    rows = read_pages(make_caches(dtype, SHAPES[0], fill=True), [2]).numpy()
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_cache, "is_tiled", lambda cache: False)
+        assert np.array_equal(read_pages(make_caches(dtype, SHAPES[0], fill=True), [2]).numpy(), rows)
+    tokens = torch.randn(2, 7 * block_size, heads, head_size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    keys, values = tokens[:, 2 * block_size : 3 * block_size].transpose(1, 2).contiguous().view(torch.uint8).numpy()
+    half = keys.size
+    assert rows[0, :half].tobytes() == keys.tobytes()
+    assert rows[0, half : 2 * half].tobytes() == values.tobytes()
