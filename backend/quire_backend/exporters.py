@@ -1,7 +1,7 @@
 """EngineExporters: what exports the statistics of each engine of a model, to /metrics and by OTLP.
 
-Engines come and leave while the model is served (`scale`). Each has a number, which is the label `engine` of its series;
-they are there once it is up, and gone when it has left.
+Engines come and leave while the model is served (`scale`). Each has a number, which is the label `engine` of its
+series; they are there once it is up, and gone when it has left.
 """
 
 import threading
@@ -111,10 +111,8 @@ class EngineExporters:
             self._otels[0].record_rejection(request)
 
     def stop(self) -> None:
-        """End all, and remove all series. Idempotent."""
+        """End all, and remove all series. Again, if the server did not take the last of them before."""
         with self._lock:
-            if self._has_stopped:
-                return
             self._has_stopped = True
             are_gone = self.metrics.stop()
             while self._otels:

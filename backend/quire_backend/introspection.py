@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from quire_engine.config import MAX_REPLICAS
 from quire_engine.errors import MAX_QUOTED, RequestError, quote
 
 __all__ = ["IntrospectionRequest", "TokenGuard", "parse_introspection"]
@@ -87,8 +88,10 @@ def parse_introspection(parameters: str, guard: "TokenGuard") -> IntrospectionRe
         return IntrospectionRequest(ended_since=cursor)
     if action == "scale" and request_id is None:
         num_replicas = values.get(_REPLICAS)
-        if not isinstance(num_replicas, int) or isinstance(num_replicas, bool) or num_replicas < 1:
-            raise RequestError(_REPLICAS, f"replicas is {quote(num_replicas)}; it must be an integer of at least 1")
+        if type(num_replicas) is not int or not 1 <= num_replicas <= MAX_REPLICAS:
+            raise RequestError(
+                _REPLICAS, f"replicas is {quote(num_replicas)}; it must be an integer from 1 to {MAX_REPLICAS}"
+            )
         return IntrospectionRequest(num_replicas=num_replicas)
     if action == "cancel" and isinstance(request_id, str) and request_id:
         return IntrospectionRequest(cancel_request_id=request_id)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire_engine.config import EngineConfig
-from quire_engine.errors import EngineError
+from quire_engine.errors import EngineError, ScalingError
 from quire_engine.models.served import read_checkpoint
 from quire_engine.stats import FinishedRequestStats, StatLogger
 from quire_engine.system.process_state import started_at
@@ -134,6 +134,7 @@ class TritonPythonModel:
                 "clients say priority in sampling_parameters, or over HTTP as a parameter of generate"
             )
         pbtxt = json.loads(args["model_config"])
+        self._num_instances = model_config.num_instances(pbtxt)
         labels = {"model": args["model_name"], "version": args["model_version"]}
         frontend, make_family = config.frontend, family_maker(config, pbtxt)
 
@@ -163,7 +164,7 @@ class TritonPythonModel:
         engine = self._engine = make_engine(config, [*self._exporters.stat_loggers, self._ended_requests])
         status = StatusPage.of_run(
             model=labels["model"], version=labels["version"], instance=args["model_instance_name"],
-            num_instances=model_config.num_instances(pbtxt),
+            num_instances=self._num_instances,
         )  # fmt: skip
         self._serving = Serving(
             engine,
@@ -197,7 +198,16 @@ class TritonPythonModel:
         self._ended_requests.add(request)
 
     async def _scale(self, num_replicas: int) -> None:
-        """Have so many replicas, and exporters for each of them."""
+        """Have so many replicas, and exporters for each of them.
+
+        Raises:
+            ScalingError: it cannot be, or not now; nothing has changed then.
+        """
+        if self._num_instances > 1:  # which of them is asked is the server's choice
+            raise ScalingError(
+                f"the model has {self._num_instances} instances (instance_group in its config.pbtxt), and this request "
+                "has reached one of them; give it one instance, and data_parallel_size replicas of the engine behind it"
+            )
         self._exporters.expect(num_replicas)
         try:
             await self._engine.scale(num_replicas)

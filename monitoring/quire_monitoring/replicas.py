@@ -19,6 +19,8 @@ __all__ = ["ByEngine", "ReplicaStatLoggers"]
 class ByEngine:
     """Gives each engine's statistics to its exporter. What comes late of one that has left is not counted.
 
+    Exporters may come and leave in another thread than `record`, so the list of them is never changed, but another one.
+
     Args:
         loggers: by the engine's index.
     """
@@ -28,16 +30,17 @@ class ByEngine:
 
     def add(self, logger: StatLogger) -> None:
         """There will be one more engine."""
-        self._by_engine.append(logger)
+        self._by_engine = [*self._by_engine, logger]
 
     def drop(self, num_left: int) -> None:
         """There are only the first engines any more."""
-        del self._by_engine[num_left:]
+        self._by_engine = self._by_engine[:num_left]
 
     def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
         """Record one step; returns at once."""
-        if iteration_stats.engine_index < len(self._by_engine):
-            self._by_engine[iteration_stats.engine_index].record(scheduler_stats, iteration_stats)
+        by_engine = self._by_engine
+        if iteration_stats.engine_index < len(by_engine):
+            by_engine[iteration_stats.engine_index].record(scheduler_stats, iteration_stats)
 
 
 class ReplicaStatLoggers:

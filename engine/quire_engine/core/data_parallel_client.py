@@ -318,8 +318,8 @@ class DataParallelClient:
             if isinstance(error, ScalingError):
                 raise
             raise ScalingError(f"there cannot be {num_replicas} replicas: {error}") from error
-        self._coming.are_taken()
         self._replicas += new
+        self._coming.are_taken()  # not before: a `shutdown` in another thread has to find them
         for index in indices:
             self._router.add_replica()
             self._take_outputs_of(index)
@@ -342,7 +342,8 @@ class DataParallelClient:
             )
         if any(replica.num_live for replica in leaving) and not any(replica.is_alive for replica in staying):
             raise ScalingError("none of the replicas that are to stay is up, and requests run; try again when one is")
-        self._replicas, self._leaving = staying, leaving
+        self._leaving = leaving  # before: a `shutdown` in another thread has to find them
+        self._replicas = staying
         for task in self._tasks[num_replicas:]:
             task.cancel()
         del self._tasks[num_replicas:]
@@ -436,6 +437,7 @@ class DataParallelClient:
 
     def shutdown(self) -> None:
         """End all engine cores, or the attempts to start them. Idempotent; may be called from any thread."""
-        endings = [replica.shutdown for replica in (*self._replicas, *self._leaving)]
-        with ThreadPoolExecutor(len(endings) + 1, thread_name_prefix="end-of-replica") as pool:
-            list(pool.map(lambda end: end(), [self._coming.shutdown, *endings]))
+        replicas = [*self._coming.close(), *self._replicas, *self._leaving]
+        if replicas:
+            with ThreadPoolExecutor(len(replicas), thread_name_prefix="end-of-replica") as pool:
+                list(pool.map(lambda replica: replica.shutdown(), replicas))

@@ -57,13 +57,14 @@ class NewReplicas:
             replicas, self._replicas = self._replicas, []
         await asyncio.gather(*(asyncio.to_thread(replica.shutdown) for replica in replicas))
 
-    def shutdown(self) -> None:
-        """End them, and whatever is started from now on. May be called from any thread."""
+    def close(self) -> list[SupervisedClient]:
+        """Whatever is started from now on ends at once. Returns those that are being started, for the caller to end.
+
+        May be called from any thread.
+        """
         with self._lock:
             self._is_closed = True
-            replicas = list(self._replicas)
-        for replica in replicas:
-            replica.shutdown()
+            return list(self._replicas)
 
 
 def require_room(replicas: Sequence[SupervisedClient], num_new: int) -> None:
