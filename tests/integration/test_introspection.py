@@ -213,6 +213,9 @@ def test_replicas_come_and_leave_under_live_streams(open_server: Server) -> None
         assert answer.text == expected.text
     assert is_gone(leaves)
     assert not is_gone(stays)
+    again = {"introspect": "scale", "replicas": 1, "introspection_token": TOKEN}
+    status, content = http(open_server, "/v2/models/tinypy/generate", {"parameters": again})
+    assert (status, json.loads(content["text_output"])) == (200, {"replicas": 1, "before": 1})
     assert engines_up(open_server) == {"0": 1}, "one that has left is not one that is down"
     restarts, replayed, moved = (metric(open_server, name) - was for name, was in zip(counters, before, strict=True))
     assert (restarts, replayed) == (0, 0)
