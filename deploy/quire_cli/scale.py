@@ -103,8 +103,7 @@ async def _exchange(options: ScaleOptions) -> dict[str, Any]:
 
 
 def _refusal(options: ScaleOptions, text: str) -> CommandError:
-    hint = "" if options.token or "introspection_token is missing" not in text else (
-        f"; set {INTROSPECTION_TOKEN} to the model's introspection_token, and for a token of quire serve's own, start "
-        "that with one"
-    )  # fmt: skip
+    hint = ""
+    if not options.token and "introspection_token is missing" in text:
+        hint = f"; set {INTROSPECTION_TOKEN} to it; where quire serve has made one up, start that with one of yours"
     return CommandError(f"{options.model}: {text}{hint}")
