@@ -139,7 +139,8 @@ async def strikes(
         for turn in range(number):
             await asyncio.sleep(random.uniform(0.5, 2.0))
             victim = random.choice(victims)
-            moved = await streams.of_engine(victim)
+            while len(moved := await streams.of_engine(victim)) < NUM_STREAMS // 4:  # one that is new has none at first
+                await asyncio.sleep(0.05)
             struck_at = time.monotonic()
             async with strike(llm, victim):
                 noticed_at, left, own = time.monotonic(), set(moved), []
