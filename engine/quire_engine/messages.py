@@ -44,6 +44,7 @@ __all__ = [
     "PlaceExperts",
     "ProcessArguments",
     "PromptLogprobs",
+    "ReportPrefixCache",
     "RequestType",
     "ResetPrefixCache",
     "SchedulerOutput",
@@ -213,7 +214,11 @@ class TakeSnapshot(Call):
     """Return the engine core's present state, for operators."""
 
 
-UtilityCall = ResetPrefixCache | Sleep | WakeUp | IsSleeping | TakeSnapshot
+class ReportPrefixCache(Call):
+    """Say with every message, from now on, what has changed in the prefix cache; what is in it counts as filed now."""
+
+
+UtilityCall = ReportPrefixCache | ResetPrefixCache | Sleep | WakeUp | IsSleeping | TakeSnapshot
 """Calls to the engine core, made between two steps."""
 UtilityResult = bool | EngineCoreSnapshot
 """The snapshot of `TakeSnapshot`; for `IsSleeping` whether it sleeps; for the others whether they succeeded."""
@@ -252,7 +257,7 @@ class ProcessArguments(msgspec.Struct):
     heartbeat_fd: int
     """Inherited descriptor of the shared page that holds its heartbeat."""
     num_blocks: int | None = None
-    """Size of the KV cache; set when it replaces an engine that died, to that engine's size."""
+    """Size of the KV cache; set when it replaces an engine that died or joins others, to their size."""
 
 
 class EngineCoreReady(msgspec.Struct):
@@ -269,6 +274,8 @@ class EngineCoreReady(msgspec.Struct):
     """Processes of the ranks; empty if they run in the engine core's own process."""
     num_kv_cache_tokens: int = 0
     """Tokens of the longest request that the whole KV cache holds."""
+    cpu_cache_bytes: int = 0
+    """What its KV cache may take of the machine's memory once all of it is used; 0 if it is on GPUs, or Ray's."""
 
 
 class NewRequestData(msgspec.Struct, array_like=True):
@@ -397,7 +404,7 @@ class DetermineNumBlocks(Call):
 
 
 class InitializeCache(Call):
-    """Allocate the KV cache."""
+    """Allocate the KV cache; return how many bytes of the machine's memory it may take, none on a GPU."""
 
     num_blocks: int
 

@@ -147,6 +147,7 @@ class Accumulator:
         counters[_GENERATION_TOKENS] += stats.num_generation_tokens
         counters[_RESTARTS] += stats.num_engine_restarts
         counters[_REPLAYED] += stats.num_requests_replayed
+        counters[_MOVED] += stats.num_requests_moved
         first_tokens = zip(stats.first_token_slo_classes, stats.time_to_first_token_seconds, strict=True)
         for slo_class, seconds in first_tokens:
             observations[_of_class(_FIRST_TOKEN, self._known(slo_class))].append(seconds)
@@ -367,6 +368,7 @@ _QUERIES = series("quire_prefix_cache_queries_total")
 _HITS = series("quire_prefix_cache_hits_total")
 _RESTARTS = series("quire_engine_restarts_total")
 _REPLAYED = series("quire_requests_replayed_total")
+_MOVED = series("quire_requests_moved_total")
 _DRAFTS = series("quire_spec_decode_drafts_total")
 _DRAFT_TOKENS = series("quire_spec_decode_draft_tokens_total")
 _ACCEPTED = series("quire_spec_decode_accepted_tokens_total")

@@ -124,6 +124,7 @@ _ENGINE: tuple[MetricDefinition, ...] = (
     _counter("quire_prefix_cache_hits_total", "Tokens found in the prefix cache"),
     _counter("quire_engine_restarts_total", "Times the engine was started again after a crash or a hang"),
     _counter("quire_requests_replayed_total", "Live requests that went on after a restart of the engine"),
+    _counter("quire_requests_moved_total", "Live requests that were taken over from a replica that left"),
     _counter("quire_spec_decode_drafts_total", "Times that a request had drafts in a step"),
     _counter("quire_spec_decode_draft_tokens_total", "Tokens that were drafted, and computed along with known ones"),
     _counter("quire_spec_decode_accepted_tokens_total", "Drafted tokens that the model sampled in their place"),

@@ -174,17 +174,21 @@ class TritonStatLogger:
         else:
             self._reader.close()
 
-    def stop(self) -> bool:
-        """Write the last values, with the engine down, end the thread, and remove the metrics from the server.
+    def stop(self, *, is_down: bool = True) -> bool:
+        """Write the last values, end the thread, and remove the metrics from the server.
 
         No other engine may have the same labels before that: the first one that removes a series removes it for all.
+
+        Args:
+            is_down: whether the engine is shown as down in the moment before; else as it was.
 
         Returns:
             Whether they were removed; not if the server did not take the last values.
         """
         with self._condition:
             self._stopping = True
-            self._is_up, self._workers_up = lambda: False, lambda: self._nobody_up
+            if is_down:
+                self._is_up, self._workers_up = lambda: False, lambda: self._nobody_up
             self._condition.notify()
         if self._thread.is_alive():
             self._thread.join(STOP_SECONDS)

@@ -45,6 +45,7 @@ class State:
         self.cancelled: list[str] = []
         self.prompts: list[tuple[str, dict[str, Any]]] = []
         self.words = ["def ", "fib", "(n):", "\n    return n"]
+        self.num_replicas = 1
         self.num_readings = 0
         """Of /metrics."""
         self.traffic = 0
@@ -268,6 +269,10 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
             elif parameters["introspect"] == "ended":
                 yield _response({"text_output": json.dumps(state.ended_since(parameters.get("cursor", "")))},
                                 is_final=True)  # fmt: skip
+            elif parameters["introspect"] == "scale":
+                before, state.num_replicas = state.num_replicas, parameters["replicas"]
+                text = json.dumps({"replicas": state.num_replicas, "before": before})
+                yield _response({"text_output": text}, is_final=True)
             else:
                 id_ = parameters["cancel_request_id"]
                 with state.lock:

@@ -467,9 +467,27 @@ class EngineConfig(EngineCoreConfig):
         """What the engine core and its ranks are told: nothing of the frontend, whose secrets stay in its process."""
         return EngineCoreConfig(model=self.model, cache=self.cache, scheduler=self.scheduler, parallel=self.parallel)
 
-    def for_replica(self, rank: int) -> "EngineConfig":
-        """The settings of one of `data_parallel_size` replicas, which knows its place."""
-        return replace(self, parallel=replace(self.parallel, data_parallel_rank=rank))
+    def for_replica(self, rank: int, num_replicas: int | None = None) -> "EngineConfig":
+        """The settings of one replica, which knows its place.
+
+        Args:
+            rank: which.
+            num_replicas: how many divide the machine; unset: `data_parallel_size`.
+
+        Raises:
+            ValueError: the other settings do not allow so many.
+        """
+        parallel = self.parallel
+        if num_replicas is not None:
+            ids, num_ranks = parallel.gpu_device_ids, num_replicas * parallel.world_size
+            if ids is not None and len(ids) < num_ranks:
+                raise ValueError(
+                    f"gpu_device_ids names {len(ids)} GPUs, and {num_replicas} replicas have {num_ranks} ranks; leave "
+                    "it unset, so that each rank takes the next GPU, or set data_parallel_size and name them all"
+                )
+            ids = None if ids is None else ids[:num_ranks]
+            parallel = replace(parallel, data_parallel_size=num_replicas, gpu_device_ids=ids)
+        return replace(self, parallel=replace(parallel, data_parallel_rank=rank))
 
     def settings(self) -> dict[str, Any]:
         """All settings but secrets, flat as in `model.json`."""
