@@ -7,7 +7,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -117,7 +117,13 @@ def choose_row(page: Page, row: int) -> None:
 
 
 def choose_request(page: Page, name: str) -> None:
-    """Tick the row of that table that has a name in it."""
+    """Tick the row of that table that has a name in it, wherever others that come and go have moved it meanwhile."""
     row = page.get_by_test_id("stDataFrame").first.locator("tr").filter(has_text=name)
-    expect(row).to_have_count(1)
-    choose_row(page, int(row.evaluate("it => it.rowIndex")) - 1)
+    chosen = page.locator("tr[aria-selected=true]").filter(has_text=name)
+    for _ in range(5):
+        expect(row).to_have_count(1)
+        choose_row(page, int(row.evaluate("it => it.rowIndex")) - 1)
+        with suppress(AssertionError):
+            expect(chosen).to_have_count(1, timeout=5000)
+            return
+    expect(chosen).to_have_count(1)

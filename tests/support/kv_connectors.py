@@ -104,6 +104,7 @@ class FakeConnector:
         self.random = random
         self.share_of_failures = share_of_failures
         self.board = TransferBoard(len(runners))
+        self.board.close()  # the memory stays; nobody inherits its descriptor, and there are thousands of these
         self.index = FakeIndex(random, share_of_lies)
         extra = {"shared_storage_path": "/none", "staging_bytes": staged_blocks, "load_timeout_s": load_timeout_s}
         config = KVTransferConfig.from_value(

@@ -11,6 +11,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import select
 import threading
@@ -145,8 +146,11 @@ class StructuredOutputManager:
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Block until `take_finished` has something, or for so long."""
+        poller = select.poll()  # not select(), which takes no descriptor above 1,023
+        poller.register(self._results.event, select.POLLIN)
+        timeout_ms = None if timeout_seconds is None else math.ceil(timeout_seconds * 1000)
         while not self.has_finished():
-            ready, _, _ = select.select([self._results.event], [], [], timeout_seconds)
+            ready = poller.poll(timeout_ms)
             self.drain()
             if not ready:
                 return

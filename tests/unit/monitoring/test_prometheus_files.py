@@ -230,9 +230,10 @@ def test_the_dashboard_of_compose_reaches_the_others_and_is_reached() -> None:
     assert (program, command) == ("quire", "dashboard")
     group: Any = typer.main.get_command(app)
     options = group.commands[command].make_context(command, arguments).params
-    for name in ("url", "metrics", "prometheus"):
-        found = urllib.parse.urlsplit(options[name] if "://" in options[name] else f"//{options[name]}")
-        assert found.hostname in services, f"--{name} is {options[name]}, which is in no other container"
+    for address in (*options["url"], *options["metrics"], options["prometheus"]):
+        found = urllib.parse.urlsplit(address if "://" in address else f"//{address}")
+        assert found.hostname in services, f"{address} is in no other container"
+    assert len(options["url"]) == len(options["metrics"]) == 1
     # A port is published from the container's own address, never from its loopback.
     assert not is_loopback(options["host"])
     assert options["host"] == "0.0.0.0"

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -439,6 +440,22 @@ def test_a_full_backlog_refuses_what_is_known_as_slow_rather_than_newcomers(
 def _live(llm: LLM, request: Request) -> Request:
     llm._core._core.scheduler.add_request(request)
     return request
+
+
+def test_who_waits_for_a_grammar_may_have_many_descriptors_open(checkpoint: Callable[[str], Path]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard) if hard > 0 else 2048, hard))
+    held: list[int] = []
+    try:
+        while not held or held[-1] < 1024:  # beyond what select() takes
+            held.append(os.open(os.devnull, os.O_RDONLY))
+        llm = LLM(checkpoint("tinypy"), dtype="float32", max_model_len=256)
+        assert complete(llm, {"choice": ["one", "two"]}).text in ("one", "two")
+        llm.shutdown()
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_unstructured_requests_start_nothing(checkpoint: Callable[[str], Path]) -> None:
