@@ -73,9 +73,10 @@ def measure_pressure(model: Path, prompts: list[list[int]], rounds: int, folder:
     print(f"working set of {PRESSURE} times the KV cache ({num_blocks} blocks), prompts of {len(prompts[0])} tokens:")
     for name in engines:
         times = sorted(seconds[name])
+        p50, p99 = 1000 * statistics.median(times), 1000 * times[int(0.99 * len(times))]
         print(
-            f"  {name:8} connector: {statistics.mean(cached[name]):6.1%} of the prompt tokens not computed; time to the "
-            f"first token p50 {1000 * statistics.median(times):.1f} ms, p99 {1000 * times[int(0.99 * len(times))]:.1f} ms"
+            f"  {name:8} connector: {statistics.mean(cached[name]):6.1%} of the prompt tokens not computed; "
+            f"time to first token p50 {p50:.1f} ms, p99 {p99:.1f} ms"
         )
 
 
