@@ -1,5 +1,6 @@
 """The engine's settings, and what is made of names that only vLLM has."""
 
+from quire_engine.config.disaggregation_config import DisaggregationConfig
 from quire_engine.config.engine_config import (
     SECRETS,
     CacheConfig,
@@ -16,6 +17,7 @@ from quire_engine.config.speculative_config import SpeculativeConfig, longest_su
 __all__ = [
     "SECRETS",
     "CacheConfig",
+    "DisaggregationConfig",
     "EngineConfig",
     "EngineCoreConfig",
     "FrontendConfig",
