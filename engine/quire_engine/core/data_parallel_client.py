@@ -210,6 +210,12 @@ class DataParallelClient:
             reads_cache=params.prompt_logprobs is None,
         )
 
+    def _go_on(self, entries: Sequence[JournalEntry]) -> None:
+        """Have decode replicas go on with requests whose prompts others have computed."""
+        for entry in entries:
+            index = self._route(entry.request, self._candidates(), entry.output_token_ids)
+            self._replicas[index].take_over(entry)
+
     def _candidates(self) -> list[int]:
         """The replicas that may get a request: only the best kind that there is."""
         alive = [index for index, replica in enumerate(self._replicas) if replica.is_alive]
@@ -246,12 +252,6 @@ class DataParallelClient:
                 moved.setdefault(index, []).append(entry.request.request_id)
         for index, request_ids in moved.items():
             self._on_recovery(IterationStats(engine_index=index), request_ids)
-
-    def _go_on(self, entries: Sequence[JournalEntry]) -> None:
-        """Have decode replicas go on with requests whose prompts others have computed."""
-        for entry in entries:
-            index = self._route(entry.request, self._candidates(), entry.output_token_ids)
-            self._replicas[index].take_over(entry)
 
     # -- calls and outputs ---------------------------------------------------------------------------------------------
 
