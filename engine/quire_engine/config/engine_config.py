@@ -299,9 +299,11 @@ class ParallelConfig:
             self._check_gpu_device_ids(self.gpu_device_ids)
 
     def _take_disaggregation(self, value: Any) -> None:
-        roles = value if isinstance(value, DisaggregationConfig) else DisaggregationConfig.from_value(value)
+        """Settings need not say what is the sum of others; what was derived from them is held to it."""
+        is_setting = not isinstance(value, DisaggregationConfig)
+        roles = DisaggregationConfig.from_value(value) if is_setting else value
         size = self.data_parallel_size
-        check(size in (1, roles.num_replicas), "data_parallel_size", size,
+        check(size == roles.num_replicas or (is_setting and size == 1), "data_parallel_size", size,
               f"unset or {roles.num_replicas} with disaggregation, whose replicas it counts")  # fmt: skip
         object.__setattr__(self, "disaggregation", roles)
         object.__setattr__(self, "data_parallel_size", roles.num_replicas)

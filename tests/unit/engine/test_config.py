@@ -156,6 +156,8 @@ def test_roles_of_replicas_are_counted() -> None:
     assert config.parallel.disaggregation == DisaggregationConfig(prefill=2, decode=3)
     assert EngineConfig.from_settings({**settings, "data_parallel_size": 5}) == config
     assert config.for_replica(4).parallel.data_parallel_size == 5
+    with pytest.raises(ValueError, match="data_parallel_size is 1; it must be unset or 5"):
+        dataclasses.replace(config.parallel, data_parallel_size=1)
 
 
 @pytest.mark.parametrize(
