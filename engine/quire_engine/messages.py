@@ -134,8 +134,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     slo_class: str = DEFAULT_CLASS
     slo_targets: SLOTargets | None = None
     """Its objectives, where the scheduler works for them; unset: it does not."""
-    age_ms: float = 0.0
-    """Milliseconds since it arrived; told with its objectives."""
+    arrived_at: float | None = None
+    """On `time.monotonic`, which all processes of a machine share; told with its objectives. For these the time counts
+    in which it lies in the engine core's socket, while a step runs."""
     was_prefilled: bool = False
     """Whether another engine has computed its prompt, and keeps its blocks where this one finds them, or will soon."""
 

@@ -194,7 +194,8 @@ class EngineCore:
         request.was_prefilled = message.was_prefilled
         request.message_number = message_number
         request.slo_class, request.slo_targets = message.slo_class, message.slo_targets
-        request.age_seconds = message.age_ms / 1000
+        if message.arrived_at is not None:
+            request.age_seconds = time.monotonic() - message.arrived_at
         if message.max_new_tokens is not None:
             request.max_tokens = min(request.max_tokens, request.num_output_tokens + message.max_new_tokens)
         if request.needs_grammar:

@@ -213,5 +213,4 @@ class Journal:
             num_preemptions=entry.num_preemptions,
             max_new_tokens=request.max_new_tokens if max_new_tokens is None else max_new_tokens,
             is_replay=is_replay,
-            age_ms=request.age_ms + 1000 * (self._clock() - entry.added_at) if request.slo_targets else 0.0,
         )
