@@ -95,14 +95,13 @@ def params(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 
 
-async def measure(arguments: argparse.Namespace, settings: dict[str, Any], times: Times, seed: int) -> None:
+def measure(arguments: argparse.Namespace, settings: dict[str, Any], times: Times, seed: int) -> None:
     """One engine, from its start to its end."""
     values = {"model": str(arguments.model), "data_parallel_size": 2, "kv_cache_memory_bytes": 256 << 20, **settings}
     llm = AsyncLLM(EngineConfig.from_settings(values))
     try:
-        await llm.start()
         load = Load(llm, times, seed)
-        await load.run(arguments.streams, arguments.prompts, arguments.length, arguments.per_second)
+        asyncio.run(load.run(arguments.streams, arguments.prompts, arguments.length, arguments.per_second))
     finally:
         llm.shutdown()
 
@@ -132,7 +131,7 @@ def main() -> None:
                 extra = {"shared_storage_path": folder, "max_bytes": 2 << 30}
                 transfer = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}
                 apart = {"disaggregation": {"prefill": 1, "decode": 1}, "kv_transfer_config": transfer}
-                asyncio.run(measure(arguments, apart if is_apart else {}, times[name], seed=number))
+                measure(arguments, apart if is_apart else {}, times[name], seed=number)
     print(f"{arguments.streams} streams, prompts of {arguments.length} tokens, {arguments.per_second} a second:")
     for name, measured in times.items():
         print(f"  {name:18} between tokens of the streams  {percentiles(measured.between_tokens)}")
