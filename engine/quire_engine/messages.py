@@ -138,6 +138,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     arrived_at: float | None = None
     """On `time.monotonic`, which all processes of a machine share; told with its objectives. For these the time counts
     in which it lies in the engine core's socket, while a step runs."""
+    was_prefilled: bool = False
+    """Whether another engine has computed its prompt, and keeps its blocks where this one finds them, or will soon."""
 
 
 class ErrorCode(enum.Enum):
@@ -329,7 +331,7 @@ class DraftTokens(msgspec.Struct, array_like=True):
     """For each, the estimated chance in (0, 1] that it is accepted if those before it were."""
 
 
-class KVLoad(msgspec.Struct, array_like=True):
+class KVLoad(msgspec.Struct, array_like=True, omit_defaults=True):
     """Blocks to read into host memory, in this order, up to the first that is not there or not sound."""
 
     number: int
@@ -337,6 +339,8 @@ class KVLoad(msgspec.Struct, array_like=True):
     slot: int
     """Where the ranks say how many there are; see `kv_connector/board.py`."""
     block_hashes: list[bytes]
+    is_coming: bool = False
+    """Whether another engine may still be keeping them: then one that is not there is waited for, but not for long."""
 
 
 class KVPlacement(msgspec.Struct, array_like=True):

@@ -13,10 +13,18 @@ from functools import cache
 from typing import TypeVar
 
 from quire_engine.slo import DEFAULT_CLASS, SLOTargets
-from quire_engine.stats import DraftStats, ExpertLoadStats, FinishedRequestStats, IterationStats, SchedulerStats
+from quire_engine.stats import (
+    DraftStats,
+    ExpertLoadStats,
+    FinishedRequestStats,
+    IterationStats,
+    KVConnectorStats,
+    SchedulerStats,
+)
 
 from quire_monitoring.definitions import (
     DEFAULT_CLASSES,
+    KV_CONNECTOR_OUTCOMES,
     LORA_INFO,
     OUTCOMES,
     REFUSALS,
@@ -115,6 +123,8 @@ class Accumulator:
             counters[_busy(rank)] += _growth(busy_before, busy)  # type: ignore[assignment]
         if stats.drafts is not None:
             self._record_drafts(before.drafts or DraftStats(), stats.drafts)
+        if stats.kv_connector is not None:
+            self._record_kv_connector(before.kv_connector or KVConnectorStats(), stats.kv_connector)
         if stats.expert_load is not None:
             self._record_experts(self._expert_load, stats.expert_load)
             self._expert_load = stats.expert_load
@@ -130,6 +140,17 @@ class Accumulator:
             for expert, (known, tokens) in enumerate(zip(row_before, row, strict=bool(row))):
                 if tokens != known:
                     self._counters[_expert(layer, expert)] += _growth(known, tokens)
+
+    def _record_kv_connector(self, before: KVConnectorStats, now: KVConnectorStats) -> None:
+        counters = self._counters
+        counters[_EXTERNAL_QUERIES] += _growth(before.queries, now.queries)
+        counters[_EXTERNAL_HITS] += _growth(before.hits, now.hits)
+        counters[_KV_BLOCKS["loaded"]] += _growth(before.num_loaded_blocks, now.num_loaded_blocks)
+        counters[_KV_BLOCKS["load_failed"]] += _growth(before.num_failed_blocks, now.num_failed_blocks)
+        counters[_KV_BLOCKS["saved"]] += _growth(before.num_saved_blocks, now.num_saved_blocks)
+        counters[_KV_BLOCKS["save_failed"]] += _growth(before.num_unsaved_blocks, now.num_unsaved_blocks)
+        counters[_KV_LOADED_BYTES] += _growth(before.num_loaded_bytes, now.num_loaded_bytes)
+        counters[_KV_SAVED_BYTES] += _growth(before.num_saved_bytes, now.num_saved_bytes)
 
     def _record_drafts(self, before: DraftStats, now: DraftStats) -> None:
         counters = self._counters
@@ -366,6 +387,11 @@ _PREEMPTIONS = series("quire_preemptions_total")
 _EVICTIONS = series("quire_kv_block_evictions_total")
 _QUERIES = series("quire_prefix_cache_queries_total")
 _HITS = series("quire_prefix_cache_hits_total")
+_EXTERNAL_QUERIES = series("quire_external_prefix_cache_queries_total")
+_EXTERNAL_HITS = series("quire_external_prefix_cache_hits_total")
+_KV_BLOCKS = {outcome: series("quire_kv_connector_blocks_total", outcome=outcome) for outcome in KV_CONNECTOR_OUTCOMES}
+_KV_SAVED_BYTES = series("quire_kv_connector_bytes_total", direction="save")
+_KV_LOADED_BYTES = series("quire_kv_connector_bytes_total", direction="load")
 _RESTARTS = series("quire_engine_restarts_total")
 _REPLAYED = series("quire_requests_replayed_total")
 _MOVED = series("quire_requests_moved_total")

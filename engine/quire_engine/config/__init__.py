@@ -1,5 +1,6 @@
 """The engine's settings, and what is made of names that only vLLM has."""
 
+from quire_engine.config.disaggregation_config import DisaggregationConfig
 from quire_engine.config.engine_config import (
     MAX_REPLICAS,
     SECRETS,
@@ -18,6 +19,7 @@ __all__ = [
     "MAX_REPLICAS",
     "SECRETS",
     "CacheConfig",
+    "DisaggregationConfig",
     "EngineConfig",
     "EngineCoreConfig",
     "FrontendConfig",

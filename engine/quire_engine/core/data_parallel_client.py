@@ -18,6 +18,8 @@
    others go on with their requests as after a death, but nobody is to blame.
 
 A single replica has nothing between it and the frontend until it is scaled. Then one of these is put `around` it.
+
+With `disaggregation` the replicas have roles, and most requests go from one to another once: see there.
 """
 
 import asyncio
@@ -30,7 +32,9 @@ from functools import partial
 import msgspec
 
 from quire_engine.config import EngineConfig
+from quire_engine.core.disaggregation import Disaggregation
 from quire_engine.core.engine_client import EngineClient
+from quire_engine.core.journal import JournalEntry
 from quire_engine.core.new_replicas import NewReplicas, require_room
 from quire_engine.core.router import Router
 from quire_engine.core.supervised_client import OnRecovery, SupervisedClient
@@ -94,6 +98,8 @@ class DataParallelClient:
         self._coming = NewReplicas()
         self._leaving: list[SupervisedClient] = []
         self.ready = EngineCoreReady()
+        roles = config.parallel.disaggregation
+        self._disaggregation = None if roles is None else Disaggregation(roles)
         self._router = Router(config.parallel.data_parallel_routing, config.parallel.data_parallel_size, 0)
         try:
             for index in range(0 if replicas else config.parallel.data_parallel_size):
@@ -195,16 +201,18 @@ class DataParallelClient:
             EngineDeadError: no engine is up, and `replay_on_crash` is off.
             EngineUnavailableError: no engine is up, and engines do not stay alive.
         """
+        if self._disaggregation is not None:
+            request = self._disaggregation.add(request, self.ready)
         index = self._route(request, self._candidates())
         try:
             self._replicas[index].add_request(request)
         except BaseException:
-            self._router.remove(request.request_id)
+            self._forget(request.request_id)
             raise
 
     def abort_request(self, request_id: str) -> bool:
         """End a request wherever it is. Never blocks. Returns whether an engine core has it and will report its end."""
-        index = self._router.remove(request_id)
+        index = self._forget(request_id)
         return index is not None and self._replicas[index].abort_request(request_id)
 
     def engine_index(self, request_id: str) -> int:
@@ -215,10 +223,18 @@ class DataParallelClient:
         """Whether no engine has this live request, because none is up or another request has it to itself."""
         return self._replicas[self.engine_index(request_id)].is_held(request_id)
 
+    def _forget(self, request_id: str) -> int | None:
+        """Returns where it was."""
+        if self._disaggregation is not None:
+            self._disaggregation.remove(request_id)
+        return self._router.remove(request_id)
+
     def _route(
         self, request: EngineCoreRequest, candidates: Sequence[int], output_token_ids: Sequence[int] = ()
     ) -> int:
         params = request.sampling_params
+        if self._disaggregation is not None:
+            candidates = self._disaggregation.candidates(request, candidates)
         return self._router.route(
             request.request_id,
             [*request.prompt_token_ids, *output_token_ids] if output_token_ids else request.prompt_token_ids,
@@ -226,6 +242,12 @@ class DataParallelClient:
             cache_salt=params.cache_salt,
             reads_cache=params.prompt_logprobs is None,
         )
+
+    def _go_on(self, entries: Sequence[JournalEntry]) -> None:
+        """Have decode replicas go on with requests whose prompts others have computed."""
+        for entry in entries:
+            index = self._route(entry.request, self._candidates(), entry.output_token_ids)
+            self._replicas[index].take_over(entry)
 
     def _candidates(self) -> list[int]:
         """The replicas that may get a request: only the best kind that there is."""
@@ -429,6 +451,8 @@ class DataParallelClient:
                 outputs, first = await (first or replica.get_output()), None
                 outputs.engine_index = index
                 self._router.note_outputs(index, outputs)
+                if self._disaggregation is not None:
+                    self._go_on(self._disaggregation.take_prefilled(outputs.outputs))
                 self._outputs.put_nowait(outputs)
         except Exception as error:
             if not isinstance(error, EngineDeadError):

@@ -193,6 +193,7 @@ class EngineCore:
         request.deadline_ms = message.deadline_ms
         request.num_preemptions = message.num_preemptions
         request.is_replay = message.is_replay
+        request.was_prefilled = message.was_prefilled
         request.message_number = message_number
         request.slo_class, request.slo_targets = message.slo_class, message.slo_targets
         if message.arrived_at is not None:

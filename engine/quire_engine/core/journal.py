@@ -226,7 +226,7 @@ class Journal:
             deadline_ms=deadline_ms,
             output_token_ids=entry.output_token_ids.copy(),
             num_preemptions=entry.num_preemptions,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=request.max_new_tokens if max_new_tokens is None else max_new_tokens,
             is_replay=is_replay,
         )
 

@@ -182,6 +182,21 @@ CACHE = Dashboard(
                   description="Drafted tokens, and those that the model sampled in their place. The acceptance length "
                               "is how many tokens a step yields for a request with drafts, in the mean."),
         )),
+        Row(panels=(
+            Panel(title="Tokens found by the KV connector", unit="percentunit", maximum=1,
+                  queries=((f"{_rate('quire_external_prefix_cache_hits_total', 'model')} / "
+                            f"{_rate('quire_external_prefix_cache_queries_total', 'model')}", "{{model}}"),),
+                  description="Of the prompt tokens that were not in the prefix cache: the share that was loaded. "
+                              "Only with kv_transfer_config; so are the next two."),
+            Panel(title="KV blocks saved and loaded", unit="ops",
+                  queries=((_rate("quire_kv_connector_blocks_total", "model, engine, outcome"),
+                            "{{model}} {{engine}} {{outcome}}"),),
+                  description="load_failed: gone, damaged or late, and computed in their place. save_failed: no room, "
+                              "no permission, or a disk that is slower than the model."),
+            Panel(title="Bytes of KV blocks", unit="Bps",
+                  queries=((_rate("quire_kv_connector_bytes_total", "model, direction"), "{{model}} {{direction}}"),),
+                  description="To and from what the connector keeps, of all ranks."),
+        )),
     ),
 )  # fmt: skip
 

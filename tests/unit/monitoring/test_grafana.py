@@ -11,7 +11,7 @@ from support.promql import selectors
 from support.serving import ROOT
 
 BOARDS = [pytest.param(json.loads(grafana.render(dashboard)), id=dashboard.uid) for dashboard in grafana.DASHBOARDS]
-UNITS = {"short", "none", "s", "percentunit", "reqps", "ops", "count:tok/s"}
+UNITS = {"short", "none", "s", "percentunit", "reqps", "ops", "Bps", "count:tok/s"}
 """Those of Grafana that are used; `count:` is its prefix for a unit of one's own."""
 COUNTER = re.compile(r"_(total|sum|count|bucket)$")
 
