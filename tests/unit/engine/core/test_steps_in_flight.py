@@ -38,8 +38,9 @@ class RunnerExecutor:
         self.submitted: list[SchedulerOutput] = []
         self.num_in_flight = 0
 
-    def initialize_cache(self, num_blocks: int) -> None:
+    def initialize_cache(self, num_blocks: int) -> int:
         assert num_blocks == NUM_BLOCKS
+        return 0
 
     def submit(self, scheduler_output: SchedulerOutput) -> None:
         if len(self.submitted) in self.refuse:
