@@ -246,8 +246,11 @@ ENGINE = Dashboard(
                   queries=((f"sum by (model) (increase(quire_engine_restarts_total{{{SERVER}}}{RATE}))",
                             "{{model}} restarts"),
                            (f"sum by (model) (increase(quire_requests_replayed_total{{{SERVER}}}{RATE}))",
-                            "{{model}} replayed requests")),
-                  description="Engines that were started again, and the requests that went on with them."),
+                            "{{model}} replayed requests"),
+                           (f"sum by (model) (increase(quire_requests_moved_total{{{SERVER}}}{RATE}))",
+                            "{{model}} moved requests")),
+                  description="Engines that were started again, the requests that went on with them, and those that a "
+                              "replica handed over as it was taken away."),
         )),
         Row(panels=(
             Panel(title="Busiest expert and rank", page="engine", unit="none",
