@@ -229,5 +229,5 @@ def test_the_dashboards_client_leaves_no_stream_open(open_server: Server) -> Non
     for _ in range(100):
         assert triton.snapshot("tinypy").engine.up
         with pytest.raises(TritonError, match="slo_class is 'unknown'"):
-            list(triton.generate("tinypy", "x", {"slo_class": "unknown"}))
+            list(triton.generate("tinypy", {"text_input": "x"}, {"slo_class": "unknown"}))
     triton.close()
