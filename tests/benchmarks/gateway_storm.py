@@ -126,7 +126,8 @@ def main() -> int:
             wait_until(lambda: len(list(descriptors.iterdir())) <= num_open, "no connection is left", DEADLINE_S)
             return idle_s, answer_s
 
-        answer(server)
+        for _ in range(8):  # the gateway opens its connections to the server one after the other, as they are needed
+            answer(server)
         num_open, resident = len(list(descriptors.iterdir())), [resident_mib(pid)]
         print(f"before: {resident[0]:.1f} MiB, {num_open} descriptors", flush=True)
         for number in range(1, args.storms + 1):
