@@ -35,8 +35,8 @@ _CSS = """
 }
 [data-testid="stMetricValue"] { font-size: 1.6rem; }
 /* The verdict is what is read first; which page this is, the list at the left says, too. */
-[data-testid="stMain"] [data-testid="stHeading"] h1 { font-size: 1.25rem; padding: 0; }
-[data-testid="stMain"] [data-testid="stHeading"] h3 { font-size: 1.1rem; padding: 0.4rem 0 0; }
+[data-testid="stMain"] [data-testid="stHeading"] h1 { font-size: 1.25rem; padding: 0 0 0.4rem; }
+[data-testid="stMain"] [data-testid="stHeading"] h3 { font-size: 1.1rem; padding: 0.4rem 0; }
 .st-key-verdict [data-testid="stMarkdownContainer"] p:first-child { font-size: 1.3rem; line-height: 1.35; }
 /* Captions and the words in charts are paler than the text, but can be read (WCAG 2.2, 1.4.3). */
 [data-testid="stCaptionContainer"] { opacity: 0.8; }

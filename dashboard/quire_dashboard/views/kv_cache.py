@@ -99,7 +99,7 @@ def _usage(snapshot: Snapshot) -> None:
     if not rows:
         st.caption("No request holds a block.")
         return
-    share = st.column_config.ProgressColumn("share", format="percent", min_value=0.0, max_value=1.0)
+    share = st.column_config.ProgressColumn("share", width="small", format="percent", min_value=0.0, max_value=1.0)
     cached = st.column_config.NumberColumn(help="Tokens of its prompt that were found in the prefix cache.")
     table(rows, columns={"share": share, "from cache": cached}, key="usage_by_request")
 

@@ -123,7 +123,7 @@ _COLUMNS: dict[str, Any] = {
     "computed": st.column_config.NumberColumn(help="Tokens whose keys and values are in the KV cache."),
     # Numbers, so that the table sorts them as such.
     "age": st.column_config.NumberColumn(format="%.1f s"),
-    "queue": st.column_config.NumberColumn(format="%.3f s"),
+    "queue": st.column_config.NumberColumn(format="%.2f s"),
     "slack": st.column_config.NumberColumn(format="%.1f s", help="Time until the request misses its next target."),
     "starts in": st.column_config.NumberColumn(
         format="%.1f s", help="Predicted time until its first turn, with scheduling_policy slo."
