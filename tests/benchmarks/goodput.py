@@ -265,17 +265,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--arrivals", nargs="+", default=["poisson", "bursts"], choices=["poisson", "bursts"])
+    parser.add_argument("--multiples", type=float, nargs="+", default=MULTIPLES, help="of the rate that saturates")
     parser.add_argument("--best-effort", action="store_true", help="refuse no request: those too late give way")
     arguments = parser.parse_args()
     classes = best_effort(CLASSES) if arguments.best_effort else CLASSES
     if arguments.model is not None:
-        asyncio.run(measure_engines(arguments.model, arguments.seconds, arguments.seeds, arguments.arrivals, classes))
+        asyncio.run(measure_engines(arguments, classes))
         return
     rate = saturating_rate()
     print(f"saturates at {rate:.2f} requests/s")
     for kind in arguments.arrivals:
         print(f"\n{kind}: good requests/s; of each class the good ones, and refused ones")
-        for multiple in MULTIPLES:
+        for multiple in arguments.multiples:
             seeds = range(arguments.seeds)
             report(
                 multiple,
@@ -288,14 +289,12 @@ def quarter(lengths: tuple[int, int]) -> tuple[int, int]:
     return lengths[0] // 4, lengths[1] // 4
 
 
-async def measure_engines(
-    model: Path, seconds: float, seeds: int, kinds: list[str], traffic: Mapping[str, TrafficClass]
-) -> None:
+async def measure_engines(arguments: argparse.Namespace, traffic: Mapping[str, TrafficClass]) -> None:
     """The same comparison with real engines; the rate that saturates is measured first."""
     from harness.goodput_engine import Engines  # tests import this file as part of a package
 
     settings = {name: {"on_overload": one.targets.on_overload} for name, one in traffic.items()}
-    engines = Engines(model, POLICIES, settings, max_num_batched_tokens=256, max_model_len=1024)
+    engines = Engines(arguments.model, POLICIES, settings, max_num_batched_tokens=256, max_model_len=1024)
     short = {
         name: replace(one, prompt_tokens=quarter(one.prompt_tokens), output_tokens=quarter(one.output_tokens))
         for name, one in traffic.items()
@@ -303,7 +302,7 @@ async def measure_engines(
     try:
         warm_up = list(arrivals(20.0, 3.0, Random(0), classes=short))
         estimate, _ = await engines.saturate(warm_up)  # so few that most of it is their beginning and their end
-        rate, tpot = await engines.saturate(list(arrivals(estimate, seconds, Random(0), classes=short)))
+        rate, tpot = await engines.saturate(list(arrivals(estimate, arguments.seconds, Random(0), classes=short)))
         targets = {
             "chat": SLOTargets(ttft_ms=3000 / rate, tpot_ms=1500 * tpot),
             "code": SLOTargets(ttft_ms=11_000 / rate, tpot_ms=2500 * tpot),
@@ -314,15 +313,17 @@ async def measure_engines(
             for name, one in short.items()
         }
         print(f"saturates at {rate:.2f} requests/s; {targets}")
-        for kind in kinds:
+        for kind in arguments.arrivals:
             print(f"\n{kind}: good requests/s; of each class the good ones, and refused ones")
-            for multiple in MULTIPLES:
+            for multiple in arguments.multiples:
                 runs = []
-                for seed in range(seeds):
+                for seed in range(arguments.seeds):
                     run = {}
                     for policy in POLICIES if seed % 2 == 0 else POLICIES[::-1]:
-                        load = list(arrivals(multiple * rate, seconds, Random(seed + 1), kind == "bursts", classes))
-                        run[policy] = Run(load, max(await engines.serve(policy, load), seconds))
+                        load = list(
+                            arrivals(multiple * rate, arguments.seconds, Random(seed + 1), kind == "bursts", classes)
+                        )
+                        run[policy] = Run(load, max(await engines.serve(policy, load), arguments.seconds))
                     runs.append(run)
                 report(multiple, runs)
     finally:
