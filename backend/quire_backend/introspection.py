@@ -8,7 +8,8 @@ JSON in `text_output`. For the first two, anybody may ask::
     introspect = "snapshot"                                 → the engine at this moment, see `quire_engine.snapshot`
     introspect = "ended", cursor = "<of the last answer>"   → requests that have ended since, see `EndedRequests` there
     introspect = "cancel", cancel_request_id = "<its id>"   → {"cancelled": true | false}
-    introspection_token = "…"                               with the last three
+    introspect = "scale", replicas = 3                      → {"replicas": 3, "before": 2}, once it is so
+    introspection_token = "…"                               with the last four
 """
 
 import hmac
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from quire_engine.config import MAX_REPLICAS
 from quire_engine.errors import MAX_QUOTED, RequestError, quote
 
 __all__ = ["IntrospectionRequest", "TokenGuard", "parse_introspection"]
@@ -28,9 +30,11 @@ logger = logging.getLogger(__name__)
 _WARN_S = 60.0
 
 _OPEN_ACTIONS = _HEALTH, _CHAT_FORMAT = ("health", "chat_format")
-_ACTIONS = (*_OPEN_ACTIONS, "snapshot", "ended", "cancel")
+_ACTIONS = (*_OPEN_ACTIONS, "snapshot", "ended", "cancel", "scale")
 _PARAMETERS = ("introspect", "introspection_token", "cancel_request_id")
 _CURSOR = "cursor"
+_REPLICAS = "replicas"
+_OWN_PARAMETERS = {"ended": _CURSOR, "scale": _REPLICAS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +44,9 @@ class IntrospectionRequest:
     cancel_request_id: str | None = None
     """The request to cancel."""
     ended_since: str | None = None
-    """A cursor: the requests that have ended since; empty: all that are kept. With neither: take a snapshot."""
+    """A cursor: the requests that have ended since; empty: all that are kept."""
+    num_replicas: int | None = None
+    """How many replicas there are to be. With none of these: take a snapshot."""
     health_only: bool = False
     """Whether the engine runs, and nothing else. /metrics says as much to everybody."""
     chat_format_only: bool = False
@@ -68,9 +74,9 @@ def parse_introspection(parameters: str, guard: "TokenGuard") -> IntrospectionRe
     guard.check(values.get("introspection_token"))
     if action not in _ACTIONS:
         raise RequestError("introspect", f"introspect is {quote(action)}; it must be one of {', '.join(_ACTIONS)}")
-    known = (*_PARAMETERS, _CURSOR) if action == "ended" else _PARAMETERS
+    known = {*_PARAMETERS, "id", _OWN_PARAMETERS.get(action)}
     for name in values:
-        if name not in (*known, "id") and not name.startswith("triton_"):  # an HTTP body's id comes along
+        if name not in known and not name.startswith("triton_"):  # an HTTP body's id comes along
             raise RequestError(name, f"{name[:MAX_QUOTED]} has no meaning in a request with introspect")
     request_id = values.get("cancel_request_id")
     if action == "snapshot" and request_id is None:
@@ -80,6 +86,13 @@ def parse_introspection(parameters: str, guard: "TokenGuard") -> IntrospectionRe
         if not isinstance(cursor, str):
             raise RequestError(_CURSOR, f"cursor is {quote(cursor)}; it must be that of an earlier answer")
         return IntrospectionRequest(ended_since=cursor)
+    if action == "scale" and request_id is None:
+        num_replicas = values.get(_REPLICAS)
+        if type(num_replicas) is not int or not 1 <= num_replicas <= MAX_REPLICAS:
+            raise RequestError(
+                _REPLICAS, f"replicas is {quote(num_replicas)}; it must be an integer from 1 to {MAX_REPLICAS}"
+            )
+        return IntrospectionRequest(num_replicas=num_replicas)
     if action == "cancel" and isinstance(request_id, str) and request_id:
         return IntrospectionRequest(cancel_request_id=request_id)
     raise RequestError(

@@ -1,5 +1,6 @@
 """TritonPythonModel: the five calls of the server's Python stub."""
 
+import asyncio
 import json
 import logging
 import os
@@ -9,19 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire_engine.config import EngineConfig
-from quire_engine.errors import EngineError
+from quire_engine.errors import EngineError, ScalingError
 from quire_engine.models.served import read_checkpoint
 from quire_engine.stats import FinishedRequestStats, StatLogger
 from quire_engine.system.process_state import started_at
-from quire_monitoring import ByEngine, MetricDefinition, ReplicaStatLoggers, TritonStatLogger
+from quire_monitoring import MetricDefinition, TritonStatLogger
 from quire_monitoring.ended_requests import EndedRequestLog
 from quire_monitoring.triton import MetricFamily
 
 from quire_backend import model_config, triton_api
 from quire_backend.engine_number import EngineNumber
+from quire_backend.exporters import EngineExporters
 from quire_backend.private_memory import make_private
 from quire_backend.serving import Serving
-from quire_backend.settings import TOKEN_VARIABLE, load_engine_config, one_line
+from quire_backend.settings import TOKEN_VARIABLE, load_engine_config, name_of_settings, one_line
 from quire_backend.status_page import StatusPage
 from quire_backend.triton_api import TritonRequest
 
@@ -126,50 +128,51 @@ class TritonPythonModel:
             int(args["model_instance_device_id"]),
         )
         os.environ.pop(TOKEN_VARIABLE, None)  # the engine's processes inherit the environment, and do not need it
-        replicas = range(config.parallel.data_parallel_size)
-        self._numbers = [EngineNumber(args["model_name"], args["model_version"]) for _ in replicas]
         if config.scheduler.scheduling_policy == "priority":
             logger.warning(
                 "Triton's own request priority does not reach a Python backend, and has no effect: "
                 "clients say priority in sampling_parameters, or over HTTP as a parameter of generate"
             )
         pbtxt = json.loads(args["model_config"])
+        self._num_instances = model_config.num_instances(pbtxt)
         labels = {"model": args["model_name"], "version": args["model_version"]}
-        all_labels = [{**labels, "engine": number.label} for number in self._numbers]
-        loggers = [
-            TritonStatLogger(
-                family_maker(config, pbtxt),
-                own_labels,
-                slo_classes=config.frontend.slo,
+        frontend, make_family = config.frontend, family_maker(config, pbtxt)
+
+        def make_metrics(number: str) -> TritonStatLogger:
+            return TritonStatLogger(
+                make_family,
+                {**labels, "engine": number},
+                slo_classes=frontend.slo,
                 num_ranks=config.parallel.world_size,
                 max_draft_tokens=config.scheduler.max_draft_tokens,
                 expert_shape=expert_shape(config),
-                expert_metrics=config.frontend.expert_metrics,
-                aliases=config.frontend.metric_aliases == "vllm",
+                expert_metrics=frontend.expert_metrics,
+                aliases=frontend.metric_aliases == "vllm",
                 server_start_time=started_at(os.getppid()),
+                settings=name_of_settings(config),
             )
-            for own_labels in all_labels
-        ]
-        self._metrics = ReplicaStatLoggers(loggers)
-        otels = [make_otel(config, own_labels) for own_labels in all_labels]
-        self._otels = [otel for otel in otels if otel is not None]
-        frontend = config.frontend
+
+        self._exporters = EngineExporters(
+            lambda: EngineNumber(labels["model"], labels["version"]),
+            make_metrics,
+            lambda number: make_otel(config, {**labels, "engine": number}),
+            sends_totals=frontend.metrics and not frontend.disable_log_stats,
+            num_engines=config.parallel.data_parallel_size,
+        )
         self._ended_requests = EndedRequestLog(
             frontend.ended_requests, frontend.slo, keep_text=frontend.ended_requests_text
         )
-        stat_loggers: list[StatLogger] = [self._metrics, self._ended_requests]
-        if self._otels:
-            stat_loggers.append(ByEngine(self._otels))
-        engine = make_engine(config, stat_loggers)
+        engine = self._engine = make_engine(config, [*self._exporters.stat_loggers, self._ended_requests])
         status = StatusPage.of_run(
             model=labels["model"], version=labels["version"], instance=args["model_instance_name"],
-            num_instances=model_config.num_instances(pbtxt),
+            num_instances=self._num_instances,
         )  # fmt: skip
         self._serving = Serving(
             engine,
             config.frontend,
             on_rejected=self._record_rejection,
-            when_counted=self._metrics.when_written,
+            when_counted=self._exporters.metrics.when_written,
+            scale=self._scale,
             ended_requests=self._ended_requests,
             model=labels["model"],
             version=labels["version"],
@@ -183,12 +186,7 @@ class TritonPythonModel:
             if status is not None:
                 status.close()
             raise
-        self._metrics.start(
-            is_up=engine.is_engine_up, workers_up=engine.workers_up, cache_config=engine.cache_config_info
-        )
-        if config.frontend.metrics and not config.frontend.disable_log_stats:
-            for otel, own in zip(self._otels, loggers, strict=False):  # all have one, or none has
-                otel.start(own.totals())
+        self._exporters.start(engine.is_engine_up, engine.workers_up, engine.cache_config_info)
         logger.info("model %s is served by the Quire engine", args["model_name"])
 
     def execute(self, requests: Sequence[TritonRequest]) -> None:
@@ -197,10 +195,25 @@ class TritonPythonModel:
             self._serving.submit(request)
 
     def _record_rejection(self, request: FinishedRequestStats) -> None:
-        self._metrics.record_rejection(None if request.slo_verdict is None else request.slo_class)
+        self._exporters.record_rejection(request)
         self._ended_requests.add(request)
-        if self._otels:
-            self._otels[0].record_rejection(request)
+
+    async def _scale(self, num_replicas: int) -> None:
+        """Have so many replicas, and exporters for each of them.
+
+        Raises:
+            ScalingError: it cannot be, or not now; nothing has changed then.
+        """
+        if self._num_instances > 1:  # which of them is asked is the server's choice
+            raise ScalingError(
+                f"the model has {self._num_instances} instances (instance_group in its config.pbtxt), and this request "
+                "has reached one of them; give it one instance, and data_parallel_size replicas of the engine behind it"
+            )
+        self._exporters.expect(num_replicas)
+        try:
+            await self._engine.scale(num_replicas)
+        finally:
+            await asyncio.to_thread(self._exporters.match, self._engine.num_replicas)
 
     def is_ready(self) -> bool:
         """Whether the engine is up; newer servers call this."""
@@ -219,10 +232,5 @@ class TritonPythonModel:
             self._stop_exporters()
 
     def _stop_exporters(self) -> None:
-        are_gone = self._metrics.stop() if hasattr(self, "_metrics") else True
-        otels: list[OtelStatLogger] = getattr(self, "_otels", [])
-        while otels:
-            otels.pop().stop()
-        if hasattr(self, "_numbers") and are_gone:  # the next engine makes the same series
-            for number in self._numbers:
-                number.release()  # or else the end of this process does it
+        if hasattr(self, "_exporters"):
+            self._exporters.stop()

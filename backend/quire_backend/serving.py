@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from quire_engine.config import FrontendConfig
-from quire_engine.errors import EngineDeadError, EngineUnavailableError, RequestError
+from quire_engine.errors import EngineDeadError, EngineUnavailableError, RequestError, ScalingError
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.slo import DEFAULT_CLASS, RequestSLO
 from quire_engine.stats import AbortedBy, FinishedRequestStats
@@ -97,6 +97,9 @@ class Engine(Protocol):
     def add_request(self, request: "ProcessedRequest", on_output: "Callable[[RequestOutput], None]") -> None: ...
     def abort(self, request_id: str, by: AbortedBy = "client") -> None: ...
     def cancel(self, request_id: str) -> bool: ...
+    @property
+    def num_replicas(self) -> int: ...
+    async def scale(self, num_replicas: int) -> None: ...
     async def snapshot(self, labels: Mapping[str, str]) -> "Snapshot": ...
     async def start(self) -> None: ...
     def shutdown(self) -> None: ...
@@ -112,6 +115,7 @@ class Serving:
             request itself was wrong.
         when_counted: calls back when everything that the engine and `on_rejected` have reported is in the metrics. So a
             client that has its last response finds its request in the metrics, unless that takes too long.
+        scale: changes the number of replicas; unset: the engine does, and nobody else has to know.
         ended_requests: what operators are told of these; whoever makes it feeds it.
         model: the model's name, for snapshots.
         version: its version.
@@ -127,6 +131,7 @@ class Serving:
         on_rejected: Callable[[FinishedRequestStats], None] = lambda request: None,
         when_counted: Callable[[Callable[[], None]], None] = lambda callback: callback(),
         *,
+        scale: Callable[[int], Awaitable[None]] | None = None,
         ended_requests: EndedRequestLog | None = None,
         model: str = "",
         version: str = "",
@@ -141,6 +146,8 @@ class Serving:
         self._model, self._version = model, version
         self._ended_requests = ended_requests or EndedRequestLog(0, {})
         self._introspections: set[asyncio.Task[None]] = set()
+        self._scale_engine = scale or engine.scale
+        self._scaling: asyncio.Future[None] | None = None
         self._on_rejected = on_rejected
         self._when_counted = when_counted
         self._is_traced = config.otlp_endpoint is not None
@@ -388,15 +395,34 @@ class Serving:
                 text = msgspec.json.encode(chat_format(self._engine.input_processor.chat_template, *self._parsers))
             elif introspection.cancel_request_id is not None:
                 text = msgspec.json.encode({"cancelled": self._engine.cancel(introspection.cancel_request_id)})
+            elif introspection.num_replicas is not None:
+                text = msgspec.json.encode(await self._scale(introspection.num_replicas))
             elif introspection.ended_since is not None:
                 text = msgspec.json.encode(self._ended_requests.since(introspection.ended_since))
             else:
                 text = msgspec.json.encode(await self._snapshot())
             self._responses.put(stream, answer_of(text.decode()))
         except Exception as error:
-            if not isinstance(error, RequestError):
+            if not isinstance(error, RequestError | ScalingError | EngineDeadError):
                 logger.exception("introspection failed")
             self._responses.fail(stream, *_explain(error))
+
+    async def _scale(self, num_replicas: int) -> dict[str, int]:
+        """Change the number of replicas; goes on to the end whether or not anybody waits for the answer.
+
+        Raises:
+            ScalingError: it cannot be changed, or not now.
+            EngineDeadError: the model is unloaded meanwhile.
+        """
+        if self._scaling is not None and not self._scaling.done():
+            raise ScalingError("the replicas are being changed; try again when that is done")
+        before = self._engine.num_replicas
+        self._scaling = asyncio.ensure_future(self._scale_engine(num_replicas))
+        await asyncio.wait((self._scaling,))
+        if self._scaling.cancelled():
+            raise EngineDeadError("the model is being unloaded")
+        self._scaling.result()
+        return {"replicas": self._engine.num_replicas, "before": before}
 
     async def _snapshot(self) -> "Snapshot":
         with self._live_changed:
@@ -429,6 +455,8 @@ class Serving:
         for stream in streams:
             if stream.request_id is not None:
                 self._engine.abort(stream.request_id, by="server")
+        if self._scaling is not None:
+            self._scaling.cancel()
 
     # -- any thread -------------------------------------------------------------------------------------------------
 
@@ -500,6 +528,6 @@ def _explain(error: Exception) -> tuple[ErrorCode, str]:
         return ErrorCode.NOT_FOUND, str(error)
     if isinstance(error, RequestError):
         return ErrorCode.INVALID_ARG, str(error)
-    if isinstance(error, _UnavailableError | EngineDeadError | EngineUnavailableError):
+    if isinstance(error, _UnavailableError | EngineDeadError | EngineUnavailableError | ScalingError):
         return ErrorCode.UNAVAILABLE, str(error)
     return ErrorCode.INTERNAL, "the backend failed at this request; the server's log has the cause"

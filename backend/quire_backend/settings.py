@@ -1,5 +1,6 @@
 """`1/model.json` → EngineConfig; whatever is wrong with it is reported in one line."""
 
+import hashlib
 import json
 import logging
 import os
@@ -10,7 +11,7 @@ from typing import Any
 
 from quire_engine.config import EngineConfig
 
-__all__ = ["load_engine_config", "one_line"]
+__all__ = ["load_engine_config", "name_of_settings", "one_line"]
 
 SETTINGS_FILE = "model.json"
 TOKEN_VARIABLE = "QUIRE_INTROSPECTION_TOKEN"
@@ -65,6 +66,14 @@ def load_engine_config(version_dir: Path, instance_kind: str = "MODEL", instance
         raise ValueError(f"{TOKEN_VARIABLE if is_outside else path}: {one_line(error)}") from None
 
 
+def name_of_settings(config: EngineConfig) -> str:
+    """A short name that other settings do not share, for a metric that shows when they have changed.
+
+    It is made of what the configuration shows of itself, which is all but the token.
+    """
+    return hashlib.sha256(repr(config).encode()).hexdigest()[:8]
+
+
 def _device_settings(settings: Mapping[str, Any], kind: str, device_id: int) -> dict[str, Any]:
     """The settings of devices that follow from the instance's kind.
 
@@ -78,6 +87,7 @@ def _device_settings(settings: Mapping[str, Any], kind: str, device_id: int) -> 
             "device": ("auto", "cuda"),
             "gpu_device_ids": (None, [device_id]),
             "data_parallel_size": (1,),
+            "disaggregation": (None,),
             "tensor_parallel_size": (1,),
             "pipeline_parallel_size": (1,),
             "distributed_executor_backend": (None, "uni", "mp"),

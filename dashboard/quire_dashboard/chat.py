@@ -1,9 +1,12 @@
-"""A chat as one prompt: the formats that models are commonly trained with."""
+"""A chat as a prompt: by the checkpoint's own template, or in formats that models are commonly trained with."""
 
+import json
 from collections.abc import Sequence
 
-__all__ = ["FORMATS", "STOPS", "chat_prompt"]
+__all__ = ["FORMATS", "OWN_TEMPLATE", "STOPS", "chat_inputs", "chat_prompt"]
 
+OWN_TEMPLATE = "The model's own"
+"""Which the server applies."""
 FORMATS = {
     "Plain": ("{role}: {text}\n", "assistant:"),
     "ChatML": ("<|im_start|>{role}\n{text}<|im_end|>\n", "<|im_start|>assistant\n"),
@@ -28,3 +31,15 @@ def chat_prompt(turns: Sequence[tuple[str, str]], format_: str) -> str:
     turn, answer = FORMATS[format_]
     # Not str.format: a turn may contain braces.
     return "".join(turn.replace("{role}", role).replace("{text}", text) for role, text in turns) + answer
+
+
+def chat_inputs(turns: Sequence[tuple[str, str]], format_: str) -> tuple[dict[str, str], list[str]]:
+    """The input of a request for the next answer, and the strings that end it.
+
+    Args:
+        turns: (`user` or `assistant`, what was said), the last one by the user.
+        format_: `OWN_TEMPLATE`, or a key of `FORMATS`.
+    """
+    if format_ == OWN_TEMPLATE:
+        return {"messages": json.dumps([{"role": role, "content": text} for role, text in turns])}, []
+    return {"text_input": chat_prompt(turns, format_)}, [STOPS[format_]]

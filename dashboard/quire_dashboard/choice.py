@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
 
 from quire_dashboard.watchers import SERVER, monitor, monitors
 from quire_dashboard.words import as_code
 
-__all__ = ["Selection", "choose", "pickers", "selection"]
+__all__ = ["Selection", "choose", "pickers", "selection", "slo_class_picker", "slo_classes"]
 
 _RANGES = {"5 minutes": 300.0, "15 minutes": 900.0, "1 hour": 3600.0}
 _RANGES_OF_PROMETHEUS = {**_RANGES, "6 hours": 21600.0, "24 hours": 86400.0}
@@ -20,6 +21,7 @@ _REFRESHES = {
 }
 _NONE = "—"
 """Stands for the model where there is none."""
+_DEFAULT = "The model's default"
 _CSS = """
 <style>
 /* A fragment that is being refreshed keeps its looks; the running man of every refresh would be the only flicker. */
@@ -104,3 +106,22 @@ def selection() -> Selection:
         range_s=_RANGES_OF_PROMETHEUS[st.session_state.get("range", "5 minutes")],
         refresh_s=_REFRESHES[st.session_state.get("refresh", "every 2 seconds")],
     )
+
+
+def slo_classes() -> list[str]:
+    """Those of the selected model, as far as its metrics are known."""
+    columns = monitor().view().columns("quire_slo_requests_total", selection().labels)
+    return sorted({labels.get("slo", "") for labels, _ in columns} - {""})
+
+
+def slo_class_picker(where: DeltaGenerator, key: str) -> str:
+    """A list of the selected model's classes, for a request that is sent from here.
+
+    Returns:
+        Empty: none is named.
+    """
+    options = [_DEFAULT, *slo_classes()]
+    if st.session_state.get(key, _DEFAULT) not in options:  # of another model
+        st.session_state[key] = _DEFAULT
+    picked = where.selectbox("SLO class", options, key=key)
+    return "" if picked in (None, _DEFAULT) else picked

@@ -5,6 +5,7 @@ import operator
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any
 
 import pyarrow as pa
@@ -25,8 +26,8 @@ from quire_dashboard.words import as_code, as_text, printable, seconds
 
 __all__ = [
     "CHARTS_S", "Line", "Selection", "chart", "choice_table", "choose", "close_monitors", "draw", "events", "figures",
-    "live", "model_or_reason", "monitor", "monitors", "pickers", "request_names", "selection", "server_away",
-    "snapshot_or_reason", "table", "what_to_do",
+    "live", "model_or_reason", "monitor", "monitors", "pickers", "request_names", "say_events", "selection",
+    "server_away", "snapshot_or_reason", "table", "what_to_do",
 ]  # fmt: skip
 
 CHARTS_S = 5.0
@@ -39,7 +40,10 @@ _FAR = 4.0
 _TOO_FAR = 6.0
 """A target that was drawn is removed when it is so many times higher."""
 _MOST_OF_A_LABEL = 64
+_MOST_EVENTS = 6
 _SPARK_VALUES = 30
+_LATE_S = 5.0
+"""For so long the browser may repeat a choice of before it was told another."""
 _events: dict["Selection", tuple[list[list[Point]], Sequence[Event]]] = {}
 """By what is selected: what they were found in, and the events."""
 _drawn: dict[tuple[tuple["Line", ...], Hashable, float], "_Drawn"] = {}
@@ -229,15 +233,28 @@ def events() -> Sequence[Event]:
     """What happened to the selected model in the selected time range; the same list until there is something new."""
     picked = selection()
     try:
-        source = [monitor().points(query, "", picked.labels, picked.range_s) for query in QUERIES]
+        source = [monitor().points(query, query.by, picked.labels, picked.range_s) for query in QUERIES]
     except ScrapeError:  # which the charts say
         return ()
     last = _events.get(picked)
     if last is None or not all(map(operator.is_, last[0], source)):
-        found = find_events(source)
+        start = time.time() - picked.range_s
+        found = [event for event in find_events(source) if event.time >= start]
         # The same list: with another one, each refresh would send all charts anew.
         _events[picked] = last = (source, found if last is None or found != last[1] else last[1])
     return last[1]
+
+
+def say_events() -> None:
+    """What the vertical lines in all charts are."""
+    found = list(events())
+    if not found:
+        return
+    said = " · ".join(
+        f"{datetime.fromtimestamp(event.time, timezone.utc):%H:%M:%S} {event.what}" for event in found[-_MOST_EVENTS:]
+    )
+    more = f", {len(found) - _MOST_EVENTS} before" if len(found) > _MOST_EVENTS else ""
+    st.caption(f"Dashed lines, UTC: {said}{more}")
 
 
 def figures(shown: Sequence[tuple[str, str, str]], sparks: Mapping[str, Query] | None = None) -> None:
@@ -298,11 +315,23 @@ def choice_table(
         on_choice: gets the id of the visitor's choice, or None.
     """
 
+    state = f"{key}-told"
+    # The rows that the browser was told last, and those of before, each with the moment until which it may repeat them.
+    told, left = st.session_state.get(state, ([], []))
+
     def note() -> None:
-        found = [ids[row] for row in st.session_state[key].selection.rows if row < len(ids)]
+        rows = list(st.session_state[key].selection.rows)
+        if any(rows == old and time.monotonic() < until for until, old in left):
+            return  # not the visitor: it has not heard yet that the chosen one has moved or gone
+        st.session_state[state] = (rows, [])
+        found = [ids[row] for row in rows if row < len(ids)]
         on_choice(found[0] if found else None)
 
     picked = [row for row, id_ in enumerate(ids) if id_ == chosen]
+    if picked != told:
+        now = time.monotonic()
+        left = [*(one for one in left if one[0] > now), (now + _LATE_S, told)]
+        st.session_state[state] = (picked, left)
     st.session_state[key] = {"selection": {"rows": picked, "columns": [], "cells": []}}
     data = pa.Table.from_pylist(list(rows))
     st.dataframe(data, hide_index=True, key=key, column_config=columns, on_select=note, selection_mode="single-row")

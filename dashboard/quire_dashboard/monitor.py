@@ -9,9 +9,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
-from quire_load.scrape import Key, ScrapeError, fetch, parse
+from quire_load.scrape import Key, Scrape, ScrapeError, fetch, parse
 
 from quire_dashboard.ended_log import EndedLog, EndedSeen
 from quire_dashboard.ended_requests import EndedAnswer
@@ -29,6 +30,8 @@ HISTORY_S = 3600.0
 SNAPSHOT_AGE_S = 0.9 * SCRAPE_INTERVAL_S
 """A little less than a refresh: a page that looks every two seconds sees a new one each time."""
 PROMETHEUS_AGE_S = 2.0
+SEED_S = 600.0
+"""So much of the time before the first reading is taken from Prometheus: health looks back no further."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +125,22 @@ class Monitor:
             self._num_answers_without = 0 if self._unreachable else self._num_answers_without + 1
             self._error = str(error)
             return
+        if not self._last_success:
+            self._seed(scrape)
         self.ring.append(scrape)
         self._last_success = time.time()
         self._error = self._unreachable = ""
         self._num_answers_without = 0
+
+    def _seed(self, scrape: Scrape) -> None:
+        """Put the readings before the first one into the ring, so that health knows of them."""
+        if self._prometheus is None:
+            return
+        with suppress(ScrapeError):  # the charts say it
+            for before in self._prometheus.readings(
+                scrape.values, self._at, scrape.time - SEED_S, scrape.time - SCRAPE_INTERVAL_S
+            ):
+                self.ring.append(before)
 
     @property
     def error(self) -> str:

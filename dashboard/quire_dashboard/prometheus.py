@@ -5,17 +5,20 @@ import math
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from quire_load.scrape import ScrapeError, why
+from quire_load.scrape import Key, Scrape, ScrapeError, why
 
 from quire_dashboard.history import Point
-from quire_dashboard.queries import MOST_POINTS, WINDOW_S, Query
+from quire_dashboard.queries import MOST_POINTS, WINDOW_S, Query, selector
 
 __all__ = ["Prometheus"]
 
 _TIMEOUT_S = 5.0
+_READINGS_S = 15.0
+"""Between two of `Prometheus.readings`: Prometheus' usual interval."""
 
 
 class Prometheus:
@@ -52,6 +55,39 @@ class Prometheus:
                 points.append(Point(float(time), series, value if math.isfinite(value) else math.nan))
                 before = float(time)
         return points
+
+    def readings(self, keys: Collection[Key], labels: Mapping[str, str], start: float, end: float) -> list[Scrape]:
+        """What readings of /metrics would have been between two moments.
+
+        Args:
+            keys: samples of a reading, which say what labels each name has besides those that Prometheus adds.
+            labels: of the server's series.
+            start: seconds since the epoch.
+            end: likewise.
+
+        Returns:
+            None when a series comes from several servers: which of them is meant cannot be told.
+
+        Raises:
+            ScrapeError: Prometheus does not answer, or refused.
+        """
+        own_labels: dict[str, set[str]] = defaultdict(set)
+        for name, pairs in keys:
+            own_labels[name].update(label for label, _ in pairs)
+        expression = f'{{__name__=~"quire_.+",{selector(labels)[1:]}'
+        moments = {"start": f"{start:.3f}", "end": f"{end:.3f}", "step": f"{_READINGS_S:.3f}"}
+        found: dict[float, dict[Key, float]] = defaultdict(dict)
+        for line in self._get("query_range", query=expression, **moments)["result"]:
+            name = line["metric"]["__name__"]
+            own = own_labels.get(name)
+            if own is None:
+                continue
+            key = (name, tuple(sorted((label, value) for label, value in line["metric"].items() if label in own)))
+            for time, text in line["values"]:
+                if key in found[float(time)]:
+                    return []
+                found[float(time)][key] = float(text)
+        return [Scrape(time, values) for time, values in sorted(found.items())]
 
     def _get(self, what: str, **parameters: str) -> dict[str, Any]:
         data = urllib.parse.urlencode(parameters).encode()

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import streamlit as st
 
 from quire_dashboard import words
-from quire_dashboard.evidence import gather
 from quire_dashboard.frame import choose, monitors, selection
-from quire_dashboard.health import Level, assess
+from quire_dashboard.health import Level
 from quire_dashboard.monitor import Monitor
+from quire_dashboard.verdict import judge
 
 __all__ = ["show_strip"]
 
@@ -61,7 +61,9 @@ def _entries(watcher: Monitor, *, is_alone: bool) -> Iterator[_Entry]:
     name = words.as_text(server)
     away = watcher.seconds_away
     if not is_alone and away is not None:
-        yield _Entry(server=server, level=Level.CRITICAL, text=f"{name}: no answer for {words.seconds(away)}",
+        # One whose /metrics alone are away may serve its clients well.
+        level, what = (Level.WARNING, "metrics") if watcher.only_metrics_away else (Level.CRITICAL, "answer")
+        yield _Entry(server=server, level=level, text=f"{name}: no {what} for {words.seconds(away)}",
                      explained=watcher.error)  # fmt: skip
         return
     models = watcher.models()
@@ -69,8 +71,7 @@ def _entries(watcher: Monitor, *, is_alone: bool) -> Iterator[_Entry]:
         yield _Entry(server=server, level=Level.WARNING, text=f"{name}: no model",
                      explained="The server runs, but serves no model of Quire.")  # fmt: skip
     for model in models:
-        evidence = gather(watcher.view(), {"model": model}, None, server_error=watcher.error)
-        health = assess(evidence)
+        evidence, health = judge(watcher, model, None)
         text = f"{words.as_text(model)}: {_LIGHTS[health.level][1]}, {evidence.running:.0f} running"
         yield _Entry(server=server, model=model, level=health.level, explained=health.headline,
                      text=text if is_alone else f"{name} {text}")  # fmt: skip

@@ -125,16 +125,21 @@ class Triton:
             raise TritonError(f"{model} answers a cancellation with {text[:80]!r}") from None
 
     def generate(
-        self, model: str, prompt: str, parameters: Mapping[str, Any], *, timeout_s: float = 600.0
+        self, model: str, inputs: Mapping[str, str], parameters: Mapping[str, Any], *, timeout_s: float = 600.0
     ) -> Generator[Chunk, None, None]:
         """Stream one completion. Closing the iterator before the final chunk cancels the request.
+
+        Args:
+            model: its name.
+            inputs: the prompt, as `text_input` or `messages`, and `sampling_parameters`.
+            parameters: the request's own.
+            timeout_s: of the whole stream.
 
         Raises:
             TritonError: the server is away, or refused.
         """
-        inputs: dict[str, str | bool | list[int]] = {"text_input": prompt, "stream": True, "return_finish_reason": True,
-                  "return_num_output_tokens": True, "return_perf_metrics": True}  # fmt: skip
-        request = infer_request(model, inputs, parameters)
+        asked = ("stream", "return_finish_reason", "return_num_output_tokens", "return_perf_metrics")
+        request = infer_request(model, {**inputs, **dict.fromkeys(asked, True)}, parameters)
         start = time.perf_counter()
         refused = ""
         call = self._stub.ModelStreamInfer(iter([request]), timeout=timeout_s)

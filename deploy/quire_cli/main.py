@@ -394,6 +394,27 @@ def top(
 
 
 @app.command()
+def scale(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Name of the model, as the server has it.")],
+    replicas: Annotated[int, typer.Argument(metavar="N", min=1, help="How many replicas it is to have.")],
+    url: Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's gRPC.")] = "127.0.0.1:8001",
+    _debug: Debug = False,
+) -> None:
+    """Have more or fewer replicas of a model that a server serves, while it serves. No request fails.
+
+    It returns when it is so. New ones get requests once all of them are ready; if one does not start, all is as before.
+    Those that leave hand their requests over to the others at once, and these go on with the same tokens.
+
+    QUIRE_INTROSPECTION_TOKEN has to be the model's introspection_token. A model that is loaded again has
+    data_parallel_size replicas, as its model.json says. Example: quire scale tinypy 2
+    """
+    from quire_cli.scale import ScaleOptions
+    from quire_cli.scale import scale as run_scale
+
+    run_scale(ScaleOptions(model=model, num_replicas=replicas, url=url))
+
+
+@app.command()
 def openai(
     url: Annotated[str, typer.Option(metavar="HOST:PORT", help="The server's gRPC.")] = "127.0.0.1:8001",
     port: Annotated[int, Port] = 9000,

@@ -11,15 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.config import EngineConfig
-from quire_engine.core.data_parallel_client import make_engine_client
+from quire_engine.core.data_parallel_client import DataParallelClient, make_engine_client
+from quire_engine.core.engine_client import EngineClient
 from quire_engine.core.supervised_client import SupervisedClient
-from quire_engine.errors import DeadlineExceededError, EngineDeadError, EngineUnavailableError, RequestError
+from quire_engine.errors import (
+    DeadlineExceededError,
+    EngineDeadError,
+    EngineUnavailableError,
+    RequestError,
+    ScalingError,
+)
 from quire_engine.frontend.beam_search import BeamSearch, BeamSearchParams, next_logprobs
 from quire_engine.frontend.input_processor import InputProcessor, ProcessedRequest, Prompt
 from quire_engine.frontend.introspection import combine_blocks, combine_cores, combine_engines, combine_requests
 from quire_engine.frontend.output_processor import OutputProcessor
 from quire_engine.frontend.tokenizer import load_tokenizer
 from quire_engine.messages import (
+    EngineCoreOutputs,
     ErrorCode,
     FinishReason,
     IsSleeping,
@@ -69,7 +77,7 @@ class AsyncLLM:
         self.config = config
         self.dead_error: str | None = None
         self._stat_loggers = list(stat_loggers)
-        self._output_task: asyncio.Task[None] | None = None
+        self._output_task: asyncio.Task[EngineCoreOutputs] | None = None
         self._aborted_at: dict[str, float] = {}
         """Requests that the engine core was told to end, until it says that they are gone."""
         tokenizer_path = Path(config.model.tokenizer_path)
@@ -77,7 +85,7 @@ class AsyncLLM:
         drafts = config.scheduler.draft_checkpoint
         model = config.model
         check_checkpoint(Path(model.model), tokenizer_path, model.load_format, drafts, model.model_impl)
-        self._client = make_engine_client(config, self._on_recovery)
+        self._client: EngineClient = make_engine_client(config, self._on_recovery)
         try:
             tokenizer = load_tokenizer(tokenizer_path)  # while the engine core loads the weights
             ready = self._client.wait_until_ready()
@@ -95,8 +103,9 @@ class AsyncLLM:
         return self.dead_error is None and self._client.is_alive
 
     def is_engine_up(self, engine_index: int = 0) -> bool:
-        """The same of one of `data_parallel_size` engines."""
-        return self.dead_error is None and self._client.replicas[engine_index].is_alive
+        """The same of one of several engines. One that has left is not down: it is not there."""
+        replicas = self._client.replicas
+        return self.dead_error is None and (engine_index >= len(replicas) or replicas[engine_index].is_alive)
 
     @property
     def outage(self) -> str | None:
@@ -131,7 +140,8 @@ class AsyncLLM:
 
     def workers_up(self, engine_index: int = 0) -> list[bool]:
         """By rank of an engine, whether its process runs; the engine core's, for ranks that have none of their own."""
-        pids, is_up = self._client.replicas[engine_index].worker_pids, self.is_engine_up(engine_index)
+        replicas, is_up = self._client.replicas, self.is_engine_up(engine_index)
+        pids = replicas[engine_index].worker_pids if engine_index < len(replicas) else []
         if not pids or not is_up:
             return [is_up] * self.config.parallel.world_size
         return [is_running(pid) for pid in pids]
@@ -140,8 +150,12 @@ class AsyncLLM:
         """Start to receive what the engine core sends."""
         if self._output_task is None:
             self._client.start()
-            self._output_task = asyncio.get_running_loop().create_task(self._take_outputs(), name="engine-outputs")
-            self._output_task.add_done_callback(self._on_output_task_done)
+            self._listen()
+
+    def _listen(self) -> None:
+        taking = self._take_outputs(self._client)
+        self._output_task = asyncio.get_running_loop().create_task(taking, name="engine-outputs")
+        self._output_task.add_done_callback(self._on_output_task_done)
 
     async def generate(
         self,
@@ -339,6 +353,40 @@ class AsyncLLM:
         """Whether `sleep` was called, and `wake_up` was not."""
         return bool(await self._call_utility(IsSleeping()))
 
+    @property
+    def num_replicas(self) -> int:
+        """Engines that there are at present."""
+        return len(self._client.replicas)
+
+    async def scale(self, num_replicas: int) -> None:
+        """Have so many replicas, instead of `data_parallel_size` or what was wanted last. No request fails.
+
+        More are started beside those that there are, and get requests once all of them are ready. If there are to be
+        fewer, the last ones leave: the others go on with their requests, with the same tokens. This goes on to the end
+        even if whoever waits for it is cancelled.
+
+        Raises:
+            ScalingError: there cannot be so many on this machine with these settings, a new one did not start, or
+                something else goes on that must not be disturbed. Nothing has changed then.
+            EngineDeadError: the engine was shut down.
+        """
+        await self.start()
+        if self.dead_error is not None:
+            raise EngineDeadError(self.dead_error)
+        try:
+            self.config.for_replica(num_replicas - 1, num_replicas)
+        except ValueError as error:
+            raise ScalingError(f"there cannot be {num_replicas} replicas: {error}") from None
+        if isinstance(self._client, SupervisedClient) and num_replicas > 1:
+            assert self._output_task is not None
+            self._client = DataParallelClient.around(self._client, self.config, self._on_recovery, self._output_task)
+            self._listen()
+            if self.dead_error is not None:  # a `shutdown` in another thread has found only the client before
+                self._client.shutdown()
+                raise EngineDeadError(self.dead_error)
+        if isinstance(self._client, DataParallelClient):
+            await self._client.scale(num_replicas)
+
     async def snapshot(self, labels: Mapping[str, str] | None = None) -> Snapshot:
         """The engine's state, for operators. It never waits for an engine that is being started.
 
@@ -346,11 +394,11 @@ class AsyncLLM:
             labels: callers' names for their requests, by request id.
         """
         await self.start()
-        client, ready = self._client, self._client.ready
-        asked = [self._ask(index, replica) for index, replica in enumerate(client.replicas)]
+        client, ready, replicas = self._client, self._client.ready, list(self._client.replicas)
+        asked = [self._ask(index, replica) for index, replica in enumerate(replicas)]
         engines, answers = zip(*await asyncio.gather(*asked), strict=True)
         engine = combine_engines(engines)
-        answered = combine_cores(answers, [replica.ready.num_blocks for replica in client.replicas])
+        answered = combine_cores(answers, [replica.ready.num_blocks for replica in replicas])
         live = self._output_processor.live_requests(ready.max_model_len)
         now = time.monotonic()
         core_requests = [] if answered is None else answered.requests
@@ -403,12 +451,15 @@ class AsyncLLM:
         self.input_processor.shutdown()
         self._client.shutdown()
 
-    async def _take_outputs(self) -> None:
+    async def _take_outputs(self, client: EngineClient) -> EngineCoreOutputs:
+        """Runs until another client is there; returns what it has not taken in then."""
         while True:
-            outputs = await self._client.get_output()
+            outputs = await client.get_output()
+            if client is not self._client:
+                return outputs
             stats, to_abort = self._output_processor.process(outputs)
             for request_id in to_abort:
-                self._client.abort_request(request_id)
+                client.abort_request(request_id)
             stats.step, stats.engine_index = outputs.step_stats, outputs.engine_index
             if outputs.freed_request_ids:
                 now = time.monotonic()
@@ -426,8 +477,8 @@ class AsyncLLM:
         stats.num_requests_replayed = len(replayed_ids)
         self._record(None, stats)
 
-    def _on_output_task_done(self, task: "asyncio.Task[None]") -> None:
-        """The task never ends by itself. If it does, no output would ever come: treat it as the engine's death."""
+    def _on_output_task_done(self, task: "asyncio.Task[EngineCoreOutputs]") -> None:
+        """It ends when another client is there. If it fails, no output would ever come: that is the engine's death."""
         error = None if task.cancelled() else task.exception()
         if isinstance(error, EngineDeadError):
             logger.error("%s; %d requests fail", error, len(self._output_processor.request_ids))

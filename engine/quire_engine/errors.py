@@ -14,6 +14,7 @@ __all__ = [
     "EngineSleepingError",
     "EngineUnavailableError",
     "RequestError",
+    "ScalingError",
     "cut",
     "json_type",
     "quote",
@@ -100,6 +101,10 @@ class EngineUnavailableError(EngineError):
 
 class EngineSleepingError(EngineUnavailableError):
     """The engine has given its memory back and takes no requests until it is woken up."""
+
+
+class ScalingError(EngineError):
+    """There cannot be as many replicas as an operator wants, or not now. Nothing has changed."""
 
 
 class DeadlineExceededError(EngineError):

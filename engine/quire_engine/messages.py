@@ -44,6 +44,7 @@ __all__ = [
     "PlaceExperts",
     "ProcessArguments",
     "PromptLogprobs",
+    "ReportPrefixCache",
     "RequestType",
     "ResetPrefixCache",
     "SchedulerOutput",
@@ -134,8 +135,11 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     slo_class: str = DEFAULT_CLASS
     slo_targets: SLOTargets | None = None
     """Its objectives, where the scheduler works for them; unset: it does not."""
-    age_ms: float = 0.0
-    """Milliseconds since it arrived; told with its objectives."""
+    arrived_at: float | None = None
+    """On `time.monotonic`, which all processes of a machine share; told with its objectives. For these the time counts
+    in which it lies in the engine core's socket, while a step runs."""
+    was_prefilled: bool = False
+    """Whether another engine has computed its prompt, and keeps its blocks where this one finds them, or will soon."""
 
 
 class ErrorCode(enum.Enum):
@@ -212,7 +216,11 @@ class TakeSnapshot(Call):
     """Return the engine core's present state, for operators."""
 
 
-UtilityCall = ResetPrefixCache | Sleep | WakeUp | IsSleeping | TakeSnapshot
+class ReportPrefixCache(Call):
+    """Say with every message, from now on, what has changed in the prefix cache; what is in it counts as filed now."""
+
+
+UtilityCall = ReportPrefixCache | ResetPrefixCache | Sleep | WakeUp | IsSleeping | TakeSnapshot
 """Calls to the engine core, made between two steps."""
 UtilityResult = bool | EngineCoreSnapshot
 """The snapshot of `TakeSnapshot`; for `IsSleeping` whether it sleeps; for the others whether they succeeded."""
@@ -251,7 +259,7 @@ class ProcessArguments(msgspec.Struct):
     heartbeat_fd: int
     """Inherited descriptor of the shared page that holds its heartbeat."""
     num_blocks: int | None = None
-    """Size of the KV cache; set when it replaces an engine that died, to that engine's size."""
+    """Size of the KV cache; set when it replaces an engine that died or joins others, to their size."""
 
 
 class EngineCoreReady(msgspec.Struct):
@@ -268,6 +276,8 @@ class EngineCoreReady(msgspec.Struct):
     """Processes of the ranks; empty if they run in the engine core's own process."""
     num_kv_cache_tokens: int = 0
     """Tokens of the longest request that the whole KV cache holds."""
+    cpu_cache_bytes: int = 0
+    """What its KV cache may take of the machine's memory once all of it is used; 0 if it is on GPUs, or Ray's."""
 
 
 class NewRequestData(msgspec.Struct, array_like=True):
@@ -321,7 +331,7 @@ class DraftTokens(msgspec.Struct, array_like=True):
     """For each, the estimated chance in (0, 1] that it is accepted if those before it were."""
 
 
-class KVLoad(msgspec.Struct, array_like=True):
+class KVLoad(msgspec.Struct, array_like=True, omit_defaults=True):
     """Blocks to read into host memory, in this order, up to the first that is not there or not sound."""
 
     number: int
@@ -329,6 +339,8 @@ class KVLoad(msgspec.Struct, array_like=True):
     slot: int
     """Where the ranks say how many there are; see `kv_connector/board.py`."""
     block_hashes: list[bytes]
+    is_coming: bool = False
+    """Whether another engine may still be keeping them: then one that is not there is waited for, but not for long."""
 
 
 class KVPlacement(msgspec.Struct, array_like=True):
@@ -396,7 +408,7 @@ class DetermineNumBlocks(Call):
 
 
 class InitializeCache(Call):
-    """Allocate the KV cache."""
+    """Allocate the KV cache; return how many bytes of the machine's memory it may take, none on a GPU."""
 
     num_blocks: int
 

@@ -262,6 +262,8 @@ class IterationStats(msgspec.Struct):
     """Engine cores that were started in the place of one that had died."""
     num_requests_replayed: int = 0
     """Live requests that went on with another engine core."""
+    num_requests_moved: int = 0
+    """Live requests that an engine core took over from one that left."""
     step: StepStats | None = None
     """The step that the message came from; None if it was not sent by a step."""
     cancel_to_free_seconds: list[float] = []

@@ -13,10 +13,18 @@ from functools import cache
 from typing import TypeVar
 
 from quire_engine.slo import DEFAULT_CLASS, SLOTargets
-from quire_engine.stats import DraftStats, ExpertLoadStats, FinishedRequestStats, IterationStats, SchedulerStats
+from quire_engine.stats import (
+    DraftStats,
+    ExpertLoadStats,
+    FinishedRequestStats,
+    IterationStats,
+    KVConnectorStats,
+    SchedulerStats,
+)
 
 from quire_monitoring.definitions import (
     DEFAULT_CLASSES,
+    KV_CONNECTOR_OUTCOMES,
     LORA_INFO,
     OUTCOMES,
     REFUSALS,
@@ -41,6 +49,7 @@ class Accumulator:
         expert_metrics: whether each expert of each layer has a series of its own.
         clock: seconds, monotonic; for the windows of the goodput.
         server_start_time: of the server's process, in seconds since the epoch; unset: this moment.
+        settings: a short name for the model's settings; others have another.
     """
 
     def __init__(
@@ -51,6 +60,7 @@ class Accumulator:
         expert_metrics: bool = False,
         clock: Callable[[], float] = time.monotonic,
         server_start_time: float | None = None,
+        settings: str = "",
     ) -> None:
         self._server_start_time = time.time() if server_start_time is None else server_start_time
         self._lock = threading.Lock()
@@ -58,6 +68,9 @@ class Accumulator:
         self._readers: list[Reader] = []
         self._goodput = Goodput(self._slo_classes, WINDOWS, clock)
         self._scheduler_stats = SchedulerStats()
+        self.load_time = 0.0
+        """When the model was loaded, in seconds since the epoch; 0 until then."""
+        self._load_time = series("quire_model_load_time_seconds", settings=settings)
         self.cache_info: Series | None = None
         """The series whose labels say how the KV cache is made, once that is known."""
         self._has_experts, self._counts_each_expert = expert_shape is not None, expert_metrics
@@ -110,6 +123,8 @@ class Accumulator:
             counters[_busy(rank)] += _growth(busy_before, busy)  # type: ignore[assignment]
         if stats.drafts is not None:
             self._record_drafts(before.drafts or DraftStats(), stats.drafts)
+        if stats.kv_connector is not None:
+            self._record_kv_connector(before.kv_connector or KVConnectorStats(), stats.kv_connector)
         if stats.expert_load is not None:
             self._record_experts(self._expert_load, stats.expert_load)
             self._expert_load = stats.expert_load
@@ -125,6 +140,17 @@ class Accumulator:
             for expert, (known, tokens) in enumerate(zip(row_before, row, strict=bool(row))):
                 if tokens != known:
                     self._counters[_expert(layer, expert)] += _growth(known, tokens)
+
+    def _record_kv_connector(self, before: KVConnectorStats, now: KVConnectorStats) -> None:
+        counters = self._counters
+        counters[_EXTERNAL_QUERIES] += _growth(before.queries, now.queries)
+        counters[_EXTERNAL_HITS] += _growth(before.hits, now.hits)
+        counters[_KV_BLOCKS["loaded"]] += _growth(before.num_loaded_blocks, now.num_loaded_blocks)
+        counters[_KV_BLOCKS["load_failed"]] += _growth(before.num_failed_blocks, now.num_failed_blocks)
+        counters[_KV_BLOCKS["saved"]] += _growth(before.num_saved_blocks, now.num_saved_blocks)
+        counters[_KV_BLOCKS["save_failed"]] += _growth(before.num_unsaved_blocks, now.num_unsaved_blocks)
+        counters[_KV_LOADED_BYTES] += _growth(before.num_loaded_bytes, now.num_loaded_bytes)
+        counters[_KV_SAVED_BYTES] += _growth(before.num_saved_bytes, now.num_saved_bytes)
 
     def _record_drafts(self, before: DraftStats, now: DraftStats) -> None:
         counters = self._counters
@@ -142,6 +168,7 @@ class Accumulator:
         counters[_GENERATION_TOKENS] += stats.num_generation_tokens
         counters[_RESTARTS] += stats.num_engine_restarts
         counters[_REPLAYED] += stats.num_requests_replayed
+        counters[_MOVED] += stats.num_requests_moved
         first_tokens = zip(stats.first_token_slo_classes, stats.time_to_first_token_seconds, strict=True)
         for slo_class, seconds in first_tokens:
             observations[_of_class(_FIRST_TOKEN, self._known(slo_class))].append(seconds)
@@ -224,7 +251,7 @@ class Accumulator:
         self._observations.clear()
 
     def gauges(self, is_up: bool, workers_up: Sequence[bool], *, aliases: bool = False) -> dict[Series, float]:
-        """The present state. Of an engine that is down, all but the start of its server and the settings is 0.
+        """The present state. Of an engine that is down, all is 0 but the start of its server, its load, the settings.
 
         Args:
             is_up: whether the engine runs.
@@ -238,6 +265,7 @@ class Accumulator:
         gauges: dict[Series, float] = {
             _UP: float(is_up),
             _START_TIME: self._server_start_time,
+            self._load_time: self.load_time,
             _RUNNING: stats.num_running,
             _WAITING: stats.num_waiting - stats.num_waiting_for_fsm,
             _WAITING_FOR_GRAMMAR: stats.num_waiting_for_fsm,
@@ -359,8 +387,14 @@ _PREEMPTIONS = series("quire_preemptions_total")
 _EVICTIONS = series("quire_kv_block_evictions_total")
 _QUERIES = series("quire_prefix_cache_queries_total")
 _HITS = series("quire_prefix_cache_hits_total")
+_EXTERNAL_QUERIES = series("quire_external_prefix_cache_queries_total")
+_EXTERNAL_HITS = series("quire_external_prefix_cache_hits_total")
+_KV_BLOCKS = {outcome: series("quire_kv_connector_blocks_total", outcome=outcome) for outcome in KV_CONNECTOR_OUTCOMES}
+_KV_SAVED_BYTES = series("quire_kv_connector_bytes_total", direction="save")
+_KV_LOADED_BYTES = series("quire_kv_connector_bytes_total", direction="load")
 _RESTARTS = series("quire_engine_restarts_total")
 _REPLAYED = series("quire_requests_replayed_total")
+_MOVED = series("quire_requests_moved_total")
 _DRAFTS = series("quire_spec_decode_drafts_total")
 _DRAFT_TOKENS = series("quire_spec_decode_draft_tokens_total")
 _ACCEPTED = series("quire_spec_decode_accepted_tokens_total")

@@ -13,8 +13,9 @@ from itertools import product
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets
 
 __all__ = [
-    "DEFAULT_CLASSES", "LORA_INFO", "METRICS", "OUTCOMES", "REFUSALS", "WINDOWS", "MetricDefinition", "MetricKind",
-    "Series", "aliases_of", "make_aliases", "make_cache_info", "make_metrics", "series",
+    "DEFAULT_CLASSES", "KV_CONNECTOR_OUTCOMES", "LORA_INFO", "METRICS", "OUTCOMES", "REFUSALS", "WINDOWS",
+    "MetricDefinition", "MetricKind", "Series", "aliases_of", "make_aliases", "make_cache_info", "make_metrics",
+    "series",
 ]  # fmt: skip
 
 DEFAULT_CLASSES: Mapping[str, SLOTargets] = {DEFAULT_CLASS: NO_TARGETS}
@@ -25,6 +26,7 @@ Series = tuple[str, tuple[tuple[str, str], ...]]
 OUTCOMES = ("stop", "length", "abort", "error", "rejected")
 """How a request ended: the engine's finish reasons, and `rejected` for one that never reached it or for which it had no
 capacity."""
+KV_CONNECTOR_OUTCOMES = ("saved", "loaded", "save_failed", "load_failed")
 PHASES = ("schedule", "execute", "update")
 REFUSALS = ("ttft", "queue_full", "queue_delay")
 """Why the engine had no capacity for a request: `EngineCoreOutput.refusal`."""
@@ -122,8 +124,16 @@ _ENGINE: tuple[MetricDefinition, ...] = (
     _counter("quire_kv_block_evictions_total", "Cached blocks that were given to a request for other content"),
     _counter("quire_prefix_cache_queries_total", "Tokens looked up in the prefix cache"),
     _counter("quire_prefix_cache_hits_total", "Tokens found in the prefix cache"),
+    _counter("quire_external_prefix_cache_queries_total",
+             "Tokens of new requests that were not in the prefix cache, and looked for in what a KV connector keeps"),
+    _counter("quire_external_prefix_cache_hits_total", "Tokens of new requests that a KV connector loaded"),
+    _counter("quire_kv_connector_blocks_total", "KV blocks that a connector saved or loaded, or could not",
+             outcome=KV_CONNECTOR_OUTCOMES),
+    _counter("quire_kv_connector_bytes_total", "Bytes of KV blocks that a connector saved and loaded, of all ranks",
+             direction=("save", "load")),
     _counter("quire_engine_restarts_total", "Times the engine was started again after a crash or a hang"),
     _counter("quire_requests_replayed_total", "Live requests that went on after a restart of the engine"),
+    _counter("quire_requests_moved_total", "Live requests that were taken over from a replica that left"),
     _counter("quire_spec_decode_drafts_total", "Times that a request had drafts in a step"),
     _counter("quire_spec_decode_draft_tokens_total", "Tokens that were drafted, and computed along with known ones"),
     _counter("quire_spec_decode_accepted_tokens_total", "Drafted tokens that the model sampled in their place"),
@@ -174,6 +184,7 @@ def make_metrics(
     max_draft_tokens: int = 0,
     expert_shape: tuple[int, int] | None = None,
     expert_metrics: bool = False,
+    settings: str = "",
 ) -> tuple[MetricDefinition, ...]:
     """All metrics under their own names.
 
@@ -183,12 +194,15 @@ def make_metrics(
         max_draft_tokens: of a request in a step; 0 without speculative decoding.
         expert_shape: layers and experts of a layer; None without experts.
         expert_metrics: whether each expert of each layer has a series of its own.
+        settings: a short name for the model's settings; others have another.
     """
     classes, ranks = tuple(slo_classes), tuple(map(str, range(num_ranks)))
     positions = tuple(map(str, range(max_draft_tokens)))
     targets = tuple((name, target) for name, of_class in slo_classes.items() for target in of_class.seconds())
     return (
         *_ENGINE,
+        _gauge("quire_model_load_time_seconds", "When the model was loaded, in seconds since the epoch",
+               settings=(settings,)),
         _gauge("quire_worker_up", "1 while the rank's process runs", rank=ranks),
         _counter("quire_worker_busy_seconds_total", "What the rank computed for, without waits for other ranks",
                  rank=ranks),
@@ -248,6 +262,8 @@ _ALIASES = {
     "quire_preemptions_total": "vllm:num_preemptions_total",
     "quire_prefix_cache_queries_total": "vllm:prefix_cache_queries_total",
     "quire_prefix_cache_hits_total": "vllm:prefix_cache_hits_total",
+    "quire_external_prefix_cache_queries_total": "vllm:external_prefix_cache_queries_total",
+    "quire_external_prefix_cache_hits_total": "vllm:external_prefix_cache_hits_total",
     "quire_spec_decode_drafts_total": "vllm:spec_decode_num_drafts_total",
     "quire_spec_decode_accepted_tokens_per_pos_total": "vllm:spec_decode_num_accepted_tokens_per_pos_total",
     "quire_spec_decode_draft_tokens_total": "vllm:spec_decode_num_draft_tokens_total",

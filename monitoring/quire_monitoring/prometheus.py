@@ -8,6 +8,7 @@
     prometheus_client.REGISTRY.register(stat_logger)
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -47,6 +48,7 @@ class PrometheusStatLogger(Collector):
         expert_shape: layers and experts of a layer; None without experts.
         expert_metrics: whether each expert of each layer has a series of its own.
         aliases: whether there are series under vLLM's names, too.
+        settings: a short name for the model's settings; others have another.
     """
 
     def __init__(
@@ -59,13 +61,16 @@ class PrometheusStatLogger(Collector):
         expert_shape: tuple[int, int] | None = None,
         expert_metrics: bool = False,
         aliases: bool = True,
+        settings: str = "",
     ) -> None:
         self._aliases = aliases
-        self._metrics = make_metrics(slo_classes, num_ranks, max_draft_tokens, expert_shape, expert_metrics)
+        self._metrics = make_metrics(slo_classes, num_ranks, max_draft_tokens, expert_shape, expert_metrics, settings)
         self._num_pending = 0
         self._is_up: Callable[[], bool] = lambda: False
         self._workers_up: Callable[[], Sequence[bool]] = lambda: [False] * num_ranks
-        self._accumulator = Accumulator(slo_classes, expert_shape=expert_shape, expert_metrics=expert_metrics)
+        self._accumulator = Accumulator(
+            slo_classes, expert_shape=expert_shape, expert_metrics=expert_metrics, settings=settings
+        )
         self._totals = Totals(
             self._accumulator,
             self._definitions(),
@@ -81,6 +86,7 @@ class PrometheusStatLogger(Collector):
         cache_config: Mapping[str, str] | None = None,
     ) -> None:
         """Set the sources of health; see `TritonStatLogger.start`. Both are called at every scrape."""
+        self._accumulator.load_time = time.time()
         self._is_up = is_up
         self._workers_up = workers_up or (lambda: [is_up()])
         if cache_config is not None:

@@ -1,7 +1,7 @@
-"""One exporter for each engine of `data_parallel_size`, as one StatLogger.
+"""One exporter for each replica of the engine, as one StatLogger.
 
 Each has series of its own, with its own label `engine`: then a counter never goes back because another engine counts
-less, and what one engine is doing can be told from what all do.
+less, and what one engine is doing can be told from what all do. Engines may come and leave meanwhile.
 """
 
 import threading
@@ -10,13 +10,16 @@ from functools import partial
 
 from quire_engine.stats import IterationStats, SchedulerStats, StatLogger
 
+from quire_monitoring.totals import Totals
 from quire_monitoring.triton import TritonStatLogger
 
 __all__ = ["ByEngine", "ReplicaStatLoggers"]
 
 
 class ByEngine:
-    """Gives each engine's statistics to its exporter.
+    """Gives each engine's statistics to its exporter. What comes late of one that has left is not counted.
+
+    Exporters may come and leave in another thread than `record`, so the list of them is never changed, but another one.
 
     Args:
         loggers: by the engine's index.
@@ -25,12 +28,22 @@ class ByEngine:
     def __init__(self, loggers: Sequence[StatLogger]) -> None:
         self._by_engine = list(loggers)
 
+    def add(self, logger: StatLogger) -> None:
+        """There will be one more engine."""
+        self._by_engine = [*self._by_engine, logger]
+
+    def drop(self, num_left: int) -> None:
+        """There are only the first engines any more."""
+        self._by_engine = self._by_engine[:num_left]
+
     def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
         """Record one step; returns at once."""
-        self._by_engine[iteration_stats.engine_index].record(scheduler_stats, iteration_stats)
+        by_engine = self._by_engine
+        if iteration_stats.engine_index < len(by_engine):
+            by_engine[iteration_stats.engine_index].record(scheduler_stats, iteration_stats)
 
 
-class ReplicaStatLoggers(ByEngine):
+class ReplicaStatLoggers:
     """The server's custom metrics of all engines.
 
     Args:
@@ -38,13 +51,30 @@ class ReplicaStatLoggers(ByEngine):
     """
 
     def __init__(self, loggers: Sequence[TritonStatLogger]) -> None:
-        super().__init__(loggers)
         self._loggers = list(loggers)
+        self._by_engine = ByEngine(loggers)
+        self._num_started = 0
+        self._is_up: Callable[[int], bool] = lambda index: False
+        self._workers_up: Callable[[int], Sequence[bool]] = lambda index: ()
+        self._cache_config: Callable[[int], Mapping[str, str]] = lambda index: {}
 
     @property
     def enabled(self) -> bool:
         """Whether the server takes custom metrics; known once it has started."""
         return self._loggers[0].enabled
+
+    def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
+        """Record one step; returns at once."""
+        self._by_engine.record(scheduler_stats, iteration_stats)
+
+    def totals(self, index: int) -> Totals:
+        """An engine's metrics, for another exporter; see `TritonStatLogger.totals`."""
+        return self._loggers[index].totals()
+
+    def add(self, logger: TritonStatLogger) -> None:
+        """There will be one more engine; what it does is added up, and has series after `start_added`."""
+        self._loggers.append(logger)
+        self._by_engine.add(logger)
 
     def start(
         self,
@@ -59,8 +89,23 @@ class ReplicaStatLoggers(ByEngine):
             workers_up: the same for each of its ranks.
             cache_config: how its KV cache is made; see `TritonStatLogger.start`.
         """
-        for index, logger in enumerate(self._loggers):
-            logger.start(partial(is_up, index), partial(workers_up, index), cache_config(index))
+        self._is_up, self._workers_up, self._cache_config = is_up, workers_up, cache_config
+        self.start_added()
+
+    def start_added(self) -> None:
+        """The same for those that were added since."""
+        for index in range(self._num_started, len(self._loggers)):
+            is_up, workers_up = partial(self._is_up, index), partial(self._workers_up, index)
+            self._loggers[index].start(is_up, workers_up, self._cache_config(index))
+        self._num_started = len(self._loggers)
+
+    def remove(self, num_left: int) -> list[bool]:
+        """There are only the first engines any more. Returns for each other one whether its series were removed."""
+        leaving = self._loggers[num_left:]
+        del self._loggers[num_left:]
+        self._by_engine.drop(num_left)
+        self._num_started = min(self._num_started, num_left)
+        return [logger.stop(is_down=False) for logger in leaving]
 
     def stop(self) -> bool:
         """End all; see `TritonStatLogger.stop`. Returns whether all series were removed."""
@@ -73,10 +118,11 @@ class ReplicaStatLoggers(ByEngine):
 
     def when_written(self, callback: Callable[[], None]) -> None:
         """Call back when the counters of all include what was recorded until now."""
-        if len(self._loggers) == 1:
-            self._loggers[0].when_written(callback)
+        loggers = list(self._loggers)
+        if len(loggers) == 1:
+            loggers[0].when_written(callback)
             return
-        lock, left = threading.Lock(), len(self._loggers)
+        lock, left = threading.Lock(), len(loggers)
 
         def one_is_written() -> None:
             nonlocal left
@@ -86,5 +132,5 @@ class ReplicaStatLoggers(ByEngine):
             if is_last:
                 callback()
 
-        for logger in self._loggers:
+        for logger in loggers:
             logger.when_written(one_is_written)

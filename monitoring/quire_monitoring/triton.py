@@ -78,6 +78,7 @@ class TritonStatLogger:
         expert_shape: layers and experts of a layer; None without experts.
         expert_metrics: whether each expert of each layer has a series of its own.
         aliases: whether there are series under vLLM's names, too.
+        settings: a short name for the model's settings; others have another.
         server_start_time: of the server's process, in seconds since the epoch; unset: this moment.
     """
 
@@ -92,15 +93,19 @@ class TritonStatLogger:
         expert_shape: tuple[int, int] | None = None,
         expert_metrics: bool = False,
         aliases: bool = True,
+        settings: str = "",
         server_start_time: float | None = None,
     ) -> None:
         self._make_family, self._labels = make_family, dict(labels)
         self._aliases = aliases
-        self._metric_definitions = make_metrics(slo_classes, num_ranks, max_draft_tokens, expert_shape, expert_metrics)
+        self._metric_definitions = make_metrics(
+            slo_classes, num_ranks, max_draft_tokens, expert_shape, expert_metrics, settings
+        )
         self._definitions = (*self._metric_definitions, *self._aliased())
         self._accumulator = Accumulator(
-            slo_classes, expert_shape=expert_shape, expert_metrics=expert_metrics, server_start_time=server_start_time
-        )
+            slo_classes, expert_shape=expert_shape, expert_metrics=expert_metrics, server_start_time=server_start_time,
+            settings=settings,
+        )  # fmt: skip
         self._reader = self._accumulator.reader(aliases=aliases)
         self._nobody_up = [False] * num_ranks
         self._is_up: Callable[[], bool] = lambda: False
@@ -159,6 +164,7 @@ class TritonStatLogger:
             self._metric_definitions = (*self._metric_definitions, make_cache_info(cache_config))
             self._definitions = (*self._metric_definitions, *self._aliased())
             self._accumulator.cache_info = series("quire_cache_config_info", **cache_config)
+        self._accumulator.load_time = time.time()
         self._is_up = is_up
         self._workers_up = workers_up or (lambda: [is_up()])
         self._declare_all()
@@ -168,17 +174,21 @@ class TritonStatLogger:
         else:
             self._reader.close()
 
-    def stop(self) -> bool:
-        """Write the last values, with the engine down, end the thread, and remove the metrics from the server.
+    def stop(self, *, is_down: bool = True) -> bool:
+        """Write the last values, end the thread, and remove the metrics from the server.
 
         No other engine may have the same labels before that: the first one that removes a series removes it for all.
+
+        Args:
+            is_down: whether the engine is shown as down in the moment before; else as it was.
 
         Returns:
             Whether they were removed; not if the server did not take the last values.
         """
         with self._condition:
             self._stopping = True
-            self._is_up, self._workers_up = lambda: False, lambda: self._nobody_up
+            if is_down:
+                self._is_up, self._workers_up = lambda: False, lambda: self._nobody_up
             self._condition.notify()
         if self._thread.is_alive():
             self._thread.join(STOP_SECONDS)

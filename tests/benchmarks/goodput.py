@@ -283,7 +283,9 @@ async def measure_engines(model: Path, seconds: float, seeds: int, kinds: list[s
         for name, one in CLASSES.items()
     }
     try:
-        rate, tpot = await engines.saturate(list(arrivals(20.0, 3.0, Random(0), classes=short)))
+        warm_up = list(arrivals(20.0, 3.0, Random(0), classes=short))
+        estimate, _ = await engines.saturate(warm_up)  # so few that most of it is their beginning and their end
+        rate, tpot = await engines.saturate(list(arrivals(estimate, seconds, Random(0), classes=short)))
         targets = {
             "chat": SLOTargets(ttft_ms=3000 / rate, tpot_ms=1500 * tpot),
             "code": SLOTargets(ttft_ms=11_000 / rate, tpot_ms=2500 * tpot),

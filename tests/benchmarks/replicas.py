@@ -1,9 +1,11 @@
-"""Replicas: what a kill costs the streams of the one that is killed, and what each way of routing finds in the caches.
+"""Replicas: what the death or removal of one costs its streams, and what each way of routing finds in the caches.
 
-    python tests/benchmarks/replicas.py [--kills N] [--model PATH] [--only kills | routing]
+    python tests/benchmarks/replicas.py [--kills N] [--model PATH] [--only kills | removals | routing]
 
 Kills: streams of all kinds on two replicas, one of which is killed at random again and again. Each stream has to get
 the tokens of an undisturbed engine; a pause is the time from a kill to the next token of a stream that had to move.
+
+Removals: the same, with `scale` to one replica and back to two in the place of each kill.
 
 Routing: conversations over a few system prompts on four replicas, each turn with all that was said before. The oracle
 knows every block that any replica has filed; of what it would have found, each policy finds a share.
@@ -16,6 +18,8 @@ import signal
 import statistics
 import time
 from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -58,7 +62,7 @@ def make(model: Path, **settings: Any) -> AsyncLLM:
     return AsyncLLM(EngineConfig.from_settings(values))
 
 
-# -- kills -------------------------------------------------------------------------------------------------------------
+# -- kills and removals ------------------------------------------------------------------------------------------------
 
 
 class Streams:
@@ -96,7 +100,31 @@ class Streams:
         return sorted({int(one.label) for one in snapshot.requests if one.engine == engine and one.label})
 
 
-async def kills(model: Path, num_kills: int) -> None:
+@asynccontextmanager
+async def killed(llm: AsyncLLM, victim: int) -> AsyncIterator[None]:
+    """Is entered when its death is seen, and left when it is up again."""
+    os.kill(llm.engine_pids[victim], signal.SIGKILL)
+    while llm.is_engine_up(victim):
+        await asyncio.sleep(0.001)
+    yield
+    while not llm.is_engine_up(victim):
+        await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def removed(llm: AsyncLLM, victim: int) -> AsyncIterator[None]:
+    """Is entered when the last one has given up its requests, and left when there is another one."""
+    scaling = asyncio.ensure_future(llm.scale(victim))
+    while llm.num_replicas > victim:
+        await asyncio.sleep(0)
+    yield
+    await scaling
+    await llm.scale(victim + 1)
+
+
+async def strikes(
+    model: Path, number: int, strike: Callable[[AsyncLLM, int], AbstractAsyncContextManager[None]], victims: list[int]
+) -> None:
     offline = LLM(model, dtype="float32", kv_cache_memory_bytes=CACHE_BYTES)
     prompts, all_params = [[5 + i, 6, 7] for i in range(NUM_STREAMS)], [params_of(i) for i in range(NUM_STREAMS)]
     outputs = offline.generate(prompts, all_params, use_tqdm=False)
@@ -108,28 +136,25 @@ async def kills(model: Path, num_kills: int) -> None:
         await llm.start()
         streams = Streams(llm, expected)
         tasks = [asyncio.ensure_future(streams.follow(number)) for number in range(NUM_STREAMS)]
-        for kill in range(num_kills):
-            while not (llm.is_engine_up(0) and llm.is_engine_up(1)):
-                await asyncio.sleep(0.01)
+        for turn in range(number):
             await asyncio.sleep(random.uniform(0.5, 2.0))
-            victim = random.randrange(2)
-            moved = await streams.of_engine(victim)
-            killed_at = time.monotonic()
-            os.kill(llm.engine_pids[victim], signal.SIGKILL)
-            while llm.is_engine_up(victim):
-                await asyncio.sleep(0.001)
-            noticed_at, left, own = time.monotonic(), set(moved), []
-            while left:
-                await asyncio.sleep(0.001)
-                for number in [number for number in left if streams.last_token_at[number] > noticed_at]:
-                    left.remove(number)
-                    own.append(streams.last_token_at[number] - killed_at)
-            is_down = not llm.is_engine_up(victim)
+            victim = random.choice(victims)
+            while len(moved := await streams.of_engine(victim)) < NUM_STREAMS // 4:  # one that is new has none at first
+                await asyncio.sleep(0.05)
+            struck_at = time.monotonic()
+            async with strike(llm, victim):
+                noticed_at, left, own = time.monotonic(), set(moved), []
+                while left:
+                    await asyncio.sleep(0.001)
+                    for stream in [stream for stream in left if streams.last_token_at[stream] > noticed_at]:
+                        left.remove(stream)
+                        own.append(streams.last_token_at[stream] - struck_at)
+                is_away = llm.num_replicas < 2 or not llm.is_engine_up(victim)
             pauses += own
             print(
-                f"kill {kill + 1} of engine {victim}: {len(moved)} streams moved, pause "
+                f"{turn + 1}: engine {victim} was {strike.__name__}: {len(moved)} streams moved, pause "
                 f"median {statistics.median(own or [0]):.3f} s, longest {max(own, default=0):.3f} s"
-                f"{', before it was up again' if is_down else ''}",
+                f"{', before another one was up' if is_away else ''}",
                 flush=True,
             )
         for task in tasks:
@@ -138,7 +163,8 @@ async def kills(model: Path, num_kills: int) -> None:
     finally:
         llm.shutdown()
     print(
-        f"{num_kills} kills, {streams.num_ended} streams ended: {streams.num_lost} lost, {streams.num_different} with "
+        f"{strike.__name__} {number} times, {streams.num_ended} streams ended: {streams.num_lost} lost, "
+        f"{streams.num_different} with "
         f"other tokens; pause median {statistics.median(pauses):.3f} s, "
         f"95% {sorted(pauses)[int(0.95 * len(pauses))]:.3f} s, longest {max(pauses):.3f} s"
     )
@@ -208,13 +234,15 @@ async def routing(model: Path, policy: str) -> None:
 def main() -> None:
     """Print it all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20, help="how often an engine is killed")
+    parser.add_argument("--kills", type=int, default=20, help="how often an engine is killed, or removed")
     parser.add_argument("--model", type=Path, default=TINYPY, help="a checkpoint folder")
-    parser.add_argument("--only", choices=["kills", "routing"], help="one of the two parts")
+    parser.add_argument("--only", choices=["kills", "removals", "routing"], help="one of the parts")
     arguments = parser.parse_args()
-    if arguments.only != "routing":
-        asyncio.run(kills(arguments.model, arguments.kills))
-    if arguments.only != "kills":
+    if arguments.only in (None, "kills"):
+        asyncio.run(strikes(arguments.model, arguments.kills, killed, [0, 1]))
+    if arguments.only in (None, "removals"):
+        asyncio.run(strikes(arguments.model, arguments.kills, removed, [1]))
+    if arguments.only in (None, "routing"):
         for policy in ("prefix", "least_loaded", "round_robin"):
             asyncio.run(routing(arguments.model, policy))
 

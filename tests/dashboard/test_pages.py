@@ -5,6 +5,8 @@ import re
 import shlex
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -136,6 +138,21 @@ def test_a_restart_is_marked_in_every_chart(fake: FakeTriton) -> None:
     assert re.search(r"Dashed lines, UTC: \d\d:\d\d:\d\d engine restarted", text_of(app.run()))
     for alt in [one.proto.alt for one in app.get("vega_lite_chart")]:
         assert drawn_of(app, alt).column("event").to_pylist().count("engine restarted") == 1
+
+
+def test_other_settings_are_marked_in_the_charts_of_every_page(fake: FakeTriton) -> None:
+    app = open_page("overview")
+    fake.state.finish(20)
+    with fake.state.lock:
+        fake.state.samples["model_load_time_seconds"].clear()
+    fake.state.set("model_load_time_seconds", time.time(), settings="bbbb1111")
+    read_again()
+    text_of(app.run())
+    for page in ("kv_cache", "engine"):
+        app = open_page(page)
+        assert re.search(r"Dashed lines, UTC: \d\d:\d\d:\d\d loaded with other settings$", text_of(app), re.MULTILINE)
+        for alt in [one.proto.alt for one in app.get("vega_lite_chart")]:
+            assert drawn_of(app, alt).column("event").to_pylist().count("loaded with other settings") == 1
 
 
 def test_a_target_that_is_far_away_is_said_and_not_drawn(fake: FakeTriton) -> None:
@@ -301,6 +318,38 @@ def test_a_chosen_request_stays_chosen_while_others_come_and_go(fake: FakeTriton
     assert "Request `chat (cccc33)` has ended." in text_of(app)
 
 
+def test_a_late_repetition_of_the_browser_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    state: dict[str, Any] = {}
+    shown: dict[str, Any] = {}
+    monkeypatch.setattr(
+        frame, "st", SimpleNamespace(session_state=state, dataframe=lambda *_, **how: shown.update(how))
+    )
+    chosen: list[str | None] = [None]
+
+    def draw(*ids: str) -> None:
+        rows = [{"id": id_} for id_ in ids]
+        frame.choice_table(rows, ids, chosen[-1], key="t", columns={}, on_choice=chosen.append)
+
+    def browser_says(*rows: int) -> None:
+        state["t"] = SimpleNamespace(selection=SimpleNamespace(rows=list(rows)))
+        shown["on_select"]()
+
+    draw("a", "b", "c", "d")
+    browser_says(1)
+    draw("b", "c", "d")
+    assert state["t"]["selection"]["rows"] == [0], "it is told where the chosen one is now"
+    browser_says(1)
+    draw("c", "d")
+    browser_says(0)
+    assert chosen == [None, "b"], "neither what has moved nor what has gone hands its place on"
+    state.clear()  # long after
+    draw("c", "d")
+    browser_says(1)
+    draw("c", "d")
+    browser_says(0)
+    assert chosen == [None, "b", "d", "c"]
+
+
 def test_ended_requests_say_why_and_are_filtered_searched_and_sent_again(fake: FakeTriton) -> None:
     fake.state.end()
     fake.state.end(label="good", slo_verdict="good")
@@ -417,26 +466,74 @@ def test_playground_streams_and_shows_the_requests_timings(fake: FakeTriton) -> 
     assert "def fib(n):\n    return n" in text
     for timing in ("Queue=1.0 ms", "TTFT=12 ms", "Decode=50 ms", "finished by length"):
         assert timing in text
-    prompt, parameters = fake.state.prompts[0]
-    assert prompt == "def fib("
-    assert parameters == {"max_tokens": 128, "temperature": 0.0}
+    assert fake.state.prompts == [("def fib(", {"max_tokens": 128, "temperature": 0.0})]
 
 
-def test_playground_chats(fake: FakeTriton) -> None:
+def test_playground_asks_for_what_was_set_and_says_how_others_ask_for_it(
+    fake: FakeTriton, capsys: pytest.CaptureFixture[str]
+) -> None:
     app = open_page("playground")
-    app.selectbox(key="chat_format").set_value("ChatML")
-    app.text_input(key="said").set_value("hello")
-    next(button for button in app.button if button.label == "Send").click()
+    app.text_area(key="stop").set_value("return\n\\n\\n")
+    app.selectbox(key="structured").set_value("One of several, a line each")
+    app.selectbox(key="playground_slo").set_value("batch")
+    app.run()
+    app.text_area(key="structured_choice").set_value("it's\nno")
+    app.text_area(key="prompt").set_value("def {fib}('é")
+    press(app, "Generate")
     text_of(app.run())
-    assert fake.state.prompts[0][0] == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    (asked,) = fake.state.prompts
+    assert asked == ("def {fib}('é", {
+        "max_tokens": 128, "temperature": 0.0, "stop": ["return", "\n\n"],
+        "structured_outputs": {"choice": ["it's", "no"]}, "slo_class": "batch",
+    })  # fmt: skip
+    text_of(app.run())
+    command, program = (code.value for code in app.get("code"))
+    body = json.loads(shlex.split(command)[-1])
+    assert body.pop("parameters") == {"slo_class": "batch"}
+    assert json.loads(body.pop("sampling_parameters")) | {"slo_class": "batch"} == asked[1]
+    assert body == {"text_input": asked[0]}
+    capsys.readouterr()
+    exec(program, {})
+    assert capsys.readouterr().out == "def fib(n):\n    return n"
+    prompt, parameters = fake.state.prompts[1]
+    assert (prompt, {**parameters, **asked[1]}) == (asked[0], parameters), "and what the client adds"
+
+
+def test_playground_chats_by_the_models_own_template_or_another(fake: FakeTriton) -> None:
+    app = open_page("playground")
+    app.text_input(key="said").set_value("hello")
+    press(app, "Send")
+    text_of(app.run())
+    assert json.loads(fake.state.prompts[0][0]) == [{"role": "user", "content": "hello"}]
     assert app.session_state["turns"] == [("user", "hello"), ("assistant", "def fib(n):\n    return n")]
+    app.selectbox(key="chat_format").set_value("ChatML")
+    app.text_input(key="said").set_value("go on")
+    press(app, "Send")
+    text_of(app.run())
+    prompt, parameters = fake.state.prompts[1]
+    assert prompt.startswith("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\ndef fib")
+    assert prompt.endswith("<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n")
+    assert parameters["stop"] == ["<|im_end|>"]
 
 
 def test_playground_says_why_a_request_is_refused(fake: FakeTriton) -> None:
+    fake.state.set("slo_requests_total", 0, slo="unknown", verdict="good", cause="none")
     app = open_page("playground")
-    app.text_input(key="playground_slo").set_value("unknown")
-    next(button for button in app.button if button.label == "Generate").click()
+    app.selectbox(key="playground_slo").set_value("unknown")
+    press(app, "Generate")
     assert "slo_class is 'unknown'" in text_of(app.run())
+    app.text_input(key="said").set_value("hello")
+    press(app, "Send")
+    assert "slo_class is 'unknown'" in text_of(app.run())
+    assert app.session_state["turns"] == [], "it is no part of the chat"
+
+
+def test_playground_refuses_a_schema_that_is_none(fake: FakeTriton) -> None:
+    app = open_page("playground")
+    app.selectbox(key="structured").set_value("JSON of a schema")
+    app.run()
+    app.text_area(key="structured_json").set_value("{")
+    assert "The schema is not JSON" in text_of(app.run())
 
 
 @pytest.mark.parametrize("seed", ["x", "-1", str(2**63), "9" * 5000])

@@ -4,12 +4,14 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from quire_dashboard.triton_client import Triton, TritonError
-from support.clients import Answer, ask, http, metric, run, with_client
+from support.clients import Answer, ask, ask_all, http, metric, run, scrape, with_client
+from support.processes import is_gone
 from support.serving import ROOT, Server, serve, wait_until
 from tritonclient.grpc import aio as grpc_aio
 
@@ -154,11 +156,78 @@ def test_snapshot_during_a_restart_of_the_engine(open_server: Server) -> None:
     wait_until(lambda: metric(open_server, "quire_kv_blocks", state="used") == 0, "all blocks are free")
 
 
+def numbered_streams() -> list[dict[str, Any]]:
+    """Greedy and sampled ones."""
+    return [
+        {
+            "text_input": f"def f{number}(x):\n    ", "stream": True, "return_token_ids": True,
+            "parameters": {"max_tokens": 400, "ignore_eos": True, "seed": number, "temperature": 0.8 * (number % 2)},
+        }
+        for number in range(6)
+    ]  # fmt: skip
+
+
+def engines_up(server: Server) -> dict[str, float]:
+    """By number, of all that are shown."""
+    return {
+        sample.labels["engine"]: sample.value
+        for sample in scrape(server)
+        if sample.name == "quire_engine_up" and sample.labels["model"] == "tinypy"
+    }
+
+
+def test_replicas_come_and_leave_under_live_streams(open_server: Server) -> None:
+    """Those of one that leaves go on on the other: none is lost, and each has the tokens of an undisturbed one."""
+    undisturbed = ask_all(open_server, numbered_streams())
+    counters = ("quire_engine_restarts_total", "quire_requests_replayed_total", "quire_requests_moved_total")
+    before = [metric(open_server, name) for name in counters]
+
+    async def work(client: grpc_aio.InferenceServerClient) -> tuple[list[Answer], list[int]]:
+        def begin(request: dict[str, Any]) -> "asyncio.Task[Answer]":
+            return asyncio.create_task(ask(client, **request))
+
+        first, *others = numbered_streams()
+        streams = [begin(first)]
+        await until(client, lambda seen: [one["phase"] for one in seen["requests"]] == ["decode"])
+        command = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "quire_cli", "scale", "tinypy", "2", "--url", open_server.grpc,
+            env={**os.environ, "QUIRE_INTROSPECTION_TOKEN": TOKEN}, stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        said, _ = await command.communicate()
+        assert said == b"quire: tinypy has 2 replicas, and had 1\n"
+        assert engines_up(open_server) == {"0": 1, "1": 1}
+        streams += [begin(request) for request in others]
+        seen = await until(
+            client,
+            lambda seen: sum(one["phase"] == "decode" and one["engine"] == 1 for one in seen["requests"]) >= 2,
+        )
+        pids = [one["pid"] for one in seen["engine"]["engines"]]
+        scale = {"introspect": "scale", "replicas": 1, "introspection_token": TOKEN}
+        assert json.loads((await ask(client, parameters=scale)).text) == {"replicas": 1, "before": 2}
+        assert {one["engine"] for one in (await snapshot(client))["requests"]} <= {0}
+        return list(await asyncio.gather(*streams)), pids
+
+    answers, (stays, leaves) = asyncio.run(with_client(open_server, work))
+    for answer, expected in zip(answers, undisturbed, strict=True):
+        assert answer.token_ids == expected.token_ids
+        assert answer.text == expected.text
+    assert is_gone(leaves)
+    assert not is_gone(stays)
+    again = {"introspect": "scale", "replicas": 1, "introspection_token": TOKEN}
+    status, content = http(open_server, "/v2/models/tinypy/generate", {"parameters": again})
+    assert (status, json.loads(content["text_output"])) == (200, {"replicas": 1, "before": 1})
+    assert engines_up(open_server) == {"0": 1}, "one that has left is not one that is down"
+    restarts, replayed, moved = (metric(open_server, name) - was for name, was in zip(counters, before, strict=True))
+    assert (restarts, replayed) == (0, 0)
+    assert moved >= 2
+    wait_until(lambda: metric(open_server, "quire_kv_blocks", state="used") == 0, "all blocks are free")
+
+
 def test_the_dashboards_client_leaves_no_stream_open(open_server: Server) -> None:
     """One that is cancelled just as it ends is never over for tritonserver: the fixture's server would not stop."""
     triton = Triton(open_server.grpc, TOKEN)
     for _ in range(100):
         assert triton.snapshot("tinypy").engine.up
         with pytest.raises(TritonError, match="slo_class is 'unknown'"):
-            list(triton.generate("tinypy", "x", {"slo_class": "unknown"}))
+            list(triton.generate("tinypy", {"text_input": "x"}, {"slo_class": "unknown"}))
     triton.close()

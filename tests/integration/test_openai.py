@@ -181,6 +181,45 @@ def test_stop_echo_bias_and_vllms_parameters(client: openai.OpenAI, stream: bool
     )
 
 
+def texts_of(answers: Any) -> list[str]:
+    """The text of each choice, whole or streamed, of a chat or a completion."""
+    texts: dict[int, str] = {}
+    for answer in answers:
+        for choice in answer.choices:
+            said = choice.text if hasattr(choice, "text") else getattr(choice, "delta", None) or choice.message
+            texts[choice.index] = texts.get(choice.index, "") + (said if isinstance(said, str) else said.content or "")
+    return [texts[index] for index in sorted(texts)]
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_seed_decides_streamed_or_not(client: openai.OpenAI, is_chat: bool) -> None:
+    def texts(seed: int, stream: bool) -> list[str]:
+        said: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "seed": seed, "n": 2, "stream": stream}
+        create: Any = client.chat.completions.create if is_chat else client.completions.create
+        answers = create(**said, **({"messages": MESSAGES} if is_chat else {"prompt": PROMPT}))
+        return texts_of(answers if stream else [answers])
+
+    first = texts(1, False)
+    assert first == texts(1, False) == texts(1, True)
+    assert len(set(first)) == 2
+    assert texts(2, True)[1] != first[1]
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+def test_a_chat_stops_at_a_string_and_takes_biases(client: openai.OpenAI, as_list: bool) -> None:
+    def text(stream: bool, **said: Any) -> str:
+        answers: Any = client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, max_tokens=20, temperature=0, stream=stream, **said
+        )
+        return texts_of(answers if stream else [answers])[0]
+
+    whole = text(False)
+    stop = whole[6:9]
+    for stream in (True, False):
+        assert text(stream, stop=[stop, "never"] if as_list else stop) == whole[: whole.index(stop)]
+    assert len(set(text(True, logit_bias={"77": 100}))) == 1
+
+
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -193,6 +232,10 @@ def test_stop_echo_bias_and_vllms_parameters(client: openai.OpenAI, stream: bool
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"max_tokens": 10**6}, "max_tokens", "max_model_len"),
         ({"logprobs": 99}, "logprobs", "from 0 to 20"),
+        ({"extra_body": {"logprobs": False}}, "logprobs", "must be an integer"),
+        ({"best_of": 2}, "best_of", "not offered here"),
+        ({"frequency_penalty": 3}, "frequency_penalty", "in [-2, 2]"),
+        ({"logit_bias": {"10000000": 1}}, "logit_bias", "ids must be in"),
         ({"extra_body": {"tempereture": 1}}, "tempereture", "did you mean 'temperature'"),
         ({"extra_body": {"guided_regex": "foo**("}}, "guided_regex", "guided_regex"),
         ({"echo": True, "prompt": [5, 6]}, "echo", "echo"),
@@ -214,10 +257,25 @@ def test_options_of_a_stream_need_one(client: openai.OpenAI) -> None:
         client.completions.create(model=MODEL, prompt=PROMPT, stream_options={"include_usage": True})
 
 
-def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as raised:
-        client.completions.create(model="nope", prompt=PROMPT)
-    assert (raised.value.code, raised.value.param) == ("model_not_found", "model")
+@pytest.mark.parametrize("name", ["nope", f"{MODEL}:adapter", f"{MODEL}/adapter"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_unknown_model_is_not_found_nor_an_adapter_of_one(client: openai.OpenAI, name: str, stream: bool) -> None:
+    for ask in (
+        lambda: client.completions.create(model=name, prompt=PROMPT, stream=stream),
+        lambda: client.chat.completions.create(model=name, messages=MESSAGES, stream=stream),
+    ):
+        with pytest.raises(openai.NotFoundError) as raised:
+            ask()
+        assert (raised.value.code, raised.value.param) == ("model_not_found", "model")
+
+
+@pytest.mark.parametrize("length", ["x", "-1", "1.5", ""])
+def test_a_length_that_is_none_is_a_bad_request_at_once(server: Server, length: str) -> None:
+    connection = http.client.HTTPConnection(server.openai, timeout=30)
+    headers = {"content-type": "application/json", "content-length": length}
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/completions", b"{}", headers)
+        assert connection.getresponse().status == 400
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b"\xff", b"[" * 100_000, b'{"model": "tinypy", "prompt": "\\ud800"}'])

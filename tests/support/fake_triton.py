@@ -45,6 +45,7 @@ class State:
         self.cancelled: list[str] = []
         self.prompts: list[tuple[str, dict[str, Any]]] = []
         self.words = ["def ", "fib", "(n):", "\n    return n"]
+        self.num_replicas = 1
         self.num_readings = 0
         """Of /metrics."""
         self.traffic = 0
@@ -65,6 +66,7 @@ class State:
             self.set("kv_blocks", blocks, state=state)
         self.set("worker_up", 1, rank="0")
         self.set("server_start_time_seconds", time.time() - 600)
+        self.set("model_load_time_seconds", time.time() - 590, settings="aaaa0000")
         for outcome in ("stop", "length", "abort", "error", "rejected"):
             self.set("requests_total", 0, outcome=outcome)
         for slo in ("default", "batch"):
@@ -267,6 +269,10 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
             elif parameters["introspect"] == "ended":
                 yield _response({"text_output": json.dumps(state.ended_since(parameters.get("cursor", "")))},
                                 is_final=True)  # fmt: skip
+            elif parameters["introspect"] == "scale":
+                before, state.num_replicas = state.num_replicas, parameters["replicas"]
+                text = json.dumps({"replicas": state.num_replicas, "before": before})
+                yield _response({"text_output": text}, is_final=True)
             else:
                 id_ = parameters["cancel_request_id"]
                 with state.lock:
@@ -280,7 +286,7 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
                 yield _response({"text_output": json.dumps({"cancelled": bool(found)})}, is_final=True)
             return
         inputs = dict(zip((tensor.name for tensor in request.inputs), request.raw_input_contents, strict=True))
-        prompt = inputs.get("text_input", b"    ")[4:].decode()
+        prompt = inputs.get("messages", inputs.get("text_input", b"    "))[4:].decode()
         parameters |= json.loads(inputs.get("sampling_parameters", b"    {}")[4:])
         with state.lock:
             state.prompts.append((prompt, parameters))

@@ -113,7 +113,9 @@ def operators_run(folder: Path) -> Iterator[OperatorsRun]:
     version = folder / "models" / MODEL / "1"
     version.mkdir(parents=True)
     (version.parent / "config.pbtxt").write_text('backend: "quire"\n')
-    (version / "model.json").write_text(json.dumps(SETTINGS))
+    files = {"shared_storage_path": str(folder / "kv"), "max_bytes": 1 << 30}
+    connector = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": files}
+    (version / "model.json").write_text(json.dumps({**SETTINGS, "kv_transfer_config": connector}))
     with ExitStack() as stack:
         server = stack.enter_context(serve("--model-repository", str(folder / "models"), step_seconds=STEP_SECONDS))
         scraping = stack.enter_context(prometheus(server.metrics, scrape_interval=f"{SCRAPE_SECONDS}s"))

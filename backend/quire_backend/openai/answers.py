@@ -102,7 +102,7 @@ class ChoicesAnswer(Answer):
             if is_new and (news := self._chunk_choice(number, delta, sequence)) is not None:
                 choices.append(news)
             for choice in choices:
-                yield self._chunk([choice], None)
+                yield self._chunk([choice], self._usage() if self._request.continuous_usage else None)
 
     def last_chunks(self) -> Iterator[dict[str, Any]]:
         """The usage, if it is wanted."""

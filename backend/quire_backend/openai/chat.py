@@ -105,10 +105,7 @@ def _logprobs_and_length(fields: Fields) -> tuple[dict[str, Any], dict[str, str]
         raise InvalidRequestError("top_logprobs", "top_logprobs is given without logprobs, which must then be true")
     max_tokens = fields.take("max_completion_tokens")
     if max_tokens is not None:
-        if fields.take("max_tokens") not in (None, max_tokens):
-            raise InvalidRequestError(
-                "max_tokens", "max_tokens and max_completion_tokens are both given; they must agree"
-            )
+        fields.take("max_tokens")  # the older name: as with vLLM and Triton's own frontend, the newer one decides
         sampling["max_tokens"], renamed["max_tokens"] = max_tokens, "max_completion_tokens"
     return sampling, renamed
 
@@ -134,6 +131,8 @@ def _messages(messages: Any) -> list[Mapping[str, Any]]:
 
 
 def _message(number: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(message.get("role"), str):
+        raise InvalidRequestError("messages", f"messages[{number}].role must be a string, such as user")
     said = dict(message) | {"content": _content(message.get("content"))}
     if (calls := message.get("tool_calls")) is not None:
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):

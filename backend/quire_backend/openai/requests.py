@@ -16,6 +16,8 @@ __all__ = ["GenerationRequest", "is_token_id", "parse_completion", "take_common"
 
 MAX_PROMPTS = 2048
 """Of one request to /v1/completions, as with OpenAI."""
+_STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+"""OpenAI's, of which the last changes nothing here, and vLLM's."""
 _IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
 )  # fmt: skip
@@ -36,6 +38,9 @@ class GenerationRequest:
     """The model's name of a parameter → the client's, where they differ."""
     stream: bool = False
     include_usage: bool = False
+    """Whether a stream ends with the usage."""
+    continuous_usage: bool = False
+    """Whether each chunk has the usage so far."""
     echo: bool = False
 
 
@@ -69,11 +74,7 @@ def take_common(fields: Fields, renamed: dict[str, str]) -> dict[str, Any]:
     """
     model = take_model(fields)
     stream = fields.flag("stream")
-    options = fields.take("stream_options")
-    if options is not None and not isinstance(options, dict):
-        raise InvalidRequestError("stream_options", "stream_options must be an object")
-    if options is not None and not stream:
-        raise InvalidRequestError("stream_options", "stream_options is given without stream, which must then be true")
+    options = _stream_options(fields.take("stream_options"), stream)
     for name in _IGNORED:
         fields.take(name)
     structure, origin = take_structured_outputs(fields)
@@ -81,7 +82,8 @@ def take_common(fields: Fields, renamed: dict[str, str]) -> dict[str, Any]:
     if structure is not None:
         sampling = sampling | {"structured_outputs": structure}
         renamed = renamed | {"structured_outputs": origin}
-    return {"model": model, "stream": stream, "include_usage": bool((options or {}).get("include_usage")),
+    return {"model": model, "stream": stream, "include_usage": "include_usage" in options,
+            "continuous_usage": {"include_usage", "continuous_usage_stats"} <= options,
             "sampling": sampling, "renamed": renamed, "said": fields.said}  # fmt: skip
 
 
@@ -95,6 +97,23 @@ def take_model(fields: Fields) -> str:
     if not isinstance(model, str) or not model:
         raise InvalidRequestError("model", "model must be the name of a model, as /v1/models lists them")
     return model
+
+
+def _stream_options(options: Any, stream: bool) -> set[str]:
+    """Those that are true."""
+    if options is None:
+        return set()
+    if not isinstance(options, dict):
+        raise InvalidRequestError("stream_options", "stream_options must be an object")
+    if not stream:
+        raise InvalidRequestError("stream_options", "stream_options is given without stream, which must then be true")
+    for name, value in options.items():
+        if name not in _STREAM_OPTIONS:
+            known = ", ".join(_STREAM_OPTIONS)
+            raise InvalidRequestError("stream_options", f"stream_options has {name[:100]!r}; known are {known}")
+        if value is not None and not isinstance(value, bool):
+            raise InvalidRequestError("stream_options", f"stream_options.{name} must be true or false")
+    return {name for name, value in options.items() if value}
 
 
 def _prompts(prompt: Any) -> list[Prompt]:

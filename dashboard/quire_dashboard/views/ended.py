@@ -1,7 +1,5 @@
 """The page of ended requests: which were slow or failed, and why each was, from what was measured of it."""
 
-import json
-import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
@@ -15,8 +13,9 @@ from quire_dashboard.ended_log import EndedSeen
 from quire_dashboard.ended_requests import EndedRequest, Why, why
 from quire_dashboard.frame import choice_table, draw, live, model_or_reason, monitor, what_to_do
 from quire_dashboard.settings import TRACE_ID
+from quire_dashboard.snippets import curl
 
-__all__ = ["curl", "show"]
+__all__ = ["show"]
 
 _MOST_ROWS = 300
 _MOST_OF_A_NAME = 64
@@ -29,8 +28,6 @@ _SHOWN: Mapping[str, Callable[[EndedRequest], bool]] = {
     _ALL: lambda request: True,
 }
 _ANY = "Any"
-_HTTP_PORT = 8000
-"""Triton's usual one: the dashboard only knows that of gRPC."""
 
 
 def show() -> None:
@@ -171,7 +168,7 @@ def _one(model: str, request: EndedRequest) -> None:
     if request.finish_reason != "rejected":
         st.caption("Send it again" + (":" if request.prompt is not None else ", with a prompt of your own: the model "
                    "keeps no text unless its setting `ended_requests_text` is true."))  # fmt: skip
-        st.code(curl(model, monitor().settings.url, request), language="bash", wrap_lines=True)
+        st.code(_curl(model, monitor().settings.url, request), language="bash", wrap_lines=True)
 
 
 def _trace(trace_id: str) -> None:
@@ -182,19 +179,8 @@ def _trace(trace_id: str) -> None:
         st.markdown(f"- trace {words.as_code(trace_id)}")
 
 
-def curl(model: str, url: str, request: EndedRequest) -> str:
-    """A command that sends the request again.
-
-    Args:
-        model: its name.
-        url: HOST:PORT of the server's gRPC; HTTP is taken to be on Triton's usual port of that host.
-        request: what to send; a prompt that was not kept has a placeholder.
-    """
+def _curl(model: str, url: str, request: EndedRequest) -> str:
+    """A command that sends it again; a prompt that was not kept has a placeholder."""
     prompt = request.prompt if request.prompt is not None else f"(a prompt of {request.num_prompt_tokens} tokens)"
     parameters = {"slo_class": request.slo_class} if request.slo_class not in ("", "default") else {}
-    body = {"text_input": prompt, "sampling_parameters": json.dumps(request.parameters), "parameters": parameters}
-    if not parameters:
-        del body["parameters"]
-    host = url.rpartition(":")[0]
-    address = f"http://{host}:{_HTTP_PORT}/v2/models/{model}/generate"
-    return f"curl -s {shlex.quote(address)} -d {shlex.quote(json.dumps(body, ensure_ascii=False))}"
+    return curl(url, model, {"text_input": prompt}, request.parameters, parameters)

@@ -11,9 +11,11 @@ from quire_dashboard.frame import (
     Line,
     chart,
     draw,
+    events,
     figures,
     live,
     monitor,
+    say_events,
     selection,
     server_away,
     snapshot_or_reason,
@@ -115,6 +117,7 @@ def _step(snapshot: Snapshot) -> None:
 def _charts() -> None:
     if monitor().seconds_since_success is None:
         return
+    say_events()
     left, right = st.columns(2)
     with left:
         chart("Step time by phase (median)", "seconds", [
@@ -167,6 +170,7 @@ def _composition(steps: list[StepState]) -> None:
         return
     times, decode, prefill = zip(*shown, strict=True)
     data = chart_table(
-        [*times, *times], ["decode"] * len(shown) + ["prefill"] * len(shown), [*decode, *prefill], (start, now)
-    )
+        [*times, *times], ["decode"] * len(shown) + ["prefill"] * len(shown), [*decode, *prefill], (start, now),
+        events(),
+    )  # fmt: skip
     draw(data, stacked_spec("tokens of a step", ("decode", "prefill")), key="composition", alt="Batch composition")

@@ -13,6 +13,7 @@ from quire_dashboard.frame import (
     live,
     monitor,
     request_names,
+    say_events,
     selection,
     server_away,
     snapshot_or_reason,
@@ -114,6 +115,7 @@ def _prefixes(snapshot: Snapshot) -> None:
 def _charts() -> None:
     if monitor().seconds_since_success is None:
         return
+    say_events()
     left, right = st.columns(2)
     with left:
         chart("Blocks by state", "blocks", [Line(query=Gauge(name="quire_kv_blocks", by="state"), by="state")],

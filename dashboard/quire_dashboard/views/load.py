@@ -8,7 +8,8 @@ from quire_load.report import percentile
 
 from quire_dashboard import words
 from quire_dashboard.charts import SECONDS
-from quire_dashboard.frame import CHARTS_S, Line, chart, figures, live, model_or_reason, monitor
+from quire_dashboard.choice import slo_class_picker
+from quire_dashboard.frame import CHARTS_S, Line, chart, figures, live, model_or_reason, monitor, say_events
 from quire_dashboard.load import MOST_REQUESTS, MOST_STREAMS, LoadJob, LoadPlan
 from quire_dashboard.queries import Gauge, Quantile, Rate
 
@@ -50,7 +51,7 @@ def show() -> None:
             help="They come at random (Poisson), whatever the server does; times run from when they were due. 0: each "
             "stream sends its next request when the last one has ended.",
         )  # fmt: skip
-        slo_class = first.text_input("SLO class", "", key="load_slo", help="Empty: the model's default.")
+        slo_class = slo_class_picker(first, "load_slo")
         started = st.form_submit_button("Start", type="primary")
     if started:
         _start(LoadPlan(
@@ -84,6 +85,7 @@ def _watch() -> None:
 def _charts() -> None:
     if monitor().settings.url not in _jobs:
         return
+    say_events()
     left, right = st.columns(2)
     with left:
         chart("Time to first token, at the server", "seconds", [

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from datetime import datetime, timezone
 
 import streamlit as st
 
 from quire_dashboard import words
 from quire_dashboard.charts import SECONDS, SHARES
+from quire_dashboard.choice import slo_classes
 from quire_dashboard.evidence import slo_targets
 from quire_dashboard.figures import (
     BETWEEN,
@@ -23,7 +23,7 @@ from quire_dashboard.figures import (
     WAITING,
     goodput,
 )
-from quire_dashboard.frame import CHARTS_S, Line, chart, events, figures, live, monitor, selection, server_away
+from quire_dashboard.frame import CHARTS_S, Line, chart, figures, live, monitor, say_events, selection, server_away
 from quire_dashboard.health import SLO_EXAMPLE, Evidence, Health, Level
 from quire_dashboard.history import View
 from quire_dashboard.queries import Gauge, Quantile, Query, Rate, latest
@@ -37,7 +37,6 @@ _ALL = "All classes"
 DEFAULT_CLASS = "default"
 """Of requests that name none; its targets are drawn where all classes are."""
 _QUANTILES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
-_MOST_EVENTS = 6
 _SPARKS: Mapping[str, Query] = {
     "Requests": ENDED, "Failed": FAILED, "TTFT p95": TTFT, "Queue p95": QUEUE, "Prefill p95": PREFILL,
     "Between tokens": BETWEEN, "Tokens": TOKENS, "KV cache": USAGE,
@@ -49,9 +48,7 @@ def show() -> None:
     """Draw the page."""
     st.title("Overview")
     live(show_strip, CHARTS_S)
-    columns = monitor().view().columns("quire_slo_requests_total", selection().labels)
-    classes = {labels.get("slo", "") for labels, _ in columns}
-    options = [_ALL, *sorted(classes - {""})]
+    options = [_ALL, *slo_classes()]
     if st.session_state.get("slo_class", _ALL) not in options:  # of another model
         st.session_state["slo_class"] = _ALL
     st.segmented_control(
@@ -150,7 +147,7 @@ def _charts() -> None:
     watcher = monitor()
     if watcher.error and watcher.seconds_since_success is None:
         return
-    _say_events()
+    say_events()
     slo_class = _slo_class()
     own = (("slo", slo_class),) if slo_class else ()
     labels = selection().labels
@@ -203,18 +200,6 @@ def _pair(left: Callable[[], None], right: Callable[[], None]) -> None:
 
 def _figure(value: float) -> str:
     return f"{value:.3g}"
-
-
-def _say_events() -> None:
-    """What the vertical lines in all charts are."""
-    found = list(events())
-    if not found:
-        return
-    said = " · ".join(
-        f"{datetime.fromtimestamp(event.time, timezone.utc):%H:%M:%S} {event.what}" for event in found[-_MOST_EVENTS:]
-    )
-    more = f", {len(found) - _MOST_EVENTS} before" if len(found) > _MOST_EVENTS else ""
-    st.caption(f"Dashed lines, UTC: {said}{more}")
 
 
 def _latency(title: str, name: str, target: float | None) -> None:

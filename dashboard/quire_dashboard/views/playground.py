@@ -1,12 +1,15 @@
-"""The playground page: a streamed completion or chat, with the request's timings."""
+"""The playground page: a streamed completion or chat, with the request's timings, and how to send it from elsewhere."""
 
-from collections.abc import Generator, Iterator
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import streamlit as st
 
-from quire_dashboard import words
-from quire_dashboard.chat import FORMATS, STOPS, chat_prompt
+from quire_dashboard import snippets, words
+from quire_dashboard.chat import FORMATS, OWN_TEMPLATE, chat_inputs
+from quire_dashboard.choice import slo_class_picker
 from quire_dashboard.frame import figures, model_or_reason, monitor, selection
 from quire_dashboard.triton_client import Chunk, TritonError
 
@@ -15,6 +18,30 @@ __all__ = ["show"]
 _MOST_SEED = 2**63 - 1
 """Triton's integer request parameters are int64."""
 _SEED_DIGITS = len(str(_MOST_SEED))
+_ANY = "Any text"
+_STRUCTURED: Mapping[str, tuple[str, str]] = {
+    _ANY: ("", ""),
+    "JSON of a schema": (
+        "json",
+        '{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}',
+    ),
+    "Any JSON object": ("json_object", ""),
+    "Regular expression": ("regex", "[a-z]+ = [0-9]+"),
+    "One of several, a line each": ("choice", "yes\nno"),
+    "Grammar (EBNF)": ("grammar", 'root ::= "yes" | "no"'),
+}
+"""What the answer has to be, by what it is called here: the field of `structured_outputs`, and an example."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """One request."""
+
+    server: str
+    model: str
+    inputs: Mapping[str, str]
+    sampling: Mapping[str, Any]
+    parameters: Mapping[str, Any]
 
 
 def show() -> None:
@@ -24,46 +51,89 @@ def show() -> None:
     if not model:
         return
     with st.expander("Sampling", expanded=False):
-        first, second, third, fourth = st.columns(4)
-        max_tokens = first.number_input("Most tokens", 1, 8192, 128, key="max_tokens")
-        temperature = second.number_input("Temperature", 0.0, 2.0, 0.0, step=0.1, key="temperature")
-        slo_class = third.text_input("SLO class", "", key="playground_slo", help="Empty: the model's default.")
-        seed = fourth.text_input("Seed", "", key="seed", help="Empty: none.")
-    parameters: dict[str, Any] = {"max_tokens": int(max_tokens), "temperature": float(temperature)}
-    if slo_class:
-        parameters["slo_class"] = slo_class
-    if seed:
-        if not seed.isdecimal() or len(seed) > _SEED_DIGITS or int(seed) > _MOST_SEED:
-            st.error(f"The seed is {words.as_code(repr(seed[:40]))}; it must be a whole number from 0 to {_MOST_SEED}.")
+        try:
+            sampling, parameters = _sampling()
+        except ValueError as error:
+            st.error(words.as_text(str(error)))
             return
-        parameters["seed"] = int(seed)
     completion, chat = st.tabs(["Completion", "Chat"])
     with completion:
-        _completion(model, parameters)
+        _completion(model, sampling, parameters)
     with chat:
-        _chat(model, parameters)
+        _chat(model, sampling, parameters)
 
 
-def _completion(model: str, parameters: dict[str, Any]) -> None:
+def _sampling() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sampling parameters, and the other parameters of a request.
+
+    Raises:
+        ValueError: one cannot be sent.
+    """
+    first, second, third, fourth = st.columns(4)
+    max_tokens = first.number_input("Most tokens", 1, 8192, 128, key="max_tokens")
+    temperature = second.number_input("Temperature", 0.0, 2.0, 0.0, step=0.1, key="temperature")
+    slo_class = slo_class_picker(third, "playground_slo")
+    seed = fourth.text_input("Seed", "", key="seed", help="Empty: none.")
+    left, right = st.columns(2)
+    stop = left.text_area("Stop at", "", key="stop", height=100,
+                          help="Strings, a line each, that end the answer; \\n stands for a new line.")  # fmt: skip
+    kind = right.selectbox("The answer has to be", list(_STRUCTURED), key="structured")
+    sampling: dict[str, Any] = {"max_tokens": int(max_tokens), "temperature": float(temperature)}
+    if seed:
+        if not seed.isdecimal() or len(seed) > _SEED_DIGITS or int(seed) > _MOST_SEED:
+            raise ValueError(f"The seed is {seed[:40]!r}; it must be a whole number from 0 to {_MOST_SEED}.")
+        sampling["seed"] = int(seed)
+    if stops := [line.replace("\\n", "\n") for line in stop.splitlines() if line]:
+        sampling["stop"] = stops
+    name, example = _STRUCTURED[kind]
+    if name:
+        text = right.text_area("Which", example, key=f"structured_{name}", height=100) if example else ""
+        sampling["structured_outputs"] = {name: _constraint(name, text)}
+    return sampling, {"slo_class": slo_class} if slo_class else {}
+
+
+def _constraint(name: str, text: str) -> Any:
+    """The value of a field of `structured_outputs`.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    if name == "json":
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"The schema is not JSON: {error}.") from None
+    if name == "choice":
+        return [line for line in text.splitlines() if line]
+    return True if name == "json_object" else text
+
+
+def _completion(model: str, sampling: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
     with st.form("completion_form"):
         prompt = st.text_area("Prompt", "def fib(", height=120, key="prompt")
         sent = st.form_submit_button("Generate", type="primary")
-    asked = (selection().server, model)
+    server = selection().server
     if sent and prompt:
-        st.session_state["completion"] = (asked, *_stream(model, prompt, parameters))
+        asked = _Asked(
+            server=server, model=model, inputs={"text_input": prompt}, sampling=sampling, parameters=parameters
+        )
+        st.session_state["completion"] = (asked, *_stream(asked))
     elif "completion" in st.session_state:
-        answered, text, last = st.session_state["completion"]
-        if answered != asked:
+        asked, text, last = st.session_state["completion"]
+        if (asked.server, asked.model) != (server, model):
             return
         st.text(text)
         _timings(last)
+    else:
+        return
+    _elsewhere(asked)
 
 
-def _chat(model: str, parameters: dict[str, Any]) -> None:
+def _chat(model: str, sampling: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
     turns: list[tuple[str, str]] = st.session_state.setdefault("turns", [])
     first, second = st.columns([3, 1], vertical_alignment="bottom")
-    format_ = first.selectbox("Format of the prompt", list(FORMATS), key="chat_format",
-                              help="Over gRPC the model gets plain text: choose what it was trained on.")  # fmt: skip
+    format_ = first.selectbox("Chat template", [OWN_TEMPLATE, *FORMATS], key="chat_format",
+                              help="For a model without one, choose what it was trained on.")  # fmt: skip
     if second.button("New chat", disabled=not turns):
         turns.clear()
         st.rerun()
@@ -75,44 +145,42 @@ def _chat(model: str, parameters: dict[str, Any]) -> None:
         sent = st.form_submit_button("Send", type="primary")
     if not sent or not said:
         return
-    turns.append(("user", said))
+    inputs, stop = chat_inputs([*turns, ("user", said)], format_)
+    if stop:
+        sampling = {**sampling, "stop": [*sampling.get("stop", []), *stop]}
     with st.chat_message("user"):
         st.text(said)
+    asked = _Asked(server=selection().server, model=model, inputs=inputs, sampling=sampling, parameters=parameters)
     with st.chat_message("assistant"):
-        # Stop strings are a list, and request parameters cannot be lists: cut the text and close the stream here.
-        text, _ = _stream(model, chat_prompt(turns, format_), parameters, stop=STOPS[format_])
-    turns.append(("assistant", text))
+        text, last = _stream(asked)
+    if last is not None:  # what was refused is no part of the chat
+        turns.extend((("user", said), ("assistant", text)))
+    _elsewhere(asked)
 
 
-def _stream(model: str, prompt: str, parameters: dict[str, Any], stop: str = "") -> tuple[str, Chunk | None]:
+def _stream(asked: _Asked) -> tuple[str, Chunk | None]:
     """Show the text as it arrives, then its timings."""
     place = st.empty()
     text, last = "", None
-    chunks = monitor().triton.generate(model, prompt, parameters)
+    inputs = {**asked.inputs, "sampling_parameters": json.dumps(asked.sampling)}
     try:
-        for chunk in _until(chunks, stop):
+        for chunk in monitor().triton.generate(asked.model, inputs, asked.parameters):
             text += chunk.text
             last = chunk
             place.text(text)
     except TritonError as error:
         st.error(words.as_text(str(error)))
         return text, None
-    text = text.split(stop)[0] if stop else text
-    place.text(text)
     _timings(last)
     return text, last
 
 
-def _until(chunks: Generator[Chunk, None, None], stop: str) -> Iterator[Chunk]:
-    text = ""
-    try:
-        for chunk in chunks:
-            yield chunk
-            text += chunk.text
-            if stop and stop in text:
-                return
-    finally:
-        chunks.close()
+def _elsewhere(asked: _Asked) -> None:
+    """The request as a command and as a program."""
+    what = (asked.server, asked.model, asked.inputs, asked.sampling, asked.parameters)
+    with st.expander("The same request by curl, and from Python"):
+        st.code(snippets.curl(*what), language="bash", wrap_lines=True)
+        st.code(snippets.python(*what), language="python")
 
 
 _TIMINGS = (

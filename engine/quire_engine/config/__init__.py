@@ -1,6 +1,8 @@
 """The engine's settings, and what is made of names that only vLLM has."""
 
+from quire_engine.config.disaggregation_config import DisaggregationConfig
 from quire_engine.config.engine_config import (
+    MAX_REPLICAS,
     SECRETS,
     CacheConfig,
     EngineConfig,
@@ -14,8 +16,10 @@ from quire_engine.config.kv_transfer_config import KVTransferConfig
 from quire_engine.config.speculative_config import SpeculativeConfig, longest_suffix_drafts
 
 __all__ = [
+    "MAX_REPLICAS",
     "SECRETS",
     "CacheConfig",
+    "DisaggregationConfig",
     "EngineConfig",
     "EngineCoreConfig",
     "FrontendConfig",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.config.checks import check, check_bool, check_int, is_int, is_number
+from quire_engine.config.disaggregation_config import DisaggregationConfig
 from quire_engine.config.eplb_config import EPLBConfig
 from quire_engine.config.hub import fetch_checkpoint, is_hub_name
 from quire_engine.config.kv_transfer_config import KVTransferConfig
@@ -246,6 +247,10 @@ class ParallelConfig:
     """Which replica gets a request: `prefix` the one that will have computed its prompt first, by what each has cached
     and has to do; `least_loaded` the one with the fewest requests, waiting ones counted four times; `round_robin` the
     next."""
+    disaggregation: DisaggregationConfig | None = None
+    """Have some replicas compute prompts, and others all that follows, so that no long prompt holds up what others are
+    being told: `{"prefill": 1, "decode": 1}`. Blocks go from one to the other by `kv_transfer_config`. Sets
+    `data_parallel_size`, which is their sum. Unset: each replica does both."""
     data_parallel_rank: int = 0
     """Which replica this is. No setting: each replica's engine core is told its own."""
     tensor_parallel_size: int = 1
@@ -267,6 +272,8 @@ class ParallelConfig:
         check(self.device in DEVICES, "device", self.device, f"one of {', '.join(DEVICES)}")
         check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
         check_int("pipeline_parallel_size", self.pipeline_parallel_size, 1)
+        if self.disaggregation is not None:
+            self._take_disaggregation(self.disaggregation)
         check_int("data_parallel_size", self.data_parallel_size, 1, MAX_REPLICAS)
         check(self.data_parallel_routing in ROUTING_POLICIES, "data_parallel_routing", self.data_parallel_routing,
               f"one of {', '.join(ROUTING_POLICIES)}")  # fmt: skip
@@ -290,6 +297,16 @@ class ParallelConfig:
                   f"false {several}: replicas do not share experts")  # fmt: skip
         if self.gpu_device_ids is not None:
             self._check_gpu_device_ids(self.gpu_device_ids)
+
+    def _take_disaggregation(self, value: Any) -> None:
+        """Settings need not say what is the sum of others; what was derived from them is held to it."""
+        is_setting = not isinstance(value, DisaggregationConfig)
+        roles = DisaggregationConfig.from_value(value) if is_setting else value
+        size = self.data_parallel_size
+        check(size == roles.num_replicas or (is_setting and size == 1), "data_parallel_size", size,
+              f"unset or {roles.num_replicas} with disaggregation, whose replicas it counts")  # fmt: skip
+        object.__setattr__(self, "disaggregation", roles)
+        object.__setattr__(self, "data_parallel_size", roles.num_replicas)
 
     def _check_eplb(self) -> None:
         has_ranks = self.enable_expert_parallel and self.tensor_parallel_size > 1
@@ -435,6 +452,11 @@ class EngineCoreConfig:
 
         if self.cache.kv_transfer_config is not None:
             self._check_kv_transfer()
+        if self.parallel.disaggregation is not None:
+            transfer = self.cache.kv_transfer_config
+            check(transfer is not None and transfer.saves and transfer.loads, "kv_transfer_config",
+                  None if transfer is None else transfer.kv_role, "set with disaggregation, with kv_role 'kv_both': "
+                  "blocks go from prefill to decode replicas by it")  # fmt: skip
 
     def _check_kv_transfer(self) -> None:
         backend, drafts = self.parallel.executor_backend, self.scheduler.draft_checkpoint
@@ -467,9 +489,27 @@ class EngineConfig(EngineCoreConfig):
         """What the engine core and its ranks are told: nothing of the frontend, whose secrets stay in its process."""
         return EngineCoreConfig(model=self.model, cache=self.cache, scheduler=self.scheduler, parallel=self.parallel)
 
-    def for_replica(self, rank: int) -> "EngineConfig":
-        """The settings of one of `data_parallel_size` replicas, which knows its place."""
-        return replace(self, parallel=replace(self.parallel, data_parallel_rank=rank))
+    def for_replica(self, rank: int, num_replicas: int | None = None) -> "EngineConfig":
+        """The settings of one replica, which knows its place.
+
+        Args:
+            rank: which.
+            num_replicas: how many divide the machine; unset: `data_parallel_size`.
+
+        Raises:
+            ValueError: the other settings do not allow so many.
+        """
+        parallel = self.parallel
+        if num_replicas is not None:
+            ids, num_ranks = parallel.gpu_device_ids, num_replicas * parallel.world_size
+            if ids is not None and len(ids) < num_ranks:
+                raise ValueError(
+                    f"gpu_device_ids names {len(ids)} GPUs, and {num_replicas} replicas have {num_ranks} ranks; leave "
+                    "it unset, so that each rank takes the next GPU, or set data_parallel_size and name them all"
+                )
+            ids = None if ids is None else ids[:num_ranks]
+            parallel = replace(parallel, data_parallel_size=num_replicas, gpu_device_ids=ids)
+        return replace(self, parallel=replace(parallel, data_parallel_rank=rank))
 
     def settings(self) -> dict[str, Any]:
         """All settings but secrets, flat as in `model.json`."""

@@ -124,6 +124,7 @@ class AsyncMPClient:
         """Why it died, once the watch has found out."""
         self._config = config
         self._closing = threading.Event()
+        self._is_released = False
         self._watch: EngineWatch | None = None
         self._pending: asyncio.Future[bytes] | None = None
         self._call_ids = itertools.count()
@@ -283,12 +284,16 @@ class AsyncMPClient:
             if future is not None and not future.done():
                 future.set_exception(EngineDeadError(reason))
 
+    def abandon(self, reason: str) -> None:
+        """Take nothing more from it: whoever waits for it gets an EngineDeadError."""
+        self._die(reason)
+
     def stop_listening(self) -> None:
         """Close what belongs to the event loop, in its thread; after that, `shutdown` may be called from another."""
         self._output.close(linger=0)
 
-    def shutdown(self) -> None:
-        """End all processes, by force if they do not go by themselves; release everything. Idempotent."""
+    def end_processes(self) -> None:
+        """End all processes, by force if they do not go by themselves. Idempotent."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -300,6 +305,13 @@ class AsyncMPClient:
         if self._process.returncode is None:
             kill_group(self._process.pid)
             self._process.wait()
+
+    def shutdown(self) -> None:
+        """End all processes, and release everything. Idempotent."""
+        self.end_processes()
+        if self._is_released:
+            return
+        self._is_released = True
         self._heartbeat.close()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):

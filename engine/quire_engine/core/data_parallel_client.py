@@ -14,25 +14,37 @@
    and kills no third.
 4. While no replica is up, requests wait, and the first that is up again takes them all. Where one does not stay up,
    they wait for another; where none does, they end.
+5. Replicas come and go (`scale`). New ones get requests once they are ready. Those that leave are the last ones; the
+   others go on with their requests as after a death, but nobody is to blame.
+
+A single replica has nothing between it and the frontend until it is scaled. Then one of these is put `around` it.
+
+With `disaggregation` the replicas have roles, and most requests go from one to another once: see there.
 """
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Protocol
 
 import msgspec
 
 from quire_engine.config import EngineConfig
+from quire_engine.core.disaggregation import Disaggregation
+from quire_engine.core.engine_client import EngineClient
+from quire_engine.core.journal import JournalEntry
+from quire_engine.core.new_replicas import NewReplicas, require_room
 from quire_engine.core.router import Router
 from quire_engine.core.supervised_client import OnRecovery, SupervisedClient
-from quire_engine.errors import EngineDeadError, EngineError
+from quire_engine.errors import EngineDeadError, EngineError, ScalingError
 from quire_engine.messages import (
+    EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreReady,
     EngineCoreRequest,
+    ReportPrefixCache,
     ResetPrefixCache,
     Sleep,
     UtilityCall,
@@ -41,38 +53,15 @@ from quire_engine.messages import (
 )
 from quire_engine.stats import IterationStats
 
-__all__ = ["DataParallelClient", "EngineClient", "make_engine_client"]
+__all__ = ["DataParallelClient", "make_engine_client"]
 
 logger = logging.getLogger(__name__)
 
 
-class EngineClient(Protocol):
-    """One engine or several, as the frontend sees them; `SupervisedClient` has the meaning of each."""
-
-    ready: EngineCoreReady
-
-    @property
-    def replicas(self) -> Sequence[SupervisedClient]: ...
-    @property
-    def is_alive(self) -> bool: ...
-    @property
-    def outage(self) -> str | None: ...
-    def wait_until_ready(self) -> EngineCoreReady: ...
-    def start(self) -> None: ...
-    def add_request(self, request: EngineCoreRequest) -> None: ...
-    def abort_request(self, request_id: str) -> bool: ...
-    def engine_index(self, request_id: str) -> int: ...
-    def is_held(self, request_id: str) -> bool: ...
-    async def call_utility(self, call: UtilityCall) -> UtilityResult: ...
-    async def get_output(self) -> EngineCoreOutputs: ...
-    def shutdown(self) -> None: ...
-
-
 def make_engine_client(config: EngineConfig, on_recovery: OnRecovery) -> EngineClient:
     """The client for `data_parallel_size` engines; one has nothing between it and the frontend."""
-    if config.parallel.data_parallel_size == 1:
-        return SupervisedClient(config, on_recovery)
-    return DataParallelClient(config, on_recovery)
+    num_replicas = config.parallel.data_parallel_size
+    return SupervisedClient(config, on_recovery) if num_replicas == 1 else DataParallelClient(config, on_recovery)
 
 
 class DataParallelClient:
@@ -84,8 +73,9 @@ class DataParallelClient:
     Args:
         config: all settings.
         on_recovery: called when an engine was started again or requests go on elsewhere, with what there is to count
-            and the ids of these requests.
+            and the ids of these requests; requests of an engine that left are counted alone.
         make_replica: makes the client of one.
+        replicas: that are there already, and watched; unset: `data_parallel_size` new ones.
     """
 
     def __init__(
@@ -93,21 +83,60 @@ class DataParallelClient:
         config: EngineConfig,
         on_recovery: OnRecovery = lambda stats, replayed_ids: None,
         make_replica: Callable[..., SupervisedClient] = SupervisedClient,
+        replicas: Sequence[SupervisedClient] = (),
     ) -> None:
         self._config = config
         self._on_recovery = on_recovery
-        self._replicas: list[SupervisedClient] = []
+        self._make_replica = make_replica
+        self._replicas = list(replicas)
         self._outputs: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
+        self._busy: str | None = None
+        """What all are doing that must not be disturbed: falling asleep, or being scaled."""
+        self._scaling: asyncio.Task[None] | None = None
+        self._asking: asyncio.Task[None] | None = None
+        self._coming = NewReplicas()
+        self._leaving: list[SupervisedClient] = []
         self.ready = EngineCoreReady()
+        roles = config.parallel.disaggregation
+        self._disaggregation = None if roles is None else Disaggregation(roles)
         self._router = Router(config.parallel.data_parallel_routing, config.parallel.data_parallel_size, 0)
         try:
-            for index in range(config.parallel.data_parallel_size):
-                on_up, on_down = partial(self._on_up, index), partial(self._on_down, index)
-                self._replicas.append(make_replica(config.for_replica(index), on_up, on_down))
+            for index in range(0 if replicas else config.parallel.data_parallel_size):
+                self._replicas.append(make_replica(config.for_replica(index), *self._listeners(index)))
         except BaseException:
             self.shutdown()
             raise
+
+    @classmethod
+    def around(
+        cls,
+        replica: SupervisedClient,
+        config: EngineConfig,
+        on_recovery: OnRecovery,
+        last_output: "asyncio.Task[EngineCoreOutputs]",
+    ) -> "DataParallelClient":
+        """Put this in the place of the single client of an engine that serves, in the running event loop.
+
+        Args:
+            replica: that client.
+            config: all settings.
+            on_recovery: as above.
+            last_output: whoever waits for its outputs: what that brings comes first, and nothing after it.
+        """
+        client = cls(config, on_recovery, replicas=[replica])
+        replica.report_to(*client._listeners(0))
+        client._make_ready()
+        client._make_router()
+        for entry in replica.entries:
+            client._route(entry.request, [0], entry.output_token_ids)
+            if entry.output_token_ids:
+                client._router.note_outputs(0, EngineCoreOutputs([EngineCoreOutput(entry.request.request_id, [0])]))
+        client._take_outputs_of(0, last_output)
+        return client
+
+    def _listeners(self, index: int) -> tuple[OnRecovery, Callable[[], None]]:
+        return partial(self._on_up, index), partial(self._on_down, index)
 
     @property
     def replicas(self) -> Sequence[SupervisedClient]:
@@ -134,24 +163,34 @@ class DataParallelClient:
         Raises:
             EngineDeadError: one could not start; the message is its own.
         """
-        ready = [replica.wait_until_ready() for replica in self._replicas]
+        for replica in self._replicas:
+            replica.wait_until_ready()
+        self._make_ready()
+        self._make_router()
+        return self.ready
+
+    def _make_ready(self) -> None:
+        ready = [replica.ready for replica in self._replicas]
         self.ready = msgspec.structs.replace(
             ready[0],
             num_blocks=sum(one.num_blocks for one in ready),
             num_kv_cache_tokens=min(one.num_kv_cache_tokens for one in ready),
             worker_pids=[pid for one in ready for pid in one.worker_pids],
         )
-        parallel, cache = self._config.parallel, self._config.cache
-        block_size = self.ready.block_size if cache.enable_prefix_caching else 0
-        self._router = Router(parallel.data_parallel_routing, parallel.data_parallel_size, block_size)
-        return self.ready
+
+    def _make_router(self) -> None:
+        block_size = self.ready.block_size if self._config.cache.enable_prefix_caching else 0
+        self._router = Router(self._config.parallel.data_parallel_routing, len(self._replicas), block_size)
 
     def start(self) -> None:
         """Begin to watch the engine cores and to take their outputs, in the running event loop."""
-        loop = asyncio.get_running_loop()
         for index, replica in enumerate(self._replicas):
             replica.start()
-            self._tasks.append(loop.create_task(self._take_outputs(index, replica), name=f"engine-outputs-{index}"))
+            self._take_outputs_of(index)
+
+    def _take_outputs_of(self, index: int, first: "asyncio.Task[EngineCoreOutputs] | None" = None) -> None:
+        taking = self._take_outputs(index, self._replicas[index], first)
+        self._tasks.append(asyncio.get_running_loop().create_task(taking, name=f"engine-outputs-{index}"))
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -162,16 +201,18 @@ class DataParallelClient:
             EngineDeadError: no engine is up, and `replay_on_crash` is off.
             EngineUnavailableError: no engine is up, and engines do not stay alive.
         """
+        if self._disaggregation is not None:
+            request = self._disaggregation.add(request, self.ready)
         index = self._route(request, self._candidates())
         try:
             self._replicas[index].add_request(request)
         except BaseException:
-            self._router.remove(request.request_id)
+            self._forget(request.request_id)
             raise
 
     def abort_request(self, request_id: str) -> bool:
         """End a request wherever it is. Never blocks. Returns whether an engine core has it and will report its end."""
-        index = self._router.remove(request_id)
+        index = self._forget(request_id)
         return index is not None and self._replicas[index].abort_request(request_id)
 
     def engine_index(self, request_id: str) -> int:
@@ -182,10 +223,18 @@ class DataParallelClient:
         """Whether no engine has this live request, because none is up or another request has it to itself."""
         return self._replicas[self.engine_index(request_id)].is_held(request_id)
 
+    def _forget(self, request_id: str) -> int | None:
+        """Returns where it was."""
+        if self._disaggregation is not None:
+            self._disaggregation.remove(request_id)
+        return self._router.remove(request_id)
+
     def _route(
         self, request: EngineCoreRequest, candidates: Sequence[int], output_token_ids: Sequence[int] = ()
     ) -> int:
         params = request.sampling_params
+        if self._disaggregation is not None:
+            candidates = self._disaggregation.candidates(request, candidates)
         return self._router.route(
             request.request_id,
             [*request.prompt_token_ids, *output_token_ids] if output_token_ids else request.prompt_token_ids,
@@ -193,6 +242,12 @@ class DataParallelClient:
             cache_salt=params.cache_salt,
             reads_cache=params.prompt_logprobs is None,
         )
+
+    def _go_on(self, entries: Sequence[JournalEntry]) -> None:
+        """Have decode replicas go on with requests whose prompts others have computed."""
+        for entry in entries:
+            index = self._route(entry.request, self._candidates(), entry.output_token_ids)
+            self._replicas[index].take_over(entry)
 
     def _candidates(self) -> list[int]:
         """The replicas that may get a request: only the best kind that there is."""
@@ -213,6 +268,10 @@ class DataParallelClient:
         """A replica is up again: it takes what waits for others."""
         stats.engine_index = index
         self._on_recovery(stats, replayed_ids)
+        self._take_what_waits(index)
+
+    def _take_what_waits(self, index: int) -> None:
+        """A replica that is up goes on with what waits for others."""
         for source, replica in enumerate(self._replicas):
             if source != index and (not replica.is_alive or replica.is_isolating):
                 self._hand_over(source)
@@ -231,6 +290,108 @@ class DataParallelClient:
         for index, request_ids in moved.items():
             self._on_recovery(IterationStats(engine_index=index), request_ids)
 
+    # -- replicas that come, and leave ---------------------------------------------------------------------------------
+
+    async def scale(self, num_replicas: int) -> None:
+        """Have so many replicas. Those that there are keep what they have, and go on meanwhile.
+
+        It goes on to the end even if nobody waits for it any more. Where it raises, nothing has changed.
+
+        Raises:
+            ScalingError: there cannot be so many, or not now; or a new one did not start.
+        """
+        if self._busy is not None:
+            raise ScalingError(f"{self._busy}; try again when that is done")
+        present = len(self._replicas)
+        if num_replicas == present:
+            return
+        if any(replica.is_asleep for replica in self._replicas):
+            raise ScalingError("the engine sleeps; wake it up first")
+        self._busy = f"the replicas are being changed from {present} to {num_replicas}"
+        change = self._add_replicas if num_replicas > present else self._remove_replicas
+        self._scaling = asyncio.get_running_loop().create_task(change(num_replicas), name="scale")
+        self._scaling.add_done_callback(self._on_scaled)
+        await asyncio.shield(self._scaling)
+
+    def _on_scaled(self, scaling: "asyncio.Task[None]") -> None:
+        self._busy = None
+        if not scaling.cancelled() and (error := scaling.exception()) is not None:
+            logger.error("the replicas stay %d: %s", len(self._replicas), error)
+
+    async def _add_replicas(self, num_replicas: int) -> None:
+        first, num_blocks = len(self._replicas), min(replica.ready.num_blocks for replica in self._replicas)
+        require_room(self._replicas, num_replicas - first)
+        indices = range(first, num_replicas)
+        try:
+            makers = [
+                partial(
+                    self._make_replica,
+                    self._config.for_replica(index, num_replicas), *self._listeners(index), num_blocks=num_blocks,
+                )
+                for index in indices
+            ]  # fmt: skip
+            new = await self._coming.start(makers)
+            if any(replica.is_asleep for replica in self._replicas):
+                raise ScalingError("the engine was put to sleep meanwhile; wake it up first")
+            for replica in new:
+                replica.start()
+        except Exception as error:
+            await self._coming.discard()
+            if isinstance(error, ScalingError):
+                raise
+            raise ScalingError(f"there cannot be {num_replicas} replicas: {error}") from error
+        self._replicas += new
+        self._coming.are_taken()  # not before: a `shutdown` in another thread has to find them
+        for index in indices:
+            self._router.add_replica()
+            self._take_outputs_of(index)
+        self._share_anew()
+        if self._config.for_replica(0, num_replicas).parallel.routes_by_prefix:
+            self._asking = asyncio.get_running_loop().create_task(self._ask_for_prefixes(self._replicas[:first]))
+        for index in indices:
+            self._take_what_waits(index)
+
+    async def _ask_for_prefixes(self, replicas: Sequence[SupervisedClient]) -> None:
+        """Have those report what they have cached that were alone when they started."""
+        calls = (replica.call_utility(ReportPrefixCache()) for replica in replicas)
+        await asyncio.gather(*calls, return_exceptions=True)  # the next engine does it unasked
+
+    async def _remove_replicas(self, num_replicas: int) -> None:
+        leaving, staying = self._replicas[num_replicas:], self._replicas[:num_replicas]
+        if any(replica.is_isolating for replica in leaving):
+            raise ScalingError(
+                "a request that may have killed engines runs alone on a replica that is to leave; try again in seconds"
+            )
+        if any(replica.num_live for replica in leaving) and not any(replica.is_alive for replica in staying):
+            raise ScalingError("none of the replicas that are to stay is up, and requests run; try again when one is")
+        self._leaving = leaving  # before: a `shutdown` in another thread has to find them
+        self._replicas = staying
+        for task in self._tasks[num_replicas:]:
+            task.cancel()
+        del self._tasks[num_replicas:]
+        num_moved = Counter[int]()
+        for index, replica in enumerate(leaving, num_replicas):
+            entries, ended = replica.retire()
+            if ended:
+                self._outputs.put_nowait(EngineCoreOutputs(ended, engine_index=index))
+            for entry in entries:
+                taker = self._route(entry.request, self._candidates(), entry.output_token_ids)
+                self._replicas[taker].take_over(entry)
+                num_moved[taker] += 1
+        self._router.remove_replicas(num_replicas)
+        self._share_anew()
+        for index in range(num_replicas):
+            self._on_recovery(IterationStats(engine_index=index, num_requests_moved=num_moved[index]), ())
+        logger.info("%d requests go on on the %d replicas that stay", num_moved.total(), num_replicas)
+        await asyncio.gather(*(replica.end() for replica in leaving))
+        self._leaving = []
+
+    def _share_anew(self) -> None:
+        """The replicas are others: an engine that is started again has its share of what there is for each of them."""
+        self._make_ready()
+        for index, replica in enumerate(self._replicas):
+            replica.restart_with(self._config.for_replica(index, len(self._replicas)))
+
     # -- calls and outputs ---------------------------------------------------------------------------------------------
 
     async def call_utility(self, call: UtilityCall) -> UtilityResult:
@@ -246,15 +407,25 @@ class DataParallelClient:
         if isinstance(call, ResetPrefixCache):
             replicas = [replica for replica in self._replicas if replica.is_alive] or replicas
         num_live = sum(replica.num_live for replica in replicas)
-        if isinstance(call, Sleep) and num_live:
-            raise EngineError(f"sleep: {num_live} requests are live; let them end or abort them")
-        results = await asyncio.gather(*(replica.call_utility(call) for replica in replicas), return_exceptions=True)
-        errors = [result for result in results if isinstance(result, BaseException)]
-        if errors:
+        if isinstance(call, Sleep):
+            if num_live:
+                raise EngineError(f"sleep: {num_live} requests are live; let them end or abort them")
+            if self._busy is not None:
+                raise EngineError(f"sleep: {self._busy}; try again when that is done")
+            self._busy = "the engine is being put to sleep"
+        try:
+            calls = (replica.call_utility(call) for replica in replicas)
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            errors = [result for result in results if isinstance(result, BaseException)]
+            if errors:
+                if isinstance(call, Sleep):
+                    wakes = (replica.call_utility(WakeUp()) for replica in replicas)
+                    await asyncio.gather(*wakes, return_exceptions=True)
+                raise errors[0]
+            return all(bool(result) for result in results)
+        finally:
             if isinstance(call, Sleep):
-                await asyncio.gather(*(replica.call_utility(WakeUp()) for replica in replicas), return_exceptions=True)
-            raise errors[0]
-        return all(bool(result) for result in results)
+                self._busy = None
 
     async def get_output(self) -> EngineCoreOutputs:
         """The next outputs of any replica; waits for them.
@@ -272,12 +443,16 @@ class DataParallelClient:
             raise outputs
         return outputs
 
-    async def _take_outputs(self, index: int, replica: SupervisedClient) -> None:
+    async def _take_outputs(
+        self, index: int, replica: SupervisedClient, first: "asyncio.Task[EngineCoreOutputs] | None"
+    ) -> None:
         try:
             while True:
-                outputs = await replica.get_output()
+                outputs, first = await (first or replica.get_output()), None
                 outputs.engine_index = index
                 self._router.note_outputs(index, outputs)
+                if self._disaggregation is not None:
+                    self._go_on(self._disaggregation.take_prefilled(outputs.outputs))
                 self._outputs.put_nowait(outputs)
         except Exception as error:
             if not isinstance(error, EngineDeadError):
@@ -286,6 +461,7 @@ class DataParallelClient:
 
     def shutdown(self) -> None:
         """End all engine cores, or the attempts to start them. Idempotent; may be called from any thread."""
-        if self._replicas:
-            with ThreadPoolExecutor(len(self._replicas), thread_name_prefix="end-of-replica") as pool:
-                list(pool.map(lambda replica: replica.shutdown(), self._replicas))
+        replicas = [*self._coming.close(), *self._replicas, *self._leaving]
+        if replicas:
+            with ThreadPoolExecutor(len(replicas), thread_name_prefix="end-of-replica") as pool:
+                list(pool.map(lambda replica: replica.shutdown(), replicas))

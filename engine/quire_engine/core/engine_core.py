@@ -29,6 +29,7 @@ from quire_engine.messages import (
     ErrorCode,
     FinishReason,
     IsSleeping,
+    ReportPrefixCache,
     ResetPrefixCache,
     SchedulerOutput,
     Sleep,
@@ -88,7 +89,7 @@ class EngineCore:
         self.executor: Executor = make_executor(config, checkpoint, max_model_len)
         try:
             num_blocks = num_blocks or self.executor.determine_num_blocks()
-            self.executor.initialize_cache(num_blocks)
+            cpu_cache_bytes = self.executor.initialize_cache(num_blocks)
         except BaseException:
             self.executor.shutdown()
             raise
@@ -132,6 +133,7 @@ class EngineCore:
             num_kv_cache_tokens=groups.max_tokens(
                 num_blocks, block_size, config.scheduler.max_num_batched_tokens, max_model_len
             ),
+            cpu_cache_bytes=0 if config.parallel.executor_backend == "ray" else cpu_cache_bytes,
         )
         self.structured_output = structured_output or StructuredOutputManager(
             CompilerArguments.for_model(config.model.tokenizer_path, checkpoint.vocab_size, checkpoint.eos_token_ids)
@@ -191,9 +193,11 @@ class EngineCore:
         request.deadline_ms = message.deadline_ms
         request.num_preemptions = message.num_preemptions
         request.is_replay = message.is_replay
+        request.was_prefilled = message.was_prefilled
         request.message_number = message_number
         request.slo_class, request.slo_targets = message.slo_class, message.slo_targets
-        request.age_seconds = message.age_ms / 1000
+        if message.arrived_at is not None:
+            request.age_seconds = time.monotonic() - message.arrived_at
         if message.max_new_tokens is not None:
             request.max_tokens = min(request.max_tokens, request.num_output_tokens + message.max_new_tokens)
         if request.needs_grammar:
@@ -340,6 +344,8 @@ class EngineCore:
         """
         try:
             match call:
+                case ReportPrefixCache():
+                    return self.report_prefix_cache()
                 case ResetPrefixCache():
                     return self.reset_prefix_cache()
                 case Sleep(level=level):
@@ -383,6 +389,16 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Running requests keep their blocks and go on."""
         self.scheduler.kv_cache.reset_prefix_cache()
+        return True
+
+    def report_prefix_cache(self) -> bool:
+        """Note from now on what is filed and evicted, beginning with what is there, if that is not done already."""
+        pool = self.scheduler.kv_cache.block_pool
+        if self._cache_events is None:
+            self._cache_events = pool.events = CacheEvents()
+            for block in pool.cached_blocks:
+                assert block.block_hash is not None
+                self._cache_events.filed(block.block_hash)
         return True
 
     def sleep(self, level: int = 1) -> bool:

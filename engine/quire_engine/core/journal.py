@@ -19,7 +19,8 @@ are isolated: each has the engine to itself for `ISOLATION_TOKENS`, one after th
 3. When no suspect is left, all that are held are sent.
 
 Where there are several engines, each has a journal, and what one that died leaves behind is taken over by another's,
-but for suspects: they are isolated where they are.
+but for suspects: they are isolated where they are. The same way all requests of an engine that is to end go to others;
+it has not died, so nothing counts against them.
 """
 
 import time
@@ -89,6 +90,11 @@ class Journal:
         return list(self._entries)
 
     @property
+    def entries(self) -> list[JournalEntry]:
+        """What is known of all live requests."""
+        return list(self._entries.values())
+
+    @property
     def num_sent(self) -> int:
         """Requests that the engine has."""
         return len(self._entries) - len(self._unsent)
@@ -142,8 +148,7 @@ class Journal:
             self._isolated = None
         for entry in self._entries.values():
             if entry.is_sent:
-                if len(entry.output_token_ids) - entry.num_output_tokens_before >= ISOLATION_TOKENS:
-                    entry.num_crashes = 0
+                _clear_if_served(entry)
                 entry.num_crashes += has_begun(entry.message_number)
                 entry.is_sent = False
         self._unsent = self._entries.copy()
@@ -157,6 +162,16 @@ class Journal:
         given = [entry for request_id, entry in self._unsent.items() if request_id not in self._suspects]
         for entry in given:
             del self._entries[entry.request.request_id], self._unsent[entry.request.request_id]
+        return given
+
+    def give_up_all(self) -> list[JournalEntry]:
+        """Forget all, also what the engine has, so that other engines can `take_over`. There are no suspects."""
+        given = self.entries
+        for entry in given:
+            if entry.is_sent:
+                _clear_if_served(entry)
+            entry.is_sent = False
+        self._entries, self._unsent = {}, {}
         return given
 
     def take_over(self, entry: JournalEntry) -> None:
@@ -211,7 +226,12 @@ class Journal:
             deadline_ms=deadline_ms,
             output_token_ids=entry.output_token_ids.copy(),
             num_preemptions=entry.num_preemptions,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=request.max_new_tokens if max_new_tokens is None else max_new_tokens,
             is_replay=is_replay,
-            age_ms=request.age_ms + 1000 * (self._clock() - entry.added_at) if request.slo_targets else 0.0,
         )
+
+
+def _clear_if_served(entry: JournalEntry) -> None:
+    """Whoever got tokens since it was last sent is not what has killed an engine before."""
+    if len(entry.output_token_ids) - entry.num_output_tokens_before >= ISOLATION_TOKENS:
+        entry.num_crashes = 0

@@ -87,6 +87,16 @@ class Router:
         self._num_users: Counter[int] = Counter()
         """By the key of a block, how many live requests have it in their prompts."""
 
+    def add_replica(self) -> None:
+        """There is one more, which has nothing to do yet, and nothing cached."""
+        self._loads.append(_Load(self._clock()))
+
+    def remove_replicas(self, num_left: int) -> None:
+        """There are only the first ones any more. What the others had is somewhere else, or has ended."""
+        for request_id in [one for one, route in self._routes.items() if route.replica >= num_left]:
+            self.remove(request_id)
+        del self._loads[num_left:]
+
     def replica_of(self, request_id: str) -> int | None:
         """Where a live request is."""
         route = self._routes.get(request_id)

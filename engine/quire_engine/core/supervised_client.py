@@ -17,10 +17,12 @@
    was moved, no descriptors, no memory) is often fixed from outside.
 
 Of several replicas each is one of these. What then waits for a replica may go on with another instead:
-`DataParallelClient` hears of it (`on_down`), and takes it from one (`give_up`) to the other (`take_over`).
+`DataParallelClient` hears of it (`on_down`), and takes it from one (`give_up`) to the other (`take_over`). One that is
+not needed any more gives up all that it has (`retire`), and then ends (`end`).
 """
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -45,12 +47,14 @@ from quire_engine.messages import (
 )
 from quire_engine.snapshot import EngineCoreSnapshot
 from quire_engine.stats import IterationStats
+from quire_engine.system.memory import own_memory_bytes
 
 __all__ = ["OnRecovery", "SupervisedClient"]
 
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_SECONDS = 2.0
+REMOVED = "the engine was removed"
 OnRecovery = Callable[[IterationStats, Sequence[str]], None]
 
 
@@ -66,6 +70,7 @@ class SupervisedClient:
             that are replayed.
         on_down: called when requests begin to wait for the next engine, and when they are about to end because there
             may be none.
+        num_blocks: size of the KV cache; unset: what the settings and the memory say.
     """
 
     def __init__(
@@ -73,11 +78,12 @@ class SupervisedClient:
         config: EngineConfig,
         on_recovery: OnRecovery = lambda stats, replayed_ids: None,
         on_down: Callable[[], None] = lambda: None,
+        num_blocks: int | None = None,
     ) -> None:
         self._config = config
         self._on_recovery = on_recovery
         self._on_down = on_down
-        self._client = AsyncMPClient(config)
+        self._client = AsyncMPClient(config, num_blocks)
         self._journal = Journal(0)
         self._policy = RestartPolicy()
         self._restart: asyncio.Task[None] | None = None
@@ -94,6 +100,7 @@ class SupervisedClient:
         self._starting = threading.Lock()
         """Held while a thread starts an engine: `shutdown` waits for it."""
         self.ready = EngineCoreReady()
+        self._bytes_at_start = 0
 
     @property
     def replicas(self) -> "Sequence[SupervisedClient]":
@@ -135,6 +142,34 @@ class SupervisedClient:
         return len(self._journal.request_ids)
 
     @property
+    def is_asleep(self) -> bool:
+        """Whether it was put to sleep, and not woken up since."""
+        return self._sleep_level > 0
+
+    @property
+    def entries(self) -> list[JournalEntry]:
+        """What is known of its live requests."""
+        return self._journal.entries
+
+    @property
+    def bytes_at_start(self) -> int:
+        """The memory that its processes held when it was ready, most of it the weights on a CPU."""
+        return self._bytes_at_start
+
+    @property
+    def unused_cache_bytes(self) -> int:
+        """About how much more of the machine's memory its KV cache will take when all of it is used."""
+        growth = max(self._own_bytes() - self._bytes_at_start, 0)
+        return max(self.ready.cpu_cache_bytes - growth, 0)
+
+    def _own_bytes(self) -> int:
+        total = 0
+        for pid in (self.pid, *self.worker_pids):
+            with contextlib.suppress(OSError):  # it is gone, or about to be
+                total += own_memory_bytes(pid)
+        return total
+
+    @property
     def outage(self) -> str | None:
         """Why no engine core takes requests, and when the next one starts; None while one does."""
         if self._outage is not None:
@@ -145,9 +180,12 @@ class SupervisedClient:
         """Block until the first engine core can take requests.
 
         Raises:
-            EngineDeadError: it could not start; the message is its own. It is not started again.
+            EngineDeadError: it could not start, or `shutdown` was called; the message is its own. It is not started
+                again.
         """
-        self.ready = self._client.wait_until_ready()
+        with self._starting:
+            self.ready = self._client.wait_until_ready(self._closing)
+        self._bytes_at_start = self._own_bytes()
         self._policy.engine_is_ready()
         self._journal = Journal(self.ready.max_model_len)
         return self.ready
@@ -155,6 +193,14 @@ class SupervisedClient:
     def start(self) -> None:
         """Begin to watch the engine core, in the running event loop."""
         self._client.watch(lambda: self._journal.num_sent > 0)
+
+    def report_to(self, on_recovery: OnRecovery, on_down: Callable[[], None]) -> None:
+        """From now on others are to hear of deaths and recoveries."""
+        self._on_recovery, self._on_down = on_recovery, on_down
+
+    def restart_with(self, config: EngineConfig) -> None:
+        """The settings of the next engine, if this one dies: a share of the machine among more or fewer replicas."""
+        self._config = config
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Hand a request over, or hold it until an engine can take it. Never blocks.
@@ -255,6 +301,31 @@ class SupervisedClient:
                 self._policy.note_progress()
                 self._send_unsent()
             return outputs
+
+    def retire(self) -> tuple[list[JournalEntry], list[EngineCoreOutput]]:
+        """Give up all requests, of which none may run alone; `end` or `shutdown` is all that follows.
+
+        Whoever waits for an answer of the engine gets an EngineDeadError.
+
+        Returns:
+            What is known of the requests, for others to `take_over`; and ends of requests that were not taken yet.
+        """
+        self._closing.set()
+        if self._restart is not None:
+            self._restart.cancel()
+        self._client.abandon(REMOVED)
+        ended, self._outputs = self._outputs, []
+        return self._journal.give_up_all(), ended
+
+    async def end(self) -> None:
+        """After `retire`: end the processes, while the event loop goes on."""
+        await asyncio.to_thread(self._end_processes)
+        self._client.stop_listening()
+        await asyncio.to_thread(self.shutdown)
+
+    def _end_processes(self) -> None:
+        with self._starting:
+            self._client.end_processes()
 
     def shutdown(self) -> None:
         """End the engine core, or the attempt to start one. Idempotent; may be called from any thread."""
@@ -393,5 +464,7 @@ async def _first_of(task: "asyncio.Task[None]", event: asyncio.Event) -> None:
         await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
     finally:
         waiting.cancel()
+    if task.cancelled():
+        raise EngineDeadError(REMOVED)
     if task.done():
         task.result()

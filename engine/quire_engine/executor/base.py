@@ -70,9 +70,9 @@ class Executor(ABC):
         """KV blocks that every rank has room for: the minimum, as each block needs memory on all ranks."""
         return min(self.collective_rpc(DetermineNumBlocks()))
 
-    def initialize_cache(self, num_blocks: int) -> None:
-        """Allocate the KV cache on every rank."""
-        self.collective_rpc(InitializeCache(num_blocks))
+    def initialize_cache(self, num_blocks: int) -> int:
+        """Allocate the KV cache on every rank. Returns how many bytes of the machine's memory it may take."""
+        return sum(self.collective_rpc(InitializeCache(num_blocks)))
 
     def sleep(self, level: int) -> None:
         """Free the KV cache on every rank, and with level 2 the weights as well. No step may follow."""

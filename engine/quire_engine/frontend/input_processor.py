@@ -65,7 +65,7 @@ class ProcessedRequest:
         request = EngineCoreRequest(self.request_id, self.prompt_token_ids, self.params, left_ms)
         if self.is_scheduled_by_slo:
             request.slo_class, request.slo_targets = self.slo_class, self.slo_targets
-            request.age_ms = 1000 * (time.monotonic() - self.arrival_time)
+            request.arrived_at = self.arrival_time
         return request
 
 

@@ -166,6 +166,7 @@ class ConnectorScheduler:
                 if not self._is_over(load):
                     continue
                 load.is_late = True
+                load.request.was_prefilled = False
                 self._stats.num_failed_blocks += len(load.block_hashes)
                 logger.warning("%d KV blocks took longer to load than load_timeout_s", len(load.block_hashes))
             elif not self._place(load, num_blocks):
@@ -198,11 +199,12 @@ class ConnectorScheduler:
             self._followers[request.request_id] = request, wanted[0]
         else:
             room = self._max_staged_blocks - len(awaited)
-            stored, slot = wanted[: self._index.num_stored(wanted[: max(room, 1)])], self._free_slot()
+            is_coming = self._num_coming(request, num_computed_blocks) > 0
+            stored, slot = self._stored(request, num_computed_blocks, wanted[: max(room, 1)]), self._free_slot()
             if not stored or slot is None or any(load.is_late for load in self._loads):
                 return False
             if room > 0:
-                self._begin(request, slot, num_computed_blocks, stored)
+                self._begin(request, slot, num_computed_blocks, stored, is_coming)
             else:
                 self._followers[request.request_id] = request, self._loads[0].block_hashes[0]
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -257,10 +259,23 @@ class ConnectorScheduler:
         used = {load.slot for load in self._loads}
         return next((slot for slot in range(NUM_SLOTS) if slot not in used), None)
 
-    def _begin(self, request: Request, slot: int, first: int, block_hashes: list[bytes]) -> None:
+    def _num_coming(self, request: Request, num_computed_blocks: int) -> int:
+        """Blocks that follow, and that the engine which has computed the request's prompt keeps, or is about to."""
+        if not request.was_prefilled:
+            return 0
+        return max(request.num_prompt_tokens // self._kv_cache.block_size - num_computed_blocks, 0)
+
+    def _stored(self, request: Request, num_computed_blocks: int, wanted: list[bytes]) -> list[bytes]:
+        """Those that may be loaded, up to the first that may not."""
+        num_coming = self._num_coming(request, num_computed_blocks)
+        if num_coming >= len(wanted):
+            return wanted
+        return wanted[: num_coming + self._index.num_stored(wanted[num_coming:])]
+
+    def _begin(self, request: Request, slot: int, first: int, block_hashes: list[bytes], is_coming: bool) -> None:
         self._num_loads += 1
         self._loads.append(_Load(self._num_loads, slot, request, first, block_hashes, self._clock()))
-        self._metadata.loads.append(KVLoad(self._num_loads, slot, block_hashes.copy()))
+        self._metadata.loads.append(KVLoad(self._num_loads, slot, block_hashes.copy(), is_coming))
 
     def _end(self, load: _Load) -> None:
         self._loads.remove(load)
@@ -275,6 +290,7 @@ class ConnectorScheduler:
             False if there is no room yet.
         """
         if num_blocks < len(load.block_hashes):
+            load.request.was_prefilled = False
             self._index.forget(load.block_hashes[num_blocks])
             self._stats.num_failed_blocks += len(load.block_hashes) - num_blocks
             del load.block_hashes[num_blocks:]

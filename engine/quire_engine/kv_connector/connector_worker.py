@@ -13,7 +13,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from queue import SimpleQueue
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,12 @@ Rows = npt.NDArray[np.uint8]
 
 PAUSE_SECONDS = 30.0
 """After a file could not be written, for so long none is: the disk is full, or the folder has gone."""
+COMING_SECONDS = 1.0
+"""How long a block is waited for that another engine may still be keeping, after the one before it."""
+HURRY_SECONDS = 5.0
+"""After one was waited for in vain, for so long none is: the other engine may keep none at present."""
+COMING_TURN_SECONDS = 0.001
+"""Meanwhile somebody looks this often."""
 FLUSH_SECONDS = 2.0
 """What is still to be written when the engine ends has so long."""
 
@@ -95,8 +102,19 @@ class ConnectorWorker:
             self._writer.put([block_hash for block_hash, _ in saves[:room]], rows)
 
 
+@dataclass(slots=True)
+class _Reading:
+    """A load, as far as it was read."""
+
+    load: KVLoad
+    waits: bool
+    waits_until: float
+    rows: Rows | None = None
+    count: int = 0
+
+
 class _Reader:
-    """Reads the blocks of loads into host memory, one load after the other."""
+    """Reads the blocks of loads into host memory, one load after the other; those that wait for a block take turns."""
 
     def __init__(self, store: FolderStore, board: TransferBoard, rank: int, block_bytes: int) -> None:
         self._store = store
@@ -106,6 +124,7 @@ class _Reader:
         self._lock = threading.Lock()
         self._wanted: set[int] = set()
         self._loaded: dict[int, Rows] = {}
+        self._hurries_until = 0.0
         self._queue: SimpleQueue[KVLoad | None] = SimpleQueue()
         threading.Thread(target=self._run, name="quire-kv-read", daemon=True).start()
 
@@ -139,25 +158,50 @@ class _Reader:
         self._queue.put(None)
 
     def _run(self) -> None:
-        while (load := self._queue.get()) is not None:
-            rows: Rows = np.empty((0, 0), dtype=np.uint8)
-            count = 0
+        readings: list[_Reading] = []
+        while True:
             try:
-                rows = np.empty((len(load.block_hashes), self._block_bytes), dtype=np.uint8)
-                while count < len(rows) and load.number in self._wanted:
-                    payload = self._store.read(load.block_hashes[count], self._block_bytes)
-                    if payload is None:
-                        break
-                    rows[count] = np.frombuffer(payload, dtype=np.uint8)
-                    count += 1
-            except (BlockFileError, OSError, MemoryError) as error:
-                logger.warning("a KV block cannot be loaded, and is computed: %s", error)
-            except Exception:
-                logger.exception("a KV block cannot be loaded, and is computed")
-            with self._lock:
-                if load.number in self._wanted:
-                    self._loaded[load.number] = rows
-            self._board.put(self._rank, load.slot, load.number, count)
+                load = self._queue.get(timeout=COMING_TURN_SECONDS if readings else None)
+            except Empty:
+                pass
+            else:
+                if load is None:
+                    return
+                now = time.monotonic()
+                readings.append(_Reading(load, load.is_coming and now >= self._hurries_until, now + COMING_SECONDS))
+            readings = [reading for reading in readings if not self._go_on(reading)]
+
+    def _go_on(self, reading: _Reading) -> bool:
+        """Read what is there. Returns whether no more is to come.
+
+        A load that was forgotten while it waited is not reported: its slot may have the next one's number by now.
+        """
+        load, rows = reading.load, reading.rows
+        if rows is not None and load.number not in self._wanted:
+            return True
+        try:
+            if rows is None:
+                rows = reading.rows = np.empty((len(load.block_hashes), self._block_bytes), dtype=np.uint8)
+            while reading.count < len(rows) and load.number in self._wanted:
+                payload = self._store.read(load.block_hashes[reading.count], self._block_bytes)
+                if payload is None:
+                    if reading.waits and time.monotonic() < reading.waits_until:
+                        return False
+                    if reading.waits:
+                        self._hurries_until = time.monotonic() + HURRY_SECONDS
+                    break
+                rows[reading.count] = np.frombuffer(payload, dtype=np.uint8)
+                reading.count += 1
+                reading.waits_until = time.monotonic() + COMING_SECONDS
+        except (BlockFileError, OSError, MemoryError) as error:
+            logger.warning("a KV block cannot be loaded, and is computed: %s", error)
+        except Exception:
+            logger.exception("a KV block cannot be loaded, and is computed")
+        with self._lock:
+            if load.number in self._wanted:
+                self._loaded[load.number] = np.empty((0, 0), dtype=np.uint8) if rows is None else rows
+        self._board.put(self._rank, load.slot, load.number, reading.count)
+        return True
 
 
 class _Writer:

@@ -89,6 +89,7 @@ class Request:
         "status",
         "stop_token_ids",
         "was_looked_up",
+        "was_prefilled",
     )
 
     def __init__(
@@ -151,6 +152,8 @@ class Request:
         """Up to this many tokens `allocate_slots` has nothing to do: no block to add, and none that becomes full."""
         self.was_looked_up = False
         """Whether a KV connector has looked for its blocks."""
+        self.was_prefilled = False
+        """Whether another engine keeps the blocks of its prompt, or is about to, as far as is known."""
         self.num_known_tokens = 0
         """How many of its tokens were sent to the ranks that do not sample; counted only if there are such ranks."""
         self.last_stale_step = 0

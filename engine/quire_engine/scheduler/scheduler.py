@@ -140,7 +140,7 @@ class Scheduler:
         self.requests[request.request_id] = request
         if self._drafter is not None:
             self._drafter.take_note(request)
-        if request.is_replay:
+        if request.is_replay and not request.was_prefilled:
             request.note_event("replayed", request.queued_at, request.num_output_tokens)
         self._limits.watch(request, self.requests)
         if request.needs_grammar:

@@ -11,6 +11,7 @@ from pathlib import Path
 __all__ = [
     "available_memory_bytes",
     "limit_memory_growth",
+    "own_memory_bytes",
     "paused_gc",
     "peak_memory_growth",
     "release_pages",
@@ -84,6 +85,12 @@ def peak_memory_growth(function: Callable[[], None]) -> int:
 def resident_memory_bytes(pid: int | str = "self") -> int:
     """Memory that a process holds at the moment."""
     return _status_bytes(Path(f"/proc/{pid}/status"), "VmRSS")
+
+
+def own_memory_bytes(pid: int) -> int:
+    """Likewise, but for the pages of files, which other processes may hold as well."""
+    status = Path(f"/proc/{pid}/status")
+    return resident_memory_bytes(pid) - _status_bytes(status, "RssFile")
 
 
 def release_pages(address: int, size: int) -> None:

@@ -196,10 +196,7 @@ class Worker:
         Raises:
             ValueError: not even one block fits, or there is less memory than the setting says.
         """
-        specs = self._layout().tensor_specs
-        bytes_per_block = block_bytes(specs, self.config.cache.block_size, self.cache_dtype.itemsize)
-        if self.runner.drafting is not None:
-            bytes_per_block += self.runner.drafting.method.bytes_per_block
+        bytes_per_block = self._bytes_per_block()
         cpu_memory = CpuCacheMemory(self.config)
         (self._gpu_memory or cpu_memory).check_setting()
         if self._gpu_memory is not None:
@@ -233,8 +230,18 @@ class Worker:
         )  # fmt: skip
         return num_blocks
 
-    def initialize_cache(self, num_blocks: int) -> None:
-        """Allocate the cache, and capture CUDA graphs. On the CPU pages take memory only when first written."""
+    def _bytes_per_block(self) -> int:
+        """Of the model's cache, and of that of what drafts."""
+        specs = self._layout().tensor_specs
+        drafting = 0 if self.runner.drafting is None else self.runner.drafting.method.bytes_per_block
+        return block_bytes(specs, self.config.cache.block_size, self.cache_dtype.itemsize) + drafting
+
+    def initialize_cache(self, num_blocks: int) -> int:
+        """Allocate the cache, and capture CUDA graphs. On the CPU pages take memory only when first written.
+
+        Returns:
+            The bytes of the machine's memory that it takes once all pages are written; 0 on a GPU.
+        """
         self._num_blocks = num_blocks
         # One more block, for graphs' rows of padding; no request ever gets it.
         self._allocate(num_blocks + self._captures_graphs)
@@ -242,6 +249,7 @@ class Worker:
             self._capture_graphs()
         if self._expert_counters is not None:
             self._expert_counters.reset()  # until now, no request was computed
+        return num_blocks * self._bytes_per_block() if self._gpu_memory is None else 0
 
     def _allocate(self, num_blocks: int) -> None:
         """Allocate keys and values for so many blocks, of the model and of what drafts; 0 frees them."""
@@ -326,8 +334,7 @@ class Worker:
             case UsesGpu():
                 return int(self.device.type == "cuda")
             case InitializeCache(num_blocks=num_blocks):
-                self.initialize_cache(num_blocks)
-                return 0
+                return self.initialize_cache(num_blocks)
             case Sleep(level=level):
                 self.sleep(level)
                 return 0

@@ -182,6 +182,21 @@ CACHE = Dashboard(
                   description="Drafted tokens, and those that the model sampled in their place. The acceptance length "
                               "is how many tokens a step yields for a request with drafts, in the mean."),
         )),
+        Row(panels=(
+            Panel(title="Tokens found by the KV connector", unit="percentunit", maximum=1,
+                  queries=((f"{_rate('quire_external_prefix_cache_hits_total', 'model')} / "
+                            f"{_rate('quire_external_prefix_cache_queries_total', 'model')}", "{{model}}"),),
+                  description="Of the prompt tokens that were not in the prefix cache: the share that was loaded. "
+                              "Only with kv_transfer_config; so are the next two."),
+            Panel(title="KV blocks saved and loaded", unit="ops",
+                  queries=((_rate("quire_kv_connector_blocks_total", "model, engine, outcome"),
+                            "{{model}} {{engine}} {{outcome}}"),),
+                  description="load_failed: gone, damaged or late, and computed in their place. save_failed: no room, "
+                              "no permission, or a disk that is slower than the model."),
+            Panel(title="Bytes of KV blocks", unit="Bps",
+                  queries=((_rate("quire_kv_connector_bytes_total", "model, direction"), "{{model}} {{direction}}"),),
+                  description="To and from what the connector keeps, of all ranks."),
+        )),
     ),
 )  # fmt: skip
 
@@ -231,8 +246,26 @@ ENGINE = Dashboard(
                   queries=((f"sum by (model) (increase(quire_engine_restarts_total{{{SERVER}}}{RATE}))",
                             "{{model}} restarts"),
                            (f"sum by (model) (increase(quire_requests_replayed_total{{{SERVER}}}{RATE}))",
-                            "{{model}} replayed requests")),
-                  description="Engines that were started again, and the requests that went on with them."),
+                            "{{model}} replayed requests"),
+                           (f"sum by (model) (increase(quire_requests_moved_total{{{SERVER}}}{RATE}))",
+                            "{{model}} moved requests")),
+                  description="Engines that were started again, the requests that went on with them, and those that a "
+                              "replica handed over as it was taken away."),
+        )),
+        Row(panels=(
+            Panel(title="Busiest expert and rank", page="engine", unit="none",
+                  queries=((f"max by (model, over, layers) (quire_expert_imbalance_ratio{{{SERVER}}})",
+                            "{{model}} {{over}}, {{layers}} of the layers"),),
+                  description="Of a mixture of experts: tokens of the busiest expert, or rank, per those of one on "
+                              "average; 1 is even. All ranks wait for the busiest one: EPLB evens it out."),
+            Panel(title="Tokens of experts by rank", unit=TOKENS,
+                  queries=((_rate("quire_expert_rank_tokens_total", "model, engine, rank"),
+                            "{{model}} {{engine}} rank {{rank}}"),),
+                  description="Tokens that the rank computed experts for; one counts for each of its experts."),
+            Panel(title="Tokens of the ten busiest experts", unit=TOKENS,
+                  queries=((f"topk(10, {_rate('quire_expert_tokens_total', 'model, layer, expert')})",
+                            "{{model}} layer {{layer}} expert {{expert}}"),),
+                  description='Only with the setting "expert_metrics": true.'),
         )),
     ),
 )  # fmt: skip

@@ -10,18 +10,23 @@ __all__ = ["GRID_WIDTH", "queries", "render"]
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 GRID_WIDTH = 24
 _OF_MODEL = 'job=~"$job", instance=~"$instance", model=~"$model"'
-_RESTARTS = (
-    ("Engine restarts", "orange", "quire_engine_restarts_total"),
-    ("Server restarts", "red", "quire_server_start_time_seconds"),
-)
-"""Annotations: name, color, and the metric that changes."""
+_ANNOTATIONS = (
+    ("Engine restarts", "orange", "{{model}}",
+     f"sum by (model) (changes(quire_engine_restarts_total{{{_OF_MODEL}}}[1m])) > 0"),
+    ("Server restarts", "red", "{{model}}",
+     f"sum by (model) (changes(quire_server_start_time_seconds{{{_OF_MODEL}}}[1m])) > 0"),
+    # Each load has series of its own, which do not change.
+    ("Model loads", "blue", "{{model}}, settings {{settings}}",
+     f"max by (model, settings) (quire_model_load_time_seconds{{{_OF_MODEL}}}) > time() - 60"),
+)  # fmt: skip
+"""Name, color, what is said, and the query that has a value when it happens."""
 
 
 def queries(dashboard: Dashboard) -> list[str]:
     """Every PromQL expression of a dashboard, those of its variables and annotations included."""
     variables = [item["query"] for item in _variables() if item["type"] == "query"]
     shown = [expression for row in dashboard.rows for panel in row.panels for expression, _ in panel.queries]
-    return [*shown, *variables, *(_restarts(metric) for _, _, metric in _RESTARTS)]
+    return [*shown, *variables, *(expression for *_, expression in _ANNOTATIONS)]
 
 
 def render(dashboard: Dashboard) -> str:
@@ -44,7 +49,7 @@ def render(dashboard: Dashboard) -> str:
         "graphTooltip": 1,
         "refresh": "10s",
         "time": {"from": "now-1h", "to": "now"},
-        "annotations": {"list": [_annotation(*one) for one in _RESTARTS]},
+        "annotations": {"list": [_annotation(*one) for one in _ANNOTATIONS]},
         "templating": {"list": _variables()},
         "links": [
             _link("dashboards", "Quire", tags=["quire"], includeVars=True, keepTime=True),
@@ -55,14 +60,10 @@ def render(dashboard: Dashboard) -> str:
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
-def _restarts(metric: str) -> str:
-    return f"sum by (model) (changes({metric}{{{_OF_MODEL}}}[1m])) > 0"
-
-
-def _annotation(name: str, color: str, metric: str) -> dict[str, Any]:
+def _annotation(name: str, color: str, what: str, expression: str) -> dict[str, Any]:
     return {
-        "name": name, "datasource": DATASOURCE, "enable": True, "iconColor": color, "expr": _restarts(metric),
-        "step": "60s", "titleFormat": f"{name}: {{{{model}}}}",
+        "name": name, "datasource": DATASOURCE, "enable": True, "iconColor": color, "expr": expression,
+        "step": "60s", "titleFormat": f"{name}: {what}",
     }  # fmt: skip
 
 

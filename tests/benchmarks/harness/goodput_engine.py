@@ -83,20 +83,19 @@ class Engines:
             one.refusal = "ttft"
 
     async def saturate(self, load: Sequence[Sent]) -> tuple[float, float]:
-        """Requests per second when all come at once to each engine, which warms it up, too; the slowest counts. And the
-        median time per token meanwhile."""
+        """Requests per second when all come at once to each engine; the slowest counts. And the median time per token
+        meanwhile."""
         rates, per_token = [], []
         for policy in self._engines:
-            for _ in range(2):
-                for one in load:
-                    one.at, one.num_tokens, one.first_token_at = 0.0, 0, None
-                rates.append(len(load) / await self.serve(policy, load))
+            for one in load:
+                one.at, one.num_tokens, one.first_token_at = 0.0, 0, None
+            rates.append(len(load) / await self.serve(policy, load))
             per_token += [
                 (one.ended_at - one.first_token_at) / (one.num_tokens - 1)
                 for one in load
                 if one.ended_at is not None and one.first_token_at is not None and one.num_tokens > 1
             ]
-        return min(rates[1::2]), statistics.median(per_token)
+        return min(rates), statistics.median(per_token)
 
     def shutdown(self) -> None:
         """End them."""

@@ -143,6 +143,7 @@ class FakeEngine:
     dead_error: str | None = None
     outage: str | None = None
     chat_template: str | None = "[TOOL_CALLS]"
+    num_replicas: int = 1
     events: list[str] = field(default_factory=list)
     sinks: dict[str, Callable[[RequestOutput], None]] = field(default_factory=dict)
     on_add: Callable[["FakeEngine", str], None] | None = None
@@ -215,6 +216,9 @@ class FakeEngine:
             self.changed.notify_all()
         if request_id in self.sinks:
             self.emit(request_id, finish_reason="abort")
+
+    async def scale(self, num_replicas: int) -> None:
+        self.num_replicas = num_replicas
 
     async def start(self) -> None:
         self.events.append("start")

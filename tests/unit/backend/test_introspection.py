@@ -1,13 +1,15 @@
 """Operators' requests: who is let in, and what is answered. The engine is a fake."""
 
+import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from quire_backend.introspection import TokenGuard, parse_introspection
 from quire_backend.settings import load_engine_config
-from quire_engine.errors import RequestError
+from quire_engine.errors import RequestError, ScalingError
 from quire_engine.snapshot import BlocksSnapshot, EngineSnapshot, PrefixTreeSnapshot, RequestSnapshot, Snapshot
 
 TOKEN = "open sesame, now"
@@ -35,6 +37,11 @@ def test_what_may_be_asked() -> None:
     )
     assert cancel is not None
     assert cancel.cancel_request_id == "r"
+    scale = parse_introspection(
+        parameters(introspect="scale", introspection_token=TOKEN, replicas=64), TokenGuard(TOKEN)
+    )
+    assert scale is not None
+    assert scale.num_replicas == 64
 
 
 @pytest.mark.parametrize(
@@ -52,6 +59,13 @@ def test_what_may_be_asked() -> None:
         ({"introspect": "snapshot", "introspection_token": TOKEN, "cancel_request_id": "r"}, "cancel_request_id"),
         ({"introspect": "cancel", "introspection_token": TOKEN}, "cancel_request_id"),
         ({"introspect": "cancel", "introspection_token": TOKEN, "cancel_request_id": 3}, "cancel_request_id"),
+        ({"introspect": "scale", "replicas": 2}, "introspection_token"),
+        ({"introspect": "scale", "introspection_token": TOKEN}, "replicas"),
+        ({"introspect": "scale", "introspection_token": TOKEN, "replicas": 0}, "replicas"),
+        ({"introspect": "scale", "introspection_token": TOKEN, "replicas": 65}, "replicas"),
+        ({"introspect": "scale", "introspection_token": TOKEN, "replicas": "2"}, "replicas"),
+        ({"introspect": "scale", "introspection_token": TOKEN, "replicas": True}, "replicas"),
+        ({"introspect": "snapshot", "introspection_token": TOKEN, "replicas": 2}, "replicas"),
     ],
 )
 def test_what_is_refused(said: dict[str, Any], parameter: str) -> None:
@@ -155,6 +169,47 @@ def test_cancel_says_whether_there_was_anything(engine: Any, serve: Any, request
             serving, request_of, introspect="cancel", introspection_token=TOKEN, cancel_request_id=request_id
         )
         assert json.loads(response.text) == {"cancelled": cancelled}
+
+
+def test_replicas_are_changed_by_one_command_at_a_time(engine: Any, serve: Any, request_of: Any) -> None:
+    is_ready = threading.Event()
+
+    async def scale(num_replicas: int) -> None:
+        await asyncio.to_thread(is_ready.wait)
+        if num_replicas > 3:
+            raise ScalingError("there is no memory for them")
+        engine.num_replicas = num_replicas
+
+    engine.scale = scale
+    serving = serve(introspection_token=TOKEN)
+    first = request_of({"introspect": "scale", "replicas": 3, "introspection_token": TOKEN})
+    serving.submit(first)
+    refused = ask(serving, request_of, introspect="scale", replicas=2, introspection_token=TOKEN)
+    assert (refused.error.code, refused.error.message) == (
+        "UNAVAILABLE", "the replicas are being changed; try again when that is done"
+    )  # fmt: skip
+    is_ready.set()
+    assert json.loads(first.sender.wait()[-1].text) == {"replicas": 3, "before": 1}
+    refused = ask(serving, request_of, introspect="scale", replicas=4, introspection_token=TOKEN)
+    assert (refused.error.code, refused.error.message) == ("UNAVAILABLE", "there is no memory for them")
+    answer = ask(serving, request_of, introspect="scale", replicas=3, introspection_token=TOKEN)
+    assert json.loads(answer.text) == {"replicas": 3, "before": 3}
+
+
+def test_a_model_that_is_unloaded_while_its_replicas_change_says_so(engine: Any, serve: Any, request_of: Any) -> None:
+    begun = threading.Event()
+
+    async def scale(num_replicas: int) -> None:
+        begun.set()
+        await asyncio.get_running_loop().create_future()
+
+    engine.scale = scale
+    serving = serve(introspection_token=TOKEN)
+    command = request_of({"introspect": "scale", "replicas": 2, "introspection_token": TOKEN})
+    serving.submit(command)
+    assert begun.wait(10)
+    serving.shutdown()
+    assert command.sender.wait()[-1].error.code == "UNAVAILABLE"
 
 
 def test_refusals_and_failures_are_answered_and_count_as_no_request(engine: Any, serve: Any, request_of: Any) -> None:

@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from quire_backend.model_config import (
 )
 from quire_backend.settings import load_engine_config
 from quire_backend.status_page import StubState, ask_to_end, read_status_pages
-from quire_engine.errors import CheckpointError
+from quire_engine.errors import CheckpointError, ScalingError
 from quire_monitoring import METRICS, MetricKind, TritonStatLogger, triton
 from support.serving import wait_until
 
@@ -374,6 +375,65 @@ def test_living_engines_of_a_model_have_numbers_of_their_own(engine: Any, argume
     assert numbers == [("m", "0"), ("m", "1"), ("other", "0"), ("m", "0"), ("m", "2"), ("m", "2")]
     for model in (second, third, other):
         model.finalize()
+
+
+def test_an_engine_has_metrics_while_it_is_there(
+    engine: Any, arguments: Any, request_of: Any, monkeypatch: Any
+) -> None:
+    """One that is being started or could not be, or has left, is not shown as one that is down."""
+    series: weakref.WeakSet[Any] = weakref.WeakSet()
+    meanwhile = []
+
+    class Metric:
+        def __init__(self, labels, buckets=None):
+            self.engine = labels["engine"]
+            self.set = self.increment = self.observe = lambda value: None
+            series.add(self)
+
+    def shown():
+        return "".join(sorted({metric.engine for metric in series}))
+
+    async def scale(num_replicas):
+        meanwhile.append(shown())
+        if num_replicas == 4:
+            raise ScalingError("it cannot start")
+        engine.num_replicas = num_replicas
+
+    def command(number):
+        request = request_of({"introspect": "scale", "replicas": number, "introspection_token": "a token of the test"})
+        model.execute([request])
+        return request.sender.wait()[-1]
+
+    engine.scale = scale
+    monkeypatch.setenv("QUIRE_INTROSPECTION_TOKEN", "a token of the test")
+    monkeypatch.setattr(triton_api, "metric_family", lambda definition: SimpleNamespace(Metric=Metric))
+    monkeypatch.setattr(model_module, "make_engine", lambda config, stat_loggers: engine)
+    model = TritonPythonModel()
+    model.initialize(arguments)
+    assert json.loads(command(3).text) == {"replicas": 3, "before": 1}
+    assert shown() == "012"
+    assert command(4).error.message == "it cannot start"
+    assert shown() == "012"
+    command(1)
+    assert shown() == "0"
+    command(2)
+    assert (meanwhile, shown()) == (["0", "012", "012", "0"], "01")
+    model.finalize()
+    assert not shown()
+
+
+def test_a_model_of_several_instances_is_not_scaled(
+    engine: Any, arguments: Any, request_of: Any, monkeypatch: Any
+) -> None:
+    """The command would reach one of them, and the next one another."""
+    monkeypatch.setenv("QUIRE_INTROSPECTION_TOKEN", "a token of the test")
+    monkeypatch.setattr(model_module, "make_engine", lambda config, stat_loggers: engine)
+    model = TritonPythonModel()
+    model.initialize({**arguments, "model_config": json.dumps({"instance_group": [{"count": 2}]})})
+    request = request_of({"introspect": "scale", "replicas": 2, "introspection_token": "a token of the test"})
+    model.execute([request])
+    assert "the model has 2 instances" in request.sender.wait()[-1].error.message
+    model.finalize()
 
 
 def test_a_number_stays_taken_while_the_server_keeps_its_series(engine: Any, arguments: Any, monkeypatch: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from quire_backend import settings as settings_module
-from quire_backend.settings import load_engine_config
+from quire_backend.settings import load_engine_config, name_of_settings
 
 ENDPOINT = "http://collector:4317"
 
@@ -47,3 +47,13 @@ def test_packages_are_looked_for_without_an_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.undo()
     monkeypatch.setattr(settings_module, "find_spec", missing)
     assert settings_module._has_otel() is False
+
+
+def test_other_settings_have_another_name_and_the_token_is_no_part_of_it(tmp_path: Path) -> None:
+    def name_of(**settings: Any) -> str:
+        (tmp_path / "model.json").write_text(json.dumps({"model": "/m", **settings}))
+        return name_of_settings(load_engine_config(tmp_path))
+
+    assert name_of() == name_of(introspection_token="some sixteen letters")
+    names = {name_of(), name_of(max_num_seqs=7), name_of(slo={"default": {"ttft_ms": 7}}), name_of(model="/n")}
+    assert len(names) == 4

@@ -278,6 +278,16 @@ def test_restarts_of_the_engine_are_seen_one_by_one() -> None:
     assert gather(ring.view(), {"model": "tinypy"}, None).restarts == (6.0, 196.0)
 
 
+def test_a_replica_that_was_removed_is_not_one_that_is_down() -> None:
+    state, ring = State(), Ring(10)
+    found = []
+    for time, up in enumerate((None, 1, 0, None)):
+        of_second = "" if up is None else f'quire_engine_up{{model="tinypy",version="1",engine="1"}} {up}\n'
+        ring.append(parse(state.metrics_text() + of_second, 1000.0 + time))
+        found.append(causes(gather(ring.view(), {"model": "tinypy"}, None)))
+    assert found == [[], [], ["one_down"], []]
+
+
 def test_what_the_last_half_minute_has_is_told_apart() -> None:
     state, ring = State(), Ring(100)
     ring.append(parse(state.metrics_text(), 1000.0))

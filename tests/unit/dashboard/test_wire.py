@@ -16,6 +16,7 @@ from quire_dashboard.triton_client import Triton, TritonError
 from quire_dashboard.verdict import judge
 from quire_load.grpc_endpoint import GrpcEndpoint
 from quire_load.load import Load
+from quire_load.scrape import parse
 from support.fake_triton import MODEL, TOKEN, FakeTriton, fake_triton
 from support.serving import wait_until
 
@@ -55,7 +56,9 @@ def test_a_server_that_is_away_is_named() -> None:
 def test_a_stream_brings_text_and_timings() -> None:
     with fake_triton() as fake:
         triton = Triton(fake.url)
-        chunks = list(triton.generate(MODEL, "été", {"max_tokens": 4, "temperature": 0.5, "ignore_eos": True}))
+        chunks = list(
+            triton.generate(MODEL, {"text_input": "été"}, {"max_tokens": 4, "temperature": 0.5, "ignore_eos": True})
+        )
         assert "".join(chunk.text for chunk in chunks) == "def fib(n):\n    return n"
         assert [chunk.finish_reason for chunk in chunks] == ["", "", "", "length"]
         assert chunks[-1].metrics["num_output_tokens"] == 4
@@ -70,7 +73,7 @@ def test_who_leaves_with_the_last_chunk_cancels_nothing() -> None:
     with fake_triton() as fake:
         fake.state.lingers_s = 0.3
         triton = Triton(fake.url)
-        for chunk in triton.generate(MODEL, "x", {"max_tokens": 4}):
+        for chunk in triton.generate(MODEL, {"text_input": "x"}, {"max_tokens": 4}):
             if chunk.is_final:
                 break
         wait_until(lambda: fake.state.were_cancelled, "the end of the stream")
@@ -297,3 +300,37 @@ def test_no_secret_is_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> No
     assert "secret" not in " ".join(command)
     assert Settings.from_environment(environment).token == "a very secret token"
     assert Settings.from_environment(environment).url == "a:1"
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_health_knows_from_prometheus_what_was_before_the_dashboard(
+    monkeypatch: pytest.MonkeyPatch, servers: int
+) -> None:
+    with fake_triton() as fake:
+        rows = []
+        for ago in (60.0, 45.0, 30.0, 15.0):
+            if ago == 30.0:
+                fake.state.set("server_start_time_seconds", time.time() - 31)
+            fake.state.finish(5, cause="ttft", ttft=3.0)
+            rows.append(parse(fake.state.metrics_text(), time.time() - ago))
+        added = [{"job": "quire", "instance": f"10.0.0.{number}:8002"} for number in range(servers)]
+        result = [
+            {
+                "metric": {"__name__": name, **dict(labels), **theirs},
+                "values": [[row.time, str(row.values[name, labels])] for row in rows],
+            }
+            for name, labels in rows[0].values
+            for theirs in added
+        ]
+        monkeypatch.setattr(Prometheus, "_get", lambda *_, **__: {"result": result})
+        watcher = Monitor(Settings(url=fake.url, metrics=fake.metrics, prometheus="http://127.0.0.1:1"))
+        watcher.read()
+        evidence, health = judge(watcher, MODEL, None)
+        watcher.triton.close()
+    if servers == 2:
+        assert not evidence.server_restarts, "whose they are cannot be told"
+        assert not evidence.goodput
+    else:
+        assert evidence.goodput == {"default": 0.0}
+        assert len(evidence.server_restarts) == 1
+        assert "only 0% of the requests of class default meet their SLO" in health.headline

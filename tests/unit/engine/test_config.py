@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from quire_engine.config import EngineConfig, ModelConfig, SchedulerConfig
+from quire_engine.config import DisaggregationConfig, EngineConfig, ModelConfig, SchedulerConfig
 from quire_engine.config.engine_config import setting_names
 
 
@@ -144,6 +144,37 @@ def test_each_replica_knows_its_place_and_no_file_says_it() -> None:
     assert "data_parallel_rank" not in config.settings()
     with pytest.raises(ValueError, match="data_parallel_rank is 1"):
         EngineConfig.from_settings({"model": "/m", "data_parallel_rank": 1})
+
+
+TRANSFER = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": "/kv"}}
+
+
+def test_roles_of_replicas_are_counted() -> None:
+    settings = {"model": "/m", "disaggregation": {"prefill": 2, "decode": 3}, "kv_transfer_config": TRANSFER}
+    config = EngineConfig.from_settings(settings)
+    assert config.parallel.data_parallel_size == 5
+    assert config.parallel.disaggregation == DisaggregationConfig(prefill=2, decode=3)
+    assert EngineConfig.from_settings({**settings, "data_parallel_size": 5}) == config
+    assert config.for_replica(4).parallel.data_parallel_size == 5
+    with pytest.raises(ValueError, match="data_parallel_size is 1; it must be unset or 5"):
+        dataclasses.replace(config.parallel, data_parallel_size=1)
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({"disaggregation": 2}, r"disaggregation is 2; .*an object, such as"),
+        ({"disaggregation": {"prefill": 1}}, r"disaggregation is \{'prefill': 1\}; .*prefill and decode, both"),
+        ({"disaggregation": {"prefill": 0, "decode": 1}}, "disaggregation: prefill is 0; .*at least 1"),
+        ({"data_parallel_size": 3}, "data_parallel_size is 3; .*unset or 2 with disaggregation"),
+        ({"kv_transfer_config": None}, "kv_transfer_config is None; .*with kv_role 'kv_both'"),
+        ({"kv_transfer_config": {**TRANSFER, "kv_role": "kv_producer"}}, "kv_transfer_config is 'kv_producer'"),
+    ],
+)
+def test_roles_that_cannot_work_are_refused(others: dict[str, Any], message: str) -> None:
+    settings = {"model": "/m", "disaggregation": {"prefill": 1, "decode": 1}, "kv_transfer_config": TRANSFER}
+    with pytest.raises(ValueError, match=message):
+        EngineConfig.from_settings({**settings, **others})
 
 
 def test_halves_of_gpt_oss_s_format_go_together() -> None:

@@ -113,6 +113,39 @@ def test_models_of_every_kind_go_on(name: str, settings: dict[str, Any], checkpo
     assert [output.outputs for output in outputs] == expected
 
 
+def test_what_is_kept_in_files_is_loaded_after_a_kill_and_after_a_restart(folder: Path, tmp_path: Path) -> None:
+    """Long prompts are computed by the first engine alone."""
+    extra = {"shared_storage_path": str(tmp_path / "kv")}
+    transfer = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}
+    settings: dict[str, Any] = {"kv_transfer_config": transfer, "block_size": 4}
+    prompts, sampling_params = make_prompts(4, VOCAB_SIZE, max_length=100, seed=6), params(max_tokens=150)
+    expected = offline(folder, prompts, sampling_params, block_size=4)
+    num_blocks = len({tuple(prompt[:end]) for prompt in prompts for end in range(4, len(prompt), 4)})
+
+    async def killed() -> None:
+        streams = [Stream(llm, prompt, sampling_params) for prompt in prompts]
+        await until(lambda: min(stream.num_tokens for stream in streams) > 0)
+        await until(lambda: recorder.scheduler_stats.kv_connector.num_saved_blocks >= num_blocks)
+        kill(llm)
+        outputs = await asyncio.gather(*(stream.task for stream in streams))
+        assert [output.outputs for output in outputs] == expected
+
+    async def asked_again() -> None:
+        outputs = await asyncio.gather(*(Stream(llm, prompt, sampling_params).task for prompt in prompts))
+        assert [output.outputs for output in outputs] == expected
+
+    with engine(folder, step_seconds=0.02, **settings) as (llm, recorder):
+        run(llm, killed)
+        assert recorder.num_restarts == 1
+        after_kill = recorder.scheduler_stats.kv_connector
+    with engine(folder, **settings) as (llm, recorder):
+        run(llm, asked_again)
+        after_restart = recorder.scheduler_stats.kv_connector
+    assert after_kill.num_loaded_blocks >= num_blocks
+    assert after_restart.num_loaded_blocks >= num_blocks
+    assert after_kill.num_failed_blocks == after_restart.num_failed_blocks == 0
+
+
 def test_killed_twice_within_seconds(folder: Path) -> None:
     expected = offline(folder, PROMPTS, params())
 

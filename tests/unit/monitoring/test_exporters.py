@@ -16,6 +16,7 @@ from quire_engine.stats import (
     ExpertLoadStats,
     FinishedRequestStats,
     IterationStats,
+    KVConnectorStats,
     SchedulerStats,
     StepStats,
 )
@@ -134,6 +135,7 @@ def random_history(rng: random.Random, num_steps: int) -> list[tuple[SchedulerSt
             num_blocks_used=rng.randrange(50), num_blocks_cached=rng.randrange(9), num_blocks_free=rng.randrange(9),
             rank_busy_seconds=busy_seconds, drafts=drafts.copy(), **totals,
             expert_load=rng.choice([None, load]),
+            kv_connector=KVConnectorStats(0, *(10 * totals["num_preemptions"] + i for i in range(1, 9))),
         )  # fmt: skip
         iteration = IterationStats(
             num_prompt_tokens=rng.randrange(9), num_cached_tokens=rng.randrange(5),
@@ -175,6 +177,7 @@ def pair(aliases: bool = True) -> tuple[FakeServer, TritonStatLogger, Prometheus
     }  # fmt: skip
     triton = TritonStatLogger(server.make_family, LABELS, **options)
     triton._declare_all()  # it is flushed by hand, without the thread
+    triton._accumulator.load_time = time.time()  # which the other one takes from its `start`
     return server, triton, PrometheusStatLogger(LABELS, **options)
 
 

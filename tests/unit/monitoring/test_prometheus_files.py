@@ -21,6 +21,9 @@ COMMON_LABELS = {"job", "instance", "model", "version", "engine"}
 """The first two are Prometheus' own."""
 OTHERS: dict[str, set[str]] = {"up": {"job", "instance"}}
 """What Prometheus itself makes."""
+ALL_METRICS = make_metrics(num_ranks=2, expert_shape=(2, 4), expert_metrics=True)
+OF_MODELS = {"slo", "rank", "layer", "expert"}
+"""Labels whose values are the operator's, or the model's."""
 
 
 def rules(file: str) -> list[dict[str, Any]]:
@@ -35,10 +38,9 @@ ALERTS = rules("alerts.yml")
 def known_series() -> dict[str, dict[str, set[str] | None]]:
     """Every name that a query may use: its labels, and their values where these are known."""
     known: dict[str, dict[str, set[str] | None]] = {name: dict.fromkeys(labels) for name, labels in OTHERS.items()}
-    for metric in make_metrics(num_ranks=2):
+    for metric in ALL_METRICS:
         labels: dict[str, set[str] | None] = dict.fromkeys(COMMON_LABELS)
-        # Classes and ranks are the operator's, all other values are ours.
-        labels |= {name: None if name in ("slo", "rank") else set(own) for name, own in metric.labels.items()}
+        labels |= {name: None if name in OF_MODELS else set(own) for name, own in metric.labels.items()}
         if metric.kind is MetricKind.HISTOGRAM:
             known |= {metric.name + suffix: labels for suffix in ("_sum", "_count")}
             known[metric.name + "_bucket"] = {**labels, "le": None}
@@ -102,7 +104,7 @@ def test_every_metric_is_used_somewhere() -> None:
     used = {name for parameter in EXPRESSIONS for name, _ in selectors(str(parameter.values[0]))}
     unused = {
         metric.name
-        for metric in make_metrics()
+        for metric in ALL_METRICS
         if not {metric.name + suffix for suffix in ("", "_bucket", "_sum")} & used and metric.name not in NOT_SHOWN
     }
     assert not unused
@@ -185,7 +187,7 @@ def test_panels_have_a_place_each_and_explain_themselves(dashboard: grafana.Dash
         for target in panel["targets"]:
             assert "$model" in target["expr"], "every query follows the model picker"
             labels = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
-            assert labels <= COMMON_LABELS | {"slo", "cause", "outcome", "state", "reason", "phase", "rank", "le"}
+            assert labels <= COMMON_LABELS | {label for metric in ALL_METRICS for label in metric.labels} | {"le"}
     assert len({panel["id"] for panel in content["panels"]}) == len(content["panels"])
 
 

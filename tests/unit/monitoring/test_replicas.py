@@ -21,21 +21,19 @@ class Metric:
     observe = increment
 
 
-def loggers_of(number: int, values: dict[Any, float]) -> ReplicaStatLoggers:
+def logger_of(index: int, values: dict[Any, float]) -> TritonStatLogger:
     def make_family(definition: Any) -> Any:
         def make(labels: dict[str, str], buckets: Any = None) -> Metric:
             return Metric(values, (definition.name, labels["engine"], labels.get("rank")))
 
         return SimpleNamespace(Metric=make)
 
-    return ReplicaStatLoggers(
-        [TritonStatLogger(make_family, {"engine": str(index)}, aliases=False) for index in range(number)]
-    )
+    return TritonStatLogger(make_family, {"engine": str(index)}, aliases=False)
 
 
 def test_engines_have_series_of_their_own() -> None:
     values: dict[Any, float] = {}
-    loggers = loggers_of(2, values)
+    loggers = ReplicaStatLoggers([logger_of(index, values) for index in range(2)])
     up = [True, True]
     loggers.start(lambda index: up[index], lambda index: [up[index]], lambda index: {"num_gpu_blocks": str(9 + index)})
     loggers.record(SchedulerStats(num_running=3, prefix_cache_queries=10), IterationStats())
@@ -56,3 +54,23 @@ def test_engines_have_series_of_their_own() -> None:
     wait_until(lambda: values["quire_requests_running", "1", None] == 0, "and what was there is not any more")
     assert loggers.stop()
     assert values["quire_engine_up", "0", None] == 0
+
+
+def test_one_that_comes_is_counted_from_its_first_step_and_one_that_leaves_is_never_down() -> None:
+    values: dict[Any, float] = {}
+    loggers = ReplicaStatLoggers([logger_of(0, values)])
+    loggers.start(lambda index: True, lambda index: [True], lambda index: {})
+    loggers.add(logger_of(1, values))
+    loggers.record(None, IterationStats(engine_index=1, num_generation_tokens=7))
+    assert not any(key[1] == "1" for key in values), "it is not up yet"
+    loggers.start_added()
+    loggers.record(None, IterationStats(engine_index=1, num_requests_moved=2))
+    assert loggers.remove(1) == [True]
+    assert values["quire_generation_tokens_total", "1", None] == 7
+    assert values["quire_requests_moved_total", "1", None] == 2
+    assert values["quire_engine_up", "1", None] == values["quire_worker_up", "1", "0"] == 1
+    loggers.record(None, IterationStats(engine_index=1, num_generation_tokens=7))  # was on its way
+    written: list[bool] = []
+    loggers.when_written(lambda: written.append(True))
+    wait_until(lambda: written == [True], "nobody waits for it")
+    assert loggers.stop()

@@ -268,11 +268,37 @@ def test_a_trial_that_had_not_begun_is_held_again() -> None:
     assert died(journal) == ["a"]
 
 
-def test_age_of_a_request_with_objectives_goes_on_while_it_is_replayed() -> None:
+def test_a_request_with_objectives_has_not_arrived_later_when_it_is_replayed() -> None:
     clock = Clock()
     journal = Journal(100, clock)
-    told = msgspec.structs.replace(request("a"), slo_targets=SLOTargets(ttft_ms=500), age_ms=20.0)
+    told = msgspec.structs.replace(request("a"), slo_targets=SLOTargets(ttft_ms=500), arrived_at=20.0)
     journal.add(told)
     journal.add(request("b"))
+    assert [one.arrived_at for one in journal.take_unsent()] == [20.0, None]
     clock.now += 2
-    assert [one.age_ms for one in journal.take_unsent()] == pytest.approx([2020.0, 0.0])
+    died(journal)
+    assert [one.arrived_at for one in journal.take_unsent()] == [20.0, None]
+
+
+def test_who_is_given_up_by_an_engine_that_lives_is_not_blamed_for_its_end() -> None:
+    """A move does not count as a death, and does not make the next one count that came after enough tokens."""
+    journal, other = journal_of("a", "b", "c"), Journal(64, Clock())
+    sent(journal)
+    died(journal)
+    sent(journal)
+    for _ in range(ISOLATION_TOKENS):
+        tokens(journal, a=1)
+    journal.add(request("d"))
+    given = journal.give_up_all()
+    assert [entry.request.request_id for entry in given] == ["a", "b", "c", "d"]
+    assert not journal.request_ids
+    assert not sent(journal)
+    for entry in given:
+        other.take_over(entry)
+    taken = other.take_unsent()
+    assert [(m.request_id, m.output_token_ids, m.is_replay) for m in taken] == [
+        ("a", [1, 1], True), ("b", [], True), ("c", [], True), ("d", [], False)
+    ]  # fmt: skip
+    assert not died(other)
+    assert other.is_isolating, "b and c were at two deaths without a token in between"
+    assert sorted(entry.request.request_id for entry in other.entries if entry.num_crashes < MAX_CRASHES) == ["a", "d"]

@@ -38,8 +38,9 @@ class RunnerExecutor:
         self.submitted: list[SchedulerOutput] = []
         self.num_in_flight = 0
 
-    def initialize_cache(self, num_blocks: int) -> None:
+    def initialize_cache(self, num_blocks: int) -> int:
         assert num_blocks == NUM_BLOCKS
+        return 0
 
     def submit(self, scheduler_output: SchedulerOutput) -> None:
         if len(self.submitted) in self.refuse:
@@ -231,3 +232,13 @@ def test_sleep_collects_what_was_in_flight_of_aborted_requests(core: Core) -> No
     assert core.executor.num_in_flight == 1
     assert core.core.sleep()
     assert core.executor.num_in_flight == 0
+
+
+def test_the_time_in_the_socket_is_of_a_request_s_age(core: Core, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    params = SamplingParams(max_tokens=6)
+    core.core.add_request(EngineCoreRequest("a", [1], params, arrived_at=now - 2))
+    core.core.add_request(EngineCoreRequest("b", [1], params))
+    requests = core.core.scheduler.requests
+    assert [requests[name].age_seconds for name in "ab"] == [pytest.approx(2.0), 0.0]

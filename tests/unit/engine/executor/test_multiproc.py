@@ -228,7 +228,7 @@ def test_the_rank_with_the_least_memory_decides_and_all_share_it(
         worker.num_blocks_for = lambda available_bytes, **others: available_bytes
         determine_num_blocks = Worker.determine_num_blocks
         Worker.determine_num_blocks = lambda self: determine_num_blocks(self) + 1 - self.parallel.rank
-        Worker.initialize_cache = lambda self, num_blocks: None
+        Worker.initialize_cache = lambda self, num_blocks: 0
     """)
     with executor(checkpoint("tied-gqa"), tensor_parallel_size=2, kv_cache_memory_bytes=None) as workers:
         assert workers.determine_num_blocks() == int(2**30 * 0.5 * 0.9 / 2)

@@ -113,7 +113,8 @@ class Life:
             pipeline. Then each is executed when it is submitted.
         drafts: who drafts tokens: the scheduler's `proposer`, the `workers`, or nobody.
         windows: whether there are several groups of layers, or one that sees a window.
-        stores: whether a KV connector keeps blocks, whose loads fail, come late, or come when the request has gone.
+        stores: whether a KV connector keeps blocks, whose loads fail, come late, or come when the request has gone;
+            some requests claim that another engine has kept theirs.
     """
 
     def __init__(
@@ -226,6 +227,7 @@ class Life:
                 max_model_len=MAX_MODEL_LEN,
             )
             request.deadline_ms, request.slo_targets = deadline_ms, slo_targets
+            request.was_prefilled = self.connector is not None and rng.random() < 0.3  # and not always truly
             self.expected[request.request_id] = undisturbed_output(request)
             self.streamed[request.request_id] = []
             if rng.random() < 0.03:

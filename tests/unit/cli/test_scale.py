@@ -1,0 +1,35 @@
+"""`quire scale`, against a stand-in for a server: what is printed, and how it fails."""
+
+import pytest
+from quire_cli.main import run
+from support.fake_triton import MODEL, TOKEN, fake_triton
+from support.ports import free_port
+
+
+def test_it_says_what_has_become_of_the_replicas(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUIRE_INTROSPECTION_TOKEN", TOKEN)
+    with fake_triton() as fake:
+        said = []
+        for number in ("3", "3", "1"):
+            assert run(["scale", MODEL, number, "--url", fake.url]) == 0
+            said.append(capsys.readouterr().out)
+    assert said == [
+        "quire: tinypy has 3 replicas, and had 1\n",
+        "quire: tinypy has 3 replicas already\n",
+        "quire: tinypy has 1 replica, and had 3\n",
+    ]
+
+
+def test_what_fails_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("QUIRE_INTROSPECTION_TOKEN", raising=False)
+    with fake_triton() as fake:
+        assert run(["scale", MODEL, "2", "--url", fake.url]) == 1
+        assert fake.state.num_replicas == 1
+    assert capsys.readouterr().err.endswith("quire: tinypy: introspection_token is wrong or missing\n")
+    with free_port() as port:
+        assert run(["scale", MODEL, "2", "--url", f"127.0.0.1:{port}"]) == 1
+    assert f"the server at 127.0.0.1:{port} does not answer" in capsys.readouterr().err
+    assert run(["scale", MODEL, "0"]) == 2
+    assert "Invalid value for 'N'" in capsys.readouterr().err
