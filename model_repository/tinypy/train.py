@@ -358,7 +358,7 @@ def save_checkpoint(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast,
 
 def train(
     model: nn.Module,
-    layers: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
     loss_function: Callable[[torch.Tensor], torch.Tensor],
     stream: TokenIds,
     config: TrainingConfig,
@@ -371,7 +371,7 @@ def train(
 
     Args:
         model: whose parameters are trained.
-        layers: the part of the model whose matrices Muon trains.
+        optimizers: of its parameters, with the learning rates' peaks.
         loss_function: the loss of windows of shape [num_windows, window_length + 1].
         stream: what to learn, shape [num_tokens].
         config: the hyper-parameters.
@@ -382,7 +382,6 @@ def train(
     """
     if compile_step:
         loss_function = torch.compile(loss_function, dynamic=False)
-    optimizers = build_optimizers(model, layers, config)
     peaks = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
     # Without instructions for it, as with AVX2 alone, bfloat16 takes many times as long as float32.
     has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -473,7 +472,7 @@ def main() -> None:
 
     training_loss = train(
         model,
-        model.model.layers,
+        build_optimizers(model, model.model.layers, config),
         loss_function,
         training,
         config,

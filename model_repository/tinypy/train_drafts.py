@@ -43,6 +43,7 @@ from torch.nn import functional
 from train import (
     TokenIds,
     TrainingConfig,
+    build_optimizers,
     collect_corpus,
     continue_greedily,
     encode,
@@ -504,7 +505,7 @@ def train_drafter(drafter: Drafter, stream: TokenIds, arguments: argparse.Namesp
 
     training_loss = train(
         drafter.module,
-        drafter.layers,
+        build_optimizers(drafter.module, drafter.layers, config),
         drafter.loss,
         stream,
         config,
