@@ -146,7 +146,9 @@ async def compare(server: Server, args: argparse.Namespace) -> None:
     report(alone, watched)
     kilobytes = sum(viewer.num_bytes for viewer in viewers) / 1024 / (args.seconds + SETTLE_S)
     intervals = sorted({viewer.interval_s for viewer in viewers if viewer.interval_s})
-    print(f"the pages    refresh every {', '.join(f'{seconds:g}' for seconds in intervals)} s; {kilobytes:.0f} KiB/s")
+    refreshes = sum(viewer.num_refreshes for viewer in viewers) / (args.seconds + SETTLE_S)
+    print(f"the pages    refresh every {', '.join(f'{seconds:g}' for seconds in intervals)} s; "
+          f"{refreshes:.1f} parts and {kilobytes:.0f} KiB per second")  # fmt: skip
 
 
 def report(alone: list[Window], watched: list[Window]) -> None:
