@@ -26,7 +26,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,10 +60,14 @@ class ForkServer:
     def __init__(self, connection: socket.socket, environment: Mapping[str, str]) -> None:
         self._connection = connection
         self._environment = {name: environment[name] for name in environment if name.startswith(READ_AT_IMPORT)}
+        self._executable = sys.executable
         self._lock = threading.Lock()
 
-    def serves(self, module: str, environment: Mapping[str, str]) -> bool:
-        """Whether a child with this environment would be the same as one that is started as ever."""
+    def serves(self, words: Sequence[str], environment: Mapping[str, str]) -> bool:
+        """Whether a child of this command line and environment would be the same as one that is started as ever."""
+        executable, _, module = words
+        if executable != self._executable:
+            return False
         passed = {*TOLD_TO_EVERY_CHILD, *(OF_THE_COMPILER if module == COMPILER else ())}
         names = {name for name in environment if name.startswith(READ_AT_IMPORT)} | {*self._environment}
         return all(environment.get(name) == self._environment.get(name) for name in names - passed)
@@ -119,7 +123,7 @@ def _used(server: ForkServer) -> Iterator[None]:
         def _execute_child(self, *arguments: Any) -> None:
             method = super()._execute_child  # type: ignore[misc]
             asked = inspect.signature(method).bind(*arguments).arguments
-            if not server.serves(asked["args"][-1], asked["env"]):
+            if not server.serves(asked["args"], asked["env"]):
                 method(*arguments)
                 return
             inherited = {number: number for number in asked["pass_fds"]}
