@@ -10,7 +10,8 @@ start hundreds of them. Within `forked_children()`, those that `start_module` st
 
 A child has the environment, directory, descriptors and command line that it would have, and it imports all of our own
 modules itself. What libraries read when they are loaded is that of the server, so a child whose environment differs in
-that is started as ever; so are all where this is not Linux on x86-64. Tests with real servers know nothing of this.
+that is started as ever; so are all where this is not Linux on x86-64, or the C library keeps its threads otherwise than
+it is known here. Tests with real servers know nothing of this.
 """
 
 import atexit
@@ -93,7 +94,7 @@ class ForkServer:
 @contextlib.contextmanager
 def forked_children() -> Iterator[None]:
     """Have a fork server start what this process starts as `python -m module`."""
-    if sys.platform != "linux" or os.uname().machine != "x86_64" or os.confstr("CS_GNU_LIBC_VERSION") is None:
+    if not _can_fork_siblings():
         yield
         return
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -115,6 +116,19 @@ def forked_children() -> Iterator[None]:
     finally:
         ours.close()
         process.wait()
+
+
+def _can_fork_siblings() -> bool:
+    """Whether this is the C library that `_fork_sibling` knows."""
+    if sys.platform != "linux" or os.uname().machine != "x86_64" or os.confstr("CS_GNU_LIBC_VERSION") is None:
+        return False
+    return ctypes.c_int.from_address(_own_thread() + _TID_OFFSET).value == threading.get_native_id()
+
+
+def _own_thread() -> int:
+    """Where the C library keeps this thread's `struct pthread`."""
+    _libc.pthread_self.restype = ctypes.c_void_p
+    return int(_libc.pthread_self())
 
 
 @contextlib.contextmanager
@@ -207,9 +221,7 @@ def _serve(connection: socket.socket) -> str | None:
 def _fork_sibling() -> int:
     """fork() whose child is one of this process's parent."""
     assert len(os.listdir("/proc/self/task")) == 1, "a library has started a thread, which a child would not have"
-    _libc.pthread_self.restype = ctypes.c_void_p
-    thread_id = _libc.pthread_self() + _TID_OFFSET
-    assert ctypes.c_int.from_address(thread_id).value == os.getpid(), "another C library than the known one"
+    thread_id = _own_thread() + _TID_OFFSET
     flags = _CLONE_PARENT | _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID | signal.SIGCHLD
     ctypes.pythonapi.PyOS_BeforeFork()
     child: int = _libc.syscall(_SYS_CLONE, ctypes.c_long(flags), None, None, ctypes.c_void_p(thread_id), None)
