@@ -129,7 +129,9 @@ class FrontConnection:
         elif self._is_connected:
             self._lose("the connection to the front has ended")
         else:
-            self._lose(f"what listens at {self.address} is no front with the public key that this host trusts")
+            self._lose(
+                f"what listens at {self.address} is no front with the public key that this host trusts, or is starting"
+            )
 
     def _lose(self, reason: str) -> None:
         self._loss = self._loss or reason

@@ -262,6 +262,7 @@ class HeadlessEngine:
         self._num_blocks = num_blocks
         try:
             client = await self._start_engine(num_blocks)
+            client.watch(lambda: bool(self._numbers))
         except (EngineDeadError, OSError) as error:
             if is_first:
                 raise EngineDeadError(str(error)) from None
@@ -271,7 +272,6 @@ class HeadlessEngine:
         self._death.clear()
         self._leaving.clear()
         self._has_left.set()
-        client.watch(lambda: bool(self._numbers))
         self._relaying = asyncio.ensure_future(self._relay(client))
         return client
 

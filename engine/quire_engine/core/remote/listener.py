@@ -40,7 +40,7 @@ __all__ = ["Listener"]
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_MS = 5000
-CLOSING_SECONDS = 2.0
+CLOSING_SECONDS = 1.0
 _DOMAIN = b"quire"
 _ALLOWED, _DENIED = (b"200", b"OK"), (b"400", b"unknown key")
 _FAILURES: dict[int, str] = {
@@ -86,6 +86,7 @@ class Listener:
         self._strangers = RareLog()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._beating: asyncio.Task[None] | None = None
+        self._closing = threading.Lock()
         self._context = zmq.Context()
         try:
             self._open(parallel.data_parallel_address or "", parallel.data_parallel_rpc_port or 0)
@@ -106,7 +107,7 @@ class Listener:
             address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
             router.setsockopt(zmq.IPV6, ":" in address)
             router.bind(tcp_address(address, port))
-        except socket.gaierror:
+        except (socket.gaierror, UnicodeError):
             raise ValueError(f"data_parallel_address is {host!r}, which is no address and no name of a host") from None
         except zmq.ZMQError as error:
             mend = "another program listens there; end it, or give another data_parallel_rpc_port"
@@ -137,6 +138,11 @@ class Listener:
 
     def close(self) -> None:
         """End all sessions. Idempotent; may be called from any thread."""
+        with self._closing:  # each replica does it, and several at once
+            if not self._context.closed:
+                self._close_in_loop()
+
+    def _close_in_loop(self) -> None:
         loop = self._loop
         if loop is not None and loop.is_running() and not _is_running_here(loop):
             closed = threading.Event()
@@ -152,7 +158,7 @@ class Listener:
         self._close()
 
     def _close(self) -> None:
-        if self._context.closed:
+        if self._context.closed:  # the loop was late
             return
         if self._beating is not None and self._loop is not None and not self._loop.is_closed():
             self._beating.cancel()

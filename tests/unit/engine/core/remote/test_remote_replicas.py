@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import zmq
+from quire_engine.config import EngineConfig
 from quire_engine.core.remote import front_connection, headless_engine, listener, remote_replica
-from quire_engine.core.remote.headless_engine import HeadlessEngine
-from quire_engine.core.remote.keys import make_keys
+from quire_engine.core.remote.keys import add_peers, make_keys
+from quire_engine.core.remote.remote_replica import RemoteReplicas
+from quire_engine.core.remote.wire import MessageType
 from quire_engine.errors import EngineError
 from quire_engine.messages import IsSleeping, Sleep, WakeUp
 from support.engines import until
@@ -24,6 +26,8 @@ from support.remote import Hosts, RemoteFleet
 def hosts(tmp_path: Path, fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch) -> Hosts:
     for module in (front_connection, headless_engine, listener):
         monkeypatch.setattr(module, "BEAT_SECONDS", 0.05)
+    for module in (front_connection, listener):
+        monkeypatch.setattr(module, "MAX_MISSED_BEATS", 400)  # a machine with other things to do is not a dead one
     monkeypatch.setattr(headless_engine, "RETRY_SECONDS", 0.02)
     return Hosts(tmp_path)
 
@@ -80,11 +84,17 @@ async def until_all_have_ended(front: RemoteFleet, *request_ids: str) -> None:
 def test_what_an_engine_had_goes_on_at_once_and_it_may_join_again(
     hosts: Hosts, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids = [str(number) for number in range(6)]
+    ids, beats, beat = [str(number) for number in range(6)], asyncio.Event(), front_connection.FrontConnection.send
+
+    def send(self: front_connection.FrontConnection, kind: MessageType, *frames: bytes) -> None:
+        if beats.is_set() or kind is not MessageType.BEAT:
+            beat(self, kind, *frames)
+
+    monkeypatch.setattr(front_connection.FrontConnection, "send", send)
 
     async def main(front: RemoteFleet) -> None:
-        engine = hosts.engine()
-        running = hosts.run(engine)
+        beats.set()
+        running = hosts.run(hosts.engine())
         await front.joined()
         front.add(*ids)
         await until(lambda: front.where() == [3, 3])
@@ -94,16 +104,14 @@ def test_what_an_engine_had_goes_on_at_once_and_it_may_join_again(
         elif how == "its host is gone":
             await hosts.end(running)
         else:
-            monkeypatch.setattr(HeadlessEngine, "_beat", lambda self, front: asyncio.sleep(3600))
-            await hosts.end(running)
-            hosts.run(hosts.engine())
-            await front.joined()
-            monkeypatch.undo()
+            beats.clear()
+            monkeypatch.setattr(listener, "MAX_MISSED_BEATS", 5)
         await until(lambda: not front.client.replicas[1].is_alive)
         await until(lambda: front.client._router.num_requests(0) == 6)
         await until_all_have_ended(front, *ids)
         assert tokens_are_right(front, *ids)
         assert front.counted.num_requests_replayed == 3
+        beats.set()
         if how == "its host is gone":
             hosts.run(hosts.engine())
         await front.joined()
@@ -279,3 +287,17 @@ def test_requests_that_only_it_may_get_do_not_wait_for_ever(hosts: Hosts, monkey
         assert not front.engines[0].requests
 
     serve(hosts, main)
+
+
+def test_a_front_that_cannot_listen_says_why(hosts: Hosts, tmp_path: Path) -> None:
+    def fails(match: str, **others: Any) -> None:
+        with pytest.raises(ValueError, match=match):
+            RemoteReplicas(EngineConfig.from_settings({**hosts.settings(), **others}))
+
+    with socket.create_server(("127.0.0.1", hosts.port)):
+        fails("Address already in use; another program listens there")
+    fails("this host has no such address", data_parallel_address="192.0.2.250")
+    fails("is no address and no name of a host", data_parallel_address="front..example")
+    alone = tmp_path / "alone.json"
+    add_peers(alone, [])
+    fails("alone.json trusts nobody, so that no engine can join", data_parallel_key_file=str(alone))
