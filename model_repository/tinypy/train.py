@@ -314,6 +314,22 @@ def evaluate(model: LlamaForCausalLM, stream: TokenIds, num_bytes: int, length: 
     return Quality(loss=total / (len(stream) - 1), bits_per_byte=total / math.log(2) / num_bytes)
 
 
+@torch.no_grad()
+def continue_greedily(model: LlamaForCausalLM, contexts: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """The model's most likely next tokens, one after the other, after contexts of shape [N, L].
+
+    Returns shape [N, num_tokens]; an end of file does not end it, as it does not end the stream.
+    """
+    tokens, cache = contexts, None
+    continuation = []
+    for _ in range(num_tokens):
+        output = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = output.past_key_values
+        tokens = output.logits.argmax(dim=-1)
+        continuation.append(tokens)
+    return torch.cat(continuation, dim=1)
+
+
 @contextmanager
 def replacing_files(out: Path) -> Iterator[Path]:
     """Yields an empty folder whose files then move to out, each at once, so a reader never sees half of one."""
@@ -342,7 +358,7 @@ def save_checkpoint(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast,
 
 def train(
     model: nn.Module,
-    layers: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
     loss_function: Callable[[torch.Tensor], torch.Tensor],
     stream: TokenIds,
     config: TrainingConfig,
@@ -355,7 +371,7 @@ def train(
 
     Args:
         model: whose parameters are trained.
-        layers: the part of the model whose matrices Muon trains.
+        optimizers: of its parameters, with the learning rates' peaks.
         loss_function: the loss of windows of shape [num_windows, window_length + 1].
         stream: what to learn, shape [num_tokens].
         config: the hyper-parameters.
@@ -366,8 +382,9 @@ def train(
     """
     if compile_step:
         loss_function = torch.compile(loss_function, dynamic=False)
-    optimizers = build_optimizers(model, layers, config)
     peaks = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+    # Without instructions for it, as with AVX2 alone, bfloat16 takes many times as long as float32.
+    has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     losses: list[float] = []
     began = saved = time.monotonic()
     terminal = sys.stderr.isatty()
@@ -376,7 +393,7 @@ def train(
     for step, windows in enumerate(progress, start=first_step):
         for group, peak in peaks:
             group["lr"] = peak * config.learning_rate_factor(step)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=has_bfloat16):
             loss = loss_function(windows)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
@@ -455,7 +472,7 @@ def main() -> None:
 
     training_loss = train(
         model,
-        model.model.layers,
+        build_optimizers(model, model.model.layers, config),
         loss_function,
         training,
         config,

@@ -43,7 +43,9 @@ from torch.nn import functional
 from train import (
     TokenIds,
     TrainingConfig,
+    build_optimizers,
     collect_corpus,
+    continue_greedily,
     encode,
     replacing_files,
     save_checkpoint,
@@ -161,7 +163,7 @@ class DraftModel(Drafter):
         return distillation_loss(self.model(input_ids=tokens, use_cache=False).logits, target_probs)
 
     def draft(self, contexts: torch.Tensor) -> torch.Tensor:
-        return continue_greedily(self.model, contexts)
+        return continue_greedily(self.model, contexts, NUM_DRAFT_TOKENS)
 
     def save(self, out: Path) -> None:
         save_checkpoint(self.model, self.tokenizer, out)
@@ -445,19 +447,6 @@ def save_module(module: nn.Module, config: LlamaConfig | dict[str, object], out:
 
 
 @torch.no_grad()
-def continue_greedily(model: LlamaForCausalLM, contexts: torch.Tensor) -> torch.Tensor:
-    """The model's NUM_DRAFT_TOKENS most likely next tokens, one after the other, after contexts of shape [N, L]."""
-    tokens, cache = contexts, None
-    continuation = []
-    for _ in range(NUM_DRAFT_TOKENS):
-        output = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = output.past_key_values
-        tokens = output.logits.argmax(dim=-1)
-        continuation.append(tokens)
-    return torch.cat(continuation, dim=1)
-
-
-@torch.no_grad()
 def count_accepted(
     drafter: Drafter, target: LlamaForCausalLM, stream: TokenIds, *, length: int, stride: int, batch_size: int = 32
 ) -> torch.Tensor:
@@ -469,7 +458,7 @@ def count_accepted(
     starts = range(0, len(stream) - length + 1, stride)
     contexts = torch.from_numpy(np.stack([stream[start : start + length] for start in starts]))
     accepted = [
-        (drafter.draft(batch) == continue_greedily(target, batch)).long().cumprod(dim=1).sum(dim=1)
+        (drafter.draft(batch) == continue_greedily(target, batch, NUM_DRAFT_TOKENS)).long().cumprod(dim=1).sum(dim=1)
         for batch in contexts.split(batch_size)  # type: ignore[no-untyped-call]
     ]
     return torch.cat(accepted)
@@ -486,7 +475,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--target", type=Path, required=True, help="Hugging Face folder of the model to draft for")
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--library", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="source to learn")
-    parser.add_argument("--steps", type=int, default=700, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=700, help="optimizer steps; 0 only measures what is in --out")
     parser.add_argument("--draft-vocab-size", type=int, default=2048, help="tokens that the EAGLE-3 head can draft")
     parser.add_argument("--seed", type=int, default=default.seed, help="seed of weights and data order")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads that torch computes with")
@@ -498,6 +487,34 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--save-seconds", type=float, default=120.0, help="time between checkpoints")
     return parser.parse_args()
+
+
+def train_drafter(drafter: Drafter, stream: TokenIds, arguments: argparse.Namespace) -> float:
+    """Trains and saves the drafter; returns the mean training loss of the last fifty steps."""
+    # Most of the learning is done on short windows, which are cheaper; the last steps have every position of a context.
+    config = TrainingConfig(
+        seed=arguments.seed,
+        steps=arguments.steps,
+        warmup_steps=50,
+        matrix_learning_rate=drafter.matrix_learning_rate,
+        window_stages=((0.0, 256), (0.9, 1024)),
+    )
+
+    def save() -> None:
+        drafter.save(arguments.out)
+
+    training_loss = train(
+        drafter.module,
+        build_optimizers(drafter.module, drafter.layers, config),
+        drafter.loss,
+        stream,
+        config,
+        save,
+        arguments.save_seconds,
+        compile_step=arguments.compile,
+    )
+    save()
+    return training_loss
 
 
 def main() -> None:
@@ -521,14 +538,6 @@ def main() -> None:
         drafter = Eagle3(target, training, arguments.draft_vocab_size)
     else:
         drafter = Medusa(target)
-    # Most of the learning is done on short windows, which are cheaper; the last steps have every position of a context.
-    config = TrainingConfig(
-        seed=arguments.seed,
-        steps=arguments.steps,
-        warmup_steps=50,
-        matrix_learning_rate=drafter.matrix_learning_rate,
-        window_stages=((0.0, 256), (0.9, 1024)),
-    )
     num_parameters = sum(parameter.numel() for parameter in drafter.module.parameters())
     print(
         f"{num_parameters:,} parameters; {len(corpus.training)} files, {len(training):,} tokens to learn; "
@@ -536,20 +545,9 @@ def main() -> None:
         flush=True,
     )
 
-    def save() -> None:
-        drafter.save(arguments.out)
-
-    training_loss = train(
-        drafter.module,
-        drafter.layers,
-        drafter.loss,
-        training,
-        config,
-        save,
-        arguments.save_seconds,
-        compile_step=arguments.compile,
-    )
-    save()
+    training_loss = None
+    if arguments.steps:
+        training_loss = round(train_drafter(drafter, training, arguments), 4)
     minutes = (time.monotonic() - began) / 60
 
     drafter.load(arguments.out)
@@ -559,9 +557,8 @@ def main() -> None:
     summary = {
         "method": arguments.method,
         "parameters": num_parameters,
-        "steps": config.steps,
-        "tokens_seen": config.steps * config.tokens_per_step,
-        "training_loss": round(training_loss, 4),
+        "steps": arguments.steps,
+        "training_loss": training_loss,
         "drafts": len(accepted),
         "acceptance_by_place": [
             round(now / before, 3) if before else None for before, now in itertools.pairwise(reached)

@@ -1,11 +1,14 @@
 """Replicas: what the death or removal of one costs its streams, and what each way of routing finds in the caches.
 
-    python tests/benchmarks/replicas.py [--kills N] [--model PATH] [--only kills | removals | routing]
+    python tests/benchmarks/replicas.py [--kills N] [--model PATH] [--only kills | removals | roles | routing]
 
 Kills: streams of all kinds on two replicas, one of which is killed at random again and again. Each stream has to get
 the tokens of an undisturbed engine; a pause is the time from a kill to the next token of a stream that had to move.
 
 Removals: the same, with `scale` to one replica and back to two in the place of each kill.
+
+Roles: one replica for prefill and one for decode, either of which is killed at random moments, while streams with new
+prompts of a dozen blocks come one after the other: most deaths meet blocks on their way.
 
 Routing: conversations over a few system prompts on four replicas, each turn with all that was said before. The oracle
 knows every block that any replica has filed; of what it would have found, each policy finds a share.
@@ -16,6 +19,7 @@ import asyncio
 import os
 import signal
 import statistics
+import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable
@@ -27,11 +31,14 @@ from typing import Any
 from quire_engine import LLM, AsyncLLM, EngineConfig, RequestOutputKind, SamplingParams
 from quire_engine.core.prefix_index import block_keys
 from quire_engine.structured_outputs_params import StructuredOutputsParams
+from tqdm import tqdm
 
 TINYPY = Path(__file__).resolve().parents[2] / "model_repository" / "tinypy" / "1" / "model"
 CACHE_BYTES = 256 << 20
 NUM_STREAMS = 32
 NUM_TOKENS = 250
+ROLES_PROMPT_TOKENS = 200
+ROLES_TOKENS = 24
 NUM_REPLICAS = 4
 NUM_CONVERSATIONS = 48
 NUM_TURNS = 6
@@ -39,7 +46,7 @@ SYSTEM_TOKENS = 160
 BLOCK_SIZE = 16
 
 
-def params_of(number: int) -> SamplingParams:
+def params_of(number: int, **changes: Any) -> SamplingParams:
     """Greedy, sampled, with penalties, of several sequences, with a grammar."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -52,7 +59,7 @@ def params_of(number: int) -> SamplingParams:
     return SamplingParams(
         **{
             "max_tokens": NUM_TOKENS, "seed": number, "ignore_eos": "structured_outputs" not in kind,
-            "output_kind": RequestOutputKind.DELTA, **kind,
+            "output_kind": RequestOutputKind.DELTA, **kind, **changes,
         }
     )  # fmt: skip
 
@@ -68,21 +75,22 @@ def make(model: Path, **settings: Any) -> AsyncLLM:
 class Streams:
     """Streams that go on for ever; each answer is compared with that of an undisturbed engine."""
 
-    def __init__(self, llm: AsyncLLM, expected: list[dict[int, list[int]]]) -> None:
-        self._llm, self._expected = llm, expected
+    def __init__(self, llm: AsyncLLM, prompts: list[list[int]], expected: list[dict[int, list[int]]]) -> None:
+        self._llm, self._prompts, self._expected = llm, prompts, expected
         self.last_token_at = [0.0] * NUM_STREAMS
         self.request_ids = [""] * NUM_STREAMS
         self.num_ended = self.num_lost = self.num_different = 0
 
-    async def follow(self, number: int) -> None:
-        """One stream after the other."""
+    async def follow(self, number: int, **changes: Any) -> None:
+        """One stream after the other, each with blocks of its own."""
         turn = 0
         while True:
             turn += 1
             request_id = self.request_ids[number] = f"{number}-{turn}"
             tokens: defaultdict[int, list[int]] = defaultdict(list)
+            params = params_of(number, cache_salt=request_id, **changes)
             try:
-                async for output in self._llm.generate([5 + number, 6, 7], params_of(number), request_id):
+                async for output in self._llm.generate(self._prompts[number], params, request_id):
                     self.last_token_at[number] = time.monotonic()
                     for one in output.outputs:
                         tokens[one.index] += one.token_ids
@@ -122,19 +130,25 @@ async def removed(llm: AsyncLLM, victim: int) -> AsyncIterator[None]:
     await llm.scale(victim + 1)
 
 
+def undisturbed(model: Path, prompts: list[list[int]], **changes: Any) -> list[dict[int, list[int]]]:
+    """The tokens that each stream has to get."""
+    offline = LLM(model, dtype="float32", kv_cache_memory_bytes=CACHE_BYTES)
+    all_params = [params_of(number, **changes) for number in range(len(prompts))]
+    outputs = offline.generate(prompts, all_params, use_tqdm=False)
+    offline.shutdown()
+    return [{one.index: one.token_ids for one in output.outputs} for output in outputs]
+
+
 async def strikes(
     model: Path, number: int, strike: Callable[[AsyncLLM, int], AbstractAsyncContextManager[None]], victims: list[int]
 ) -> None:
-    offline = LLM(model, dtype="float32", kv_cache_memory_bytes=CACHE_BYTES)
-    prompts, all_params = [[5 + i, 6, 7] for i in range(NUM_STREAMS)], [params_of(i) for i in range(NUM_STREAMS)]
-    outputs = offline.generate(prompts, all_params, use_tqdm=False)
-    expected = [{one.index: one.token_ids for one in output.outputs} for output in outputs]
-    offline.shutdown()
+    prompts = [[5 + i, 6, 7] for i in range(NUM_STREAMS)]
+    expected = undisturbed(model, prompts)
     llm, random = make(model, data_parallel_size=2), Random(1)
     pauses: list[float] = []
     try:
         await llm.start()
-        streams = Streams(llm, expected)
+        streams = Streams(llm, prompts, expected)
         tasks = [asyncio.ensure_future(streams.follow(number)) for number in range(NUM_STREAMS)]
         for turn in range(number):
             await asyncio.sleep(random.uniform(0.5, 2.0))
@@ -167,6 +181,40 @@ async def strikes(
         f"{streams.num_different} with "
         f"other tokens; pause median {statistics.median(pauses):.3f} s, "
         f"95% {sorted(pauses)[int(0.95 * len(pauses))]:.3f} s, longest {max(pauses):.3f} s"
+    )
+
+
+# -- roles -------------------------------------------------------------------------------------------------------------
+
+
+async def roles(model: Path, number: int) -> None:
+    """Kill the replica of either role, again and again."""
+    random = Random(2)
+    prompts = [[random.randrange(5, 4000) for _ in range(ROLES_PROMPT_TOKENS)] for _ in range(NUM_STREAMS)]
+    expected = undisturbed(model, prompts, max_tokens=ROLES_TOKENS)
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="quire-kv-") as folder:
+        extra = {"shared_storage_path": folder, "max_bytes": 1 << 30}
+        transfer = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}
+        llm = make(model, disaggregation={"prefill": 1, "decode": 1}, kv_transfer_config=transfer)
+        num_killed = Counter[str]()
+        try:
+            await llm.start()
+            streams = Streams(llm, prompts, expected)
+            tasks = [asyncio.ensure_future(streams.follow(i, max_tokens=ROLES_TOKENS)) for i in range(NUM_STREAMS)]
+            for _ in tqdm(range(number), unit="kill"):
+                await asyncio.sleep(random.uniform(0.05, 0.5))
+                victim = random.randrange(2)
+                num_killed["decode" if victim else "prefill"] += 1
+                async with killed(llm, victim):
+                    pass
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            llm.shutdown()
+    print(
+        f"{num_killed['prefill']} kills of the prefill and {num_killed['decode']} of the decode replica, "
+        f"{streams.num_ended} streams ended: {streams.num_lost} lost, {streams.num_different} with other tokens"
     )
 
 
@@ -236,12 +284,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20, help="how often an engine is killed, or removed")
     parser.add_argument("--model", type=Path, default=TINYPY, help="a checkpoint folder")
-    parser.add_argument("--only", choices=["kills", "removals", "routing"], help="one of the parts")
+    parser.add_argument("--only", choices=["kills", "removals", "roles", "routing"], help="one of the parts")
     arguments = parser.parse_args()
     if arguments.only in (None, "kills"):
         asyncio.run(strikes(arguments.model, arguments.kills, killed, [0, 1]))
     if arguments.only in (None, "removals"):
         asyncio.run(strikes(arguments.model, arguments.kills, removed, [1]))
+    if arguments.only in (None, "roles"):
+        asyncio.run(roles(arguments.model, arguments.kills))
     if arguments.only in (None, "routing"):
         for policy in ("prefix", "least_loaded", "round_robin"):
             asyncio.run(routing(arguments.model, policy))

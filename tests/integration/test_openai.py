@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
@@ -84,13 +85,24 @@ def get(server: Server, path: str) -> tuple[int, str]:
 
 def test_models_are_those_of_the_server(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
-    assert client.models.retrieve(MODEL).id == MODEL
+    model = client.models.retrieve(MODEL)
+    assert model.id == MODEL
+    # As old as the gateway has known it, whoever asks.
+    assert time.time() - 3600 < model.created <= time.time()
+    assert model == client.models.retrieve(MODEL) == next(iter(client.models.list()))
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("nope")
 
 
 def test_health(server: Server) -> None:
     assert get(server, "/health") == (200, '{"status":"ok"}')
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/metrics"])
+def test_a_probe_may_ask_for_the_head_alone(server: Server, path: str) -> None:
+    request = urllib.request.Request(f"http://{server.openai}{path}", method="HEAD")
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        assert (answer.status, answer.read()) == (200, b"")
 
 
 # -- completions ------------------------------------------------------------------------------------------------------

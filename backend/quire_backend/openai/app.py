@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
@@ -49,6 +50,7 @@ def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClien
         client = app.state.client = make_client(settings.url)
         app.state.chat_formats = ChatFormats(client.ask)
         app.state.limits = settings.limits
+        app.state.first_seen = {}
         yield
         await client.close()
 
@@ -64,15 +66,18 @@ def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClien
         "/health": ("GET", _health),
     }
     for path, (method, route) in routes.items():
-        app.add_api_route(path, route, methods=[method], response_model=None)
-    app.add_api_route("/v1/models/{model:path}", _model, methods=["GET"], response_model=None)
+        # A probe may ask for the head alone.
+        methods = [method, "HEAD"] if method == "GET" else [method]
+        app.add_api_route(path, route, methods=methods, response_model=None)
+    app.add_api_route("/v1/models/{model:path}", _model, methods=["GET", "HEAD"], response_model=None)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     for left in (ClientLeftError, ClientDisconnect):
         app.add_exception_handler(left, _on_client_left)
     app.add_exception_handler(Exception, _on_fault)
     gatekeeper = Gatekeeper(app, settings, {*routes, "/metrics"})
-    app.add_api_route("/metrics", lambda: _text(gatekeeper.metrics()), methods=["GET"], response_model=None)
+    metrics = ("/metrics", lambda: _text(gatekeeper.metrics()))
+    app.add_api_route(*metrics, methods=["GET", "HEAD"], response_model=None)
     return gatekeeper
 
 
@@ -81,17 +86,20 @@ def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClien
 
 async def _models(request: Request) -> Response:
     names = await _client(request).models()
-    return JSONResponse({"object": "list", "data": [_card(name) for name in names]})
+    return JSONResponse({"object": "list", "data": [_card(request, name) for name in names]})
 
 
 async def _model(request: Request, model: str) -> Response:
     if model not in await _client(request).models():
         raise ModelNotFoundError(model)
-    return JSONResponse(_card(model))
+    return JSONResponse(_card(request, model))
 
 
-def _card(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "quire"}
+def _card(request: Request, name: str) -> dict[str, Any]:
+    """What is said of a model. The server does not tell when it was made: it is as old as this gateway has known it."""
+    first_seen: dict[str, int] = request.app.state.first_seen
+    created = first_seen.setdefault(name, int(time.time()))
+    return {"id": name, "object": "model", "created": created, "owned_by": "quire"}
 
 
 async def _health(request: Request) -> Response:

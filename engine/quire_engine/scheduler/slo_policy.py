@@ -221,7 +221,8 @@ class SLOPolicy(SchedulingPolicy):
         room = self._config.max_num_batched_tokens - rows.num_rows
         if allowed < math.inf:
             computed = prompts[0].num_computed_tokens if prompts else 0
-            room = min(room, max(int(self.costs.prompt_tokens_within(allowed, rows, computed)), LEAST_CHUNK))
+            within = self.costs.prompt_tokens_within(allowed, rows, computed)  # infinite: they cost nothing
+            room = int(min(room, max(within, LEAST_CHUNK)))
         plan = StepPlan(max_running=self._max_running(running))
         late = [request for request in prompts if self._standings[request.request_id].is_late]
         on_time = [request for request in prompts if not self._standings[request.request_id].is_late]

@@ -188,6 +188,18 @@ def test_chunks_are_as_large_as_the_time_per_token_of_rows_allows(tpot_ms: float
     assert low <= min(chunks[1:]) <= max(chunks[1:]) <= high, chunks
 
 
+def test_chunks_while_prompts_seem_to_cost_nothing() -> None:
+    """Steps happened to be the shorter the more of a prompt they had: then any number fits."""
+    engine = Engine(is_taught=False)
+    for number in range(48):
+        load = StepLoad(number % 5 * 20, number % 3)
+        engine.policy.costs.record(load, 0.010 + 0.0001 * load.num_rows - 0.00001 * load.num_prompt_tokens)
+    engine.add("row", 10, max_tokens=60, tpot_ms=25)
+    engine.step()
+    engine.add("long", 900)
+    assert engine.step()["long"] == 99
+
+
 def test_row_that_missed_its_first_token_does_not_hold_prompts_back() -> None:
     engine = Engine()
     engine.add("row", 100, max_tokens=60, ttft_ms=20, tpot_ms=25)
