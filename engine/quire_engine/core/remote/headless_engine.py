@@ -10,6 +10,7 @@ for the next session. When the engine dies, it says so, and joins again with the
 """
 
 import asyncio
+import contextlib
 import logging
 import platform
 import threading
@@ -253,16 +254,17 @@ class HeadlessEngine:
         """
         if self._client is not None and not self._death.is_set() and self._num_blocks == num_blocks:
             await _first_of(self._has_left, self._death)
-            if not self._death.is_set():
-                await self._client.call_utility(WakeUp())
-                return self._client
+            with contextlib.suppress(EngineDeadError):  # then there is another one
+                if not self._death.is_set():
+                    await self._client.call_utility(WakeUp())
+                    return self._client
         await self._end_engine()
         self._policy.engine_started()
         is_first = not self._num_blocks
         self._num_blocks = num_blocks
         try:
             client = await self._start_engine(num_blocks)
-            client.watch(lambda: bool(self._numbers))
+            client.watch(lambda: bool(self._numbers or self._leaving))
         except (EngineDeadError, OSError) as error:
             if is_first:
                 raise EngineDeadError(str(error)) from None
