@@ -14,6 +14,8 @@ help:  ## Show this list
 serve: $(VENV)/.server-installed  ## Serve the demo model: gRPC on port 8001, HTTP on 8000, metrics on 8002, OpenAI on 9000
 	@$(BIN)/quire serve $(ARGS)
 
+# Whatever the machine's habit is: hundreds of processes would compile our modules, each for itself.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.dev-installed $(VENV)/.prometheus-installed $(VENV)/chromium  ## Run all tests, those with a real server and a real browser too
 ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
@@ -61,7 +63,9 @@ $(VENV)/.server-installed: pyproject.toml $(KERNELS) | $(BIN)/python
 
 $(VENV)/.dev-installed: pyproject.toml $(KERNELS) | $(BIN)/python
 	@echo "quire: installing into $(VENV); this takes minutes, once" >&2
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '.[dev]'
+	@# pip would compile 20,000 modules one after the other.
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --editable '.[dev]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # some are templates and tests of other Pythons' syntax
 	@touch $(VENV)/.server-installed $@
 
 # Debian's Prometheus and Alertmanager, unpacked and not installed, with package lists of its own: that needs no root.

@@ -68,6 +68,25 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if wanted == "only" and not leads_there else None
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _forked_children() -> Iterator[None]:
+    """Engines that the tests' own processes start spend no time on imports."""
+    from support.fork_server import forked_children
+
+    with forked_children():
+        yield
+
+
+@pytest.fixture
+def started_as_ever(_forked_children: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test of the start itself: its children are started as a user's are."""
+    import subprocess
+
+    from quire_engine.system import child_process
+
+    monkeypatch.setattr(child_process, "subprocess", subprocess)
+
+
 @pytest.fixture
 def alone_with_dead_runs() -> Iterator[None]:
     """For a test that kills `quire serve`: no other may start one now, which would remove what is left."""

@@ -18,7 +18,7 @@ from quire_dashboard.settings import (
 
 __all__ = ["main", "streamlit_flags"]
 
-_COLOUR = "#2f6fc4"
+_COLOUR, _COLOUR_ON_DARK = "#2a66b8", "#5a95dd"
 
 
 def streamlit_flags(host: str, port: int) -> list[str]:
@@ -44,7 +44,7 @@ def streamlit_flags(host: str, port: int) -> list[str]:
         # A whole garbage collection after every refresh of every visitor was two thirds of what the dashboard cost.
         "runner.postScriptGC": "false",
         "theme.light.primaryColor": _COLOUR,
-        "theme.dark.primaryColor": _COLOUR,
+        "theme.dark.primaryColor": _COLOUR_ON_DARK,
     }
     flags = [f"--{name}={value}" for name, value in options.items()]
     if is_loopback(host):

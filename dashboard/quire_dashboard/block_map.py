@@ -1,30 +1,31 @@
 """The KV cache as a picture: one small square per block, in the colour of the request that holds it.
 
-An SVG image with one path per colour. The two greys are translucent, so it fits a light page and a dark one.
-A cache of more than `MOST_CELLS` blocks is drawn with several blocks to a square, which shows the most common of them.
+No two requests share a colour unless there are more of them than colours. An SVG image with one path per colour; the
+two greys are translucent, so it fits a light page and a dark one. A cache of more than `MOST_CELLS` blocks is drawn
+with several blocks to a square, which shows the most common of them.
 """
 
 import base64
 import html
 import math
-import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quire_dashboard.snapshot_answer import Blocks, RequestState
 
-__all__ = ["BlockMap", "Cell", "blocks_by_state", "draw", "lay_out"]
+__all__ = ["BLOCK_COLOURS", "BlockMap", "Cell", "blocks_by_state", "colours_of", "draw", "lay_out"]
 
 MOST_CELLS = 4096
 MOST_COLUMNS = 64
 _ASPECT = 4
 """How many times wider than high a small picture is."""
 _CELL = 10
-_PALETTE = (
-    "#3b82d6", "#f2a33a", "#2fa37c", "#a05bd6", "#d64545", "#5bb8d6", "#b58b4a", "#d65ba7", "#7cab2f", "#6673e0",
-    "#c9752b", "#3aa3a3",
+BLOCK_COLOURS = (
+    "#3b82d6", "#cc7a1e", "#2fa37c", "#a05bd6", "#d64545", "#2a93b5", "#a67c3d", "#d65ba7", "#6f9a2a", "#6673e0",
+    "#8a7466", "#b0478f",
 )  # fmt: skip
+"""Of requests. Each is seen on a light page and on a dark one."""
 _GREYS = {"cached": "rgba(128,128,128,0.55)", "free": "rgba(128,128,128,0.16)"}
 
 
@@ -81,18 +82,33 @@ def lay_out(blocks: Blocks) -> BlockMap:
     return BlockMap(cells, size)
 
 
-def colour_of(request_id: str) -> str:
-    """Colour of a request, the same at every refresh."""
-    return _PALETTE[zlib.crc32(request_id.encode()) % len(_PALETTE)]
+def colours_of(ids: Iterable[str], before: Mapping[str, str]) -> dict[str, str]:
+    """A colour for each request: it keeps the one that it has, and a new one gets what the fewest have.
+
+    Args:
+        ids: of the requests that hold blocks.
+        before: what the last call gave.
+    """
+    ids = list(ids)
+    found = {id_: before[id_] for id_ in ids if id_ in before}
+    taken = Counter(found.values())
+    for id_ in ids:
+        if id_ not in found:
+            found[id_] = min(BLOCK_COLOURS, key=lambda colour: taken[colour])
+            taken[found[id_]] += 1
+    return found
 
 
-def draw(blocks: Blocks, requests: Sequence[RequestState], names: Sequence[str]) -> str:
+def draw(
+    blocks: Blocks, requests: Sequence[RequestState], names: Sequence[str], colours: Mapping[str, str]
+) -> str:  # fmt: skip
     """The picture as HTML, with a legend of the requests that hold most.
 
     Args:
         blocks: the cache.
         requests: of the same snapshot.
         names: of the requests, in the same order; they may come from clients, and are escaped here.
+        colours: by id, of the requests that hold blocks.
     """
     picture = lay_out(blocks)
     paths: dict[tuple[str, str], list[str]] = {}
@@ -102,7 +118,7 @@ def draw(blocks: Blocks, requests: Sequence[RequestState], names: Sequence[str])
         x, y = first % columns * _CELL, first // columns * _CELL
         square = f"M{x} {y}h{(last - first) * _CELL - 1}v{_CELL - 1}H{x}z"
         if 0 <= cell.owner < len(requests):
-            key = (colour_of(requests[cell.owner].id), names[cell.owner])
+            key = (colours[requests[cell.owner].id], names[cell.owner])
         else:
             key = (_GREYS["cached" if cell.state == "used" else cell.state], cell.state)
         paths.setdefault(key, []).append(square)
@@ -126,7 +142,7 @@ def draw(blocks: Blocks, requests: Sequence[RequestState], names: Sequence[str])
     return (
         f'<div class="quire-block-map"><img decoding="sync" alt="{label}" style="width:100%;max-width:{2 * width}px" '
         f'src="data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}">'
-        f"<p>{note}{_legend(blocks, requests, names)}</p></div>"
+        f"<p>{note}{_legend(blocks, requests, names, colours)}</p></div>"
     )
 
 
@@ -141,11 +157,11 @@ def _runs(cells: Sequence[Cell], columns: int) -> list[tuple[tuple[int, int], Ce
     return runs
 
 
-def _legend(blocks: Blocks, requests: Sequence[RequestState], names: Sequence[str]) -> str:
+def _legend(
+    blocks: Blocks, requests: Sequence[RequestState], names: Sequence[str], colours: Mapping[str, str]
+) -> str:  # fmt: skip
     held = Counter(owner for owner in blocks.owner if 0 <= owner < len(requests))
-    chips = [
-        _chip(colour_of(requests[owner].id), f"{names[owner]}: {number}") for owner, number in held.most_common(12)
-    ]
+    chips = [_chip(colours[requests[owner].id], f"{names[owner]}: {number}") for owner, number in held.most_common(12)]
     chips.append(_chip(_GREYS["cached"], "free, kept for an equal prefix"))
     chips.append(_chip(_GREYS["free"], "free"))
     if any(number > 1 for number in blocks.ref_count):

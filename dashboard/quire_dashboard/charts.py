@@ -19,6 +19,7 @@ __all__ = [
     "NUMBERS",
     "PHASE_COLOURS",
     "SECONDS",
+    "SERIES_COLOURS",
     "SHARES",
     "chart_table",
     "line_spec",
@@ -30,8 +31,9 @@ __all__ = [
 ]
 
 HEIGHT = 220
-PHASE_COLOURS = {"queue": "#9aa0a6", "prefill": "#f2a33a", "decode": "#3b82d6", "preempted": "#d64545"}
-_SERIES_COLOURS = ["#3b82d6", "#f2a33a", "#2fa37c", "#a05bd6", "#d64545", "#5bb8d6", "#b58b4a", "#8a8f98"]
+PHASE_COLOURS = {"queue": "#878d96", "prefill": "#cc7a1e", "decode": "#3b82d6", "preempted": "#d64545"}
+SERIES_COLOURS = ["#3b82d6", "#cc7a1e", "#2fa37c", "#a05bd6", "#d64545", "#2a93b5", "#a67c3d", "#878d96"]
+"""Each is seen on a light page and on a dark one, as are those of events."""
 _TIME: dict[str, Any] = {
     "field": "time", "type": "temporal", "title": None, "scale": {"nice": False},
     "axis": {"format": "%H:%M:%S", "labelOverlap": True, "tickCount": 6, "grid": False},
@@ -52,7 +54,7 @@ _EVENTS: dict[str, Any] = {
             "condition": [
                 {"test": f"datum.event === '{what}'", "value": colour} for what, colour in EVENT_COLOURS.items()
             ],
-            "value": "#8a8f98",
+            "value": "#878d96",
         },
         "tooltip": [
             {"field": "time", "type": "temporal", "title": "time", "format": "%H:%M:%S"},
@@ -123,7 +125,7 @@ def line_spec(
     names = [*series, *rules] if series else []
     colour: dict[str, Any] = {
         "field": "series", "type": "nominal", "title": None, "legend": {"orient": "bottom", "columns": 4},
-        "scale": {"range": _SERIES_COLOURS, **({"domain": names} if names else {})},
+        "scale": {"range": SERIES_COLOURS, **({"domain": names} if names else {})},
     }  # fmt: skip
     y: dict[str, Any] = {"field": "value", "type": "quantitative", "title": unit, "axis": {"labelExpr": axis}}
     if top is not None:
@@ -165,7 +167,7 @@ def stacked_spec(unit: str, series: Sequence[str]) -> dict[str, Any]:
             },
             "color": {
                 "field": "series", "type": "nominal", "title": None, "legend": {"orient": "bottom"},
-                "scale": {"domain": list(series), "range": _SERIES_COLOURS},
+                "scale": {"domain": list(series), "range": SERIES_COLOURS},
             },
             "tooltip": [{"field": "series"}, {"field": "value", "type": "quantitative", "format": ".4~g"}],
         },

@@ -27,11 +27,22 @@ _CSS = """
 /* A fragment that is being refreshed keeps its looks; the running man of every refresh would be the only flicker. */
 [data-stale="true"] { opacity: 1 !important; transition: none !important; }
 [data-testid="stStatusWidget"] { display: none; }
-.block-container, [data-testid="stMainBlockContainer"] { padding-top: 3.2rem; padding-bottom: 2rem; max-width: 1500px; }
+.block-container, [data-testid="stMainBlockContainer"] { padding-top: 4.2rem; padding-bottom: 2rem; max-width: 1500px; }
 @media (max-width: 640px) {
   .block-container, [data-testid="stMainBlockContainer"] { padding-left: 0.8rem; padding-right: 0.8rem; }
+  /* What is said of the chosen request, and its button, come before forty bars. */
+  .st-key-timeline-and-chosen [data-testid="stColumn"]:last-child { order: -1; }
 }
 [data-testid="stMetricValue"] { font-size: 1.6rem; }
+/* The verdict is what is read first; which page this is, the list at the left says, too. */
+[data-testid="stMain"] [data-testid="stHeading"] h1 { font-size: 1.25rem; padding: 0; }
+[data-testid="stMain"] [data-testid="stHeading"] h3 { font-size: 1.1rem; padding: 0.4rem 0 0; }
+.st-key-verdict [data-testid="stMarkdownContainer"] p:first-child { font-size: 1.3rem; line-height: 1.35; }
+/* Captions and the words in charts are paler than the text, but can be read (WCAG 2.2, 1.4.3). */
+[data-testid="stCaptionContainer"] { opacity: 0.8; }
+[data-testid="stVegaLiteChart"] svg text { fill: currentColor; fill-opacity: 0.75; }
+/* White on the paler blue of the dark theme could not. */
+@media (prefers-color-scheme: dark) { [data-testid="stMain"] button[kind^="primary"] { color: #0e1117; } }
 /* What cannot be taken back is red. */
 .st-key-danger button { color: #b3261e; border-color: #b3261e; }
 .st-key-danger button[kind="primary"] { color: #fff; background-color: #b3261e; }

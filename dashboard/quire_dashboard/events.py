@@ -21,7 +21,7 @@ __all__ = [
 ENGINE_RESTARTED, SERVER_RESTARTED, STORM = "engine restarted", "server restarted", "preemption storm"
 LOADED, UNLOADED, SETTINGS_CHANGED = "model loaded", "model unloaded", "loaded with other settings"
 EVENT_COLOURS = {
-    ENGINE_RESTARTED: "#d64545", SERVER_RESTARTED: "#a05bd6", STORM: "#f2a33a", LOADED: "#2fa37c", UNLOADED: "#8a8f98",
+    ENGINE_RESTARTED: "#d64545", SERVER_RESTARTED: "#a05bd6", STORM: "#cc7a1e", LOADED: "#2fa37c", UNLOADED: "#878d96",
     SETTINGS_CHANGED: "#3b82d6",
 }  # fmt: skip
 STORM_BEGINS, STORM_ENDS = 0.1, 0.05

@@ -3,14 +3,17 @@
 The server is a stand-in; the dashboard is a process of its own, started as `quire dashboard` starts it.
 """
 
+import dataclasses
 import http.client
+import json
 import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from urllib.parse import parse_qs
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
@@ -127,6 +130,61 @@ def test_a_line_is_not_drawn_where_it_has_no_value(open_page: Callable[..., Page
     expect(line).to_have_attribute("d", re.compile(rf"^(M[^M]*){{{before + 1}}}$"))
 
 
+class History(BaseHTTPRequestHandler):
+    """A Prometheus that knows of goodput only: the value of each class, by the seconds before the end."""
+
+    goodput: ClassVar[dict[str, Callable[[float], str | None]]] = {
+        "default": lambda ago: "0" if ago > 240 else "1" if ago < 60 else None,
+        "batch": lambda ago: "0.5" if ago > 120 else None,
+    }
+
+    def do_POST(self) -> None:
+        asked = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+        end, step = float(asked["end"][0]), float(asked["step"][0])
+        ages = [step * number for number in range(round((end - float(asked["start"][0])) / step), -1, -1)]
+        result = [
+            {"metric": {"slo": slo}, "values": [[end - ago, value] for ago in ages if (value := value_at(ago))]}
+            for slo, value_at in self.goodput.items()
+            if 'verdict="good"' in asked["query"][0]
+        ]
+        body = json.dumps({"status": "success", "data": {"result": result}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_no_line_is_drawn_across_minutes_in_which_nothing_happened(open_page: Callable[..., Page]) -> None:
+    with (
+        web_server(History) as prometheus,
+        fake_triton() as idle,
+        dashboard(dataclasses.replace(settings_of(idle), prometheus=prometheus)) as address,
+    ):
+        page = open_page(base=address)
+        title = page.locator("p").filter(has=page.locator("strong", has_text=re.compile("^Goodput$")))
+        expect(title, "of a class that has ended two minutes ago, nothing is said to be now").to_have_text(
+            re.compile(r"^Goodput\s+default 100%$")
+        )
+        chart = page.locator("svg.marks").filter(has_text="share of requests")
+        lines = chart.locator(".mark-line path")
+        expect(lines).to_have_count(2)
+        found = [line.get_attribute("d") or "" for line in lines.all()]
+        (batch,), default = sorted((re.findall(r"M[^M]*", path) for path in found), key=len)
+        heights = [set(re.findall(r",([-\d.]+)", part)) for part in default]
+        assert [len(one) for one in heights] == [1, 1], "neither part climbs to the other"
+        assert heights[0] != heights[1]
+        # The axis is the chosen range: from its left edge to its right, whatever has a value.
+        width = float(chart.locator(".background").first.get_attribute("d").split("h")[1].split("v")[0])
+        left, until, right = (float(re.findall(r"[ML]([-\d.]+),", part)[place]) for part, place in
+                              ((default[0], 0), (batch, -1), (default[1], -1)))  # fmt: skip
+        assert left == pytest.approx(0, abs=0.03 * width)
+        assert until == pytest.approx(0.6 * width, abs=0.03 * width)
+        assert right == pytest.approx(width, abs=0.03 * width)
+
+
 def test_the_slo_class_filters_goodput(open_page: Callable[..., Page], fake: FakeTriton) -> None:
     page = open_page()
     # Of all classes, or of the chosen one; with several there is a figure for each besides.
@@ -174,6 +232,19 @@ def test_a_request_is_cancelled(open_page: Callable[..., Page], fake: FakeTriton
 
 
 @contextmanager
+def web_server(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """On loopback; gives its address."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{running.server_port}"
+        finally:
+            running.shutdown()
+            thread.join()
+
+
+@contextmanager
 def other_host() -> Iterator[tuple[str, list[str]]]:
     """A web server of somebody else; gives its address, and what it is asked for."""
     asked: list[str] = []
@@ -186,14 +257,8 @@ def other_host() -> Iterator[tuple[str, list[str]]]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
-        thread = threading.Thread(target=running.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{running.server_port}", asked
-        finally:
-            running.shutdown()
-            thread.join()
+    with web_server(Handler) as address:
+        yield address, asked
 
 
 def test_what_a_client_calls_its_request_is_only_text(open_page: Callable[..., Page], fake: FakeTriton) -> None:
@@ -256,12 +321,53 @@ def test_a_load_is_started_and_watched(open_page: Callable[..., Page], fake: Fak
     assert len(fake.state.prompts) == before + 64
 
 
+PALE_TEXT = """() => {
+    const parts = colour => { const [r, g, b, a = 1] = colour.match(/[0-9.]+/g).map(Number); return [r, g, b, a]; };
+    const over = ([r, g, b, a], below) => [r, g, b].map((part, i) => part * a + below[i] * (1 - a));
+    const linear = part => part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+    const luminance = rgb => rgb.map(part => linear(part / 255)).reduce((sum, part, i) =>
+        sum + part * [0.2126, 0.7152, 0.0722][i], 0);
+    const lineage = node => node ? [...lineage(node.parentElement), node] : [];
+    const found = [];
+    const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    while (texts.nextNode()) {
+        const node = texts.currentNode.parentElement, style = getComputedStyle(node), all = lineage(node);
+        const isIcon = node.closest('[data-testid="stIconMaterial"]'), isDrawing = node instanceof SVGElement;
+        const opacity = all.reduce((product, one) => product * Number(getComputedStyle(one).opacity), 1);
+        if (!texts.currentNode.textContent.trim() || !node.getClientRects().length || isIcon || !opacity) continue;
+        const ground = all.map(one => parts(getComputedStyle(one).backgroundColor))
+            .reduce((below, colour) => over(colour, below), [255, 255, 255]);
+        const ink = parts(isDrawing ? style.fill : style.color);
+        ink[3] *= opacity * (isDrawing ? Number(style.fillOpacity) : 1);
+        const [dark, light] = [luminance(over(ink, ground)), luminance(ground)].sort((a, b) => a - b);
+        const contrast = (light + 0.05) / (dark + 0.05);
+        if (contrast < 4.5) found.push(`${contrast.toFixed(1)}: ${node.textContent.slice(0, 40)}`);
+    }
+    return found;
+}"""
+"""Text with a contrast of less than 4.5 to 1 (WCAG 2.2, 1.4.3), without what is a picture of the word beside it."""
+
+
 @pytest.mark.parametrize("dark", [False, True])
-def test_it_fits_a_phone_in_both_themes(open_page: Callable[..., Page], dark: bool) -> None:
+def test_it_fits_a_phone_and_can_be_read_in_both_themes(open_page: Callable[..., Page], dark: bool) -> None:
     for path in ("", "kv-cache", "requests", "engine", "playground", "load"):
         page = open_page(path, width=390, dark=dark)
-        expect(page.get_by_role("heading").first).to_be_visible()
+        expect(page.get_by_role("heading").first).to_have_css("font-size", "20px")
         assert is_dark(page) is dark
+        if path == "":
+            verdict = page.locator(".st-key-verdict p").first
+            expect(verdict, "which page it is matters less than what it says").to_have_css("font-size", "20.8px")
+        if path == "requests":
+            choose_row(page, 0)
+            button = page.get_by_test_id("stMain").get_by_role("button", name=re.compile("^Cancel"))
+            expect(button).to_be_visible()
+            boxes = button.bounding_box(), page.locator("svg.marks").bounding_box()
+            assert boxes[0]
+            assert boxes[1]
+            assert boxes[0]["y"] < boxes[1]["y"], "the button comes before the bars of all requests"
+        if path not in ("playground", "load"):
+            expect(page.locator("svg.marks").last).to_be_visible()
+        assert page.evaluate(PALE_TEXT) == []
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 

@@ -259,7 +259,7 @@ def held_by_debugger(pid: int) -> Iterator[None]:
 
 def test_every_alert_has_a_cause_here() -> None:
     text = Path(__file__).read_text(encoding="utf-8")
-    # rules_test.yml has all. These have no cause here: one fires always, one without any server, and no server starts
+    # rules_*test.yml have all. These have no cause here: one fires always, one without any server, and no server starts
     # twice within a sixtieth of ten minutes.
     others = {"QuireWatchdog", "QuireServerAbsent", "QuireServerCrashLoop"}
     assert others == {name for name in RULES if f'fires("{name}"' not in text}

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import urllib.error
 import urllib.request
@@ -9,6 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import expect
+from support.browser import chromium, pages_of
+from support.clients import http
 from support.serving import Server, health, run_cli, serve, start, wait_until
 
 pytestmark = pytest.mark.server
@@ -42,12 +46,27 @@ def test_the_ready_line_names_a_dashboard_that_answers(server: Server) -> None:
     assert not answers(server.dashboard)
 
 
-def test_it_goes_on_when_the_server_is_started_again(server: Server) -> None:
+@pytest.mark.browser
+def test_it_goes_on_when_the_server_is_started_again_and_says_so_to_who_looks(server: Server) -> None:
     dashboard = server.dashboard
-    os.kill(_tritonserver(server), signal.SIGKILL)
-    server.wait_for_ready_line()
-    assert server.dashboard == dashboard
-    assert answers(dashboard)
+    with chromium() as browser, pages_of(browser, f"http://{dashboard}") as open_page:
+        page = open_page()
+        goodput = page.get_by_test_id("stMetric").filter(has=page.get_by_text("Goodput", exact=True))
+        assert http(server, "/v2/models/tinypy/generate", {"text_input": "def f(", "max_tokens": 2})[0] == 200
+        # The demo model has no SLO.
+        expect(page.get_by_text("No SLO is set: nothing says what would be good enough.")).to_be_visible()
+        expect(page.get_by_text('"ttft_ms": 500').first, "the setting to copy").to_be_visible()
+        expect(goodput).to_contain_text("no SLO")
+        expect(page.get_by_text("within their SLO")).to_have_count(0)
+        page.evaluate("window.notReloaded = true")
+        os.kill(_tritonserver(server), signal.SIGKILL)
+        server.wait_for_ready_line()
+        assert server.dashboard == dashboard
+        assert answers(dashboard)
+        expect(page.get_by_text("The server was started again").first).to_be_visible()
+        expect(page.get_by_text(re.compile(r"^Dashed lines, UTC: .*server restarted"))).to_be_visible()
+        expect(page.get_by_text("The server does not answer.")).to_have_count(0)
+        assert page.evaluate("window.notReloaded") is True
 
 
 @pytest.mark.usefixtures("alone_with_dead_runs")

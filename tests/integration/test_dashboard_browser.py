@@ -36,14 +36,14 @@ STEP_SECONDS = 0.03
 
 
 class Streams:
-    """Clients that send one request after the other, each on a gRPC stream of its own, from a thread."""
+    """Clients in a thread, each request on a gRPC stream of its own; all share a connection."""
 
     def __init__(self, server: Server) -> None:
-        self._server = server
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self._tasks: list[Any] = []
+        self._client = asyncio.run_coroutine_threadsafe(self._connect(server), self._loop).result(30)
 
     def keep_asking(self, model: str, slo_class: str = "default") -> None:
         """Send requests of a class until the end."""
@@ -73,15 +73,18 @@ class Streams:
             assert answer.text, answer.message
 
     async def _ask(self, model: str, label: str, max_tokens: int, parameters: dict[str, Any]) -> Answer:
-        async with grpc_aio.InferenceServerClient(self._server.grpc) as client:
-            return await ask(
-                client, model=model, request_id=label, text_input=f"# {label}\ndef function(a, b):\n", stream=True,
-                outputs=["text_output"], parameters={"max_tokens": max_tokens, "ignore_eos": True, **parameters},
-            )  # fmt: skip
+        return await ask(
+            self._client, model=model, request_id=label, text_input=f"# {label}\ndef function(a, b):\n", stream=True,
+            outputs=["text_output"], parameters={"max_tokens": max_tokens, "ignore_eos": True, **parameters},
+        )  # fmt: skip
+
+    async def _connect(self, server: Server) -> grpc_aio.InferenceServerClient:
+        return grpc_aio.InferenceServerClient(server.grpc)
 
     async def _settle(self) -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*others, return_exceptions=True)
+        await self._client.close()
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +164,11 @@ def metric(page: Page, name: str) -> Locator:
     return box.get_by_test_id("stMetricValue")
 
 
+def cancel_buttons(page: Page) -> Locator:
+    """Those of the page's body."""
+    return page.get_by_test_id("stMain").get_by_role("button", name=re.compile("^Cancel"))
+
+
 def expect_data(page: Page, title: str) -> None:
     """Every chart of the page is drawn, nothing is missing, and nothing has failed."""
     expect(page.get_by_role("heading", name=title, exact=True)).to_be_visible()
@@ -214,6 +222,18 @@ def test_the_cancel_button_ends_a_clients_stream(
         assert answer.result(30).message == "the request was cancelled"
 
 
+def test_the_chosen_request_ends(open_page: Callable[..., Page], streams: Streams, fault_file: Path) -> None:
+    with slow_steps(fault_file, seconds=0.1):
+        answer = streams.ask("one", "leaver", max_tokens=900)
+        page = open_page("requests")
+        choose_request(page, "leaver")
+        expect(cancel_buttons(page)).to_have_count(1)
+        answer.cancel()  # its client goes away
+        expect(page.get_by_text(re.compile(r"^Request leaver \(.*\) has ended\.$"))).to_be_visible()
+        expect(cancel_buttons(page), "others run on, and none of them has taken its place").to_have_count(0)
+        expect(page.locator("tr[aria-selected=true]")).to_have_count(0)
+
+
 def test_the_slo_class_changes_the_numbers(open_page: Callable[..., Page]) -> None:
     page = open_page()
     classes, goodput = page.get_by_test_id("stButtonGroup"), metric(page, "Goodput")
@@ -231,3 +251,44 @@ def test_it_fits_a_phone_in_the_dark_under_load(open_page: Callable[..., Page]) 
         expect_data(page, title)
         assert is_dark(page)
         assert page.evaluate("document.documentElement.scrollWidth") <= NARROW
+
+
+def test_two_models_are_in_a_strip_and_a_press_shows_the_other(open_page: Callable[..., Page], server: Server) -> None:
+    page = open_page("overview?model=one&slo_class=default")
+    strip = page.get_by_test_id("stMain").get_by_role("button").filter(has_text=re.compile("(one|two): "))
+    # Half of what is asked of either misses its targets, whichever of them is looked at.
+    expect(strip).to_have_text([re.compile(rf"{model}: in trouble, \d running") for model in ("one", "two")])
+    strip.last.click()
+    expect(page.get_by_role("combobox", name="Model", exact=True)).to_have_value("two")
+    expect(page).to_have_url(re.compile(r"\?.*model=two"))
+    expect(page, "the other model has that class, too").to_have_url(re.compile("slo_class=default"))
+    sidebar_link(page, "Engine").click()
+    expect(page.get_by_text("ranks 2", exact=True)).to_be_visible()
+
+
+def test_one_of_a_thousand_requests_is_chosen_and_cancelled(
+    open_page: Callable[..., Page], streams: Streams, fault_file: Path
+) -> None:
+    with slow_steps(fault_file, seconds=0.1):
+        answers = [streams.ask("one", f"crowd-{number}", max_tokens=900) for number in range(1000)]
+        try:
+            page = open_page("requests")
+            counted = page.get_by_text(re.compile(r"^\d+ requests, 8 running, \d+ not$"))
+            # The two streams of the module are among them, unless they are just between two requests.
+            expect(counted).to_have_text(re.compile("^100[0-2] requests"))
+            expect(page.get_by_text("Timeline, the oldest 40")).to_be_visible()
+            choose_request(page, "crowd-3 ")
+            # Others before it in the table end, and one of those that wait.
+            for number in (0, 1, 500):
+                answers[number].cancel()
+            expect(counted).to_have_text(re.compile("^99[7-9] requests"))
+            expect(page.locator("tr[aria-selected=true]")).to_contain_text("crowd-3 ")
+            cancel_buttons(page).filter(has_text="crowd-3 ").click()
+            cancel_buttons(page).filter(has_text=re.compile("crowd-3 .*now$")).click()
+            expect(page.get_by_text(re.compile(r"^Request crowd-3 \(.*\) was cancelled\.$"))).to_be_visible()
+            expect(counted).to_have_text(re.compile("^99[6-8] requests"))
+            assert answers[3].result(30).message == "the request was cancelled"
+            assert [number for number, answer in enumerate(answers) if answer.done()] == [0, 1, 3, 500]
+        finally:
+            for answer in answers:
+                answer.cancel()

@@ -67,7 +67,7 @@ def dashboard(*servers: Settings) -> Iterator[str]:
     """Started as `quire dashboard` starts it; gives its address."""
     with free_port() as port:
         named = [part for one in servers for part in ("--url", one.url, "--metrics", one.metrics)]
-        arguments = (*named, "--port", str(port))
+        arguments = (*named, "--prometheus", servers[0].prometheus, "--port", str(port))
         process = subprocess.Popen(
             [sys.executable, "-m", "quire_dashboard", *arguments],
             env={**os.environ, **to_environment(servers)}, stdout=subprocess.DEVNULL, start_new_session=True,

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
+from support.fork_server import SERVER_NAME
+
 
 def start_python(source: str, *arguments: str | bytes, pass_fds: Iterable[int] = ()) -> "subprocess.Popen[bytes]":
     """Run source text in a process of its own, with `sys.argv[1:]` and pipes."""
@@ -52,9 +54,10 @@ def parent(pid: int) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Process ids of the children of a process, whichever thread started them."""
+    """Process ids of the children of a process, whichever thread started them, without the tests' own helper."""
     threads = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+    found = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+    return [child for child in found if _name(child) != SERVER_NAME]
 
 
 def command_line(pid: int) -> str:
@@ -84,6 +87,14 @@ def cpu_seconds_by_name(pids: Iterable[int], names: Mapping[str, str]) -> Counte
         name = next((name for part, name in names.items() if part in command), "other")
         seconds[name] += cpu_seconds(pid)
     return seconds
+
+
+def _name(pid: int) -> str:
+    """The name of a process's first thread; empty when there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().rstrip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def _stat(pid: int) -> list[str]:

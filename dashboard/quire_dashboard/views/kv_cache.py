@@ -3,7 +3,7 @@
 import streamlit as st
 
 from quire_dashboard import words
-from quire_dashboard.block_map import blocks_by_state, draw
+from quire_dashboard.block_map import blocks_by_state, colours_of, draw
 from quire_dashboard.charts import SHARES
 from quire_dashboard.frame import (
     CHARTS_S,
@@ -24,6 +24,8 @@ from quire_dashboard.snapshot_answer import Snapshot
 
 __all__ = ["show"]
 
+_COLOURS = "block_colours"
+"""In the visitor's session: each request's colour, so that it stays the same while others come and go."""
 _HITS = Ratio(part=Rate(name="quire_prefix_cache_hits_total"), whole=Rate(name="quire_prefix_cache_queries_total"))
 
 
@@ -46,7 +48,11 @@ def _now() -> None:
     if not snapshot.blocks.num_blocks:
         st.caption("The engine has no blocks at the moment.")
         return
-    st.html(draw(snapshot.blocks, snapshot.requests, request_names(snapshot.requests)))
+    requests = snapshot.requests
+    owners = sorted({owner for owner in snapshot.blocks.owner if 0 <= owner < len(requests)})
+    before = st.session_state.get(_COLOURS, {})
+    colours = st.session_state[_COLOURS] = colours_of([requests[owner].id for owner in owners], before)
+    st.html(draw(snapshot.blocks, requests, request_names(requests), colours))
     left, right = st.columns(2)
     with left:
         st.subheader("Usage by request")
@@ -85,7 +91,7 @@ def _usage(snapshot: Snapshot) -> None:
             "request": name,
             "blocks": request.num_blocks,
             "share": request.num_blocks / snapshot.blocks.num_blocks,
-            "tokens from cache": request.num_cached_tokens,
+            "from cache": request.num_cached_tokens,
         }
         for request, name in held
         if request.num_blocks
@@ -94,7 +100,8 @@ def _usage(snapshot: Snapshot) -> None:
         st.caption("No request holds a block.")
         return
     share = st.column_config.ProgressColumn("share", format="percent", min_value=0.0, max_value=1.0)
-    table(rows, columns={"share": share}, key="usage_by_request")
+    cached = st.column_config.NumberColumn(help="Tokens of its prompt that were found in the prefix cache.")
+    table(rows, columns={"share": share, "from cache": cached}, key="usage_by_request")
 
 
 def _prefixes(snapshot: Snapshot) -> None:

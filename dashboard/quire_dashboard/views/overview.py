@@ -91,7 +91,8 @@ def _say(health: Health) -> None:
     details = "".join(
         f"\n- **{words.as_text(finding.title)}.** {words.as_text(finding.detail)}" for finding in health.findings
     )
-    box(f"**{words.as_text(health.headline)}**\n{details}", icon=f":material/{icon}:")
+    with st.container(key="verdict"):
+        box(f"**{words.as_text(health.headline)}**\n{details}", icon=f":material/{icon}:")
 
 
 def _figures(evidence: Evidence) -> None:

@@ -65,14 +65,11 @@ def _now() -> None:
         _table(picked, requests, names)
     else:
         st.caption("No request is being served at the moment.")
-    left, right = st.columns([2, 1])
+    with st.container(key="timeline-and-chosen"):
+        left, right = st.columns([2, 1])
     with left:
         if requests:
-            shown = requests[:_MOST_BARS]
-            oldest = f", the oldest {_MOST_BARS}" if len(requests) > _MOST_BARS else ""
-            st.markdown(f"**Timeline**{oldest}")
-            draw(timeline_table(shown, names), timeline_spec(), key="timeline", height=140 + 24 * len(shown),
-                 alt="Timeline of the requests")  # fmt: skip
+            _timeline(requests, names, _chosen(picked))
     with right:
         _one(picked, {request.id: request for request in requests})
 
@@ -134,6 +131,17 @@ _COLUMNS: dict[str, Any] = {
 }
 
 
+def _timeline(requests: Sequence[RequestState], names: Mapping[str, str], chosen: _Chosen | None) -> None:
+    """A bar for each of the oldest requests, and for the chosen one."""
+    shown = list(requests[:_MOST_BARS])
+    others = [request for request in requests[_MOST_BARS:] if chosen is not None and request.id == chosen.id]
+    oldest = f", the oldest {_MOST_BARS}" if len(requests) > _MOST_BARS else ""
+    st.markdown(f"**Timeline**{oldest}{' and the chosen one' if others else ''}")
+    shown += others
+    draw(timeline_table(shown, names), timeline_spec(), key="timeline", height=140 + 24 * len(shown),
+         alt="Timeline of the requests")  # fmt: skip
+
+
 def _one(picked: Selection, by_id: Mapping[str, RequestState]) -> None:
     chosen = _chosen(picked)
     if chosen is None:
@@ -157,7 +165,7 @@ def _one(picked: Selection, by_id: Mapping[str, RequestState]) -> None:
         )
     happened = [
         f"- {words.seconds(request.age_seconds - event.age_seconds)}: {event.kind.replace('_', ' ')}"
-        + (f", {event.num_tokens} tokens" if event.num_tokens else "")
+        + (f", {event.num_tokens} token{'s' * (event.num_tokens != 1)}" if event.num_tokens else "")
         for event in sorted(request.events, key=lambda event: -event.age_seconds)
     ]
     st.markdown("\n".join(happened[-12:]) or "Nothing has happened to it yet.")

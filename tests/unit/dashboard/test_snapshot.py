@@ -4,13 +4,14 @@ import base64
 import json
 import math
 import re
+from collections import Counter
 from datetime import datetime, timezone
 
 import pytest
-from quire_dashboard.block_map import MOST_CELLS, blocks_by_state, draw, lay_out
-from quire_dashboard.charts import line_spec, points_table, timeline_table
+from quire_dashboard.block_map import BLOCK_COLOURS, MOST_CELLS, blocks_by_state, colours_of, draw, lay_out
+from quire_dashboard.charts import PHASE_COLOURS, SERIES_COLOURS, line_spec, points_table, timeline_table
 from quire_dashboard.chat import FORMATS, STOPS, chat_prompt
-from quire_dashboard.events import ENGINE_RESTARTED, Event
+from quire_dashboard.events import ENGINE_RESTARTED, EVENT_COLOURS, Event
 from quire_dashboard.history import Point
 from quire_dashboard.snapshot_answer import Blocks, RequestState, Segment, Snapshot
 from quire_dashboard.words import per_second, percent, seconds
@@ -85,13 +86,41 @@ def svg_of(html: str) -> str:
     return base64.b64decode(found[1]).decode()
 
 
+def colours(seen: Snapshot) -> dict[str, str]:
+    return colours_of([item.id for item in seen.requests], {})
+
+
+def test_no_two_requests_share_a_colour_while_there_are_others_and_each_keeps_its_own() -> None:
+    ids = [f"{number}" for number in range(len(BLOCK_COLOURS))]
+    first = colours_of(ids, {})
+    assert len(set(first.values())) == len(ids)
+    later = colours_of(["new", *ids[3:]], first)
+    assert {id_: later[id_] for id_ in ids[3:]} == {id_: first[id_] for id_ in ids[3:]}
+    assert len(set(later.values())) == len(later)
+    assert max(Counter(colours_of([*ids, *"abc"], first).values()).values()) == 2
+
+
+@pytest.mark.parametrize("background", ["#ffffff", "#171614"])
+def test_every_colour_is_seen_on_a_light_and_on_a_dark_page(background: str) -> None:
+    """WCAG 2.2, 1.4.11: what must be seen to understand a picture has a contrast of 3 to 1."""
+
+    def luminance(colour: str) -> float:
+        parts = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
+        red, green, blue = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    for colour in {*SERIES_COLOURS, *PHASE_COLOURS.values(), *EVENT_COLOURS.values(), *BLOCK_COLOURS}:
+        dark, light = sorted((luminance(colour), luminance(background)))
+        assert (light + 0.05) / (dark + 0.05) >= 3, colour
+
+
 def test_blocks_are_counted_by_state() -> None:
     assert blocks_by_state(snapshot().blocks) == {"used": 8, "cached": 16, "free": 40, "shared": 2}
 
 
 def test_every_block_is_drawn_once() -> None:
     seen = snapshot()
-    svg = svg_of(draw(seen.blocks, seen.requests, ["report", "chat"]))
+    svg = svg_of(draw(seen.blocks, seen.requests, ["report", "chat"], colours(seen)))
     squares = [path for path in re.findall(r'<path fill="([^"]+)" d="([^"]+)"', svg) if path[0] != "#fff"]
     widths = sum(int(width) + 1 for _, drawn in squares for width in re.findall(r"h(\d+)", drawn))
     assert widths == 64 * 10
@@ -100,7 +129,7 @@ def test_every_block_is_drawn_once() -> None:
 
 def test_names_of_clients_are_escaped() -> None:
     seen = snapshot()
-    html = draw(seen.blocks, seen.requests, ["<script>alert(1)</script>", '"><img src=x>'])
+    html = draw(seen.blocks, seen.requests, ["<script>alert(1)</script>", '"><img src=x>'], colours(seen))
     assert "<script" not in html
     assert "<script" not in svg_of(html)
     assert '"><img src=x' not in html
@@ -113,12 +142,12 @@ def test_of_a_large_cache_several_blocks_share_a_square() -> None:
     picture = lay_out(blocks)
     assert picture.blocks_per_cell == 3
     assert len(picture.cells) <= MOST_CELLS
-    assert "Each square is 3 blocks" in draw(blocks, [RequestState(id="a")], ["a"])
-    assert len(draw(blocks, [RequestState(id="a")], ["a"])) < 100_000
+    assert "Each square is 3 blocks" in draw(blocks, [RequestState(id="a")], ["a"], {"a": "#000"})
+    assert len(draw(blocks, [RequestState(id="a")], ["a"], {"a": "#000"})) < 100_000
 
 
 def test_an_empty_cache_can_be_drawn() -> None:
-    assert "0 used" in draw(Blocks(), [], [])
+    assert "0 used" in draw(Blocks(), [], [], {})
 
 
 # -- charts, chats and words ------------------------------------------------------------------------------------------

@@ -1,18 +1,30 @@
 """Modules that are started as child processes."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 from quire_engine.system.child_process import start_module
+from support.processes import parent
 
+pytestmark = pytest.mark.parametrize("how", ["forked", "started as ever"])
 CHILD = """
 import json, os, sys
 arguments = json.loads(sys.stdin.buffer.readline())
-print(json.dumps([arguments, os.environ["COLOUR"]]), flush=True)
+words = open("/proc/self/cmdline").read().split("\\0")[1:3]
+shown = [arguments, os.environ["COLOUR"], os.getcwd(), os.getpgid(0) == os.getpid(), sys.orig_argv[1:], words]
+print(json.dumps(shown), flush=True)
 assert sys.stdin.buffer.read() == b"", "the end of the parent"
 """
+
+
+@pytest.fixture(autouse=True)
+def _how(how: str, request: pytest.FixtureRequest) -> None:
+    """What the tests' fork server (`support.fork_server`) starts is what a user gets."""
+    if how == "started as ever":
+        request.getfixturevalue("started_as_ever")
 
 
 def test_a_child_gets_its_arguments_and_nothing_from_the_working_directory(
@@ -26,10 +38,18 @@ def test_a_child_gets_its_arguments_and_nothing_from_the_working_directory(
     monkeypatch.syspath_prepend(str(modules))
     monkeypatch.chdir(folder)
     monkeypatch.setenv("COLOUR", "red")
-    child = start_module("child_of_a_test", {"a": [1]}, stdout=subprocess.PIPE, environment={"COLOUR": "blue"})
+    child = start_module(
+        "child_of_a_test",
+        {"a": [1]},
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        environment={"COLOUR": "blue"},
+    )
+    words = ["-m", "child_of_a_test"]
     with child:
         assert child.stdout is not None
-        assert json.loads(child.stdout.readline()) == [{"a": [1]}, "blue"]
+        assert json.loads(child.stdout.readline()) == [{"a": [1]}, "blue", str(folder), True, words, words]
+        assert parent(child.pid) == os.getpid()
         assert child.poll() is None, "its stdin is open"
     assert child.returncode == 0
 

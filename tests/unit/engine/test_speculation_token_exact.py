@@ -10,7 +10,7 @@ from quire_engine import LLM
 from quire_engine.executor.ray import RayExecutor
 from quire_engine.spec_decode import make_proposer
 from support.engines import Stream, assert_same, engine, offline, params, run
-from support.every_kind import PARAMS, PROMPTS, WAYS, Told, assert_told, core_of, make_llm
+from support.every_kind import BLOCK_BYTES, PARAMS, PROMPTS, WAYS, Told, assert_told, core_of, make_llm
 from support.scheduling import draft_always
 
 VOCAB_SIZE = 4096
@@ -23,15 +23,16 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 """A `model` is beside the demo model's."""
 LOOKUPS = ("ngram", "suffix")
-MOST_DRAFTS = [1, 3, 7]
-WHOLE_WAYS: dict[str, dict[str, Any]] = {
-    **WAYS,
-    "ahead": {"async_scheduling": True},
+"""Methods of the scheduler; the others draft in the workers."""
+FEWEST_AND_MOST_DRAFTS = [1, 7]
+SMALL_STEPS = WAYS["small steps"]
+DRAFTING_WAYS: dict[str, dict[str, Any]] = {
+    "few blocks on two ranks": {"kv_cache_memory_bytes": 7 * BLOCK_BYTES, "tensor_parallel_size": 2},
+    "small steps in two stages": {**SMALL_STEPS, "pipeline_parallel_size": 2},
+    "int8 ahead": {"quantization": "int8", "async_scheduling": True},
     "bfloat16": {"dtype": "bfloat16"},
-    "int8": {"quantization": "int8"},
-    "two ranks": {"tensor_parallel_size": 2},
-    "two stages": {"pipeline_parallel_size": 2},
 }
+"""In each of them every method; each has one of `WAYS` that change the schedule, or none, and one of computing."""
 CHANGES_TOKENS = ("dtype", "quantization")
 
 
@@ -78,7 +79,7 @@ def check(llm: LLM, expected: list[Told], times: int = 2, least_accepted: int = 
     llm.shutdown()
 
 
-@pytest.mark.parametrize("most", MOST_DRAFTS)
+@pytest.mark.parametrize("most", FEWEST_AND_MOST_DRAFTS)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_kind_of_request_with_few_and_many_drafts(
     method: str, most: int, expected: Callable[..., list[Told]], checkpoint: Callable[[str], Path]
@@ -88,21 +89,16 @@ def test_every_kind_of_request_with_few_and_many_drafts(
     )
 
 
-@pytest.mark.parametrize(
-    ("way", "method"),
-    [
-        (way, method)
-        for way, method in product(WHOLE_WAYS, METHODS)
-        if way != "roomy" and (way, method) != ("two stages", "eagle3")  # which is refused
-    ],
-)
+@pytest.mark.parametrize(("way", "method"), [*product(DRAFTING_WAYS, METHODS)])
 def test_every_kind_of_request_in_all_ways(
     way: str, method: str, expected: Callable[..., list[Told]], checkpoint: Callable[[str], Path]
 ) -> None:
-    settings = WHOLE_WAYS[way]
+    settings = DRAFTING_WAYS[way]
+    if (way, method) == ("small steps in two stages", "eagle3"):
+        settings = SMALL_STEPS  # in two stages it is refused
     want = expected(**{name: settings[name] for name in CHANGES_TOKENS if name in settings})
-    times, least_accepted = (2, 20) if method in LOOKUPS else (1, 1 if way == "small steps" else 20)
-    check(drafting_llm(checkpoint("tinypy"), method, 7, **settings), want, times, least_accepted)
+    times, least_accepted = (2, 20) if method in LOOKUPS else (1, 1 if way.startswith("small steps") else 20)
+    check(drafting_llm(checkpoint("tinypy"), method, 3, **settings), want, times, least_accepted)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -17,6 +17,7 @@ from support.promql import run_tool, selectors
 from support.serving import ROOT
 
 PROMETHEUS = ROOT / "monitoring" / "prometheus"
+RULES_TESTS = ("rules_test.yml", "rules_hours_test.yml")
 COMMON_LABELS = {"job", "instance", "model", "version", "engine"}
 """The first two are Prometheus' own."""
 OTHERS: dict[str, set[str]] = {"up": {"job", "instance"}}
@@ -121,12 +122,13 @@ def test_prometheus_takes_the_configuration_and_the_rules() -> None:
     assert "SUCCESS" in run_tool("promtool", "check", "config", "prometheus.yml", cwd=PROMETHEUS)
 
 
-def test_rules_do_what_they_say() -> None:
-    assert "SUCCESS" in run_tool("promtool", "test", "rules", "rules_test.yml", cwd=PROMETHEUS)
+@pytest.mark.parametrize("file", RULES_TESTS)
+def test_rules_do_what_they_say(file: str) -> None:
+    assert "SUCCESS" in run_tool("promtool", "test", "rules", file, cwd=PROMETHEUS)
 
 
 def test_every_alert_has_a_test_and_says_what_to_do() -> None:
-    tests = (PROMETHEUS / "rules_test.yml").read_text(encoding="utf-8")
+    tests = "".join((PROMETHEUS / file).read_text(encoding="utf-8") for file in RULES_TESTS)
     for alert in ALERTS:
         assert f'alertname="{alert["alert"]}"' in tests, f"{alert['alert']} fires in no test"
         assert alert["labels"]["severity"] in ("page", "ticket", "watchdog")

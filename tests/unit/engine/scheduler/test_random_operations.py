@@ -34,8 +34,8 @@ from support.scheduling import (
     undisturbed_output,
 )
 
-NUM_SEQUENCES = 10_000
-NUM_PARTS = 10
+NUM_SEQUENCES = int(os.environ.get("QUIRE_RANDOM_SEQUENCES", "4000"))
+NUM_PARTS = 4
 NUM_STORING = int(os.environ.get("QUIRE_RANDOM_LIVES", "400"))
 """With a KV connector."""
 NUM_OF_KIND = 300

@@ -439,6 +439,7 @@ def test_it_is_there_before_the_first_grammar_and_again_after_its_death(checkpoi
         process.shutdown()
 
 
+@pytest.mark.usefixtures("started_as_ever")
 def test_the_compiler_loads_neither_torch_nor_models(checkpoint: Callable[[str], Path]) -> None:
     results: dict[int, CompileResult] = {}
     arrived = threading.Condition()

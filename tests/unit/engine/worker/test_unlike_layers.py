@@ -60,8 +60,8 @@ def make_llm(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch)
     cpu.status.cache_clear()
 
 
-def tokens(llm: LLM) -> list[list[int]]:
-    outputs = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+def tokens(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    outputs = [output.outputs[0].token_ids for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
     llm.shutdown()
     return outputs
 
@@ -78,7 +78,7 @@ def test_every_way_of_computing_them_gives_the_same_tokens(
     assert tokens(make_llm()) == got
     if INTERPRETED.value:
         with interpreted_kernels():
-            assert tokens(make_llm(kv_cache_memory_bytes=1 << 20)) == got
+            assert tokens(make_llm(kv_cache_memory_bytes=1 << 20), PROMPTS[:2]) == got[:2]
 
 
 def test_each_layer_has_the_cache_that_it_needs(make_llm: Callable[..., LLM]) -> None:

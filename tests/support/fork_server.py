@@ -1,0 +1,278 @@
+"""Child processes of engines, forked from one that has imported the libraries already: for tests.
+
+An engine core, its workers, and its grammar compiler each spend seconds of processor time on imports, and the tests
+start hundreds of them. Within `forked_children()`, those that `start_module` starts come from a fork server::
+
+    tests ──── Popen ────► fork server          imports torch and the like when the first child is asked for
+      │ module, environment, descriptors ──►│
+      │◄── process id ──────────────────────┤ clone(CLONE_PARENT): a child of the tests, not of the server
+      └──────── wait, kill ────► engine core ──── fork ────► its own fork server, for its workers and its compiler
+
+A child has the environment, directory, descriptors and command line that it would have, and it imports all of our own
+modules itself. What libraries read when they are loaded is that of the server, so a child whose environment differs in
+that is started as ever; so are all where this is not Linux on x86-64, or the C library keeps its threads otherwise than
+it is known here. Tests with real servers know nothing of this.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib.util
+import inspect
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+__all__ = ["SERVER_NAME", "forked_children"]
+
+SERVER_NAME = "fork-server"
+"""As a thread's name in /proc/PID/comm, by which `support.processes.children` leaves it out."""
+LIBRARIES = ("torch", "numpy", "zmq", "safetensors.torch", "transformers.models.auto.tokenization_auto", "xgrammar")
+READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "TRITON", "CUDA", "HF_", "LD_", "PYTHON")
+"""Beginnings of the names of variables that libraries, or Python itself, read when they are loaded."""
+TOLD_TO_EVERY_CHILD = ("PYTHONPATH", "PYTHONSAFEPATH")
+OF_THE_COMPILER = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+"""So that it starts no threads; it computes nothing with them either way."""
+COMPILER = "quire_engine.structured_output.compiler"
+CORE = "quire_engine.core.core_process"
+"""The one child with children of its own."""
+MAX_REQUEST_BYTES = 1 << 18
+MAX_DESCRIPTORS = 64
+
+_SYS_CLONE = 56
+_CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
+_PR_SET_NAME = 15
+_TID_OFFSET = 0x2D0
+"""Of glibc's `struct pthread`: the thread's id, which its own fork() sets, too."""
+_libc = ctypes.PyDLL(None)  # which keeps the interpreter's lock
+
+
+class ForkServer:
+    """The parent's end: one per process that starts children, made while the process is young and has one thread."""
+
+    def __init__(self, connection: socket.socket, environment: Mapping[str, str]) -> None:
+        self._connection = connection
+        self._environment = {name: environment[name] for name in environment if name.startswith(READ_AT_IMPORT)}
+        self._lock = threading.Lock()
+
+    def serves(self, module: str, environment: Mapping[str, str]) -> bool:
+        """Whether a child with this environment would be the same as one that is started as ever."""
+        passed = {*TOLD_TO_EVERY_CHILD, *(OF_THE_COMPILER if module == COMPILER else ())}
+        names = {name for name in environment if name.startswith(READ_AT_IMPORT)} | {*self._environment}
+        return all(environment.get(name) == self._environment.get(name) for name in names - passed)
+
+    def start(self, request: dict[str, Any], descriptors: dict[int, int]) -> int:
+        """Have a child forked: its process id.
+
+        Args:
+            request: see `_become`.
+            descriptors: the child's number → ours.
+        """
+        request = {**request, "descriptors": [*descriptors], "directory": os.getcwd(), "niceness": os.nice(0)}
+        with self._lock:
+            socket.send_fds(self._connection, [json.dumps(request).encode()], [*descriptors.values()])
+            answer = self._connection.recv(64)
+        if not answer:
+            raise OSError("the fork server of the tests has ended")
+        return int(answer)
+
+
+@contextlib.contextmanager
+def forked_children() -> Iterator[None]:
+    """Have a fork server start what this process starts as `python -m module`."""
+    if not _can_fork_siblings():
+        yield
+        return
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    variables = {"GOMP_SPINCOUNT": "20000", **os.environ}
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"from support.fork_server import main; main({theirs.fileno()})", *["-" * 60] * 4],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[theirs.fileno()],
+        env={
+            **variables,
+            "OPENBLAS_NUM_THREADS": "1",  # numpy's would be threads from the start, and a fork has none of them
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        },
+    )
+    theirs.close()
+    try:
+        with _used(ForkServer(ours, variables)):
+            yield
+    finally:
+        ours.close()
+        process.wait()
+
+
+def _can_fork_siblings() -> bool:
+    """Whether this is the C library that `_fork_sibling` knows."""
+    if sys.platform != "linux" or os.uname().machine != "x86_64" or os.confstr("CS_GNU_LIBC_VERSION") is None:
+        return False
+    return ctypes.c_int.from_address(_own_thread() + _TID_OFFSET).value == threading.get_native_id()
+
+
+def _own_thread() -> int:
+    """Where the C library keeps this thread's `struct pthread`."""
+    _libc.pthread_self.restype = ctypes.c_void_p
+    return int(_libc.pthread_self())
+
+
+@contextlib.contextmanager
+def _used(server: ForkServer) -> Iterator[None]:
+    from quire_engine.system import child_process
+
+    class Popen(subprocess.Popen[bytes]):
+        def _execute_child(self, *arguments: Any) -> None:
+            method = super()._execute_child  # type: ignore[misc]
+            asked = inspect.signature(method).bind(*arguments).arguments
+            if not server.serves(asked["args"][-1], asked["env"]):
+                method(*arguments)
+                return
+            inherited = {number: number for number in asked["pass_fds"]}
+            given = {0: asked["p2cread"], 1: asked["c2pwrite"], 2: asked["errwrite"]}
+            standard = {number: number if mine == -1 else mine for number, mine in given.items()}
+            fields = {name: asked[name] for name in ("args", "env", "start_new_session")}
+            self.pid = server.start(fields, {**inherited, **standard})
+            self._child_created = True
+            for mine, theirs in (("p2cread", "p2cwrite"), ("c2pwrite", "c2pread")):
+                if asked[theirs] != -1:
+                    os.close(asked[mine])
+
+    actual = child_process.subprocess
+    child_process.subprocess = SimpleNamespace(Popen=Popen, PIPE=subprocess.PIPE)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        child_process.subprocess = actual
+
+
+# -- the server --------------------------------------------------------------------------------------------------------
+
+
+def main(descriptor: int) -> None:
+    """Entry point of the server, and then of each of its children."""
+    module = _serve(socket.socket(fileno=descriptor))
+    if module is not None:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _serve(connection: socket.socket) -> str | None:
+    """Serve until the other end is closed. Returns a module to run in each child, and None in the server itself."""
+    _libc.prctl(_PR_SET_NAME, SERVER_NAME.encode(), 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(connection, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
+        if not data:
+            return None
+        for name in LIBRARIES:
+            importlib.import_module(name)
+        gc.freeze()
+        request, (has_begun, begins) = json.loads(data), os.pipe()
+        child = _fork_sibling()
+        if not child:
+            if request["start_new_session"]:
+                os.setsid()
+            connection.close()
+            os.close(has_begun)
+            os.close(begins)
+            return _become(request, descriptors)
+        for number in (*descriptors, begins):
+            os.close(number)
+        os.read(has_begun, 1)  # until it is closed in the child: as of now its group can be killed
+        os.close(has_begun)
+        connection.send(str(child).encode())
+
+
+def _fork_sibling() -> int:
+    """fork() whose child is one of this process's parent."""
+    assert len(os.listdir("/proc/self/task")) == 1, "a library has started a thread, which a child would not have"
+    thread_id = _own_thread() + _TID_OFFSET
+    flags = _CLONE_PARENT | _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID | signal.SIGCHLD
+    ctypes.pythonapi.PyOS_BeforeFork()
+    child: int = _libc.syscall(_SYS_CLONE, ctypes.c_long(flags), None, None, ctypes.c_void_p(thread_id), None)
+    if child == 0:
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+    else:
+        ctypes.pythonapi.PyOS_AfterFork_Parent()
+    return child
+
+
+def _become(request: dict[str, Any], received: list[int]) -> str:
+    """In a new child: take on what `python -m module` would have. Returns the module."""
+    targets: list[int] = request["descriptors"]
+    above = max(targets) + 1
+    for target, number in zip(targets, [_moved(number, above) for number in received], strict=True):
+        os.dup2(number, target)
+        os.close(number)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["directory"])
+    os.nice(max(request["niceness"] - os.nice(0), 0))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if request["args"][-1] not in (CORE, COMPILER):
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # xgrammar's handler, which nobody else imports
+    paths = request["env"]["PYTHONPATH"].split(os.pathsep)
+    sys.path[:] = [*paths, *(path for path in sys.path if path and path not in paths)]
+    sys.orig_argv = request["args"]
+    _set_command_line(request["args"])
+    _import_site_customization()
+    module = request["args"][-1]
+    _libc.prctl(_PR_SET_NAME, b"python", 0, 0, 0)
+    if module == CORE:
+        _have_own_server()
+    return str(module)
+
+
+def _import_site_customization() -> None:
+    """As Python does when it starts: one that the server has not imported, since it is on this child's path only."""
+    known = sys.modules.pop("sitecustomize", None)
+    found = importlib.util.find_spec("sitecustomize")
+    if found is not None and (known is None or found.origin != known.__file__):
+        importlib.import_module("sitecustomize")
+    elif known is not None:
+        sys.modules["sitecustomize"] = known
+
+
+def _moved(number: int, above: int) -> int:
+    import fcntl
+
+    moved = fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, above)
+    os.close(number)
+    return moved
+
+
+def _have_own_server() -> None:
+    """Fork one off while there is one thread; it ends with this process."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork():
+        theirs.close()
+        _used(ForkServer(ours, os.environ)).__enter__()
+        return
+    kept = theirs.detach()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nothing, number)
+    os.closerange(3, kept)
+    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+    module = _serve(socket.socket(fileno=kept))
+    if module is None:
+        os._exit(0)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    raise SystemExit
+
+
+def _set_command_line(words: list[str]) -> None:
+    """Write over the memory of this process's arguments, for who looks at /proc/PID/cmdline."""
+    with open("/proc/self/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    text = b"\0".join(os.fsencode(word) for word in words)[: end - start - 1]
+    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
