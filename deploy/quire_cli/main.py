@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from quire_cli.bench import bench_app, tune
-from quire_cli.errors import CommandError, has_working_directory
+from quire_cli.errors import CommandError, UsageError, has_working_directory
 from quire_cli.patient_writer import PatientWriter
 
 __all__ = ["app", "main", "run"]
@@ -139,7 +139,31 @@ def serve(
     model: Annotated[
         Path | None, typer.Option(metavar="PATH", help="Serve this Hugging Face checkpoint folder, with no repository.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the model of --model; default: its folder's.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Name of the model of --model, default: its folder's; or which one --headless serves."),
+    ] = None,
+    headless: Annotated[
+        bool,
+        typer.Option(
+            "--headless", help="No server: engines that join the front of a model on another host, as its replicas."
+        ),
+    ] = False,
+    data_parallel_start_rank: Annotated[
+        int | None, typer.Option(min=1, metavar="RANK", help="Which replica the first engine of --headless is.")
+    ] = None,
+    data_parallel_size_local: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="How many engines --headless has; default: 1.")
+    ] = None,
+    data_parallel_address: Annotated[
+        str | None, typer.Option(metavar="HOST", help="The front's; default: what model.json says, as of these two.")
+    ] = None,
+    data_parallel_rpc_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, metavar="PORT", help="Where the front listens for engines.")
+    ] = None,
+    data_parallel_key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="This host's keys, which trust the front; see quire key.")
+    ] = None,
     host: Annotated[
         str,
         typer.Option(help="Host or IPv4 address to listen on. There is no authentication: mind who can reach it."),
@@ -208,7 +232,39 @@ def serve(
 
     SIGTERM, SIGINT and SIGHUP drain: no new requests, running ones have --drain-timeout seconds. A second one stops at
     once. Nothing is left behind, and what a killed run had to leave is removed by the next.
+
+    With --headless there is no server: this host's engines become replicas of a model that a front on another host
+    serves (data_parallel_size, data_parallel_size_local and data_parallel_address in its model.json), over TCP and with
+    keys on both sides. Each time that one has joined, there is a line on stdout: "quire: ready data_parallel_rank=N
+    front=HOST:PORT".
     """
+    headless_options = {
+        "--data-parallel-start-rank": data_parallel_start_rank,
+        "--data-parallel-size-local": data_parallel_size_local,
+        "--data-parallel-address": data_parallel_address,
+        "--data-parallel-rpc-port": data_parallel_rpc_port,
+        "--data-parallel-key-file": data_parallel_key_file,
+    }
+    if headless:
+        from quire_cli.headless import HeadlessOptions, serve_headless
+
+        if model is not None:
+            raise UsageError("--model is given with --headless, whose settings have to be the front's; give "
+                             "--model-repository, with the same model.json")  # fmt: skip
+        return serve_headless(
+            HeadlessOptions(
+                model_repository=model_repository,
+                name=name,
+                data_parallel_start_rank=data_parallel_start_rank,
+                data_parallel_size_local=data_parallel_size_local or 1,
+                data_parallel_address=data_parallel_address,
+                data_parallel_rpc_port=data_parallel_rpc_port,
+                data_parallel_key_file=data_parallel_key_file,
+            )
+        )
+    for option, value in headless_options.items():
+        if value is not None:
+            raise UsageError(f"{option} is for --headless; a front has it in its model.json")
     from quire_cli.openai import read_api_keys
     from quire_cli.serve import ServeOptions
     from quire_cli.serve import serve as run_server
@@ -233,6 +289,24 @@ def serve(
             server_flags=server_flags or (),
         )
     )
+
+
+@app.command()
+def key(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where this host's keys are, or are to be.")],
+    trust: Annotated[
+        list[str] | None, typer.Option(metavar="KEY", help="The public key of another host; may be repeated.")
+    ] = None,
+    _debug: Debug = False,
+) -> None:
+    """Make the keys by which engines on several hosts know each other, and print this host's public key.
+
+    The file (data_parallel_key_file) is for its owner alone to read, and stays on its host. The front's trusts the
+    hosts whose engines may join; each of theirs trusts the front. What it holds already stays.
+    """
+    from quire_cli.headless import key as run_key
+
+    run_key(file, trust or ())
 
 
 @model_app.command("add")

@@ -420,7 +420,7 @@ class AsyncLLM:
         engine = EngineSnapshot(
             is_up, replica.pid, replica.num_restarts, scheduler.max_num_seqs, scheduler.max_num_batched_tokens,
             ranks=[RankSnapshot(rank, pid, is_up) for rank, pid in enumerate(replica.worker_pids or [replica.pid])],
-            queues=queues,
+            queues=queues, host=replica.host,
         )  # fmt: skip
         if answered is not None:
             engine.answered, engine.ranks = True, answered.ranks

@@ -173,6 +173,8 @@ class EngineSnapshot(msgspec.Struct):
     queues: QueueDepths = msgspec.field(default_factory=QueueDepths)
     engines: "list[EngineSnapshot]" = []
     """Each by itself, if there are several."""
+    host: str = ""
+    """Where it runs, if it has joined from another host; of several together: empty."""
 
 
 class BlocksSnapshot(msgspec.Struct):

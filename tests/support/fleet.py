@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from quire_engine.config import EngineConfig
-from quire_engine.core.data_parallel_client import DataParallelClient
+from quire_engine.core.data_parallel_client import DataParallelClient, make_engine_client
 from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.messages import (
     EngineCoreOutput,
@@ -134,7 +134,11 @@ class Fleet:
     def __init__(self, num_replicas: int, **settings: Any) -> None:
         config = EngineConfig.from_settings({"model": "x", "data_parallel_size": num_replicas, **settings})
         self.counted = IterationStats()
-        self.client = DataParallelClient(config, self._count)
+        client = (
+            make_engine_client(config, self._count) if num_replicas > 1 else DataParallelClient(config, self._count)
+        )
+        assert isinstance(client, DataParallelClient)
+        self.client = client
         self.client.wait_until_ready()
         self.tokens: dict[str, list[int]] = {}
         self.errors: dict[str, EngineCoreOutput] = {}

@@ -14,6 +14,7 @@ that is started as ever; so are all where this is not Linux on x86-64, or the C 
 it is known here. Tests with real servers know nothing of this.
 """
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -27,7 +28,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,10 +63,14 @@ class ForkServer:
     def __init__(self, connection: socket.socket, environment: Mapping[str, str]) -> None:
         self._connection = connection
         self._environment = {name: environment[name] for name in environment if name.startswith(READ_AT_IMPORT)}
+        self._executable = sys.executable
         self._lock = threading.Lock()
 
-    def serves(self, module: str, environment: Mapping[str, str]) -> bool:
-        """Whether a child with this environment would be the same as one that is started as ever."""
+    def serves(self, words: Sequence[str], environment: Mapping[str, str]) -> bool:
+        """Whether a child of this command line and environment would be the same as one that is started as ever."""
+        executable, _, module = words
+        if executable != self._executable:
+            return False
         passed = {*TOLD_TO_EVERY_CHILD, *(OF_THE_COMPILER if module == COMPILER else ())}
         names = {name for name in environment if name.startswith(READ_AT_IMPORT)} | {*self._environment}
         return all(environment.get(name) == self._environment.get(name) for name in names - passed)
@@ -133,7 +139,7 @@ def _used(server: ForkServer) -> Iterator[None]:
         def _execute_child(self, *arguments: Any) -> None:
             method = super()._execute_child  # type: ignore[misc]
             asked = inspect.signature(method).bind(*arguments).arguments
-            if not server.serves(asked["args"][-1], asked["env"]):
+            if not server.serves(asked["args"], asked["env"]):
                 method(*arguments)
                 return
             inherited = {number: number for number in asked["pass_fds"]}
@@ -161,7 +167,28 @@ def main(descriptor: int) -> None:
     """Entry point of the server, and then of each of its children."""
     module = _serve(socket.socket(fileno=descriptor))
     if module is not None:
+        _run(module)
+
+
+def _run(module: str) -> None:
+    """Run it as `python -m` does, to the end of the process: without taking down what the server has imported, which
+    would copy all of that memory first. For seconds, on a busy machine."""
+    code: object = None
+    try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def _serve(connection: socket.socket) -> str | None:
@@ -265,8 +292,7 @@ def _have_own_server() -> None:
     module = _serve(socket.socket(fileno=kept))
     if module is None:
         os._exit(0)
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-    raise SystemExit
+    _run(module)
 
 
 def _set_command_line(words: list[str]) -> None:

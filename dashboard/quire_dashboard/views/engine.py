@@ -1,6 +1,8 @@
 """The engine page: ranks, the phases of a step, the composition of batches, and waiting messages."""
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import streamlit as st
 
@@ -52,13 +54,13 @@ def _now() -> None:
     if snapshot is None:
         return
     engine, step = snapshot.engine, snapshot.engine.last_step
-    state, processes = "up" if engine.up else "down", [engine.pid]
+    state, processes = "up" if engine.up else "down", [str(engine.pid)]
     if engine.engines:
         num_up = sum(bool(one.get("up")) for one in engine.engines)
         state = f"{num_up} of {len(engine.engines)} up"
-        processes = [int(one.get("pid", 0)) for one in engine.engines]
+        processes = [_process(one) for one in engine.engines]
     shown = (
-        ("Engine", state, f"Process {', '.join(map(str, processes))}"),
+        ("Engine", state, f"Process {', '.join(processes)}"),
         ("Steps", words.count(engine.step), "Since the engine was started."),
         ("Restarts", words.count(engine.restarts), "Since the server was started."),
         ("Batch", f"{step.get('num_requests', 0)} of {engine.max_num_seqs}", "In the last step, and max_num_seqs."),
@@ -72,6 +74,12 @@ def _now() -> None:
         _ranks(snapshot)
     with right:
         _step(snapshot)
+
+
+def _process(engine: Mapping[str, Any]) -> str:
+    """Of one of several engines, and where it runs if that is another host."""
+    pid, host = str(engine.get("pid", 0)), engine.get("host")
+    return f"{pid} on {words.as_text(str(host))}" if host else pid
 
 
 def _ranks(snapshot: Snapshot) -> None:

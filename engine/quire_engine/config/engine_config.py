@@ -40,7 +40,7 @@ MAX_DRAFTED_ROWS = 512
 """Each row takes the memory of a vocabulary's logits. Long before this many, a step is bound by what it computes, and a
 draft costs as much as a token of another request."""
 SECRETS = ("introspection_token",)
-NO_SETTINGS = ("data_parallel_rank",)
+NO_SETTINGS = ("data_parallel_rank", "data_parallel_start_rank")
 """What an engine core is told, and no file may say."""
 MAX_ENDED_REQUESTS = 20_000
 """About a kilobyte each, and an answer to an operator holds them all."""
@@ -49,6 +49,7 @@ DEVICES = ("auto", "cpu", "cuda")
 EXECUTOR_BACKENDS = ("uni", "mp", "ray")
 ROUTING_POLICIES = ("prefix", "least_loaded", "round_robin")
 MAX_REPLICAS = 64
+MAX_PORT = 65535
 METRIC_ALIASES = ("vllm", "none")
 TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral", "openai")
 REASONING_PARSERS = ("deepseek_r1", "qwen3", "openai_gptoss")
@@ -241,7 +242,7 @@ class ParallelConfig:
     """Which GPU each rank computes on, by rank, as CUDA counts those that it may see, replica by replica.
     Unset: 0, 1, …"""
     data_parallel_size: int = 1
-    """Replicas of the engine: each has the whole model, ranks, a KV cache and a share of the machine of its own, and
+    """Replicas of the engine: each has the whole model, ranks, a KV cache and a share of its machine of its own, and
     requests are divided among them. The requests of one that dies go on on the others."""
     data_parallel_routing: str = "prefix"
     """Which replica gets a request: `prefix` the one that will have computed its prompt first, by what each has cached
@@ -251,8 +252,20 @@ class ParallelConfig:
     """Have some replicas compute prompts, and others all that follows, so that no long prompt holds up what others are
     being told: `{"prefill": 1, "decode": 1}`. Blocks go from one to the other by `kv_transfer_config`. Sets
     `data_parallel_size`, which is their sum. Unset: each replica does both."""
+    data_parallel_size_local: int | None = None
+    """How many of the replicas are on this host, those with the first ranks; unset: all. Engines of other hosts join as
+    the others, by `quire serve --headless`."""
+    data_parallel_address: str | None = None
+    """Where the front of replicas on several hosts listens for these engines: an address of its host. Unset: nowhere,
+    and there are none."""
+    data_parallel_rpc_port: int | None = None
+    """Its TCP port."""
+    data_parallel_key_file: str | None = None
+    """File with this host's secret key and the public keys of the hosts that it trusts; `quire key FILE` makes it."""
     data_parallel_rank: int = 0
     """Which replica this is. No setting: each replica's engine core is told its own."""
+    data_parallel_start_rank: int = 0
+    """The first replica of this host. No setting: `quire serve --headless` is told it."""
     tensor_parallel_size: int = 1
     """Ranks that each layer is cut into."""
     pipeline_parallel_size: int = 1
@@ -278,6 +291,8 @@ class ParallelConfig:
         check(self.data_parallel_routing in ROUTING_POLICIES, "data_parallel_routing", self.data_parallel_routing,
               f"one of {', '.join(ROUTING_POLICIES)}")  # fmt: skip
         check_int("data_parallel_rank", self.data_parallel_rank, 0)
+        check_int("data_parallel_start_rank", self.data_parallel_start_rank, 0)
+        self._check_hosts()
         check_bool("enable_expert_parallel", self.enable_expert_parallel)
         if not isinstance(self.eplb_config, EPLBConfig):
             object.__setattr__(self, "eplb_config", EPLBConfig.from_value(self.eplb_config))
@@ -292,7 +307,7 @@ class ParallelConfig:
         if self.data_parallel_size > 1:
             several = f"with data_parallel_size={self.data_parallel_size}"
             check(backend != "ray", "distributed_executor_backend", backend,
-                  f"'uni' or 'mp' {several}: replicas are on one machine")  # fmt: skip
+                  f"'uni' or 'mp' {several}: the ranks of a replica are on one machine")  # fmt: skip
             check(not self.enable_expert_parallel, "enable_expert_parallel", self.enable_expert_parallel,
                   f"false {several}: replicas do not share experts")  # fmt: skip
         if self.gpu_device_ids is not None:
@@ -307,6 +322,28 @@ class ParallelConfig:
               f"unset or {roles.num_replicas} with disaggregation, whose replicas it counts")  # fmt: skip
         object.__setattr__(self, "disaggregation", roles)
         object.__setattr__(self, "data_parallel_size", roles.num_replicas)
+
+    def _check_hosts(self) -> None:
+        size, num_local = self.data_parallel_size, self.data_parallel_size_local
+        if num_local is not None:
+            check_int("data_parallel_size_local", num_local, 1, size)
+        kinds = {"data_parallel_address": str, "data_parallel_rpc_port": int, "data_parallel_key_file": str}
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            if not self.has_remote_replicas:
+                check(value is None, name, value, f"unset where all of data_parallel_size={size} replicas are on this "
+                      "host; data_parallel_size_local says how many are")  # fmt: skip
+                continue
+            needs = f"with data_parallel_size_local={num_local} of data_parallel_size={size}: engines of other hosts"
+            if kind is int:
+                check(is_int(value, 1) and value <= MAX_PORT, name, value, f"a port from 1 to {MAX_PORT} {needs} join "
+                      "there")  # fmt: skip
+            else:
+                what = "an address of the front's host" if name == "data_parallel_address" else "the path of a file"
+                check(isinstance(value, str) and value != "", name, value, f"{what} {needs} join by it")
+        if self.has_remote_replicas:
+            check(self.disaggregation is None, "disaggregation", self.disaggregation, "unset with replicas on several "
+                  "hosts (data_parallel_size_local)")  # fmt: skip
 
     def _check_eplb(self) -> None:
         has_ranks = self.enable_expert_parallel and self.tensor_parallel_size > 1
@@ -337,9 +374,19 @@ class ParallelConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def num_local_replicas(self) -> int:
+        """Replicas on this host, which divide it among them."""
+        return self.data_parallel_size if self.data_parallel_size_local is None else self.data_parallel_size_local
+
+    @property
+    def has_remote_replicas(self) -> bool:
+        """Whether engines of other hosts join those of this one."""
+        return self.num_local_replicas < self.data_parallel_size
+
+    @property
     def num_all_ranks(self) -> int:
-        """Ranks of all replicas, which divide the machine among them."""
-        return self.world_size * self.data_parallel_size
+        """Ranks of all replicas on this host."""
+        return self.world_size * self.num_local_replicas
 
     @property
     def routes_by_prefix(self) -> bool:
@@ -501,6 +548,12 @@ class EngineConfig(EngineCoreConfig):
         """
         parallel = self.parallel
         if num_replicas is not None:
+            if parallel.has_remote_replicas:
+                raise ValueError(
+                    f"some of data_parallel_size={parallel.data_parallel_size} are on other hosts "
+                    f"(data_parallel_size_local={parallel.data_parallel_size_local}); change both in model.json, and "
+                    "load the model again"
+                )
             ids, num_ranks = parallel.gpu_device_ids, num_replicas * parallel.world_size
             if ids is not None and len(ids) < num_ranks:
                 raise ValueError(
@@ -508,8 +561,35 @@ class EngineConfig(EngineCoreConfig):
                     "it unset, so that each rank takes the next GPU, or set data_parallel_size and name them all"
                 )
             ids = None if ids is None else ids[:num_ranks]
-            parallel = replace(parallel, data_parallel_size=num_replicas, gpu_device_ids=ids)
+            parallel = replace(
+                parallel, data_parallel_size=num_replicas, data_parallel_size_local=None, gpu_device_ids=ids
+            )
         return replace(self, parallel=replace(parallel, data_parallel_rank=rank))
+
+    def for_headless(self, start_rank: int, data_parallel_size_local: int = 1, **settings: Any) -> "EngineConfig":
+        """The settings of a host whose engines join a front on another one.
+
+        Args:
+            start_rank: of the first of them.
+            data_parallel_size_local: how many there are.
+            settings: what else differs from the front's: `data_parallel_address`, `data_parallel_rpc_port` and
+                `data_parallel_key_file`.
+
+        Raises:
+            ValueError: the front has no such replicas, or a setting has a bad value.
+        """
+        size, num_local = self.parallel.data_parallel_size, data_parallel_size_local
+        check(num_local < size, "data_parallel_size_local", num_local,
+              f"less than data_parallel_size={size}: the first replicas are the front's own")  # fmt: skip
+        check(1 <= start_rank <= size - num_local, "data_parallel_start_rank", start_rank, f"from 1 to "
+              f"{size - num_local} for {num_local} of data_parallel_size={size} replicas")  # fmt: skip
+        parallel = replace(
+            self.parallel,
+            data_parallel_start_rank=start_rank,
+            data_parallel_size_local=num_local,
+            **settings,
+        )
+        return replace(self, parallel=parallel)
 
     def settings(self) -> dict[str, Any]:
         """All settings but secrets, flat as in `model.json`."""
@@ -553,6 +633,9 @@ class EngineConfig(EngineCoreConfig):
             path = drafts.get("model")
             if isinstance(path, str) and path:
                 groups["scheduler"]["speculative_config"] = {**drafts, "model": str((base_dir / path).resolve())}
+        key_file = groups["parallel"].get("data_parallel_key_file")
+        if base_dir is not None and isinstance(key_file, str) and key_file:
+            groups["parallel"]["data_parallel_key_file"] = str((base_dir / key_file).resolve())
         transfer = groups["cache"].get("kv_transfer_config")
         if base_dir is not None and isinstance(transfer, Mapping):
             groups["cache"]["kv_transfer_config"] = KVTransferConfig.with_absolute_path(transfer, base_dir)

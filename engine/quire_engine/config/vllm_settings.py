@@ -39,7 +39,7 @@ _MEANS_NOTHING = frozenset((
     # Of experts, copies and nodes, where there are none.
     "all2all_backend", "moe_backend", "expert_placement_strategy", "eplb_log_balancedness",
     "dbo_decode_token_threshold", "dbo_prefill_token_threshold",
-    "data_parallel_backend", "data_parallel_rpc_port", "master_addr", "master_port", "distributed_timeout_seconds",
+    "data_parallel_backend", "master_addr", "master_port", "distributed_timeout_seconds",
     "disable_nccl_for_dp_synchronization", "kv_offloading_backend",
 ))  # fmt: skip
 """Names that may have any value."""
@@ -57,7 +57,7 @@ _NOT_OFFERED = (
     "additional_config", "attention_config", "attention_backend", "kernel_config", "profiler_config",
     "reasoning_parser_plugin", "scheduler_cls", "worker_extension_cls", "io_processor_plugin", "eplb_window_size",
     "eplb_step_interval",
-    "data_parallel_rank", "data_parallel_start_rank", "data_parallel_address", "mamba_block_size", "default_mm_loras",
+    "data_parallel_rank", "data_parallel_start_rank", "mamba_block_size", "default_mm_loras",
 )  # fmt: skip
 """Names of which no value but an empty one asks for nothing."""
 
@@ -94,7 +94,6 @@ _ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
     "prefix_caching_hash_algo": ("sha256",),
     "nnodes": (1,),
     "node_rank": (0,),
-    "data_parallel_size_local": (1,),
     "num_redundant_experts": (0,),
     "compilation_config": (0, {"level": 0}),
     "mamba_cache_dtype": ("auto",),
@@ -108,7 +107,6 @@ _MENDS = {
     **dict.fromkeys(("trust_remote_code", "code_revision"), "a checkpoint's own code is never run"),
     "enable_chunked_prefill": "prompts are computed in pieces of at most max_num_batched_tokens; with as many as "
     "max_model_len, each is one piece",
-    "data_parallel_size_local": "all replicas of data_parallel_size are on one machine",
     "enable_lora": "this version serves no LoRA adapters",
     "num_gpu_blocks_override": "kv_cache_memory_bytes says how large the KV cache is",
     "otlp_traces_endpoint": "otlp_endpoint takes metrics and traces",

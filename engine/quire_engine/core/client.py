@@ -8,7 +8,6 @@
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
 import shutil
@@ -24,20 +23,19 @@ import zmq
 import zmq.asyncio
 
 from quire_engine.config import EngineConfig
+from quire_engine.core.connection import EngineConnection
 from quire_engine.core.engine_watch import EngineWatch, kill_group
 from quire_engine.core.heartbeat import Heartbeat
-from quire_engine.errors import EngineDeadError, EngineError
+from quire_engine.errors import EngineDeadError
 from quire_engine.messages import (
     EngineCoreOutputs,
     EngineCoreReady,
     EngineCoreRequest,
     ProcessArguments,
     RequestType,
-    TakeSnapshot,
     UtilityCall,
     UtilityResult,
 )
-from quire_engine.snapshot import EngineCoreSnapshot
 from quire_engine.stats import SchedulerStats
 from quire_engine.system.child_process import start_module
 from quire_engine.system.memory import paused_gc
@@ -103,7 +101,7 @@ class InprocClient:
         self._core.shutdown()
 
 
-class AsyncMPClient:
+class AsyncMPClient(EngineConnection):
     """Owns the process of one engine core, from its start to its death, and the two sockets to it.
 
     The constructor starts the process and returns at once; `wait_until_ready` blocks. All else belongs to one event
@@ -119,19 +117,11 @@ class AsyncMPClient:
     """
 
     def __init__(self, config: EngineConfig, num_blocks: int | None = None) -> None:
-        self.ready = EngineCoreReady()
-        self.death: str | None = None
-        """Why it died, once the watch has found out."""
+        super().__init__()
         self._config = config
         self._closing = threading.Event()
         self._is_released = False
         self._watch: EngineWatch | None = None
-        self._pending: asyncio.Future[bytes] | None = None
-        self._call_ids = itertools.count()
-        self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
-        self._num_sent = 0
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
         with contextlib.ExitStack() as opened:  # an attempt that fails leaves nothing behind: there may be many
             self._heartbeat = Heartbeat()
             opened.callback(self._heartbeat.close)
@@ -218,75 +208,9 @@ class AsyncMPClient:
             on_death,
         )
 
-    def add_request(self, request: EngineCoreRequest) -> int:
-        """Hand a request over. Never blocks. Returns the number of the message, for `has_begun`."""
-        self._send(RequestType.ADD, request.request_id, self._encoder.encode(request))
-        return self._num_sent
-
     def has_begun(self, message_number: int) -> bool:
         """Whether the engine core has begun to work for a request; known even when it is dead, until `shutdown`."""
         return self._heartbeat.has_begun(message_number)
-
-    def abort_request(self, request_id: str) -> None:
-        """End a request wherever it is. Never blocks."""
-        self._send(RequestType.ABORT, request_id)
-
-    async def call_utility(self, call: UtilityCall) -> UtilityResult:
-        """Have the engine core do something between two steps. `get_output` has to be awaited meanwhile.
-
-        Raises:
-            EngineError: it could not.
-            EngineDeadError: the engine core died.
-        """
-        call_id = next(self._call_ids)
-        future: asyncio.Future[UtilityResult] = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = future
-        self._send(RequestType.UTILITY, str(call_id), self._encoder.encode(call))
-        try:
-            return await future
-        finally:
-            self._calls.pop(call_id, None)
-
-    async def snapshot(self) -> EngineCoreSnapshot:
-        """A snapshot of the engine core between two steps. `get_output` has to be awaited meanwhile.
-
-        Raises:
-            EngineDeadError: the engine core died.
-        """
-        snapshot = await self.call_utility(TakeSnapshot())
-        assert isinstance(snapshot, EngineCoreSnapshot)
-        return snapshot
-
-    async def get_output(self) -> EngineCoreOutputs:
-        """The next message of the engine core; waits for it.
-
-        Raises:
-            EngineDeadError: the engine core died. Outputs that were not taken yet are lost.
-        """
-        if self.death is not None:
-            raise EngineDeadError(self.death)
-        self._pending = asyncio.ensure_future(self._output.recv())
-        outputs = self._decoder.decode(await self._pending)
-        for answer in outputs.utility_outputs:
-            future = self._calls.get(answer.call_id)
-            if future is None or future.done():
-                continue  # the caller does not wait any more
-            if answer.error is None:
-                future.set_result(answer.result)
-            else:
-                future.set_exception(EngineError(answer.error))
-        return outputs
-
-    def _die(self, reason: str) -> None:
-        """The process is gone: wake up everything that waits for it."""
-        self.death = self.death or reason
-        for future in (self._pending, *self._calls.values()):
-            if future is not None and not future.done():
-                future.set_exception(EngineDeadError(reason))
-
-    def abandon(self, reason: str) -> None:
-        """Take nothing more from it: whoever waits for it gets an EngineDeadError."""
-        self._die(reason)
 
     def stop_listening(self) -> None:
         """Close what belongs to the event loop, in its thread; after that, `shutdown` may be called from another."""
@@ -327,8 +251,10 @@ class AsyncMPClient:
         socket.bind(address)
         return address
 
+    def _receive(self) -> "asyncio.Future[bytes]":
+        return asyncio.ensure_future(self._output.recv())
+
     def _send(self, request_type: RequestType, message_id: str, payload: bytes = b"") -> None:
-        """Send a message, or drop it if the engine core is gone: its requests end or are replayed anyway."""
         self._num_sent += 1
         with contextlib.suppress(zmq.Again):  # its socket goes some moments before the death is noticed
             self._input.send_multipart((request_type.value, message_id.encode(), payload), zmq.NOBLOCK)

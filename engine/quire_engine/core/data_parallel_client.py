@@ -60,8 +60,13 @@ logger = logging.getLogger(__name__)
 
 def make_engine_client(config: EngineConfig, on_recovery: OnRecovery) -> EngineClient:
     """The client for `data_parallel_size` engines; one has nothing between it and the frontend."""
-    num_replicas = config.parallel.data_parallel_size
-    return SupervisedClient(config, on_recovery) if num_replicas == 1 else DataParallelClient(config, on_recovery)
+    if config.parallel.data_parallel_size == 1:
+        return SupervisedClient(config, on_recovery)
+    if config.parallel.has_remote_replicas:
+        from quire_engine.core.remote.remote_replica import RemoteReplicas
+
+        return DataParallelClient(config, on_recovery, RemoteReplicas(config).make)
+    return DataParallelClient(config, on_recovery)
 
 
 class DataParallelClient:

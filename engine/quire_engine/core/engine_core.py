@@ -392,13 +392,12 @@ class EngineCore:
         return True
 
     def report_prefix_cache(self) -> bool:
-        """Note from now on what is filed and evicted, beginning with what is there, if that is not done already."""
+        """Note from now on what is filed and evicted, beginning with what is there."""
         pool = self.scheduler.kv_cache.block_pool
-        if self._cache_events is None:
-            self._cache_events = pool.events = CacheEvents()
-            for block in pool.cached_blocks:
-                assert block.block_hash is not None
-                self._cache_events.filed(block.block_hash)
+        self._cache_events = pool.events = CacheEvents()  # what was noted and not told yet is in what is there
+        for block in pool.cached_blocks:
+            assert block.block_hash is not None
+            self._cache_events.filed(block.block_hash)
         return True
 
     def sleep(self, level: int = 1) -> bool:

@@ -61,6 +61,7 @@ class Outage:
 
     reason: str
     """What ended the last one."""
+    what_follows: str = "it is being started again"
     next_try_at: float = 0.0
     """On the monotonic clock; in the past while a start is under way."""
     num_deaths: int = 0
@@ -72,7 +73,7 @@ class Outage:
 
     def __str__(self) -> str:
         if not self.num_deaths:
-            return f"{self.reason}; it is being started again"
+            return f"{self.reason}; {self.what_follows}"
         seconds = math.ceil(self.seconds_to_next_try)
         when = f"in {seconds} s" if seconds else "now"
         return (

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from quire_engine.config import EngineConfig
 from quire_engine.core.client import AsyncMPClient
+from quire_engine.core.connection import EngineConnection
 from quire_engine.core.journal import Journal, JournalEntry
 from quire_engine.core.restart_policy import Outage, RestartPolicy
 from quire_engine.errors import EngineDeadError, EngineError
@@ -71,7 +72,11 @@ class SupervisedClient:
         on_down: called when requests begin to wait for the next engine, and when they are about to end because there
             may be none.
         num_blocks: size of the KV cache; unset: what the settings and the memory say.
+        client: of the first engine core; unset: a new one is started.
     """
+
+    _what_follows = "it is being started again"
+    _is_up = "the engine is up again"
 
     def __init__(
         self,
@@ -79,11 +84,12 @@ class SupervisedClient:
         on_recovery: OnRecovery = lambda stats, replayed_ids: None,
         on_down: Callable[[], None] = lambda: None,
         num_blocks: int | None = None,
+        client: EngineConnection | None = None,
     ) -> None:
         self._config = config
         self._on_recovery = on_recovery
         self._on_down = on_down
-        self._client = AsyncMPClient(config, num_blocks)
+        self._client: EngineConnection = AsyncMPClient(config, num_blocks) if client is None else client
         self._journal = Journal(0)
         self._policy = RestartPolicy()
         self._restart: asyncio.Task[None] | None = None
@@ -115,6 +121,11 @@ class SupervisedClient:
     def pid(self) -> int:
         """Process id of the present engine core."""
         return self._client.pid
+
+    @property
+    def host(self) -> str:
+        """Where it runs; empty: here."""
+        return ""
 
     @property
     def worker_pids(self) -> list[int]:
@@ -349,14 +360,14 @@ class SupervisedClient:
             self._end(faulty_ids, f"the engine died of this request again and again; the last time: {reason}")
         else:
             self._end(self._journal.request_ids, reason)
-        self._outage = Outage(reason)
+        self._outage = Outage(reason, self._what_follows)
         num_held = self.num_live
         self._on_down()
         num_moved = num_held - self.num_live
         replayed_ids = [request_id for request_id in interrupted_ids if request_id in self._journal]
         logger.error(
-            "%s; it is started again, %d requests wait for it%s",
-            reason, len(replayed_ids), f", {num_moved} go on elsewhere" if num_moved else "",
+            "%s; %s, %d requests wait for it%s",
+            reason, self._what_follows, len(replayed_ids), f", {num_moved} go on elsewhere" if num_moved else "",
         )  # fmt: skip
         self._restart = asyncio.get_running_loop().create_task(
             self._start_again(self._outage, replayed_ids), name="engine-restart"
@@ -407,6 +418,10 @@ class SupervisedClient:
                     raise EngineDeadError("the engine was shut down") from None
                 outage.reason = str(error) or type(error).__name__
                 logger.error("the engine could not be started again: %s", outage.reason)
+        await self._go_on(replayed_ids, began_at, IterationStats(num_engine_restarts=1))
+
+    async def _go_on(self, replayed_ids: Sequence[str], began_at: float, stats: IterationStats) -> None:
+        """The next engine is ready: it gets what was held."""
         if self._sleep_level:
             self._falling_asleep = asyncio.get_running_loop().create_task(self._fall_asleep(self._sleep_level))
             await asyncio.sleep(0)  # the call is sent before the requests that were held: they are refused
@@ -415,9 +430,9 @@ class SupervisedClient:
         self._gave_up_waiting.clear()
         self._send_unsent()
         seconds = time.monotonic() - began_at
-        logger.warning("the engine is up again after %.1f s; %d requests go on", seconds, len(replayed_ids))
-        self.num_restarts += 1
-        self._on_recovery(IterationStats(num_engine_restarts=1), replayed_ids)
+        logger.warning("%s after %.1f s; %d requests go on", self._is_up, seconds, len(replayed_ids))
+        self.num_restarts += stats.num_engine_restarts
+        self._on_recovery(stats, replayed_ids)
 
     def _stop_waiting(self, outage: Outage) -> None:
         """Engines die one after the other: end the requests that wait, and refuse new ones."""

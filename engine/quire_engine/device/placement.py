@@ -40,7 +40,7 @@ def rank_device(config: EngineCoreConfig, rank: int) -> torch.device:
     if not has_gpu:
         asked = "device is 'cuda'" if parallel.device == "cuda" else f"gpu_device_ids is {parallel.gpu_device_ids}"
         raise ValueError(f"{asked}, but {_why_no_gpu()}, or set device to 'cpu'")
-    number = parallel.data_parallel_rank * parallel.world_size + rank
+    number = (parallel.data_parallel_rank - parallel.data_parallel_start_rank) * parallel.world_size + rank
     index = number if parallel.gpu_device_ids is None else parallel.gpu_device_ids[number]
     num_gpus = torch.cuda.device_count()
     if index >= num_gpus:

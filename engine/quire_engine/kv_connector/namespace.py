@@ -18,7 +18,7 @@ from quire_engine.config import EngineCoreConfig
 from quire_engine.errors import CheckpointError
 from quire_engine.models.files import weight_files
 
-__all__ = ["describe_namespace", "namespace_of", "number_of"]
+__all__ = ["checkpoint_digest", "describe_namespace", "namespace_of", "number_of"]
 
 LAYOUT = 1
 """Of block files and hashes; another one finds no files of this one."""
@@ -41,7 +41,7 @@ def describe_namespace(config: EngineCoreConfig, max_model_len: int, devices: Se
     model, parallel = config.model, config.parallel
     return {
         "layout": LAYOUT,
-        "checkpoint": _checkpoint(Path(model.model), model.load_format, model.seed),
+        "checkpoint": checkpoint_digest(Path(model.model), model.load_format, model.seed),
         "dtype": model.dtype,
         "kv_cache_dtype": config.cache.kv_cache_dtype,
         "quantization": model.quantization,
@@ -74,9 +74,19 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _checkpoint(folder: Path, load_format: str, seed: int) -> str:
+def checkpoint_digest(folder: Path, load_format: str, seed: int, *, with_times: bool = True) -> str:
     """What stands for a checkpoint's content, without reading all of it: its configuration, and of each file of weights
-    the size, the time of its last change, the header and samples of the rest."""
+    the size, the time of its last change, the header and samples of the rest.
+
+    Args:
+        folder: the checkpoint.
+        load_format: as in the settings; `dummy` weights are their seed's.
+        seed: that seed.
+        with_times: false: a copy on another machine has the same digest.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     digest = hashlib.sha256()
     for name in ("config.json", "generation_config.json"):
         path = folder / name
@@ -92,7 +102,8 @@ def _checkpoint(folder: Path, load_format: str, seed: int) -> str:
     for path in paths:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
-            digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}\0".encode())
+            changed_at = status.st_mtime_ns if with_times else 0
+            digest.update(f"{path.name} {status.st_size} {changed_at}\0".encode())
             header_bytes = int.from_bytes(file.read(8), "little")
             digest.update(file.read(min(header_bytes, status.st_size)))
             for i in range(SAMPLES):

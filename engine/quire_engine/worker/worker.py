@@ -184,7 +184,7 @@ class Worker:
         parallel = self.config.parallel
         torch_computes = model.recordable is None or not is_tiled(cache)
         num_threads = configure_threads(
-            model.num_parameters(), parallel.num_all_ranks, torch_computes, parallel.data_parallel_size
+            model.num_parameters(), parallel.num_all_ranks, torch_computes, parallel.num_local_replicas
         )
         if kernel_status().instruction_set is None:
             logger.warning("models are computed in plain torch, which is slow: %s", kernel_status().reason)

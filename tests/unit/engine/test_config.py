@@ -146,6 +146,44 @@ def test_each_replica_knows_its_place_and_no_file_says_it() -> None:
         EngineConfig.from_settings({"model": "/m", "data_parallel_rank": 1})
 
 
+HOSTS = {
+    "data_parallel_size": 4, "data_parallel_size_local": 1, "data_parallel_address": "10.0.0.1",
+    "data_parallel_rpc_port": 29550, "data_parallel_key_file": "keys.json",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ({"data_parallel_size_local": 5}, "data_parallel_size_local is 5; .*from 1 to 4"),
+        ({"data_parallel_size_local": None}, "data_parallel_address is '10.0.0.1'; .*unset where all of "),
+        ({"data_parallel_address": None}, "data_parallel_address is None; .*an address of the front's host with"),
+        ({"data_parallel_rpc_port": 70000}, "data_parallel_rpc_port is 70000; .*a port from 1 to 65535"),
+        ({"data_parallel_key_file": None}, "data_parallel_key_file is None; .*the path of a file"),
+        ({"gpu_device_ids": [0, 1]}, "gpu_device_ids is .*of 1, one for each rank"),
+    ],
+)
+def test_replicas_on_other_hosts_need_all_that_lets_them_join(others: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig.from_settings({"model": "/m", **HOSTS, **others})
+
+
+def test_a_host_without_a_front_knows_its_ranks_and_its_share(tmp_path: Path) -> None:
+    front = EngineConfig.from_settings({"model": "/m", **HOSTS, "tensor_parallel_size": 2}, tmp_path)
+    assert front.parallel.data_parallel_key_file == str(tmp_path / "keys.json")
+    assert front.parallel.num_all_ranks == 2
+    host = front.for_headless(2, data_parallel_size_local=2)
+    assert host.parallel.num_all_ranks == 4
+    assert host.for_replica(3).parallel.data_parallel_rank == 3
+    for rank, size in ((0, 1), (3, 2), (4, 1)):
+        with pytest.raises(ValueError, match=f"data_parallel_start_rank is {rank}; it must be from 1 to {4 - size}"):
+            front.for_headless(rank, data_parallel_size_local=size)
+    with pytest.raises(ValueError, match="some of data_parallel_size=4 are on other hosts"):
+        front.for_replica(0, 3)
+    with pytest.raises(ValueError, match="data_parallel_size_local is 1; it must be less than data_parallel_size=1"):
+        EngineConfig.from_settings({"model": "/m"}).for_headless(1, data_parallel_size_local=1)
+
+
 TRANSFER = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": "/kv"}}
 
 

@@ -1,10 +1,15 @@
-"""Two engines behind one frontend, in real processes: one is killed, and its streams go on on the other, the same."""
+"""Engines behind one frontend, in real processes: one is killed, and its streams go on on the others, the same. Some of
+them are on other hosts, which are network namespaces."""
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +17,9 @@ import pytest
 from quire_engine import LLM, CompletionOutput, RequestOutput
 from quire_engine.errors import EngineError
 from support.engines import Stream, assert_same, engine, params, run, until
+from support.namespaces import Namespace, namespaces
 from support.processes import is_gone
+from support.remote import trusting_hosts, unused_port
 
 pytestmark = pytest.mark.slow
 
@@ -109,5 +116,68 @@ def test_replicas_come_and_leave_under_load(
         outputs = run(llm, main)
         assert (recorder.num_restarts, recorder.num_replayed) == (0, 0)
         assert sum(stats.num_requests_moved for stats in recorder.iterations) >= 3
+    for output, one in zip(outputs, expected, strict=True):
+        assert_same(output.outputs, one)
+
+
+def test_streams_of_engines_on_other_hosts_go_on_when_these_are_cut_off_or_killed(
+    checkpoint: Callable[[str], Path], expected: list[list[CompletionOutput]], tmp_path: Path
+) -> None:
+    front_keys, host_keys = trusting_hosts(tmp_path)
+    settings: dict[str, Any] = {
+        "data_parallel_size": 3, "data_parallel_size_local": 1, "data_parallel_address": "0.0.0.0",
+        "data_parallel_rpc_port": unused_port(), "data_parallel_key_file": str(front_keys),
+        "kv_cache_memory_bytes": 1 << 24,
+    }  # fmt: skip
+    version = tmp_path / "models" / "tinypy" / "1"
+    version.mkdir(parents=True)
+    model = {"model": str(checkpoint("tinypy")), "dtype": "float32"}
+    (version / "model.json").write_text(json.dumps({**model, **settings}))
+
+    def headless(host: Namespace, rank: int) -> "subprocess.Popen[str]":
+        options = {"model-repository": version.parents[1], "data-parallel-start-rank": rank,
+                   "data-parallel-address": host.gateway, "data-parallel-key-file": host_keys}  # fmt: skip
+        arguments = [f"--{name}={value}" for name, value in options.items()]
+        command = host.command(sys.executable, "-m", "quire_cli", "serve", "--headless", *arguments)
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    async def main() -> list[RequestOutput]:
+        assert llm.is_healthy, "it waits for none of them"
+        await until(lambda: llm.is_engine_up(1) and llm.is_engine_up(2), 120)
+        first = [Stream(llm, prompt, PARAMS[3]) for prompt in PROMPTS[:3]]
+        await asyncio.gather(*(stream.task for stream in first))
+        streams = [Stream(llm, *one) for one in zip(PROMPTS, PARAMS, strict=True)]
+        await until(lambda: min(stream.num_tokens for stream in streams) > 8)
+        snapshot = await llm.snapshot()
+        assert {request.engine for request in snapshot.requests} == {0, 1, 2}
+        assert [bool(one.host) for one in snapshot.engine.engines] == [False, True, True]
+        assert [one.answered for one in snapshot.engine.engines] == [True] * 3
+        killed_at, before = time.monotonic(), [stream.num_tokens for stream in streams]
+        processes[0].kill()
+        hosts[1].cut()
+        await until(lambda: not llm.is_engine_up(1))
+        print(f"the killed one was missed after {time.monotonic() - killed_at:.2f} s")
+        await until(lambda: not llm.is_engine_up(2))
+        print(f"the one that was cut off was missed after {time.monotonic() - killed_at:.2f} s")
+        await until(lambda: all(s.num_tokens > was or s.task.done() for s, was in zip(streams, before, strict=True)))
+        hosts[1].mend()
+        outputs = await asyncio.gather(*(stream.task for stream in streams))
+        await until(lambda: llm.is_engine_up(2), 60)
+        again = await Stream(llm, PROMPTS[0], PARAMS[0]).task
+        assert again.outputs[0].token_ids == outputs[0].outputs[0].token_ids
+        return outputs
+
+    with namespaces(2) as hosts, ExitStack() as running:
+        processes = [running.enter_context(headless(host, rank)) for rank, host in enumerate(hosts, 1)]
+        for process in processes:
+            running.callback(process.terminate)
+        with engine(Path(model["model"]), step_seconds=0.005, **settings) as (llm, recorder):
+            outputs = run(llm, main)
+            assert recorder.num_replayed >= 3
+        processes[1].terminate()
+        assert processes[1].wait(30) == 0
+        ready = [process.stdout.read().splitlines() for process in processes if process.stdout is not None]
+    assert [len(lines) for lines in ready] == [1, 2], "each time that it had joined"
+    assert ready[0][0].startswith("quire: ready data_parallel_rank=1 front=192.0.2.")
     for output, one in zip(outputs, expected, strict=True):
         assert_same(output.outputs, one)

@@ -78,7 +78,6 @@ def test_nothing_is_logged_of_settings_of_ours(caplog: Any) -> None:
         ("enable_chunked_prefill", False, "max_num_batched_tokens"),
         ("tokenizer_mode", "slow", "leave it out, or 'auto'"),
         ("prefix_caching_hash_algo", "builtin", "blocks are hashed with SHA-256; leave it out, or 'sha256'"),
-        ("data_parallel_size_local", 2, "on one machine; leave it out, or 1"),
         ("num_gpu_blocks_override", 100, "kv_cache_memory_bytes"),
         ("revision", "main", "model is a folder"),
         ("cpu_offload_gb", 4, "leave it out, or 0"),

@@ -39,8 +39,9 @@ Worker.submit_model = fails
 
 
 @pytest.fixture
-def torch_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the ranks talk as GPUs do: over torch.distributed, which on the CPU is gloo."""
+def torch_groups(started_as_ever: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the ranks talk as GPUs do: over torch.distributed, which on the CPU is gloo. It has threads, with which the
+    interpreter of a rank has to end."""
     monkeypatch.setattr(worker_processes, "uses_shared_memory", lambda config: False)
 
 

@@ -26,6 +26,7 @@ from quire_engine.structured_output.job_queue import TRY_SECONDS
 from support.engines import Recorder, engine, until
 from support.processes import children, command_line, cpu_seconds, eventually, is_gone
 
+pytestmark = pytest.mark.usefixtures("started_as_ever")  # with what it loads, and the limits that are relative to it
 FREE = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
 
 
@@ -439,7 +440,6 @@ def test_it_is_there_before_the_first_grammar_and_again_after_its_death(checkpoi
         process.shutdown()
 
 
-@pytest.mark.usefixtures("started_as_ever")
 def test_the_compiler_loads_neither_torch_nor_models(checkpoint: Callable[[str], Path]) -> None:
     results: dict[int, CompileResult] = {}
     arrived = threading.Condition()

@@ -1,0 +1,109 @@
+"""Keys of the hosts of a model: a file on each, with its own secret key and the public keys of those that it trusts.
+
+::
+
+    {"public_key": "…", "secret_key": "…", "peers": ["public key of another host", …]}
+
+Keys are those of CurveZMQ (Curve25519), 64 hexadecimal digits each.
+"""
+
+import json
+import os
+import re
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+__all__ = ["HostKeys", "add_peers", "make_keys", "read_keys"]
+
+KEY_BYTES = 32
+MAX_FILE_BYTES = 1 << 20
+_KEY = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostKeys:
+    """What is in a file of keys."""
+
+    public_key: bytes
+    secret_key: bytes = field(repr=False)
+    peers: tuple[bytes, ...] = ()
+    """Public keys of the other hosts."""
+
+
+def make_keys() -> HostKeys:
+    """New keys, which trust nobody yet."""
+    public_key, secret_key = zmq.curve_keypair()
+    return HostKeys(public_key=z85.decode(public_key), secret_key=z85.decode(secret_key))
+
+
+def add_peers(path: Path, peers: Sequence[str]) -> HostKeys:
+    """Have a host trust others, too. Makes its file of keys, which only its owner may read, if there is none.
+
+    Raises:
+        ValueError: a key is none, or the file is not as `read_keys` wants it.
+        OSError: it cannot be written.
+    """
+    new = [_key(peer, "the public key") for peer in peers]
+    keys = read_keys(path) if path.exists() else make_keys()
+    known = tuple(dict.fromkeys((*keys.peers, *new)))
+    keys = HostKeys(public_key=keys.public_key, secret_key=keys.secret_key, peers=known)
+    content = {
+        "public_key": keys.public_key.hex(), "secret_key": keys.secret_key.hex(), "peers": [one.hex() for one in known]
+    }  # fmt: skip
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")  # never half of it, and never readable by others
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=1) + "\n")
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return keys
+
+
+def read_keys(path: Path) -> HostKeys:
+    """The keys in a file that only its owner may read, who has to be the present user.
+
+    Raises:
+        ValueError: there is no such file, others may read it, or it does not hold keys.
+    """
+    name = f"data_parallel_key_file {path}"
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError(f"{name} is no regular file; make one with: quire key {path}")
+            if status.st_uid != os.geteuid():
+                raise ValueError(f"{name} belongs to user {status.st_uid}, not to the one that reads it "
+                                 f"({os.geteuid()}); chown it")  # fmt: skip
+            if status.st_mode & 0o077:
+                raise ValueError(f"{name} can be read by others (mode {stat.S_IMODE(status.st_mode):03o}); "
+                                 f"chmod 600 it, and make new keys if somebody may have read it")  # fmt: skip
+            content = json.loads(file.read(MAX_FILE_BYTES))
+    except FileNotFoundError:
+        raise ValueError(f"{name} is not there; make it with: quire key {path}") from None
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):  # the content is in no message
+        raise ValueError(f"{name} is not JSON; make it with: quire key {path}") from None
+    fields = content if isinstance(content, dict) else {}
+    if fields.keys() != {"public_key", "secret_key", "peers"} or not isinstance(fields["peers"], list):
+        raise ValueError(f"{name} must hold public_key, secret_key and a list of peers; make it with: quire key {path}")
+    public_key, secret_key = (_key(fields[key], f"{key} in {path}") for key in ("public_key", "secret_key"))
+    if z85.decode(zmq.curve_public(z85.encode(secret_key))) != public_key:
+        raise ValueError(f"{name}: its public_key does not belong to its secret_key; make it with: quire key {path}")
+    peers = tuple(_key(peer, f"one of the peers in {path}") for peer in fields["peers"])
+    return HostKeys(public_key=public_key, secret_key=secret_key, peers=peers)
+
+
+def _key(value: object, what: str) -> bytes:
+    """Its value is in no message: it may be a secret one."""
+    if not isinstance(value, str) or not _KEY.fullmatch(value):
+        raise ValueError(f"{what} is no key; keys are {2 * KEY_BYTES} digits from 0 to f, as `quire key` prints them")
+    return bytes.fromhex(value)

@@ -1,0 +1,301 @@
+"""Listener: where engines of other hosts join a front. One TCP port, which lets in only those whose keys it knows.
+
+Both sides show that they have their secret keys (CurveZMQ), and all that they say is encrypted. Whoever cannot gets
+no further than libzmq's I/O thread: no message of theirs reaches this one. Who connects and says nothing is sent away
+after `HANDSHAKE_MS`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from quire_engine.config import EngineConfig
+from quire_engine.core.remote.engine_digest import describe_engine, difference
+from quire_engine.core.remote.keys import read_keys
+from quire_engine.core.remote.remote_connection import RemoteConnection
+from quire_engine.core.remote.sockets import LoopSocket, RareLog, monitor, tcp_address
+from quire_engine.core.remote.wire import (
+    BEAT_SECONDS,
+    MAX_MISSED_BEATS,
+    Accepted,
+    Beat,
+    Gone,
+    Join,
+    MessageType,
+    Refused,
+)
+from quire_engine.messages import EngineCoreReady
+
+__all__ = ["Listener"]
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_MS = 5000
+CLOSING_SECONDS = 1.0
+_DOMAIN = b"quire"
+_ALLOWED, _DENIED = (b"200", b"OK"), (b"400", b"unknown key")
+_FAILURES: dict[int, str] = {
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it went away, or said nothing for some seconds",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it has other keys for this front, or speaks another protocol",
+}
+
+
+@dataclass(slots=True)
+class _Session:
+    connection: RemoteConnection
+    descriptor: int
+    """Of its TCP connection."""
+    num_missed: int = 0
+
+
+class Listener:
+    """Listens from the start, and lets engines join once `start` was called in the event loop that is to serve.
+
+    Args:
+        config: of the front.
+        on_ready: called with each engine that can take requests, in that loop.
+
+    Raises:
+        ValueError: it cannot listen there, or the keys are not as they have to be.
+        OSError: the checkpoint cannot be read.
+    """
+
+    def __init__(self, config: EngineConfig, on_ready: Callable[[RemoteConnection], None]) -> None:
+        parallel = config.parallel
+        assert parallel.data_parallel_key_file is not None
+        path = Path(parallel.data_parallel_key_file)
+        keys = read_keys(path)
+        if not keys.peers:
+            raise ValueError(f"data_parallel_key_file {path} trusts nobody, so that no engine can join; add the public "
+                             f"key of its host with: quire key {path} --trust KEY")  # fmt: skip
+        self._keys = keys
+        self._ranks = range(parallel.num_local_replicas, parallel.data_parallel_size)
+        self._description = describe_engine(config.core)
+        self._like = EngineCoreReady()
+        self._on_ready = on_ready
+        self._sessions: dict[bytes, _Session] = {}
+        self._strangers = RareLog()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._beating: asyncio.Task[None] | None = None
+        self._closing = threading.Lock()
+        self._context = zmq.Context()
+        try:
+            self._open(parallel.data_parallel_address or "", parallel.data_parallel_rpc_port or 0)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    def _open(self, host: str, port: int) -> None:
+        router = self._context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.CURVE_SERVER, 1), (zmq.CURVE_SECRETKEY, self._keys.secret_key), (zmq.ZAP_DOMAIN, _DOMAIN),
+            (zmq.ZAP_ENFORCE_DOMAIN, 1),  # until somebody looks at keys, nobody is let in
+            (zmq.HANDSHAKE_IVL, HANDSHAKE_MS), (zmq.ROUTER_MANDATORY, 1), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0),
+        ):  # fmt: skip
+            router.setsockopt(option, value)
+        try:
+            # `bind` of ZMQ takes addresses and devices, no names.
+            address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+            router.setsockopt(zmq.IPV6, ":" in address)
+            router.bind(tcp_address(address, port))
+        except (socket.gaierror, UnicodeError):
+            raise ValueError(f"data_parallel_address is {host!r}, which is no address and no name of a host") from None
+        except zmq.ZMQError as error:
+            mend = "another program listens there; end it, or give another data_parallel_rpc_port"
+            if error.errno == zmq.EADDRNOTAVAIL:
+                mend = "this host has no such address; give one of its own (see: ip address)"
+            raise ValueError(f"cannot listen at data_parallel_address {host}, data_parallel_rpc_port {port}: "
+                             f"{error.strerror}; {mend}") from None  # fmt: skip
+        self.endpoint = str(router.getsockopt_string(zmq.LAST_ENDPOINT))
+        authenticator = self._context.socket(zmq.REP)
+        authenticator.bind("inproc://zeromq.zap.01")
+        self._router = LoopSocket(router, self._on_message)
+        self._authenticator = LoopSocket(authenticator, self._authenticate)
+        self._monitor = monitor(router, zmq.EVENT_DISCONNECTED | sum(_FAILURES), self._on_event)
+
+    def start(self, like: EngineCoreReady) -> None:
+        """Let engines join, in the running event loop. Idempotent.
+
+        Args:
+            like: what the engines of this host are; the others have to be the same.
+        """
+        if self._loop is not None:
+            return
+        self._loop, self._like = asyncio.get_running_loop(), like
+        for each in (self._authenticator, self._monitor, self._router):
+            each.start()
+        self._beating = self._loop.create_task(self._beat(), name="remote-engines")
+        logger.info("engines of other hosts join at %s as data-parallel ranks %s", self.endpoint, _words(self._ranks))
+
+    def close(self) -> None:
+        """End all sessions. Idempotent; may be called from any thread."""
+        with self._closing:  # each replica does it, and several at once
+            if not self._context.closed:
+                self._close_in_loop()
+
+    def _close_in_loop(self) -> None:
+        loop = self._loop
+        if loop is not None and loop.is_running() and not _is_running_here(loop):
+            closed = threading.Event()
+
+            def close() -> None:
+                self._close()
+                closed.set()
+
+            with contextlib.suppress(RuntimeError):  # it was closed at this moment
+                loop.call_soon_threadsafe(close)
+                if closed.wait(CLOSING_SECONDS):
+                    return
+        self._close()
+
+    def _close(self) -> None:
+        if self._context.closed:  # the loop was late
+            return
+        if self._beating is not None and self._loop is not None and not self._loop.is_closed():
+            self._beating.cancel()
+        for each in (self._monitor, self._router, self._authenticator):
+            each.close()
+        self._context.destroy(linger=0)
+
+    # -- who may join --------------------------------------------------------------------------------------------------
+
+    def _authenticate(self, frames: list[zmq.Frame]) -> None:
+        """Answer libzmq, which asks whether a connection may be made (ZAP, RFC 27); its other side has shown that it
+        has the secret key that belongs to the public one."""
+        version, request_id, _, address, _, mechanism, *credentials = (frame.bytes for frame in frames)
+        key = credentials[0] if mechanism == b"CURVE" and len(credentials) == 1 else b""
+        is_known = key in self._keys.peers
+        if not is_known:
+            self._strangers.warn(
+                "key",
+                f"an engine at {address.decode(errors='replace')} may not join: its public key {key.hex()} is not "
+                "among the peers in data_parallel_key_file; if it is yours, add it with: quire key FILE --trust KEY",
+            )
+        self._authenticator.send([version, request_id, *(_ALLOWED if is_known else _DENIED), key.hex().encode(), b""])
+
+    def _on_event(self, event: int, value: int) -> None:
+        if event in _FAILURES:
+            self._strangers.warn("handshake", f"a connection to {self.endpoint} was refused: {_FAILURES[event]}")
+            return
+        ended = [identity for identity, session in self._sessions.items() if session.descriptor == value]
+        if ended and self._loop is not None:
+            self._loop.call_soon(self._on_disconnect, ended)
+
+    def _on_disconnect(self, identities: Sequence[bytes]) -> None:
+        self._router.take_in()  # the last that came may say why
+        for identity in identities:
+            if session := self._sessions.get(identity):
+                self._end(identity, f"the connection to the engine on {session.connection.host} has ended")
+
+    def _join(self, identity: bytes, frame: zmq.Frame) -> None:
+        try:
+            join = msgspec.msgpack.decode(frame.bytes, type=Join)
+        except msgspec.MsgspecError:
+            self._refuse(identity, "the front does not understand this engine; install the same version on both", True)
+            return
+        host = f"{join.host} ({frame.get('Peer-Address')})"
+        if join.rank not in self._ranks:
+            self._refuse(
+                identity,
+                f"data-parallel rank {join.rank} is none that engines of other hosts have: these are "
+                f"{_words(self._ranks)} (data_parallel_size and data_parallel_size_local of the front)",
+                True,
+            )
+        elif reason := difference(self._description, join.description, join.host):
+            self._refuse(identity, reason, True)
+        elif taken := [one for one in self._sessions.values() if one.connection.rank == join.rank]:
+            self._refuse(
+                identity,
+                f"data-parallel rank {join.rank} is taken by the engine on {taken[0].connection.host}; give this one "
+                "another --data-parallel-start-rank, or end that one",
+                False,
+            )
+        else:
+            connection = RemoteConnection(join.rank, host, lambda frames: self._send(identity, frames))
+            self._sessions[identity] = _Session(connection, frame.get(zmq.SRCFD))
+            self._send(identity, _message(MessageType.ACCEPTED, Accepted(self._like.num_blocks)))
+
+    def _refuse(self, identity: bytes, reason: str, is_final: bool) -> None:
+        self._strangers.warn(reason, f"an engine may not join: {reason}")
+        self._send(identity, _message(MessageType.REFUSED, Refused(reason, is_final)))
+
+    # -- sessions ------------------------------------------------------------------------------------------------------
+
+    def _on_message(self, frames: list[zmq.Frame]) -> None:
+        self._monitor.take_in()  # of a connection that has ended before this came, and had the same descriptor
+        identity, kind = frames[0].bytes, frames[1].bytes if len(frames) > 1 else b""
+        session = self._sessions.get(identity)
+        if session is None:
+            if kind == MessageType.JOIN.value and len(frames) == 3:
+                self._join(identity, frames[2])
+            return
+        session.num_missed = 0
+        try:
+            self._take(identity, session.connection, MessageType(kind), [frame.bytes for frame in frames[2:]])
+        except (msgspec.MsgspecError, ValueError, IndexError) as error:
+            self._end(identity, f"the engine on {session.connection.host} says what its front does not understand: "
+                      f"{error}")  # fmt: skip
+
+    def _take(self, identity: bytes, connection: RemoteConnection, kind: MessageType, frames: list[bytes]) -> None:
+        if kind is MessageType.OUTPUTS:
+            connection.note_output(frames[0])
+        elif kind is MessageType.BEAT:
+            connection.note_beat(msgspec.msgpack.decode(frames[0], type=Beat))
+        elif kind is MessageType.READY:
+            ready, like = msgspec.msgpack.decode(frames[0], type=EngineCoreReady), self._like
+            for name in ("num_blocks", "block_size", "max_model_len", "vocab_size", "num_kv_cache_tokens"):
+                if getattr(ready, name) != getattr(like, name):
+                    raise ValueError(f"its {name} is {getattr(ready, name)}, and {getattr(like, name)} here")
+            connection.note_ready(ready, int(frames[1]))
+            self._on_ready(connection)
+        elif kind is MessageType.GONE:
+            gone = msgspec.msgpack.decode(frames[0], type=Gone)
+            self._end(identity, f"{gone.reason} (on {connection.host})", frozenset(gone.begun))
+        else:
+            raise ValueError(f"an engine does not say {kind.value!r}")
+
+    def _end(self, identity: bytes, reason: str, begun: frozenset[int] = frozenset()) -> None:
+        """A session is over; what still comes of it is not listened to."""
+        session = self._sessions.pop(identity, None)
+        if session is not None:
+            self._send(identity, _message(MessageType.REFUSED, Refused(reason, False)))  # if it is still there
+            session.connection.note_end(reason, begun)
+
+    def _send(self, identity: bytes, frames: Sequence[bytes]) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # the monitor tells of a connection that has ended
+            self._router.send([identity, *frames])
+
+    async def _beat(self) -> None:
+        """Have engines know that this front is there, and find out which of them are not."""
+        while True:
+            for identity, session in list(self._sessions.items()):
+                session.num_missed += 1
+                if session.num_missed > MAX_MISSED_BEATS:
+                    self._end(identity, f"the engine on {session.connection.host} has said nothing for "
+                              f"{BEAT_SECONDS * MAX_MISSED_BEATS:.0f} s")  # fmt: skip
+                else:
+                    self._send(identity, (MessageType.BEAT.value,))
+            await asyncio.sleep(BEAT_SECONDS)
+
+
+def _message(kind: MessageType, content: Any) -> tuple[bytes, bytes]:
+    return kind.value, msgspec.msgpack.encode(content)
+
+
+def _words(ranks: range) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+
+
+def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:
+    with contextlib.suppress(RuntimeError):
+        return asyncio.get_running_loop() is loop
+    return False
