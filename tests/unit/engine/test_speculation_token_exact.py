@@ -67,7 +67,7 @@ def drafting_llm(folder: Path, method: str, most: int, **settings: Any) -> LLM:
     return llm
 
 
-def check(llm: LLM, expected: list[Told], times: int = 2, least_accepted: int = 20) -> None:
+def check(llm: LLM, expected: list[Told], times: int = 2, least_accepted: int = 20, least_preempted: int = 0) -> None:
     """The second time, the outputs of the first are among what a method may know, and in the prefix cache."""
     for _ in range(times):
         assert_told(llm.generate(PROMPTS, PARAMS, use_tqdm=False), expected)
@@ -75,6 +75,7 @@ def check(llm: LLM, expected: list[Told], times: int = 2, least_accepted: int = 
     assert (stats.num_failed_steps, stats.num_blocks_used, stats.num_running) == (0, 0, 0)
     assert stats.drafts is not None
     assert stats.drafts.num_accepted_tokens >= least_accepted
+    assert stats.num_preemptions >= least_preempted
     core_of(llm).scheduler.check_integrity()
     llm.shutdown()
 
@@ -98,7 +99,8 @@ def test_every_kind_of_request_in_all_ways(
         settings = SMALL_STEPS  # in two stages it is refused
     want = expected(**{name: settings[name] for name in CHANGES_TOKENS if name in settings})
     times, least_accepted = (2, 20) if method in LOOKUPS else (1, 1 if way.startswith("small steps") else 20)
-    check(drafting_llm(checkpoint("tinypy"), method, 3, **settings), want, times, least_accepted)
+    least_preempted = 1 if way.startswith("few blocks") else 0
+    check(drafting_llm(checkpoint("tinypy"), method, 3, **settings), want, times, least_accepted, least_preempted)
 
 
 @pytest.mark.parametrize("method", METHODS)
