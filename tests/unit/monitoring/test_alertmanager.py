@@ -22,13 +22,17 @@ def test_what_is_down_silences_what_is_of_it() -> None:
             pytest.skip("Debian's Alertmanager is only unpacked, and its template cannot be put where it looks for it")
         url = f"http://{address}/api/v2/alerts"
         alerts = [down, silenced, *heard, objectives]
-        assert inhibited(url, alerts) == [silenced]
+        wait_until(lambda: inhibited(url, alerts) == [silenced], "it knows what is down")
         server = {"alertname": "QuireServerDown", "severity": "page", "instance": "a:8002", "job": "quire"}
-        assert inhibited(url, [*alerts, server]) == [down, silenced, *heard[:2]]
+        alerts.append(server)
+        wait_until(lambda: inhibited(url, alerts) == [down, silenced, *heard[:2]], "it knows that the server is down")
 
 
 def inhibited(url: str, alerts: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Have Alertmanager take these; which of them another one silences, in their order."""
+    """Have Alertmanager take these; which of them another one silences, in their order.
+
+    Its inhibitor knows what silences others a moment after that is listed, and then for all of them at once.
+    """
     body = json.dumps([{"labels": labels} for labels in alerts]).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     urllib.request.urlopen(request, timeout=30).close()
