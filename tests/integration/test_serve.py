@@ -279,7 +279,7 @@ def test_death_of_the_engine_is_the_backends_affair(start: Start) -> None:
     )
     os.kill(engine, signal.SIGKILL)
     assert run(server, text_input="x", max_tokens=4).text, "the request waits for the next engine"
-    assert "was killed by SIGKILL; it is started again" in server.log()
+    assert "was killed by SIGKILL; it is being started again" in server.log()
     assert server.process.poll() is None, server.log()
     assert find_stub(server) == stub
     assert server.stop() == 0, server.log()

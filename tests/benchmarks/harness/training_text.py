@@ -16,6 +16,10 @@ def training_files() -> list[str]:
     assert spec is not None
     assert spec.loader is not None
     train = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(train)
+    writes_none, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # the model's folder is tritonserver's
+    try:
+        spec.loader.exec_module(train)
+    finally:
+        sys.dont_write_bytecode = writes_none
     texts: list[str] = train.collect_corpus(Path(sysconfig.get_paths()["stdlib"])).training
     return texts
