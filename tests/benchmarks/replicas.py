@@ -101,6 +101,15 @@ class Streams:
             self.num_ended += 1
             self.num_different += tokens != self._expected[number]
 
+    @asynccontextmanager
+    async def going_on(self, **changes: Any) -> AsyncIterator[None]:
+        """All of them are followed meanwhile."""
+        tasks = [asyncio.ensure_future(self.follow(number, **changes)) for number in range(NUM_STREAMS)]
+        yield
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     async def of_engine(self, engine: int) -> list[int]:
         """The streams that an engine has."""
         names = {request_id: str(number) for number, request_id in enumerate(self.request_ids)}
@@ -149,31 +158,30 @@ async def strikes(
     try:
         await llm.start()
         streams = Streams(llm, prompts, expected)
-        tasks = [asyncio.ensure_future(streams.follow(number)) for number in range(NUM_STREAMS)]
-        for turn in range(number):
-            await asyncio.sleep(random.uniform(0.5, 2.0))
-            victim = random.choice(victims)
-            while len(moved := await streams.of_engine(victim)) < NUM_STREAMS // 4:  # one that is new has none at first
-                await asyncio.sleep(0.05)
-            struck_at = time.monotonic()
-            async with strike(llm, victim):
-                noticed_at, left, own = time.monotonic(), set(moved), []
-                while left:
-                    await asyncio.sleep(0.001)
-                    for stream in [stream for stream in left if streams.last_token_at[stream] > noticed_at]:
-                        left.remove(stream)
-                        own.append(streams.last_token_at[stream] - struck_at)
-                is_away = llm.num_replicas < 2 or not llm.is_engine_up(victim)
-            pauses += own
-            print(
-                f"{turn + 1}: engine {victim} was {strike.__name__}: {len(moved)} streams moved, pause "
-                f"median {statistics.median(own or [0]):.3f} s, longest {max(own, default=0):.3f} s"
-                f"{', before another one was up' if is_away else ''}",
-                flush=True,
-            )
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        async with streams.going_on():
+            for turn in range(number):
+                await asyncio.sleep(random.uniform(0.5, 2.0))
+                victim = random.choice(victims)
+                while (
+                    len(moved := await streams.of_engine(victim)) < NUM_STREAMS // 4
+                ):  # one that is new has none at first
+                    await asyncio.sleep(0.05)
+                struck_at = time.monotonic()
+                async with strike(llm, victim):
+                    noticed_at, left, own = time.monotonic(), set(moved), []
+                    while left:
+                        await asyncio.sleep(0.001)
+                        for stream in [stream for stream in left if streams.last_token_at[stream] > noticed_at]:
+                            left.remove(stream)
+                            own.append(streams.last_token_at[stream] - struck_at)
+                    is_away = llm.num_replicas < 2 or not llm.is_engine_up(victim)
+                pauses += own
+                print(
+                    f"{turn + 1}: engine {victim} was {strike.__name__}: {len(moved)} streams moved, pause "
+                    f"median {statistics.median(own or [0]):.3f} s, longest {max(own, default=0):.3f} s"
+                    f"{', before another one was up' if is_away else ''}",
+                    flush=True,
+                )
     finally:
         llm.shutdown()
     print(
@@ -200,16 +208,13 @@ async def roles(model: Path, number: int) -> None:
         try:
             await llm.start()
             streams = Streams(llm, prompts, expected)
-            tasks = [asyncio.ensure_future(streams.follow(i, max_tokens=ROLES_TOKENS)) for i in range(NUM_STREAMS)]
-            for _ in tqdm(range(number), unit="kill"):
-                await asyncio.sleep(random.uniform(0.05, 0.5))
-                victim = random.randrange(2)
-                num_killed["decode" if victim else "prefill"] += 1
-                async with killed(llm, victim):
-                    pass
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            async with streams.going_on(max_tokens=ROLES_TOKENS):
+                for _ in tqdm(range(number), unit="kill"):
+                    await asyncio.sleep(random.uniform(0.05, 0.5))
+                    victim = random.randrange(2)
+                    num_killed["decode" if victim else "prefill"] += 1
+                    async with killed(llm, victim):
+                        pass
         finally:
             llm.shutdown()
     print(

@@ -33,6 +33,9 @@ from quire_backend.openai.triton_messages import Delta
 
 __all__ = ["make_app"]
 
+_READS = ["GET", "HEAD"]
+"""A probe may ask for the head alone."""
+_POSTS = ["POST"]
 _JSON = "application/json"
 _Deltas = AsyncGenerator[tuple[int, Delta], None]
 
@@ -56,28 +59,25 @@ def make_app(settings: GatewaySettings, make_client: Callable[[str], TritonClien
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     routes = {
-        "/v1/models": ("GET", _models),
-        "/v1/completions": ("POST", _completions),
-        "/v1/chat/completions": ("POST", _chat_completions),
-        "/v1/responses": ("POST", _responses),
-        "/v1/embeddings": ("POST", _embeddings),
-        "/tokenize": ("POST", _tokenize),
-        "/detokenize": ("POST", _detokenize),
-        "/health": ("GET", _health),
+        "/v1/models": (_READS, _models),
+        "/v1/completions": (_POSTS, _completions),
+        "/v1/chat/completions": (_POSTS, _chat_completions),
+        "/v1/responses": (_POSTS, _responses),
+        "/v1/embeddings": (_POSTS, _embeddings),
+        "/tokenize": (_POSTS, _tokenize),
+        "/detokenize": (_POSTS, _detokenize),
+        "/health": (_READS, _health),
     }
-    for path, (method, route) in routes.items():
-        # A probe may ask for the head alone.
-        methods = [method, "HEAD"] if method == "GET" else [method]
+    for path, (methods, route) in routes.items():
         app.add_api_route(path, route, methods=methods, response_model=None)
-    app.add_api_route("/v1/models/{model:path}", _model, methods=["GET", "HEAD"], response_model=None)
+    app.add_api_route("/v1/models/{model:path}", _model, methods=_READS, response_model=None)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     for left in (ClientLeftError, ClientDisconnect):
         app.add_exception_handler(left, _on_client_left)
     app.add_exception_handler(Exception, _on_fault)
     gatekeeper = Gatekeeper(app, settings, {*routes, "/metrics"})
-    metrics = ("/metrics", lambda: _text(gatekeeper.metrics()))
-    app.add_api_route(*metrics, methods=["GET", "HEAD"], response_model=None)
+    app.add_api_route("/metrics", lambda: _text(gatekeeper.metrics()), methods=_READS, response_model=None)
     return gatekeeper
 
 

@@ -61,7 +61,8 @@ class Outage:
 
     reason: str
     """What ended the last one."""
-    what_follows: str = "it is being started again"
+    what_follows: str
+    """Said after it while no start has failed."""
     next_try_at: float = 0.0
     """On the monotonic clock; in the past while a start is under way."""
     num_deaths: int = 0
