@@ -8,7 +8,7 @@ from streamlit.delta_generator import DeltaGenerator
 from quire_dashboard.watchers import SERVER, monitor, monitors
 from quire_dashboard.words import as_code
 
-__all__ = ["Selection", "choose", "pickers", "selection", "slo_class_picker", "slo_classes"]
+__all__ = ["Selection", "choose", "pickers", "selection", "show_what_was_chosen", "slo_class_picker", "slo_classes"]
 
 _RANGES = {"5 minutes": 300.0, "15 minutes": 900.0, "1 hour": 3600.0}
 _RANGES_OF_PROMETHEUS = {**_RANGES, "6 hours": 21600.0, "24 hours": 86400.0}
@@ -22,6 +22,9 @@ _REFRESHES = {
 _NONE = "—"
 """Stands for the model where there is none."""
 _DEFAULT = "The model's default"
+_WANTED = "wanted"
+"""In the visitor's session: the server and the model that were chosen elsewhere than in the pickers, until these show
+them. In the pickers' own places the browser's next refresh would put back what it still shows."""
 _CSS = """
 <style>
 /* A fragment that is being refreshed keeps its looks; the running man of every refresh would be the only flicker. */
@@ -73,6 +76,12 @@ def pickers() -> None:
     """The pickers of the sidebar: server if there are several, model, time range, refresh."""
     st.html(_CSS)
     servers = monitors()
+    if _WANTED in st.session_state:
+        server, model = st.session_state[_WANTED]
+        if server in servers and len(servers) > 1:
+            st.session_state[SERVER] = server
+        if model:
+            st.session_state["model"] = model
     # In the address as well, so that what one sees can be sent to another.
     with st.sidebar:
         if len(servers) > 1:
@@ -84,6 +93,7 @@ def pickers() -> None:
         if chosen not in (_NONE, *models):  # of another server
             st.session_state["model"] = models[0]
         st.selectbox("Model", models, key="model", bind="query-params")
+        st.session_state.pop(_WANTED, None)
         st.selectbox("Time range", list(_RANGES_OF_PROMETHEUS if prometheus else _RANGES), key="range",
                      bind="query-params")  # fmt: skip
         st.selectbox("Refresh", list(_REFRESHES), index=1, key="refresh")
@@ -94,16 +104,21 @@ def pickers() -> None:
 
 
 def choose(server: str, model: str) -> None:
-    """Have the visitor see another server or model; to be called back by a widget.
+    """Have the visitor see another server or model; to be called back by a widget of a part that calls
+    `show_what_was_chosen`.
 
     Args:
         server: its URL.
         model: empty: any.
     """
-    if len(monitors()) > 1:
-        st.session_state[SERVER] = server
-    if model:
-        st.session_state["model"] = model
+    st.session_state[_WANTED] = (server, model)
+
+
+def show_what_was_chosen() -> None:
+    """Draw the whole page anew if `choose` was called: a part alone would leave the pickers and the address as they
+    were. A refresh may cut the part's run short that was to do so; the next one comes here again."""
+    if _WANTED in st.session_state:
+        st.rerun()
 
 
 def selection() -> Selection:

@@ -13,7 +13,7 @@ import streamlit as st
 from quire_load.scrape import ScrapeError
 
 from quire_dashboard.charts import HEIGHT, NUMBERS, line_spec, points_table
-from quire_dashboard.choice import Selection, choose, pickers, selection
+from quire_dashboard.choice import Selection, pickers, selection
 from quire_dashboard.events import QUERIES, Event, find_events
 from quire_dashboard.health import Level
 from quire_dashboard.history import Point
@@ -25,7 +25,7 @@ from quire_dashboard.watchers import close_monitors, monitor, monitors
 from quire_dashboard.words import as_code, as_text, printable, seconds
 
 __all__ = [
-    "CHARTS_S", "Line", "Selection", "chart", "choice_table", "choose", "close_monitors", "draw", "events", "figures",
+    "CHARTS_S", "Line", "Selection", "chart", "choice_table", "close_monitors", "draw", "events", "figures",
     "live", "model_or_reason", "monitor", "monitors", "pickers", "request_names", "say_events", "selection",
     "server_away", "snapshot_or_reason", "table", "what_to_do",
 ]  # fmt: skip

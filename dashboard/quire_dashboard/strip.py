@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import streamlit as st
 
 from quire_dashboard import words
-from quire_dashboard.frame import choose, monitors, selection
+from quire_dashboard.choice import choose, selection, show_what_was_chosen
 from quire_dashboard.health import Level
 from quire_dashboard.monitor import Monitor
 from quire_dashboard.verdict import judge
+from quire_dashboard.watchers import monitors
 
 __all__ = ["show_strip"]
 
@@ -33,17 +34,18 @@ class _Entry:
 
 def show_strip() -> None:
     """One entry per model, and one for each server that has none or is away; nothing of a single model."""
+    show_what_was_chosen()
     watchers = monitors()
     entries = [entry for watcher in watchers.values() for entry in _entries(watcher, is_alone=len(watchers) == 1)]
     if len(entries) < 2:
         return
     # Where they are too many, those that are well make room.
     kept = sorted(range(len(entries)), key=lambda place: (-entries[place].level, place))[:_MOST]
-    picked, is_pressed = selection(), False
+    picked = selection()
     with st.container(horizontal=True, gap="small"):
         for entry in (entries[place] for place in sorted(kept)):
             is_chosen = entry.server == picked.server and entry.model in ("", picked.model)
-            is_pressed |= st.button(
+            st.button(
                 f":{_LIGHTS[entry.level][0]}[●] {entry.text}", key=f"model-{entry.server}-{entry.model}",
                 help=words.as_text(entry.explained), on_click=choose, args=(entry.server, entry.model),
                 type="primary" if is_chosen else "secondary",
@@ -52,8 +54,6 @@ def show_strip() -> None:
         left = [entries[place] for place in range(len(entries)) if place not in kept]
         how = "all well, " if all(entry.level is Level.OK for entry in left) else ""
         st.caption(f"{len(left)} more, {how}are in the lists at the left.")
-    if is_pressed:
-        st.rerun()  # of the whole page: the strip alone would leave the pickers and the address as they were
 
 
 def _entries(watcher: Monitor, *, is_alone: bool) -> Iterator[_Entry]:

@@ -10,10 +10,15 @@
           a7/a7c0…                  a block file, by its hash in hex; it was last used at its time of modification
           a7/.a7c0….91be03c2.tmp    one that is being written
 
-Bytes are counted in `usage` before they are written, so the folder never holds more than `max_bytes`, whoever writes.
-When there is no room, the files that were not used for longest are deleted, of all namespaces, until a tenth is free;
-that counts all files anew, so what a crash left uncounted or counted twice is put right. A file appears whole or not
-at all (`rename`), and may go at any moment: who reads it finds the digest right, or computes the block.
+The folder never holds more than `max_bytes`, whoever writes:
+
+1. A file is made under the lock, with all its bytes, and they are counted in `usage`. They are written without it.
+2. It gets its name under the lock: whoever counts all files meets each of them once.
+3. When there is no room, the files that were not used for longest are deleted, of all namespaces, until a tenth is
+   free. That counts all files anew, so what a crash left uncounted or counted twice is put right.
+
+A file appears whole or not at all (`rename`), and may go at any moment: who reads it finds the digest right, or
+computes the block.
 """
 
 import contextlib
@@ -57,7 +62,8 @@ class FolderStore:
         self._max_bytes = max_bytes
         self.path = folder / namespace.hex() / str(rank)
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._count(0)
+        with self._lock() as usage:
+            self._count(usage, 0)
 
     def read(self, block_hash: bytes, payload_bytes: int) -> memoryview | None:
         """A block; None if there is none. It counts as used now.
@@ -104,19 +110,22 @@ class FolderStore:
         num_bytes = HEADER_BYTES + len(payload)
         if num_bytes > self._max_bytes:
             return False
-        self._count(num_bytes)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         part = path.with_name(f".{path.name}.{os.urandom(4).hex()}{PART_SUFFIX}")
         try:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
-            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            with self._lock() as usage:
+                part.touch(mode=0o600, exist_ok=False)
+                self._count(usage, num_bytes)
+                os.truncate(part, num_bytes)
+            with part.open("r+b") as file:
                 file.write(encode_header(block_hash, self._namespace, payload))
                 file.write(payload)
-            os.rename(part, path)
+            with self._lock():
+                os.rename(part, path)
         except BaseException:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), self._lock() as usage:
                 part.unlink()
-            with contextlib.suppress(OSError):
-                self._count(-num_bytes)
+                self._count(usage, -num_bytes)
             raise
         return True
 
@@ -149,19 +158,23 @@ class FolderStore:
         name = block_hash.hex()
         return self.path / name[:2] / name
 
-    def _count(self, num_bytes: int) -> None:
-        """Count bytes that are about to be written, and make room for them if there is none; or that were not written
-        after all."""
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[io.FileIO]:
+        """`usage`, while no other process changes it or which files there are."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(self._folder / USAGE, flags, 0o600), "r+b", buffering=0) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            text = file.read(32)
-            used = int(text) if text.isdigit() else self._make_room(self._max_bytes)
-            if num_bytes > 0 and used + num_bytes > self._max_bytes:
-                used = self._make_room(min(int(self._max_bytes * SHARE_KEPT), self._max_bytes - num_bytes))
-            file.seek(0)
-            file.truncate()
-            file.write(str(max(used + num_bytes, 0)).encode())
+        with open(os.open(self._folder / USAGE, flags, 0o600), "r+b", buffering=0) as usage:
+            fcntl.flock(usage, fcntl.LOCK_EX)
+            yield usage
+
+    def _count(self, usage: io.FileIO, num_bytes: int) -> None:
+        """Count bytes of a file that has none yet, and make room for them if there is none; or of one that is gone."""
+        text = usage.read(32)
+        used = int(text) if text.isdigit() else self._make_room(self._max_bytes)
+        if num_bytes > 0 and used + num_bytes > self._max_bytes:
+            used = self._make_room(min(int(self._max_bytes * SHARE_KEPT), self._max_bytes - num_bytes))
+        usage.seek(0)
+        usage.truncate()
+        usage.write(str(max(used + num_bytes, 0)).encode())
 
     def _make_room(self, max_bytes: int) -> int:
         """Delete the files that were not used for longest until at most so many bytes are left.

@@ -94,6 +94,8 @@ def test_replicas_come_and_leave_under_load(
         before = Stream(llm, PROMPTS[0], PARAMS[0])
         await until(lambda: before.num_tokens > 2)
         await llm.scale(2)
+        first = [Stream(llm, prompt, PARAMS[3]) for prompt in PROMPTS[:3]]
+        await asyncio.gather(*(stream.task for stream in first))  # on both: their grammar compilers have started
         streams = [before, *(Stream(llm, *one) for one in list(zip(PROMPTS, PARAMS, strict=True))[1:])]
         await until(lambda: min(stream.num_tokens for stream in streams) > 8)
         snapshot = await llm.snapshot()

@@ -5,9 +5,11 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from quire_engine.kv_connector.block_file import HEADER_BYTES, BlockFileError
+from quire_engine.kv_connector import folder_store
+from quire_engine.kv_connector.block_file import HEADER_BYTES, BlockFileError, encode_header
 from quire_engine.kv_connector.block_index import LOOK_SECONDS, BlockIndex
 from quire_engine.kv_connector.folder_store import FolderStore
 
@@ -143,6 +145,24 @@ def test_writers_at_once_keep_to_the_limit(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     stored = [number for number in range(80) if store.read(hash_of(number), SIZE) == payload_of(number)]
     assert len(stored) * (HEADER_BYTES + SIZE) == size_of(tmp_path)
+
+
+def test_the_room_of_a_file_that_is_being_written_is_not_given_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = make_store(tmp_path, max_blocks=5), make_store(tmp_path, max_blocks=5)
+
+    def fill(*arguments: Any) -> bytes:
+        monkeypatch.undo()
+        for number in range(1, 12):
+            other.write(hash_of(number), payload_of(number))
+        assert size_of(tmp_path) <= 5 * (HEADER_BYTES + SIZE)
+        return encode_header(*arguments)
+
+    monkeypatch.setattr(folder_store, "encode_header", fill)
+    assert store.write(hash_of(0), payload_of(0))
+    assert size_of(tmp_path) <= 5 * (HEADER_BYTES + SIZE)
+    assert store.read(hash_of(0), SIZE) == payload_of(0)
 
 
 def test_what_a_crash_leaves_is_counted_again(tmp_path: Path) -> None:
