@@ -90,7 +90,7 @@ async def pauses(model: Path, prompts: list[list[int]], settings: dict[str, Any]
 
     async def follow(index: int) -> None:
         params = SamplingParams(
-            temperature=0, max_tokens=10_000, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+            temperature=0, max_tokens=None, ignore_eos=True, output_kind=RequestOutputKind.DELTA
         )  # fmt: skip
         async for output in llm.generate({"prompt_token_ids": prompts[index]}, params):
             last_token_at[index] = time.monotonic()
@@ -100,8 +100,8 @@ async def pauses(model: Path, prompts: list[list[int]], settings: dict[str, Any]
     try:
         while min(num_tokens) < BLOCK_SIZE:
             await asyncio.sleep(0.01)
-        if any(stream.done() for stream in streams):
-            raise SystemExit("streams end before their engine is killed: take shorter prompts, or a longer context")
+            if any(stream.done() for stream in streams):
+                raise SystemExit("streams end before their engine is killed: take shorter prompts, or a longer context")
         killed_at, killed = time.monotonic(), llm.engine_pid
         os.kill(killed, signal.SIGKILL)
         while llm.engine_pid == killed or min(last_token_at) <= killed_at + 0.2:
