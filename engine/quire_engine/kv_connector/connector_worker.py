@@ -22,7 +22,7 @@ import torch
 
 from quire_engine.kv_connector.block_file import BlockFileError
 from quire_engine.kv_connector.board import TransferBoard
-from quire_engine.kv_connector.folder_store import FolderStore
+from quire_engine.kv_connector.folder_store import MOST_TOGETHER, FolderStore
 from quire_engine.kv_connector.pages import bytes_per_block, read_pages, write_pages
 from quire_engine.messages import KVConnectorMetadata, KVLoad
 from quire_engine.models.base import KVCaches
@@ -183,14 +183,12 @@ class _Reader:
             if rows is None:
                 rows = reading.rows = np.empty((len(load.block_hashes), self._block_bytes), dtype=np.uint8)
             while reading.count < len(rows) and load.number in self._wanted:
-                payload = self._store.read(load.block_hashes[reading.count], self._block_bytes)
-                if payload is None:
+                if not self._store.read(load.block_hashes[reading.count], rows[reading.count].data):
                     if reading.waits and time.monotonic() < reading.waits_until:
                         return False
                     if reading.waits:
                         self._hurries_until = time.monotonic() + HURRY_SECONDS
                     break
-                rows[reading.count] = np.frombuffer(payload, dtype=np.uint8)
                 reading.count += 1
                 reading.waits_until = time.monotonic() + COMING_SECONDS
         except (BlockFileError, OSError, MemoryError) as error:
@@ -240,23 +238,23 @@ class _Writer:
             if end is not None:
                 end.synchronize()
             content = rows.cpu().numpy()
-            for block_hash, row in zip(block_hashes, content, strict=True):
-                self._write(block_hash, row)
+            self._write([(block_hash, row.data) for block_hash, row in zip(block_hashes, content, strict=True)])
             with self._lock:
                 self.pending_bytes -= rows.numel()
             del queued, rows, content
 
-    def _write(self, block_hash: bytes, row: Rows) -> None:
-        is_saved = False
-        if time.monotonic() >= self._paused_until:
-            try:
-                is_saved = self._store.write(block_hash, row.data)
-            except OSError as error:
-                self._paused_until = time.monotonic() + PAUSE_SECONDS
-                logger.warning("KV blocks cannot be saved, and are not for %.0f s: %s", PAUSE_SECONDS, error)
-            except Exception:
-                logger.exception("a KV block cannot be saved")
-        if is_saved:
-            self._board.count_saved(self._rank, len(row))
-        else:
-            self._board.count_not_saved(self._rank)
+    def _write(self, blocks: list[tuple[bytes, memoryview]]) -> None:
+        for first in range(0, len(blocks), MOST_TOGETHER):
+            some, num_saved = blocks[first : first + MOST_TOGETHER], 0
+            if time.monotonic() >= self._paused_until:
+                try:
+                    num_saved = self._store.write(some)
+                except OSError as error:
+                    self._paused_until = time.monotonic() + PAUSE_SECONDS
+                    logger.warning("KV blocks cannot be saved, and are not for %.0f s: %s", PAUSE_SECONDS, error)
+                except Exception:
+                    logger.exception("KV blocks cannot be saved")
+            for _, payload in some[:num_saved]:
+                self._board.count_saved(self._rank, len(payload))
+            for _ in some[num_saved:]:
+                self._board.count_not_saved(self._rank)

@@ -12,8 +12,9 @@
 
 The folder never holds more than `max_bytes`, whoever writes:
 
-1. A file is made under the lock, with all its bytes, and they are counted in `usage`. They are written without it.
-2. It gets its name under the lock: whoever counts all files meets each of them once.
+1. Files are made under the lock, some at once, with all their bytes, which are counted in `usage`. They are written
+   without it.
+2. They get their names under the lock: whoever counts all files meets each of them once.
 3. When there is no room, the files that were not used for longest are deleted, of all namespaces, until a tenth is
    free. That counts all files anew, so what a crash left uncounted or counted twice is put right.
 
@@ -27,10 +28,11 @@ import io
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from quire_engine.kv_connector.block_file import HEADER_BYTES, BlockFileError, decode_block, encode_header
+from quire_engine.kv_connector.block_file import HEADER_BYTES, BlockFileError, check_block, encode_header
 
 __all__ = ["FolderStore"]
 
@@ -39,8 +41,46 @@ NAMESPACE = "namespace.json"
 PART_SUFFIX = ".tmp"
 SHARE_KEPT = 0.9
 """Of `max_bytes`, after files were deleted: each time all files are looked at."""
+MOST_TOGETHER = 8
+"""Files that are made at once: the lock costs as much as writing one of 64 KiB, and who waits for them gets none before
+all are written."""
 STALE_SECONDS = 600.0
 """After so long a file that was never finished is deleted: its writer is gone."""
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+
+
+class _NewFile(NamedTuple):
+    """A block that is to be written."""
+
+    path: str
+    part: str
+    """Its name until it is written."""
+    block_hash: bytes
+    payload: memoryview
+
+    @classmethod
+    def of(cls, path: str, block_hash: bytes, payload: memoryview) -> "_NewFile":
+        folder, name = os.path.split(path)
+        return cls(path, f"{folder}/.{name}.{os.urandom(4).hex()}{PART_SUFFIX}", block_hash, payload)
+
+    @property
+    def num_bytes(self) -> int:
+        return HEADER_BYTES + len(self.payload)
+
+    def make(self) -> io.BufferedWriter:
+        """It has all its bytes from its beginning on. The folder that it belongs in may not be there yet."""
+        try:
+            descriptor = os.open(self.part, _NEW, 0o600)
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(self.part), mode=0o700, exist_ok=True)
+            descriptor = os.open(self.part, _NEW, 0o600)
+        file = open(descriptor, "wb")  # noqa: SIM115
+        try:
+            os.truncate(descriptor, self.num_bytes)
+        except BaseException:
+            file.close()
+            raise
+        return file
 
 
 class FolderStore:
@@ -65,12 +105,15 @@ class FolderStore:
         with self._lock() as usage:
             self._count(usage, 0)
 
-    def read(self, block_hash: bytes, payload_bytes: int) -> memoryview | None:
-        """A block; None if there is none. It counts as used now.
+    def read(self, block_hash: bytes, payload: memoryview) -> bool:
+        """Read a block. It counts as used now.
 
         Args:
             block_hash: of the block.
-            payload_bytes: what it should have.
+            payload: where to; of as many bytes as it should have.
+
+        Returns:
+            Whether it is there.
 
         Raises:
             BlockFileError: there is something else. It is deleted.
@@ -80,53 +123,65 @@ class FolderStore:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
-            return None
-        with open(descriptor, "rb", buffering=0) as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise BlockFileError(f"{path} is not a file")
-            content = _read(file, HEADER_BYTES + payload_bytes)
+            return False
         try:
-            payload = decode_block(content, block_hash, self._namespace, payload_bytes)
-        except BlockFileError as error:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise BlockFileError(f"{path} is not a file")
+            try:
+                if status.st_size != HEADER_BYTES + len(payload):
+                    raise BlockFileError(f"it has {status.st_size} bytes instead of {HEADER_BYTES + len(payload)}")
+                check_block(_read(descriptor, payload), block_hash, self._namespace, payload)
+            except BlockFileError as error:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                raise BlockFileError(f"{path}: {error}") from None
             with contextlib.suppress(OSError):
-                path.unlink()
-            raise BlockFileError(f"{path}: {error}") from None
-        with contextlib.suppress(OSError):
-            os.utime(path)
-        return payload
+                os.utime(descriptor)
+        finally:
+            os.close(descriptor)
+        return True
 
-    def write(self, block_hash: bytes, payload: memoryview) -> bool:
-        """Keep a block, if it is not there already.
+    def write(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
+        """Keep blocks that are not there already.
+
+        Args:
+            blocks: each with its hash; of one size.
 
         Returns:
-            Whether it is there now: one alone may be larger than `max_bytes`.
+            How many of them are there now, the first ones: there may be no room for all at once.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: one cannot be written, and those are not that would have been written with it.
         """
-        path = self._path_of(block_hash)
-        if path.exists():
+        size = HEADER_BYTES + max((len(payload) for _, payload in blocks), default=0)
+        together = max(min(int(self._max_bytes * (1 - SHARE_KEPT)) // size, MOST_TOGETHER), 1)
+        for first in range(0, len(blocks), together):
+            if not self._write_together(blocks[first : first + together]):
+                return first
+        return len(blocks)
+
+    def _write_together(self, blocks: Sequence[tuple[bytes, memoryview]]) -> bool:
+        found = [_NewFile.of(self._path_of(block_hash), block_hash, payload) for block_hash, payload in blocks]
+        new = [one for one in found if not os.path.exists(one.path)]
+        if not new:
             return True
-        num_bytes = HEADER_BYTES + len(payload)
-        if num_bytes > self._max_bytes:
-            return False
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        part = path.with_name(f".{path.name}.{os.urandom(4).hex()}{PART_SUFFIX}")
-        try:
-            with self._lock() as usage:
-                part.touch(mode=0o600, exist_ok=False)
-                self._count(usage, num_bytes)
-                os.truncate(part, num_bytes)
-            with part.open("r+b") as file:
-                file.write(encode_header(block_hash, self._namespace, payload))
-                file.write(payload)
-            with self._lock():
-                os.rename(part, path)
-        except BaseException:
-            with contextlib.suppress(OSError), self._lock() as usage:
-                part.unlink()
-                self._count(usage, -num_bytes)
-            raise
+        with contextlib.ExitStack() as stack:
+            try:
+                with self._lock() as usage:
+                    if not self._count(usage, sum(one.num_bytes for one in new)):
+                        return False
+                    files = [stack.enter_context(one.make()) for one in new]
+                for one, file in zip(new, files, strict=True):
+                    file.write(encode_header(one.block_hash, self._namespace, one.payload))
+                    file.write(one.payload)
+                    file.close()
+                with self._lock():
+                    for one in new:
+                        os.rename(one.part, one.path)
+            except BaseException:
+                self._take_back(new)
+                raise
         return True
 
     def describe(self, text: str) -> None:
@@ -154,9 +209,9 @@ class FolderStore:
         names = os.listdir(self.path / folder)
         return {bytes.fromhex(name) for name in names if len(name) == 64 and not name.startswith(".")}
 
-    def _path_of(self, block_hash: bytes) -> Path:
+    def _path_of(self, block_hash: bytes) -> str:
         name = block_hash.hex()
-        return self.path / name[:2] / name
+        return f"{self.path}/{name[:2]}/{name}"
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[io.FileIO]:
@@ -166,15 +221,28 @@ class FolderStore:
             fcntl.flock(usage, fcntl.LOCK_EX)
             yield usage
 
-    def _count(self, usage: io.FileIO, num_bytes: int) -> None:
-        """Count bytes of a file that has none yet, and make room for them if there is none; or of one that is gone."""
+    def _count(self, usage: io.FileIO, num_bytes: int) -> bool:
+        """Count bytes of files that are about to be made, after making room for them if there is none; or of those that
+        are gone. Returns whether there is room."""
         text = usage.read(32)
         used = int(text) if text.isdigit() else self._make_room(self._max_bytes)
         if num_bytes > 0 and used + num_bytes > self._max_bytes:
-            used = self._make_room(min(int(self._max_bytes * SHARE_KEPT), self._max_bytes - num_bytes))
+            used = self._make_room(max(min(int(self._max_bytes * SHARE_KEPT), self._max_bytes - num_bytes), 0))
+        has_room = used + num_bytes <= self._max_bytes
         usage.seek(0)
         usage.truncate()
-        usage.write(str(max(used + num_bytes, 0)).encode())
+        usage.write(str(max(used + num_bytes * has_room, 0)).encode())
+        return has_room
+
+    def _take_back(self, new: Sequence["_NewFile"]) -> None:
+        """Delete those of the files that have not got their names."""
+        with contextlib.suppress(OSError), self._lock() as usage:
+            num_bytes = 0
+            for one in new:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(one.part)
+                    num_bytes += one.num_bytes
+            self._count(usage, -num_bytes)
 
     def _make_room(self, max_bytes: int) -> int:
         """Delete the files that were not used for longest until at most so many bytes are left.
@@ -202,10 +270,12 @@ class FolderStore:
                         yield status.st_mtime, status.st_size, os.path.join(path, name)
 
 
-def _read(file: io.FileIO, num_bytes: int) -> bytes:
-    """A whole file, or a little more than so many bytes of one that is too long."""
-    pieces, left = [], num_bytes + 1
-    while left and (piece := file.read(left)):
-        pieces.append(piece)
-        left -= len(piece)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+def _read(descriptor: int, payload: memoryview) -> bytes:
+    """Read a file into `payload`, but for its header, which is returned. What is missing is not noticed here."""
+    header = bytearray(HEADER_BYTES)
+    place = os.readv(descriptor, [header, payload])
+    while place < HEADER_BYTES + len(payload):
+        if place < HEADER_BYTES or not (more := os.readv(descriptor, [payload[place - HEADER_BYTES :]])):
+            break
+        place += more
+    return bytes(header)

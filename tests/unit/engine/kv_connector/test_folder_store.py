@@ -29,6 +29,15 @@ def make_store(folder: Path, namespace: bytes = NAMESPACE, rank: int = 0, max_bl
     return FolderStore(folder, namespace, rank, max_blocks * (HEADER_BYTES + SIZE))
 
 
+def write(store: FolderStore, *numbers: int) -> int:
+    return store.write([(hash_of(number), payload_of(number)) for number in numbers])
+
+
+def read(store: FolderStore, block_hash: bytes) -> memoryview | None:
+    payload = memoryview(bytearray(SIZE))
+    return payload if store.read(block_hash, payload) else None
+
+
 def path_of(store: FolderStore, number: int) -> Path:
     name = hash_of(number).hex()
     return store.path / name[:2] / name
@@ -39,12 +48,23 @@ def size_of(folder: Path) -> int:
 
 
 def test_another_process_reads_what_one_has_written(tmp_path: Path) -> None:
-    assert make_store(tmp_path).write(hash_of(1), payload_of(1))
+    assert write(make_store(tmp_path), 1)
     store = make_store(tmp_path)
-    assert store.read(hash_of(1), SIZE) == payload_of(1)
-    assert store.read(hash_of(2), SIZE) is None
-    assert make_store(tmp_path, rank=1).read(hash_of(1), SIZE) is None
-    assert make_store(tmp_path, namespace=bytes(32)).read(hash_of(1), SIZE) is None
+    assert read(store, hash_of(1)) == payload_of(1)
+    assert read(store, hash_of(2)) is None
+    assert read(make_store(tmp_path, rank=1), hash_of(1)) is None
+    assert read(make_store(tmp_path, namespace=bytes(32)), hash_of(1)) is None
+
+
+def test_many_are_written_together_and_what_is_there_is_not_written_again(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    write(store, 3, 4)
+    kept = path_of(store, 3).stat().st_ino
+    assert write(store, *range(20)) == 20
+    assert path_of(store, 3).stat().st_ino == kept
+    assert [read(store, hash_of(number)) for number in range(20)] == [payload_of(number) for number in range(20)]
+    assert int((tmp_path / "usage").read_text()) == size_of(tmp_path) == 20 * (HEADER_BYTES + SIZE)
+    assert store.write([]) == 0
 
 
 def truncate(path: Path) -> None:
@@ -77,73 +97,75 @@ def empty(path: Path) -> None:
 @pytest.mark.parametrize("damage", [truncate, lengthen, flip_a_bit, flip_in_the_header, flip_in_the_digest, empty])
 def test_a_damaged_file_is_found_and_deleted(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     store = make_store(tmp_path)
-    store.write(hash_of(1), payload_of(1))
+    write(store, 1)
     damage(path_of(store, 1))
     with pytest.raises(BlockFileError, match=hash_of(1).hex()):
-        store.read(hash_of(1), SIZE)
-    assert store.read(hash_of(1), SIZE) is None
-    assert store.write(hash_of(1), payload_of(1))
-    assert store.read(hash_of(1), SIZE) == payload_of(1)
+        read(store, hash_of(1))
+    assert read(store, hash_of(1)) is None
+    assert write(store, 1)
+    assert read(store, hash_of(1)) == payload_of(1)
 
 
 def test_a_file_in_the_place_of_another_is_found(tmp_path: Path) -> None:
     store, other = make_store(tmp_path), make_store(tmp_path, namespace=bytes(32))
     for one in (store, other):
-        one.write(hash_of(1), payload_of(1))
-    store.write(hash_of(2), payload_of(2))
+        write(one, 1)
+    write(store, 2)
     os.replace(path_of(store, 2), path_of(store, 1))
     with pytest.raises(BlockFileError, match="another block"):
-        store.read(hash_of(1), SIZE)
+        read(store, hash_of(1))
     os.replace(path_of(other, 1), path_of(store, 1))
     with pytest.raises(BlockFileError, match="another block"):
-        store.read(hash_of(1), SIZE)
+        read(store, hash_of(1))
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     store = make_store(tmp_path)
-    store.write(hash_of(1), payload_of(1))
+    write(store, 1)
     path_of(store, 1).unlink()
     os.mkfifo(path_of(store, 1))
     with pytest.raises(BlockFileError, match="not a file"):
-        store.read(hash_of(1), SIZE)
+        read(store, hash_of(1))
     path_of(store, 1).unlink()
     path_of(store, 1).symlink_to("/dev/zero")
     with pytest.raises(OSError, match="symbolic"):
-        store.read(hash_of(1), SIZE)
+        read(store, hash_of(1))
 
 
 def test_what_was_not_used_for_longest_makes_room_for_all_who_share_the_folder(tmp_path: Path) -> None:
     stores = [make_store(tmp_path, max_blocks=10), make_store(tmp_path, bytes(32), 1, max_blocks=10)]
     for number in range(10):
-        stores[number % 2].write(hash_of(number), payload_of(number))
+        write(stores[number % 2], number)
         os.utime(path_of(stores[number % 2], number), (number, number))
-    assert stores[0].read(hash_of(0), SIZE) is not None  # it is used now
+    assert read(stores[0], hash_of(0)) is not None  # it is used now
     for number in range(10, 40):
-        assert stores[number % 2].write(hash_of(number), payload_of(number))
+        assert write(stores[number % 2], number)
         assert size_of(tmp_path) <= 10 * (HEADER_BYTES + SIZE)
         if number == 10:
-            assert stores[1].read(hash_of(1), SIZE) is None
+            assert read(stores[1], hash_of(1)) is None
             assert path_of(stores[0], 0).exists()
-    assert stores[1].read(hash_of(39), SIZE) == payload_of(39)
-    assert not stores[0].write(hash_of(99), memoryview(bytes(12 * SIZE)))
+    assert read(stores[1], hash_of(39)) == payload_of(39)
+    assert not stores[0].write([(hash_of(99), memoryview(bytes(12 * SIZE)))])
 
 
 def test_writers_at_once_keep_to_the_limit(tmp_path: Path) -> None:
-    def write(store: FolderStore, numbers: range) -> None:
-        for number in numbers:
-            store.write(hash_of(number), payload_of(number))
+    def write_many(store: FolderStore, numbers: range, together: int) -> None:
+        for number in numbers[::together]:
+            write(store, *range(number, number + together))
 
     threads = [
-        threading.Thread(target=write, args=(make_store(tmp_path, max_blocks=20), range(start, start + 40)))
-        for start in (0, 20, 40)
+        threading.Thread(
+            target=write_many, args=(make_store(tmp_path, max_blocks=30), range(start, start + 40), together)
+        )
+        for start, together in ((0, 1), (20, 5), (40, 20))
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert 10 * SIZE < size_of(tmp_path) <= 20 * (HEADER_BYTES + SIZE)
+    assert 10 * SIZE < size_of(tmp_path) <= 30 * (HEADER_BYTES + SIZE)
     store = make_store(tmp_path)
-    stored = [number for number in range(80) if store.read(hash_of(number), SIZE) == payload_of(number)]
+    stored = [number for number in range(80) if read(store, hash_of(number)) == payload_of(number)]
     assert len(stored) * (HEADER_BYTES + SIZE) == size_of(tmp_path)
 
 
@@ -155,47 +177,47 @@ def test_the_room_of_a_file_that_is_being_written_is_not_given_away(
     def fill(*arguments: Any) -> bytes:
         monkeypatch.undo()
         for number in range(1, 12):
-            other.write(hash_of(number), payload_of(number))
+            write(other, number)
         assert size_of(tmp_path) <= 5 * (HEADER_BYTES + SIZE)
         return encode_header(*arguments)
 
     monkeypatch.setattr(folder_store, "encode_header", fill)
-    assert store.write(hash_of(0), payload_of(0))
+    assert write(store, 0)
     assert size_of(tmp_path) <= 5 * (HEADER_BYTES + SIZE)
-    assert store.read(hash_of(0), SIZE) == payload_of(0)
+    assert read(store, hash_of(0)) == payload_of(0)
 
 
 def test_what_a_crash_leaves_is_counted_again(tmp_path: Path) -> None:
     store = make_store(tmp_path, max_blocks=10)
-    store.write(hash_of(1), payload_of(1))
+    write(store, 1)
     left_over = path_of(store, 1).with_name(".abc.1234.tmp")
     left_over.write_bytes(bytes(SIZE))
     os.utime(left_over, (1, 1))
     for usage in ("rubbish", str(10**9)):
         (tmp_path / "usage").write_text(usage)
-        assert make_store(tmp_path, max_blocks=10).write(hash_of(len(usage)), payload_of(2))
+        assert make_store(tmp_path, max_blocks=10).write([(hash_of(len(usage)), payload_of(2))])
         assert not left_over.exists()
         assert int((tmp_path / "usage").read_text()) == size_of(tmp_path)
-    assert store.read(hash_of(1), SIZE) == payload_of(1)
+    assert read(store, hash_of(1)) == payload_of(1)
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_store(tmp_path)
-    store.write(hash_of(1), payload_of(1))
+    write(store, 1)
 
     def disk_is_full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "rename", disk_is_full)
     with pytest.raises(OSError, match="No space"):
-        store.write(hash_of(2), payload_of(2))
+        write(store, 2)
     assert int((tmp_path / "usage").read_text()) == size_of(tmp_path) == HEADER_BYTES + SIZE
 
 
 def test_the_index_knows_own_blocks_at_once_and_those_of_others_after_a_while(tmp_path: Path) -> None:
     now = [0.0]
     store, other = make_store(tmp_path), make_store(tmp_path)
-    store.write(hash_of(1), payload_of(1))
+    write(store, 1)
     index = BlockIndex(store, lambda: now[0])
     assert index.num_stored([hash_of(1), hash_of(2)]) == 1
     index.add(hash_of(2))
@@ -203,7 +225,7 @@ def test_the_index_knows_own_blocks_at_once_and_those_of_others_after_a_while(tm
     index.forget(hash_of(1))
     assert index.num_stored([hash_of(1), hash_of(2)]) == 0
     index.add(hash_of(1))
-    other.write(hash_of(3), payload_of(3))
+    write(other, 3)
     assert index.num_stored([hash_of(3)]) == 0
     now[0] += LOOK_SECONDS + 1
     index.num_stored([])

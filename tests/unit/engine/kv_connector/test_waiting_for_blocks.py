@@ -24,7 +24,7 @@ class Reading:
         self.reader = _Reader(self.store, self.board, 0, 8)
 
     def write(self, number: int) -> None:
-        self.store.write(HASHES[number], memoryview(bytes([number]) * 8))
+        self.store.write([(HASHES[number], memoryview(bytes([number]) * 8))])
 
     def loaded(self, number: int) -> int:
         """Waits for the end of a load; its slot is its number."""
