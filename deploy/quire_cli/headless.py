@@ -114,7 +114,7 @@ def key(path: Path, trusted: Sequence[str]) -> None:
     Raises:
         CommandError: the file is not as it has to be, or cannot be written.
     """
-    from quire_engine.core.remote.keys import add_peers
+    from quire_engine.ipc.keys import add_peers
 
     try:
         keys = add_peers(path, trusted)

@@ -309,6 +309,26 @@ def key(
     run_key(file, trust or ())
 
 
+@app.command("kv-store")
+def kv_store(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the blocks are kept. Is made when missing.")],
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="An address or a name of this host.")],
+    key_file: Annotated[
+        Path, typer.Option(metavar="FILE", help="This host's keys, which trust those of the engines' hosts: quire key.")
+    ],
+    max_bytes: Annotated[int, typer.Option(help="Of all blocks; those not used for longest make room.")] = 16 << 30,
+    _debug: Debug = False,
+) -> None:
+    """Keep KV blocks for engines of other hosts, which have kv_transfer_config with RemoteStorageConnector.
+
+    Engines go on without it while it is away. Example: quire kv-store /var/cache/quire-kv --listen 10.0.0.5:29600
+    --key-file /etc/quire/keys.json
+    """
+    from quire_cli.kv_store import serve_kv_store
+
+    raise typer.Exit(serve_kv_store(folder, listen, key_file, max_bytes))
+
+
 @model_app.command("add")
 def model_add(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A Hugging Face checkpoint folder.")],

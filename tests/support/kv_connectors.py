@@ -39,6 +39,9 @@ class FakeIndex:
         """A block could not be loaded."""
         self.known.discard(block_hash)
 
+    def close(self) -> None:
+        """Nothing is open."""
+
 
 class FakeConnectorWorker:
     """One rank: its files are a dictionary, and its threads wait until they are told to go on."""

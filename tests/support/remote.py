@@ -2,7 +2,8 @@
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import msgspec
 from quire_engine.config import EngineConfig
 from quire_engine.core.remote.engine_digest import describe_engine
 from quire_engine.core.remote.headless_engine import HeadlessEngine
-from quire_engine.core.remote.keys import HostKeys, add_peers, read_keys
+from quire_engine.ipc.keys import HostKeys, add_peers, read_keys
+from quire_engine.kv_connector.store_server import StoreServer
 from quire_engine.messages import EngineCoreOutputs
 from support.fleet import Engine, Fleet
 
-__all__ = ["Hosts", "RemoteEngine", "RemoteFleet", "trusting_hosts", "unused_port"]
+__all__ = ["Hosts", "RemoteEngine", "RemoteFleet", "store_server", "trusting_hosts", "unused_port"]
 
 
 class RemoteEngine(Engine):
@@ -53,6 +55,21 @@ def trusting_hosts(folder: Path) -> tuple[Path, Path]:
     public_key = add_peers(front, []).public_key
     add_peers(front, [add_peers(engine, [public_key.hex()]).public_key.hex()])
     return front, engine
+
+
+@contextmanager
+def store_server(folder: Path, port: int = 0) -> Iterator[tuple[StoreServer, dict[str, Any]]]:
+    """A store of KV blocks, and the setting of an engine that has it."""
+    keys = folder / "keys"
+    if not keys.exists():
+        keys.mkdir()
+        trusting_hosts(keys)
+    server = StoreServer(folder / "blocks", 1 << 30, read_keys(keys / "front.json"), "127.0.0.1", port)
+    extra = {"address": server.endpoint.removeprefix("tcp://"), "key_file": str(keys / "engine.json")}
+    try:
+        yield server, {"kv_connector": "RemoteStorageConnector", "kv_connector_extra_config": extra}
+    finally:
+        server.close()
 
 
 def unused_port(host: str = "127.0.0.1") -> int:

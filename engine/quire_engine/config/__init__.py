@@ -12,7 +12,7 @@ from quire_engine.config.engine_config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from quire_engine.config.kv_transfer_config import KVTransferConfig
+from quire_engine.config.kv_transfer_config import KVTransferConfig, StorageConfig
 from quire_engine.config.speculative_config import SpeculativeConfig, longest_suffix_drafts
 
 __all__ = [
@@ -28,5 +28,6 @@ __all__ = [
     "ParallelConfig",
     "SchedulerConfig",
     "SpeculativeConfig",
+    "StorageConfig",
     "longest_suffix_drafts",
 ]

@@ -434,6 +434,7 @@ class EngineCore:
         """End the workers, even if steps are in flight."""
         self.executor.shutdown()
         self._in_flight.clear()
+        self.scheduler.close()
         self.structured_output.shutdown()
 
     def _take_grammars(self) -> list[EngineCoreOutput]:

@@ -28,6 +28,9 @@ MAGIC = b"QUIREKV2"
 _START = struct.Struct("<8s32s32sQ")
 _DIGEST_BYTES = 16
 HEADER_BYTES = _START.size + _DIGEST_BYTES
+MOST_TOGETHER = 8
+"""Blocks that are written, or sent, at once: a lock or a message costs as much as a block of 64 KiB, and who waits for
+the first gets it with the last."""
 
 
 class BlockFileError(Exception):

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from quire_engine.kv_connector.folder_store import FolderStore
+from quire_engine.kv_connector.block_store import BlockStore
 
 __all__ = ["BlockIndex"]
 
@@ -27,12 +27,9 @@ class BlockIndex:
     Args:
         store: where they are.
         clock: seconds, monotonic.
-
-    Raises:
-        OSError: it cannot be read.
     """
 
-    def __init__(self, store: FolderStore, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, store: BlockStore, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._clock = clock
         self._folders: dict[str, int] = {}
@@ -43,7 +40,7 @@ class BlockIndex:
         self._bad: set[bytes] = set()
         self._looked_at = clock()
         self._looking: threading.Thread | None = None
-        self._look()
+        self._look_safely()
 
     def num_stored(self, block_hashes: Sequence[bytes]) -> int:
         """How many of these are there, up to the first that is not."""
@@ -67,6 +64,10 @@ class BlockIndex:
         if len(self._bad) >= MAX_BAD:
             self._bad.clear()
         self._bad.add(block_hash)
+
+    def close(self) -> None:
+        """Nobody looks any more."""
+        self._store.close()
 
     def _look_again(self) -> None:
         now = self._clock()

@@ -3,14 +3,13 @@
 import json
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
 from quire_engine.config import EngineCoreConfig
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.kv_connector.block_index import BlockIndex
+from quire_engine.kv_connector.block_store import open_store
 from quire_engine.kv_connector.board import TransferBoard
 from quire_engine.kv_connector.connector_scheduler import ConnectorScheduler
-from quire_engine.kv_connector.folder_store import FolderStore
 from quire_engine.kv_connector.namespace import describe_namespace, namespace_of
 from quire_engine.messages import ConnectKV, DescribeKV, WorkerCall
 
@@ -26,7 +25,7 @@ def connect(
     board: TransferBoard,
     call_ranks: Callable[[WorkerCall], list[int]],
 ) -> ConnectorScheduler:
-    """Find or make the folder of this engine's blocks, and have the ranks serve it.
+    """Find the store of this engine's blocks, and have the ranks use it. One on another host may be away.
 
     Args:
         config: the engine core's, with a connector.
@@ -36,7 +35,7 @@ def connect(
         call_ranks: makes a call to all ranks.
 
     Raises:
-        ValueError: the model has layers that forget, or the folder cannot be used.
+        ValueError: the model has layers that forget, or the store cannot be used.
     """
     transfer = config.cache.kv_transfer_config
     assert transfer is not None
@@ -45,19 +44,19 @@ def connect(
             "kv_transfer_config is set, and this model has layers with a sliding window that keep only what they see: "
             "blocks that are saved have all layers; set disable_hybrid_kv_cache_manager to true, or leave it out"
         )
-    storage = transfer.kv_connector_extra_config
-    folder = Path(storage.shared_storage_path)
     try:
         description = describe_namespace(config, max_model_len, call_ranks(DescribeKV()))
         namespace = namespace_of(description)
-        store = FolderStore(folder, namespace, 0, storage.max_bytes)
-        index = BlockIndex(store)
+        store = open_store(transfer, namespace, 0)
+    except OSError as error:
+        raise ValueError(f"{transfer.place_setting}, which cannot be used: {error}") from None
+    try:
         store.describe(json.dumps(description, indent=2) + "\n")
     except OSError as error:
-        raise ValueError(
-            f"kv_transfer_config: kv_connector_extra_config: shared_storage_path is {str(folder)!r}, which cannot be "
-            f"used: {error}"
-        ) from None
+        if not transfer.is_remote:
+            raise ValueError(f"{transfer.place_setting}, which cannot be used: {error}") from None
+        logger.warning("no KV blocks are kept or loaded for the present: %s", error)
+    index = BlockIndex(store)
     block_bytes = call_ranks(ConnectKV(namespace))
-    logger.info("KV blocks are kept in %s; %d bytes each", store.path.parent, sum(block_bytes))
+    logger.info("KV blocks are kept in %s; %d bytes each", store.place, sum(block_bytes))
     return ConnectorScheduler(transfer, kv_cache, index, board, block_bytes)

@@ -59,6 +59,9 @@ class StoredBlocks(Protocol):
     def forget(self, block_hash: bytes) -> None:
         """A block could not be loaded."""
 
+    def close(self) -> None:
+        """End what it has open."""
+
 
 @dataclass(slots=True)
 class _Load:
@@ -241,6 +244,10 @@ class ConnectorScheduler:
         stats.num_loading = len(self.loading)
         stats.num_saved_blocks, stats.num_saved_bytes, stats.num_unsaved_blocks = self._board.saved()
         return msgspec.structs.replace(stats)
+
+    def close(self) -> None:
+        """See `KVConnector`."""
+        self._index.close()
 
     # -- loads ---------------------------------------------------------------------------------------------------------
 

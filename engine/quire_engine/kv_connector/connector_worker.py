@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire_engine.kv_connector.block_file import BlockFileError
+from quire_engine.kv_connector.block_file import MOST_TOGETHER, BlockFileError
+from quire_engine.kv_connector.block_store import BlockStore
 from quire_engine.kv_connector.board import TransferBoard
-from quire_engine.kv_connector.folder_store import MOST_TOGETHER, FolderStore
 from quire_engine.kv_connector.pages import bytes_per_block, read_pages, write_pages
 from quire_engine.messages import KVConnectorMetadata, KVLoad
 from quire_engine.models.base import KVCaches
@@ -59,13 +59,14 @@ class ConnectorWorker:
     def __init__(
         self,
         kv_caches: Callable[[], KVCaches],
-        store: FolderStore,
+        store: BlockStore,
         board: TransferBoard,
         rank: int,
         max_pending_bytes: int,
     ) -> None:
         self._kv_caches = kv_caches
         self.block_bytes = bytes_per_block(kv_caches())
+        self._store = store
         self._board = board
         self._rank = rank
         self._max_pending_bytes = max_pending_bytes
@@ -92,6 +93,7 @@ class ConnectorWorker:
         """End the threads, once what is to be written is, within limits."""
         self._reader.close()
         self._writer.close()
+        self._store.close()
 
     def _save(self, saves: list[tuple[bytes, int]]) -> None:
         room = max(self._max_pending_bytes - self._writer.pending_bytes, 0) // self.block_bytes
@@ -116,7 +118,7 @@ class _Reading:
 class _Reader:
     """Reads the blocks of loads into host memory, one load after the other; those that wait for a block take turns."""
 
-    def __init__(self, store: FolderStore, board: TransferBoard, rank: int, block_bytes: int) -> None:
+    def __init__(self, store: BlockStore, board: TransferBoard, rank: int, block_bytes: int) -> None:
         self._store = store
         self._board = board
         self._rank = rank
@@ -183,14 +185,18 @@ class _Reader:
             if rows is None:
                 rows = reading.rows = np.empty((len(load.block_hashes), self._block_bytes), dtype=np.uint8)
             while reading.count < len(rows) and load.number in self._wanted:
-                if not self._store.read(load.block_hashes[reading.count], rows[reading.count].data):
+                some = slice(reading.count, reading.count + MOST_TOGETHER)
+                blocks = list(zip(load.block_hashes[some], (row.data for row in rows[some]), strict=True))
+                num_read = self._store.read(blocks)
+                reading.count += num_read
+                if num_read > 0:
+                    reading.waits_until = time.monotonic() + COMING_SECONDS
+                if num_read < len(blocks):
                     if reading.waits and time.monotonic() < reading.waits_until:
                         return False
                     if reading.waits:
                         self._hurries_until = time.monotonic() + HURRY_SECONDS
                     break
-                reading.count += 1
-                reading.waits_until = time.monotonic() + COMING_SECONDS
         except (BlockFileError, OSError, MemoryError) as error:
             logger.warning("a KV block cannot be loaded, and is computed: %s", error)
         except Exception:
@@ -205,7 +211,7 @@ class _Reader:
 class _Writer:
     """Writes blocks from host memory, in the order in which they came."""
 
-    def __init__(self, store: FolderStore, board: TransferBoard, rank: int) -> None:
+    def __init__(self, store: BlockStore, board: TransferBoard, rank: int) -> None:
         self._store = store
         self._board = board
         self._rank = rank

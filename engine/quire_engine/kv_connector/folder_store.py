@@ -32,7 +32,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from quire_engine.kv_connector.block_file import HEADER_BYTES, BlockFileError, check_block, encode_header
+from quire_engine.kv_connector.block_file import HEADER_BYTES, MOST_TOGETHER, BlockFileError, check_block, encode_header
 
 __all__ = ["FolderStore"]
 
@@ -41,9 +41,6 @@ NAMESPACE = "namespace.json"
 PART_SUFFIX = ".tmp"
 SHARE_KEPT = 0.9
 """Of `max_bytes`, after files were deleted: each time all files are looked at."""
-MOST_TOGETHER = 8
-"""Files that are made at once: the lock costs as much as writing one of 64 KiB, and who waits for them gets none before
-all are written."""
 STALE_SECONDS = 600.0
 """After so long a file that was never finished is deleted: its writer is gone."""
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -105,21 +102,39 @@ class FolderStore:
         with self._lock() as usage:
             self._count(usage, 0)
 
-    def read(self, block_hash: bytes, payload: memoryview) -> bool:
-        """Read a block. It counts as used now.
+    @property
+    def place(self) -> str:
+        """The namespace's folder."""
+        return str(self.path.parent)
+
+    def read(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
+        """Read blocks. They count as used now.
 
         Args:
-            block_hash: of the block.
-            payload: where to; of as many bytes as it should have.
+            blocks: the hash of each, and where to; of as many bytes as it should have.
 
         Returns:
-            Whether it is there.
+            How many of them are there, up to the first that is not.
 
         Raises:
-            BlockFileError: there is something else. It is deleted.
+            BlockFileError: there is something else in the place of the first. It is deleted.
             OSError: it cannot be read.
         """
-        path = self._path_of(block_hash)
+        num_read = 0
+        try:
+            for block_hash, payload in blocks:
+                if not self._read_one(self._path_of(block_hash), block_hash, payload):
+                    break
+                num_read += 1
+        except (BlockFileError, OSError) as error:
+            if num_read == 0:  # else it is the first the next time
+                if isinstance(error, BlockFileError):
+                    with contextlib.suppress(OSError):
+                        os.unlink(self._path_of(blocks[0][0]))
+                raise
+        return num_read
+
+    def _read_one(self, path: str, block_hash: bytes, payload: memoryview) -> bool:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -127,17 +142,14 @@ class FolderStore:
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise BlockFileError(f"{path} is not a file")
-            try:
-                if status.st_size != HEADER_BYTES + len(payload):
-                    raise BlockFileError(f"it has {status.st_size} bytes instead of {HEADER_BYTES + len(payload)}")
-                check_block(_read(descriptor, payload), block_hash, self._namespace, payload)
-            except BlockFileError as error:
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
-                raise BlockFileError(f"{path}: {error}") from None
+                raise BlockFileError("it is not a file")
+            if status.st_size != HEADER_BYTES + len(payload):
+                raise BlockFileError(f"it has {status.st_size} bytes instead of {HEADER_BYTES + len(payload)}")
+            check_block(_read(descriptor, payload), block_hash, self._namespace, payload)
             with contextlib.suppress(OSError):
                 os.utime(descriptor)
+        except BlockFileError as error:
+            raise BlockFileError(f"{path}: {error}") from None
         finally:
             os.close(descriptor)
         return True
@@ -208,6 +220,9 @@ class FolderStore:
         """
         names = os.listdir(self.path / folder)
         return {bytes.fromhex(name) for name in names if len(name) == 64 and not name.startswith(".")}
+
+    def close(self) -> None:
+        """Nothing is open between two calls."""
 
     def _path_of(self, block_hash: bytes) -> str:
         name = block_hash.hex()

@@ -63,3 +63,6 @@ class KVConnector(Protocol):
 
     def make_stats(self) -> KVConnectorStats:
         """The present numbers."""
+
+    def close(self) -> None:
+        """End what it has open; nothing follows."""

@@ -130,6 +130,11 @@ class Scheduler:
         """Load blocks that are kept elsewhere, and have them kept there, from now on."""
         self._connector = connector
 
+    def close(self) -> None:
+        """End what it has open; nothing follows."""
+        if self._connector is not None:
+            self._connector.close()
+
     # -- requests come and go ---------------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:

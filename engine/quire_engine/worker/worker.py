@@ -353,17 +353,15 @@ class Worker:
 
     def _connect_kv(self, namespace: bytes) -> int:
         """See `ConnectKV`."""
+        from quire_engine.kv_connector.block_store import open_store
         from quire_engine.kv_connector.connector_worker import ConnectorWorker
-        from quire_engine.kv_connector.folder_store import FolderStore
 
         transfer, board, rank = self.config.cache.kv_transfer_config, self._transfer_board, self.parallel.rank
         assert transfer is not None
         assert board is not None
-        storage = transfer.kv_connector_extra_config
-        store = FolderStore(Path(storage.shared_storage_path), namespace, rank, storage.max_bytes)
-        self._connector = ConnectorWorker(
-            partial(getattr, self.runner, "kv_caches"), store, board, rank, storage.staging_bytes
-        )
+        store = open_store(transfer, namespace, rank)
+        staging_bytes = transfer.kv_connector_extra_config.staging_bytes
+        self._connector = ConnectorWorker(partial(getattr, self.runner, "kv_caches"), store, board, rank, staging_bytes)
         return self._connector.block_bytes
 
     def close(self) -> None:

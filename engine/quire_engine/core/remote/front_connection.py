@@ -7,9 +7,10 @@ from types import TracebackType
 
 import zmq
 
-from quire_engine.core.remote.keys import HostKeys
-from quire_engine.core.remote.sockets import LoopSocket, monitor, tcp_address
+from quire_engine.core.remote.sockets import LoopSocket, monitor
 from quire_engine.core.remote.wire import BEAT_SECONDS, MAX_MISSED_BEATS, MessageType
+from quire_engine.ipc.curve import connect_securely, tcp_address
+from quire_engine.ipc.keys import HostKeys
 
 __all__ = ["FrontConnection", "FrontLostError"]
 
@@ -45,11 +46,11 @@ class FrontConnection:
         self._loss: str | None = None
         dealer = context.socket(zmq.DEALER)
         for option, value in (
-            (zmq.CURVE_SERVERKEY, keys.peers[0]), (zmq.CURVE_PUBLICKEY, keys.public_key),
-            (zmq.CURVE_SECRETKEY, keys.secret_key), (zmq.RECONNECT_IVL, -1), (zmq.IMMEDIATE, 1),
-            (zmq.HANDSHAKE_IVL, int(1000 * CONNECT_SECONDS)), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.IPV6, 1),
+            (zmq.RECONNECT_IVL, -1), (zmq.IMMEDIATE, 1), (zmq.HANDSHAKE_IVL, int(1000 * CONNECT_SECONDS)),
+            (zmq.SNDHWM, 0), (zmq.RCVHWM, 0),
         ):  # fmt: skip
             dealer.setsockopt(option, value)
+        connect_securely(dealer, keys)
         self._dealer = LoopSocket(dealer, self._on_message)
         self._monitor = monitor(dealer, _EVENTS, self._on_event)
         self._monitor.start()
@@ -106,11 +107,11 @@ class FrontConnection:
         if self._loss is not None:
             raise FrontLostError(self._loss)
         self._wakes.clear()
-        try:
-            await asyncio.wait_for(self._wakes.wait(), max(seconds, 0.0))
-        except asyncio.TimeoutError:
-            return False
-        return True
+        waking = asyncio.ensure_future(self._wakes.wait())
+        try:  # `wait_for` of Python 3.11 forgets a cancellation that comes with what it waits for
+            return bool((await asyncio.wait((waking,), timeout=max(seconds, 0.0)))[0])
+        finally:
+            waking.cancel()
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         if frames[0].bytes != MessageType.BEAT.value:

@@ -26,10 +26,10 @@ from quire_engine.config import EngineConfig
 from quire_engine.core.client import AsyncMPClient
 from quire_engine.core.remote.engine_digest import describe_engine
 from quire_engine.core.remote.front_connection import FrontConnection, FrontLostError
-from quire_engine.core.remote.keys import HostKeys, read_keys
 from quire_engine.core.remote.wire import BEAT_SECONDS, Accepted, Beat, Gone, Join, MessageType, Refused
 from quire_engine.core.restart_policy import RestartPolicy
 from quire_engine.errors import EngineDeadError, EngineError
+from quire_engine.ipc.keys import HostKeys, read_keys
 from quire_engine.messages import EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall, UtilityOutput, WakeUp
 
 __all__ = ["HeadlessEngine", "run_headless"]

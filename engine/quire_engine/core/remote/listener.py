@@ -1,14 +1,8 @@
-"""Listener: where engines of other hosts join a front. One TCP port, which lets in only those whose keys it knows.
-
-Both sides show that they have their secret keys (CurveZMQ), and all that they say is encrypted. Whoever cannot gets
-no further than libzmq's I/O thread: no message of theirs reaches this one. Who connects and says nothing is sent away
-after `HANDSHAKE_MS`.
-"""
+"""Listener: where engines of other hosts join a front. One TCP port, which lets in only those whose keys it knows."""
 
 import asyncio
 import contextlib
 import logging
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,9 +14,8 @@ import zmq
 
 from quire_engine.config import EngineConfig
 from quire_engine.core.remote.engine_digest import describe_engine, difference
-from quire_engine.core.remote.keys import read_keys
 from quire_engine.core.remote.remote_connection import RemoteConnection
-from quire_engine.core.remote.sockets import LoopSocket, RareLog, monitor, tcp_address
+from quire_engine.core.remote.sockets import LoopSocket, RareLog, monitor
 from quire_engine.core.remote.wire import (
     BEAT_SECONDS,
     MAX_MISSED_BEATS,
@@ -33,16 +26,15 @@ from quire_engine.core.remote.wire import (
     MessageType,
     Refused,
 )
+from quire_engine.ipc.curve import Asked, bind, listen_for_questions, serve_securely
+from quire_engine.ipc.keys import read_keys
 from quire_engine.messages import EngineCoreReady
 
 __all__ = ["Listener"]
 
 logger = logging.getLogger(__name__)
 
-HANDSHAKE_MS = 5000
 CLOSING_SECONDS = 1.0
-_DOMAIN = b"quire"
-_ALLOWED, _DENIED = (b"200", b"OK"), (b"400", b"unknown key")
 _FAILURES: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it went away, or said nothing for some seconds",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it has other keys for this front, or speaks another protocol",
@@ -96,28 +88,14 @@ class Listener:
 
     def _open(self, host: str, port: int) -> None:
         router = self._context.socket(zmq.ROUTER)
-        for option, value in (
-            (zmq.CURVE_SERVER, 1), (zmq.CURVE_SECRETKEY, self._keys.secret_key), (zmq.ZAP_DOMAIN, _DOMAIN),
-            (zmq.ZAP_ENFORCE_DOMAIN, 1),  # until somebody looks at keys, nobody is let in
-            (zmq.HANDSHAKE_IVL, HANDSHAKE_MS), (zmq.ROUTER_MANDATORY, 1), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0),
-        ):  # fmt: skip
+        for option, value in ((zmq.ROUTER_MANDATORY, 1), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0)):
             router.setsockopt(option, value)
+        serve_securely(router, self._keys)
         try:
-            # `bind` of ZMQ takes addresses and devices, no names.
-            address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-            router.setsockopt(zmq.IPV6, ":" in address)
-            router.bind(tcp_address(address, port))
-        except (socket.gaierror, UnicodeError):
-            raise ValueError(f"data_parallel_address is {host!r}, which is no address and no name of a host") from None
-        except zmq.ZMQError as error:
-            mend = "another program listens there; end it, or give another data_parallel_rpc_port"
-            if error.errno == zmq.EADDRNOTAVAIL:
-                mend = "this host has no such address; give one of its own (see: ip address)"
-            raise ValueError(f"cannot listen at data_parallel_address {host}, data_parallel_rpc_port {port}: "
-                             f"{error.strerror}; {mend}") from None  # fmt: skip
-        self.endpoint = str(router.getsockopt_string(zmq.LAST_ENDPOINT))
-        authenticator = self._context.socket(zmq.REP)
-        authenticator.bind("inproc://zeromq.zap.01")
+            self.endpoint = bind(router, host, port)
+        except ValueError as error:
+            raise ValueError(f"data_parallel_address, data_parallel_rpc_port: {error}") from None
+        authenticator = listen_for_questions(self._context)
         self._router = LoopSocket(router, self._on_message)
         self._authenticator = LoopSocket(authenticator, self._authenticate)
         self._monitor = monitor(router, zmq.EVENT_DISCONNECTED | sum(_FAILURES), self._on_event)
@@ -169,18 +147,15 @@ class Listener:
     # -- who may join --------------------------------------------------------------------------------------------------
 
     def _authenticate(self, frames: list[zmq.Frame]) -> None:
-        """Answer libzmq, which asks whether a connection may be made (ZAP, RFC 27); its other side has shown that it
-        has the secret key that belongs to the public one."""
-        version, request_id, _, address, _, mechanism, *credentials = (frame.bytes for frame in frames)
-        key = credentials[0] if mechanism == b"CURVE" and len(credentials) == 1 else b""
-        is_known = key in self._keys.peers
-        if not is_known:
+        """Answer libzmq, which asks whether a connection may be made."""
+        asked = Asked([frame.bytes for frame in frames], self._keys.peers)
+        if not asked.is_known:
             self._strangers.warn(
                 "key",
-                f"an engine at {address.decode(errors='replace')} may not join: its public key {key.hex()} is not "
+                f"an engine at {asked.address} may not join: its public key {asked.key.hex()} is not "
                 "among the peers in data_parallel_key_file; if it is yours, add it with: quire key FILE --trust KEY",
             )
-        self._authenticator.send([version, request_id, *(_ALLOWED if is_known else _DENIED), key.hex().encode(), b""])
+        self._authenticator.send(asked.answer)
 
     def _on_event(self, event: int, value: int) -> None:
         if event in _FAILURES:

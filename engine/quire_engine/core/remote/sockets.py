@@ -10,7 +10,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-__all__ = ["LoopSocket", "RareLog", "monitor", "tcp_address"]
+__all__ = ["LoopSocket", "RareLog", "monitor"]
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +86,6 @@ def monitor(socket: "zmq.Socket[Any]", events: int, on_event: Callable[[int, int
         on_event(message["event"], message["value"])
 
     return LoopSocket(socket.get_monitor_socket(events), on_message)
-
-
-def tcp_address(host: str, port: int) -> str:
-    """As ZMQ writes it."""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 class RareLog:

@@ -13,6 +13,7 @@ from quire_engine.models.base import AttentionSpec
 from quire_engine.stats import KVConnectorStats
 from quire_engine.worker.cache_sizing import block_bytes
 from support.ranks import ThreadExecutor
+from support.remote import store_server
 
 PROMPTS = [random.Random(i).choices(range(60), k=20 + 7 * i) for i in range(6)]
 PARAMS = [
@@ -20,13 +21,21 @@ PARAMS = [
 ]
 
 
-def generate(folder: Path, store: Path | None, **settings: Any) -> tuple[list[list[int]], KVConnectorStats | None]:
-    """In an engine of its own, which ends."""
-    if store is not None:
+def generate(
+    folder: Path, store: Path | dict[str, Any] | None, **settings: Any
+) -> tuple[list[list[int]], KVConnectorStats | None]:
+    """In an engine of its own, which ends.
+
+    Args:
+        folder: of the checkpoint.
+        store: where blocks are kept: in a folder, or as the setting says.
+        settings: others.
+    """
+    if isinstance(store, Path):
         extra = {"shared_storage_path": str(store)}
-        settings["kv_transfer_config"] = {
-            "kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra,
-        }  # fmt: skip
+        store = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}
+    if store is not None:
+        settings["kv_transfer_config"] = store
     with pytest.MonkeyPatch.context() as patch:
         if settings.get("tensor_parallel_size", 1) > 1:
             patch.setattr(engine_core, "make_executor", ThreadExecutor)
@@ -54,6 +63,21 @@ def test_a_new_engine_loads_what_another_has_saved(folder: Path, tmp_path: Path)
     assert (saved.hits, saved.num_unsaved_blocks) == (0, 0)
     assert loaded.num_loaded_blocks >= sum((len(prompt) - 1) // 4 for prompt in PROMPTS)
     assert (loaded.num_failed_blocks, loaded.num_loading) == (0, 0)
+
+
+def test_blocks_come_from_a_store_on_another_host_while_it_is_there(folder: Path, tmp_path: Path) -> None:
+    expected, _ = generate(folder, None, tensor_parallel_size=2)
+    with store_server(tmp_path) as (_, transfer):
+        first, saved = generate(folder, transfer, tensor_parallel_size=2)
+        second, loaded = generate(folder, transfer, tensor_parallel_size=2)
+    third, alone = generate(folder, transfer, tensor_parallel_size=2)
+    assert first == second == third == expected
+    assert saved is not None
+    assert loaded is not None
+    assert alone is not None
+    assert saved.num_unsaved_blocks == 0
+    assert loaded.num_loaded_blocks >= sum((len(prompt) - 1) // 4 for prompt in PROMPTS)
+    assert (alone.num_loaded_blocks, alone.num_saved_blocks) == (0, 0)
 
 
 def test_each_rank_has_its_own_part(folder: Path, tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ import pytest
 import zmq
 from quire_engine.config import EngineConfig
 from quire_engine.core.remote import front_connection, headless_engine, listener, remote_replica
-from quire_engine.core.remote.keys import add_peers, make_keys
 from quire_engine.core.remote.remote_replica import RemoteReplicas
 from quire_engine.core.remote.wire import MessageType
 from quire_engine.errors import EngineError
+from quire_engine.ipc import curve
+from quire_engine.ipc.keys import add_peers, make_keys
 from quire_engine.messages import IsSleeping, Sleep, WakeUp
 from support.engines import until
 from support.fleet import POISON, Engine, Fleet
@@ -221,7 +222,7 @@ def test_strangers_are_refused_and_disturb_nothing(
     hosts: Hosts, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wrong keys of either side, other protocols, connections that say nothing or go away: all while requests run."""
-    monkeypatch.setattr(listener, "HANDSHAKE_MS", 200)
+    monkeypatch.setattr(curve, "HANDSHAKE_MS", 200)
     address = ("127.0.0.1", hosts.port)
 
     async def main(front: RemoteFleet) -> None:
@@ -289,13 +290,37 @@ def test_requests_that_only_it_may_get_do_not_wait_for_ever(hosts: Hosts, monkey
     serve(hosts, main)
 
 
+@pytest.mark.parametrize("turns", range(5))
+def test_an_engine_that_is_told_to_end_does_so_whatever_its_front_says_just_then(hosts: Hosts, turns: int) -> None:
+    async def main() -> None:
+        context: zmq.Context[Any] = zmq.Context()
+        silent = socket.create_server((hosts.host, hosts.port))
+        front = front_connection.FrontConnection(context, hosts.host, hosts.port, hosts.keys)
+        receiving = asyncio.ensure_future(front.receive())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        front._on_message([zmq.Frame(MessageType.BEAT.value)])
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        receiving.cancel()
+        done, _ = await asyncio.wait((receiving,), timeout=1)
+        receiving.cancel()
+        front._close()
+        context.destroy(linger=0)
+        silent.close()
+        assert done
+        assert receiving.cancelled()
+
+    asyncio.run(main())
+
+
 def test_a_front_that_cannot_listen_says_why(hosts: Hosts, tmp_path: Path) -> None:
     def fails(match: str, **others: Any) -> None:
         with pytest.raises(ValueError, match=match):
             RemoteReplicas(EngineConfig.from_settings({**hosts.settings(), **others}))
 
     with socket.create_server(("127.0.0.1", hosts.port)):
-        fails("Address already in use.*; another program listens there")
+        fails("Address already in use; another program listens there")
     fails("this host has no such address", data_parallel_address="192.0.2.250")
     fails("is no address and no name of a host", data_parallel_address="front..example")
     alone = tmp_path / "alone.json"

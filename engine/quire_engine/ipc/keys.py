@@ -1,4 +1,4 @@
-"""Keys of the hosts of a model: a file on each, with its own secret key and the public keys of those that it trusts.
+"""Keys of hosts that work together: a file on each, with its own secret key and the public keys that it trusts.
 
 ::
 
@@ -67,13 +67,17 @@ def add_peers(path: Path, peers: Sequence[str]) -> HostKeys:
     return keys
 
 
-def read_keys(path: Path) -> HostKeys:
+def read_keys(path: Path, setting: str = "data_parallel_key_file") -> HostKeys:
     """The keys in a file that only its owner may read, who has to be the present user.
+
+    Args:
+        path: of the file.
+        setting: that names it, for messages.
 
     Raises:
         ValueError: there is no such file, others may read it, or it does not hold keys.
     """
-    name = f"data_parallel_key_file {path}"
+    name = f"{setting} {path}"
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_engine.core.remote.keys import add_peers, make_keys, read_keys
+from quire_engine.ipc.keys import add_peers, make_keys, read_keys
 
 
 def test_a_new_file_is_its_owners_alone_and_gains_peers(tmp_path: Path) -> None:

@@ -1,0 +1,64 @@
+"""BlockStore: where KV blocks are kept outside the KV cache. `open_store` makes the one that the settings name."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from quire_engine.config import KVTransferConfig
+from quire_engine.kv_connector.folder_store import FolderStore
+
+__all__ = ["Block", "BlockStore", "open_store"]
+
+Block = tuple[bytes, memoryview]
+"""A block's hash and its bytes, or the room for them."""
+
+
+class BlockStore(Protocol):
+    """The blocks of one rank of one namespace. Every method may be called by any thread, and raises OSError where the
+    store cannot be reached, read or written."""
+
+    @property
+    def place(self) -> str:
+        """Where it is, for people."""
+
+    def read(self, blocks: Sequence[Block]) -> int:
+        """Read blocks of one size. Returns how many there are, up to the first that is not there.
+
+        Raises:
+            BlockFileError: something else is in the place of the first.
+        """
+
+    def write(self, blocks: Sequence[Block]) -> int:
+        """Keep blocks of one size that are not there already. Returns how many are there now, the first ones."""
+
+    def describe(self, text: str) -> None:
+        """Write down what the namespace stands for."""
+
+    def folders(self) -> dict[str, int]:
+        """The parts that it has blocks in, and when each last changed, in nanoseconds."""
+
+    def hashes(self, folder: str) -> set[bytes]:
+        """Of the blocks that are in one of them now."""
+
+    def close(self) -> None:
+        """End what it has open; whoever asks meanwhile gets an OSError."""
+
+
+def open_store(transfer: KVTransferConfig, namespace: bytes, rank: int) -> BlockStore:
+    """The store of a rank.
+
+    Args:
+        transfer: the connector's settings.
+        namespace: 32 bytes.
+        rank: whose blocks.
+
+    Raises:
+        OSError: there can be no such folder.
+        ValueError: the keys of this host are not as they have to be.
+    """
+    storage = transfer.kv_connector_extra_config
+    if transfer.is_remote:
+        from quire_engine.kv_connector.remote_store import RemoteStore
+
+        return RemoteStore.connect(storage, namespace, rank)
+    return FolderStore(Path(storage.shared_storage_path), namespace, rank, storage.max_bytes)

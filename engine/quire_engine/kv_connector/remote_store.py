@@ -1,0 +1,170 @@
+"""RemoteStore: KV blocks of a store on another host (`StoreServer`), over TCP.
+
+::
+
+    a thread ─ REQ ══ CurveZMQ ══ ROUTER ─ StoreServer ─ FolderStore
+
+    request   operation │ [namespace, rank, argument] │ payloads …
+    answer    b"" │ result │ payloads …        or what went wrong, in words
+
+Threads that ask at once have a connection each. A store that does not answer in time loses it, and is not asked again
+for `PAUSE_SECONDS`: engines go on without, as they do when blocks are not there.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from quire_engine.config import StorageConfig
+from quire_engine.ipc.curve import connect_securely, tcp_address
+from quire_engine.ipc.keys import HostKeys, read_keys
+from quire_engine.kv_connector.block_file import MOST_TOGETHER
+
+__all__ = ["Operation", "RemoteStore"]
+
+ANSWER_SECONDS = 3.0
+"""A store that takes longer for a message is as good as away."""
+PAUSE_SECONDS = 5.0
+
+
+class Operation:
+    """What a store can be asked for: the first frame."""
+
+    READ = b"read"
+    WRITE = b"write"
+    DESCRIBE = b"describe"
+    FOLDERS = b"folders"
+    HASHES = b"hashes"
+
+
+class RemoteStore:
+    """The blocks of one rank of one namespace; see `BlockStore`. Nothing is connected before the first question.
+
+    Args:
+        host: of the store.
+        port: where it listens.
+        keys: of this host, which trust the store's first.
+        namespace: 32 bytes.
+        rank: whose blocks.
+    """
+
+    def __init__(self, host: str, port: int, keys: HostKeys, namespace: bytes, rank: int) -> None:
+        self.place = f"{host}:{port}"
+        self._address = tcp_address(host, port)
+        self._keys = keys
+        self._namespace = namespace
+        self._rank = rank
+        self._context = zmq.Context()
+        self._lock = threading.Lock()
+        self._idle: list[zmq.Socket[bytes]] = []
+        self._silent_until = 0.0
+        self._is_closed = False
+
+    @classmethod
+    def connect(cls, config: StorageConfig, namespace: bytes, rank: int) -> "RemoteStore":
+        """As the settings say.
+
+        Raises:
+            ValueError: the file of keys is not as it has to be.
+        """
+        keys = read_keys(Path(config.key_file), "kv_transfer_config: key_file")
+        if not keys.peers:
+            raise ValueError(f"kv_transfer_config: key_file {config.key_file} trusts nobody; add the public key of the "
+                             f"store's host with: quire key {config.key_file} --trust KEY")  # fmt: skip
+        return cls(config.host, config.port, keys, namespace, rank)
+
+    def read(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
+        """See `BlockStore`. The store has checked them, and the connection checks all that it carries."""
+        for first in range(0, len(blocks), MOST_TOGETHER):
+            some = blocks[first : first + MOST_TOGETHER]
+            size = len(some[0][1])
+            found, payloads = self._ask(Operation.READ, [[block_hash for block_hash, _ in some], size])
+            if len(payloads) != found or any(len(payload) != size for payload in payloads):
+                raise OSError(f"the KV store at {self.place} sends blocks of another size; is it of this version?")
+            for (_, place), payload in zip(some, payloads, strict=False):
+                place[:] = payload
+            if found < len(some):
+                return first + int(found)
+        return len(blocks)
+
+    def write(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
+        """See `BlockStore`."""
+        for first in range(0, len(blocks), MOST_TOGETHER):
+            some = blocks[first : first + MOST_TOGETHER]
+            hashes, payloads = [block_hash for block_hash, _ in some], [payload for _, payload in some]
+            kept, _ = self._ask(Operation.WRITE, hashes, payloads)
+            if kept < len(some):
+                return first + int(kept)
+        return len(blocks)
+
+    def describe(self, text: str) -> None:
+        """See `BlockStore`."""
+        self._ask(Operation.DESCRIBE, text)
+
+    def folders(self) -> dict[str, int]:
+        """See `BlockStore`."""
+        return dict(self._ask(Operation.FOLDERS)[0])
+
+    def hashes(self, folder: str) -> set[bytes]:
+        """See `BlockStore`."""
+        return set(self._ask(Operation.HASHES, folder)[0])
+
+    def close(self) -> None:
+        """See `BlockStore`."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+            self._is_closed = True
+        for socket in idle:
+            socket.close()
+        self._context.term()  # whoever waits for an answer stops, and closes its socket
+
+    def _ask(
+        self, operation: bytes, argument: Any = None, payloads: Sequence[memoryview] = ()
+    ) -> tuple[Any, list[memoryview]]:
+        """Returns the result, and the payloads that came with it."""
+        if time.monotonic() < self._silent_until:
+            raise OSError(f"the KV store at {self.place} did not answer a moment ago")
+        question = msgspec.msgpack.encode([self._namespace, self._rank, argument])
+        socket = self._take_socket()
+        try:
+            socket.send_multipart([operation, question, *payloads], copy=False)
+            error, *answer = socket.recv_multipart(copy=False)
+        except zmq.ZMQError as failure:  # what comes later would answer the next question
+            socket.close()
+            self._silent_until = time.monotonic() + PAUSE_SECONDS
+            what = "does not answer" if isinstance(failure, zmq.Again) else f"cannot be asked ({failure})"
+            raise OSError(f"the KV store at {self.place} {what}; is it there, behind no firewall, and does each of the "
+                          "two trust the other's key?") from None  # fmt: skip
+        self._give_socket(socket)
+        if error.buffer:
+            raise OSError(f"the KV store at {self.place}: {error.bytes.decode(errors='replace')}")
+        return msgspec.msgpack.decode(answer[0].buffer), [frame.buffer for frame in answer[1:]]
+
+    def _take_socket(self) -> "zmq.Socket[bytes]":
+        """For one question; no other thread has it meanwhile."""
+        with self._lock:
+            if self._is_closed:
+                raise OSError("the engine ends")
+            if self._idle:
+                return self._idle.pop()
+            socket: zmq.Socket[bytes] = self._context.socket(zmq.REQ)
+        for option, value in (
+            (zmq.SNDTIMEO, int(1000 * ANSWER_SECONDS)), (zmq.RCVTIMEO, int(1000 * ANSWER_SECONDS)),
+            (zmq.LINGER, 0), (zmq.IMMEDIATE, 1),
+        ):  # fmt: skip
+            socket.setsockopt(option, value)
+        connect_securely(socket, self._keys)
+        socket.connect(self._address)
+        return socket
+
+    def _give_socket(self, socket: "zmq.Socket[bytes]") -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._idle.append(socket)
+                return
+        socket.close()
