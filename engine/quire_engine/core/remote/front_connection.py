@@ -139,5 +139,5 @@ class FrontConnection:
         self._wakes.set()
 
     def _close(self) -> None:
-        self._monitor.close()
         self._dealer.close(LINGER_MS)
+        self._monitor.close()  # after it: see `monitor`

@@ -140,7 +140,7 @@ class Listener:
             return
         if self._beating is not None and self._loop is not None and not self._loop.is_closed():
             self._beating.cancel()
-        for each in (self._monitor, self._router, self._authenticator):
+        for each in (self._router, self._monitor, self._authenticator):  # in this order: see `monitor`
             each.close()
         self._context.destroy(linger=0)
 

@@ -79,7 +79,11 @@ class LoopSocket:
 
 
 def monitor(socket: "zmq.Socket[Any]", events: int, on_event: Callable[[int, int], None]) -> LoopSocket:
-    """What happens to a socket's connections: `on_event` is called with the event and its value."""
+    """What happens to a socket's connections: `on_event` is called with the event and its value.
+
+    It has to be closed after the socket: libzmq waits until somebody can read an event, and holds a lock meanwhile that
+    the socket needs to end.
+    """
 
     def on_message(frames: list[zmq.Frame]) -> None:
         message = parse_monitor_message([frame.bytes for frame in frames])

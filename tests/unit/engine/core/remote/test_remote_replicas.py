@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -310,6 +311,29 @@ def test_an_engine_that_is_told_to_end_does_so_whatever_its_front_says_just_then
         silent.close()
         assert done
         assert receiving.cancelled()
+
+    asyncio.run(main())
+
+
+def test_closing_waits_for_nobody_who_is_to_read_what_happened(hosts: Hosts) -> None:
+    async def main() -> None:
+        context: zmq.Context[Any] = zmq.Context()
+        with socket.create_server((hosts.host, hosts.port)) as listening:
+            front = front_connection.FrontConnection(context, hosts.host, hosts.port, hosts.keys)
+            connection, _ = listening.accept()
+            close_monitor = front._monitor.close
+
+            def close_and_let_something_happen() -> None:
+                close_monitor()
+                connection.close()
+                time.sleep(0.2)
+
+            front._monitor.close = close_and_let_something_happen  # type: ignore[method-assign]
+            closing = threading.Thread(target=front._close, daemon=True)
+            closing.start()
+            closing.join(5)
+            assert not closing.is_alive()
+        context.destroy(linger=0)
 
     asyncio.run(main())
 
