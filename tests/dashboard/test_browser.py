@@ -9,7 +9,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -381,8 +381,10 @@ def test_a_server_that_goes_away_is_said(browser: Browser, open_page: Callable[.
 
 
 def test_what_is_chosen_is_in_the_address(browser: Browser, open_page: Callable[..., Page]) -> None:
-    with fake_triton() as two, dashboard(settings_of(two)) as address:
-        two.state.set("engine_up", 1, model="other")
+    with ExitStack() as stack:
+        two = stack.enter_context(fake_triton())
+        two.state.set("engine_up", 1, model="other")  # before the first reading: else there is no choice
+        address = stack.enter_context(dashboard(settings_of(two)))
         two.state.finish(20)
         page = open_page("overview?model=tinypy&slo_class=batch&range=15+minutes", base=address)
         expect(page.get_by_role("combobox", name="Model")).to_have_value("tinypy")

@@ -1,5 +1,6 @@
 """KVTransferConfig: where KV blocks are kept beside the KV cache, under the keys of vLLM's `kv_transfer_config`."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,6 +17,7 @@ _NEUTRAL = (
 )  # fmt: skip
 """vLLM's keys that ask for nothing here: they are about connections between engines."""
 _EXTRA = "kv_transfer_config: kv_connector_extra_config"
+_HOST = re.compile(r"\[[^/\s]+\]|[^/:\s]+")
 _PATHS = ("shared_storage_path", "key_file")
 """Settings that may be relative paths."""
 _OWN = {
@@ -54,7 +56,8 @@ class StorageConfig:
         for name in _PATHS:
             check(isinstance(getattr(self, name), str), f"{_EXTRA}: {name}", getattr(self, name), _NEEDED[name])
         host, _, port = self.address.rpartition(":") if isinstance(self.address, str) else ("", "", "")
-        check(self.address == "" or (host != "" and port.isdecimal() and 0 < int(port) < 1 << 16),
+        is_address = _HOST.fullmatch(host) is not None and port.isdecimal() and 0 < int(port) < 1 << 16
+        check(self.address == "" or is_address,
               f"{_EXTRA}: address", self.address, _NEEDED["address"])  # fmt: skip
         check_int(f"{_EXTRA}: max_bytes", self.max_bytes, 1)
         check_int(f"{_EXTRA}: staging_bytes", self.staging_bytes, 1)
@@ -125,7 +128,12 @@ class KVTransferConfig:
         extra = own.get("kv_connector_extra_config", {})
         check(isinstance(extra, Mapping), _EXTRA, extra, "an object")
         connector = own["kv_connector"]
-        check(connector in _OWN, "kv_transfer_config: kv_connector", connector, f"one of {', '.join(_OWN)}")
+        check(
+            isinstance(connector, str) and connector in _OWN,
+            "kv_transfer_config: kv_connector",
+            connector,
+            f"one of {', '.join(_OWN)}",
+        )
         known = [*_OWN[connector], "staging_bytes", "load_timeout_s"]
         check(extra.keys() <= set(known), _EXTRA, dict(extra), f"of {', '.join(known)}")
         for name in _OWN[connector]:

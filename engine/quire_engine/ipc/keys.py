@@ -49,7 +49,7 @@ def add_peers(path: Path, peers: Sequence[str]) -> HostKeys:
         OSError: it cannot be written.
     """
     new = [_key(peer, "the public key") for peer in peers]
-    keys = read_keys(path) if path.exists() else make_keys()
+    keys = read_keys(path, "the file of keys") if path.exists() else make_keys()
     known = tuple(dict.fromkeys((*keys.peers, *new)))
     keys = HostKeys(public_key=keys.public_key, secret_key=keys.secret_key, peers=known)
     content = {

@@ -82,6 +82,7 @@ class BlockIndex:
             self._look()
         except OSError as error:
             logger.warning("stored KV blocks cannot be listed: %s", error)
+            self._folders, self._by_folder, self._bad = {}, {}, set()  # the next time it can be is a new beginning
 
     def _look(self) -> None:
         """List the folders that have changed. What was saved before the last such time is written by now, or will not

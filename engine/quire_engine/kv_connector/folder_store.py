@@ -25,7 +25,9 @@ computes the block.
 import contextlib
 import fcntl
 import io
+import logging
 import os
+import re
 import stat
 import time
 from collections.abc import Iterator, Sequence
@@ -36,6 +38,8 @@ from quire_engine.kv_connector.block_file import HEADER_BYTES, MOST_TOGETHER, Bl
 
 __all__ = ["FolderStore"]
 
+logger = logging.getLogger(__name__)
+
 USAGE = "usage"
 NAMESPACE = "namespace.json"
 PART_SUFFIX = ".tmp"
@@ -43,6 +47,8 @@ SHARE_KEPT = 0.9
 """Of `max_bytes`, after files were deleted: each time all files are looked at."""
 STALE_SECONDS = 600.0
 """After so long a file that was never finished is deleted: its writer is gone."""
+_OWN_NAME = re.compile(r"[0-9a-f]{64}|\..+\.tmp")
+"""Of blocks, and of those that are being written. Whatever else is in the folder is not touched."""
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
@@ -117,7 +123,7 @@ class FolderStore:
             How many of them are there, up to the first that is not.
 
         Raises:
-            BlockFileError: there is something else in the place of the first. It is deleted.
+            BlockFileError: there is something else in the place of the first. Such files are deleted.
             OSError: it cannot be read.
         """
         num_read = 0
@@ -127,11 +133,9 @@ class FolderStore:
                     break
                 num_read += 1
         except (BlockFileError, OSError) as error:
-            if num_read == 0:  # else it is the first the next time
-                if isinstance(error, BlockFileError):
-                    with contextlib.suppress(OSError):
-                        os.unlink(self._path_of(blocks[0][0]))
+            if num_read == 0:
                 raise
+            logger.warning("a KV block cannot be read: %s", error)
         return num_read
 
     def _read_one(self, path: str, block_hash: bytes, payload: memoryview) -> bool:
@@ -149,6 +153,8 @@ class FolderStore:
             with contextlib.suppress(OSError):
                 os.utime(descriptor)
         except BlockFileError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(path)  # else it would stand in the way of the block that is saved next
             raise BlockFileError(f"{path}: {error}") from None
         finally:
             os.close(descriptor)
@@ -164,7 +170,7 @@ class FolderStore:
             How many of them are there now, the first ones: there may be no room for all at once.
 
         Raises:
-            OSError: one cannot be written, and those are not that would have been written with it.
+            OSError: one cannot be written, and some of those are not that would have been written with it.
         """
         size = HEADER_BYTES + max((len(payload) for _, payload in blocks), default=0)
         together = max(min(int(self._max_bytes * (1 - SHARE_KEPT)) // size, MOST_TOGETHER), 1)
@@ -239,6 +245,8 @@ class FolderStore:
     def _count(self, usage: io.FileIO, num_bytes: int) -> bool:
         """Count bytes of files that are about to be made, after making room for them if there is none; or of those that
         are gone. Returns whether there is room."""
+        if num_bytes > self._max_bytes:
+            return False
         text = usage.read(32)
         used = int(text) if text.isdigit() else self._make_room(self._max_bytes)
         if num_bytes > 0 and used + num_bytes > self._max_bytes:
@@ -279,7 +287,7 @@ class FolderStore:
         """All files of blocks in the folder, of any namespace: when each was last used, its size and its path."""
         for path, _, names in os.walk(self._folder):
             for name in names:
-                if name not in (USAGE, NAMESPACE):
+                if _OWN_NAME.fullmatch(name):
                     with contextlib.suppress(FileNotFoundError):
                         status = os.stat(os.path.join(path, name), follow_symlinks=False)
                         yield status.st_mtime, status.st_size, os.path.join(path, name)

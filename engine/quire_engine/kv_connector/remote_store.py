@@ -5,7 +5,7 @@
     a thread ─ REQ ══ CurveZMQ ══ ROUTER ─ StoreServer ─ FolderStore
 
     request   operation │ [namespace, rank, argument] │ payloads …
-    answer    b"" │ result │ payloads …        or what went wrong, in words
+    answer    b"" │ result │ payloads …        or what went wrong, in words │ b""
 
 Threads that ask at once have a connection each. A store that does not answer in time loses it, and is not asked again
 for `PAUSE_SECONDS`: engines go on without, as they do when blocks are not there.
@@ -28,7 +28,7 @@ from quire_engine.kv_connector.block_file import MOST_TOGETHER
 __all__ = ["Operation", "RemoteStore"]
 
 ANSWER_SECONDS = 3.0
-"""A store that takes longer for a message is as good as away."""
+"""A store that takes longer to be reached, or to answer, is as good as away."""
 PAUSE_SECONDS = 5.0
 
 
@@ -130,20 +130,26 @@ class RemoteStore:
         if time.monotonic() < self._silent_until:
             raise OSError(f"the KV store at {self.place} did not answer a moment ago")
         question = msgspec.msgpack.encode([self._namespace, self._rank, argument])
-        socket = self._take_socket()
+        socket: zmq.Socket[bytes] | None = None
         try:
+            socket = self._take_socket()
             socket.send_multipart([operation, question, *payloads], copy=False)
-            error, *answer = socket.recv_multipart(copy=False)
-        except zmq.ZMQError as failure:  # what comes later would answer the next question
-            socket.close()
+            error, result, *found = socket.recv_multipart(copy=False)
+            words = error.bytes.decode(errors="replace")
+            answer = None if words else msgspec.msgpack.decode(result.buffer)
+        except (zmq.ZMQError, msgspec.MsgspecError, ValueError) as failure:
+            if socket is not None:
+                socket.close()  # what comes later would answer the next question
+            if self._is_closed:
+                raise OSError("the engine ends") from None
             self._silent_until = time.monotonic() + PAUSE_SECONDS
             what = "does not answer" if isinstance(failure, zmq.Again) else f"cannot be asked ({failure})"
             raise OSError(f"the KV store at {self.place} {what}; is it there, behind no firewall, and does each of the "
                           "two trust the other's key?") from None  # fmt: skip
         self._give_socket(socket)
-        if error.buffer:
-            raise OSError(f"the KV store at {self.place}: {error.bytes.decode(errors='replace')}")
-        return msgspec.msgpack.decode(answer[0].buffer), [frame.buffer for frame in answer[1:]]
+        if words:
+            raise OSError(f"the KV store at {self.place}: {words}")
+        return answer, [frame.buffer for frame in found]
 
     def _take_socket(self) -> "zmq.Socket[bytes]":
         """For one question; no other thread has it meanwhile."""
@@ -153,13 +159,17 @@ class RemoteStore:
             if self._idle:
                 return self._idle.pop()
             socket: zmq.Socket[bytes] = self._context.socket(zmq.REQ)
-        for option, value in (
-            (zmq.SNDTIMEO, int(1000 * ANSWER_SECONDS)), (zmq.RCVTIMEO, int(1000 * ANSWER_SECONDS)),
-            (zmq.LINGER, 0), (zmq.IMMEDIATE, 1),
-        ):  # fmt: skip
-            socket.setsockopt(option, value)
-        connect_securely(socket, self._keys)
-        socket.connect(self._address)
+        try:
+            for option, value in (
+                (zmq.SNDTIMEO, int(1000 * ANSWER_SECONDS)), (zmq.RCVTIMEO, int(1000 * ANSWER_SECONDS)),
+                (zmq.LINGER, 0), (zmq.IMMEDIATE, 1),
+            ):  # fmt: skip
+                socket.setsockopt(option, value)
+            connect_securely(socket, self._keys)
+            socket.connect(self._address)
+        except BaseException:
+            socket.close()
+            raise
         return socket
 
     def _give_socket(self, socket: "zmq.Socket[bytes]") -> None:

@@ -2,18 +2,20 @@
 
 ::
 
-    RemoteStore ══ ROUTER ── proxy ── DEALER ─┬─ thread: FolderStore
-    RemoteStore ══ ─┘                         └─ thread: FolderStore …
+    RemoteStore ══ ROUTER ── ROUTER ─┬─ REQ, a thread: FolderStore
+    RemoteStore ══ ─┘                └─ REQ, a thread: FolderStore …
 
-Only hosts whose keys are known get in (`ipc.curve`). A question is a message, and so is its answer; see `RemoteStore`.
-What a block is checked for, and how much is kept, is the folder's matter.
+A question goes to a thread that is idle, and waits outside while none is. Only hosts whose keys are known get in
+(`ipc.curve`). A question is a message, and so is its answer; see `RemoteStore`. What a block is checked for, and how
+much is kept, is the folder's matter.
 """
 
 import logging
 import re
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +32,18 @@ __all__ = ["StoreServer"]
 
 logger = logging.getLogger(__name__)
 
-NUM_THREADS = 4
+NUM_THREADS = 8
 MAX_MESSAGE_BYTES = 1 << 30
 MAX_BLOCK_BYTES = MAX_MESSAGE_BYTES // MOST_TOGETHER
 MAX_QUEUED = 4
-"""Messages of a host that wait; the others wait with it."""
+"""Messages of a connection that wait here; more wait with their sender."""
+HEARTBEAT_MS = 10_000
+"""A host that says nothing to a heartbeat is gone, and its connections are closed."""
+SAY_SECONDS = 30.0
 MAX_RANK = 1 << 16
 _INSIDE = "inproc://threads"
 _FOLDER = re.compile(r"[0-9a-f]{2}")
-_Work = Callable[["zmq.Socket[Any]"], None]
+_Work = Callable[..., None]
 
 
 class _Question(msgspec.Struct, array_like=True):
@@ -74,11 +79,12 @@ class StoreServer:
         self._stores: dict[tuple[bytes, int], FolderStore] = {}
         self._context = zmq.Context()
         self._context.set(zmq.BLOCKY, 0)
-        self._context.set(zmq.MAX_SOCKETS, 4096)
-        router, inside = self._context.socket(zmq.ROUTER), self._context.socket(zmq.DEALER)
+        self._say_at = 0.0
+        router, inside = self._context.socket(zmq.ROUTER), self._context.socket(zmq.ROUTER)
         asked = listen_for_questions(self._context)
         router.setsockopt(zmq.MAXMSGSIZE, MAX_BLOCK_BYTES)
         router.setsockopt(zmq.RCVHWM, MAX_QUEUED)
+        router.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         serve_securely(router, keys)
         inside.bind(_INSIDE)
         try:
@@ -86,12 +92,12 @@ class StoreServer:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        workers = [self._context.socket(zmq.REP) for _ in range(NUM_THREADS)]
+        workers = [self._context.socket(zmq.REQ) for _ in range(NUM_THREADS)]
         for worker in workers:
             worker.connect(_INSIDE)
         self._threads = [
             self._start("keys", self._let_in, asked),
-            self._start("proxy", partial(_forward, inside), router, inside),
+            self._start("deal", _deal, router, inside),
             *(self._start("files", self._serve, worker) for worker in workers),
         ]
 
@@ -104,7 +110,7 @@ class StoreServer:
     def _start(self, name: str, work: _Work, *sockets: "zmq.Socket[Any]") -> threading.Thread:
         def run() -> None:
             try:
-                work(sockets[0])
+                work(*sockets)
             except zmq.ContextTerminated:
                 pass
             finally:
@@ -129,16 +135,25 @@ class StoreServer:
             asked.send_multipart(question.answer)
 
     def _serve(self, worker: "zmq.Socket[Any]") -> None:
+        worker.send(b"")  # it is idle
         while True:
-            frames = worker.recv_multipart(copy=False)
+            client, empty, *frames = worker.recv_multipart(copy=False)
             try:
                 answer = self._answer(frames)
-            except (_BadQuestionError, OSError) as error:
-                answer = [str(error).encode()]
+            except _BadQuestionError as error:
+                answer = [str(error).encode(), b""]
+            except OSError as error:
+                self._say(error)
+                answer = [str(error).encode(), b""]
             except Exception:
                 logger.exception("a question cannot be answered")
-                answer = [b"it has failed; its log says why"]
-            worker.send_multipart(answer, copy=False)
+                answer = [b"it has failed; its log says why", b""]
+            worker.send_multipart([client, empty, *answer], copy=False)
+
+    def _say(self, error: OSError) -> None:
+        if time.monotonic() >= self._say_at:
+            self._say_at = time.monotonic() + SAY_SECONDS
+            logger.warning("blocks cannot be read or written: %s", error)
 
     def _answer(self, frames: Sequence[zmq.Frame]) -> list[Any]:
         if len(frames) < 2:
@@ -167,13 +182,16 @@ class StoreServer:
         if operation == Operation.READ:
             hashes, size = msgspec.convert(argument, tuple[list[bytes], int])
             _check(hashes, size)
-            blocks = [(block_hash, memoryview(bytearray(size))) for block_hash in hashes]
+            found: list[memoryview] = []
             try:
-                count = store.read(blocks)
+                for block_hash in hashes:
+                    payload = memoryview(bytearray(size))
+                    if not store.read([(block_hash, payload)]):
+                        break
+                    found.append(payload)
             except BlockFileError as error:
                 logger.warning("a KV block was damaged, and is deleted: %s", error)
-                count = 0
-            return count, [payload for _, payload in blocks[:count]]
+            return len(found), found
         if operation == Operation.WRITE:
             hashes = msgspec.convert(argument, list[bytes])
             if len(hashes) != len(payloads) or len({len(payload) for payload in payloads}) > 1:
@@ -193,8 +211,21 @@ class StoreServer:
         raise _BadQuestionError("nobody can ask that")
 
 
-def _forward(inside: "zmq.Socket[Any]", router: "zmq.Socket[Any]") -> None:
-    zmq.proxy(router, inside)
+def _deal(router: "zmq.Socket[Any]", inside: "zmq.Socket[Any]") -> None:
+    """Hand questions to threads that are idle, and their answers back."""
+    idle: deque[bytes] = deque()
+    poller = zmq.Poller()
+    poller.register(inside, zmq.POLLIN)
+    while True:
+        poller.register(router, zmq.POLLIN if idle else 0)
+        ready = dict(poller.poll())
+        if inside in ready:
+            worker, _, *answer = inside.recv_multipart(copy=False)
+            idle.append(worker.bytes)
+            if len(answer) > 1:
+                router.send_multipart(answer, copy=False)
+        elif router in ready:
+            inside.send_multipart([idle.popleft(), b"", *router.recv_multipart(copy=False)], copy=False)
 
 
 def _check(hashes: Sequence[bytes], size: int) -> None:

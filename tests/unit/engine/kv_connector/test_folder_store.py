@@ -106,6 +106,22 @@ def test_a_damaged_file_is_found_and_deleted(tmp_path: Path, damage: Callable[[P
     assert read(store, hash_of(1)) == payload_of(1)
 
 
+def test_one_among_several_is_deleted_so_that_it_can_be_saved_again(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    write(store, 1, 2, 3)
+    flip_a_bit(path_of(store, 2))
+    rooms = [(hash_of(number), memoryview(bytearray(SIZE))) for number in (1, 2, 3)]
+    assert store.read(rooms) == 1
+    assert write(store, 2) == 1
+    assert store.read(rooms) == 3
+
+
+def test_what_others_have_in_the_folder_stays(tmp_path: Path) -> None:
+    (tmp_path / "theirs.txt").write_bytes(bytes(20 * SIZE))
+    write(make_store(tmp_path, max_blocks=2), *range(9))
+    assert (tmp_path / "theirs.txt").exists()
+
+
 def test_a_file_in_the_place_of_another_is_found(tmp_path: Path) -> None:
     store, other = make_store(tmp_path), make_store(tmp_path, namespace=bytes(32))
     for one in (store, other):
@@ -145,7 +161,9 @@ def test_what_was_not_used_for_longest_makes_room_for_all_who_share_the_folder(t
             assert read(stores[1], hash_of(1)) is None
             assert path_of(stores[0], 0).exists()
     assert read(stores[1], hash_of(39)) == payload_of(39)
+    there = size_of(tmp_path)
     assert not stores[0].write([(hash_of(99), memoryview(bytes(12 * SIZE)))])
+    assert size_of(tmp_path) == there, "what can never fit makes no room"
 
 
 def test_writers_at_once_keep_to_the_limit(tmp_path: Path) -> None:
