@@ -401,6 +401,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     """For requests that drafts were wanted for, if there are any."""
     draft_seconds: float = 0.0
     """How long drafting took, after all else."""
+    first_draft_seconds: float = 0.0
+    """Of these, until the first draft of each request was there, with all that had to be computed before."""
 
 
 class DetermineNumBlocks(Call):

@@ -263,6 +263,16 @@ struct StoreCall {
   int32_t is_float;
 };
 
+struct LoadCall {
+  const void* table;        // [any, size], bfloat16 or float32, as is out
+  int64_t table_stride;     // elements between rows
+  const int64_t* row_ids;   // [rows]
+  void* out;                // [rows, size], without gaps
+  int64_t rows;
+  int64_t size;
+  int32_t is_float;
+};
+
 struct StoreColumnsCall {
   const float* source;       // [rows, size]
   int64_t source_stride;     // elements between rows

@@ -35,6 +35,7 @@ struct Kernels {
   void (*embedding)(const EmbeddingCall&);
   void (*store_rows)(const StoreCall&);
   void (*store_columns)(const StoreColumnsCall&);
+  void (*load_rows)(const LoadCall&);
   void (*sample)(const SampleCall&);
   void (*probabilities)(const ProbabilitiesCall&);
   void (*token_probabilities)(const TokenProbabilitiesCall&);
@@ -135,6 +136,7 @@ QUIRE_API void quire_quantize_per_token(const QuantizeCall* call) { kernels.quan
 QUIRE_API void quire_embedding(const EmbeddingCall* call) { kernels.embedding(*call); }
 QUIRE_API void quire_store_rows(const StoreCall* call) { kernels.store_rows(*call); }
 QUIRE_API void quire_store_columns(const StoreColumnsCall* call) { kernels.store_columns(*call); }
+QUIRE_API void quire_load_rows(const LoadCall* call) { kernels.load_rows(*call); }
 QUIRE_API void quire_sample(const SampleCall* call) { kernels.sample(*call); }
 QUIRE_API void quire_probabilities(const ProbabilitiesCall* call) { kernels.probabilities(*call); }
 QUIRE_API void quire_token_probabilities(const TokenProbabilitiesCall* call) { kernels.token_probabilities(*call); }

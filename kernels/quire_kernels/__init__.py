@@ -11,8 +11,8 @@ in the Triton language, in C++ or in plain torch (`dispatch.py`). Shape suffixes
 """
 
 from quire_kernels.activation import gelu_tanh_and_mul, silu_and_mul
-from quire_kernels.attention import paged_attention, plan_attention
-from quire_kernels.attention_plan import AttentionPlan
+from quire_kernels.attention import paged_attention, plan_attention, standing_plan
+from quire_kernels.attention_plan import AttentionPlan, StandingPlan
 from quire_kernels.drafts import DraftState, advance_drafts
 from quire_kernels.embedding import embedding
 from quire_kernels.experts import ExpertsWeight, combine_experts, pack_experts, routed_experts
@@ -23,7 +23,7 @@ from quire_kernels.rope import rope_and_cache
 from quire_kernels.routing import grouped_topk, topk_softmax
 from quire_kernels.sampling import argmax, probabilities, sample
 from quire_kernels.soft_cap import soft_cap
-from quire_kernels.store import store_columns, store_rows
+from quire_kernels.store import load_rows, store_columns, store_rows
 from quire_kernels.token_bitmask import apply_token_bitmask
 from quire_kernels.token_probabilities import token_probabilities
 
@@ -34,6 +34,7 @@ __all__ = [
     "LinearWeight",
     "NotRecordableError",
     "Recording",
+    "StandingPlan",
     "add_residual",
     "add_rms_norm",
     "advance_drafts",
@@ -44,6 +45,7 @@ __all__ = [
     "gelu_tanh_and_mul",
     "grouped_topk",
     "linear",
+    "load_rows",
     "pack_experts",
     "pack_linear",
     "paged_attention",
@@ -56,6 +58,7 @@ __all__ = [
     "sample",
     "silu_and_mul",
     "soft_cap",
+    "standing_plan",
     "store_columns",
     "store_rows",
     "token_probabilities",

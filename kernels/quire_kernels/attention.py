@@ -16,53 +16,12 @@ import ctypes
 import torch
 import torch.nn.functional as F
 
-from quire_kernels.attention_plan import AttentionPlan, CpuAttentionPlan, GpuAttentionPlan
+from quire_kernels.attention_plan import UNBOUNDED, AttentionPlan, CpuAttentionPlan, GpuAttentionPlan, StandingPlan
 from quire_kernels.cpu import Call, check_tensor, launch, library, pointer, with_dense_heads, with_dense_rows
 from quire_kernels.dispatch import uses_triton
 from quire_kernels.kv_cache import check_caches, is_tiled, natural_key_order, natural_value_order
 
-__all__ = ["paged_attention", "plan_attention"]
-
-
-class _PlanCall(Call):
-    """`PlanCall` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("query_start_loc", ctypes.c_void_p),
-        ("seq_lens", ctypes.c_void_p),
-        ("plan", ctypes.c_void_p),
-        ("capacity", ctypes.c_int64),
-        ("sequences", ctypes.c_int64),
-        ("heads", ctypes.c_int64),
-        ("kv_heads", ctypes.c_int64),
-        ("head_size", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
-        ("window", ctypes.c_int64),
-    )
-
-
-class _AttentionPlan(Call):
-    """`AttentionPlan` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("items", ctypes.c_int64),
-        ("bundles", ctypes.c_int64),
-        ("merges", ctypes.c_int64),
-        ("partials", ctypes.c_int64),
-    )
-
-
-class _AttentionStep(Call):
-    """`AttentionStep` of kernels/csrc/calls.h."""
-
-    _fields_ = (
-        ("block_table", ctypes.c_void_p),
-        ("block_table_stride", ctypes.c_int64),
-        ("query_start_loc", ctypes.c_void_p),
-        ("seq_lens", ctypes.c_void_p),
-        ("plan", ctypes.c_void_p),
-        ("partials", ctypes.c_void_p),
-    )
+__all__ = ["paged_attention", "plan_attention", "standing_plan"]
 
 
 class _AttentionCall(Call):
@@ -86,12 +45,6 @@ class _AttentionCall(Call):
         ("soft_cap", ctypes.c_float),
         ("is_float", ctypes.c_int32),
     )
-
-
-PLAN_CAPACITY = 1 << 14
-"""First size of a plan in bytes: enough for about 600 items."""
-UNBOUNDED = 1 << 62
-"""The C++ kernels' window if there is none: more keys than any sequence has."""
 
 
 def plan_attention(
@@ -126,11 +79,35 @@ def plan_attention(
         from quire_kernels.gpu import attention as gpu
 
         return gpu.plan_attention(query_start_loc, seq_lens, num_heads, key_cache_NKBD, window)
-    handle = library()
-    if handle is None or not is_tiled(key_cache_NKBD):
+    if library() is None or not is_tiled(key_cache_NKBD):
         return None
-    query_start_loc, seq_lens = query_start_loc.contiguous(), seq_lens.contiguous()
     block_table_SM = with_dense_rows(block_table_SM)
+    query_start_loc, seq_lens = query_start_loc.contiguous(), seq_lens.contiguous()
+    return standing_plan(block_table_SM, query_start_loc, seq_lens, num_heads, key_cache_NKBD, window).plan
+
+
+def standing_plan(
+    block_table_SM: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_heads: int,
+    key_cache_NKBD: torch.Tensor,
+    window: int | None = None,
+) -> StandingPlan:
+    """`plan_attention` for a recording, which is told of a step by writing to these tensors: a plan to be made again.
+
+    Args:
+        block_table_SM: see `paged_attention`, also for the next two; on the CPU, without gaps in a row.
+        query_start_loc: [S + 1] int64.
+        seq_lens: [S] int64.
+        num_heads: query heads.
+        key_cache_NKBD: of any layer that it is for, as the C++ kernels use it.
+        window: see `paged_attention`.
+
+    Raises:
+        TypeError: a tensor is not int64, or not on the CPU.
+        ValueError: the tensors' lengths do not match, or the number of heads does not match the key cache's.
+    """
     _, num_kv_heads, block_size, head_size = key_cache_NKBD.shape
     num_seqs = seq_lens.numel()
     check_tensor("seq_lens", seq_lens, torch.int64, num_seqs)
@@ -141,33 +118,10 @@ def plan_attention(
         raise ValueError(f"block_table_SM has {block_table_SM.shape[0]} rows; there are {num_seqs} sequences")
     if num_heads % num_kv_heads:
         raise ValueError(f"there are {num_heads} query heads; they must be a multiple of the {num_kv_heads} key heads")
-    call = _PlanCall(
-        query_start_loc=query_start_loc.data_ptr(),
-        seq_lens=seq_lens.data_ptr(),
-        sequences=num_seqs,
-        heads=num_heads,
-        kv_heads=num_kv_heads,
-        head_size=head_size,
-        block_size=block_size,
-        window=window or UNBOUNDED,
-    )
-    num_bytes = PLAN_CAPACITY
-    while num_bytes > call.capacity:
-        data = torch.empty(-(-num_bytes // 8), dtype=torch.int64)
-        call.plan, call.capacity = data.data_ptr(), num_bytes
-        num_bytes = handle.quire_plan_attention(ctypes.byref(call))
-    partials = torch.empty(_AttentionPlan.from_address(data.data_ptr()).partials, dtype=torch.float32)
-    step = _AttentionStep(
-        block_table=block_table_SM.data_ptr(),
-        block_table_stride=block_table_SM.stride(0),
-        query_start_loc=query_start_loc.data_ptr(),
-        seq_lens=seq_lens.data_ptr(),
-        plan=data.data_ptr(),
-        partials=partials.data_ptr(),
-    )
-    tensors = (block_table_SM, query_start_loc, seq_lens, data, partials)
     shape = (num_heads, num_kv_heads, block_size, head_size)
-    return CpuAttentionPlan(step, partials, tensors, int(query_start_loc[-1]), shape, window)
+    standing = StandingPlan(block_table_SM, query_start_loc, seq_lens, shape, window)
+    standing.plan_for(num_seqs)
+    return standing
 
 
 def paged_attention(

@@ -6,9 +6,55 @@ from typing import TypeAlias
 
 import torch
 
-from quire_kernels.cpu import Call
+from quire_kernels.cpu import Call, library
 
-__all__ = ["AttentionPlan", "CpuAttentionPlan", "GpuAttentionPlan"]
+__all__ = ["UNBOUNDED", "AttentionPlan", "CpuAttentionPlan", "GpuAttentionPlan", "StandingPlan"]
+
+PLAN_CAPACITY = 1 << 14
+"""First size of a plan in bytes: enough for about 600 items."""
+UNBOUNDED = 1 << 62
+"""The C++ kernels' window if there is none: more keys than any sequence has."""
+
+
+class _PlanCall(Call):
+    """`PlanCall` of kernels/csrc/calls.h."""
+
+    _fields_ = (
+        ("query_start_loc", ctypes.c_void_p),
+        ("seq_lens", ctypes.c_void_p),
+        ("plan", ctypes.c_void_p),
+        ("capacity", ctypes.c_int64),
+        ("sequences", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("head_size", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("window", ctypes.c_int64),
+    )
+
+
+class _AttentionPlan(Call):
+    """`AttentionPlan` of kernels/csrc/calls.h."""
+
+    _fields_ = (
+        ("items", ctypes.c_int64),
+        ("bundles", ctypes.c_int64),
+        ("merges", ctypes.c_int64),
+        ("partials", ctypes.c_int64),
+    )
+
+
+class _AttentionStep(Call):
+    """`AttentionStep` of kernels/csrc/calls.h."""
+
+    _fields_ = (
+        ("block_table", ctypes.c_void_p),
+        ("block_table_stride", ctypes.c_int64),
+        ("query_start_loc", ctypes.c_void_p),
+        ("seq_lens", ctypes.c_void_p),
+        ("plan", ctypes.c_void_p),
+        ("partials", ctypes.c_void_p),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +73,79 @@ class CpuAttentionPlan:
     window: int | None
     """Of the layers that it is valid for."""
 
-    def copy_(self, other: "CpuAttentionPlan") -> None:
-        """Take over another plan's content, at the address that recorded calls use. Keep the other plan alive as long
-        as this one is used."""
-        ctypes.memmove(ctypes.byref(self.step), ctypes.byref(other.step), ctypes.sizeof(self.step))
+
+class StandingPlan:
+    """A plan that is made again for each step, without new tensors: recorded calls keep the address of its `step`.
+
+    Args:
+        block_table_SM: of at most S sequences; like the next two it is read when the plan is made and when it is used.
+        query_start_loc: [S + 1]
+        seq_lens: [S]
+        shape: see `CpuAttentionPlan`.
+        window: likewise.
+    """
+
+    def __init__(
+        self,
+        block_table_SM: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        shape: tuple[int, int, int, int],
+        window: int | None,
+    ) -> None:
+        heads, kv_heads, block_size, head_size = shape
+        self._inputs = (block_table_SM, query_start_loc, seq_lens)
+        self._shape, self._window = shape, window
+        self._call = _PlanCall(
+            query_start_loc=query_start_loc.data_ptr(),
+            seq_lens=seq_lens.data_ptr(),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_size=head_size,
+            block_size=block_size,
+            window=window or UNBOUNDED,
+        )
+        self._step = _AttentionStep(
+            block_table=block_table_SM.data_ptr(),
+            block_table_stride=block_table_SM.stride(0),
+            query_start_loc=query_start_loc.data_ptr(),
+            seq_lens=seq_lens.data_ptr(),
+        )
+        self._partials = torch.empty(0)
+        self._reserve(PLAN_CAPACITY)
+
+    @property
+    def plan(self) -> CpuAttentionPlan:
+        """As it was made last."""
+        tensors = (*self._inputs, self._data, self._partials)
+        num_tokens = int(self._inputs[1][self._call.sequences])
+        return CpuAttentionPlan(self._step, self._partials, tensors, num_tokens, self._shape, self._window)
+
+    @property
+    def has_shared_sequences(self) -> bool:
+        """Whether threads share a sequence: in as many parts as its length asks for, so that the plan is for this
+        length alone. Any other plan computes shorter sequences as well."""
+        return self._head.partials > 0
+
+    def plan_for(self, num_sequences: int) -> None:
+        """Divide the work of the first so many sequences, as they are now."""
+        handle, call = library(), self._call
+        assert handle is not None, "without the C++ kernels there are no plans"
+        call.sequences = num_sequences
+        num_bytes = handle.quire_plan_attention(ctypes.byref(call))
+        if num_bytes > call.capacity:
+            self._reserve(num_bytes)
+            handle.quire_plan_attention(ctypes.byref(call))
+        if self._head.partials > len(self._partials):
+            self._partials = torch.empty(self._head.partials)
+            self._step.partials = self._partials.data_ptr()
+
+    def _reserve(self, num_bytes: int) -> None:
+        self._data = torch.empty(-(-num_bytes // 8), dtype=torch.int64)
+        address = self._data.data_ptr()
+        self._head = _AttentionPlan.from_address(address)
+        self._step.plan = self._call.plan = address
+        self._call.capacity = num_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Rows of a matrix written to slots of a paged table, as keys and values are to their caches."""
+"""Rows of a matrix written to slots of a paged table, as keys and values are to their caches, and read from there."""
 
 import ctypes
 
@@ -7,7 +7,7 @@ import torch
 from quire_kernels.cpu import Call, check_tensor, check_written_rows, launch, library_for, with_dense_rows
 from quire_kernels.dispatch import uses_triton
 
-__all__ = ["store_columns", "store_rows"]
+__all__ = ["load_rows", "store_columns", "store_rows"]
 
 
 class _StoreCall(Call):
@@ -36,6 +36,20 @@ class _StoreColumnsCall(Call):
         ("out_stride", ctypes.c_int64),
         ("rows", ctypes.c_int64),
         ("size", ctypes.c_int64),
+    )
+
+
+class _LoadCall(Call):
+    """`LoadCall` of kernels/csrc/calls.h."""
+
+    _fields_ = (
+        ("table", ctypes.c_void_p),
+        ("table_stride", ctypes.c_int64),
+        ("row_ids", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("is_float", ctypes.c_int32),
     )
 
 
@@ -71,6 +85,39 @@ def store_rows(rows_TE: torch.Tensor, slot_mapping_T: torch.Tensor, out_NE: torc
     )  # fmt: skip
     launch(handle.quire_store_rows, call)
     return None
+
+
+def load_rows(table_NE: torch.Tensor, row_ids_T: torch.Tensor) -> torch.Tensor:
+    """Rows of a table, one after the other.
+
+    Args:
+        table_NE: its rows may be a part of longer ones.
+        row_ids_T: int64, each at least 0 and below N: not checked by the kernel.
+
+    Returns:
+        [T, E]
+
+    Raises:
+        TypeError: the ids are not int64, or not on the table's device.
+        ValueError: the table does not have two dimensions, or the ids have more than one.
+    """
+    if row_ids_T.dtype != torch.int64 or row_ids_T.device != table_NE.device:
+        raise TypeError(f"row_ids_T is {row_ids_T.dtype} on {row_ids_T.device}; it must be int64 on {table_NE.device}")
+    table_NE = with_dense_rows(table_NE)
+    if row_ids_T.dim() != 1:
+        raise ValueError(f"row_ids_T has shape {list(row_ids_T.shape)}; it must be one-dimensional")
+    handle = library_for(table_NE)
+    if handle is None:
+        return table_NE[row_ids_T]
+    row_ids_T = row_ids_T.contiguous()
+    rows, size = len(row_ids_T), table_NE.shape[1]
+    out_TE = table_NE.new_empty(rows, size)
+    call = _LoadCall(
+        table_NE.data_ptr(), table_NE.stride(0), row_ids_T.data_ptr(), out_TE.data_ptr(), rows, size,
+        table_NE.dtype == torch.float32,
+    )  # fmt: skip
+    launch(handle.quire_load_rows, call, out_TE)
+    return out_TE
 
 
 def store_columns(rows_SD: torch.Tensor, columns_D: torch.Tensor, out_SV: torch.Tensor) -> None:

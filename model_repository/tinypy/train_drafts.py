@@ -3,6 +3,7 @@
     python train_drafts.py eagle3 --target 1/model --out 1/eagle3
     python train_drafts.py medusa --target 1/model --out 1/medusa
     python train_drafts.py draft --target 1/model --out 1/draft
+    python train_drafts.py eagle3 --target 1/model --out 1/eagle3 --resume --own-contexts 3072
 
 - ``draft``: a Llama of one narrow layer with tinypy's vocabulary.
 - ``eagle3``: an EAGLE-3 head (Li et al., 2025, https://arxiv.org/abs/2503.01840), which reads hidden states of three
@@ -13,8 +14,10 @@
 The target is frozen; each step runs it on the windows of the batch and learns its distribution of the next token. At
 the end the script reads back what it wrote and counts which of its greedy drafts the target would have accepted.
 
-What it deliberately does not do: it trains on the library's text, not on text of the target's own, and on single chains
-of drafted tokens, not on trees.
+With `--own-contexts` it learns from tinypy's own continuations of the library's text, half of them greedy and half
+drawn at a temperature of 0.7: what a server asks for drafts of is the model's own text, and not people's.
+
+What it deliberately does not do: it trains on single chains of drafted tokens, not on trees.
 
 Drafts are counted by rows and places. In the draft of row r the hidden state of position r is the last that is known,
 and token r+1 has just been sampled; place s, from 0, drafts token r+2+s, which the target decides at position r+1+s.
@@ -65,6 +68,9 @@ NUM_DRAFT_TOKENS = 4
 
 PLACE_DECAY = 0.8
 """Each place's weight in the loss relative to the one before (the paper of Medusa, section 2.2.1)."""
+
+OWN_TEXT = (128, 384)
+"""Tokens of a context, and of the target's own continuation."""
 
 ROW_STRIDE = 4
 """EAGLE-3's places after the first, and all of Medusa's, are trained on every so many rows only. A place of all rows
@@ -446,22 +452,80 @@ def save_module(module: nn.Module, config: LlamaConfig | dict[str, object], out:
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
 
 
+def own_text(target: Path, stream: TokenIds, num_contexts: int, seed: int) -> TokenIds:
+    """Contexts out of the stream, each with the target's own continuation, one after the other.
+
+    Quire generates them, for which it has to be installed: as the model is served, in bfloat16.
+
+    Args:
+        target: its folder.
+        stream: what contexts are taken from.
+        num_contexts: how many.
+        seed: of what they are.
+
+    Returns:
+        Shape [num_contexts * sum(OWN_TEXT)].
+    """
+    from quire_engine import LLM, SamplingParams
+
+    context_length, own_length = OWN_TEXT
+    starts = np.random.default_rng(seed).integers(0, len(stream) - context_length, num_contexts).tolist()
+    contexts = [stream[start : start + context_length].tolist() for start in starts]
+    params = [
+        SamplingParams(
+            temperature=0.7 if number % 2 else 0.0,
+            seed=number,
+            max_tokens=own_length,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        for number in range(num_contexts)
+    ]
+    llm = LLM(target, dtype="bfloat16", max_num_seqs=64)
+    outputs = llm.generate([{"prompt_token_ids": context} for context in contexts], params)
+    llm.shutdown()
+    texts = [context + output.outputs[0].token_ids for context, output in zip(contexts, outputs, strict=True)]
+    return np.concatenate(texts).astype(stream.dtype)
+
+
 @torch.no_grad()
 def count_accepted(
-    drafter: Drafter, target: LlamaForCausalLM, stream: TokenIds, *, length: int, stride: int, batch_size: int = 32
+    drafter: Drafter,
+    target: LlamaForCausalLM,
+    stream: TokenIds,
+    *,
+    length: int,
+    stride: int,
+    num_own: int = 0,
+    batch_size: int = 32,
 ) -> torch.Tensor:
     """How many tokens of each greedy draft equal the target's own greedy continuation, up to the first that does not.
 
     Every stride tokens of the stream a context of the given length begins. The text decides the context alone: drafter
-    and target both go on from it by tokens of their own. Shape [num_contexts], values from 0 to NUM_DRAFT_TOKENS.
+    and target both go on from it by tokens of their own. With `num_own` the target's greedy continuation takes the
+    place of so many last tokens of each context. Shape [num_contexts], values from 0 to NUM_DRAFT_TOKENS.
     """
     starts = range(0, len(stream) - length + 1, stride)
     contexts = torch.from_numpy(np.stack([stream[start : start + length] for start in starts]))
+    if num_own:
+        given = contexts[:, : length - num_own].split(128)  # type: ignore[no-untyped-call]
+        contexts = torch.cat([torch.cat([part, continue_greedily(target, part, num_own)], dim=1) for part in given])
     accepted = [
         (drafter.draft(batch) == continue_greedily(target, batch, NUM_DRAFT_TOKENS)).long().cumprod(dim=1).sum(dim=1)
         for batch in contexts.split(batch_size)  # type: ignore[no-untyped-call]
     ]
     return torch.cat(accepted)
+
+
+def acceptance(accepted: torch.Tensor) -> dict[str, object]:
+    """What `count_accepted` found, in short."""
+    # Of the drafts of which all places before were accepted, those of which this place was too.
+    reached = [int((accepted >= place).sum()) for place in range(NUM_DRAFT_TOKENS + 1)]
+    return {
+        "drafts": len(accepted),
+        "by_place": [round(now / before, 3) if before else None for before, now in itertools.pairwise(reached)],
+        "mean_accepted_length": round(accepted.double().mean().item(), 3),
+    }
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -477,6 +541,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--library", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="source to learn")
     parser.add_argument("--steps", type=int, default=700, help="optimizer steps; 0 only measures what is in --out")
     parser.add_argument("--draft-vocab-size", type=int, default=2048, help="tokens that the EAGLE-3 head can draft")
+    parser.add_argument("--resume", action="store_true", help="begin with the weights in --out")
+    parser.add_argument(
+        "--own-contexts", type=int, default=0, help="learn from the target's own continuations of so many contexts"
+    )
     parser.add_argument("--seed", type=int, default=default.seed, help="seed of weights and data order")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads that torch computes with")
     parser.add_argument(
@@ -546,24 +614,24 @@ def main() -> None:
     )
 
     training_loss = None
+    if arguments.resume:
+        drafter.load(arguments.out)
+    if arguments.own_contexts:
+        training = own_text(arguments.target, training, arguments.own_contexts, arguments.seed)
     if arguments.steps:
         training_loss = round(train_drafter(drafter, training, arguments), 4)
     minutes = (time.monotonic() - began) / 60
 
     drafter.load(arguments.out)
-    accepted = count_accepted(drafter, target, validation, length=256, stride=64)
-    # Of the drafts of which all places before were accepted, those of which this place was too.
-    reached = [int((accepted >= place).sum()) for place in range(NUM_DRAFT_TOKENS + 1)]
     summary = {
         "method": arguments.method,
         "parameters": num_parameters,
         "steps": arguments.steps,
         "training_loss": training_loss,
-        "drafts": len(accepted),
-        "acceptance_by_place": [
-            round(now / before, 3) if before else None for before, now in itertools.pairwise(reached)
-        ],
-        "mean_accepted_length": round(accepted.double().mean().item(), 3),
+        "after_the_librarys_text": acceptance(count_accepted(drafter, target, validation, length=256, stride=64)),
+        "after_its_own_text": acceptance(
+            count_accepted(drafter, target, validation, length=256, stride=64, num_own=128)
+        ),
         "minutes": round(minutes, 1),
         "python": sys.version.split()[0],
         "torch": torch.__version__,

@@ -192,6 +192,9 @@ class FixedCosts(StepCosts):
     def record_asking(self, number: int, seconds: float, *, is_upper_bound: bool = False) -> None:
         """It is not counted."""
 
+    def record_drafting(self, number: int, seconds: float) -> None:
+        """Nor is this."""
+
     def is_unknown(self, num_tokens: int, max_age: int) -> bool:
         """Only if it is in `unknown`."""
         return num_tokens in self.unknown

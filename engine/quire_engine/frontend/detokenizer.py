@@ -53,6 +53,22 @@ class IncrementalDetokenizer:
         """The output's tokens so far."""
         return self._token_ids[self._num_context_tokens :]
 
+    def extend(self, token_ids: Sequence[int]) -> bool:
+        """Take in several tokens at once, of which none ended the request, if that gives the same text.
+
+        Returns:
+            Whether they were taken in. If not, append them one by one: there are stop strings, or bytes that are no
+            characters.
+        """
+        if self._stop:
+            return False
+        text = self._decode([*self._token_ids[self._prefix_offset :], *token_ids])
+        if REPLACEMENT in text:
+            return False
+        self._token_ids += token_ids
+        self._commit(self._token_ids, text)
+        return True
+
     def append(self, token_id: int, *, is_stop_token: bool = False) -> str | None:
         """Take in one token.
 

@@ -181,8 +181,12 @@ class OutputProcessor:
             finish_reason=None if output.finish_reason is None else str(output.finish_reason),
             stop_reason=output.stop_reason,
         )
-        for i, token_id in enumerate(output.new_token_ids):
-            is_last = i == len(output.new_token_ids) - 1
+        new_token_ids = output.new_token_ids
+        are_plain = len(new_token_ids) > 1 and output.logprobs is None and output.finish_reason is None
+        if are_plain and state.detokenizer.extend(new_token_ids):
+            completion.token_ids, new_token_ids = list(new_token_ids), []
+        for i, token_id in enumerate(new_token_ids):
+            is_last = i == len(new_token_ids) - 1
             stop = state.detokenizer.append(
                 token_id, is_stop_token=is_last and output.finish_reason is FinishReason.STOP
             )

@@ -113,8 +113,9 @@ class DraftRecord:
         self._proposal, self._start = proposal, start
 
     def was_asked(self, worth: float, least: float, longest_rest: int) -> None:
-        """Say what it was worth to ask the request for drafts. If too little in the mean, it rests: longer each time,
-        and half as long after a time that was worth it.
+        """Say what it was worth to ask the request for drafts. If too little, also in the mean, it rests: longer each
+        time, and half as long for each time that was worth it. After such a time it is asked again at once: what a
+        model had to compute first is computed then.
 
         Args:
             worth: the time that its drafts are expected to save in this step, in that of a token without drafts; 0 if
@@ -124,12 +125,11 @@ class DraftRecord:
         """
         self._worth += (worth - self._worth) * _WORTH_WEIGHT
         if self._worth >= least:
-            self._rest = 0
+            self._rest = self._rest_left = 0
         elif worth > least:
-            self._rest //= 2
+            self._rest, self._rest_left = self._rest // 2, 0
         else:
-            self._rest = min(2 * self._rest + 1, longest_rest)
-        self._rest_left = self._rest
+            self._rest = self._rest_left = min(2 * self._rest + 1, longest_rest)
 
     def was_worth(self, num_drafts: int) -> None:
         """Say how many of its drafts were worth asking for: next time one more is wanted, to see whether that is worth

@@ -105,6 +105,8 @@ class Drafter:
         """What asking a request yields, in the mean of all; see `DraftRecord`. At first a guess."""
         self._cost = 0.0
         """What it costs, in the mean of all."""
+        self._catch_up = 0.0
+        """What a model computes first for a request that is new or has rested, in the mean of these."""
         self._num_drafted = 0
         """Requests so far that are drafted for."""
         self._refresh_after = _REFRESH_STEPS[0]
@@ -128,7 +130,8 @@ class Drafter:
             self._num_drafted += 1
             is_poor = self._worth < self._cost
             # Spread evenly over the time of a rest, so that some are asked soon however many requests come and go.
-            first_rest = int(self._num_drafted * _GOLDEN_RATIO % 1 * _longest_rest(self._cost)) if is_poor else 0
+            longest = _longest_rest(self._cost + self._catch_up) if is_poor else 0
+            first_rest = int(self._num_drafted * _GOLDEN_RATIO % 1 * longest)
             self._records[request.request_id] = DraftRecord(self._worth, first_rest)
 
     def forget(self, request: Request) -> None:
@@ -167,16 +170,18 @@ class Drafter:
         computed = sum(output.num_scheduled_tokens.values())
         if computed == num_rows and self._costs.is_unknown(computed, self._refresh_after):
             return
-        seconds = self._costs.seconds(computed, min(room, len(due) * self._max_draft_tokens))
-        if seconds is None:
+        if not self._costs.are_known():
             return
         began_at = time.perf_counter()
         candidates = [self._candidate(index, request, room) for index, request in due]
         if self._worker_drafts is None:
             self._costs.record_asking(len(due), time.perf_counter() - began_at)
+        num_drafts = sum(len(candidate.token_ids) for candidate in candidates)
+        seconds = self._costs.seconds(computed, min(room, num_drafts))
+        assert seconds is not None, "they are known"
         counts, share = self._most_profitable(candidates, num_rows, seconds)
         token_seconds = float(seconds[0]) / num_rows
-        least = self._costs.ask_seconds / token_seconds
+        least = self._costs.draft_seconds / token_seconds
         for candidate, count in zip(candidates, counts, strict=True):
             num_asked = 1 if self._worker_drafts is None else len(candidate.token_ids)
             if num_asked == 0:
@@ -184,15 +189,23 @@ class Drafter:
             is_added = count > 0 and self._add(output, candidate, count)
             worth = share * sum(candidate.chances[:count]) if is_added else 0.0
             record = self._records[candidate.request.request_id]
-            cost = least * num_asked + record.take_catch_up_seconds() / token_seconds
-            self._note_asking(record, worth, cost, num_rows)
+            cost = self._costs.asking_seconds(num_asked) / token_seconds
+            self._note_asking(record, worth, cost, num_rows, record.take_catch_up_seconds() / token_seconds)
             record.was_worth(sum(share * chance >= least for chance in candidate.chances) if share else 0)
 
-    def _note_asking(self, record: DraftRecord, worth: float, cost: float, num_rows: int) -> None:
-        """Note what it was worth to ask a request, and what it cost, in a step of so many rows; see `DraftRecord`."""
+    def _note_asking(
+        self, record: DraftRecord, worth: float, cost: float, num_rows: int, catch_up: float = 0.0
+    ) -> None:
+        """Note what it was worth to ask a request, and what it cost, in a step of so many rows; see `DraftRecord`.
+
+        What a model had to compute first, `catch_up`, is spent whether it is asked again or not. So it does not count
+        against asking again, but for how long a request rests.
+        """
         self._worth += (worth - self._worth) * _MEAN_WEIGHT
         self._cost += (cost - self._cost) * _MEAN_WEIGHT
-        record.was_asked(worth, cost, max(num_rows, _longest_rest(cost)))
+        if catch_up:
+            self._catch_up += (catch_up - self._catch_up) * _MEAN_WEIGHT
+        record.was_asked(worth, cost, max(num_rows, _longest_rest(cost + catch_up)))
 
     def take_result(
         self, output: SchedulerOutput, runner_output: ModelRunnerOutput, requests: Mapping[str, Request]
@@ -219,12 +232,15 @@ class Drafter:
         catching_up = self._catching_up.pop(output.step, [])
         for step in [step for step in self._catching_up if step < output.step]:
             del self._catching_up[step]  # it failed
-        num_drafts = sum(len(own.token_ids) for own in drafts.values())
-        if num_drafts:
-            self._costs.record_asking(num_drafts, seconds, is_upper_bound=bool(catching_up))
+        num_further = sum(len(own.token_ids) - 1 for own in drafts.values())
+        first_seconds = runner_output.first_draft_seconds
+        if drafts:
+            self._costs.record_asking(len(drafts), first_seconds, is_upper_bound=bool(catching_up))
+        if num_further > 0:
+            self._costs.record_drafting(num_further, seconds - first_seconds)
         records = [self._records[request_id] for request_id in catching_up if request_id in self._records]
         for record in records:
-            record.catch_up_seconds = max(seconds - num_drafts * self._costs.ask_seconds, 0.0) / len(records)
+            record.catch_up_seconds = max(first_seconds - len(drafts) * self._costs.ask_seconds, 0.0) / len(records)
         for request_id in output.num_drafts_wanted:
             request, own_record = requests.get(request_id), self._records.get(request_id)
             if request is None or own_record is None or request.last_stale_step >= output.step:

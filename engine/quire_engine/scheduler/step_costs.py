@@ -64,7 +64,9 @@ class StepCosts:
         self._drafted: dict[int, _Size] = {}
         self._step = 0
         self.ask_seconds = 0.0
-        """What it takes to look up drafts for a request; or what each draft takes that a model is asked for."""
+        """What it takes to ask for a request's drafts: to look them up, or until a model has made the first one."""
+        self.draft_seconds = 0.0
+        """What each further draft of a model takes."""
 
     def record(self, num_tokens: int, seconds: float, *, has_drafts: bool) -> None:
         """Take note of a step.
@@ -88,7 +90,7 @@ class StepCosts:
         size.last_step = self._step
 
     def record_asking(self, number: int, seconds: float, *, is_upper_bound: bool = False) -> None:
-        """Take note of how long it took to ask so many requests, or a model for so many drafts.
+        """Take note of how long it took to ask so many requests; see `ask_seconds`.
 
         Args:
             number: how many.
@@ -100,6 +102,14 @@ class StepCosts:
             self.ask_seconds = min(self.ask_seconds or each, each)
         else:
             self.ask_seconds = moved_mean(self.ask_seconds, each) if self.ask_seconds else each
+
+    def record_drafting(self, number: int, seconds: float) -> None:
+        """Take note of how long a model took for so many further drafts."""
+        self.draft_seconds = moved_mean(self.draft_seconds or seconds / number, seconds / number)
+
+    def asking_seconds(self, num_drafts: int) -> float:
+        """What it takes to ask a request for so many drafts, at least one."""
+        return self.ask_seconds + (num_drafts - 1) * self.draft_seconds
 
     def is_unknown(self, num_tokens: int, max_age: int) -> bool:
         """Whether no step of about this size without drafts was among the last `max_age`, or too few of them."""

@@ -133,7 +133,7 @@ class ModelRunner:
             recordable = self.model.recordable
             if recordable is not None and self.device.type == "cpu" and self.parallel.world_size == 1:
                 self._recorded = RecordedForward(
-                    recordable, self._kv_caches, self._eager, self.group_ids, len(self.batch.block_tables)
+                    recordable, self._kv_caches, self.batch, last_token_ids, self.group_ids
                 )
         return [one for one in (self.graphs, self._recorded, self._eager) if one is not None]
 

@@ -1,5 +1,6 @@
 """Incremental text: equal to decoding it all at once, never half a character, never part of a stop string."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,39 @@ def byte_tokens(text: str) -> list[int]:
     vocabulary = TOKENIZER.get_vocab()
     names = TOKENIZER.backend_tokenizer.pre_tokenizer.pre_tokenize_str
     return [vocabulary[symbol] for symbol in "".join(piece for piece, _ in names(text))]
+
+
+TEXTS = st.text(max_size=40).map(lambda text: TOKENIZER.encode(text, add_special_tokens=False))
+TOKENS = st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=40)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.one_of(TEXTS, TOKENS), st.lists(st.integers(1, 9), min_size=1))
+def test_several_tokens_at_once_give_the_text_that_they_give_one_by_one(token_ids: list[int], sizes: list[int]) -> None:
+    one_by_one, at_once = (IncrementalDetokenizer(decode, SamplingParams()) for _ in range(2))
+    rest, was_extended = token_ids, [True]
+    for size in itertools.cycle(sizes):
+        if not rest:
+            break
+        group, rest = rest[:size], rest[size:]
+        was_extended.append(at_once.extend(group))
+        if not was_extended[-1]:
+            for token_id in group:
+                at_once.append(token_id)
+        for token_id in group:
+            one_by_one.append(token_id)
+        assert at_once.text == one_by_one.text
+        assert at_once.token_ids == one_by_one.token_ids
+        assert at_once.next_delta(finished=False) == one_by_one.next_delta(finished=False)
+    if "\N{REPLACEMENT CHARACTER}" not in decode(token_ids):
+        assert was_extended[-1], "nothing is pending at the end"
+
+
+def test_tokens_are_taken_in_one_by_one_where_a_stop_string_may_end_among_them() -> None:
+    detokenizer = IncrementalDetokenizer(decode, SamplingParams(stop=["b"]))
+    assert not detokenizer.extend(TOKENIZER.encode("abc", add_special_tokens=False))
+    assert detokenizer.token_ids == []
+    assert detokenizer.text == ""
 
 
 def test_a_character_split_over_tokens_is_shown_when_complete() -> None:

@@ -14,6 +14,7 @@ from quire_kernels import (
     gelu_tanh_and_mul,
     grouped_topk,
     linear,
+    load_rows,
     pack_experts,
     pack_linear,
     paged_attention,
@@ -85,6 +86,7 @@ GOOD: dict[Callable[..., Any], Callable[[], dict[str, Any]]] = {
     store_rows: lambda: {
         "rows_TE": torch.zeros(T, 8), "slot_mapping_T": torch.arange(T), "out_NE": torch.ones(9, 8),
     },
+    load_rows: lambda: {"table_NE": torch.zeros(9, 8), "row_ids_T": torch.arange(T)},
     rope_and_cache: lambda: {
         "query_THD": torch.zeros(T, H, D), "key_TKD": torch.zeros(T, K, D), "value_TKD": torch.zeros(T, K, D),
         "positions_T": ints(T), "cos_sin": torch.zeros(9, D), "slot_mapping_T": torch.arange(T),
@@ -182,6 +184,11 @@ BAD: list[tuple[Callable[..., Any], str, Any]] = [
     (store_rows, "out_NE", torch.ones(9, 8, dtype=BFLOAT16)),
     (store_rows, "out_NE", gapped(9, 8)),
     (store_rows, "out_NE", meta(9, 8)),
+    (load_rows, "table_NE", torch.zeros(9, 2, 8)),
+    (load_rows, "table_NE", meta(9, 8)),
+    (load_rows, "row_ids_T", torch.zeros(T, dtype=torch.int32)),
+    (load_rows, "row_ids_T", ints(T, 1)),
+    (load_rows, "row_ids_T", meta(T, dtype=INT64)),
     (rope_and_cache, "query_THD", torch.zeros(T, H, 2 * D)),
     (rope_and_cache, "query_THD", torch.zeros(T, H * D)),
     (rope_and_cache, "query_THD", meta(T, H, D)),

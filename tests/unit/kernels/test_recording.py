@@ -12,10 +12,13 @@ from quire_kernels import (
     cpu,
     linear,
     pack_linear,
+    paged_attention,
     record,
     rope_and_cache,
+    standing_plan,
     store_rows,
 )
+from quire_kernels.kv_cache import new_kv_cache
 from quire_kernels.linear import LinearWeight
 from support.processes import ended, start_python
 
@@ -194,3 +197,35 @@ def test_recording_does_not_bring_torchs_compiler() -> None:
     process = start_python(LIGHT)
     with ended([process]):
         assert process.communicate()[0].split(b"\n")[-2] == b"[]"
+
+
+def test_attention_is_planned_anew_for_each_step_of_a_recording() -> None:
+    """Also where the plan becomes larger than at first, and where threads share a sequence."""
+    num_seqs, heads, kv_heads, head_size, block_size, max_blocks = 64, 8, 2, 64, 16, 160
+    generator = torch.Generator().manual_seed(0)
+    caches = [new_kv_cache(200, kv_heads, block_size, head_size, torch.float32) for _ in range(2)]
+    for cache in caches:
+        cache.copy_(torch.randn(cache.shape, generator=generator))
+    query = torch.randn(num_seqs, heads, head_size, generator=generator)
+    table = torch.randint(0, 200, (num_seqs, max_blocks), generator=generator)
+    starts, lens = torch.arange(num_seqs + 1), torch.ones(num_seqs, dtype=torch.int64)
+    threads = cpu.get_num_threads()
+    cpu.set_num_threads(4)
+    try:
+        standing = standing_plan(table, starts, lens, heads, caches[0])
+        plan = standing.plan
+        with record(num_seqs) as recording:
+            out = paged_attention(query, *caches, table, starts, lens, 0.125, plan)
+        shared = []
+        for tokens in ([1], [max_blocks * block_size], [3, 40, 17], [1] * 64, [2000, 5], [900] * 64):
+            rows = len(tokens)
+            lens[:rows] = torch.tensor(tokens)
+            standing.plan_for(rows)
+            recording.run(rows)
+            shared.append(standing.has_shared_sequences)
+            expected = paged_attention(query[:rows], *caches, table[:rows], starts[: rows + 1], lens[:rows], 0.125)
+            assert torch.equal(out[:rows], expected)
+        assert not shared[0]
+        assert shared[1], "four threads and one long sequence"
+    finally:
+        cpu.set_num_threads(threads)

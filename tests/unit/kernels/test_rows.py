@@ -8,6 +8,7 @@ from quire_kernels import (
     add_rms_norm,
     embedding,
     gelu_tanh_and_mul,
+    load_rows,
     rms_norm,
     silu_and_mul,
     soft_cap,
@@ -195,6 +196,19 @@ def test_store_rows(shape: tuple[int, int], dtype: torch.dtype, cpu_kernels: str
     assert torch.equal(table, expected)
     store_rows(rows[:0], slots[:0], table[:, :size])
     assert torch.equal(table, expected)
+
+
+@DTYPES
+@SHAPES
+def test_load_rows(shape: tuple[int, int], dtype: torch.dtype, cpu_kernels: str) -> None:
+    num_tokens, size = shape
+    table = randn(num_tokens + 9, 3 * size, dtype=dtype)
+    rows = torch.randint(0, len(table), (num_tokens,), generator=torch.Generator().manual_seed(0))
+    middle = table[:, size : 2 * size]
+    out = load_rows(middle, strided(rows[:, None])[:, 0])
+    assert out.is_contiguous()
+    assert torch.equal(out, middle[rows])
+    assert load_rows(middle, rows[:0]).shape == (0, size)
 
 
 @DTYPES

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from quire_kernels import NotRecordableError
+from quire_kernels import NotRecordableError, load_rows
 from quire_kernels.kv_cache import is_tiled
 
 from quire_engine.device.transfer import upload
@@ -25,9 +25,10 @@ from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.drafting.chain_model import ChainModel
 from quire_engine.worker.drafting.draft_sampling import DraftSampling
 from quire_engine.worker.drafting.drafted_positions import DraftedPositions
+from quire_engine.worker.drafting.known_positions import KnownPositions
 from quire_engine.worker.drafting.recorded_chain import RecordedChain
 from quire_engine.worker.forward.base import key_caches_by_kind, plan_attentions, table_width, upload_context
-from quire_engine.worker.forward.recorded import RECORDED_TOKENS, RecordedLayers
+from quire_engine.worker.forward.recorded import RECORDED_TOKENS, RecordedContext, RecordedLayers
 from quire_engine.worker.submitted_step import count_accepted
 
 __all__ = ["ChainDrafter"]
@@ -83,10 +84,10 @@ class ChainDrafter:
         if num_blocks and is_tiled(caches[0][0]):
             try:
                 self._layers = RecordedLayers(
-                    lambda inputs, context: model.layers(inputs, context, caches),
-                    model.input_widths, model.dtype, model.attention_specs, caches,
+                    lambda inputs, context: model.layers(inputs, context, caches), model.input_widths, model.dtype,
+                    RecordedContext(model.attention_specs, caches, self._batch.block_table.shape[1]),
                 )  # fmt: skip
-                self._chain = RecordedChain(model, caches, self._batch.block_table.shape[1], self._max_drafts)
+                self._chain = RecordedChain(model, caches, self._batch, self._max_drafts)
             except NotRecordableError as error:  # not logged itself: it refers to the caches
                 logger.warning("drafts are computed op by op, which takes longer: %s", str(error))
 
@@ -103,10 +104,12 @@ class ChainDrafter:
         """See `DraftMethod`."""
         model = self._model
         ends = self._batch.num_known_tokens[slots] - model.token_offset
-        out_SE = self._catch_up(slots, ends)
-        if self._chain is not None and len(slots) <= RECORDED_TOKENS and sampling.by_chance is None:
-            drafts = sampling.drafts_of(*self._chain.draft(out_SE, ends, self._batch.block_table[slots], sampling))
+        is_recorded = self._chain is not None and len(slots) <= RECORDED_TOKENS and sampling.by_chance is None
+        known = self._catch_up(slots, ends, RECORDED_TOKENS if is_recorded else self._max_tokens)
+        if self._chain is not None and is_recorded:
+            drafts = sampling.drafts_of(*self._chain.draft(known, sampling))
         else:
+            out_SE = self._pass(known)
             token_ids = sampling.draw(model.logits(out_SE))
             for context in self._contexts(slots, ends, sampling):
                 num_rows = len(context.positions)
@@ -151,22 +154,32 @@ class ChainDrafter:
                 plans=plan_attentions(self._key_caches, table_SM[rows], *known),
             )
 
-    def _catch_up(self, slots: Int64Array, ends: Int64Array) -> torch.Tensor:
-        """Compute the positions before `ends`, [S], as far as they are not; [S, E] of the last of each."""
+    def _catch_up(self, slots: Int64Array, ends: Int64Array, most: int) -> KnownPositions:
+        """Compute the positions before `ends`, [S], until at most `most` of them are left; or if there are more
+        requests, the last one of each.
+
+        Returns:
+            Those that are left, which are counted as computed.
+        """
         if self._model.token_offset == 0:
             self._keep_accepted(slots)
         starts = np.minimum(self._drafted.counts(slots), ends - 1)
-        while (ends - starts).sum() > self._max_tokens:  # one long part after the other, for their effect alone
+        first_starts = starts.copy()
+        while (ends - starts).sum() > max(self._max_tokens, len(slots)):  # one long part after the other
             row = int((ends - starts).argmax())
-            lens = np.minimum(ends - starts - 1, self._max_tokens)[row : row + 1]
-            self._pass(slots[row : row + 1], starts[row : row + 1], lens)
-            starts[row] += lens[0]
-        lens = ends - starts
-        out_TE = self._pass(slots, starts, lens)
-        self._drafted.extend(slots, starts, ends)
-        if len(out_TE) == len(slots):
-            return out_TE
-        return out_TE[upload(self._device, lens.cumsum() - 1)[0]]
+            part = slice(row, row + 1)
+            until = np.minimum(starts[part] + self._max_tokens, ends[part] - 1)
+            self._pass(self._known(slots[part], starts[part], until))
+            starts[part] = until
+        if (ends - starts).sum() > most:
+            is_behind = ends - starts > 1
+            self._pass(self._known(slots[is_behind], starts[is_behind], ends[is_behind] - 1))
+            starts = ends - 1
+        self._drafted.extend(slots, first_starts, ends)
+        return self._known(slots, starts, ends)
+
+    def _known(self, slots: Int64Array, starts: Int64Array, ends: Int64Array) -> KnownPositions:
+        return KnownPositions.of(self._batch, slots, starts, ends, self._model.token_offset)
 
     def _keep_accepted(self, slots: Int64Array) -> None:
         """Drafts that were accepted need not be computed again, but for the last one, which was not an input yet."""
@@ -181,27 +194,20 @@ class ChainDrafter:
             row = np.array([slot])
             self._drafted.extend(row, np.array([start]), np.array([start + num_accepted]))
 
-    def _pass(self, slots: Int64Array, starts: Int64Array, lens: Int64Array) -> torch.Tensor:
-        """Compute `lens` positions of known tokens from `starts` on, [S] each → [T, E]."""
-        places = np.arange(lens.sum()) - np.repeat(lens.cumsum() - lens, lens)
-        positions = np.repeat(starts, lens) + places
-        token_ids = self._batch.token_ids[np.repeat(slots, lens), positions + self._model.token_offset]
-        context, (token_ids_T,) = self._context(slots, positions, lens, token_ids)
-        return self._run(self._model.known_inputs(token_ids_T, context.slot_mapping), context)
-
-    def _context(
-        self, slots: Int64Array, positions: Int64Array, lens: Int64Array, *others: Int64Array
-    ) -> tuple[ForwardContext, list[torch.Tensor]]:
-        """The context of `lens` consecutive positions of each request, [S]; and the others on the device."""
-        block_size = self._batch.block_size
-        ends, table = lens.cumsum(), self._batch.block_table
-        block_ids = table[np.repeat(slots, lens), positions // block_size]
-        return upload_context(
-            [self._key_caches], [table], slots, positions, [block_ids * block_size + positions % block_size],
-            np.concatenate(([0], ends)), positions[ends - 1] + 1, *others,
+    def _pass(self, known: KnownPositions) -> torch.Tensor:
+        """Compute known positions → [S, E] of the last one of each request."""
+        context, (token_ids_T, last_rows_S) = upload_context(
+            [self._key_caches], [self._batch.block_table], known.slots, known.positions, [known.slot_mapping],
+            known.query_start_loc, known.ends, known.token_ids, known.query_start_loc[1:] - 1,
         )  # fmt: skip
+        out_TE = self._run(self._model.known_inputs(token_ids_T, context.slot_mapping), context)
+        return load_rows(out_TE, last_rows_S)
 
     def _run(self, inputs: Sequence[torch.Tensor], context: ForwardContext) -> torch.Tensor:
-        if self._layers is not None and len(context.positions) <= RECORDED_TOKENS:
-            return self._layers(inputs, context)
-        return self._model.layers(inputs, context, self._kv_caches)
+        if self._layers is None or len(context.positions) > RECORDED_TOKENS:
+            return self._model.layers(inputs, context, self._kv_caches)
+        self._layers.context.set(
+            context.positions.numpy(), [context.slot_mapping.numpy()], [context.block_table.numpy()],
+            context.query_start_loc.numpy(), context.seq_lens.numpy(),
+        )  # fmt: skip
+        return self._layers(inputs)

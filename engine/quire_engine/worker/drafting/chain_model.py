@@ -24,7 +24,8 @@ class ChainModel(Protocol):
     """By layer."""
 
     def known_inputs(self, token_ids_T: torch.Tensor, slot_mapping_T: torch.Tensor) -> list[torch.Tensor]:
-        """The inputs at positions of known tokens, [T, width] each."""
+        """The inputs at positions of known tokens, [T, width] each; uses only ops of `quire_kernels`, so that it can be
+        recorded."""
 
     def drafted_inputs(self, token_ids_T: torch.Tensor, out_TE: torch.Tensor) -> list[torch.Tensor]:
         """The inputs at positions of drafts, [T, width] each.

@@ -9,7 +9,10 @@ drawn from is kept. Their chances say nothing of the token: whether a draft is c
 it is (see `sampling/rejection.py`).
 """
 
+import time
+from bisect import bisect_left
 from dataclasses import dataclass
+from operator import neg
 from typing import Any
 
 import numpy as np
@@ -55,9 +58,9 @@ class SamplingColumns:
         return self.temperature, self.min_p, self.top_k, self.top_p, self.seeds, self.positions
 
     def copy_(self, other: "SamplingColumns") -> None:
-        """Write the rows of another over the first ones."""
+        """Write the rows of another over the first ones; both on the CPU, where numpy takes a quarter of the time."""
         for own, given in zip(self.tensors, other.tensors, strict=True):
-            own[: len(given)] = given
+            own.numpy()[: given.shape[0]] = given.numpy()
 
     def rows(self, num_rows: int) -> "SamplingColumns":
         """A view of the first rows."""
@@ -84,7 +87,7 @@ class DraftSampling:
         by_chance: npt.NDArray[np.bool_] | None = None,
     ) -> None:
         self._starts = batch.num_known_tokens[slots]
-        self._counts = counts
+        self._counts = counts.tolist()
         columns = (
             batch.temperature[slots], batch.min_p[slots], batch.top_k[slots], batch.top_p[slots],
             batch.seed[slots].view(np.int64),
@@ -96,6 +99,8 @@ class DraftSampling:
         temperature, min_p, top_k, top_p, seeds = others
         self.columns = SamplingColumns(temperature, min_p, top_k, top_p, seeds, positions)
         """With the positions of the first drafts."""
+        self.first_drawn_at: float | None = None
+        """When the first place was drawn, by `time.perf_counter`."""
         self._token_ids: list[torch.Tensor] = []
         self._chances: list[torch.Tensor] = []
         self._distributions: list[torch.Tensor] = []
@@ -103,11 +108,16 @@ class DraftSampling:
     @property
     def num_places(self) -> int:
         """The longest draft."""
-        return int(self._counts[0])
+        return self._counts[0]
 
     def num_rows(self, place: int) -> int:
         """How many requests have a draft at a place: the first so many."""
-        return int((self._counts > place).sum())
+        return bisect_left(self._counts, -place, key=neg)
+
+    def note_drawn(self) -> None:
+        """A place was drawn."""
+        if self.first_drawn_at is None:
+            self.first_drawn_at = time.perf_counter()
 
     def draw(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """Draw the tokens of the next place.
@@ -122,6 +132,7 @@ class DraftSampling:
         token_ids = sample(logits_NV, temperature, min_p, top_k, top_p, seeds, starts + len(self._token_ids))
         if self.by_chance is not None:
             self._distributions.append(probabilities(logits_NV, temperature, min_p, top_k, top_p))
+        self.note_drawn()
         self._token_ids.append(token_ids)
         self._chances.append(token_probabilities(logits_NV, token_ids))
         return token_ids
@@ -142,14 +153,14 @@ class DraftSampling:
             token_ids_PS: by place.
             chances_PS: of each.
         """
-        counts, starts = np.minimum(self._counts, len(token_ids_PS)).tolist(), self._starts.tolist()
+        starts = self._starts.tolist()
         chances_PS = np.fmax(chances_PS, _LEAST_CHANCE).clip(max=1)  # also of a model whose logits are not finite
         if self.by_chance is not None:
             chances_PS = np.where(self.by_chance, _ANY_CHANCE, chances_PS)
         token_ids, chances = token_ids_PS.T.tolist(), chances_PS.T.tolist()
         return [
             DraftTokens(start, own_ids[:count], own_chances[:count])
-            for start, count, own_ids, own_chances in zip(starts, counts, token_ids, chances, strict=True)
+            for start, count, own_ids, own_chances in zip(starts, self._counts, token_ids, chances, strict=True)
         ]
 
     def distributions(self, row: int) -> torch.Tensor | None:

@@ -52,6 +52,8 @@ class Drafting:
         self._device = device
         self._by_chance = by_chance
         self._num_failures = 0
+        self._first_drawn_at: float | None = None
+        """By `time.perf_counter`, in the last step that drafted; None: it failed."""
         self._drawn: dict[int, _Drawn] = {}
         """By slot."""
 
@@ -113,7 +115,7 @@ class Drafting:
 
         def draft(output: ModelRunnerOutput) -> None:
             """If it fails, there are no drafts: the step's tokens are as good without."""
-            began_at = time.perf_counter()
+            began_at, self._first_drawn_at = time.perf_counter(), None
             try:
                 with self._lock, torch.inference_mode():
                     live = [name for name in wanted if self._generation(name) == generations[name] is not None]
@@ -130,6 +132,8 @@ class Drafting:
                     exc_info=error if self._num_failures == 1 else None,
                 )  # fmt: skip
             output.draft_seconds = time.perf_counter() - began_at
+            first_at = self._first_drawn_at
+            output.first_draft_seconds = output.draft_seconds if first_at is None else first_at - began_at
 
         return draft
 
@@ -163,6 +167,7 @@ class Drafting:
             by_chance = by_chance if by_chance.any() else None
         sampling = DraftSampling(batch, slots, np.array(counts), self._device, by_chance)
         drafts = self.method.draft(slots, hidden_SE, sampling)
+        self._first_drawn_at = sampling.first_drawn_at
         output.drafts = dict(zip(request_ids, drafts, strict=True))
         if by_chance is not None:
             for row, slot in enumerate(slots.tolist()):

@@ -8,7 +8,7 @@ a request begins to be drafted for late, after a rest, or with a prefix that was
 from collections.abc import Callable, Sequence
 
 import torch
-from quire_kernels import store_columns
+from quire_kernels import load_rows, store_columns
 
 from quire_engine.models.base import AttentionSpec, FeatureTaps, ForwardContext, KVCaches
 from quire_engine.models.decoder import Decoder
@@ -69,7 +69,7 @@ class Eagle3Model:
     def known_inputs(self, token_ids_T: torch.Tensor, slot_mapping_T: torch.Tensor) -> list[torch.Tensor]:
         """See `ChainModel`."""
         assert self._target.feature_taps is not None
-        states_TE = self._target.feature_taps.table_NE[slot_mapping_T]
+        states_TE = load_rows(self._target.feature_taps.table_NE, slot_mapping_T)
         return [self._head.embed(token_ids_T), self._head.features(states_TE)]
 
     def drafted_inputs(self, token_ids_T: torch.Tensor, out_TE: torch.Tensor) -> list[torch.Tensor]:

@@ -1,18 +1,19 @@
 """RecordedForward: computes small steps from a recording, so that no Python runs between two kernels."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from quire_kernels import AttentionPlan, NotRecordableError, record
-from quire_kernels.attention_plan import CpuAttentionPlan
+from quire_kernels import NotRecordableError, StandingPlan, record, standing_plan
 from quire_kernels.kv_cache import is_tiled
 
 from quire_engine.models.base import AttentionSpec, ForwardContext, KVCaches, RecordableLM
+from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.batch.step_inputs import StepInputs
-from quire_engine.worker.forward.base import key_caches_by_group, plan_attentions, with_contexts
-from quire_engine.worker.forward.eager import EagerForward
+from quire_engine.worker.forward.base import key_caches_by_group, with_contexts
 
 __all__ = ["RECORDED_TOKENS", "RecordedContext", "RecordedForward", "RecordedLayers"]
 
@@ -21,6 +22,8 @@ RECORDED_TOKENS = 64
 
 Layers: TypeAlias = Callable[[Sequence[torch.Tensor], ForwardContext], torch.Tensor]
 """(inputs, each [T, its width], context) → [T, E]; uses only ops of `quire_kernels`, and may overwrite the inputs."""
+
+Int64Array = npt.NDArray[np.int64]
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +34,7 @@ class RecordedContext:
     Args:
         specs: of the layers' attention.
         kv_caches: by layer; their tensors must not move. The C++ kernels use them.
+        max_blocks: of a request.
         group_ids: by layer, its group; not needed if there is only one.
         num_groups: of the whole model.
     """
@@ -39,47 +43,78 @@ class RecordedContext:
         self,
         specs: Sequence[AttentionSpec],
         kv_caches: KVCaches,
+        max_blocks: int,
         group_ids: Sequence[int] = (),
         num_groups: int = 1,
     ) -> None:
-        # Of one request's tokens. Any plan works, as each run copies its own into it.
-        table, seq_lens = torch.zeros(1, RECORDED_TOKENS, dtype=torch.int64), torch.tensor([RECORDED_TOKENS])
-        start_loc = torch.tensor([0, RECORDED_TOKENS])
-        positions = torch.zeros(RECORDED_TOKENS, dtype=torch.int64)
-        self._contexts = []
-        """By group."""
+        rows = RECORDED_TOKENS
+        positions, seq_lens = torch.zeros(rows, dtype=torch.int64), torch.ones(rows, dtype=torch.int64)
+        starts = torch.arange(rows + 1)  # as many sequences as tokens, while it is recorded
+        contexts = []
+        self._plans: list[StandingPlan] = []
         for key_caches in key_caches_by_group(specs, kv_caches, group_ids, num_groups):
-            plans = plan_attentions(key_caches, table, start_loc, seq_lens)
-            context = ForwardContext(
-                positions=positions,
-                slot_mapping=torch.zeros(RECORDED_TOKENS, dtype=torch.int64),
-                block_table=table,
-                query_start_loc=start_loc,
-                seq_lens=seq_lens,
-                plans={spec: plan for spec, plan in plans.items() if isinstance(plan, CpuAttentionPlan)},
+            table = torch.zeros(rows, max_blocks, dtype=torch.int64)
+            standing = {
+                spec: standing_plan(table, starts, seq_lens, spec.num_heads, key_cache, spec.window)
+                for spec, key_cache in key_caches.items()
+            }
+            self._plans += standing.values()
+            contexts.append(
+                ForwardContext(
+                    positions=positions,
+                    slot_mapping=torch.zeros(rows, dtype=torch.int64),
+                    block_table=table,
+                    query_start_loc=starts,
+                    seq_lens=seq_lens,
+                    plans={spec: own.plan for spec, own in standing.items()},
+                )
             )
-            self._contexts.append(context)
-        self.context = with_contexts(self._contexts, group_ids)
+        self.context = with_contexts(contexts, group_ids)
+        self.positions: Int64Array = positions.numpy()
+        """Views of the context's tensors, like the next four."""
+        self.seq_lens: Int64Array = seq_lens.numpy()
+        self.query_start_loc: Int64Array = starts.numpy()
+        self.slot_mappings: list[Int64Array] = [own.slot_mapping.numpy() for own in contexts]
+        """By group."""
+        self.block_tables: list[Int64Array] = [own.block_table.numpy() for own in contexts]
+        """By group."""
 
-    def set(self, context: ForwardContext) -> None:
-        """Take over another context, which has to be kept alive as long as ops read from this one."""
-        num_tokens = len(context.positions)
-        self.context.positions[:num_tokens] = context.positions
-        for own, given in zip(self._contexts, context.groups or [context], strict=True):
-            own.slot_mapping[:num_tokens] = given.slot_mapping
-            _copy_plans(own.plans, given.plans)
+    def set(
+        self,
+        positions: Int64Array,
+        slot_mappings: Sequence[Int64Array],
+        block_tables: Sequence[Int64Array],
+        query_start_loc: Int64Array,
+        seq_lens: Int64Array,
+    ) -> None:
+        """Write a step's context to the tensors, and plan its attention.
 
-    def set_plans(self, plans: Mapping[AttentionSpec, AttentionPlan]) -> None:
-        """Take over the plans alone, likewise; of one group."""
-        _copy_plans(self.context.plans, plans)
+        Args:
+            positions: [T]
+            slot_mappings: [T] of each group.
+            block_tables: [S, M] of each group; as many blocks as the longest sequence has are enough.
+            query_start_loc: [S + 1]
+            seq_lens: [S]
+        """
+        num_tokens, num_sequences = len(positions), len(seq_lens)
+        self.positions[:num_tokens] = positions
+        self.seq_lens[:num_sequences] = seq_lens
+        self.query_start_loc[: num_sequences + 1] = query_start_loc
+        for own, given in zip(self.slot_mappings, slot_mappings, strict=True):
+            own[:num_tokens] = given
+        for own, given in zip(self.block_tables, block_tables, strict=True):
+            own[:num_sequences, : given.shape[1]] = given
+        self.plan_for(num_sequences)
 
+    def plan_for(self, num_sequences: int) -> None:
+        """Plan the attention of the first so many sequences, as the tensors have them now."""
+        for plan in self._plans:
+            plan.plan_for(num_sequences)
 
-def _copy_plans(own: Mapping[AttentionSpec, AttentionPlan], given: Mapping[AttentionSpec, AttentionPlan]) -> None:
-    for spec, plan in own.items():
-        new = given[spec]
-        assert isinstance(plan, CpuAttentionPlan)
-        assert isinstance(new, CpuAttentionPlan)
-        plan.copy_(new)
+    @property
+    def has_shared_sequences(self) -> bool:
+        """See `StandingPlan`."""
+        return any(plan.has_shared_sequences for plan in self._plans)
 
 
 class RecordedLayers:
@@ -89,41 +124,28 @@ class RecordedLayers:
         layers: to be recorded.
         widths: of their inputs.
         dtype: of their inputs.
-        specs: of their attention, by layer.
-        kv_caches: by layer; their tensors must not move.
-        group_ids: by layer, its group; not needed if there is only one.
-        num_groups: of the whole model.
+        context: which they read from.
 
     Raises:
         NotRecordableError: they use other ops than those of `quire_kernels`.
     """
 
-    def __init__(
-        self,
-        layers: Layers,
-        widths: Sequence[int],
-        dtype: torch.dtype,
-        specs: Sequence[AttentionSpec],
-        kv_caches: KVCaches,
-        group_ids: Sequence[int] = (),
-        num_groups: int = 1,
-    ) -> None:
+    def __init__(self, layers: Layers, widths: Sequence[int], dtype: torch.dtype, context: RecordedContext) -> None:
+        self.context = context
         self._inputs = [torch.empty(RECORDED_TOKENS, width, dtype=dtype) for width in widths]
-        self._context = RecordedContext(specs, kv_caches, group_ids, num_groups)
         with record(RECORDED_TOKENS) as self._recording:
-            self._out = layers(self._inputs, self._context.context)
+            self._out = layers(self._inputs, context.context)
 
     @property
     def num_bytes(self) -> int:
         """Memory of the results that the recorded ops write."""
         return self._recording.num_bytes
 
-    def __call__(self, inputs: Sequence[torch.Tensor], context: ForwardContext) -> torch.Tensor:
-        """[T, E], overwritten by the next call."""
-        num_tokens = len(context.positions)
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[T, its width] each → [T, E], overwritten by the next call. Set the context before."""
+        num_tokens = len(inputs[0])
         for own, given in zip(self._inputs, inputs, strict=True):
             own[:num_tokens] = given
-        self._context.set(context)
         self._recording.run(num_tokens)
         return self._out[:num_tokens]
 
@@ -134,21 +156,22 @@ class RecordedForward:
     Args:
         model: of a single rank: communication cannot be recorded.
         kv_caches: see its `forward`.
-        eager: uploads the steps.
+        batch: the steps' slots refer to it.
+        last_token_ids: see `EagerForward`.
         group_ids: by layer, its group; not needed if there is only one.
-        num_groups: of the whole model.
     """
 
     def __init__(
         self,
         model: RecordableLM,
         kv_caches: KVCaches,
-        eager: EagerForward,
+        batch: InputBatch,
+        last_token_ids: torch.Tensor | None,
         group_ids: Sequence[int] = (),
-        num_groups: int = 1,
     ) -> None:
         self._model = model
-        self._eager = eager
+        self._batch = batch
+        self._last_token_ids = None if last_token_ids is None else last_token_ids.numpy()
 
         def layers(inputs: Sequence[torch.Tensor], context: ForwardContext) -> torch.Tensor:
             return model.final_norm(*model.run_layers(inputs[0], None, context, kv_caches))
@@ -156,10 +179,10 @@ class RecordedForward:
         self._layers: RecordedLayers | None = None
         if not is_tiled(kv_caches[0][0]):  # only attention in C++ can be recorded
             return
+        tables = batch.block_tables
+        context = RecordedContext(model.attention_specs, kv_caches, tables[0].shape[1], group_ids, len(tables))
         try:
-            self._layers = RecordedLayers(
-                layers, [model.hidden_size], model.dtype, model.attention_specs, kv_caches, group_ids, num_groups
-            )
+            self._layers = RecordedLayers(layers, [model.hidden_size], model.dtype, context)
         except NotRecordableError as error:  # not logged itself: it refers to the caches
             logger.warning("steps are computed op by op, which takes longer where they are small: %s", str(error))
 
@@ -170,8 +193,15 @@ class RecordedForward:
     def __call__(self, inputs: StepInputs) -> torch.Tensor:
         """[T, E]; see `Forward`."""
         assert self._layers is not None
-        token_ids_T, context = self._eager.upload(inputs)
-        return self._layers([self._model.embed(token_ids_T)], context)
+        token_ids = inputs.token_ids
+        if self._last_token_ids is not None:
+            token_ids = np.where(inputs.is_on_device, self._last_token_ids[inputs.token_slots], token_ids)
+        width = -(-int(inputs.seq_lens.max()) // self._batch.block_size)
+        self._layers.context.set(
+            inputs.positions, inputs.slot_mappings, [table[inputs.slots, :width] for table in self._batch.block_tables],
+            inputs.query_start_loc, inputs.seq_lens,
+        )  # fmt: skip
+        return self._layers([self._model.embed(torch.from_numpy(token_ids))])
 
     @property
     def num_bytes(self) -> int:

@@ -81,13 +81,15 @@ def test_as_many_are_wanted_as_were_worth_it_and_one_more(worth: list[int], want
     assert told == wanted
 
 
-def test_a_rest_is_halved_after_a_time_that_was_worth_it() -> None:
+def test_it_is_asked_again_at_once_after_a_time_that_was_worth_it_and_then_rests_for_half_as_long() -> None:
     record = DraftRecord(worth=0.0)
     for _ in range(4):
         record.was_asked(0.0, least=2.0, longest_rest=100)
         assert rest_of(record) > 0
     record.was_asked(3.0, least=2.0, longest_rest=100)
-    assert rest_of(record) == 7, "it was 15"
+    assert rest_of(record) == 0, "it was 15"
+    record.was_asked(0.0, least=2.0, longest_rest=100)
+    assert rest_of(record) == 15, "twice the half, and one"
 
 
 def test_its_first_rest_may_be_given() -> None:

@@ -91,3 +91,14 @@ def test_asking_is_measured_per_request() -> None:
     for _ in range(100):
         costs.record_asking(2, 1.0)
     assert costs.ask_seconds == pytest.approx(0.5)
+    assert costs.asking_seconds(9) == pytest.approx(0.5), "lookups take as long for any number"
+
+
+def test_a_models_first_draft_takes_longer_than_the_others() -> None:
+    costs = StepCosts()
+    costs.record_asking(2, 1.0)
+    costs.record_drafting(6, 0.75)
+    assert costs.asking_seconds(1) == 0.5
+    assert costs.asking_seconds(4) == 0.5 + 3 * 0.125
+    costs.record_drafting(1, 100.0)
+    assert costs.draft_seconds == pytest.approx(0.125 * 1.2), "the core was another program's"

@@ -277,10 +277,14 @@ class Costs(FixedCosts):
         super().__init__()
         self.ask_seconds = ask_seconds
         self.asked: list[tuple[int, float, bool]] = []
+        self.further: list[tuple[int, float]] = []
         self.steps: list[float] = []
 
     def record_asking(self, number: int, seconds: float, *, is_upper_bound: bool = False) -> None:
         self.asked.append((number, seconds, is_upper_bound))
+
+    def record_drafting(self, number: int, seconds: float) -> None:
+        self.further.append((number, seconds))
 
     def record(self, num_tokens: int, seconds: float, *, has_drafts: bool) -> None:
         self.steps.append(seconds)
@@ -316,11 +320,11 @@ def test_asking_costs_what_drafting_takes_but_not_what_a_model_has_to_make_up_fo
     for seconds in (0.5, 0.0625, 0.125):
         step = scheduler.schedule()
         result = runner.execute_model(step)
-        result.draft_seconds = seconds
+        result.draft_seconds, result.first_draft_seconds = seconds, seconds / 2
         scheduler.update_from_output(step, result)
         scheduler.note_step_seconds(StepStats(num_tokens=2), 8.0)
-    assert [asked[1:] for asked in costs.asked] == [(0.5, True), (0.0625, False), (0.125, False)]
-    assert costs.asked[0][0] == 2 * 4, "drafts"
+    assert costs.asked == [(2, 0.25, True), (2, 0.03125, False), (2, 0.0625, False)]
+    assert costs.further == [(2 * 3, 0.25), (2 * 4, 0.03125), (2 * 5, 0.0625)]
     assert costs.steps == [7.5, 7.9375, 7.875]
 
 

@@ -57,7 +57,7 @@ class Steps:
         self.eager = EagerForward(self.model, self.kv_caches, self.batch, None)  # type: ignore[arg-type]
 
     def recorded(self) -> RecordedForward:
-        return RecordedForward(self.model, self.kv_caches, self.eager)  # type: ignore[arg-type]
+        return RecordedForward(self.model, self.kv_caches, self.batch, None)  # type: ignore[arg-type]
 
     def graphs(self) -> DecodeGraphs:
         graphs = DecodeGraphs(

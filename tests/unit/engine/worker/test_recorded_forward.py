@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.models import CheckpointConfig
 from quire_engine.outputs import CompletionOutput
@@ -14,7 +13,6 @@ from quire_engine.worker import cache_memory, worker
 from quire_engine.worker.forward import recorded as recorded_forward
 from quire_engine.worker.forward.recorded import RecordedForward
 from quire_kernels import NotRecordableError, Recording, cpu
-from quire_kernels.attention_plan import GpuAttentionPlan
 from support.oracle import make_prompts
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
@@ -87,13 +85,12 @@ def test_a_model_that_cannot_be_recorded_is_computed_op_by_op(
     assert not runs
 
 
-def test_no_recording_for_a_gpus_plan(
+def test_no_recording_where_attention_is_not_in_cpp(
     checkpoint: Callable[[str], Path], runs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = generate(LLM(checkpoint("tied-gqa"), dtype="float32"))
     runs.clear()
-    plan = GpuAttentionPlan(1, 0, 1, *(torch.empty(0) for _ in range(4)))
-    monkeypatch.setattr(recorded_forward, "plan_attentions", lambda key_caches, *_: dict.fromkeys(key_caches, plan))
+    monkeypatch.setattr(recorded_forward, "is_tiled", lambda cache: False)
     outputs = generate(LLM(checkpoint("tied-gqa"), dtype="float32"))
     assert [one.token_ids for one in outputs] == [one.token_ids for one in expected]
     assert not runs
