@@ -206,7 +206,9 @@ class Simulation:
             self.now += seconds
         self._take(self.scheduler.update_from_output(step, self._result(step)))
         if step.num_scheduled_tokens:
-            self.scheduler.note_step_seconds(StepStats(num_tokens=sum(step.num_scheduled_tokens.values())), seconds)
+            self.scheduler.note_step_seconds(
+                StepStats(num_tokens=sum(step.num_scheduled_tokens.values())), seconds, seconds
+            )
 
     def _result(self, step: SchedulerOutput) -> ModelRunnerOutput:
         sampled = {}

@@ -232,7 +232,7 @@ class EngineCore:
         Raises:
             EngineDeadError: a worker is gone, and this engine core cannot be used any more.
         """
-        began_at = time.perf_counter()
+        began_at, work_began_at = time.perf_counter(), self.executor.clock()
         times = self._step_stats = StepStats()
         refused = self._take_grammars()
         outputs = self._submit_steps(refused)
@@ -243,7 +243,7 @@ class EngineCore:
             seconds = time.perf_counter() - began_at
             times.update_seconds = max(seconds - times.schedule_seconds - times.execute_seconds, 0.0)
             result.step_stats = times
-            self.scheduler.note_step_seconds(times, seconds)
+            self.scheduler.note_step_seconds(times, seconds, self.executor.clock() - work_began_at)
             self._history.record(times)
             if self._balancer is not None:
                 self._balancer.after_step()

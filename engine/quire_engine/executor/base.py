@@ -1,6 +1,8 @@
 """Executor: the seam between one engine core and its workers."""
 
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TypeAlias
 
 import numpy as np
@@ -81,6 +83,12 @@ class Executor(ABC):
     def wake_up(self) -> None:
         """Undo `sleep`: load the weights from the checkpoint, allocate an empty KV cache."""
         self.collective_rpc(WakeUp())
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Seconds, to compare what steps cost. Where the thread that submits a step also computes it, those are the
+        ones in which that thread had a core: other programs' share of the machine says nothing about a step."""
+        return time.perf_counter
 
     # -- for ranks that have processes which this one looks after ------------------------------------------------------
 

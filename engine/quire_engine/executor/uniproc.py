@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +67,10 @@ class UniProcExecutor(Executor):
     @property
     def async_scheduling(self) -> bool:
         return self._async_scheduling
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        return time.thread_time if self._device.type == "cpu" else time.perf_counter
 
     def submit(self, scheduler_output: SchedulerOutput) -> None:
         self._submitted.append(self._begin(scheduler_output) if self._async_scheduling else scheduler_output)

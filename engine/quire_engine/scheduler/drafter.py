@@ -172,10 +172,10 @@ class Drafter:
             return
         if not self._costs.are_known():
             return
-        began_at = time.perf_counter()
+        began_at = time.thread_time()
         candidates = [self._candidate(index, request, room) for index, request in due]
         if self._worker_drafts is None:
-            self._costs.record_asking(len(due), time.perf_counter() - began_at)
+            self._costs.record_asking(len(due), time.thread_time() - began_at)
         num_drafts = sum(len(candidate.token_ids) for candidate in candidates)
         seconds = self._costs.seconds(computed, min(room, num_drafts))
         assert seconds is not None, "they are known"
@@ -251,7 +251,7 @@ class Drafter:
                 self._note_asking(own_record, 0.0, 1.0, len(output.num_scheduled_tokens))
 
     def note_step_seconds(self, step: StepStats, seconds: float) -> None:
-        """Note how long a step took in all: it decides what drafts are worth."""
+        """Note how long a step took in all, on the executor's clock: it decides what drafts are worth."""
         seconds, self._seconds_of_drafting = seconds - self._seconds_of_drafting, 0.0
         if step.num_decode_tokens:
             self._costs.record(step.num_tokens, seconds, has_drafts=step.num_draft_tokens > 0)
@@ -261,16 +261,18 @@ class Drafter:
 
         They get blocks for the drafts now: the drafting model computes keys and values of its own for them.
         """
-        if not self._costs.are_known():
+        awake = [
+            (record, requests[request_id])
+            for request_id in output.num_scheduled_tokens
+            if (record := self._records.get(request_id)) is not None and _is_sampled(requests[request_id])
+            and not record.is_passed_over()
+        ]  # fmt: skip
+        if not awake or not self._costs.are_known():
             return
         block_ids = dict(zip(output.cached_requests.request_ids, output.cached_requests.new_block_ids, strict=True))
         block_ids |= {new.request_id: new.block_ids for new in output.new_requests}
-        for request_id in output.num_scheduled_tokens:
-            record, request = self._records.get(request_id), requests[request_id]
-            if record is None or not request.is_drafted or request.num_computed_tokens < request.num_tokens:
-                continue
-            if record.is_passed_over():
-                continue
+        for record, request in awake:
+            request_id = request.request_id
             # All drafts of this step may be accepted, and it samples one more token.
             num_more = len(output.draft_token_ids.get(request_id, ())) + 1
             most = min(record.num_wanted, self._most(request, num_more))
@@ -398,6 +400,11 @@ def cut_drafts(output: SchedulerOutput, request: Request, num_left: int) -> None
         output.draft_token_ids[request.request_id] = drafts[:num_left]
     output.num_scheduled_tokens[request.request_id] -= len(drafts) - num_left
     request.num_computed_tokens -= len(drafts) - num_left
+
+
+def _is_sampled(request: Request) -> bool:
+    """Whether a request that may be drafted for has all of its tokens computed by the step, which samples the next."""
+    return request.is_drafted and request.num_computed_tokens >= request.num_tokens
 
 
 def _longest_rest(cost: float) -> int:

@@ -484,11 +484,17 @@ class Scheduler:
             self._connector.step_failed(self.waiting)
         return outputs
 
-    def note_step_seconds(self, step: StepStats, seconds: float) -> None:
-        """Note how long a step took in all: it decides what drafts are worth, and what can be had in time."""
+    def note_step_seconds(self, step: StepStats, seconds: float, work_seconds: float) -> None:
+        """Note how long a step took in all: it decides what can be had in time, and what drafts are worth.
+
+        Args:
+            step: what it computed.
+            seconds: that passed.
+            work_seconds: the same on the executor's clock.
+        """
         self.policy.note_step_seconds(seconds)
         if self._drafter is not None:
-            self._drafter.note_step_seconds(step, seconds)
+            self._drafter.note_step_seconds(step, work_seconds)
 
     @property
     def num_steps(self) -> int:

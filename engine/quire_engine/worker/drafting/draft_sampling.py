@@ -11,6 +11,7 @@ it is (see `sampling/rejection.py`).
 
 import time
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import neg
 from typing import Any
@@ -76,6 +77,7 @@ class DraftSampling:
         counts: [S], how many drafts each gets; descending.
         device: of the logits.
         by_chance: [S], whether the drafts are to be accepted by chance; None: none are.
+        clock: seconds.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class DraftSampling:
         counts: Int64Array,
         device: torch.device,
         by_chance: npt.NDArray[np.bool_] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._starts = batch.num_known_tokens[slots]
         self._counts = counts.tolist()
@@ -100,7 +103,8 @@ class DraftSampling:
         self.columns = SamplingColumns(temperature, min_p, top_k, top_p, seeds, positions)
         """With the positions of the first drafts."""
         self.first_drawn_at: float | None = None
-        """When the first place was drawn, by `time.perf_counter`."""
+        """When the first place was drawn."""
+        self._clock = clock
         self._token_ids: list[torch.Tensor] = []
         self._chances: list[torch.Tensor] = []
         self._distributions: list[torch.Tensor] = []
@@ -117,7 +121,7 @@ class DraftSampling:
     def note_drawn(self) -> None:
         """A place was drawn."""
         if self.first_drawn_at is None:
-            self.first_drawn_at = time.perf_counter()
+            self.first_drawn_at = self._clock()
 
     def draw(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """Draw the tokens of the next place.

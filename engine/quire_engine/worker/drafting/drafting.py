@@ -53,7 +53,9 @@ class Drafting:
         self._by_chance = by_chance
         self._num_failures = 0
         self._first_drawn_at: float | None = None
-        """By `time.perf_counter`, in the last step that drafted; None: it failed."""
+        """By the clock, in the last step that drafted; None: it failed."""
+        # What `Executor.clock` is about: on the CPU this thread computes.
+        self._clock = time.thread_time if device.type == "cpu" else time.perf_counter
         self._drawn: dict[int, _Drawn] = {}
         """By slot."""
 
@@ -115,7 +117,7 @@ class Drafting:
 
         def draft(output: ModelRunnerOutput) -> None:
             """If it fails, there are no drafts: the step's tokens are as good without."""
-            began_at, self._first_drawn_at = time.perf_counter(), None
+            began_at, self._first_drawn_at = self._clock(), None
             try:
                 with self._lock, torch.inference_mode():
                     live = [name for name in wanted if self._generation(name) == generations[name] is not None]
@@ -131,7 +133,7 @@ class Drafting:
                     len(sampled.request_ids), self._num_failures, error,
                     exc_info=error if self._num_failures == 1 else None,
                 )  # fmt: skip
-            output.draft_seconds = time.perf_counter() - began_at
+            output.draft_seconds = self._clock() - began_at
             first_at = self._first_drawn_at
             output.first_draft_seconds = output.draft_seconds if first_at is None else first_at - began_at
 
@@ -165,7 +167,7 @@ class Drafting:
         if self._by_chance:
             by_chance = (batch.temperature[slots] > 0) & np.array([name not in with_grammar for name in request_ids])
             by_chance = by_chance if by_chance.any() else None
-        sampling = DraftSampling(batch, slots, np.array(counts), self._device, by_chance)
+        sampling = DraftSampling(batch, slots, np.array(counts), self._device, by_chance, self._clock)
         drafts = self.method.draft(slots, hidden_SE, sampling)
         self._first_drawn_at = sampling.first_drawn_at
         output.drafts = dict(zip(request_ids, drafts, strict=True))

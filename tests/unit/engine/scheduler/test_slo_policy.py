@@ -60,7 +60,7 @@ class Engine:
                 self.first_tokens.setdefault(output.request_id, output)
             if output.finish_reason is not None:
                 self.ended[output.request_id] = output
-        self.scheduler.note_step_seconds(StepStats(), step_seconds(load))
+        self.scheduler.note_step_seconds(StepStats(), step_seconds(load), step_seconds(load))
         return step.num_scheduled_tokens
 
     def run(self) -> None:

@@ -322,7 +322,7 @@ def test_asking_costs_what_drafting_takes_but_not_what_a_model_has_to_make_up_fo
         result = runner.execute_model(step)
         result.draft_seconds, result.first_draft_seconds = seconds, seconds / 2
         scheduler.update_from_output(step, result)
-        scheduler.note_step_seconds(StepStats(num_tokens=2), 8.0)
+        scheduler.note_step_seconds(StepStats(num_tokens=2), 9.0, 8.0)
     assert costs.asked == [(2, 0.25, True), (2, 0.03125, False), (2, 0.0625, False)]
     assert costs.further == [(2 * 3, 0.25), (2 * 4, 0.03125), (2 * 5, 0.0625)]
     assert costs.steps == [7.5, 7.9375, 7.875]
@@ -347,7 +347,7 @@ def test_nothing_is_wanted_while_it_is_not_known_how_long_steps_take() -> None:
         step = scheduler.schedule()
         assert not step.num_drafts_wanted
         finish(scheduler, runner, step)
-        scheduler.note_step_seconds(StepStats(num_tokens=1), 0.1)
+        scheduler.note_step_seconds(StepStats(num_tokens=1), 0.1, 0.1)
     assert scheduler.schedule().num_drafts_wanted == {"r0": 4}
 
 
