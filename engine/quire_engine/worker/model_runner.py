@@ -116,7 +116,7 @@ class ModelRunner:
             prompt_logprobs = self._prompt_logprobs(inputs, hidden_TE)
             step = SubmittedStep()
             if inputs.sampled.request_ids:
-                if not inputs.is_plain_decode:
+                if not inputs.samples_every_token:
                     hidden_TE = hidden_TE[upload(self.device, inputs.sampled.token_rows)[0]]
                 graphs = self.graphs if forward is self.graphs else None
                 step = self._sample(inputs.sampled, hidden_TE, scheduler_output.grammar_bitmask, graphs)
@@ -153,12 +153,13 @@ class ModelRunner:
             graphs: the graphs that computed the hidden states; None if none did.
         """
         batch, output, is_stored = self.batch, None, False
-        if graphs is not None and graphs.samples and bitmask is None and batch.are_plain(sampled.slots):
+        verified = None if self.drafting is None else self.drafting.to_verify(sampled)
+        are_plain = bitmask is None and verified is None and batch.are_plain(sampled.slots)
+        if graphs is not None and graphs.samples and are_plain:
             output, is_stored = SamplerOutput(graphs.sample(len(sampled.slots))), True
         else:
             logits_RV = self.model.compute_logits(hidden_RE)
             if logits_RV is not None:
-                verified = None if self.drafting is None else self.drafting.to_verify(sampled)
                 metadata = sampling_metadata(batch, sampled, bitmask, self.device, verified)
                 output = self.sampler(logits_RV, metadata)
         if self._runs_ahead and not is_stored:

@@ -67,6 +67,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MOST_DRAFTED_ROWS = 256
+"""Rows of the largest step with drafts that is captured, if `max_num_seqs` is not above that: in larger ones the
+kernels take so long that launching them one by one hardly matters."""
 SUFFIX_TOKENS = 64
 """Tokens of a suffix after a cached prefix: about the most for which attention keeps partial results in memory."""
 QUANTIZED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -273,7 +276,8 @@ class Worker:
             samples=self.parallel.tensor_parallel_size == 1,
             group_ids=runner.group_ids,
         )  # fmt: skip
-        sizes = capture_sizes(self.config.scheduler.max_num_seqs)
+        scheduler = self.config.scheduler
+        sizes = capture_sizes(max(scheduler.max_num_seqs, min(scheduler.max_num_sampled_rows, MOST_DRAFTED_ROWS)))
         used_bytes = (lambda: 0) if memory is None else lambda: -memory.free_bytes()
         graphs.capture(sizes, used_bytes, self.config.cache.cuda_graph_memory_bytes)
         runner.graphs = graphs

@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 import torch
 from quire_engine import LLM, SamplingParams
+from quire_engine.spec_decode import make_proposer
+from quire_engine.worker.batch.step_inputs import StepInputs
+from quire_engine.worker.forward.decode_graphs import DecodeGraphs
 from quire_kernels import cpu
 from support.oracle import VOCAB_SIZE, generate_greedily, make_prompts
+from support.scheduling import draft_always
 from support.triton_interpreter import interpreted_kernels
 from transformers import LlamaForCausalLM
 
@@ -100,3 +104,36 @@ def test_graphs_and_steps_ahead_change_no_token_in_bf16(checkpoint: Callable[[st
     assert token_ids[0] == token_ids[1] == token_ids[2]
     assert [len(tokens) for tokens in token_ids[0]] == [4, 4]
     assert logprobs[1] == logprobs[2] == pytest.approx(logprobs[0], abs=0.05)
+
+
+def test_steps_with_drafts_are_graphs_too_and_change_no_token(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, prompts = checkpoint("tied-gqa"), [[5, 6, 7, 8] * 3, [9, 4] * 4]
+    params = [
+        SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=3, max_tokens=5, ignore_eos=True, repetition_penalty=1.2),
+    ]
+    settings = {"max_num_seqs": 2, "max_model_len": 32, **CACHE}
+    outputs, rows = [], []
+    replay = DecodeGraphs.__call__
+
+    def note(graphs: DecodeGraphs, inputs: StepInputs) -> torch.Tensor:
+        rows.append(len(inputs.token_ids) - len(inputs.slots))
+        return replay(graphs, inputs)
+
+    monkeypatch.setattr(DecodeGraphs, "__call__", note)
+    for config in (
+        None,
+        {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 3},
+    ):
+        llm = LLM(folder, dtype="float32", speculative_config=config, **settings)
+        core = llm._core._core  # type: ignore[attr-defined]
+        if config is not None:
+            draft_always(core.scheduler, make_proposer(core.scheduler.config.speculative_config), VOCAB_SIZE, 3)
+            rows.clear()
+        outputs.append([one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)])
+        assert core.executor._worker.runner.graphs.max_size == (2 if config is None else 8)
+        llm.shutdown()
+    assert outputs[0] == outputs[1]
+    assert any(rows), "drafts were among the rows"

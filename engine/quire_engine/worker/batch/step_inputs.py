@@ -85,9 +85,9 @@ class StepInputs:
     sampled: SampledRows
 
     @property
-    def is_plain_decode(self) -> bool:
-        """Whether the step computes one token of each request, and samples after all of them."""
-        return len(self.sampled.token_rows) == len(self.slots) == len(self.token_ids)
+    def samples_every_token(self) -> bool:
+        """Whether the step samples after each of its tokens: it computes the last one of each request, and drafts."""
+        return len(self.sampled.token_rows) == len(self.token_ids)
 
     @classmethod
     def of(cls, batch: InputBatch, scheduler_output: SchedulerOutput, block_size: int) -> "StepInputs":

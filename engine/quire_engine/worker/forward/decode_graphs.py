@@ -1,16 +1,23 @@
-"""DecodeGraphs: steps that decode one token for each request, captured once for some batch sizes and then replayed.
+"""DecodeGraphs: steps that only decode, captured once for some numbers of rows and then replayed.
 
 A CUDA graph (https://developer.nvidia.com/blog/cuda-graphs/) is a list of kernels with their arguments, launched all at
 once. It reads its inputs from the addresses that they had when it was captured, so a step is:
 
 ::
 
-    1. round up the number of requests to a captured size: 5 ─► 8
+    1. round up the number of rows to a captured size: 5 ─► 8
     2. lay the inputs out on the host     │ token_ids │ from_device │ slots │ positions │ … │   one array, one copy
        and the batch's new blocks, for the block table that is kept on the device, by slot
     3. copy, replay the forward graph     token = from_device ? last_token_ids[slot] : token_ids  ─► hidden
     4. replay the sampling graph          hidden ─► logits ─► token ids ─► last_token_ids[slot]
        or, for rows with penalties, a grammar and the like, compute logits and sample op by op
+
+A row is the last token of a request, or a draft after it. To the attention each is a sequence of its own, with the
+request's blocks, that ends there: keys and values of all rows are stored before any of them is read. So rows with
+drafts need no other kernel than rows without, and have the same bits. ::
+
+    request a, 40 tokens and two drafts     rows  39  40  41     of lengths  40  41  42
+    request b, 7 tokens                            6                          7
 
 Rows of padding are requests of one token; their keys and values go to a scratch block, and their token goes to a
 scratch slot. The graphs share their memory, as no two of them run at the same time.
@@ -92,7 +99,7 @@ class DeviceBlockTable:
 
 
 class DecodeGraphs:
-    """A `Forward` that takes steps of one token for each request, and can sample them, too.
+    """A `Forward` that takes steps which sample after each of their tokens, and can sample them, too.
 
     Args:
         model: all of its layers; the graphs contain the communication of its ranks, too.
@@ -132,7 +139,7 @@ class DecodeGraphs:
 
     @property
     def max_size(self) -> int:
-        """Requests of the largest captured step; 0 if there is none."""
+        """Rows of the largest captured step; 0 if there is none."""
         return self._sizes[-1] if self._sizes else 0
 
     @torch.inference_mode()
@@ -165,7 +172,7 @@ class DecodeGraphs:
                 bar.update()
         self._sizes = sorted(self._graphs)
         megabytes = (used_bytes() - before) / 2**20
-        logger.info("CUDA graphs: %d, of up to %d requests, %.1f MiB", len(self._sizes), self.max_size, megabytes)
+        logger.info("CUDA graphs: %d, of up to %d rows, %.1f MiB", len(self._sizes), self.max_size, megabytes)
         if left_out:
             self._warn_of(sorted(left_out), budget_bytes)
 
@@ -173,11 +180,11 @@ class DecodeGraphs:
         """Log which sizes had no room, and what that means for their steps."""
         effects = []
         if any(size < self.max_size for size in left_out):
-            effects.append("steps of fewer requests compute more rows of padding")
+            effects.append("smaller steps compute more rows of padding")
         if left_out[-1] > self.max_size:
-            effects.append(f"steps of more than {self.max_size} requests are computed without, which takes longer")
+            effects.append(f"steps of more than {self.max_size} rows are computed without, which takes longer")
         logger.warning(
-            "cuda_graph_memory_bytes=%d has no room for the CUDA graphs of %s requests: %s",
+            "cuda_graph_memory_bytes=%d has no room for the CUDA graphs of %s rows: %s",
             budget_bytes, ", ".join(map(str, left_out)), "; ".join(effects),
         )  # fmt: skip
 
@@ -261,7 +268,7 @@ class DecodeGraphs:
 
     def _lay_out(self, inputs: StepInputs, size: int) -> Int64Array:
         """The columns on the host, including padding."""
-        batch, slots, n, stride = self._batch, inputs.slots, len(inputs.slots), _round_up(size, COLUMN_STEP)
+        batch, slots, n, stride = self._batch, inputs.token_slots, len(inputs.token_ids), _round_up(size, COLUMN_STEP)
         columns = np.zeros((len(self._integers) + len(FLOATS), stride), dtype=np.int64)
         integers = dict(zip(self._integers, columns, strict=False))
         integers["token_ids"][:n] = inputs.token_ids
@@ -270,7 +277,7 @@ class DecodeGraphs:
         integers["positions"][:n] = inputs.positions
         for name, slot_mapping in zip(self._slot_mappings, inputs.slot_mappings, strict=True):
             integers[name][:n], integers[name][n:] = slot_mapping, self._scratch_slot
-        integers["seq_lens"][:n], integers["seq_lens"][n:] = inputs.seq_lens, 1
+        integers["seq_lens"][:n], integers["seq_lens"][n:] = inputs.positions + 1, 1
         integers["top_k"][:n], integers["top_k"][n:] = batch.top_k[slots], 1
         integers["seeds"][:n] = batch.seed[slots].view(np.int64)
         for name, column in zip(FLOATS, columns[len(self._integers) :].view(np.float32), strict=True):
@@ -278,34 +285,34 @@ class DecodeGraphs:
         return columns.reshape(-1)
 
     def takes(self, inputs: StepInputs) -> bool:
-        """Whether the step computes one token of each request, and there is a graph for as many requests."""
-        return inputs.is_plain_decode and len(inputs.slots) <= self.max_size
+        """Whether the step samples after each of its tokens, and there is a graph of as many rows."""
+        return inputs.samples_every_token and len(inputs.token_ids) <= self.max_size
 
     def __call__(self, inputs: StepInputs) -> torch.Tensor:
-        """[S, E]; see `Forward`."""
-        num_requests = len(inputs.slots)
-        size = self._sizes[bisect_left(self._sizes, num_requests)]
+        """[T, E]; see `Forward`."""
+        num_rows = len(inputs.token_ids)
+        size = self._sizes[bisect_left(self._sizes, num_rows)]
         words = self._lay_out(inputs, size)
         (uploaded,) = upload(self._inputs.device, words)
         self._inputs[: len(words)].copy_(uploaded)
         for table in self._block_tables:
             table.update(inputs.slots)
         self._graphs[size].forward()
-        return self._hidden[:num_requests]
+        return self._hidden[:num_rows]
 
-    def sample(self, num_requests: int) -> torch.Tensor:
+    def sample(self, num_rows: int) -> torch.Tensor:
         """Sample for the step that was computed last.
 
         Args:
-            num_requests: S, of that step.
+            num_rows: T, of that step.
 
         Returns:
-            [S] int64, a token for each request.
+            [T] int64, a token for each row.
         """
-        replay = self._graphs[self._sizes[bisect_left(self._sizes, num_requests)]].sample
+        replay = self._graphs[self._sizes[bisect_left(self._sizes, num_rows)]].sample
         assert replay is not None
         replay()
-        return self._sampled[:num_requests].clone()
+        return self._sampled[:num_rows].clone()
 
 
 def _round_up(number: int, step: int) -> int:

@@ -100,8 +100,8 @@ def test_a_thousand_requests_have_graphs_of_all_sizes_but_the_finest(caplog: pyt
     assert all(b <= 2 * a for a, b in zip(graphs._sizes, graphs._sizes[1:], strict=False))
     left_out = ", ".join(str(size) for size in wanted if size not in graphs._sizes)
     assert [record.message for record in caplog.records] == [
-        f"cuda_graph_memory_bytes={1064 * MEGABYTE} has no room for the CUDA graphs of {left_out} requests: steps of "
-        "fewer requests compute more rows of padding"
+        f"cuda_graph_memory_bytes={1064 * MEGABYTE} has no room for the CUDA graphs of {left_out} rows: smaller "
+        "steps compute more rows of padding"
     ]
 
 
@@ -111,8 +111,8 @@ def test_what_is_without_a_graph_is_said(caplog: pytest.LogCaptureFixture) -> No
         graphs.capture(capture_sizes(1024), graphs.used_bytes, 1000 * MEGABYTE)
     assert graphs.max_size == 992, "one less, and one less again"
     assert "the CUDA graphs of" in caplog.text
-    assert "1008, 1024 requests" in caplog.text
-    assert "steps of more than 992 requests are computed without" in caplog.text
+    assert "1008, 1024 rows" in caplog.text
+    assert "steps of more than 992 rows are computed without" in caplog.text
 
 
 def test_ranks_capture_the_same_sizes_where_only_one_has_little_memory() -> None:
@@ -150,6 +150,30 @@ def test_rows_of_padding_go_where_nobody_reads() -> None:
         "seeds": [-(2**63) + 1] * 2 + [0, 0],
     }
     assert [columns[name] for name in FLOATS] == [[0.5, 0.5, 0, 0], [0.25, 0.25, 0, 0], [0.125, 0.125, 0, 0]]
+
+
+def test_a_draft_is_a_row_of_its_requests_blocks_that_ends_there() -> None:
+    batch = InputBatch(4, 64, 16, 100)
+    for name, num_tokens, blocks in (("a", 16, [2, 5]), ("b", 3, [4])):
+        batch.add(
+            NewRequestData(name, list(range(num_tokens)), num_tokens, SamplingParams(), [], blocks, num_tokens - 1)
+        )
+    batch.place_drafts("a", [71, 72])
+    graphs = DecodeGraphs(None, [], batch, torch.zeros(5), 64, lambda: run_as_captured)  # type: ignore[arg-type]
+    graphs._block_size, graphs._scratch_slot, graphs._sizes = 16, 144, [4]
+    inputs = StepInputs.of(batch, SchedulerOutput({"a": 3, "b": 1}, draft_token_ids={"a": [71, 72]}), 16)
+    assert graphs.takes(inputs)
+    graphs._inputs = torch.from_numpy(graphs._lay_out(inputs, 4))
+    columns = {name: column.tolist() for name, column in graphs._columns(4).items()}
+    a, b = batch.slots["a"], batch.slots["b"]
+    assert (columns["token_ids"], columns["from_device"]) == ([15, 71, 72, 2], [0, 0, 0, 0])
+    assert (columns["slots"], columns["positions"]) == ([a, a, a, b], [15, 16, 17, 2])
+    assert (columns["slot_mapping"], columns["seq_lens"]) == (
+        [2 * 16 + 15, 5 * 16, 5 * 16 + 1, 4 * 16 + 2],
+        [16, 17, 18, 3],
+    )
+    whole_prompt = StepInputs.of(batch, SchedulerOutput({"b": 3}), 16)
+    assert not graphs.takes(whole_prompt), "it samples after its last token alone"
 
 
 def test_the_device_has_the_blocks_of_every_slot_that_was_named() -> None:
