@@ -125,7 +125,7 @@ class StandingPlan:
     def has_shared_sequences(self) -> bool:
         """Whether threads share a sequence: in as many parts as its length asks for, so that the plan is for this
         length alone. Any other plan computes shorter sequences as well."""
-        return self._head.partials > 0
+        return bool(self._head.partials)
 
     def plan_for(self, num_sequences: int) -> None:
         """Divide the work of the first so many sequences, as they are now."""

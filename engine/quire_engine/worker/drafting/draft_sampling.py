@@ -90,7 +90,7 @@ class DraftSampling:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._starts = batch.num_known_tokens[slots]
-        self._counts = counts.tolist()
+        self._counts: list[int] = counts.tolist()
         columns = (
             batch.temperature[slots], batch.min_p[slots], batch.top_k[slots], batch.top_p[slots],
             batch.seed[slots].view(np.int64),
