@@ -82,4 +82,4 @@ class OwnerLock:
 def _check(function: "Callable[..., int]", *arguments: object) -> None:
     result = function(*arguments)
     if result:
-        raise OSError(result, f"{function.__name__}: {errno.errorcode.get(result, result)}")  # type: ignore[attr-defined]
+        raise OSError(result, f"{function.__name__}: {errno.errorcode.get(result, result)}")
