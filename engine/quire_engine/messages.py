@@ -220,7 +220,13 @@ class ReportPrefixCache(Call):
     """Say with every message, from now on, what has changed in the prefix cache; what is in it counts as filed now."""
 
 
-UtilityCall = ReportPrefixCache | ResetPrefixCache | Sleep | WakeUp | IsSleeping | TakeSnapshot
+class UseCores(Call):
+    """Compute as if the cores of this host were for so many engines; 0: as at the start. Nothing changes on GPUs."""
+
+    num_engines: int
+
+
+UtilityCall = ReportPrefixCache | ResetPrefixCache | Sleep | WakeUp | IsSleeping | TakeSnapshot | UseCores
 """Calls to the engine core, made between two steps."""
 UtilityResult = bool | EngineCoreSnapshot
 """The snapshot of `TakeSnapshot`; for `IsSleeping` whether it sleeps; for the others whether they succeeded."""
@@ -448,6 +454,7 @@ WorkerCall = (
     | UsesGpu
     | Sleep
     | WakeUp
+    | UseCores
     | MoveExperts
     | PlaceExperts
 )

@@ -10,8 +10,10 @@ Removals: the same, with `scale` to one replica and back to two in the place of 
 Roles: one replica for prefill and one for decode, either of which is killed at random moments, while streams with new
 prompts of a dozen blocks come one after the other: most deaths meet blocks on their way.
 
-Routing: conversations over a few system prompts on four replicas, each turn with all that was said before. The oracle
-knows every block that any replica has filed; of what it would have found, each policy finds a share.
+Routing: users have conversations over a few system prompts on four replicas, each turn with all that was said before.
+The oracle has one cache for all: every block that was ever computed, or is about to be, on whatever replica, and
+forgets none. Of the tokens that it would find, each policy finds a share. Requests per replica are means over the time
+in which there are at least twice as many as replicas, so that all could have some.
 """
 
 import argparse
@@ -40,7 +42,9 @@ NUM_TOKENS = 250
 ROLES_PROMPT_TOKENS = 200
 ROLES_TOKENS = 24
 NUM_REPLICAS = 4
-NUM_CONVERSATIONS = 48
+NUM_USERS = 48
+NUM_CONVERSATIONS = 3
+"""Of each user, one after the other."""
 NUM_TURNS = 6
 SYSTEM_TOKENS = 160
 BLOCK_SIZE = 16
@@ -236,12 +240,17 @@ class Talks:
         self.num_cached = self.num_oracle = self.num_prompt_tokens = 0
         self.time_to_first_token: list[float] = []
 
-    async def hold(self, number: int) -> None:
-        """All turns of one."""
+    async def use(self, number: int) -> None:
+        """All conversations of one user."""
         random = Random(number)
-        system = Random(f"system {number % 4}")
-        tokens = [system.randrange(10, self._vocabulary) for _ in range(SYSTEM_TOKENS)]
         await asyncio.sleep(random.uniform(0, 2))
+        for _ in range(NUM_CONVERSATIONS):
+            await self._hold(random.randrange(4), random)
+
+    async def _hold(self, number: int, random: Random) -> None:
+        """All turns of one, with this system prompt."""
+        system = Random(f"system {number}")
+        tokens = [system.randrange(10, self._vocabulary) for _ in range(SYSTEM_TOKENS)]
         for _ in range(NUM_TURNS):
             tokens += [random.randrange(10, self._vocabulary) for _ in range(random.randint(10, 60))]
             keys = block_keys(tokens, BLOCK_SIZE)
@@ -258,28 +267,55 @@ class Talks:
             await asyncio.sleep(random.expovariate(2.0))
 
 
+class Balance:
+    """Requests of each replica, by time."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self._num_replicas = num_replicas
+        self._request_seconds = [0.0] * num_replicas
+        self._loaded_seconds = self._seconds = 0.0
+        self._uneven_seconds = 0.0
+        self._looked_at = time.monotonic()
+
+    def note(self, num_requests: list[int]) -> None:
+        """They were so many since the last time."""
+        now = time.monotonic()
+        seconds, self._looked_at = now - self._looked_at, now
+        self._seconds += seconds
+        if sum(num_requests) < 2 * self._num_replicas:
+            return
+        self._loaded_seconds += seconds
+        self._uneven_seconds += seconds * (max(num_requests) * self._num_replicas / sum(num_requests) - 1)
+        for index, number in enumerate(num_requests):
+            self._request_seconds[index] += number * seconds
+
+    def __str__(self) -> str:
+        mean = sum(self._request_seconds) / self._num_replicas
+        return (
+            f"requests of the busiest replica {max(self._request_seconds) / mean - 1:+.0%} of the mean, of the idlest "
+            f"{min(self._request_seconds) / mean - 1:+.0%}, of the busiest of each moment "
+            f"{self._uneven_seconds / self._loaded_seconds:+.0%}, {mean / self._loaded_seconds:.1f} on average, in "
+            f"{self._loaded_seconds:.1f} of {self._seconds:.1f} s"
+        )
+
+
 async def routing(model: Path, policy: str) -> None:
     llm = make(model, data_parallel_size=NUM_REPLICAS, data_parallel_routing=policy, kv_cache_memory_bytes=64 << 20)
-    running: Counter[int] = Counter()
     try:
         await llm.start()
         talks = Talks(llm, 2000)
-        began_at = time.monotonic()
-        tasks = [asyncio.ensure_future(talks.hold(number)) for number in range(NUM_CONVERSATIONS)]
+        balance = Balance(NUM_REPLICAS)
+        tasks = [asyncio.ensure_future(talks.use(number)) for number in range(NUM_USERS)]
         while not all(task.done() for task in tasks):
-            await asyncio.sleep(0.05)
-            for index, replica in enumerate(llm._client.replicas):
-                running[index] += replica.num_live
+            await asyncio.sleep(0.01)
+            balance.note([replica.num_live for replica in llm._client.replicas])
         await asyncio.gather(*tasks)
-        seconds = time.monotonic() - began_at
     finally:
         llm.shutdown()
-    mean = sum(running.values()) / NUM_REPLICAS
     print(
         f"{policy}: {talks.num_cached} of {talks.num_prompt_tokens} prompt tokens cached, "
-        f"{talks.num_cached / talks.num_oracle:.1%} of the oracle's; requests on the busiest replica "
-        f"{max(running.values()) / mean - 1:+.0%} of the mean, on the idlest {min(running.values()) / mean - 1:+.0%}; "
-        f"time to first token median {1000 * statistics.median(talks.time_to_first_token):.0f} ms; {seconds:.1f} s",
+        f"{talks.num_cached / talks.num_oracle:.1%} of the oracle's; {balance}; "
+        f"time to first token median {1000 * statistics.median(talks.time_to_first_token):.0f} ms",
         flush=True,
     )
 

@@ -236,6 +236,8 @@ class AsyncMPClient(EngineConnection):
         if self._is_released:
             return
         self._is_released = True
+        if self._watch is not None:
+            self._watch.join()
         self._heartbeat.close()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):

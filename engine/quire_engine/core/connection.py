@@ -15,6 +15,7 @@ from quire_engine.messages import (
     EngineCoreRequest,
     RequestType,
     TakeSnapshot,
+    UseCores,
     UtilityCall,
     UtilityResult,
 )
@@ -119,6 +120,10 @@ class EngineConnection(ABC):
             return await future
         finally:
             self._calls.pop(call_id, None)
+
+    def tell(self, call: UseCores) -> None:
+        """Have the engine core do something before it takes what is sent after this. Nobody waits for the answer."""
+        self._send(RequestType.UTILITY, str(next(self._call_ids)), self._encoder.encode(call))
 
     async def snapshot(self) -> EngineCoreSnapshot:
         """A snapshot of the engine core between two steps. `get_output` has to be awaited meanwhile.

@@ -82,6 +82,7 @@ class EngineCoreProcess:
             self._send(EngineCoreReady(error=str(error) if known else f"{type(error).__name__}: {error}"))
             raise SystemExit(1) from None
         self._heartbeat = Heartbeat(arguments.heartbeat_fd)
+        self._heartbeat.hold()
         self._core.on_begin = self._heartbeat.begin
         self._poller = zmq.Poller()
         self._poller.register(self._input, zmq.POLLIN)

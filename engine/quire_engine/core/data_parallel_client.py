@@ -32,12 +32,13 @@ from functools import partial
 import msgspec
 
 from quire_engine.config import EngineConfig
+from quire_engine.core.catch_up import CatchUp
 from quire_engine.core.disaggregation import Disaggregation
 from quire_engine.core.engine_client import EngineClient
 from quire_engine.core.journal import JournalEntry
 from quire_engine.core.new_replicas import NewReplicas, require_room
 from quire_engine.core.router import Router
-from quire_engine.core.supervised_client import OnRecovery, SupervisedClient
+from quire_engine.core.supervised_client import OnDown, OnRecovery, SupervisedClient
 from quire_engine.errors import EngineDeadError, EngineError, ScalingError
 from quire_engine.messages import (
     EngineCoreOutput,
@@ -100,6 +101,7 @@ class DataParallelClient:
         """What all are doing that must not be disturbed: falling asleep, or being scaled."""
         self._scaling: asyncio.Task[None] | None = None
         self._asking: asyncio.Task[None] | None = None
+        self._catch_up = CatchUp()
         self._coming = NewReplicas()
         self._leaving: list[SupervisedClient] = []
         self.ready = EngineCoreReady()
@@ -140,7 +142,7 @@ class DataParallelClient:
         client._take_outputs_of(0, last_output)
         return client
 
-    def _listeners(self, index: int) -> tuple[OnRecovery, Callable[[], None]]:
+    def _listeners(self, index: int) -> tuple[OnRecovery, OnDown]:
         return partial(self._on_up, index), partial(self._on_down, index)
 
     @property
@@ -232,6 +234,7 @@ class DataParallelClient:
         """Returns where it was."""
         if self._disaggregation is not None:
             self._disaggregation.remove(request_id)
+        self._catch_up.remove(request_id)
         return self._router.remove(request_id)
 
     def _route(
@@ -264,10 +267,12 @@ class DataParallelClient:
 
     # -- engines that die, and come back -------------------------------------------------------------------------------
 
-    def _on_down(self, index: int) -> None:
-        """Requests wait for a replica, or are about to end with it."""
+    def _on_down(self, index: int) -> asyncio.Event | None:
+        """Requests wait for a replica, or are about to end with it. Returns what the next engine waits for, if that is
+        anything."""
         self._router.replica_died(index)
-        self._hand_over(index)
+        self._catch_up.end()  # what others have not caught up with yet may be among what this one had
+        return self._hand_over(index, is_gone=True)
 
     def _on_up(self, index: int, stats: IterationStats, replayed_ids: Sequence[str]) -> None:
         """A replica is up again: it takes what waits for others."""
@@ -281,19 +286,38 @@ class DataParallelClient:
             if source != index and (not replica.is_alive or replica.is_isolating):
                 self._hand_over(source)
 
-    def _hand_over(self, source: int) -> None:
-        """Have other replicas go on with what waits for this one, if there are any that can."""
+    def _hand_over(self, source: int, is_gone: bool = False) -> asyncio.Event | None:
+        """Have other replicas go on with what waits for this one, if there are any that can.
+
+        Args:
+            source: its index.
+            is_gone: whether its engine has just died.
+
+        Returns:
+            Set when they have caught up with that; None if there is nothing, or nothing is known of when.
+        """
         candidates = self._candidates()
         if source in candidates:
-            return
+            return None
         moved: dict[int, list[str]] = {}
-        for entry in self._replicas[source].give_up():
+        entries, caught_up = self._replicas[source].give_up(), None
+        if is_gone and not self._replicas[source].host and self._replicas[candidates[0]].is_alive:
+            caught_up = self._begin_to_catch_up(entries)
+        for entry in entries:
             index = self._route(entry.request, candidates, entry.output_token_ids)
             self._replicas[index].take_over(entry)
             if self._replicas[index].is_alive:
                 moved.setdefault(index, []).append(entry.request.request_id)
         for index, request_ids in moved.items():
             self._on_recovery(IterationStats(engine_index=index), request_ids)
+        return caught_up
+
+    def _begin_to_catch_up(self, entries: Sequence[JournalEntry]) -> asyncio.Event | None:
+        """An engine of this host is gone: let those that are up use its cores while they compute what it had."""
+        if not entries:
+            return None
+        engines = [replica for replica in self._replicas if replica.is_alive and not replica.host]
+        return self._catch_up.begin((entry.request.request_id for entry in entries), engines)
 
     # -- replicas that come, and leave ---------------------------------------------------------------------------------
 
@@ -375,14 +399,17 @@ class DataParallelClient:
             task.cancel()
         del self._tasks[num_replicas:]
         num_moved = Counter[int]()
+        given_up: list[JournalEntry] = []
         for index, replica in enumerate(leaving, num_replicas):
             entries, ended = replica.retire()
+            given_up += entries
             if ended:
                 self._outputs.put_nowait(EngineCoreOutputs(ended, engine_index=index))
-            for entry in entries:
-                taker = self._route(entry.request, self._candidates(), entry.output_token_ids)
-                self._replicas[taker].take_over(entry)
-                num_moved[taker] += 1
+        self._begin_to_catch_up(given_up)
+        for entry in given_up:
+            taker = self._route(entry.request, self._candidates(), entry.output_token_ids)
+            self._replicas[taker].take_over(entry)
+            num_moved[taker] += 1
         self._router.remove_replicas(num_replicas)
         self._share_anew()
         for index in range(num_replicas):
@@ -456,6 +483,7 @@ class DataParallelClient:
                 outputs, first = await (first or replica.get_output()), None
                 outputs.engine_index = index
                 self._router.note_outputs(index, outputs)
+                self._catch_up.note_outputs(outputs.outputs)
                 if self._disaggregation is not None:
                     self._go_on(self._disaggregation.take_prefilled(outputs.outputs))
                 self._outputs.put_nowait(outputs)

@@ -1,8 +1,10 @@
 """EngineWatch: detects that an engine core is dead, stopped or hung, and kills what is left of it.
 
-It is a thread of the frontend, which sleeps in poll until the process ends, and looks at it four times a second:
+It is a thread of the frontend, which sleeps in poll until the process ends, and looks at it four times a second. A
+second one waits for the heartbeat's lock: the kernel gives it up when the process begins to end, and says that it has
+ended only when all its memory is free.
 
-* **dead**: the process has ended. A worker that dies takes its engine core with it.
+* **dead**: the process ends. A worker that dies takes its engine core with it.
 * **stopped**: the engine core or a worker is in state T (SIGSTOP) twice in a row.
 * **hung**: it has requests, and its heartbeat has not moved for `step_timeout_s`.
 
@@ -20,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from quire_engine.core.heartbeat import Heartbeat
-from quire_engine.system.process_state import how_it_ended, is_stopped
+from quire_engine.system.process_state import how_it_ended, is_stopped, process_stat
 
 __all__ = ["EngineWatch", "kill_group"]
 
@@ -63,22 +65,44 @@ class EngineWatch:
         self._is_busy = is_busy
         self._on_death = on_death
         self._closing = threading.Event()
+        self._waking_up = threading.Lock()
+        """Held while that is done: not when its descriptor is another's already."""
+        self._is_ending = False
         with contextlib.ExitStack() as opened:  # all of it or nothing: an engine that nobody watches must not serve
             self._wake_up = os.eventfd(0, os.EFD_CLOEXEC)
             opened.callback(os.close, self._wake_up)
             self._pidfd = os.pidfd_open(pid)
             opened.callback(os.close, self._pidfd)
+            self._lock_thread = threading.Thread(target=self._wait_for_lock, name="engine-watch-lock", daemon=True)
+            self._lock_thread.start()
+            opened.callback(self.join)
+            opened.callback(self._closing.set)
             self._thread = threading.Thread(target=self._run, name="engine-watch", daemon=True)
             self._thread.start()
-            self._opened = opened.pop_all()
+            opened.pop_all()
 
     def close(self) -> None:
         """Stop watching: from now on the process may end. Idempotent."""
         if not self._closing.is_set():
-            self._closing.set()
-            os.eventfd_write(self._wake_up, 1)
+            with self._waking_up:
+                self._closing.set()
+                os.eventfd_write(self._wake_up, 1)
             self._thread.join()
-            self._opened.close()
+            os.close(self._pidfd)
+            os.close(self._wake_up)
+
+    def join(self) -> None:
+        """After `close`, once the process has ended: nobody looks at the heartbeat any more."""
+        self._lock_thread.join()
+
+    def _wait_for_lock(self) -> None:
+        is_ending: bool | None = False
+        while is_ending is False and not self._closing.is_set():
+            is_ending = self._heartbeat.wait_for_end(LOOK_SECONDS)
+        with self._waking_up:
+            if is_ending and not self._closing.is_set():
+                self._is_ending = True
+                os.eventfd_write(self._wake_up, 1)
 
     def _run(self) -> None:
         reason = self._wait()
@@ -93,8 +117,15 @@ class EngineWatch:
         poller.register(self._wake_up, select.POLLIN)
         turns, moved_at, was_stopped = -1, time.monotonic(), False
         while not self._closing.is_set():
-            if poller.poll(1000 * LOOK_SECONDS):
-                return None if self._closing.is_set() else f"the engine process {_how_child_ended(self._pid)}"
+            readable = [descriptor for descriptor, _ in poller.poll(1000 * LOOK_SECONDS)]
+            if self._closing.is_set():
+                return None
+            if self._pidfd in readable:
+                return f"the engine process {_how_child_ended(self._pid)}"
+            if self._is_ending and (how := _how_it_ends(self._pid)) is not None:
+                return f"the engine process {how}"
+            if self._wake_up in readable:
+                os.eventfd_read(self._wake_up)
             stopped = [pid for pid in self._pids if is_stopped(pid)]
             if stopped and was_stopped:
                 self._dump_stacks()
@@ -139,3 +170,12 @@ def _how_child_ended(pid: int) -> str:
     if result is None:
         return "ended"
     return how_it_ended(result.si_status if result.si_code == os.CLD_EXITED else -result.si_status)
+
+
+def _how_it_ends(pid: int) -> str | None:
+    """How a process ends that frees its memory yet, in words; None if this kernel does not tell."""
+    try:
+        stat = process_stat(pid)
+    except OSError:
+        return None
+    return how_it_ended(os.waitstatus_to_exitcode(stat.wait_status)) if stat is not None and stat.wait_status else None

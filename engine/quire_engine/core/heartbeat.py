@@ -2,8 +2,8 @@
 
 ::
 
-    byte  0        8       16                    24             32         40
-          │ turns  │ steps │ oldest_request_time │ num_messages │ handling │ begun: one for each slot
+    byte  0        8       16                    24             32         40                         65576
+          │ turns  │ steps │ oldest_request_time │ num_messages │ handling │ begun: one for each slot │ lock
                                                                   int64 each, written by the engine core alone
 
 `turns` counts the rounds of its loop, `steps` those that computed something. `oldest_request_time` is the moment, in
@@ -13,13 +13,14 @@ nanoseconds of the machine's monotonic clock, at which the oldest live request c
 A request goes by the number of its message. `handling` is the one that is being taken in, 0 between two. A request that
 the engine has begun to compute has its number in `begun`, in slot number % `NUM_SLOTS`; a larger number there came so
 much later that the request has begun long since. So the frontend knows of a dead engine which requests it had merely
-been sent.
+been sent. The engine core holds the lock for as long as it lives: see `OwnerLock`.
 
 It is memory and not a message because it has to be readable when the engine core no longer does anything.
 """
 
 import os
 
+from quire_engine.ipc.owner_lock import LOCK_BYTES, OwnerLock
 from quire_engine.ipc.semaphore import SharedMemory
 
 __all__ = ["Heartbeat"]
@@ -37,7 +38,7 @@ class Heartbeat:
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
-        self.descriptor = SharedMemory.create("quire-heartbeat", _NUM_BYTES) if descriptor is None else descriptor
+        self.descriptor = descriptor if descriptor is not None else _new_page()
         try:
             self._memory = SharedMemory(self.descriptor)  # takes a descriptor of its own, which may not be there
         except OSError:
@@ -45,6 +46,7 @@ class Heartbeat:
                 os.close(self.descriptor)
             raise
         self._page = self._memory.view[:_NUM_BYTES].cast("q")
+        self._lock = OwnerLock(self._memory.view, _NUM_BYTES, is_new=descriptor is None)
 
     @property
     def turns(self) -> int:
@@ -92,8 +94,21 @@ class Heartbeat:
         """A step begins."""
         self._page[1] += 1
 
+    def hold(self) -> None:
+        """The engine core's main thread serves from now on, until the process ends."""
+        self._lock.hold()
+
+    def wait_for_end(self, seconds: float) -> bool | None:
+        """Wait until the engine core begins to end, for so long at most; None if that is not known here."""
+        return self._lock.wait(seconds)
+
     def close(self) -> None:
         """Unmap the page on this side. It must not be used afterwards."""
+        self._lock.close()
         self._page.release()
         self._memory.close()
         os.close(self.descriptor)
+
+
+def _new_page() -> int:
+    return SharedMemory.create("quire-heartbeat", _NUM_BYTES + LOCK_BYTES)

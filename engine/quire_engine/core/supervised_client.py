@@ -42,6 +42,7 @@ from quire_engine.messages import (
     ErrorCode,
     FinishReason,
     Sleep,
+    UseCores,
     UtilityCall,
     UtilityResult,
     WakeUp,
@@ -50,13 +51,14 @@ from quire_engine.snapshot import EngineCoreSnapshot
 from quire_engine.stats import IterationStats
 from quire_engine.system.memory import own_memory_bytes
 
-__all__ = ["OnRecovery", "SupervisedClient"]
+__all__ = ["OnDown", "OnRecovery", "SupervisedClient"]
 
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_SECONDS = 2.0
 REMOVED = "the engine was removed"
 OnRecovery = Callable[[IterationStats, Sequence[str]], None]
+OnDown = Callable[[], asyncio.Event | None]
 
 
 class SupervisedClient:
@@ -70,7 +72,8 @@ class SupervisedClient:
         on_recovery: called when an engine was started again, with what there is to count and the ids of the requests
             that are replayed.
         on_down: called when requests begin to wait for the next engine, and when they are about to end because there
-            may be none.
+            may be none. If it returns an event, the next engine is not started before that, unless requests wait for
+            it.
         num_blocks: size of the KV cache; unset: what the settings and the memory say.
         client: of the first engine core; unset: a new one is started.
     """
@@ -82,7 +85,7 @@ class SupervisedClient:
         self,
         config: EngineConfig,
         on_recovery: OnRecovery = lambda stats, replayed_ids: None,
-        on_down: Callable[[], None] = lambda: None,
+        on_down: OnDown = lambda: None,
         num_blocks: int | None = None,
         client: EngineConnection | None = None,
     ) -> None:
@@ -93,6 +96,7 @@ class SupervisedClient:
         self._journal = Journal(0)
         self._policy = RestartPolicy()
         self._restart: asyncio.Task[None] | None = None
+        self._start_after: asyncio.Event | None = None
         self._outage: Outage | None = None
         self._gave_up_waiting = asyncio.Event()
         """Set while the breaker is tripped."""
@@ -205,7 +209,7 @@ class SupervisedClient:
         """Begin to watch the engine core, in the running event loop."""
         self._client.watch(lambda: self._journal.num_sent > 0)
 
-    def report_to(self, on_recovery: OnRecovery, on_down: Callable[[], None]) -> None:
+    def report_to(self, on_recovery: OnRecovery, on_down: OnDown) -> None:
         """From now on others are to hear of deaths and recoveries."""
         self._on_recovery, self._on_down = on_recovery, on_down
 
@@ -244,6 +248,11 @@ class SupervisedClient:
         """Go on with a request that another one gave up. Never blocks."""
         self._journal.take_over(entry)
         self._send_unsent()
+
+    def tell(self, call: UseCores) -> None:
+        """Have the engine core do something before it takes what is sent after this; nothing while none is up."""
+        if self.is_alive:
+            self._client.tell(call)
 
     async def call_utility(self, call: UtilityCall) -> UtilityResult:
         """Like `AsyncMPClient.call_utility`, but waits for an engine that is being started.
@@ -362,7 +371,7 @@ class SupervisedClient:
             self._end(self._journal.request_ids, reason)
         self._outage = Outage(reason, self._what_follows)
         num_held = self.num_live
-        self._on_down()
+        self._start_after = self._on_down()
         num_moved = num_held - self.num_live
         replayed_ids = [request_id for request_id in interrupted_ids if request_id in self._journal]
         logger.error(
@@ -400,6 +409,8 @@ class SupervisedClient:
             EngineDeadError: it was shut down.
         """
         began_at = time.monotonic()
+        if self._start_after is not None and not self.num_live:
+            await self._start_after.wait()
         while True:
             delay = self._policy.delay_after_death()
             outage.next_try_at = time.monotonic() + delay

@@ -4,11 +4,15 @@ import os
 
 from quire_kernels import cpu
 
-__all__ = ["configure_threads"]
+__all__ = ["configure_threads", "threads_to_catch_up"]
 
 PARAMETERS_PER_THREAD = 16_000_000
 """With fewer, a second thread does not pay: a step of the 5 M parameter demo model takes 6.0 ms with two threads and
 7.0 ms with one on two idle cores, but 22.7 and 6.4 ms when something else runs, as every op waits for both threads."""
+
+CATCH_UP_PARAMETERS_PER_THREAD = 2_000_000
+"""Likewise for steps of some hundred tokens or more: 5,025 tokens of the demo model take 0.57 s with one thread and
+0.31 with two."""
 
 
 def configure_threads(
@@ -43,3 +47,17 @@ def configure_threads(
         num_threads = max(1, min(num_cores, num_parameters // PARAMETERS_PER_THREAD))
     cpu.set_num_threads(num_threads, torch_computes=torch_computes)
     return num_threads
+
+
+def threads_to_catch_up(own_threads: int, num_parameters: int, num_ranks: int) -> int:
+    """How many threads pay where an engine that is gone has left others much to compute, and its cores.
+
+    Args:
+        own_threads: what `configure_threads` has set, which are never too many; with `OMP_NUM_THREADS` the most, too.
+        num_parameters: of this rank.
+        num_ranks: processes that divide the cores now.
+    """
+    if os.environ.get("OMP_NUM_THREADS"):
+        return own_threads
+    num_cores = len(os.sched_getaffinity(0)) // num_ranks
+    return max(own_threads, min(num_cores, num_parameters // CATCH_UP_PARAMETERS_PER_THREAD))
