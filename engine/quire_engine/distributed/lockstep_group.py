@@ -4,15 +4,16 @@
 
     memory: the words of `Lockstep`, then │ buffers, turn 0: rank 0 … N-1 │ turn 1: rank 0 … N-1 │
 
-At each meeting a rank writes into its buffer of this turn first, and once all have arrived it reads those of all, in the
-order of the ranks. The first meeting of a generation is one at which nobody writes: who comes to it has stopped reading
-what was there before.
+At each meeting a rank writes into its buffer of this turn first, and once all have arrived it reads those of all, in
+the order of the ranks. The first meeting of a generation is one at which nobody writes: who comes to it has stopped
+reading what was there before.
 """
 
+import contextlib
 import os
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -44,11 +45,26 @@ class LockstepGroup(Lockstep):
         self._poll.register(self.bell, select.POLLIN)
         self.waited_seconds = 0.0
         """Time spent in waits for others."""
+        self.is_in_step = False
+        """Whether the others are there. What is computed outside of a step, to measure it, is computed alone."""
 
     @property
     def rank(self) -> int:
         """This one's place."""
         return self._place
+
+    @contextlib.contextmanager
+    def step(self, generation: int) -> Iterator[None]:
+        """Compute a step that all ranks compute. If it fails here, the generation ends: nobody waits for this rank."""
+        self.begin(generation)
+        self.is_in_step = True
+        try:
+            yield
+        except BaseException:
+            self.end(generation)
+            raise
+        finally:
+            self.is_in_step = False
 
     def all_gather(self, own: torch.Tensor) -> Sequence[torch.Tensor]:
         """The bytes of all ranks, in their order; each has as many as it likes.

@@ -2,30 +2,29 @@
 
 ::
 
-    memory of N members
+    memory of N members, and a bell for each
     │ arrived: N words │ ended: N + 1 words │ said, turn 0: N words │ turn 1: N words │ buffers (distributed) │
-    and a bell for each member
 
-**A meeting** is the same for every member: say a number, by a word of this turn, then write how far it is to its word of
-`arrived` and ring the others' bells. Once all have arrived, read what they have said. The turns alternate: whoever writes
-to a turn again, two meetings later, has seen all arrive at the one between, and who has arrived there has read what was
-said at this one.
+**A meeting** is the same for every member: say a number, by a word of this turn, then write how far it is to its word
+of `arrived`, and ring the others' bells. Once all have arrived, read what they have said. The turns alternate: whoever
+writes to a turn again, two meetings later, has seen all arrive at the one between, and who has arrived there has read
+what was said at this one.
 
 **Generations.** Meetings are counted from 1 in each generation, and what stands in `arrived` is both::
 
     generation · 2^44 + meeting
 
-When a member fails or dies it never arrives, and the others would wait forever. So it, or whoever saw it die, ends the
-generation: `ended` has a word for each member and one for the owner, who is no member, and the present generation is
-the largest of them. All begin again at meeting 1 of that, as does the process that takes the dead one's place. Nothing is
-reset, and words only ever grow: those of the dead are smaller than all that can be waited for. Two things are the
-callers' part:
+When a member fails or dies it never arrives, and the others would wait forever. So it, or whoever saw it die, ends
+the generation: `ended` has a word for each member and one for the owner, who is no member, and the present generation
+is the largest of them. All begin again at meeting 1 of that, as does the process that takes the dead one's place.
+Nothing is reset, and words only ever grow: those of the dead are smaller than all that can be waited for. Two things
+are the callers' part:
 
 * The owner ends the generation after a member's death, and before another process takes its place.
-* Who has read what was said looks at the `present_generation` afterwards: if it is another, the numbers may be of that.
+* Who has read what was said looks at the `present_generation` afterwards: if it is another, the numbers may be of it.
 
-A bell is an eventfd; it only wakes up. The words decide, and they are read after what was written before them: x86 keeps
-that order, and elsewhere a turn through the kernel's scheduler does, which is a barrier.
+A bell is an eventfd; it only wakes up. The words decide, and they are read after what was written before them: x86
+keeps that order, and elsewhere a turn through the kernel's scheduler does, which is a barrier.
 """
 
 import contextlib
@@ -163,6 +162,11 @@ class Lockstep:
     def positions(self) -> list[int]:
         """Where each member is; they only grow."""
         return [self._word(member) for member in range(self.size)]
+
+    def present_positions(self) -> list[int]:
+        """The same, but where the present generation begins for who has not come to any of its meetings."""
+        beginning = self.present_generation * GENERATION
+        return [max(position, beginning) for position in self.positions()]
 
     def hear(self) -> None:
         """Let the bell ring anew."""
