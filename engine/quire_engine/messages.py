@@ -11,6 +11,7 @@ import enum
 import msgspec
 
 from quire_engine.config import EngineCoreConfig
+from quire_engine.ipc.lockstep import LockstepHandle
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.slo import DEFAULT_CLASS, SLOTargets
 from quire_engine.snapshot import EngineCoreSnapshot
@@ -256,6 +257,19 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True):
     """Which replica it comes from; the frontend fills it in."""
 
 
+class LockstepArguments(msgspec.Struct, frozen=True):
+    """What engine cores that share the experts inherit."""
+
+    cores: LockstepHandle
+    """Where the engine cores meet before each step."""
+    ranks: LockstepHandle
+    """Where all of their ranks meet in each layer with experts."""
+
+    def descriptors(self) -> list[int]:
+        """Descriptors that every engine core and its workers have to inherit."""
+        return [*self.cores.descriptors(), *self.ranks.descriptors()]
+
+
 class ProcessArguments(msgspec.Struct):
     """Arguments of an engine core's process: one line of JSON on its stdin."""
 
@@ -266,6 +280,8 @@ class ProcessArguments(msgspec.Struct):
     """Inherited descriptor of the shared page that holds its heartbeat."""
     num_blocks: int | None = None
     """Size of the KV cache; set when it replaces an engine that died or joins others, to their size."""
+    lockstep: LockstepArguments | None = None
+    """Set if it shares the experts with other engines."""
 
 
 class EngineCoreReady(msgspec.Struct):
@@ -391,6 +407,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     """How many tokens the workers are to draft for requests that this step samples, once it has. The requests have
     blocks for them."""
     kv_connector_metadata: KVConnectorMetadata | None = None
+    generation: int | None = None
+    """Of the meetings with other engines in this step, if they share the experts; see `ipc/lockstep.py`."""
 
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True):

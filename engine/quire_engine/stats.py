@@ -69,7 +69,8 @@ class ExpertLoadStats(msgspec.Struct, array_like=True):
     tokens: list[list[int]]
     """By layer and expert, since the engine core's start; empty for a layer without experts."""
     rank_tokens: list[int]
-    """By rank, how many of them it computed, or a slice of them; since the same time."""
+    """By rank, how many of them it computed, or a slice of them; since the same time. Of engines that share the
+    experts, the ranks are those of all, engine by engine."""
     mean_over_ranks: float
     """The busiest rank's tokens of a layer per those of a rank on average, 1 or more; the mean of all layers, over what
     was computed since the last such numbers."""

@@ -233,7 +233,7 @@ struct GroupedRouteCall {
 };
 
 struct ExpertsCall {
-  const void* x;              // [rows, hidden_size], bfloat16 or float32, as are shared and out
+  const void* x;              // [rows, hidden_size], bfloat16 or float32, as are shared and out; null with results
   int64_t x_stride;           // elements between rows
   const float* weights;       // [rows, top_k]
   const int64_t* expert_ids;  // [rows, top_k]
@@ -243,6 +243,7 @@ struct ExpertsCall {
   const void* shared;         // [rows, hidden_size], added to the result; or null
   int64_t shared_stride;
   const float* shared_gate;   // [rows], whose sigmoid multiplies it; or null
+  const float* results;       // [rows, top_k, hidden_size], of experts elsewhere: they are only added up; or null
   void* out;                  // [rows, hidden_size], without gaps
   int64_t rows;
   int64_t experts;
@@ -250,6 +251,7 @@ struct ExpertsCall {
   int64_t hidden_size;
   int64_t intermediate_size;
   int32_t is_float;
+  int32_t out_is_float;  // the sum is not rounded; without shared
 };
 
 struct StoreCall {

@@ -15,7 +15,14 @@ from quire_kernels.attention import paged_attention, plan_attention, standing_pl
 from quire_kernels.attention_plan import AttentionPlan, StandingPlan
 from quire_kernels.drafts import DraftState, advance_drafts
 from quire_kernels.embedding import embedding
-from quire_kernels.experts import ExpertsWeight, combine_experts, pack_experts, routed_experts
+from quire_kernels.experts import (
+    ExpertsWeight,
+    combine_experts,
+    expert_results,
+    pack_experts,
+    routed_experts,
+    sum_results,
+)
 from quire_kernels.layernorm import add_residual, add_rms_norm, rms_norm
 from quire_kernels.linear import LinearWeight, linear, pack_linear
 from quire_kernels.recording import NotRecordableError, Recording, record
@@ -42,6 +49,7 @@ __all__ = [
     "argmax",
     "combine_experts",
     "embedding",
+    "expert_results",
     "gelu_tanh_and_mul",
     "grouped_topk",
     "linear",
@@ -61,6 +69,7 @@ __all__ = [
     "standing_plan",
     "store_columns",
     "store_rows",
+    "sum_results",
     "token_probabilities",
     "topk_softmax",
 ]

@@ -1,5 +1,5 @@
 """The routed experts of a feed-forward layer (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538): `pack_experts`
-once, then `routed_experts`.
+once, then `routed_experts`; or `expert_results` where others need single results, which `sum_results` adds up.
 
 ::
 
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-from quire_kernels.cpu import Call, check_tensor, launch, library, pointer, with_dense_rows
+from quire_kernels.cpu import FLOATS, Call, check_tensor, launch, library, pointer, with_dense_rows
 from quire_kernels.dispatch import uses_triton
 from quire_kernels.linear import LinearCall, LinearWeight, linear
 
-__all__ = ["ExpertsWeight", "combine_experts", "pack_experts", "routed_experts"]
+__all__ = ["ExpertsWeight", "combine_experts", "expert_results", "pack_experts", "routed_experts", "sum_results"]
 
 
 class _ExpertsCall(Call):
@@ -37,6 +37,7 @@ class _ExpertsCall(Call):
         ("shared", ctypes.c_void_p),
         ("shared_stride", ctypes.c_int64),
         ("shared_gate", ctypes.c_void_p),
+        ("results", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("rows", ctypes.c_int64),
         ("experts", ctypes.c_int64),
@@ -44,6 +45,7 @@ class _ExpertsCall(Call):
         ("hidden_size", ctypes.c_int64),
         ("intermediate_size", ctypes.c_int64),
         ("is_float", ctypes.c_int32),
+        ("out_is_float", ctypes.c_int32),
     )
 
 
@@ -193,8 +195,86 @@ def routed_experts(
     call = _ExpertsCall(
         x_TE.data_ptr(), x_TE.stride(0), weights_TK.data_ptr(), expert_ids_TK.data_ptr(),
         experts.expert_map.data_ptr(), ctypes.addressof(gate_up), ctypes.addressof(down), pointer(shared_TE),
-        0 if shared_TE is None else shared_TE.stride(0), pointer(shared_gate_T1), out.data_ptr(),
-        rows, len(down), top_k, size, experts.intermediate_size, x_TE.dtype == torch.float32,
+        0 if shared_TE is None else shared_TE.stride(0), pointer(shared_gate_T1), None, out.data_ptr(),
+        rows, len(down), top_k, size, experts.intermediate_size, x_TE.dtype == torch.float32, False,
+    )  # fmt: skip
+    launch(handle.quire_experts, call, out)
+    return out
+
+
+def expert_results(x_PE: torch.Tensor, expert_ids_P: torch.Tensor, experts: ExpertsWeight) -> torch.Tensor:
+    """The output of one expert for each row, neither weighted nor rounded: what `routed_experts` adds up, on the CPU.
+
+    Args:
+        x_PE: activations, in the experts' dtype; rows may be strided.
+        expert_ids_P: int64; those of experts that are here.
+        experts: from `pack_experts`.
+
+    Raises:
+        TypeError: an argument has another dtype, or is on another device.
+        ValueError: an argument has another shape than the experts.
+
+    Returns:
+        [P, E] float32.
+    """
+    x_PE = with_dense_rows(x_PE)
+    rows, size = x_PE.shape
+    if x_PE.dtype != experts.down[0].dtype or x_PE.device.type != "cpu":
+        raise TypeError(f"activations are {x_PE.dtype} on {x_PE.device}; they must be as the experts, on the CPU")
+    if size != experts.hidden_size:
+        raise ValueError(f"activations have {size} columns; the experts were packed for {experts.hidden_size}")
+    check_tensor("expert_ids_P", expert_ids_P, torch.int64, rows)
+    ones_P1 = torch.ones(rows, 1, dtype=torch.float32)
+    handle = library()
+    if experts.calls is None or handle is None:
+        return _results_torch(x_PE, experts.expert_map[expert_ids_P][:, None], experts)[:, 0]
+    gate_up, down = experts.calls
+    out = torch.empty(rows, size, dtype=torch.float32)
+    call = _ExpertsCall(
+        x_PE.data_ptr(), x_PE.stride(0), ones_P1.data_ptr(), expert_ids_P.data_ptr(), experts.expert_map.data_ptr(),
+        ctypes.addressof(gate_up), ctypes.addressof(down), None, 0, None, None, out.data_ptr(),
+        rows, len(down), 1, size, experts.intermediate_size, x_PE.dtype == torch.float32, True,
+    )  # fmt: skip
+    launch(handle.quire_experts, call, out)
+    return out
+
+
+def sum_results(
+    results_TKE: torch.Tensor,
+    weights_TK: torch.Tensor,
+    dtype: torch.dtype,
+    shared_TE: torch.Tensor | None = None,
+    shared_gate_T1: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The sum at the end of `routed_experts`, with the same bits, of results that were computed one by one, on the CPU.
+
+    Args:
+        results_TKE: float32, of each token's experts; see `expert_results`.
+        weights_TK: see `routed_experts`, as the others.
+        dtype: of the sum, and of `shared_TE`.
+        shared_TE: likewise.
+        shared_gate_T1: likewise.
+
+    Returns:
+        [T, E].
+    """
+    rows, top_k, size = results_TKE.shape
+    handle = library()
+    if handle is None or dtype not in FLOATS:
+        return combine_experts(results_TKE, weights_TK, shared_TE, shared_gate_T1).to(dtype)
+    check_tensor("results_TKE", results_TKE, torch.float32, rows, top_k, size)
+    check_tensor("weights_TK", weights_TK, torch.float32, rows, top_k)
+    if shared_gate_T1 is not None:
+        check_tensor("shared_gate_T1", shared_gate_T1, torch.float32, rows, 1)
+    if shared_TE is not None:
+        shared_TE = with_dense_rows(shared_TE)
+        if shared_TE.shape != (rows, size) or shared_TE.dtype != dtype:
+            raise ValueError(f"shared_TE is {list(shared_TE.shape)}; it must be {[rows, size]}, of {dtype}")
+    out = torch.empty(rows, size, dtype=dtype)
+    call = _ExpertsCall(
+        None, 0, weights_TK.data_ptr(), None, None, None, None, pointer(shared_TE),
+        0 if shared_TE is None else shared_TE.stride(0), pointer(shared_gate_T1), results_TKE.data_ptr(),
+        out.data_ptr(), rows, 0, top_k, size, 0, dtype == torch.float32, False,
     )  # fmt: skip
     launch(handle.quire_experts, call, out)
     return out
@@ -208,14 +288,19 @@ def _routed_experts_torch(
     shared_TE: torch.Tensor | None,
     shared_gate_T1: torch.Tensor | None,
 ) -> torch.Tensor:
-    places_TK = experts.expert_map[expert_ids_TK]
+    results_TKE = _results_torch(x_TE, experts.expert_map[expert_ids_TK], experts)
+    return combine_experts(results_TKE, weights_TK, shared_TE, shared_gate_T1).to(x_TE.dtype)
+
+
+def _results_torch(x_TE: torch.Tensor, places_TK: torch.Tensor, experts: ExpertsWeight) -> torch.Tensor:
+    """[T, K, E] float32, by the experts' places; zeros for those that are not here."""
     results_TKE = x_TE.new_zeros(*places_TK.shape, experts.hidden_size, dtype=torch.float32)
     for place in sorted(set(places_TK.flatten().tolist())):
         if place >= 0:
             tokens, ranks = torch.where(places_TK == place)
             hidden = linear(x_TE[tokens], experts.gate_up[place])
             results_TKE[tokens, ranks] = linear(hidden, experts.down[place], torch.float32)
-    return combine_experts(results_TKE, weights_TK, shared_TE, shared_gate_T1).to(x_TE.dtype)
+    return results_TKE
 
 
 def combine_experts(

@@ -126,7 +126,9 @@ def _result_or_error(call: Callable[[], Any]) -> Any:
 class ThreadExecutor:
     """See `Executor`. Messages are encoded and decoded as on their way to a process."""
 
-    def __init__(self, config: EngineConfig, checkpoint: CheckpointConfig, max_model_len: int) -> None:
+    def __init__(
+        self, config: EngineConfig, checkpoint: CheckpointConfig, max_model_len: int, expert_group: None = None
+    ) -> None:
         parallel = config.parallel
         states = thread_ranks(parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         self.max_concurrent_batches = parallel.pipeline_parallel_size

@@ -37,7 +37,7 @@ ENGINE = {
     "device": "config errors",
     # The vocabulary.
     "outputs": "messages stats",
-    "messages": "config sampling_params slo snapshot stats",
+    "messages": "config sampling_params slo snapshot stats ipc",
     "config": "slo errors",
     "sampling_params": "structured_outputs_params errors",
     "structured_outputs_params": "errors",

@@ -271,7 +271,8 @@ class ParallelConfig:
     pipeline_parallel_size: int = 1
     """Stages that the layers are divided among."""
     enable_expert_parallel: bool = False
-    """In a mixture of experts, each of the `tensor_parallel_size` ranks has whole experts, not a slice of each."""
+    """In a mixture of experts, each of the `tensor_parallel_size` ranks has whole experts, not a slice of each. With
+    several replicas the experts are divided among the ranks of all, which then compute every step together."""
     enable_eplb: bool = False
     """Spread the experts over the ranks by the tokens that they are sent, while requests run (`expert parallelism load
     balancer`). Needs `enable_expert_parallel` with several ranks on one machine."""
@@ -308,8 +309,8 @@ class ParallelConfig:
             several = f"with data_parallel_size={self.data_parallel_size}"
             check(backend != "ray", "distributed_executor_backend", backend,
                   f"'uni' or 'mp' {several}: the ranks of a replica are on one machine")  # fmt: skip
-            check(not self.enable_expert_parallel, "enable_expert_parallel", self.enable_expert_parallel,
-                  f"false {several}: replicas do not share experts")  # fmt: skip
+        if self.is_lockstep:
+            self._check_lockstep()
         if self.gpu_device_ids is not None:
             self._check_gpu_device_ids(self.gpu_device_ids)
 
@@ -351,6 +352,27 @@ class ParallelConfig:
               f"(tensor_parallel_size={self.tensor_parallel_size}): there is nothing to move")  # fmt: skip
         check(self.distributed_executor_backend != "ray", "enable_eplb", True, "false with "
               "distributed_executor_backend='ray', whose ranks do not tell their load")  # fmt: skip
+
+    def _check_lockstep(self) -> None:
+        """Refuse what cannot go with replicas that compute every step together."""
+        several = f"with enable_expert_parallel and data_parallel_size={self.data_parallel_size}"
+        check(not self.has_remote_replicas, "data_parallel_size_local", self.data_parallel_size_local,
+              f"unset {several}: replicas that share experts are on one host")  # fmt: skip
+        check(self.pipeline_parallel_size == 1, "pipeline_parallel_size", self.pipeline_parallel_size,
+              f"1 {several}: replicas that share experts have no stages; use tensor_parallel_size")  # fmt: skip
+        check(self.disaggregation is None, "disaggregation", self.disaggregation,
+              f"unset {several}: replicas that share experts have no roles")  # fmt: skip
+        check(not self.enable_eplb, "enable_eplb", self.enable_eplb,
+              f"false {several}: experts move among the ranks of one replica alone")  # fmt: skip
+        check(self.device != "cuda", "device", self.device,
+              f"'cpu' {several}: replicas share experts on the CPU alone")  # fmt: skip
+        check(self.gpu_device_ids is None, "gpu_device_ids", self.gpu_device_ids,
+              f"unset {several}: replicas share experts on the CPU alone")  # fmt: skip
+
+    @property
+    def is_lockstep(self) -> bool:
+        """Whether the replicas share the experts, and therefore compute every step together."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
 
     @property
     def num_redundant_experts(self) -> int | None:
@@ -497,6 +519,8 @@ class EngineCoreConfig:
                 "method, or tensor_parallel_size"
             )
 
+        if self.parallel.is_lockstep:
+            self._check_lockstep()
         if self.cache.kv_transfer_config is not None:
             self._check_kv_transfer()
         if self.parallel.disaggregation is not None:
@@ -504,6 +528,13 @@ class EngineCoreConfig:
             check(transfer is not None and transfer.saves and transfer.loads, "kv_transfer_config",
                   None if transfer is None else transfer.kv_role, "set with disaggregation, with kv_role 'kv_both': "
                   "blocks go from prefill to decode replicas by it")  # fmt: skip
+
+    def _check_lockstep(self) -> None:
+        several = f"with enable_expert_parallel and data_parallel_size={self.parallel.data_parallel_size}"
+        check(not self.scheduler.async_scheduling, "async_scheduling", self.scheduler.async_scheduling,
+              f"unset {several}: replicas agree on each step before it begins")  # fmt: skip
+        check(self.cache.kv_transfer_config is None, "kv_transfer_config", self.cache.kv_transfer_config,
+              f"unset {several}: what replicas that share experts have computed is not kept elsewhere")  # fmt: skip
 
     def _check_kv_transfer(self) -> None:
         backend, drafts = self.parallel.executor_backend, self.scheduler.draft_checkpoint
@@ -553,6 +584,12 @@ class EngineConfig(EngineCoreConfig):
                     f"some of data_parallel_size={parallel.data_parallel_size} are on other hosts "
                     f"(data_parallel_size_local={parallel.data_parallel_size_local}); change both in model.json, and "
                     "load the model again"
+                )
+            if parallel.enable_expert_parallel and num_replicas != parallel.data_parallel_size:
+                raise ValueError(
+                    f"enable_expert_parallel is True with data_parallel_size={parallel.data_parallel_size}, and the "
+                    "experts are divided among the ranks that there are at the start; change data_parallel_size in "
+                    "model.json, and load the model again"
                 )
             ids, num_ranks = parallel.gpu_device_ids, num_replicas * parallel.world_size
             if ids is not None and len(ids) < num_ranks:

@@ -26,6 +26,7 @@ from quire_engine.config import EngineConfig
 from quire_engine.core.connection import EngineConnection
 from quire_engine.core.engine_watch import EngineWatch, kill_group
 from quire_engine.core.heartbeat import Heartbeat
+from quire_engine.core.lockstep.owner import LockstepOwner
 from quire_engine.errors import EngineDeadError
 from quire_engine.messages import (
     EngineCoreOutputs,
@@ -110,15 +111,19 @@ class AsyncMPClient(EngineConnection):
     Args:
         config: all settings.
         num_blocks: size of the KV cache; unset: what the settings and the memory say.
+        lockstep: what it meets the engines by that it shares the experts with; none of them meets its predecessor any
+            more.
 
     Raises:
         OSError: there are no descriptors, no memory or no processes to be had.
         ValueError: the temporary folder's path is too long for a socket in it.
     """
 
-    def __init__(self, config: EngineConfig, num_blocks: int | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, num_blocks: int | None = None, lockstep: LockstepOwner | None = None
+    ) -> None:
         super().__init__()
-        self._config = config
+        self._config, self._lockstep = config, lockstep
         self._closing = threading.Event()
         self._is_released = False
         self._watch: EngineWatch | None = None
@@ -133,12 +138,15 @@ class AsyncMPClient(EngineConnection):
             self._input = self._context.socket(zmq.PUSH)
             self._output = zmq.asyncio.Socket(self._context, zmq.PULL)
             input_address, output_address = self._bind(self._input, "input"), self._bind(self._output, "output")
-            self._process = start_module(
-                "quire_engine.core.core_process",
-                ProcessArguments(config.core, input_address, output_address, self._heartbeat.descriptor, num_blocks),
-                pass_fds=[self._heartbeat.descriptor],
-                start_new_session=True,
+            arguments = ProcessArguments(
+                config.core, input_address, output_address, self._heartbeat.descriptor, num_blocks
             )
+            module, descriptors = "quire_engine.core.core_process", [self._heartbeat.descriptor]
+            if lockstep is not None:
+                lockstep.end_generation()  # whoever was there before is dead
+                module, arguments.lockstep = "quire_engine.core.lockstep.process", lockstep.arguments
+                descriptors += lockstep.arguments.descriptors()
+            self._process = start_module(module, arguments, pass_fds=descriptors, start_new_session=True)
             opened.pop_all()
 
     @property
@@ -196,6 +204,8 @@ class AsyncMPClient(EngineConnection):
         loop = asyncio.get_running_loop()
 
         def on_death(reason: str) -> None:
+            if self._lockstep is not None:
+                self._lockstep.end_generation()  # at once: others wait for it in the middle of a step
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
                 loop.call_soon_threadsafe(self._die, reason)
 

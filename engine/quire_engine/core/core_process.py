@@ -75,7 +75,12 @@ class EngineCoreProcess:
         if structured_output is not None:
             structured_output.imports_are_done()
         try:
-            self._core = EngineCore(arguments.config, arguments.num_blocks, structured_output)
+            self._core = EngineCore(
+                arguments.config,
+                arguments.num_blocks,
+                structured_output,
+                None if arguments.lockstep is None else arguments.lockstep.ranks,
+            )
         except Exception as error:
             known = isinstance(error, EngineError | ValueError | OSError)
             logger.log(logging.ERROR, "cannot start: %s", error if known else traceback.format_exc())
@@ -113,12 +118,7 @@ class EngineCoreProcess:
                     if self._freed:  # sent at once: the step may take long
                         self._send_stats()
                     self._heartbeat.step()
-                    outputs = self._core.step()
-                    outputs.outputs += self._refused
-                    outputs.utility_outputs = self._utility_outputs
-                    outputs.cache_events = self._core.take_cache_events()
-                    self._refused, self._utility_outputs = [], []
-                    self._send(outputs)
+                    self._send_outputs(self._core.step())
                 else:
                     self._send_stats()
             else:
@@ -133,16 +133,19 @@ class EngineCoreProcess:
             seconds = self._core.scheduler.seconds_until_overdue()
             self._poller.poll(WAITING_TURN_MS if seconds is None else min(math.ceil(1000 * seconds), WAITING_TURN_MS))
         elif not self._poller.poll(IDLE_CHECK_MS):
-            try:
-                self._core.scheduler.check_integrity()
-            except AssertionError:
-                logger.exception("the KV cache's books do not balance while idle; this is a bug")
+            self._check_integrity()
             self._poller.poll()
         self._core.executor.check_health()
         self._core.structured_output.drain()
         self._receive()
         if not self._core.has_requests():
             self._send_stats()
+
+    def _check_integrity(self) -> None:
+        try:
+            self._core.scheduler.check_integrity()
+        except AssertionError:
+            logger.exception("the KV cache's books do not balance while idle; this is a bug")
 
     def _receive(self) -> None:
         """Take in everything that has come, without waiting."""
@@ -191,6 +194,13 @@ class EngineCoreProcess:
             output = UtilityOutput(call_id, False, f"the call is not valid: {error}")
         self._utility_outputs.append(output)
 
+    def _send_outputs(self, outputs: EngineCoreOutputs) -> None:
+        outputs.outputs += self._refused
+        outputs.utility_outputs = self._utility_outputs
+        outputs.cache_events = self._core.take_cache_events()
+        self._refused, self._utility_outputs = [], []
+        self._send(outputs)
+
     def _send_stats(self) -> None:
         stats = self._core.make_stats()
         self._send(
@@ -234,7 +244,7 @@ def _start_grammar_compiler(config: EngineCoreConfig, is_restart: bool) -> Struc
     return structured_output
 
 
-def main() -> None:
+def main(kind: "type[EngineCoreProcess]" = EngineCoreProcess) -> None:
     """Entry point of the child process."""
     logging.basicConfig(level=logging.INFO, format="quire engine[%(process)d] %(levelname)s: %(message)s")
     for number in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the parent decides
@@ -243,7 +253,7 @@ def main() -> None:
     arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=ProcessArguments)
     end_with_stdin()
     try:
-        EngineCoreProcess(arguments).run()
+        kind(arguments).run()
     except EngineDeadError as error:
         logger.error("%s", error)
         raise SystemExit(1) from None

@@ -34,7 +34,6 @@ import msgspec
 from quire_engine.config import EngineConfig
 from quire_engine.core.catch_up import CatchUp
 from quire_engine.core.disaggregation import Disaggregation
-from quire_engine.core.engine_client import EngineClient
 from quire_engine.core.journal import JournalEntry
 from quire_engine.core.new_replicas import NewReplicas, require_room
 from quire_engine.core.router import Router
@@ -54,20 +53,9 @@ from quire_engine.messages import (
 )
 from quire_engine.stats import IterationStats
 
-__all__ = ["DataParallelClient", "make_engine_client"]
+__all__ = ["DataParallelClient"]
 
 logger = logging.getLogger(__name__)
-
-
-def make_engine_client(config: EngineConfig, on_recovery: OnRecovery) -> EngineClient:
-    """The client for `data_parallel_size` engines; one has nothing between it and the frontend."""
-    if config.parallel.data_parallel_size == 1:
-        return SupervisedClient(config, on_recovery)
-    if config.parallel.has_remote_replicas:
-        from quire_engine.core.remote.remote_replica import RemoteReplicas
-
-        return DataParallelClient(config, on_recovery, RemoteReplicas(config).make)
-    return DataParallelClient(config, on_recovery)
 
 
 class DataParallelClient:

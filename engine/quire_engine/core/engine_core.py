@@ -20,6 +20,7 @@ from quire_engine.core.expert_load import ExpertLoadReport
 from quire_engine.core.step_history import StepHistory
 from quire_engine.errors import AbortedError, EngineDeadError, EngineError, EngineSleepingError
 from quire_engine.executor import Executor, make_executor
+from quire_engine.ipc.lockstep import LockstepHandle
 from quire_engine.kv_cache import CacheEvents, KVCacheGroups, KVCacheManager
 from quire_engine.messages import (
     EngineCoreOutput,
@@ -64,6 +65,7 @@ class EngineCore:
         config: its settings.
         num_blocks: size of the KV cache; unset: determined by the settings and the memory.
         structured_output: compiles the grammars of requests; unset: a new one, which starts when it is needed.
+        expert_group: where its ranks meet those of the engines that it shares the experts with.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class EngineCore:
         config: EngineCoreConfig,
         num_blocks: int | None = None,
         structured_output: StructuredOutputManager | None = None,
+        expert_group: LockstepHandle | None = None,
     ) -> None:
         checkpoint = read_checkpoint(Path(config.model.model), config.model.model_impl)
         max_model_len = config.model.max_model_len or checkpoint.max_position_embeddings
@@ -83,11 +86,13 @@ class EngineCore:
             config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size,
             config.parallel.enable_expert_parallel,
         )  # fmt: skip
+        if config.parallel.is_lockstep and checkpoint.expert_shape is not None:
+            _check_shared_experts(config.parallel, checkpoint.expert_shape[1])
         if config.parallel.num_redundant_experts is not None and checkpoint.expert_shape is not None:
             check_redundancy(
                 checkpoint.expert_shape[1], config.parallel.num_redundant_experts, config.parallel.tensor_parallel_size
             )
-        self.executor: Executor = make_executor(config, checkpoint, max_model_len)
+        self.executor: Executor = make_executor(config, checkpoint, max_model_len, expert_group)
         try:
             num_blocks = num_blocks or self.executor.determine_num_blocks()
             cpu_cache_bytes = self.executor.initialize_cache(num_blocks)
@@ -120,9 +125,12 @@ class EngineCore:
             self._watch_experts(config.parallel, checkpoint.expert_shape, checkpoint.expert_bytes)
         self._world_size = config.parallel.world_size
         self._step_stats = StepStats()
+        self._generation: int | None = None
         self._sleep_level = 0
         self.on_begin: Callable[[int], None] = lambda message_number: None
         """Called before anything is computed for a request, with the number of its message."""
+        self.on_failed_step: Callable[[], None] = lambda: None
+        """Called when a step has failed that engines compute together."""
         self.ready = EngineCoreReady(
             vocab_size=checkpoint.vocab_size,
             max_model_len=max_model_len,
@@ -225,18 +233,24 @@ class EngineCore:
         if not self.has_requests() and self.scheduler.requests:
             self.structured_output.wait(self.scheduler.seconds_until_overdue())
 
-    def step(self) -> EngineCoreOutputs:
+    def step(self, generation: int | None = None) -> EngineCoreOutputs:
         """Schedule and submit as many steps as may be in flight, and update from the oldest.
 
         If a step raises, only the request that caused it ends.
 
+        Args:
+            generation: of a step that other engines compute, too; it needs no requests here.
+
         Raises:
             EngineDeadError: a worker is gone, and this engine core cannot be used any more.
         """
+        self._generation = generation
         began_at, work_began_at = time.perf_counter(), self.executor.clock()
         times = self._step_stats = StepStats()
         refused = self._take_grammars()
         outputs = self._submit_steps(refused)
+        if generation is not None and not self._in_flight:
+            self._serve_others(generation)
         if outputs is None:
             outputs = self._collect_step()
         result = EngineCoreOutputs(refused + outputs, self.make_stats())
@@ -274,6 +288,7 @@ class EngineCore:
         while len(self._in_flight) < self.executor.max_concurrent_batches and self.scheduler.has_requests():
             began_at = time.perf_counter()
             scheduler_output = self.scheduler.schedule()
+            scheduler_output.generation = self._generation
             scheduled_at = time.perf_counter()
             self._step_stats.schedule_seconds += scheduled_at - began_at
             self.structured_output.drop_abandoned()  # of requests that are overdue
@@ -312,10 +327,29 @@ class EngineCore:
             return self._recover(scheduler_output, error)
         return self.scheduler.update_from_output(scheduler_output, runner_output)
 
+    def _serve_others(self, generation: int) -> None:
+        """Take part in a step of other engines."""
+        try:
+            self.executor.submit(SchedulerOutput({}, generation=generation))
+            self.executor.collect()
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            if not isinstance(error, AbortedError):
+                logger.exception("a step of other engines failed here")
+            self.on_failed_step()
+
     def _recover(
         self, scheduler_output: SchedulerOutput, error: Exception, was_submitted: bool = True
     ) -> list[EngineCoreOutput]:
         """Find the request that made a step fail. All other steps in flight are dropped, too."""
+        if scheduler_output.generation is not None and was_submitted:
+            self.on_failed_step()
+            if isinstance(error, AbortedError):
+                logger.warning(
+                    "a step of %d requests is computed again: %s", len(scheduler_output.num_scheduled_tokens), error
+                )
+                return self.scheduler.take_back_step()
         logger.error("a step of %d requests failed", len(scheduler_output.num_scheduled_tokens), exc_info=error)
         self._drop_in_flight()
         reason = "the engine failed at this request; its log has the cause"
@@ -484,6 +518,16 @@ class EngineCore:
                 num_preemptions=request.num_preemptions,
             )
         ]
+
+
+def _check_shared_experts(parallel: ParallelConfig, num_experts: int) -> None:
+    num_ranks = parallel.data_parallel_size * parallel.tensor_parallel_size
+    if num_experts < num_ranks:
+        raise ValueError(
+            f"data_parallel_size is {parallel.data_parallel_size}; with enable_expert_parallel the model's "
+            f"{num_experts} experts are divided among the {num_ranks} ranks of all replicas, and each has to have one: "
+            "lower it, or leave enable_expert_parallel out"
+        )
 
 
 def _count_tokens(scheduler_output: SchedulerOutput, stats: StepStats) -> None:

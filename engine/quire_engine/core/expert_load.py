@@ -48,7 +48,9 @@ class ExpertLoadReport:
         self._clock = clock
         self._reported_at = -REPORT_SECONDS
         self._tokens: Int64Array | None = None
-        self._rank_tokens = np.zeros(parallel.world_size)
+        self._num_replicas = parallel.data_parallel_size if parallel.is_lockstep else 1
+        """Engines that share the experts: this one's tokens are computed by the ranks of all."""
+        self._rank_tokens = np.zeros(self._num_replicas * parallel.world_size)
 
     def make(self, read: Callable[[], Int64Array | None], is_idle: bool) -> ExpertLoadStats | None:
         """The numbers since the last time, if they are due and there are any.
@@ -76,11 +78,11 @@ class ExpertLoadReport:
         else:
             shares = shares_of_ranks(
                 (grown.shape[0], grown.shape[1]), parallel.tensor_parallel_size, parallel.pipeline_parallel_size,
-                parallel.enable_expert_parallel,
+                parallel.enable_expert_parallel, self._num_replicas,
             )  # fmt: skip
         by_rank = np.einsum("lx,lxr->lr", grown, shares)
         self._rank_tokens += by_rank.sum(0)
-        over_ranks = imbalance(by_rank, parallel.tensor_parallel_size)
+        over_ranks = imbalance(by_rank, self._num_replicas * parallel.tensor_parallel_size)
         over_experts = imbalance(grown, tokens.shape[1])
         return ExpertLoadStats(
             tokens=[row.tolist() if row.any() else [] for row in tokens],

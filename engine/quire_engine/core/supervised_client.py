@@ -32,8 +32,9 @@ from quire_engine.config import EngineConfig
 from quire_engine.core.client import AsyncMPClient
 from quire_engine.core.connection import EngineConnection
 from quire_engine.core.journal import Journal, JournalEntry
+from quire_engine.core.lockstep.owner import LockstepOwner
 from quire_engine.core.restart_policy import Outage, RestartPolicy
-from quire_engine.errors import EngineDeadError, EngineError
+from quire_engine.errors import EngineDeadError, EngineError, EngineUnavailableError
 from quire_engine.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -76,6 +77,7 @@ class SupervisedClient:
             it.
         num_blocks: size of the KV cache; unset: what the settings and the memory say.
         client: of the first engine core; unset: a new one is started.
+        lockstep: what engines that share the experts meet by.
     """
 
     _what_follows = "it is being started again"
@@ -88,11 +90,12 @@ class SupervisedClient:
         on_down: OnDown = lambda: None,
         num_blocks: int | None = None,
         client: EngineConnection | None = None,
+        lockstep: LockstepOwner | None = None,
     ) -> None:
-        self._config = config
+        self._config, self._lockstep = config, lockstep
         self._on_recovery = on_recovery
         self._on_down = on_down
-        self._client: EngineConnection = AsyncMPClient(config, num_blocks) if client is None else client
+        self._client: EngineConnection = self._make_client(num_blocks) if client is None else client
         self._journal = Journal(0)
         self._policy = RestartPolicy()
         self._restart: asyncio.Task[None] | None = None
@@ -152,6 +155,11 @@ class SupervisedClient:
         return self._gave_up_waiting.is_set()
 
     @property
+    def unavailable(self) -> EngineUnavailableError | None:
+        """What requests are refused with while engines die one after the other; None while they do not."""
+        return None if self._outage is None or not self.has_given_up else self._outage.error()
+
+    @property
     def num_live(self) -> int:
         """Requests that have not ended, wherever they are."""
         return len(self._journal.request_ids)
@@ -207,7 +215,14 @@ class SupervisedClient:
 
     def start(self) -> None:
         """Begin to watch the engine core, in the running event loop."""
-        self._client.watch(lambda: self._journal.num_sent > 0)
+        self._client.watch(self._is_due)
+
+    def _is_due(self) -> bool:
+        """Whether the engine core has to move: it has requests, or others wait for it that have some."""
+        has_requests, place = self._journal.num_sent > 0, self._config.parallel.data_parallel_rank
+        if self._lockstep is None:
+            return has_requests
+        return self._lockstep.is_waited_for(place) or (has_requests and not self._lockstep.waits(place))
 
     def report_to(self, on_recovery: OnRecovery, on_down: OnDown) -> None:
         """From now on others are to hear of deaths and recoveries."""
@@ -238,6 +253,13 @@ class SupervisedClient:
             self._client.abort_request(request_id)
         self._send_unsent()
         return was_sent
+
+    def end_all(self, error: EngineUnavailableError) -> None:
+        """End all requests, also those that the engine has: it cannot go on."""
+        for request_id in self._journal.request_ids:
+            if self._journal.remove(request_id):
+                self._client.abort_request(request_id)
+            self._end([request_id], str(error), ErrorCode.UNAVAILABLE, error.retry_after_seconds)
 
     def give_up(self) -> list[JournalEntry]:
         """Forget the requests that wait here, but for those that may have killed an engine, so that another one can
@@ -469,6 +491,11 @@ class SupervisedClient:
         except EngineError as error:
             logger.warning("the engine that was started again does not sleep: %s", error)
 
+    def _make_client(self, num_blocks: int | None) -> AsyncMPClient:
+        if self._lockstep is None:
+            return AsyncMPClient(self._config, num_blocks)
+        return AsyncMPClient(self._config, num_blocks, self._lockstep)
+
     def _replace_client(self) -> None:
         """Runs in a thread, as ending one engine and starting another takes a while.
 
@@ -479,7 +506,7 @@ class SupervisedClient:
             self._client.shutdown()
             if self._closing.is_set():
                 raise EngineDeadError("the engine was shut down")
-            self._client = AsyncMPClient(self._config, self.ready.num_blocks)
+            self._client = self._make_client(self.ready.num_blocks)
             self._client.wait_until_ready(self._closing)
 
 

@@ -11,9 +11,12 @@ https://arxiv.org/abs/1909.08053, section 3). Each rank sends its activations to
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from quire_engine.distributed.lockstep_group import LockstepGroup
 
 __all__ = ["Communicator", "ParallelState"]
 
@@ -60,6 +63,12 @@ class ParallelState:
     num_redundant_experts: int | None = None
     """With expert parallelism, the replicas of experts in each layer, if experts move between the ranks while requests
     run; None: each stays where it is."""
+    expert_replica: int = 0
+    """Which of the engines this is, if several share the experts."""
+    num_expert_replicas: int = 1
+    """How many do. All of their ranks have some of a layer's experts, engine by engine."""
+    expert_group: "LockstepGroup | None" = None
+    """The ranks of all of them, in this order; None if experts are not shared."""
     tensor_group: Communicator | None = None
     """The ranks of this stage, by their place in it; None if there is only one."""
     pipeline_group: Communicator | None = None
@@ -79,6 +88,16 @@ class ParallelState:
     def stage(self) -> int:
         """Stage of the pipeline."""
         return self.rank // self.tensor_parallel_size
+
+    @property
+    def expert_rank(self) -> int:
+        """Place among the ranks that a layer's experts are divided among."""
+        return self.expert_replica * self.tensor_parallel_size + self.tensor_rank
+
+    @property
+    def expert_parallel_size(self) -> int:
+        """How many these are."""
+        return self.num_expert_replicas * self.tensor_parallel_size
 
     @property
     def is_first_stage(self) -> bool:

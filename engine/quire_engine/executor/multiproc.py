@@ -25,6 +25,7 @@ from quire_engine.distributed import ParallelState
 from quire_engine.errors import AbortedError, CheckpointError, EngineDeadError, EngineError
 from quire_engine.executor.base import Executor, Int64Array
 from quire_engine.executor.worker_processes import WorkerProcesses
+from quire_engine.ipc.lockstep import LockstepHandle
 from quire_engine.ipc.message_queue import MessageReader, MessageWriter
 from quire_engine.ipc.semaphore import Waiter, Watch
 from quire_engine.kv_connector.board import TransferBoard
@@ -61,7 +62,11 @@ class MultiProcExecutor(Executor):
     """Starts the workers, calls them, and collects their answers."""
 
     def __init__(
-        self, config: EngineCoreConfig, max_model_len: int, expert_shape: tuple[int, int] | None = None
+        self,
+        config: EngineCoreConfig,
+        max_model_len: int,
+        expert_shape: tuple[int, int] | None = None,
+        expert_group: LockstepHandle | None = None,
     ) -> None:
         self._config = config
         parallel = config.parallel
@@ -77,7 +82,7 @@ class MultiProcExecutor(Executor):
         self._is_taking = False
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(WorkerResponse)
-        self._workers = WorkerProcesses(config, max_model_len, expert_shape)
+        self._workers = WorkerProcesses(config, max_model_len, expert_shape, expert_group)
         watch = Watch(self._workers.pidfds, self._check_workers)
         self._calls = MessageWriter(self._workers.calls, watch)
         self._responses = [MessageReader(handle, 0, watch) for handle in self._workers.responses]

@@ -9,8 +9,11 @@ import torch
 
 from quire_engine.config import EngineCoreConfig
 from quire_engine.device.placement import on_device, prepare_device
+from quire_engine.distributed import ParallelState
+from quire_engine.distributed.lockstep_group import LockstepGroup
 from quire_engine.errors import EngineDeadError
 from quire_engine.executor.base import Executor, Int64Array
+from quire_engine.ipc.lockstep import LockstepHandle
 from quire_engine.kv_connector.board import TransferBoard
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput, WorkerCall
 from quire_engine.models.served import ServedCheckpoint
@@ -39,15 +42,24 @@ class UniProcExecutor(Executor):
     `collect` either way: it belongs to that step.
     """
 
-    def __init__(self, config: EngineCoreConfig, checkpoint: ServedCheckpoint, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: EngineCoreConfig,
+        checkpoint: ServedCheckpoint,
+        max_model_len: int,
+        expert_group: LockstepHandle | None = None,
+    ) -> None:
         self._device = prepare_device(config, checkpoint.dtype, rank=0)
         shape = checkpoint.expert_shape
         self._expert_load = None if shape is None else ExpertLoad(shape)
         self._transfer_board = TransferBoard(1) if config.cache.kv_transfer_config is not None else None
+        self._expert_group = None
+        if expert_group is not None:
+            self._expert_group = LockstepGroup(expert_group, config.parallel.data_parallel_rank)
         with on_device(self._device):
             self._the_worker: Worker | None = Worker(
-                config, checkpoint, max_model_len, device=self._device, expert_load=self._expert_load,
-                transfer_board=self._transfer_board,
+                config, checkpoint, max_model_len, ParallelState(expert_group=self._expert_group), self._device,
+                self._expert_load, self._transfer_board,
             )  # fmt: skip
         self._async_scheduling = config.async_scheduling(uses_gpu=self._device.type == "cuda")
         self._submitted: deque[SchedulerOutput | _StepAhead] = deque()
@@ -99,7 +111,8 @@ class UniProcExecutor(Executor):
             return [self._worker.call(call)]
 
     def busy_seconds(self) -> list[float]:
-        return [self._busy_seconds]
+        waited = 0.0 if self._expert_group is None else self._expert_group.waited_seconds
+        return [self._busy_seconds - waited]
 
     @property
     def transfer_board(self) -> TransferBoard | None:

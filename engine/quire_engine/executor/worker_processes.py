@@ -15,6 +15,7 @@ from quire_engine.device.placement import rank_device
 from quire_engine.distributed import ParallelState
 from quire_engine.distributed.meeting import MeetingPlace
 from quire_engine.distributed.shared_memory import AbortFlag, AbortFlagHandle, SharedMemoryGroup
+from quire_engine.ipc.lockstep import LockstepHandle
 from quire_engine.ipc.message_queue import MessageQueueHandle
 from quire_engine.kv_connector.board import TransferBoard
 from quire_engine.system.child_process import start_module
@@ -42,11 +43,17 @@ class WorkerProcesses:
         config: the engine core's.
         max_model_len: the longest sequence.
         expert_shape: see `ServedCheckpoint`.
+        expert_group: where they meet ranks of other engines, which others own.
     """
 
     def __init__(
-        self, config: EngineCoreConfig, max_model_len: int, expert_shape: tuple[int, int] | None = None
+        self,
+        config: EngineCoreConfig,
+        max_model_len: int,
+        expert_shape: tuple[int, int] | None = None,
+        expert_group: LockstepHandle | None = None,
     ) -> None:
+        self._expert_group = expert_group
         parallel = config.parallel
         tensor_size, num_stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         shares_memory = parallel.world_size == 1 or uses_shared_memory(config)  # before anything is open: it may raise
@@ -136,6 +143,7 @@ class WorkerProcesses:
             kv_transfers=None if self.transfer_board is None else self.transfer_board.descriptor,
             tensor_group=self._tensor_groups[state.stage] if self._tensor_groups else None,
             pipeline_group=self._pipeline_groups[state.tensor_rank] if self._pipeline_groups else None,
+            expert_group=self._expert_group,
             meeting_place=self._meeting_place,
             parent_pid=os.getpid(),
             kill_with_parent=threading.current_thread() is threading.main_thread(),
@@ -150,6 +158,8 @@ class WorkerProcesses:
             descriptors += arguments.tensor_group.descriptors(state.tensor_rank)
         if arguments.pipeline_group is not None:
             descriptors += arguments.pipeline_group.descriptors(state.stage)
+        if self._expert_group is not None:
+            descriptors += self._expert_group.descriptors()
         if self._meeting_place is not None:
             descriptors.append(self._meeting_place.descriptor)
         process = start_module("quire_engine.worker.worker_process", arguments, pass_fds=descriptors)

@@ -25,6 +25,7 @@ from quire_engine.models.checkpoint import CheckpointConfig
 from quire_engine.models.experts import MixtureOfExperts
 from quire_engine.models.latent_attention import LatentAttention
 from quire_engine.models.layers import Weight
+from quire_engine.models.lockstep_experts import LockstepExperts
 from quire_engine.models.options import DecoderOptions
 from quire_engine.models.parallel import (
     ColumnParallel,
@@ -158,7 +159,7 @@ def feed_forward(config: CheckpointConfig, parallel: ParallelState, layer: int) 
     experts = config.options.experts
     if experts is not None and experts.are_in(layer):
         kind = MixtureOfExperts if parallel.num_redundant_experts is None else BalancedExperts
-        return kind(config, experts, parallel)
+        return (kind if parallel.expert_group is None else LockstepExperts)(config, experts, parallel)
     return GatedMLP(config, parallel)
 
 
@@ -276,6 +277,12 @@ class Decoder(nn.Module):
             return add_rms_norm(hidden_TE, residual_TE, weight_E, self.eps, self.residual_multiplier)
         add_residual(hidden_TE, residual_TE, self.residual_multiplier)
         return residual_TE
+
+    def serve_experts(self) -> None:
+        """Take part in a step in which this engine has no tokens, and others that share its experts have."""
+        for mixture in self.mixtures.values():
+            assert isinstance(mixture, LockstepExperts)
+            mixture.serve()
 
     @contextlib.contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:

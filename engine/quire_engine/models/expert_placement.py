@@ -36,7 +36,11 @@ FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 
 def shares_of_ranks(
-    shape: tuple[int, int], tensor_parallel_size: int, pipeline_parallel_size: int, enable_expert_parallel: bool
+    shape: tuple[int, int],
+    tensor_parallel_size: int,
+    pipeline_parallel_size: int,
+    enable_expert_parallel: bool,
+    num_replicas: int = 1,
 ) -> FloatArray:
     """[layers, experts, ranks], the share of an expert's tokens that a rank computes, or computes a slice of.
 
@@ -45,18 +49,22 @@ def shares_of_ranks(
         tensor_parallel_size: ranks of a stage.
         pipeline_parallel_size: stages.
         enable_expert_parallel: an expert is on one rank of its stage; else each has a slice of it.
+        num_replicas: engines that share the experts; the ranks are those of all, engine by engine.
     """
     world_size = tensor_parallel_size * pipeline_parallel_size
-    shares = np.zeros((*shape, world_size))
-    for rank in range(world_size):
+    shares = np.zeros((*shape, num_replicas * world_size))
+    for number in range(num_replicas * world_size):
+        replica, rank = divmod(number, world_size)
         state = ParallelState(
             rank=rank,
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
             enable_expert_parallel=enable_expert_parallel,
+            expert_replica=replica,
+            num_expert_replicas=num_replicas,
         )
         layers, experts = stage_layers(shape[0], state), list(experts_of_rank(shape[1], state))
-        shares[layers.start : layers.stop, experts, rank] = 1
+        shares[layers.start : layers.stop, experts, number] = 1
     return shares
 
 

@@ -40,9 +40,10 @@ def experts_of_rank(num_experts: int, parallel: ParallelState) -> Sequence[int]:
         return [
             number % num_experts for number in range(each * parallel.tensor_rank, each * (parallel.tensor_rank + 1))
         ]
-    each, left = divmod(num_experts, parallel.tensor_parallel_size)
-    first = parallel.tensor_rank * each + min(parallel.tensor_rank, left)
-    return range(first, first + each + (parallel.tensor_rank < left))
+    rank = parallel.expert_rank
+    each, left = divmod(num_experts, parallel.expert_parallel_size)
+    first = rank * each + min(rank, left)
+    return range(first, first + each + (rank < left))
 
 
 class Router(ColumnParallel):

@@ -484,6 +484,23 @@ class Scheduler:
             self._connector.step_failed(self.waiting)
         return outputs
 
+    def take_back_step(self) -> list[EngineCoreOutput]:
+        """Undo a step that ended because others failed that are computed elsewhere: nobody here is to blame.
+
+        What was running is computed again, first of all; a suspect that ran alone does so again.
+        """
+        outputs, self._ended = self._ended, []
+        running, self.running = self.running, []
+        isolated = self._isolation.isolated
+        for request in reversed(running):
+            self._release(request)
+            if request is isolated:
+                self._isolation.add_suspects([request])
+            else:
+                self.waiting.prepend(request)
+        self.kv_cache.reset_prefix_cache()
+        return outputs
+
     def note_step_seconds(self, step: StepStats, seconds: float, work_seconds: float) -> None:
         """Note how long a step took in all: it decides what can be had in time, and what drafts are worth.
 

@@ -131,7 +131,8 @@ class ModelRunner:
             last_token_ids = self.last_token_ids if self._runs_ahead else None
             self._eager = EagerForward(self.model, self._kv_caches, self.batch, last_token_ids, self.group_ids)
             recordable = self.model.recordable
-            if recordable is not None and self.device.type == "cpu" and self.parallel.world_size == 1:
+            is_alone = self.parallel.world_size == 1 and self.parallel.expert_group is None
+            if recordable is not None and self.device.type == "cpu" and is_alone:
                 self._recorded = RecordedForward(
                     recordable, self._kv_caches, self.batch, last_token_ids, self.group_ids
                 )

@@ -99,7 +99,15 @@ class Worker:
             parallel,
             enable_expert_parallel=config.parallel.enable_expert_parallel,
             num_redundant_experts=config.parallel.num_redundant_experts,
+            expert_replica=config.parallel.data_parallel_rank if config.parallel.is_lockstep else 0,
+            num_expert_replicas=config.parallel.data_parallel_size if config.parallel.is_lockstep else 1,
         )
+        if config.parallel.is_lockstep and device.type != "cpu":
+            raise ValueError(
+                f"enable_expert_parallel is True with data_parallel_size={config.parallel.data_parallel_size} on "
+                f"{device}; replicas share experts on the CPU alone: set device to 'cpu', or divide the experts among "
+                "the tensor_parallel_size ranks of one replica"
+            )
         checkpoint.check_parallel(
             parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.enable_expert_parallel
         )
@@ -298,11 +306,24 @@ class Worker:
         if scheduler_output.kv_connector_metadata is not None:
             assert self._connector is not None
             self._connector.begin_step(scheduler_output.kv_connector_metadata)
-        step = self.runner.submit(scheduler_output)
+        step = self._submit(scheduler_output)
         if self._expert_counters is not None:
             self._expert_counters.publish()
         if self._fault_injection is not None:
             step.on_result = partial(self._fault_injection.strike, batch=self.runner.batch)
+        return step
+
+    def _submit(self, scheduler_output: SchedulerOutput) -> SubmittedStep:
+        if scheduler_output.generation is None:
+            return self.runner.submit(scheduler_output)
+        group, model = self.parallel.expert_group, self.runner.model
+        assert group is not None
+        assert isinstance(model, Decoder)
+        with group.step(scheduler_output.generation):
+            step = self.runner.submit(scheduler_output)
+            if not scheduler_output.num_scheduled_tokens:
+                with torch.inference_mode():
+                    model.serve_experts()
         return step
 
     def sleep(self, level: int) -> None:

@@ -29,6 +29,7 @@ import torch
 
 from quire_engine.device.placement import on_device, prepare_device
 from quire_engine.distributed import ParallelState
+from quire_engine.distributed.lockstep_group import LockstepGroup
 from quire_engine.distributed.shared_memory import (
     AbortFlag,
     SharedMemoryCommunicator,
@@ -89,6 +90,7 @@ class WorkerProcess:
         self._abort = AbortFlag(arguments.abort)
         self._busy_time = BusyTime(config.parallel.world_size, arguments.busy_time)
         self._groups: list[SharedMemoryCommunicator] = []
+        self._expert_group: LockstepGroup | None = None
         self._step_nanoseconds: deque[int] = deque(maxlen=NUM_TIMED_STEPS)
         """Times of the last steps, without waits for other ranks: all ranks' steps end together, so only these show
         which rank is slow."""
@@ -142,10 +144,14 @@ class WorkerProcess:
             self._groups.append(SharedMemoryCommunicator(group, rank, self._abort))
             return self._groups[-1]
 
+        if arguments.expert_group is not None:
+            first = parallel.data_parallel_rank * parallel.tensor_parallel_size
+            self._expert_group = LockstepGroup(arguments.expert_group, first + state.tensor_rank)
         return replace(
             state,
             tensor_group=join(arguments.tensor_group, state.tensor_rank),
             pipeline_group=join(arguments.pipeline_group, state.stage),
+            expert_group=self._expert_group,
         )
 
     def run(self) -> None:
@@ -218,7 +224,8 @@ class WorkerProcess:
     @property
     def _waited_seconds(self) -> float:
         """Time that this rank has waited for others so far."""
-        return sum(group.waited_seconds for group in self._groups)
+        elsewhere = 0.0 if self._expert_group is None else self._expert_group.waited_seconds
+        return sum((group.waited_seconds for group in self._groups), elsewhere)
 
     def _failure(self, request: WorkerRequest | None, error: Exception) -> WorkerResponse:
         """The response to an error. First releases the ranks that wait for this one.

@@ -126,13 +126,51 @@ def test_gpus_that_do_not_go_with_the_ranks_are_refused(others: dict[str, Any], 
     ("others", "message"),
     [
         ({"distributed_executor_backend": "ray"}, r"^distributed_executor_backend is 'ray'; .*'uni' or 'mp'"),
-        ({"enable_expert_parallel": True}, r"^enable_expert_parallel is True; .*replicas do not share experts"),
         ({"gpu_device_ids": [0, 1]}, r"^gpu_device_ids is \[0, 1\]; it must be of 4, one for each rank"),
     ],
 )
 def test_what_replicas_cannot_do_is_refused(others: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EngineConfig.from_settings({"model": "/m", "data_parallel_size": 2, "tensor_parallel_size": 2, **others})
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        (
+            {"data_parallel_size_local": 1, "data_parallel_address": "h", "data_parallel_rpc_port": 1,
+             "data_parallel_key_file": "k"},
+            "data_parallel_size_local is 1; it must be unset",
+        ),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2; it must be 1 with .*use tensor_parallel_size"),
+        ({"enable_eplb": True}, "enable_eplb is True; it must be false with .*one replica alone"),
+        ({"device": "cuda"}, "device is 'cuda'; it must be 'cpu' with"),
+        ({"gpu_device_ids": [0, 1, 2, 3]}, r"gpu_device_ids is \[0, 1, 2, 3\]; it must be unset with"),
+        ({"distributed_executor_backend": "ray"}, "distributed_executor_backend is 'ray'; it must be 'uni' or 'mp'"),
+        ({"async_scheduling": True}, "async_scheduling is True; it must be unset with"),
+        (
+            {"kv_transfer_config": {"kv_connector": "SharedStorageConnector",
+                                    "kv_connector_extra_config": {"shared_storage_path": "/x"}}},
+            "kv_transfer_config is KVTransferConfig.*; it must be unset with",
+        ),
+        ({"disaggregation": {"prefill": 1, "decode": 1}}, "disaggregation is .*; it must be unset with .*no roles"),
+    ],
+)  # fmt: skip
+def test_what_replicas_that_share_experts_cannot_do_is_refused(others: dict[str, Any], message: str) -> None:
+    settings = {"model": "/m", "data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}
+    assert EngineConfig.from_settings(settings).parallel.is_lockstep
+    with pytest.raises(ValueError, match=f"^{message}"):
+        EngineConfig.from_settings({**settings, **others})
+
+
+@pytest.mark.parametrize(("size", "wanted"), [(1, 2), (2, 1), (2, 3)])
+def test_the_number_of_replicas_that_share_experts_stays(size: int, wanted: int) -> None:
+    config = EngineConfig.from_settings(
+        {"model": "/m", "data_parallel_size": size, "tensor_parallel_size": 2, "enable_expert_parallel": True}
+    )
+    with pytest.raises(ValueError, match=r"^enable_expert_parallel is True .*change data_parallel_size in model.json"):
+        config.for_replica(0, wanted)
+    assert config.for_replica(0, size).parallel.data_parallel_size == size
 
 
 def test_each_replica_knows_its_place_and_no_file_says_it() -> None:

@@ -111,9 +111,15 @@ def test_models_without_experts_count_nothing(checkpoint: Callable[[str], Path])
         assert core.make_stats().expert_load is None
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
-def test_each_expert_is_on_one_rank_and_none_is_without(ranks: int) -> None:
-    states = [ParallelState(rank=i, tensor_parallel_size=ranks, enable_expert_parallel=True) for i in range(ranks)]
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (3, 1), (4, 1), (7, 1), (1, 3), (2, 2), (3, 2)])
+def test_each_expert_is_on_one_rank_and_none_is_without(ranks: int, replicas: int) -> None:
+    states = [
+        ParallelState(
+            rank=rank, tensor_parallel_size=ranks, enable_expert_parallel=True, expert_replica=replica,
+            num_expert_replicas=replicas,
+        )
+        for replica in range(replicas) for rank in range(ranks)
+    ]  # fmt: skip
     held = [experts_of_rank(7, state) for state in states]
     assert [expert for part in held for expert in part] == [*range(7)]
     assert max(map(len, held)) - min(map(len, held)) <= 1

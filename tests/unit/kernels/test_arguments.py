@@ -11,6 +11,7 @@ from quire_kernels import (
     apply_token_bitmask,
     cpu,
     embedding,
+    expert_results,
     gelu_tanh_and_mul,
     grouped_topk,
     linear,
@@ -27,6 +28,7 @@ from quire_kernels import (
     silu_and_mul,
     soft_cap,
     store_rows,
+    sum_results,
     topk_softmax,
 )
 
@@ -81,6 +83,16 @@ GOOD: dict[Callable[..., Any], Callable[[], dict[str, Any]]] = {
         "experts": pack_experts(
             [pack_linear(torch.zeros(10, 8), gated=True)], [pack_linear(torch.zeros(8, 5))], ints(3)
         ),
+        "shared_TE": torch.zeros(T, 8), "shared_gate_T1": torch.zeros(T, 1),
+    },
+    expert_results: lambda: {
+        "x_PE": torch.zeros(T, 8), "expert_ids_P": ints(T),
+        "experts": pack_experts(
+            [pack_linear(torch.zeros(10, 8), gated=True)], [pack_linear(torch.zeros(8, 5))], ints(3)
+        ),
+    },
+    sum_results: lambda: {
+        "results_TKE": torch.zeros(T, 2, 8), "weights_TK": torch.ones(T, 2), "dtype": FLOAT32,
         "shared_TE": torch.zeros(T, 8), "shared_gate_T1": torch.zeros(T, 1),
     },
     store_rows: lambda: {
@@ -170,6 +182,18 @@ BAD: list[tuple[Callable[..., Any], str, Any]] = [
     *((routed_experts, "expert_ids_TK", ids) for ids in (ints(T - 1, 2), ints(T, 2).int(), gapped(T, 2, dtype=INT64))),
     *((routed_experts, "shared_TE", shared) for shared in (torch.ones(T, 7), torch.ones(T, 8, dtype=BFLOAT16))),
     *((routed_experts, "shared_gate_T1", gate) for gate in (torch.ones(T), torch.ones(T, 1, dtype=BFLOAT16))),
+    *(
+        (expert_results, "x_PE", x)
+        for x in (torch.zeros(T, 7), torch.zeros(8), torch.zeros(T, 8, dtype=BFLOAT16), meta(T, 8))
+    ),
+    *((expert_results, "expert_ids_P", ids) for ids in (ints(T - 1), ints(T).int(), gapped(T, dtype=INT64))),
+    *(
+        (sum_results, "results_TKE", results)
+        for results in (torch.zeros(T, 2, 8, dtype=BFLOAT16), torch.zeros(T, 3, 8), gapped(T, 2, 8), meta(T, 2, 8))
+    ),
+    *((sum_results, "weights_TK", weights) for weights in (torch.ones(T, 3), torch.ones(T, 2, dtype=BFLOAT16))),
+    *((sum_results, "shared_TE", shared) for shared in (torch.ones(T, 7), torch.ones(T, 8, dtype=BFLOAT16))),
+    *((sum_results, "shared_gate_T1", gate) for gate in (torch.ones(T), torch.ones(T, 1, dtype=BFLOAT16))),
     (store_rows, "rows_TE", torch.zeros(T - 1, 8)),
     (store_rows, "rows_TE", torch.zeros(T, 7)),
     (store_rows, "rows_TE", torch.zeros(T, 2, 8)),

@@ -5,7 +5,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from quire_kernels import cpu, grouped_topk, linear, pack_experts, pack_linear, record, routed_experts, topk_softmax
+from quire_kernels import (
+    cpu,
+    expert_results,
+    grouped_topk,
+    linear,
+    pack_experts,
+    pack_linear,
+    record,
+    routed_experts,
+    sum_results,
+    topk_softmax,
+)
 from quire_kernels.experts import ExpertsWeight
 
 #         T   X  K   E    I: one token, odd shapes, several tiles per expert, more tokens than are sorted at once
@@ -225,6 +236,31 @@ def test_what_all_tokens_share_is_added(kind: str, gated: bool, cpu_kernels: str
     tolerance = 1e-6 if layer.x.dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance, equal_nan=True)
     assert out[3].isnan().all() == gated
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@KINDS
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_single_results_of_ranks_add_up_to_the_bits_of_one(
+    shape: tuple[int, int, int, int, int], kind: str, shares: bool, cpu_kernels: str
+) -> None:
+    layer = Layer(shape, kind)
+    shared = (randn(*layer.x.shape, dtype=layer.x.dtype), randn(len(layer.x), 1)) if shares else (None, None)
+    together = routed_experts(layer.x, layer.weights, layer.ids, layer.experts(), *shared)
+    results = torch.full((*layer.ids.shape, layer.x.shape[1]), float("nan"))
+    for rank in range(2):
+        here = [expert for expert in range(layer.num_experts) if expert % 2 == rank]
+        expert_map = torch.full((layer.num_experts,), -1)
+        expert_map[here] = torch.arange(len(here))
+        rows, places = torch.where(layer.ids % 2 == rank)
+        results[rows, places] = expert_results(layer.x[rows], layer.ids[rows, places], layer.experts(expert_map))
+    total = sum_results(results, layer.weights, layer.x.dtype, *shared)
+    assert total.dtype == together.dtype
+    if cpu_kernels == "torch":  # which promises no bits
+        tolerance = 1e-5 if kind == "float32" else 5e-2
+        torch.testing.assert_close(total, together, rtol=tolerance, atol=tolerance)
+    else:
+        assert torch.equal(total, together)
 
 
 def test_experts_that_are_not_chosen_are_not_read(cpu_kernels: str) -> None:

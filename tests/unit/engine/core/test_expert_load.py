@@ -49,6 +49,7 @@ def test_the_busiest_rank_and_expert_of_what_was_computed_since() -> None:
     ({"tensor_parallel_size": 2}, [7, 7]),
     ({"pipeline_parallel_size": 2}, [4, 3]),
     ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "enable_expert_parallel": True}, [1, 3, 3, 0]),
+    ({"data_parallel_size": 3, "enable_expert_parallel": True, "data_parallel_rank": 1}, [3, 1, 3]),
 ])  # fmt: skip
 def test_what_each_rank_computes(settings: dict[str, Any], expected: list[int]) -> None:
     load = ExpertLoadReport(ParallelConfig(**settings)).make(tokens([1, 0, 3], [2, 1, 0]), True)

@@ -260,3 +260,35 @@ def test_request_that_was_not_scheduled_in_the_failed_step_is_not_ended() -> Non
     last = run_to_the_end(scheduler, runner, requests)
     assert last["r0"].finish_reason is FinishReason.ERROR
     assert (requests[1].all_token_ids[4:], last["r1"].finish_reason) == expected
+
+
+def test_a_step_that_is_taken_back_makes_nobody_a_suspect() -> None:
+    scheduler = make_scheduler(max_num_seqs=3)
+    requests = make_requests(4, max_tokens=9)
+    for request in requests:
+        scheduler.add_request(request)
+    sample(scheduler, scheduler.schedule())
+    scheduler.schedule()
+    assert scheduler.take_back_step() == []
+    scheduler.check_integrity()
+    assert scheduler.make_stats().num_blocks_cached == 0, "what it wrote may be half written"
+    output = scheduler.schedule()
+    assert [new.request_id for new in output.new_requests] == ["r0", "r1", "r2"], "first of all, and together"
+    assert sorted(output.dropped_request_ids) == ["r0", "r1", "r2"]
+    sample(scheduler, output)
+    assert [request.num_preemptions for request in requests] == [0] * 4
+
+
+def test_a_suspect_whose_step_is_taken_back_runs_alone_again() -> None:
+    scheduler, _ = failed_step()
+    for _ in range(3):
+        assert list(scheduler.schedule().num_scheduled_tokens) == ["r0"]
+        assert scheduler.take_back_step() == []
+        scheduler.check_integrity()
+    batches = []
+    for _ in range(4):
+        output = scheduler.schedule()
+        batches.append(list(output.num_scheduled_tokens))
+        sample(scheduler, output)
+    assert batches[:3] == [["r0"], ["r1"], ["r2"]]
+    assert sorted(batches[3]) == ["r0", "r1", "r2"]
