@@ -18,10 +18,12 @@ from quire_kernels.embedding import embedding
 from quire_kernels.experts import ExpertsWeight, combine_experts, pack_experts, routed_experts
 from quire_kernels.layernorm import add_residual, add_rms_norm, rms_norm
 from quire_kernels.linear import LinearWeight, linear, pack_linear
+from quire_kernels.pages import can_convert_pages, convert_pages
 from quire_kernels.recording import NotRecordableError, Recording, record
 from quire_kernels.rope import rope_and_cache
 from quire_kernels.routing import grouped_topk, topk_softmax
 from quire_kernels.sampling import argmax, probabilities, sample
+from quire_kernels.shared_blocks import SharedBlocks
 from quire_kernels.soft_cap import soft_cap
 from quire_kernels.store import store_columns, store_rows
 from quire_kernels.token_bitmask import apply_token_bitmask
@@ -34,12 +36,15 @@ __all__ = [
     "LinearWeight",
     "NotRecordableError",
     "Recording",
+    "SharedBlocks",
     "add_residual",
     "add_rms_norm",
     "advance_drafts",
     "apply_token_bitmask",
     "argmax",
+    "can_convert_pages",
     "combine_experts",
+    "convert_pages",
     "embedding",
     "gelu_tanh_and_mul",
     "grouped_topk",

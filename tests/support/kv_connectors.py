@@ -31,6 +31,10 @@ class FakeIndex:
                 return i
         return len(block_hashes)
 
+    def is_kept(self, block_hash: bytes) -> bool:
+        """Whether it need not be saved."""
+        return self.num_stored([block_hash]) == 1
+
     def add(self, block_hash: bytes) -> None:
         """A block is being saved."""
         self.known.add(block_hash)

@@ -136,7 +136,7 @@ class AsyncMPClient(EngineConnection):
             self._process = start_module(
                 "quire_engine.core.core_process",
                 ProcessArguments(config.core, input_address, output_address, self._heartbeat.descriptor, num_blocks),
-                pass_fds=[self._heartbeat.descriptor],
+                pass_fds=[fd for fd in (self._heartbeat.descriptor, config.cache.kv_memory) if fd is not None],
                 start_new_session=True,
             )
             opened.pop_all()

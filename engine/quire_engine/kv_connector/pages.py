@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 import torch
+from quire_kernels import can_convert_pages, convert_pages
 from quire_kernels.kv_cache import natural_key_order, natural_value_order, write_blocks
 
 from quire_engine.models.base import KVCaches
@@ -22,6 +23,10 @@ def read_pages(kv_caches: KVCaches, block_ids: Sequence[int]) -> torch.Tensor:
         [n, bytes per block] uint8, on the caches' device.
     """
     device = kv_caches[0][0].device
+    if can_convert_pages(kv_caches):
+        rows = torch.empty(len(block_ids), bytes_per_block(kv_caches), dtype=torch.uint8)
+        convert_pages(kv_caches, block_ids, rows, to_cache=False)
+        return rows
     ids_n = torch.tensor(block_ids, device=device)
     rows = torch.empty(len(block_ids), bytes_per_block(kv_caches), dtype=torch.uint8, device=device)
     for (keys, values), key_bytes, value_bytes in _layers(kv_caches):
@@ -39,6 +44,9 @@ def write_pages(kv_caches: KVCaches, block_ids: Sequence[int], rows: torch.Tenso
         rows: as `read_pages` returns them, on any device.
     """
     device = kv_caches[0][0].device
+    if can_convert_pages(kv_caches):
+        convert_pages(kv_caches, block_ids, rows.cpu(), to_cache=True)
+        return
     ids_n, rows = torch.tensor(block_ids, device=device), rows.to(device)
     for (keys, values), key_bytes, value_bytes in _layers(kv_caches):
         shape = (len(block_ids), *keys.shape[1:])
