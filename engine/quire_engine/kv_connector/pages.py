@@ -47,7 +47,7 @@ def write_pages(kv_caches: KVCaches, block_ids: Sequence[int], rows: torch.Tenso
     if can_convert_pages(kv_caches):
         convert_pages(kv_caches, block_ids, rows.cpu(), to_cache=True)
         return
-    ids_n, rows = torch.tensor(block_ids, device=device), rows.to(device)
+    ids_n, rows = torch.tensor(block_ids, device=device), rows.to(device, non_blocking=rows.is_pinned())
     for (keys, values), key_bytes, value_bytes in _layers(kv_caches):
         shape = (len(block_ids), *keys.shape[1:])
         keys_nKBD = rows[:, key_bytes].contiguous().view(keys.dtype).view(shape)

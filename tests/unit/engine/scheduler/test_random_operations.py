@@ -322,7 +322,7 @@ class Life:
             metadata = scheduler_output.kv_connector_metadata
             if metadata is None or not metadata.placements or scheduled:
                 assert bool(scheduled) == (len(scheduler.requests) > num_held), "no progress"
-            # Else blocks that were loaded are filed, and nobody else has room before the step's end, which lets them go.
+            # Else loaded blocks are filed, and nobody has room besides them before the step's end, which lets them go.
         assert sum(scheduled.values()) <= scheduler.config.max_num_batched_tokens
         assert len(scheduler.running) <= scheduler.config.max_num_seqs
         if first is not None and first.request_id in scheduler.requests:
