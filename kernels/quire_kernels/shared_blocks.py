@@ -31,6 +31,9 @@ _attaching = threading.Lock()
 """A lock on a file is the process's, not the thread's."""
 
 
+_STATE_FIELDS = ("slots", "slot_bytes", "used", "there", "evicted", "damaged", "repairs", "slots_at")
+
+
 class _SharedBlocksCall(Call):
     _fields_ = (
         ("memory", ctypes.c_void_p),
@@ -47,10 +50,7 @@ class _SharedBlocksCall(Call):
 
 
 class _SharedBlocksState(Call):
-    _fields_ = tuple(
-        (name, ctypes.c_int64)
-        for name in ("slots", "slot_bytes", "used", "there", "evicted", "damaged", "repairs", "slots_at")
-    )
+    _fields_ = tuple((name, ctypes.c_int64) for name in _STATE_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class SharedBlocks:
         """The present numbers."""
         state = _SharedBlocksState()
         self._ask("describe", ctypes.byref(state))
-        return SharedBlocksStats(*(getattr(state, name) for name, _ in state._fields_))
+        return SharedBlocksStats(*(getattr(state, name) for name in _STATE_FIELDS))
 
     def count(self, hashes: Sequence[bytes], seconds: float = LOCK_SECONDS) -> int:
         """How many of these are there, up to the first that is not."""

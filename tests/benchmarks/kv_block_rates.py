@@ -2,10 +2,10 @@
 
     python tests/benchmarks/kv_block_rates.py [--kib 48 128 1024] [--rounds 5] [--folder /dev/shm]
 
-GB/s of blocks, the median of the rounds and what share of memcpy that is; the ways take turns. In shared memory
+GB/s of blocks, the median of the rounds, and what share of memcpy that is; the ways take turns. In shared memory
 (`MemoryStore`) and in files of a folder (`FolderStore`), with digests: blocks that are new, in slots or files whose
-room others had before, then the same read again. And what they are made of: digests alone, and the order of the CPU's cache
-to that of a row and back (12 layers of bfloat16). What the system's first touch of memory costs is said at the end.
+room others had before, then the same read again. And what they are made of: digests alone, and the order of the CPU's
+cache to that of a row and back (12 layers of bfloat16). What the system's first touch of memory costs comes last.
 """
 
 import argparse

@@ -253,8 +253,8 @@ class ParallelConfig:
     next."""
     disaggregation: DisaggregationConfig | None = None
     """Have some replicas compute prompts, and others all that follows, so that no long prompt holds up what others are
-    being told: `{"prefill": 1, "decode": 1}`. Blocks go from one to the other by `kv_transfer_config`. Sets
-    `data_parallel_size`, which is their sum. Unset: each replica does both."""
+    being told: `{"prefill": 1, "decode": 1}`. Blocks go from one to the other by `kv_transfer_config`, if unset
+    through memory. Sets `data_parallel_size`, which is their sum. Unset: each replica does both."""
     data_parallel_size_local: int | None = None
     """How many of the replicas are on this host, those with the first ranks; unset: all. Engines of other hosts join as
     the others, by `quire serve --headless`."""
@@ -501,8 +501,8 @@ class EngineCoreConfig:
             )
 
         if self.parallel.disaggregation is not None and self.cache.kv_transfer_config is None:
-            transfer = KVTransferConfig.from_value({"kv_connector": "SharedMemoryConnector"})
-            object.__setattr__(self, "cache", replace(self.cache, kv_transfer_config=transfer))
+            memory = KVTransferConfig.from_value({"kv_connector": "SharedMemoryConnector"})
+            object.__setattr__(self, "cache", replace(self.cache, kv_transfer_config=memory))
         if self.cache.kv_transfer_config is not None:
             self._check_kv_transfer()
         if self.parallel.disaggregation is not None:

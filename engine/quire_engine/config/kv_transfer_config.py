@@ -101,7 +101,10 @@ class TierConfig:
     def place_setting(self) -> str:
         """Where blocks are kept, as a message says it."""
         name = _OWN[self.kv_connector][0]
-        return f"{_EXTRA}: {name} is {getattr(self.kv_connector_extra_config, name)!r}"
+        value = getattr(self.kv_connector_extra_config, name)
+        if value is None:
+            return f"kv_transfer_config: kv_connector is {self.kv_connector!r}"
+        return f"{_EXTRA}: {name} is {value!r}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

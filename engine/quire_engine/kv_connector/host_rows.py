@@ -44,7 +44,7 @@ class HostCopies:
         end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(mark)
-            host = empty_rows(*rows.shape, is_pinned=True)
+            host = empty_rows(len(rows), rows.shape[1], is_pinned=True)
             host.copy_(rows, non_blocking=True)
             end.record(self._stream)
         rows.record_stream(self._stream)
