@@ -18,7 +18,7 @@ from quire_kernels.embedding import embedding
 from quire_kernels.experts import ExpertsWeight, combine_experts, pack_experts, routed_experts
 from quire_kernels.layernorm import add_residual, add_rms_norm, rms_norm
 from quire_kernels.linear import LinearWeight, linear, pack_linear
-from quire_kernels.pages import can_convert_pages, convert_pages
+from quire_kernels.pages import PageConverter
 from quire_kernels.recording import NotRecordableError, Recording, record
 from quire_kernels.rope import rope_and_cache
 from quire_kernels.routing import grouped_topk, topk_softmax
@@ -35,6 +35,7 @@ __all__ = [
     "ExpertsWeight",
     "LinearWeight",
     "NotRecordableError",
+    "PageConverter",
     "Recording",
     "SharedBlocks",
     "add_residual",
@@ -42,9 +43,7 @@ __all__ = [
     "advance_drafts",
     "apply_token_bitmask",
     "argmax",
-    "can_convert_pages",
     "combine_experts",
-    "convert_pages",
     "embedding",
     "gelu_tanh_and_mul",
     "grouped_topk",

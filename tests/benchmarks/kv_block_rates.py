@@ -27,6 +27,7 @@ from quire_engine.kv_connector.block_store import BlockStore
 from quire_engine.kv_connector.folder_store import FolderStore
 from quire_engine.kv_connector.memory_store import MemoryStore
 from quire_engine.kv_connector.pages import bytes_per_block, read_pages, write_pages
+from quire_kernels import PageConverter
 from quire_kernels.cpu import set_num_threads
 from quire_kernels.kv_cache import new_kv_cache
 from quire_kernels.shared_blocks import copy_digest
@@ -63,6 +64,7 @@ def measure(block_bytes: int, rounds: int, folder: Path) -> None:
     for keys, values in caches:
         keys.fill_(1.0)
         values.fill_(2.0)
+    converter = PageConverter.of(caches) if caches else None
     descriptor = SharedMemory.create("benchmark-blocks", 2 * TOTAL_BYTES)
     memory = MemoryStore(descriptor, bytes(32), 0)
     memory.prepare(block_bytes)
@@ -96,9 +98,9 @@ def measure(block_bytes: int, rounds: int, folder: Path) -> None:
         for first in range(0, number if caches else 0, MOST_TOGETHER):
             some = ids[first : first + MOST_TOGETHER]
             began_at = time.perf_counter()
-            rows = read_pages(caches, some)
+            rows = read_pages(caches, some, converter)
             middle = time.perf_counter()
-            write_pages(caches, some, rows)
+            write_pages(caches, some, rows, converter)
             for name, one in (("cache to rows", middle - began_at), ("rows to cache", time.perf_counter() - middle)):
                 seconds.setdefault(name, []).append(one)
     print(f"blocks of {block_bytes >> 10} KiB:")

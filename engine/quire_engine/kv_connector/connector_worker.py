@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import torch
+from quire_kernels import PageConverter
 
 from quire_engine.kv_connector.block_file import MOST_TOGETHER, BlockFileError
 from quire_engine.kv_connector.block_store import BlockStore
@@ -66,6 +67,7 @@ class ConnectorWorker:
     ) -> None:
         self._kv_caches = kv_caches
         self.block_bytes = bytes_per_block(kv_caches())
+        self._converter: PageConverter | None = None
         self._store = store
         self._board = board
         self._rank = rank
@@ -84,7 +86,7 @@ class ConnectorWorker:
             rows = self._reader.take(placement.number)
             count = len(placement.block_ids)
             rows = rows[placement.first : placement.first + count]
-            write_pages(self._kv_caches(), placement.block_ids, rows)
+            write_pages(self._kv_caches(), placement.block_ids, rows, self._present_converter())
         for number in metadata.ended_loads:
             self._reader.forget(number)
         for load in metadata.loads:
@@ -96,12 +98,20 @@ class ConnectorWorker:
         self._writer.close()
         self._store.close()
 
+    def _present_converter(self) -> PageConverter | None:
+        """That of the present caches: they are others after a sleep."""
+        caches = self._kv_caches()
+        if self._converter is None or not self._converter.is_for(caches):
+            self._converter = PageConverter.of(caches)
+        return self._converter
+
     def _save(self, saves: list[tuple[bytes, int]]) -> None:
         room = max(self._max_pending_bytes - self._writer.pending_bytes, 0) // self.block_bytes
         for _ in saves[room:]:
             self._board.count_not_saved(self._rank)
         if saves[:room]:
-            rows = read_pages(self._kv_caches(), [block_id for _, block_id in saves[:room]])
+            block_ids = [block_id for _, block_id in saves[:room]]
+            rows = read_pages(self._kv_caches(), block_ids, self._present_converter())
             self._writer.put([block_hash for block_hash, _ in saves[:room]], rows)
 
 
