@@ -27,6 +27,7 @@ from quire_engine.frontend.input_processor import InputProcessor, ProcessedReque
 from quire_engine.frontend.introspection import combine_blocks, combine_cores, combine_engines, combine_requests
 from quire_engine.frontend.output_processor import OutputProcessor
 from quire_engine.frontend.tokenizer import load_tokenizer
+from quire_engine.kv_connector.kv_memory import KVMemory
 from quire_engine.messages import (
     EngineCoreOutputs,
     ErrorCode,
@@ -86,12 +87,15 @@ class AsyncLLM:
         drafts = config.scheduler.draft_checkpoint
         model = config.model
         check_checkpoint(Path(model.model), tokenizer_path, model.load_format, drafts, model.model_impl)
+        self._kv_memory = KVMemory(config)
+        self.config = config = self._kv_memory.config
         self._client: EngineClient = make_engine_client(config, self._on_recovery)
         try:
             tokenizer = load_tokenizer(tokenizer_path)  # while the engine core loads the weights
             ready = self._client.wait_until_ready()
         except BaseException:
             self._client.shutdown()
+            self._kv_memory.close()
             raise
         self.input_processor = InputProcessor(tokenizer, ready, config.frontend.slo)
         # Of its own: the loop's executor has few threads, and starts the next engine when one has died.
@@ -451,6 +455,7 @@ class AsyncLLM:
         self._renderer.shutdown(wait=False)
         self.input_processor.shutdown()
         self._client.shutdown()
+        self._kv_memory.close()
 
     async def _take_outputs(self, client: EngineClient) -> EngineCoreOutputs:
         """Runs until another client is there; returns what it has not taken in then."""

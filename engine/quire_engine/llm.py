@@ -13,6 +13,7 @@ from quire_engine.frontend.beam_search import BeamSearch, BeamSearchOutput, Beam
 from quire_engine.frontend.input_processor import InputProcessor, ProcessedRequest, Prompt
 from quire_engine.frontend.output_processor import OutputProcessor
 from quire_engine.frontend.tokenizer import load_tokenizer
+from quire_engine.kv_connector.kv_memory import KVMemory
 from quire_engine.messages import FinishReason, IsSleeping, ResetPrefixCache, Sleep, WakeUp
 from quire_engine.outputs import RequestOutput
 from quire_engine.sampling_params import SamplingParams
@@ -44,7 +45,12 @@ class LLM:
                 "use AsyncLLM or the server for several"
             )
         tokenizer = load_tokenizer(Path(config.model.tokenizer_path))
-        self._core = InprocClient(config)
+        self._kv_memory = KVMemory(config)
+        try:
+            self._core = InprocClient(self._kv_memory.config)
+        except BaseException:
+            self._kv_memory.close()
+            raise
         self._inputs = InputProcessor(tokenizer, self._core.ready)
         self._outputs = OutputProcessor(tokenizer)
 
@@ -236,6 +242,7 @@ class LLM:
         """End the workers and free their memory, also on a GPU. Nothing can be generated afterwards."""
         self._inputs.shutdown()
         self._core.shutdown()
+        self._kv_memory.close()
 
     def _process_or_refuse(self, prompt: Prompt, params: SamplingParams) -> ProcessedRequest | RequestError:
         try:

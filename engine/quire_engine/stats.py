@@ -100,6 +100,9 @@ class KVConnectorStats(msgspec.Struct, array_like=True):
     num_loaded_bytes: int = 0
     num_saved_bytes: int = 0
     """Of all ranks' parts; so are the loaded ones."""
+    tiers: dict[str, list[int]] = {}
+    """Of several stores, by what they are called: blocks that were saved and loaded, and that could not be saved and
+    loaded (`board.TierOutcome`)."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True):

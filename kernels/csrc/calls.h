@@ -350,6 +350,46 @@ struct BitmaskCall {
   int64_t vocab_size;
 };
 
+// Blocks of a paged KV cache to rows, or back.
+struct PagesCall {
+  void* const* caches;       // [2 * layers], keys and values of each, bfloat16 or float32, in the order of attention.inc
+  const int64_t* shapes;     // [2 * layers], KV heads and head size of each
+  const int64_t* block_ids;  // [blocks]
+  void* rows;                // [blocks, …], in the order of pages.inc
+  int64_t row_stride;        // bytes
+  int64_t layers;
+  int64_t blocks;
+  int64_t block_size;
+  int32_t is_float;
+  int32_t to_cache;
+};
+
+// KV blocks in memory that processes share; see shared_blocks.h.
+struct SharedBlocksCall {
+  void* memory;
+  int64_t attachment;
+  const void* group;    // 16 bytes
+  void* hashes;         // [blocks], 32 bytes each
+  void* const* places;  // [blocks], where the bytes are, or are to go
+  uint32_t* slots;      // [blocks], + 1; 0: none
+  uint64_t* digests;    // [blocks], 16 bytes each
+  int64_t blocks;
+  int64_t bytes;        // of each block
+  float seconds;        // for the lock
+};
+
+// What is in that memory.
+struct SharedBlocksState {
+  int64_t slots;      // that there is room for
+  int64_t slot_bytes;
+  int64_t used;       // that hold a block, or are being written or read
+  int64_t there;      // blocks
+  int64_t evicted;    // since the beginning; so are these
+  int64_t damaged;    // found to be wrong when they were read
+  int64_t repairs;    // of the books, after a process has died in the middle of a change
+  int64_t slots_at;   // bytes from the beginning of the memory
+};
+
 // A kernel and what it is called with, as it was noted down (quire_kernels/recording.py).
 struct RecordedCall {
   KernelFunction* kernel;

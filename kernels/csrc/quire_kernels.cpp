@@ -16,6 +16,8 @@
 
 #include "attention_plan.h"
 #include "calls.h"
+#include "digest.h"
+#include "shared_blocks.h"
 #include "threads.h"
 
 #define QUIRE_INLINE inline __attribute__((always_inline))
@@ -46,6 +48,8 @@ struct Kernels {
   void (*route_tokens)(const RouteCall&);
   void (*route_tokens_in_groups)(const GroupedRouteCall&);
   void (*experts)(const ExpertsCall&);
+  void (*convert_pages)(const PagesCall&);
+  shared_blocks::CopyDigest* copy_digest;
 };
 
 #pragma GCC push_options
@@ -145,4 +149,48 @@ QUIRE_API void quire_route_tokens(const RouteCall* call) { kernels.route_tokens(
 QUIRE_API void quire_route_tokens_in_groups(const GroupedRouteCall* call) { kernels.route_tokens_in_groups(*call); }
 QUIRE_API void quire_experts(const ExpertsCall* call) { kernels.experts(*call); }
 QUIRE_API void quire_apply_bitmask(const BitmaskCall* call) { kernels.apply_bitmask(*call); }
+QUIRE_API void quire_convert_pages(const PagesCall* call) { kernels.convert_pages(*call); }
+
+// Of what these return, negative numbers are shared_blocks::Failure.
+using SharedHeader = shared_blocks::Header;
+QUIRE_API int64_t quire_shared_attach(void* memory, int64_t bytes, float seconds) {
+  return shared_blocks::attach(static_cast<SharedHeader*>(memory), bytes, seconds);
+}
+QUIRE_API int64_t quire_shared_detach(void* memory, int64_t attachment, float seconds) {
+  return shared_blocks::detach(static_cast<SharedHeader*>(memory), attachment, seconds);
+}
+QUIRE_API int64_t quire_shared_divide(void* memory, int64_t block_bytes, float seconds) {
+  return shared_blocks::divide(static_cast<SharedHeader*>(memory), block_bytes, seconds);
+}
+QUIRE_API int64_t quire_shared_describe(void* memory, SharedBlocksState* state, float seconds) {
+  return shared_blocks::describe(static_cast<SharedHeader*>(memory), state, seconds);
+}
+QUIRE_API int64_t quire_shared_count(const SharedBlocksCall* call) {
+  return shared_blocks::count_there(static_cast<SharedHeader*>(call->memory), *call);
+}
+QUIRE_API int64_t quire_shared_list(const SharedBlocksCall* call) {
+  return shared_blocks::list(static_cast<SharedHeader*>(call->memory), *call);
+}
+QUIRE_API int64_t quire_shared_write(const SharedBlocksCall* call) {
+  return shared_blocks::write(static_cast<SharedHeader*>(call->memory), *call, kernels.copy_digest);
+}
+QUIRE_API int64_t quire_shared_read(const SharedBlocksCall* call, int64_t* damaged) {
+  return shared_blocks::read(static_cast<SharedHeader*>(call->memory), *call, kernels.copy_digest, damaged);
+}
+// The steps of these two, for who copies in another way.
+QUIRE_API int64_t quire_shared_reserve(const SharedBlocksCall* call) {
+  return shared_blocks::reserve(static_cast<SharedHeader*>(call->memory), *call);
+}
+QUIRE_API int64_t quire_shared_commit(const SharedBlocksCall* call) {
+  return shared_blocks::commit(static_cast<SharedHeader*>(call->memory), *call, call->blocks);
+}
+QUIRE_API int64_t quire_shared_pin(const SharedBlocksCall* call) {
+  return shared_blocks::pin(static_cast<SharedHeader*>(call->memory), *call);
+}
+QUIRE_API int64_t quire_shared_unpin(const SharedBlocksCall* call) {
+  return shared_blocks::check_and_unpin(static_cast<SharedHeader*>(call->memory), *call, call->blocks);
+}
+QUIRE_API void quire_copy_digest(const void* source, void* target, int64_t bytes, int64_t around, uint64_t* digest) {
+  kernels.copy_digest(source, target, bytes, around != 0, digest);
+}
 }

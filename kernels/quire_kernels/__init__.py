@@ -25,10 +25,12 @@ from quire_kernels.experts import (
 )
 from quire_kernels.layernorm import add_residual, add_rms_norm, rms_norm
 from quire_kernels.linear import LinearWeight, linear, pack_linear
+from quire_kernels.pages import PageConverter
 from quire_kernels.recording import NotRecordableError, Recording, record
 from quire_kernels.rope import rope_and_cache
 from quire_kernels.routing import grouped_topk, topk_softmax
 from quire_kernels.sampling import argmax, probabilities, sample
+from quire_kernels.shared_blocks import SharedBlocks
 from quire_kernels.soft_cap import soft_cap
 from quire_kernels.store import load_rows, store_columns, store_rows
 from quire_kernels.token_bitmask import apply_token_bitmask
@@ -40,7 +42,9 @@ __all__ = [
     "ExpertsWeight",
     "LinearWeight",
     "NotRecordableError",
+    "PageConverter",
     "Recording",
+    "SharedBlocks",
     "StandingPlan",
     "add_residual",
     "add_rms_norm",

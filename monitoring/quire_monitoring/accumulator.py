@@ -25,6 +25,7 @@ from quire_engine.stats import (
 from quire_monitoring.definitions import (
     DEFAULT_CLASSES,
     KV_CONNECTOR_OUTCOMES,
+    KV_TIERS,
     LORA_INFO,
     OUTCOMES,
     REFUSALS,
@@ -151,6 +152,10 @@ class Accumulator:
         counters[_KV_BLOCKS["save_failed"]] += _growth(before.num_unsaved_blocks, now.num_unsaved_blocks)
         counters[_KV_LOADED_BYTES] += _growth(before.num_loaded_bytes, now.num_loaded_bytes)
         counters[_KV_SAVED_BYTES] += _growth(before.num_saved_bytes, now.num_saved_bytes)
+        for tier, numbers in now.tiers.items():
+            known = before.tiers.get(tier) or [0] * len(numbers)
+            for outcome, old, new in zip(KV_CONNECTOR_OUTCOMES, known, numbers, strict=True):
+                counters[_KV_TIER_BLOCKS[tier, outcome]] += _growth(old, new)
 
     def _record_drafts(self, before: DraftStats, now: DraftStats) -> None:
         counters = self._counters
@@ -390,6 +395,11 @@ _HITS = series("quire_prefix_cache_hits_total")
 _EXTERNAL_QUERIES = series("quire_external_prefix_cache_queries_total")
 _EXTERNAL_HITS = series("quire_external_prefix_cache_hits_total")
 _KV_BLOCKS = {outcome: series("quire_kv_connector_blocks_total", outcome=outcome) for outcome in KV_CONNECTOR_OUTCOMES}
+_KV_TIER_BLOCKS = {
+    (tier, outcome): series("quire_kv_connector_tier_blocks_total", tier=tier, outcome=outcome)
+    for tier in KV_TIERS
+    for outcome in KV_CONNECTOR_OUTCOMES
+}
 _KV_SAVED_BYTES = series("quire_kv_connector_bytes_total", direction="save")
 _KV_LOADED_BYTES = series("quire_kv_connector_bytes_total", direction="load")
 _RESTARTS = series("quire_engine_restarts_total")

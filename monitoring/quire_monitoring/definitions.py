@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 
+from quire_engine.config import TIERS
 from quire_engine.slo import DEFAULT_CLASS, NO_TARGETS, SLOTargets
 
 __all__ = [
-    "DEFAULT_CLASSES", "KV_CONNECTOR_OUTCOMES", "LORA_INFO", "METRICS", "OUTCOMES", "REFUSALS", "WINDOWS",
+    "DEFAULT_CLASSES", "KV_CONNECTOR_OUTCOMES", "KV_TIERS", "LORA_INFO", "METRICS", "OUTCOMES", "REFUSALS", "WINDOWS",
     "MetricDefinition", "MetricKind", "Series", "aliases_of", "make_aliases", "make_cache_info", "make_metrics",
     "series",
 ]  # fmt: skip
@@ -27,6 +28,8 @@ OUTCOMES = ("stop", "length", "abort", "error", "rejected")
 """How a request ended: the engine's finish reasons, and `rejected` for one that never reached it or for which it had no
 capacity."""
 KV_CONNECTOR_OUTCOMES = ("saved", "loaded", "save_failed", "load_failed")
+KV_TIERS = tuple(TIERS.values())
+"""What may keep KV blocks beside the cache."""
 PHASES = ("schedule", "execute", "update")
 REFUSALS = ("ttft", "queue_full", "queue_delay")
 """Why the engine had no capacity for a request: `EngineCoreOutput.refusal`."""
@@ -131,6 +134,8 @@ _ENGINE: tuple[MetricDefinition, ...] = (
              outcome=KV_CONNECTOR_OUTCOMES),
     _counter("quire_kv_connector_bytes_total", "Bytes of KV blocks that a connector saved and loaded, of all ranks",
              direction=("save", "load")),
+    _counter("quire_kv_connector_tier_blocks_total", "KV blocks that each of several connectors saved or loaded, or "
+             "could not", tier=KV_TIERS, outcome=KV_CONNECTOR_OUTCOMES),
     _counter("quire_engine_restarts_total", "Times the engine was started again after a crash or a hang"),
     _counter("quire_requests_replayed_total", "Live requests that went on after a restart of the engine"),
     _counter("quire_requests_moved_total", "Live requests that were taken over from a replica that left"),

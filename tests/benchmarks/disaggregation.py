@@ -6,7 +6,8 @@ Streams with short prompts run all the time, each followed by the next one, whil
 streams: the time between tokens. Of the long prompts: the time to the first token, and from there to the second, where
 the blocks are handed over. The two kinds of engine take turns, each with the same arrivals; all blocks are new.
 
-The folder is a new one in /dev/shm, or below --folder; it is deleted in the end.
+Blocks go through memory that the engines share, and through files of a new folder in /dev/shm, or below --folder, which
+is deleted in the end.
 """
 
 import argparse
@@ -123,15 +124,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     arguments = parser.parse_args()
-    names = {"two that do both": False, "prefill and decode": True}
+    names = {"two that do both": None, "apart, by memory": "memory", "apart, by files": "files"}
     times = {name: Times() for name in names}
     for number in range(arguments.rounds):
-        for name, is_apart in sorted(names.items(), reverse=number % 2 == 1):
+        for name, way in sorted(names.items(), reverse=number % 2 == 1):
             with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="quire-kv-") as folder:
                 extra = {"shared_storage_path": folder, "max_bytes": 2 << 30}
                 transfer = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}
-                apart = {"disaggregation": {"prefill": 1, "decode": 1}, "kv_transfer_config": transfer}
-                measure(arguments, apart if is_apart else {}, times[name], seed=number)
+                settings: dict[str, Any] = {} if way is None else {"disaggregation": {"prefill": 1, "decode": 1}}
+                if way == "files":
+                    settings["kv_transfer_config"] = transfer
+                measure(arguments, settings, times[name], seed=number)
     print(f"{arguments.streams} streams, prompts of {arguments.length} tokens, {arguments.per_second} a second:")
     for name, measured in times.items():
         print(f"  {name:18} between tokens of the streams  {percentiles(measured.between_tokens)}")

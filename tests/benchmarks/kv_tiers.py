@@ -1,6 +1,7 @@
-"""What KV blocks in files are worth: under memory pressure, and to streams whose engine is killed.
+"""What KV blocks in memory or in files are worth: under memory pressure, and to streams whose engine is killed.
 
-    python tests/benchmarks/kv_tiers.py [--model FOLDER] [--prompts 32] [--length 320] [--streams 32] [--rounds 3]
+    python tests/benchmarks/kv_tiers.py [--memory] [--model FOLDER] [--prompts 32] [--length 320] [--streams 32]
+                                        [--rounds 3]
 
 1. A working set of four times the KV cache: the same prompts come again and again, one at a time, in another order each
    round. Share of the prompt tokens that were not computed, and the time to the first token, with a connector and
@@ -8,8 +9,9 @@
 2. Long streams, and a SIGKILL of their engine: seconds until each stream goes on, with a connector and without one.
    The engine's own start is in it, and the same for both.
 
-The folder is a new one on the disk of the temporary directory (`TMPDIR`). Its files may still be in the system's page
-cache when they are read: this measures the engine, not the disk.
+With --memory blocks are in memory that engines share. Else the folder is a new one on the disk of the temporary
+directory (`TMPDIR`). Its files may still be in the system's page cache when they are read: this measures the engine,
+not the disk.
 """
 
 import argparse
@@ -32,8 +34,10 @@ PRESSURE = 4
 """How many times as large as the cache the working set is."""
 
 
-def connector(folder: str) -> dict[str, Any]:
-    """Settings."""
+def connector(folder: str | None) -> dict[str, Any]:
+    """Settings; without a folder, of memory."""
+    if folder is None:
+        return {"kv_transfer_config": {"kv_connector": "SharedMemoryConnector"}}
     extra = {"shared_storage_path": folder}
     return {"kv_transfer_config": {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}}
 
@@ -51,7 +55,7 @@ def bytes_per_block(model: Path) -> int:
     return num_bytes // llm.get_stats().num_blocks_free
 
 
-def measure_pressure(model: Path, prompts: list[list[int]], rounds: int, folder: str) -> None:
+def measure_pressure(model: Path, prompts: list[list[int]], rounds: int, folder: str | None) -> None:
     """Part 1."""
     num_blocks = sum(-(-len(prompt) // BLOCK_SIZE) + 1 for prompt in prompts) // PRESSURE
     num_bytes = num_blocks * bytes_per_block(model)
@@ -114,7 +118,7 @@ async def pauses(model: Path, prompts: list[list[int]], settings: dict[str, Any]
         llm.shutdown()
 
 
-def measure_recovery(model: Path, prompts: list[list[int]], folder: str) -> None:
+def measure_recovery(model: Path, prompts: list[list[int]], folder: str | None) -> None:
     """Part 2."""
     print(f"{len(prompts)} streams with prompts of {len(prompts[0])} tokens, engine killed:")
     for name, settings in (("without", {}), ("with", connector(folder))):
@@ -126,15 +130,18 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=DEMO)
+    parser.add_argument("--memory", action="store_true")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--length", type=int, default=320, help="tokens of a prompt")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        measure_pressure(arguments.model, make_prompts(arguments.prompts, arguments.length), arguments.rounds, folder)
+        place = None if arguments.memory else folder
+        measure_pressure(arguments.model, make_prompts(arguments.prompts, arguments.length), arguments.rounds, place)
     with tempfile.TemporaryDirectory() as folder:
-        measure_recovery(arguments.model, make_prompts(arguments.streams, arguments.length), folder)
+        place = None if arguments.memory else folder
+        measure_recovery(arguments.model, make_prompts(arguments.streams, arguments.length), place)
 
 
 if __name__ == "__main__":

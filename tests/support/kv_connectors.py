@@ -1,10 +1,14 @@
 """A KV connector for the stand-in model: blocks are kept in a dictionary, and loads end when the test says so.
 
-Like `scheduler/` and `kv_cache/`, this module never imports torch.
+With `SharedMemoryWorker` blocks are where they are in earnest, in memory that processes share, and so is the index.
+
+Like `scheduler/` and `kv_cache/`, this module never imports torch, unless that memory is used.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from random import Random
+from typing import TYPE_CHECKING
 
 from quire_engine.config import KVTransferConfig
 from quire_engine.kv_connector.board import TransferBoard
@@ -13,7 +17,15 @@ from quire_engine.messages import KVConnectorMetadata, KVLoad
 from quire_engine.scheduler import Scheduler
 from support.scheduling import FakeModelRunner
 
-__all__ = ["FakeConnector", "FakeConnectorWorker", "FakeIndex"]
+if TYPE_CHECKING:
+    from quire_engine.kv_connector.memory_store import MemoryStore
+
+__all__ = ["FakeConnector", "FakeConnectorWorker", "FakeIndex", "SharedMemoryWorker"]
+
+HEADER_BYTES = 300_000
+"""Of shared memory: what its lock and its processes take."""
+NUMBER_BYTES = 16
+"""Of a number in a slot."""
 
 
 class FakeIndex:
@@ -30,6 +42,10 @@ class FakeIndex:
             if block_hash not in self.known and self.random.random() >= self.share_of_lies:
                 return i
         return len(block_hashes)
+
+    def is_kept(self, block_hash: bytes) -> bool:
+        """Whether it need not be saved."""
+        return self.num_stored([block_hash]) == 1
 
     def add(self, block_hash: bytes) -> None:
         """A block is being saved."""
@@ -62,7 +78,7 @@ class FakeConnectorWorker:
             self.wanted.clear()
             self.loaded.clear()
         for block_hash, block_id in metadata.saves:
-            self.stored[block_hash] = slots[block_id * size : (block_id + 1) * size]
+            self.save(block_hash, slots[block_id * size : (block_id + 1) * size])
             self.board.count_saved(self.rank, 1)
         for placement in metadata.placements:
             blocks = self.loaded.pop(placement.number)[placement.first :][: len(placement.block_ids)]
@@ -75,18 +91,61 @@ class FakeConnectorWorker:
             self.wanted.add(load.number)
             self.queue.append(load)
 
+    def save(self, block_hash: bytes, block: list[int]) -> None:
+        """Keep a block."""
+        self.stored[block_hash] = block
+
+    def load(self, block_hash: bytes) -> list[int] | None:
+        """What was kept, if it is there and sound."""
+        return self.stored.get(block_hash)
+
+    def spoil(self, block_hash: bytes) -> None:
+        """Something happens to a block."""
+        self.stored.pop(block_hash, None)
+
     def read_one(self, random: Random, share_of_failures: float) -> None:
         """End the oldest load."""
         load = self.queue.pop(0)
         blocks: list[list[int]] = []
         for block_hash in load.block_hashes:
-            if block_hash not in self.stored or random.random() < share_of_failures:
-                self.stored.pop(block_hash, None)
+            if random.random() < share_of_failures:
+                self.spoil(block_hash)
+            if (block := self.load(block_hash)) is None:
                 break
-            blocks.append(self.stored[block_hash])
+            blocks.append(block)
         if load.number in self.wanted:
             self.loaded[load.number] = blocks
         self.board.put(self.rank, load.slot, load.number, len(blocks))
+
+
+class SharedMemoryWorker(FakeConnectorWorker):
+    """One rank, whose blocks are in a `MemoryStore`."""
+
+    store: "MemoryStore"
+
+    def save(self, block_hash: bytes, block: list[int]) -> None:
+        content = b"".join(number.to_bytes(NUMBER_BYTES, "little", signed=True) for number in block)
+        self.store.write([(block_hash, memoryview(content))])
+
+    def load(self, block_hash: bytes) -> list[int] | None:
+        from quire_engine.kv_connector.block_file import BlockFileError
+
+        room = memoryview(bytearray(NUMBER_BYTES * self.runner.block_size))
+        try:
+            if not self.store.read([(block_hash, room)]):
+                return None
+        except BlockFileError:
+            return None
+        return [
+            int.from_bytes(room[i : i + NUMBER_BYTES], "little", signed=True) for i in range(0, len(room), NUMBER_BYTES)
+        ]
+
+    def spoil(self, block_hash: bytes) -> None:
+        """A bit in its slot."""
+        size = NUMBER_BYTES * self.runner.block_size
+        for slot in self.store.blocks.pin([block_hash], size):
+            self.store.blocks.slot(slot)[0] ^= 1
+            assert self.store.blocks.unpin([block_hash], [slot], size) == 0
 
 
 class FakeConnector:
@@ -103,6 +162,7 @@ class FakeConnector:
         share_of_lies: float = 0.0,
         share_of_failures: float = 0.0,
         load_timeout_s: float = 10.0,
+        memory_slots: int | None = None,
     ) -> None:
         self.random = random
         self.share_of_failures = share_of_failures
@@ -116,9 +176,36 @@ class FakeConnector:
         block_bytes = [1] * len(runners)
         self.scheduler = ConnectorScheduler(config, scheduler.kv_cache, self.index, self.board, block_bytes, clock)
         scheduler.connect(self.scheduler)
-        self.workers = [FakeConnectorWorker(runner, self.board, rank) for rank, runner in enumerate(runners)]
+        kind = FakeConnectorWorker if memory_slots is None else SharedMemoryWorker
+        self.workers = [kind(runner, self.board, rank) for rank, runner in enumerate(runners)]
         for runner, worker in zip(runners, self.workers, strict=True):
             runner.connector = worker
+        if memory_slots is not None:
+            self._share_memory(memory_slots)
+
+    def _share_memory(self, num_slots: int) -> None:
+        """Keep blocks in memory with room for about so many, and look there for them."""
+        from quire_engine.ipc.semaphore import SharedMemory
+        from quire_engine.kv_connector.memory_store import MemoryIndex, MemoryStore
+
+        size = NUMBER_BYTES * self.workers[0].runner.block_size
+        descriptor = SharedMemory.create("test-blocks", HEADER_BYTES + num_slots * (size + 200))
+        for worker in self.workers:
+            assert isinstance(worker, SharedMemoryWorker)
+            worker.store = MemoryStore(descriptor, b"n" * 32, worker.rank)
+            worker.store.prepare(size)
+        os.close(descriptor)
+        self.scheduler._index = MemoryIndex(self.workers[0].store)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Let go of the memory, once nothing in it is written or read any more."""
+        for worker in self.workers:
+            if isinstance(worker, SharedMemoryWorker):
+                stats = worker.store.stats()
+                assert stats.num_blocks == stats.num_used <= stats.num_slots, "a slot is lost"
+        for worker in self.workers:
+            if isinstance(worker, SharedMemoryWorker):
+                worker.store.close()
 
     def go_on(self, share: float = 1.0) -> None:
         """Some ranks end their oldest load."""

@@ -16,8 +16,9 @@ LOAD, USERS_OF_LOAD = "quire_load", {"quire_cli", "quire_dashboard"}
 ENGINE = {
     # What a user imports.
     "": "llm async_llm config outputs sampling_params frontend",
-    "llm": "core frontend messages outputs config sampling_params stats errors",
-    "async_llm": "core frontend messages outputs config sampling_params stats errors models slo snapshot system",
+    "llm": "core frontend kv_connector messages outputs config sampling_params stats errors",
+    "async_llm": "core frontend kv_connector messages outputs config sampling_params stats errors models slo snapshot "
+    "system",
     # The frontend and the engine core.
     "frontend": "scheduler models messages outputs sampling_params stats errors slo snapshot system",
     "core": "executor scheduler spec_decode kv_cache kv_connector structured_output models config messages stats "
@@ -26,7 +27,7 @@ ENGINE = {
     "structured_output": "scheduler frontend messages structured_outputs_params errors system",
     "scheduler": "kv_cache config messages sampling_params slo stats errors snapshot",
     "kv_cache": "sampling_params snapshot",
-    "kv_connector": "scheduler kv_cache models config messages stats errors ipc",
+    "kv_connector": "scheduler kv_cache models config messages stats errors ipc system",
     # The workers.
     "executor": "worker kv_connector distributed models device config messages errors ipc system",
     "worker": "models kv_cache kv_connector sampling distributed device config messages sampling_params errors ipc "

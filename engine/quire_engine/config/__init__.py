@@ -12,12 +12,13 @@ from quire_engine.config.engine_config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from quire_engine.config.kv_transfer_config import KVTransferConfig, StorageConfig
+from quire_engine.config.kv_transfer_config import TIERS, KVTransferConfig, StorageConfig, TierConfig
 from quire_engine.config.speculative_config import SpeculativeConfig, longest_suffix_drafts
 
 __all__ = [
     "MAX_REPLICAS",
     "SECRETS",
+    "TIERS",
     "CacheConfig",
     "DisaggregationConfig",
     "EngineConfig",
@@ -29,5 +30,6 @@ __all__ = [
     "SchedulerConfig",
     "SpeculativeConfig",
     "StorageConfig",
+    "TierConfig",
     "longest_suffix_drafts",
 ]

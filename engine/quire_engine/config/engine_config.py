@@ -40,7 +40,7 @@ MAX_DRAFTED_ROWS = 512
 """Each row takes the memory of a vocabulary's logits. Long before this many, a step is bound by what it computes, and a
 draft costs as much as a token of another request."""
 SECRETS = ("introspection_token",)
-NO_SETTINGS = ("data_parallel_rank", "data_parallel_start_rank")
+NO_SETTINGS = ("data_parallel_rank", "data_parallel_start_rank", "kv_memory")
 """What an engine core is told, and no file may say."""
 MAX_ENDED_REQUESTS = 20_000
 """About a kilobyte each, and an answer to an operator holds them all."""
@@ -124,9 +124,12 @@ class CacheConfig:
     disable_hybrid_kv_cache_manager: bool = False
     """Let layers with a sliding window keep all tokens, as other layers do, and not only those that they see."""
     kv_transfer_config: KVTransferConfig | None = None
-    """Keep full KV blocks in files of a folder, from where they come back when the cache has lost them, even after a
-    restart: `{"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": "…"}}`.
-    Unset: what leaves the cache is computed again."""
+    """Keep full KV blocks elsewhere, too, from where they come back when the cache has lost them, even after a restart:
+    in memory, `{"kv_connector": "SharedMemoryConnector"}`, or in files of a folder,
+    `{"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": "…"}}`. Unset: what
+    leaves the cache is computed again; with `disaggregation`, in memory."""
+    kv_memory: int | None = None
+    """The descriptor of that memory, once there is some: its owner's, and inherited from there."""
 
     def __post_init__(self) -> None:
         if self.kv_transfer_config is not None and not isinstance(self.kv_transfer_config, KVTransferConfig):
@@ -250,8 +253,8 @@ class ParallelConfig:
     next."""
     disaggregation: DisaggregationConfig | None = None
     """Have some replicas compute prompts, and others all that follows, so that no long prompt holds up what others are
-    being told: `{"prefill": 1, "decode": 1}`. Blocks go from one to the other by `kv_transfer_config`. Sets
-    `data_parallel_size`, which is their sum. Unset: each replica does both."""
+    being told: `{"prefill": 1, "decode": 1}`. Blocks go from one to the other by `kv_transfer_config`, if unset
+    through memory. Sets `data_parallel_size`, which is their sum. Unset: each replica does both."""
     data_parallel_size_local: int | None = None
     """How many of the replicas are on this host, those with the first ranks; unset: all. Engines of other hosts join as
     the others, by `quire serve --headless`."""
@@ -521,13 +524,16 @@ class EngineCoreConfig:
 
         if self.parallel.is_lockstep:
             self._check_lockstep()
+        if self.parallel.disaggregation is not None and self.cache.kv_transfer_config is None:
+            memory = KVTransferConfig.from_value({"kv_connector": "SharedMemoryConnector"})
+            object.__setattr__(self, "cache", replace(self.cache, kv_transfer_config=memory))
         if self.cache.kv_transfer_config is not None:
             self._check_kv_transfer()
         if self.parallel.disaggregation is not None:
             transfer = self.cache.kv_transfer_config
             check(transfer is not None and transfer.saves and transfer.loads, "kv_transfer_config",
-                  None if transfer is None else transfer.kv_role, "set with disaggregation, with kv_role 'kv_both': "
-                  "blocks go from prefill to decode replicas by it")  # fmt: skip
+                  None if transfer is None else transfer.kv_role, "with kv_role 'kv_both', or unset: with "
+                  "disaggregation blocks go from prefill to decode replicas by it")  # fmt: skip
 
     def _check_lockstep(self) -> None:
         several = f"with enable_expert_parallel and data_parallel_size={self.parallel.data_parallel_size}"
@@ -695,7 +701,7 @@ def setting_names() -> list[str]:
 
 def _group_of(name: str) -> str:
     for group, kind in _GROUPS.items():
-        if any(item.name == name for item in fields(kind)):
+        if name != "kv_memory" and any(item.name == name for item in fields(kind)):
             return group
     near = get_close_matches(name, setting_names(), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(setting_names()))}"

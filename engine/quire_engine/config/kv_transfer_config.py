@@ -1,14 +1,14 @@
 """KVTransferConfig: where KV blocks are kept beside the KV cache, under the keys of vLLM's `kv_transfer_config`."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from quire_engine.config.checks import check, check_int, is_number
 
-__all__ = ["KVTransferConfig", "StorageConfig"]
+__all__ = ["TIERS", "KVTransferConfig", "StorageConfig", "TierConfig"]
 
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 _NEUTRAL = (
@@ -23,14 +23,19 @@ _PATHS = ("shared_storage_path", "key_file")
 _OWN = {
     "SharedStorageConnector": ("shared_storage_path", "max_bytes"),
     "RemoteStorageConnector": ("address", "key_file"),
+    "SharedMemoryConnector": ("max_bytes",),
+    "MultiConnector": ("connectors",),
 }
 """What each connector has of its own."""
 _NEEDED = {
     "shared_storage_path": "the path of a folder",
     "address": "'host:port' of a store (quire kv-store)",
     "key_file": "the path of this host's file of keys (quire key)",
+    "connectors": "a list of at least two objects with kv_connector and kv_connector_extra_config",
 }
 """What there is no default for."""
+TIERS = {"SharedMemoryConnector": "memory", "SharedStorageConnector": "files", "RemoteStorageConnector": "remote"}
+"""What keeps blocks, and what it is called in metrics."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,9 +44,9 @@ class StorageConfig:
 
     shared_storage_path: str = ""
     """`SharedStorageConnector`: the folder; it is made if it is not there. Several engines may have the same one."""
-    max_bytes: int = 16 << 30
-    """Of all that is kept in the folder, whichever engines keep it. The files that were not used for longest make
-    room."""
+    max_bytes: int | None = None
+    """Of all that is kept in the folder, or in memory, whichever engines keep it. What was not used for longest makes
+    room. Unset: 16 GiB of files; of memory a quarter of what is free at the start, and at most as much."""
     address: str = ""
     """`RemoteStorageConnector`: where `quire kv-store` listens, on this host or another one: `host:port`."""
     key_file: str = ""
@@ -51,6 +56,8 @@ class StorageConfig:
     What is to be kept beyond it, because the store is slower than the model, is not."""
     load_timeout_s: float = 10.0
     """How long a request waits for its blocks before it is computed without them."""
+    connectors: tuple["TierConfig", ...] = ()
+    """`MultiConnector`: those that blocks are looked for in, in this order; they are kept in all of them."""
 
     def __post_init__(self) -> None:
         for name in _PATHS:
@@ -59,7 +66,8 @@ class StorageConfig:
         is_address = _HOST.fullmatch(host) is not None and port.isdecimal() and 0 < int(port) < 1 << 16
         check(self.address == "" or is_address,
               f"{_EXTRA}: address", self.address, _NEEDED["address"])  # fmt: skip
-        check_int(f"{_EXTRA}: max_bytes", self.max_bytes, 1)
+        if self.max_bytes is not None:
+            check_int(f"{_EXTRA}: max_bytes", self.max_bytes, 1)
         check_int(f"{_EXTRA}: staging_bytes", self.staging_bytes, 1)
         check(is_number(self.load_timeout_s) and 0 < self.load_timeout_s < float("inf"),
               f"{_EXTRA}: load_timeout_s", self.load_timeout_s, "a number of seconds above 0")  # fmt: skip
@@ -76,11 +84,36 @@ class StorageConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TierConfig:
+    """One of the connectors of a `MultiConnector`."""
+
+    kv_connector: str
+    """As in `KVTransferConfig`."""
+    kv_connector_extra_config: StorageConfig
+    """What this connector needs to know; what may be on its way is said beside `connectors`."""
+
+    @property
+    def tier(self) -> str:
+        """What it is called in metrics."""
+        return TIERS[self.kv_connector]
+
+    @property
+    def place_setting(self) -> str:
+        """Where blocks are kept, as a message says it."""
+        name = _OWN[self.kv_connector][0]
+        value = getattr(self.kv_connector_extra_config, name)
+        if value is None:
+            return f"kv_transfer_config: kv_connector is {self.kv_connector!r}"
+        return f"{_EXTRA}: {name} is {value!r}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class KVTransferConfig:
     """A connector and what it does."""
 
     kv_connector: str
-    """`SharedStorageConnector`: files in a folder; `RemoteStorageConnector`: a store that is asked over TCP."""
+    """`SharedMemoryConnector`: memory that all engines of the model on this host share; `SharedStorageConnector`: files
+    in a folder; `RemoteStorageConnector`: a store that is asked over TCP; `MultiConnector`: several of these."""
     kv_role: str = "kv_both"
     """`kv_producer` only saves blocks, `kv_consumer` only loads them, `kv_both` does both."""
     kv_connector_extra_config: StorageConfig
@@ -90,15 +123,18 @@ class KVTransferConfig:
         check(self.kv_role in ROLES, "kv_transfer_config: kv_role", self.kv_role, f"one of {', '.join(ROLES)}")
 
     @property
-    def is_remote(self) -> bool:
-        """Whether the store is another process, which may come and go."""
-        return self.kv_connector == "RemoteStorageConnector"
+    def tiers(self) -> tuple[TierConfig, ...]:
+        """The connectors that keep blocks: this one, or those of a `MultiConnector` in their order."""
+        own = TierConfig(
+            kv_connector=self.kv_connector, kv_connector_extra_config=self.kv_connector_extra_config
+        )  # fmt: skip
+        return self.kv_connector_extra_config.connectors or (own,)
 
     @property
-    def place_setting(self) -> str:
-        """Where blocks are kept, as a message says it."""
-        name = _OWN[self.kv_connector][0]
-        return f"{_EXTRA}: {name} is {getattr(self.kv_connector_extra_config, name)!r}"
+    def memory(self) -> StorageConfig | None:
+        """The settings of the `SharedMemoryConnector`, if there is one."""
+        found = [one for one in self.tiers if one.kv_connector == "SharedMemoryConnector"]
+        return found[0].kv_connector_extra_config if found else None
 
     @property
     def saves(self) -> bool:
@@ -125,29 +161,62 @@ class KVTransferConfig:
         known = [item.name for item in fields(cls)]
         check(own.keys() <= set(known), "kv_transfer_config", value, f"of {', '.join(known)}")
         check("kv_connector" in own, "kv_transfer_config: kv_connector", None, f"one of {', '.join(_OWN)}")
-        extra = own.get("kv_connector_extra_config", {})
-        check(isinstance(extra, Mapping), _EXTRA, extra, "an object")
         connector = own["kv_connector"]
-        check(
-            isinstance(connector, str) and connector in _OWN,
-            "kv_transfer_config: kv_connector",
-            connector,
-            f"one of {', '.join(_OWN)}",
-        )
-        known = [*_OWN[connector], "staging_bytes", "load_timeout_s"]
-        check(extra.keys() <= set(known), _EXTRA, dict(extra), f"of {', '.join(known)}")
-        for name in _OWN[connector]:
-            check(name not in _NEEDED or extra.get(name, "") != "", f"{_EXTRA}: {name}", extra.get(name),
-                  _NEEDED.get(name, ""))  # fmt: skip
-        return cls(**{**own, "kv_connector_extra_config": StorageConfig(**extra)})
+        extra = _storage_of(connector, own.get("kv_connector_extra_config", {}), ("staging_bytes", "load_timeout_s"))
+        return cls(**{**own, "kv_connector_extra_config": extra})
 
     @staticmethod
     def with_absolute_path(value: Mapping[str, Any], base_dir: Path) -> dict[str, Any]:
         """The setting as it stands in `model.json`, with a relative path taken from `base_dir`."""
         extra = value.get("kv_connector_extra_config")
-        extra = dict(extra) if isinstance(extra, Mapping) else {}
-        found = {name: extra[name] for name in _PATHS if isinstance(extra.get(name), str) and extra[name]}
-        if not found:
+        if not isinstance(extra, Mapping):
             return dict(value)
-        absolute = {name: str((base_dir / path).resolve()) for name, path in found.items()}
-        return {**value, "kv_connector_extra_config": {**extra, **absolute}}
+        found = {name: extra[name] for name in _PATHS if isinstance(extra.get(name), str) and extra[name]}
+        own: dict[str, Any] = {name: str((base_dir / path).resolve()) for name, path in found.items()}
+        inner = extra.get("connectors")
+        if isinstance(inner, Sequence) and all(isinstance(one, Mapping) for one in inner):
+            own["connectors"] = [KVTransferConfig.with_absolute_path(one, base_dir) for one in inner]
+        return {**value, "kv_connector_extra_config": {**extra, **own}}
+
+
+def _storage_of(connector: Any, extra: Any, shared: Sequence[str] = ()) -> StorageConfig:
+    """What a connector needs to know, as it stands in `model.json`.
+
+    Args:
+        connector: its name.
+        extra: its `kv_connector_extra_config`.
+        shared: settings that all connectors have; none of one among several, where they are said once.
+
+    Raises:
+        ValueError: one of the two is wrong.
+    """
+    names = [name for name in _OWN if shared or name != "MultiConnector"]
+    is_known = isinstance(connector, str) and connector in names
+    check(is_known, "kv_transfer_config: kv_connector", connector, f"one of {', '.join(names)}")
+    check(isinstance(extra, Mapping), _EXTRA, extra, "an object")
+    known = [*_OWN[connector], *shared]
+    check(extra.keys() <= set(known), f"{_EXTRA} of {connector}", dict(extra), f"of {', '.join(known)}")
+    for name in _OWN[connector]:
+        check(name not in _NEEDED or extra.get(name, "") != "", f"{_EXTRA}: {name}", extra.get(name),
+              _NEEDED.get(name, ""))  # fmt: skip
+    if connector == "MultiConnector":
+        extra = {**extra, "connectors": _tiers_of(extra["connectors"])}
+    return StorageConfig(**extra)
+
+
+def _tiers_of(connectors: Any) -> tuple[TierConfig, ...]:
+    """The connectors of a `MultiConnector`."""
+    name, keys = f"{_EXTRA}: connectors", ("kv_connector", "kv_connector_extra_config")
+    is_list = isinstance(connectors, list | tuple) and len(connectors) >= 2
+    check(is_list and all(isinstance(one, Mapping) for one in connectors), name, connectors, _NEEDED["connectors"])
+    tiers: list[TierConfig] = []
+    for one in connectors:
+        own = {key: item for key, item in one.items() if key not in _NEUTRAL}
+        check(own.keys() <= set(keys), name, dict(one), f"of {', '.join(keys)}; kv_role and all else is said once, "
+              "outside")  # fmt: skip
+        connector = own.get("kv_connector")
+        storage = _storage_of(connector, own.get("kv_connector_extra_config", {}))
+        assert isinstance(connector, str)
+        check(connector not in [tier.kv_connector for tier in tiers], name, connector, "each connector once")
+        tiers.append(TierConfig(kv_connector=connector, kv_connector_extra_config=storage))
+    return tuple(tiers)

@@ -120,7 +120,7 @@ _MENDS = {
     "rope_scaling": "it is read from the checkpoint's config.json",
     "rope_theta": "it is read from the checkpoint's config.json",
     "hf_overrides": "change the checkpoint's config.json",
-    "kv_offloading_size": "kv_transfer_config keeps blocks in files",
+    "kv_offloading_size": "kv_transfer_config keeps blocks in memory and in files",
     "max_logprobs": "20 is the most that a request may ask for",
     "guided_decoding_backend": "grammars are compiled by xgrammar",
     "structured_outputs_config": "grammars are compiled by xgrammar",

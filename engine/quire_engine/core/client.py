@@ -141,7 +141,8 @@ class AsyncMPClient(EngineConnection):
             arguments = ProcessArguments(
                 config.core, input_address, output_address, self._heartbeat.descriptor, num_blocks
             )
-            module, descriptors = "quire_engine.core.core_process", [self._heartbeat.descriptor]
+            module = "quire_engine.core.core_process"
+            descriptors = [fd for fd in (self._heartbeat.descriptor, config.cache.kv_memory) if fd is not None]
             if lockstep is not None:
                 lockstep.end_generation()  # whoever was there before is dead
                 module, arguments.lockstep = "quire_engine.core.lockstep.process", lockstep.arguments

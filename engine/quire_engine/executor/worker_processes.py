@@ -154,6 +154,8 @@ class WorkerProcesses:
             descriptors.append(self.expert_load.descriptor)
         if self.transfer_board is not None:
             descriptors.append(self.transfer_board.descriptor)
+        if config.cache.kv_memory is not None:
+            descriptors.append(config.cache.kv_memory)
         if arguments.tensor_group is not None:
             descriptors += arguments.tensor_group.descriptors(state.tensor_rank)
         if arguments.pipeline_group is not None:

@@ -43,7 +43,7 @@ class SharedMemory:
     @staticmethod
     def create(name: str, num_bytes: int) -> int:
         """A descriptor for `num_bytes`; the name is only shown in /proc."""
-        descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.truncate(descriptor, num_bytes)
         return descriptor
 

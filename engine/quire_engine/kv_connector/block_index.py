@@ -54,6 +54,10 @@ class BlockIndex:
                 return i
         return len(block_hashes)
 
+    def is_kept(self, block_hash: bytes) -> bool:
+        """Whether it is there."""
+        return self.num_stored([block_hash]) == 1
+
     def add(self, block_hash: bytes) -> None:
         """A block is being saved."""
         self._bad.discard(block_hash)

@@ -4,10 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from quire_engine.config import KVTransferConfig
+from quire_engine.config import TierConfig
 from quire_engine.kv_connector.folder_store import FolderStore
 
 __all__ = ["Block", "BlockStore", "open_store"]
+
+MAX_FILE_BYTES = 16 << 30
+"""If the setting does not say how much."""
 
 Block = tuple[bytes, memoryview]
 """A block's hash and its bytes, or the room for them."""
@@ -20,6 +23,9 @@ class BlockStore(Protocol):
     @property
     def place(self) -> str:
         """Where it is, for people."""
+
+    def prepare(self, block_bytes: int) -> None:
+        """No block is larger than this. Said once by the engine core, before any is read or written."""
 
     def read(self, blocks: Sequence[Block]) -> int:
         """Read blocks of one size. Returns how many there are, up to the first that is not there.
@@ -44,21 +50,30 @@ class BlockStore(Protocol):
         """End what it has open; whoever asks meanwhile gets an OSError."""
 
 
-def open_store(transfer: KVTransferConfig, namespace: bytes, rank: int) -> BlockStore:
+def open_store(tier: TierConfig, memory: int | None, namespace: bytes, rank: int) -> BlockStore:
     """The store of a rank.
 
     Args:
-        transfer: the connector's settings.
+        tier: what keeps the blocks.
+        memory: the descriptor of the memory that they may be kept in.
         namespace: 32 bytes.
         rank: whose blocks.
 
     Raises:
-        OSError: there can be no such folder.
+        OSError: it cannot be had, such as a folder that cannot be made.
         ValueError: the keys of this host are not as they have to be.
     """
-    storage = transfer.kv_connector_extra_config
-    if transfer.is_remote:
-        from quire_engine.kv_connector.remote_store import RemoteStore
+    storage = tier.kv_connector_extra_config
+    match tier.kv_connector:
+        case "RemoteStorageConnector":
+            from quire_engine.kv_connector.remote_store import RemoteStore
 
-        return RemoteStore.connect(storage, namespace, rank)
-    return FolderStore(Path(storage.shared_storage_path), namespace, rank, storage.max_bytes)
+            return RemoteStore.connect(storage, namespace, rank)
+        case "SharedMemoryConnector":
+            from quire_engine.kv_connector.memory_store import MemoryStore
+
+            if memory is None:
+                raise OSError("whoever starts the engine has allocated no memory for its KV blocks")
+            return MemoryStore(memory, namespace, rank)
+    max_bytes = MAX_FILE_BYTES if storage.max_bytes is None else storage.max_bytes
+    return FolderStore(Path(storage.shared_storage_path), namespace, rank, max_bytes)

@@ -2,7 +2,7 @@
 
 ::
 
-    rank 0   │ slot 0 │ slot 1 │ … │ saved blocks │ their bytes │ blocks not saved │      int64 each
+    rank 0   │ slot 0 │ slot 1 │ … │ saved blocks │ their bytes │ blocks not saved │ tiers … │      int64 each
     rank 1   │ …
 
     a slot   │ number of the load │ blocks that are there, 20 bits │      written once, when nothing of it is to come
@@ -13,21 +13,36 @@ more, is never written over what it says of the slot's next one.
 """
 
 import os
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
 from quire_engine.ipc.semaphore import SharedMemory
 
-__all__ = ["MAX_LOADED_BLOCKS", "NUM_SLOTS", "TransferBoard"]
+__all__ = ["MAX_LOADED_BLOCKS", "NUM_SLOTS", "TierOutcome", "TransferBoard"]
 
 NUM_SLOTS = 64
 """Loads at a time. More would only wait for each other: they share a disk."""
 _COUNT_BITS = 20
 MAX_LOADED_BLOCKS = (1 << _COUNT_BITS) - 1
 _SAVED, _SAVED_BYTES, _NOT_SAVED = range(NUM_SLOTS, NUM_SLOTS + 3)
-_ROW = 72
+MAX_TIERS = 3
+_ROW = 80
 """Whole cache lines."""
+
+
+class TierOutcome(IntEnum):
+    """What became of blocks in one of several stores."""
+
+    SAVED = 0
+    LOADED = 1
+    SAVE_FAILED = 2
+    LOAD_FAILED = 3
+
+
+_TIERS = NUM_SLOTS + 3
+assert len(TierOutcome) * MAX_TIERS + _TIERS <= _ROW
 
 
 class TransferBoard:
@@ -64,6 +79,20 @@ class TransferBoard:
     def count_not_saved(self, rank: int) -> None:
         """It could not, or there was no time for it."""
         self._cells[rank, _NOT_SAVED] += 1
+
+    def count_tier(self, rank: int, tier: int, outcome: TierOutcome, number: int) -> None:
+        """A rank's part of some blocks was saved to one of several stores, or loaded from it."""
+        self._cells[rank, _TIERS + len(TierOutcome) * tier + outcome] += number
+
+    def tiers(self, number: int) -> list[list[int]]:
+        """Of each of so many stores, the blocks of each outcome: for all ranks, or where it is a failure, for one."""
+        cells = self._cells[:, _TIERS : _TIERS + len(TierOutcome) * number].reshape(-1, number, len(TierOutcome))
+        low, high = cells.min(0), cells.max(0)
+        failures = (TierOutcome.SAVE_FAILED, TierOutcome.LOAD_FAILED)
+        return [
+            [int((high if outcome in failures else low)[tier, outcome]) for outcome in TierOutcome]
+            for tier in range(number)
+        ]
 
     def saved(self) -> tuple[int, int, int]:
         """Blocks of which all ranks have saved their part, the bytes of all parts, and blocks of which some rank has

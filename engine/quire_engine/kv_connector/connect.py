@@ -1,16 +1,18 @@
 """Connects the two halves when an engine starts."""
 
+import contextlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from quire_engine.config import EngineCoreConfig
+from quire_engine.config import EngineCoreConfig, TierConfig
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.kv_connector.block_index import BlockIndex
-from quire_engine.kv_connector.block_store import open_store
+from quire_engine.kv_connector.block_store import BlockStore, open_store
 from quire_engine.kv_connector.board import TransferBoard
-from quire_engine.kv_connector.connector_scheduler import ConnectorScheduler
+from quire_engine.kv_connector.connector_scheduler import ConnectorScheduler, StoredBlocks
 from quire_engine.kv_connector.namespace import describe_namespace, namespace_of
+from quire_engine.kv_connector.tiered_store import TieredIndex
 from quire_engine.messages import ConnectKV, DescribeKV, WorkerCall
 
 __all__ = ["connect"]
@@ -46,17 +48,53 @@ def connect(
         )
     try:
         description = describe_namespace(config, max_model_len, call_ranks(DescribeKV()))
-        namespace = namespace_of(description)
-        store = open_store(transfer, namespace, 0)
     except OSError as error:
-        raise ValueError(f"{transfer.place_setting}, which cannot be used: {error}") from None
-    try:
-        store.describe(json.dumps(description, indent=2) + "\n")
-    except OSError as error:
-        if not transfer.is_remote:
-            raise ValueError(f"{transfer.place_setting}, which cannot be used: {error}") from None
-        logger.warning("no KV blocks are kept or loaded for the present: %s", error)
-    index = BlockIndex(store)
+        raise ValueError(f"the checkpoint cannot be read: {error}") from None
+    namespace = namespace_of(description)
+    opened = [(tier, _open(tier, config, namespace)) for tier in transfer.tiers]
+    text = json.dumps(description, indent=2) + "\n"
+    for tier, store in opened:
+        _describe(tier, store, text)
     block_bytes = call_ranks(ConnectKV(namespace))
-    logger.info("KV blocks are kept in %s; %d bytes each", store.place, sum(block_bytes))
+    for tier, store in opened:
+        with _naming(tier):
+            store.prepare(max(block_bytes))
+    indexes = [_index_of(tier, store) for tier, store in opened]
+    index = indexes[0] if len(indexes) == 1 else TieredIndex(indexes)
+    places = ", then ".join(store.place for _, store in opened)
+    logger.info("KV blocks are kept in %s; %d bytes each", places, sum(block_bytes))
     return ConnectorScheduler(transfer, kv_cache, index, board, block_bytes)
+
+
+@contextlib.contextmanager
+def _naming(tier: TierConfig) -> Iterator[None]:
+    """Name the setting that an error is about."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{tier.place_setting}, which cannot be used: {error}") from None
+
+
+def _open(tier: TierConfig, config: EngineCoreConfig, namespace: bytes) -> BlockStore:
+    with _naming(tier):
+        return open_store(tier, config.cache.kv_memory, namespace, 0)
+
+
+def _describe(tier: TierConfig, store: BlockStore, text: str) -> None:
+    """A store on another host may be away; others have to be there."""
+    try:
+        with _naming(tier):
+            store.describe(text)
+    except ValueError as error:
+        if tier.tier != "remote":
+            raise
+        logger.warning("no KV blocks are kept or loaded for the present: %s", error)
+
+
+def _index_of(tier: TierConfig, store: BlockStore) -> StoredBlocks:
+    if tier.tier == "memory":
+        from quire_engine.kv_connector.memory_store import MemoryIndex, MemoryStore
+
+        assert isinstance(store, MemoryStore)
+        return MemoryIndex(store)
+    return BlockIndex(store)

@@ -53,6 +53,9 @@ class StoredBlocks(Protocol):
     def num_stored(self, block_hashes: Sequence[bytes]) -> int:
         """How many of these are there, up to the first that is not."""
 
+    def is_kept(self, block_hash: bytes) -> bool:
+        """Whether a block need not be saved: it is in all places that keep it."""
+
     def add(self, block_hash: bytes) -> None:
         """A block is being saved."""
 
@@ -243,6 +246,9 @@ class ConnectorScheduler:
         stats = self._stats
         stats.num_loading = len(self.loading)
         stats.num_saved_blocks, stats.num_saved_bytes, stats.num_unsaved_blocks = self._board.saved()
+        tiers = [one.tier for one in self._config.kv_connector_extra_config.connectors]
+        if tiers:
+            stats.tiers = dict(zip(tiers, self._board.tiers(len(tiers)), strict=True))
         return msgspec.structs.replace(stats)
 
     def close(self) -> None:
@@ -339,7 +345,7 @@ class ConnectorScheduler:
     def _note_filed(self, block: KVCacheBlock, block_hash: bytes) -> None:
         """A block becomes full in the present step, or did so in an earlier one."""
         self._filed.pop(block.block_id, None)
-        if not self._index.num_stored([block_hash]):
+        if not self._index.is_kept(block_hash):
             self._filed[block.block_id] = _FiledBlock(block, block_hash, self._step)
 
 

@@ -7,6 +7,9 @@
               … computes
 
 Both ways use at most `staging_bytes` of host memory. What fails is counted, and the log says why, once in a while.
+
+On a GPU that host memory is pinned (`host_rows`). Pages are gathered on the GPU before a step writes to them, and leave
+it on a stream of their own while the step computes; what was loaded goes there on the step's stream.
 """
 
 import logging
@@ -16,13 +19,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-import numpy as np
-import numpy.typing as npt
 import torch
+from quire_kernels import PageConverter
 
 from quire_engine.kv_connector.block_file import MOST_TOGETHER, BlockFileError
 from quire_engine.kv_connector.block_store import BlockStore
 from quire_engine.kv_connector.board import TransferBoard
+from quire_engine.kv_connector.host_rows import HostCopies, empty_rows
 from quire_engine.kv_connector.pages import bytes_per_block, read_pages, write_pages
 from quire_engine.messages import KVConnectorMetadata, KVLoad
 from quire_engine.models.base import KVCaches
@@ -30,8 +33,6 @@ from quire_engine.models.base import KVCaches
 __all__ = ["ConnectorWorker"]
 
 logger = logging.getLogger(__name__)
-
-Rows = npt.NDArray[np.uint8]
 
 PAUSE_SECONDS = 30.0
 """After a file could not be written, for so long none is: the disk is full, or the folder has gone."""
@@ -66,11 +67,13 @@ class ConnectorWorker:
     ) -> None:
         self._kv_caches = kv_caches
         self.block_bytes = bytes_per_block(kv_caches())
+        self._converter: PageConverter | None = None
         self._store = store
         self._board = board
         self._rank = rank
         self._max_pending_bytes = max_pending_bytes
-        self._reader = _Reader(store, board, rank, self.block_bytes)
+        uses_gpu = kv_caches()[0][0].is_cuda
+        self._reader = _Reader(store, board, rank, self.block_bytes, is_pinned=uses_gpu)
         self._writer = _Writer(store, board, rank)
 
     def begin_step(self, metadata: KVConnectorMetadata) -> None:
@@ -83,7 +86,7 @@ class ConnectorWorker:
             rows = self._reader.take(placement.number)
             count = len(placement.block_ids)
             rows = rows[placement.first : placement.first + count]
-            write_pages(self._kv_caches(), placement.block_ids, torch.from_numpy(rows))
+            write_pages(self._kv_caches(), placement.block_ids, rows, self._present_converter())
         for number in metadata.ended_loads:
             self._reader.forget(number)
         for load in metadata.loads:
@@ -95,12 +98,20 @@ class ConnectorWorker:
         self._writer.close()
         self._store.close()
 
+    def _present_converter(self) -> PageConverter | None:
+        """That of the present caches: they are others after a sleep."""
+        caches = self._kv_caches()
+        if self._converter is None or not self._converter.is_for(caches):
+            self._converter = PageConverter.of(caches)
+        return self._converter
+
     def _save(self, saves: list[tuple[bytes, int]]) -> None:
         room = max(self._max_pending_bytes - self._writer.pending_bytes, 0) // self.block_bytes
         for _ in saves[room:]:
             self._board.count_not_saved(self._rank)
         if saves[:room]:
-            rows = read_pages(self._kv_caches(), [block_id for _, block_id in saves[:room]])
+            block_ids = [block_id for _, block_id in saves[:room]]
+            rows = read_pages(self._kv_caches(), block_ids, self._present_converter())
             self._writer.put([block_hash for block_hash, _ in saves[:room]], rows)
 
 
@@ -111,21 +122,24 @@ class _Reading:
     load: KVLoad
     waits: bool
     waits_until: float
-    rows: Rows | None = None
+    rows: torch.Tensor | None = None
     count: int = 0
 
 
 class _Reader:
     """Reads the blocks of loads into host memory, one load after the other; those that wait for a block take turns."""
 
-    def __init__(self, store: BlockStore, board: TransferBoard, rank: int, block_bytes: int) -> None:
+    def __init__(
+        self, store: BlockStore, board: TransferBoard, rank: int, block_bytes: int, is_pinned: bool = False
+    ) -> None:
         self._store = store
         self._board = board
         self._rank = rank
         self._block_bytes = block_bytes
+        self._is_pinned = is_pinned
         self._lock = threading.Lock()
         self._wanted: set[int] = set()
-        self._loaded: dict[int, Rows] = {}
+        self._loaded: dict[int, torch.Tensor] = {}
         self._hurries_until = 0.0
         self._queue: SimpleQueue[KVLoad | None] = SimpleQueue()
         threading.Thread(target=self._run, name="quire-kv-read", daemon=True).start()
@@ -136,7 +150,7 @@ class _Reader:
             self._wanted.add(load.number)
         self._queue.put(load)
 
-    def take(self, number: int) -> Rows:
+    def take(self, number: int) -> torch.Tensor:
         """The blocks of a load that is over."""
         with self._lock:
             self._wanted.discard(number)
@@ -183,10 +197,10 @@ class _Reader:
             return True
         try:
             if rows is None:
-                rows = reading.rows = np.empty((len(load.block_hashes), self._block_bytes), dtype=np.uint8)
+                rows = reading.rows = empty_rows(len(load.block_hashes), self._block_bytes, self._is_pinned)
             while reading.count < len(rows) and load.number in self._wanted:
                 some = slice(reading.count, reading.count + MOST_TOGETHER)
-                blocks = list(zip(load.block_hashes[some], (row.data for row in rows[some]), strict=True))
+                blocks = list(zip(load.block_hashes[some], (row.data for row in rows[some].numpy()), strict=True))
                 num_read = self._store.read(blocks)
                 reading.count += num_read
                 if num_read > 0:
@@ -203,7 +217,7 @@ class _Reader:
             logger.exception("a KV block cannot be loaded, and is computed")
         with self._lock:
             if load.number in self._wanted:
-                self._loaded[load.number] = np.empty((0, 0), dtype=np.uint8) if rows is None else rows
+                self._loaded[load.number] = empty_rows(0, 0) if rows is None else rows
         self._board.put(self._rank, load.slot, load.number, reading.count)
         return True
 
@@ -219,19 +233,16 @@ class _Writer:
         """Of what is queued; a little out of date for whoever asks."""
         self._lock = threading.Lock()
         self._paused_until = 0.0
+        self._copies = HostCopies()
         self._queue: SimpleQueue[tuple[list[bytes], torch.Tensor, torch.cuda.Event | None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="quire-kv-write", daemon=True)
         self._thread.start()
 
     def put(self, block_hashes: list[bytes], rows: torch.Tensor) -> None:
         """Queue blocks; on a GPU they may still be on their way to `rows`."""
-        end = None
-        if rows.is_cuda:
-            end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            end.record()
         with self._lock:
             self.pending_bytes += rows.numel()
-        self._queue.put((block_hashes, rows, end))
+        self._queue.put((block_hashes, rows, self._copies.mark(rows)))
 
     def close(self) -> None:
         """Wait for what is queued, but not for long."""
@@ -240,10 +251,8 @@ class _Writer:
 
     def _run(self) -> None:
         while (queued := self._queue.get()) is not None:
-            block_hashes, rows, end = queued
-            if end is not None:
-                end.synchronize()
-            content = rows.cpu().numpy()
+            block_hashes, rows, mark = queued
+            content = self._copies.to_host(rows, mark).numpy()
             self._write([(block_hash, row.data) for block_hash, row in zip(block_hashes, content, strict=True)])
             with self._lock:
                 self.pending_bytes -= rows.numel()

@@ -202,6 +202,9 @@ class FolderStore:
                 raise
         return True
 
+    def prepare(self, block_bytes: int) -> None:
+        """See `BlockStore`: they may be of any size."""
+
     def describe(self, text: str) -> None:
         """Write down what the namespace stands for.
 

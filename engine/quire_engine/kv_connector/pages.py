@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 import torch
+from quire_kernels import PageConverter
 from quire_kernels.kv_cache import natural_key_order, natural_value_order, write_blocks
 
 from quire_engine.models.base import KVCaches
@@ -15,13 +16,23 @@ def bytes_per_block(kv_caches: KVCaches) -> int:
     return sum(cache[0].numel() * cache.element_size() for layer in kv_caches for cache in layer)
 
 
-def read_pages(kv_caches: KVCaches, block_ids: Sequence[int]) -> torch.Tensor:
+def read_pages(kv_caches: KVCaches, block_ids: Sequence[int], converter: PageConverter | None = None) -> torch.Tensor:
     """Copy some blocks.
+
+    Args:
+        kv_caches: to read from.
+        block_ids: which.
+        converter: `PageConverter.of` the caches, if somebody has it already.
 
     Returns:
         [n, bytes per block] uint8, on the caches' device.
     """
     device = kv_caches[0][0].device
+    converter = converter or PageConverter.of(kv_caches)
+    if converter is not None:
+        rows = torch.empty(len(block_ids), converter.block_bytes, dtype=torch.uint8)
+        converter.convert(block_ids, rows, to_cache=False)
+        return rows
     ids_n = torch.tensor(block_ids, device=device)
     rows = torch.empty(len(block_ids), bytes_per_block(kv_caches), dtype=torch.uint8, device=device)
     for (keys, values), key_bytes, value_bytes in _layers(kv_caches):
@@ -30,16 +41,23 @@ def read_pages(kv_caches: KVCaches, block_ids: Sequence[int]) -> torch.Tensor:
     return rows
 
 
-def write_pages(kv_caches: KVCaches, block_ids: Sequence[int], rows: torch.Tensor) -> None:
+def write_pages(
+    kv_caches: KVCaches, block_ids: Sequence[int], rows: torch.Tensor, converter: PageConverter | None = None
+) -> None:
     """Write some blocks.
 
     Args:
         kv_caches: to write to.
         block_ids: which.
         rows: as `read_pages` returns them, on any device.
+        converter: as there.
     """
     device = kv_caches[0][0].device
-    ids_n, rows = torch.tensor(block_ids, device=device), rows.to(device)
+    converter = converter or PageConverter.of(kv_caches)
+    if converter is not None:
+        converter.convert(block_ids, rows.cpu(), to_cache=True)
+        return
+    ids_n, rows = torch.tensor(block_ids, device=device), rows.to(device, non_blocking=rows.is_pinned())
     for (keys, values), key_bytes, value_bytes in _layers(kv_caches):
         shape = (len(block_ids), *keys.shape[1:])
         keys_nKBD = rows[:, key_bytes].contiguous().view(keys.dtype).view(shape)

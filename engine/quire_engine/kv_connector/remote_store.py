@@ -102,6 +102,9 @@ class RemoteStore:
                 return first + int(kept)
         return len(blocks)
 
+    def prepare(self, block_bytes: int) -> None:
+        """See `BlockStore`: they may be of any size."""
+
     def describe(self, text: str) -> None:
         """See `BlockStore`."""
         self._ask(Operation.DESCRIBE, text)

@@ -402,13 +402,20 @@ class Worker:
 
     def _connect_kv(self, namespace: bytes) -> int:
         """See `ConnectKV`."""
-        from quire_engine.kv_connector.block_store import open_store
+        from quire_engine.kv_connector.block_store import BlockStore, open_store
         from quire_engine.kv_connector.connector_worker import ConnectorWorker
 
         transfer, board, rank = self.config.cache.kv_transfer_config, self._transfer_board, self.parallel.rank
         assert transfer is not None
         assert board is not None
-        store = open_store(transfer, namespace, rank)
+        store: BlockStore
+        stores = [open_store(tier, self.config.cache.kv_memory, namespace, rank) for tier in transfer.tiers]
+        if len(stores) == 1:
+            store = stores[0]
+        else:
+            from quire_engine.kv_connector.tiered_store import TieredStore
+
+            store = TieredStore(stores, partial(board.count_tier, rank))
         staging_bytes = transfer.kv_connector_extra_config.staging_bytes
         self._connector = ConnectorWorker(partial(getattr, self.runner, "kv_caches"), store, board, rank, staging_bytes)
         return self._connector.block_bytes

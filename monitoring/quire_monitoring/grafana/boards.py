@@ -187,7 +187,7 @@ CACHE = Dashboard(
                   queries=((f"{_rate('quire_external_prefix_cache_hits_total', 'model')} / "
                             f"{_rate('quire_external_prefix_cache_queries_total', 'model')}", "{{model}}"),),
                   description="Of the prompt tokens that were not in the prefix cache: the share that was loaded. "
-                              "Only with kv_transfer_config; so are the next two."),
+                              "Only with kv_transfer_config; so are the next three."),
             Panel(title="KV blocks saved and loaded", unit="ops",
                   queries=((_rate("quire_kv_connector_blocks_total", "model, engine, outcome"),
                             "{{model}} {{engine}} {{outcome}}"),),
@@ -196,6 +196,11 @@ CACHE = Dashboard(
             Panel(title="Bytes of KV blocks", unit="Bps",
                   queries=((_rate("quire_kv_connector_bytes_total", "model, direction"), "{{model}} {{direction}}"),),
                   description="To and from what the connector keeps, of all ranks."),
+            Panel(title="KV blocks by tier", unit="ops",
+                  queries=((_rate("quire_kv_connector_tier_blocks_total", "model, tier, outcome"),
+                            "{{model}} {{tier}} {{outcome}}"),),
+                  description="With a MultiConnector: what each of its connectors saved and loaded. Blocks that were "
+                              "found in a later one count as saved in those before it, too."),
         )),
     ),
 )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from quire_engine.config import DisaggregationConfig, EngineConfig, ModelConfig, SchedulerConfig
+from quire_engine.config import DisaggregationConfig, EngineConfig, KVTransferConfig, ModelConfig, SchedulerConfig
 from quire_engine.config.engine_config import setting_names
 
 
@@ -243,7 +243,7 @@ def test_roles_of_replicas_are_counted() -> None:
         ({"disaggregation": {"prefill": 1}}, r"disaggregation is \{'prefill': 1\}; .*prefill and decode, both"),
         ({"disaggregation": {"prefill": 0, "decode": 1}}, "disaggregation: prefill is 0; .*at least 1"),
         ({"data_parallel_size": 3}, "data_parallel_size is 3; .*unset or 2 with disaggregation"),
-        ({"kv_transfer_config": None}, "kv_transfer_config is None; .*with kv_role 'kv_both'"),
+        ({"kv_transfer_config": None, "enable_prefix_caching": False}, "enable_prefix_caching is False"),
         ({"kv_transfer_config": {**TRANSFER, "kv_role": "kv_producer"}}, "kv_transfer_config is 'kv_producer'"),
     ],
 )
@@ -251,6 +251,74 @@ def test_roles_that_cannot_work_are_refused(others: dict[str, Any], message: str
     settings = {"model": "/m", "disaggregation": {"prefill": 1, "decode": 1}, "kv_transfer_config": TRANSFER}
     with pytest.raises(ValueError, match=message):
         EngineConfig.from_settings({**settings, **others})
+
+
+def test_roles_share_memory_unless_something_else_is_said() -> None:
+    settings = {"model": "/m", "disaggregation": {"prefill": 1, "decode": 1}}
+    transfer = EngineConfig.from_settings(settings).cache.kv_transfer_config
+    assert transfer is not None
+    assert (transfer.kv_connector, transfer.memory is None) == ("SharedMemoryConnector", False)
+    assert EngineConfig.from_settings({"model": "/m"}).cache.kv_transfer_config is None
+
+
+MEMORY = {"kv_connector": "SharedMemoryConnector", "kv_connector_extra_config": {"max_bytes": 1 << 30}}
+
+
+def test_several_connectors_are_asked_in_their_order() -> None:
+    extra = {"connectors": [MEMORY, {**TRANSFER, "kv_ip": "127.0.0.1"}], "load_timeout_s": 3}
+    transfer = KVTransferConfig.from_value({"kv_connector": "MultiConnector", "kv_connector_extra_config": extra})
+    assert [tier.tier for tier in transfer.tiers] == ["memory", "files"]
+    assert transfer.memory is not None
+    assert transfer.memory.max_bytes == 1 << 30
+    assert transfer.kv_connector_extra_config.load_timeout_s == 3
+    assert [tier.tier for tier in KVTransferConfig.from_value(TRANSFER).tiers] == ["files"]
+    decoded = msgspec.json.decode(msgspec.json.encode(transfer), type=KVTransferConfig)
+    assert decoded == transfer
+    relative = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": "kv"}}
+    outer = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [MEMORY, relative]}}
+    config = EngineConfig.from_settings({"model": "m", "kv_transfer_config": outer}, Path("/base"))
+    assert config.cache.kv_transfer_config is not None
+    assert config.cache.kv_transfer_config.tiers[1].kv_connector_extra_config.shared_storage_path == "/base/kv"
+
+
+@pytest.mark.parametrize(
+    ("connectors", "message"),
+    [
+        (None, "connectors is None; it must be a list of at least two objects"),
+        ([MEMORY], "connectors is .*at least two"),
+        ([MEMORY, MEMORY], "connectors is 'SharedMemoryConnector'; it must be each connector once"),
+        ([MEMORY, {**TRANSFER, "kv_role": "kv_both"}], "kv_role and all else is said once"),
+        ([MEMORY, {"kv_connector": "SharedStorageConnector"}], "shared_storage_path is None"),
+        ([MEMORY, {"kv_connector": "MultiConnector"}], "kv_connector is 'MultiConnector'; it must be one of Shared"),
+        (
+            [TRANSFER, {**MEMORY, "kv_connector_extra_config": {"staging_bytes": 1}}],
+            "of SharedMemoryConnector is .*staging_bytes.*of max_bytes",
+        ),
+    ],
+)
+def test_several_connectors_that_make_no_sense_are_refused(connectors: Any, message: str) -> None:
+    extra = {} if connectors is None else {"connectors": connectors}
+    with pytest.raises(ValueError, match=message):
+        KVTransferConfig.from_value({"kv_connector": "MultiConnector", "kv_connector_extra_config": extra})
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"max_bytes": 0}, "max_bytes is 0"),
+        ({"cpu_bytes_to_use": 1 << 30}, r"of SharedMemoryConnector is \{'cpu_bytes_to_use'.*of max_bytes"),
+        ({"shared_storage_path": "/kv"}, "of max_bytes, staging_bytes, load_timeout_s"),
+    ],
+)
+def test_memory_with_settings_that_it_does_not_have_is_refused(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        KVTransferConfig.from_value({"kv_connector": "SharedMemoryConnector", "kv_connector_extra_config": extra})
+
+
+def test_no_file_says_where_memory_is() -> None:
+    with pytest.raises(ValueError, match="unknown setting 'kv_memory'"):
+        EngineConfig.from_settings({"model": "/m", "kv_memory": 3})
+    assert "kv_memory" not in EngineConfig.from_settings({"model": "/m"}).settings()
 
 
 def test_halves_of_gpt_oss_s_format_go_together() -> None:

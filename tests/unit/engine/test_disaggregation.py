@@ -15,9 +15,12 @@ import pytest
 from quire_engine import LLM
 from quire_engine.outputs import CompletionOutput
 from quire_engine.stats import IterationStats, KVConnectorStats, SchedulerStats
+from quire_kernels import SharedBlocks
+from quire_kernels.cpu import library
 from support.engines import Recorder, SharedEngine, Stream, assert_same, params, shared_engine, until
 
 pytestmark = pytest.mark.slow
+needs_kernels = pytest.mark.skipif(library() is None, reason="memory needs the C++ kernels")
 
 NUM_KILLS = int(os.environ.get("QUIRE_KILLS", "2"))
 SEED = int(os.environ.get("QUIRE_SEED", "1"))
@@ -72,21 +75,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kv")
 
 
+@pytest.fixture(scope="module", params=["files", pytest.param("memory", marks=needs_kernels)])
+def place(request: pytest.FixtureRequest) -> str:
+    """Where blocks are handed over; in memory if nothing else is said."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def shared(checkpoint: Callable[[str], Path], folder: Path) -> Iterator[SharedEngine]:
+def shared(checkpoint: Callable[[str], Path], folder: Path, place: str) -> Iterator[SharedEngine]:
     """The decode side has room for four sequences at a time, and others wait."""
     settings: dict[str, Any] = {
         "disaggregation": {"prefill": 1, "decode": 1}, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 24,
-        "kv_transfer_config": {
-            "kv_connector": "SharedStorageConnector",
-            "kv_connector_extra_config": {"shared_storage_path": str(folder)},
-        },
     }  # fmt: skip
+    if place == "files":
+        extra = {"shared_storage_path": str(folder)}
+        settings["kv_transfer_config"] = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}
     with shared_engine(checkpoint("tinypy"), PerEngine(), step_seconds=0.002, **settings) as one:
         yield one
         router = one.llm._client._router  # type: ignore[union-attr]
         assert [router.num_requests(index) for index in (PREFILL, DECODE)] == [0, 0]
         assert not one.llm._client._disaggregation._prefills  # type: ignore[union-attr]
+
+
+def damage_slots(descriptor: int | None) -> None:
+    """A bit in each slot."""
+    assert descriptor is not None
+    blocks = SharedBlocks(descriptor, bytes(16))
+    for number in range(blocks.stats().num_used):
+        blocks.slot(number)[100] ^= 1
+    blocks.close()
 
 
 async def ask(shared: SharedEngine, prompts: list[list[int]], expected: list[list[CompletionOutput]]) -> None:
@@ -111,10 +128,12 @@ def test_blocks_are_handed_over(shared: SharedEngine, undisturbed: Callable[...,
 
 
 def test_damaged_blocks_are_computed_again(
-    shared: SharedEngine, undisturbed: Callable[..., list[Any]], folder: Path
+    shared: SharedEngine, undisturbed: Callable[..., list[Any]], folder: Path, place: str
 ) -> None:
     prompts = make_prompts(1)
     expected = undisturbed(prompts)
+    if place == "memory":
+        damage_slots(shared.llm._kv_memory.config.cache.kv_memory)
     for path in folder.glob("*/0/*/*"):
         content = bytearray(path.read_bytes())
         content[-1] ^= 1

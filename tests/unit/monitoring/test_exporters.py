@@ -135,7 +135,10 @@ def random_history(rng: random.Random, num_steps: int) -> list[tuple[SchedulerSt
             num_blocks_used=rng.randrange(50), num_blocks_cached=rng.randrange(9), num_blocks_free=rng.randrange(9),
             rank_busy_seconds=busy_seconds, drafts=drafts.copy(), **totals,
             expert_load=rng.choice([None, load]),
-            kv_connector=KVConnectorStats(0, *(10 * totals["num_preemptions"] + i for i in range(1, 9))),
+            kv_connector=KVConnectorStats(
+                0, *(10 * totals["num_preemptions"] + i for i in range(1, 9)),
+                tiers={"memory": [totals["num_preemptions"] * i for i in range(1, 5)]},
+            ),
         )  # fmt: skip
         iteration = IterationStats(
             num_prompt_tokens=rng.randrange(9), num_cached_tokens=rng.randrange(5),

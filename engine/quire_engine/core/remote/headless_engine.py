@@ -30,6 +30,7 @@ from quire_engine.core.remote.wire import BEAT_SECONDS, Accepted, Beat, Gone, Jo
 from quire_engine.core.restart_policy import RestartPolicy
 from quire_engine.errors import EngineDeadError, EngineError
 from quire_engine.ipc.keys import HostKeys, read_keys
+from quire_engine.kv_connector.kv_memory import KVMemory
 from quire_engine.messages import EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall, UtilityOutput, WakeUp
 
 __all__ = ["HeadlessEngine", "run_headless"]
@@ -60,6 +61,8 @@ async def run_headless(config: EngineConfig, on_joined: Callable[[int], None] = 
     description = describe_engine(config.core)
     first = parallel.data_parallel_start_rank
     ranks = range(first, first + parallel.num_local_replicas)
+    memory = KVMemory(config)
+    config = memory.config
     engines = [HeadlessEngine(config.for_replica(rank), keys, description, on_joined) for rank in ranks]
     running = [asyncio.ensure_future(engine.run()) for engine in engines]
     try:
@@ -68,6 +71,7 @@ async def run_headless(config: EngineConfig, on_joined: Callable[[int], None] = 
         for task in running:
             task.cancel()
         await asyncio.wait(running)
+        memory.close()
 
 
 def _read_keys(path: Path) -> HostKeys:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from quire_engine.kv_connector.pages import bytes_per_block, read_pages, write_pages
-from quire_kernels import kv_cache
+from quire_kernels import PageConverter, kv_cache
 from quire_kernels.kv_cache import new_kv_cache, write_kv_cache
 
 SHAPES = [(3, 8, 32), (1, 8, 16), (2, 5, 24)]
@@ -52,3 +52,23 @@ def test_the_layout_is_that_of_the_documentation_on_all_processors(
     half = keys.size
     assert rows[0, :half].tobytes() == keys.tobytes()
     assert rows[0, half : 2 * half].tobytes() == values.tobytes()
+
+
+def test_a_converter_knows_its_caches_and_refuses_what_would_write_elsewhere() -> None:
+    caches, others = (make_caches(torch.float32, SHAPES[0], fill=True) for _ in range(2))
+    converter = PageConverter.of(caches)
+    if converter is None:
+        pytest.skip("there are no C++ kernels")
+    assert converter.is_for(caches)
+    assert not converter.is_for(others)
+    assert not converter.is_for([])
+    rows = torch.zeros(2, converter.block_bytes, dtype=torch.uint8)
+    for block_ids in ([0, 7], [-1, 0]):
+        with pytest.raises(ValueError, match="there are 7"):
+            converter.convert(block_ids, rows, to_cache=True)
+    for bad in (rows[:, :-1], rows[:1], rows.float(), rows.t().contiguous().t()):
+        with pytest.raises(ValueError, match="they must be uint8"):
+            converter.convert([0, 1], bad, to_cache=True)
+    assert PageConverter.of(make_caches(torch.float8_e4m3fn, SHAPES[0], fill=False)) is None
+    del caches
+    assert not converter.is_for(others)

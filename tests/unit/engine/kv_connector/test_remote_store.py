@@ -42,7 +42,7 @@ def opened() -> Iterator[Callable[..., BlockStore]]:
     with ExitStack() as stack:
 
         def open_one(transfer: KVTransferConfig, namespace: bytes = NAMESPACE, rank: int = 0) -> BlockStore:
-            store = open_store(transfer, namespace, rank)
+            store = open_store(transfer.tiers[0], None, namespace, rank)
             stack.callback(store.close)
             return store
 
@@ -176,4 +176,4 @@ def test_keys_that_trust_nobody_are_refused_at_the_start(tmp_path: Path) -> None
         {"kv_connector": "RemoteStorageConnector", "kv_connector_extra_config": extra}
     )
     with pytest.raises(ValueError, match="trusts nobody"):
-        open_store(transfer, NAMESPACE, 0)
+        open_store(transfer.tiers[0], None, NAMESPACE, 0)

@@ -1,17 +1,21 @@
 """With blocks that come from files, tokens are those without; in a new engine, under preemption, on several ranks."""
 
+import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from quire_engine import LLM, SamplingParams
 from quire_engine.core import engine_core
+from quire_engine.ipc.semaphore import SharedMemory
+from quire_engine.kv_connector import kv_memory
 from quire_engine.models import CheckpointConfig
 from quire_engine.models.base import AttentionSpec
 from quire_engine.stats import KVConnectorStats
 from quire_engine.worker.cache_sizing import block_bytes
+from quire_kernels.cpu import library
 from support.ranks import ThreadExecutor
 from support.remote import store_server
 
@@ -22,13 +26,14 @@ PARAMS = [
 
 
 def generate(
-    folder: Path, store: Path | dict[str, Any] | None, **settings: Any
+    folder: Path, store: Path | dict[str, Any] | None, memory: int | None = None, **settings: Any
 ) -> tuple[list[list[int]], KVConnectorStats | None]:
     """In an engine of its own, which ends.
 
     Args:
         folder: of the checkpoint.
         store: where blocks are kept: in a folder, or as the setting says.
+        memory: that outlives the engine, in the place of memory of its own.
         settings: others.
     """
     if isinstance(store, Path):
@@ -39,6 +44,8 @@ def generate(
     with pytest.MonkeyPatch.context() as patch:
         if settings.get("tensor_parallel_size", 1) > 1:
             patch.setattr(engine_core, "make_executor", ThreadExecutor)
+        if memory is not None:
+            patch.setattr(kv_memory, "_allocate", lambda max_bytes: os.dup(memory))
         llm = LLM(folder, dtype="float32", block_size=4, max_num_batched_tokens=32, max_model_len=96, **settings)
     try:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS, use_tqdm=False)
@@ -46,6 +53,7 @@ def generate(
         return [list(output.outputs[0].token_ids) for output in outputs], llm._core._core.make_stats().kv_connector
     finally:
         llm._core._core.shutdown()
+        llm._kv_memory.close()
 
 
 @pytest.fixture
@@ -114,3 +122,91 @@ def test_a_small_cache_loads_what_it_has_lost(folder: Path, tmp_path: Path) -> N
     assert tokens == expected
     assert stats is not None
     assert stats.num_loaded_blocks > 0
+
+
+MEMORY: dict[str, Any] = {"kv_connector": "SharedMemoryConnector"}
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    """What a frontend has, whose engines come and go."""
+    descriptor = SharedMemory.create("test-blocks", 16 << 20)
+    yield descriptor
+    os.close(descriptor)
+
+
+needs_kernels = pytest.mark.skipif(library() is None, reason="memory needs the C++ kernels")
+
+
+@needs_kernels
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_next_engine_finds_what_was_in_memory(folder: Path, memory: int, size: int) -> None:
+    expected, _ = generate(folder, None, tensor_parallel_size=size)
+    first, saved = generate(folder, MEMORY, memory, tensor_parallel_size=size)
+    second, loaded = generate(folder, MEMORY, memory, tensor_parallel_size=size)
+    assert first == second == expected
+    assert saved is not None
+    assert loaded is not None
+    assert (saved.hits, saved.num_unsaved_blocks) == (0, 0)
+    assert loaded.num_loaded_blocks >= sum((len(prompt) - 1) // 4 for prompt in PROMPTS)
+    assert (loaded.num_failed_blocks, loaded.num_loading) == (0, 0)
+
+
+@needs_kernels
+def test_blocks_in_memory_of_which_some_are_damaged_are_computed_again(folder: Path, memory: int) -> None:
+    expected, _ = generate(folder, MEMORY, memory)
+    with open(os.dup(memory), "r+b") as segment:
+        for place in range(300_000, 4 << 20, 40_000):
+            segment.seek(place)
+            content = segment.read(8)
+            segment.seek(place)
+            segment.write(bytes(one ^ 5 for one in content))
+    tokens, stats = generate(folder, MEMORY, memory)
+    assert tokens == expected
+    assert stats is not None
+    assert stats.num_failed_blocks > 0
+
+
+@needs_kernels
+def test_memory_that_holds_little_is_used_as_far_as_it_goes(folder: Path) -> None:
+    expected, _ = generate(folder, None)
+    transfer = {**MEMORY, "kv_connector_extra_config": {"max_bytes": 1 << 20}}
+    config = CheckpointConfig.from_folder(folder)
+    specs = [AttentionSpec(config.num_heads, config.num_kv_heads, config.head_size)] * config.num_layers
+    for _ in range(2):
+        tokens, stats = generate(folder, transfer, kv_cache_memory_bytes=26 * block_bytes(specs, 4, 4))
+        assert tokens == expected
+    assert stats is not None
+    assert stats.num_unsaved_blocks == 0
+
+
+@needs_kernels
+@pytest.mark.parametrize("size", [1, 2])
+def test_blocks_come_from_memory_or_from_files(folder: Path, tmp_path: Path, size: int) -> None:
+    files = {
+        "kv_connector": "SharedStorageConnector",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    both = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [MEMORY, files]}}
+    expected, _ = generate(folder, None, tensor_parallel_size=size)
+    first, saved = generate(folder, both, tensor_parallel_size=size)
+    for number, path in enumerate(sorted(tmp_path.glob("*/0/*/*"))):
+        if number % 5 == 0:
+            path.unlink()
+    descriptor = SharedMemory.create("test-blocks", 16 << 20)
+    try:
+        second, loaded = generate(folder, both, descriptor, tensor_parallel_size=size)
+        third, again = generate(folder, both, descriptor, tensor_parallel_size=size)
+    finally:
+        os.close(descriptor)
+    assert first == second == third == expected
+    assert saved is not None
+    assert loaded is not None
+    assert again is not None
+    num_blocks = sum((len(prompt) - 1) // 4 for prompt in PROMPTS)
+    assert saved.tiers["memory"][0] >= saved.tiers["files"][0] >= saved.num_saved_blocks > 0
+    assert loaded.tiers["files"][1] > 0
+    assert loaded.tiers["memory"][1] == 0, "it is empty at first"
+    assert again.num_failed_blocks == 0
+    assert again.tiers["memory"][1] >= num_blocks
+    assert again.tiers["files"][1] == 0

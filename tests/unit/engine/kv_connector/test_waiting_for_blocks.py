@@ -52,7 +52,7 @@ def test_blocks_that_come_are_waited_for_and_others_are_not_held_up(reading: Rea
     assert reading.board.loaded(1, 1) is None
     reading.write(1)
     assert reading.loaded(1) == 2
-    assert np.array_equal(reading.reader.take(1), np.repeat(np.uint8([[0], [1]]), 8, axis=1))
+    assert np.array_equal(reading.reader.take(1).numpy(), np.repeat(np.uint8([[0], [1]]), 8, axis=1))
 
 
 def test_after_a_vain_wait_nobody_waits_for_a_while(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:

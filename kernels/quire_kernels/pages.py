@@ -1,0 +1,94 @@
+"""Blocks of a paged KV cache that is kept in tiles, as rows in the order of their shape, and back; see
+`kernels/csrc/pages.inc`. Others are not converted here: `kv_cache.natural_key_order` and its like do that in torch."""
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from quire_kernels import kv_cache
+from quire_kernels.cpu import Call, launch, library
+
+__all__ = ["PageConverter"]
+
+KVCaches = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class _PagesCall(Call):
+    _fields_ = (
+        ("caches", ctypes.c_void_p),
+        ("shapes", ctypes.c_void_p),
+        ("block_ids", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("row_stride", ctypes.c_int64),
+        ("layers", ctypes.c_int64),
+        ("blocks", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("is_float", ctypes.c_int32),
+        ("to_cache", ctypes.c_int32),
+    )
+
+
+class PageConverter:
+    """Copies blocks of some caches to rows, and back. Keeps none of them alive.
+
+    Args:
+        kv_caches: keys and values of each layer, all in tiles.
+    """
+
+    def __init__(self, kv_caches: KVCaches) -> None:
+        handle = library()
+        assert handle is not None
+        self._kernel = handle.quire_convert_pages
+        first = kv_caches[0][0]
+        self._first = weakref.ref(first)
+        self._num_blocks = min(keys.shape[0] for keys, _ in kv_caches)
+        self.block_bytes = sum(2 * keys[0].numel() * keys.element_size() for keys, _ in kv_caches)
+        caches = (ctypes.c_uint64 * (2 * len(kv_caches)))(*(one.data_ptr() for layer in kv_caches for one in layer))
+        shapes = (ctypes.c_int64 * (2 * len(kv_caches)))(*(n for keys, _ in kv_caches for n in keys.shape[1:4:2]))
+        self._call = _PagesCall(
+            caches=ctypes.addressof(caches), shapes=ctypes.addressof(shapes), layers=len(kv_caches),
+            block_size=first.shape[2], is_float=first.dtype is torch.float32,
+        )  # fmt: skip
+        self._arrays = caches, shapes
+
+    @classmethod
+    def of(cls, kv_caches: KVCaches) -> "PageConverter | None":
+        """None unless all are in tiles, of one dtype and block size, and keys and values of a layer of one shape."""
+        first = kv_caches[0][0]
+        is_possible = all(
+            kv_cache.is_tiled(keys)
+            and keys.shape == values.shape
+            and (keys.dtype, values.dtype, keys.shape[2]) == (first.dtype, first.dtype, first.shape[2])
+            and keys.is_contiguous()
+            and values.is_contiguous()
+            for keys, values in kv_caches
+        )
+        return cls(kv_caches) if is_possible else None
+
+    def is_for(self, kv_caches: KVCaches) -> bool:
+        """Whether these are the caches: they may have been freed since, and others allocated."""
+        return bool(kv_caches) and self._first() is kv_caches[0][0]
+
+    def convert(self, block_ids: Sequence[int], rows: torch.Tensor, to_cache: bool) -> None:
+        """Copy blocks to rows, or rows to blocks, while the caches are there. For one thread at a time.
+
+        Args:
+            block_ids: which.
+            rows: [n, bytes of a block] uint8 on the CPU.
+            to_cache: the direction.
+
+        Raises:
+            ValueError: the rows are not as they have to be, or there is no such block.
+        """
+        is_right = rows.dtype is torch.uint8 and rows.is_cpu and rows.shape == (len(block_ids), self.block_bytes)
+        if not is_right or rows.stride(1) != 1:
+            raise ValueError(f"rows are {rows.dtype} of {list(rows.shape)}; they must be uint8 of "
+                             f"{[len(block_ids), self.block_bytes]}, without gaps in a row")  # fmt: skip
+        if len(block_ids) and not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
+            raise ValueError(f"blocks {list(block_ids)} are asked for; there are {self._num_blocks}")
+        ids, call = (ctypes.c_int64 * len(block_ids))(*block_ids), self._call
+        call.block_ids, call.blocks = ctypes.addressof(ids), len(block_ids)
+        call.rows, call.row_stride, call.to_cache = rows.data_ptr(), rows.stride(0), to_cache
+        launch(self._kernel, call)
