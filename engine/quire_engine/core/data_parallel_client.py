@@ -14,8 +14,9 @@
    and kills no third.
 4. While no replica is up, requests wait, and the first that is up again takes them all. Where one does not stay up,
    they wait for another; where none does, they end.
-5. Replicas come and go (`scale`). New ones get requests once they are ready. Those that leave are the last ones; the
-   others go on with their requests as after a death, but nobody is to blame.
+5. Replicas come and go: those of this host when somebody says so (`scale`), the last of them first, and those of other
+   hosts by themselves. New ones get requests once they are ready. What those have that leave goes on on the others as
+   after a death, but nobody is to blame. Each has a place in the list, its rank, which stays free while it is away.
 
 A single replica has nothing between it and the frontend until it is scaled. Then one of these is put `around` it.
 
@@ -60,12 +61,12 @@ logger = logging.getLogger(__name__)
 
 def make_engine_client(config: EngineConfig, on_recovery: OnRecovery) -> EngineClient:
     """The client for `data_parallel_size` engines; one has nothing between it and the frontend."""
-    if config.parallel.data_parallel_size == 1:
-        return SupervisedClient(config, on_recovery)
     if config.parallel.has_remote_replicas:
         from quire_engine.core.remote.remote_replica import RemoteReplicas
 
         return DataParallelClient(config, on_recovery, RemoteReplicas(config).make)
+    if config.parallel.data_parallel_size == 1:
+        return SupervisedClient(config, on_recovery)
     return DataParallelClient(config, on_recovery)
 
 
@@ -95,19 +96,22 @@ class DataParallelClient:
         self._make_replica = make_replica
         self._replicas = list(replicas)
         self._outputs: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[int, asyncio.Task[None]] = {}
         self._busy: str | None = None
         """What all are doing that must not be disturbed: falling asleep, or being scaled."""
         self._scaling: asyncio.Task[None] | None = None
         self._asking: asyncio.Task[None] | None = None
         self._coming = NewReplicas()
         self._leaving: list[SupervisedClient] = []
+        self._known: list[int] = []
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when others of the replicas are present than before, other than by `scale`."""
         self.ready = EngineCoreReady()
         roles = config.parallel.disaggregation
         self._disaggregation = None if roles is None else Disaggregation(roles)
-        self._router = Router(config.parallel.data_parallel_routing, config.parallel.data_parallel_size, 0)
+        self._router = Router(config.parallel.data_parallel_routing, config.parallel.num_ranks, 0)
         try:
-            for index in range(0 if replicas else config.parallel.data_parallel_size):
+            for index in range(0 if replicas else config.parallel.num_ranks):
                 self._replicas.append(make_replica(config.for_replica(index), *self._listeners(index)))
         except BaseException:
             self.shutdown()
@@ -145,8 +149,17 @@ class DataParallelClient:
 
     @property
     def replicas(self) -> Sequence[SupervisedClient]:
-        """The clients of the engines, by their index."""
+        """The clients of the engines, by their index; not all of them are present."""
         return self._replicas
+
+    @property
+    def _present(self) -> list[int]:
+        return [index for index, replica in enumerate(self._replicas) if replica.is_present]
+
+    @property
+    def _local(self) -> list[int]:
+        """Those of this host."""
+        return [index for index in self._present if not self._replicas[index].is_remote]
 
     @property
     def is_alive(self) -> bool:
@@ -159,7 +172,7 @@ class DataParallelClient:
         return (
             None
             if self.is_alive
-            else "; ".join(f"engine {index}: {replica.outage}" for index, replica in enumerate(self._replicas))
+            else "; ".join(f"engine {index}: {self._replicas[index].outage}" for index in self._present)
         )
 
     def wait_until_ready(self) -> EngineCoreReady:
@@ -175,7 +188,8 @@ class DataParallelClient:
         return self.ready
 
     def _make_ready(self) -> None:
-        ready = [replica.ready for replica in self._replicas]
+        self._known = self._present
+        ready = [self._replicas[index].ready for index in self._known]
         self.ready = msgspec.structs.replace(
             ready[0],
             num_blocks=sum(one.num_blocks for one in ready),
@@ -195,7 +209,7 @@ class DataParallelClient:
 
     def _take_outputs_of(self, index: int, first: "asyncio.Task[EngineCoreOutputs] | None" = None) -> None:
         taking = self._take_outputs(index, self._replicas[index], first)
-        self._tasks.append(asyncio.get_running_loop().create_task(taking, name=f"engine-outputs-{index}"))
+        self._tasks[index] = asyncio.get_running_loop().create_task(taking, name=f"engine-outputs-{index}")
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -207,7 +221,8 @@ class DataParallelClient:
             EngineUnavailableError: no engine is up, and engines do not stay alive.
         """
         if self._disaggregation is not None:
-            request = self._disaggregation.add(request, self.ready)
+            up = [index for index, replica in enumerate(self._replicas) if replica.is_alive]
+            request = self._disaggregation.add(request, self.ready, up)
         index = self._route(request, self._candidates())
         try:
             self._replicas[index].add_request(request)
@@ -259,18 +274,24 @@ class DataParallelClient:
         alive = [index for index, replica in enumerate(self._replicas) if replica.is_alive]
         serving = [index for index in alive if not self._replicas[index].is_isolating]
         moving = [index for index in serving if not self._router.is_stalled(index)]
-        waiting = [index for index, replica in enumerate(self._replicas) if not replica.has_given_up]
-        return moving or serving or alive or waiting or list(range(len(self._replicas)))
+        waiting = [index for index in self._present if not self._replicas[index].has_given_up]
+        return moving or serving or alive or waiting or self._present
 
     # -- engines that die, and come back -------------------------------------------------------------------------------
 
     def _on_down(self, index: int) -> None:
         """Requests wait for a replica, or are about to end with it."""
         self._router.replica_died(index)
-        self._hand_over(index)
+        if self._replicas[index].is_present:
+            self._hand_over(index)
+        else:  # its host has taken it away
+            num_moved = self._move(self._replicas[index].give_up_all())
+            self._note_change()
+            self._count_moved(num_moved)
 
     def _on_up(self, index: int, stats: IterationStats, replayed_ids: Sequence[str]) -> None:
-        """A replica is up again: it takes what waits for others."""
+        """A replica is up again, or for the first time: it takes what waits for others."""
+        self._note_change()
         stats.engine_index = index
         self._on_recovery(stats, replayed_ids)
         self._take_what_waits(index)
@@ -295,10 +316,16 @@ class DataParallelClient:
         for index, request_ids in moved.items():
             self._on_recovery(IterationStats(engine_index=index), request_ids)
 
+    def _note_change(self) -> None:
+        """Perhaps others are present now."""
+        if self._known != self._present:
+            self._make_ready()
+            self.on_change()
+
     # -- replicas that come, and leave ---------------------------------------------------------------------------------
 
     async def scale(self, num_replicas: int) -> None:
-        """Have so many replicas. Those that there are keep what they have, and go on meanwhile.
+        """Have so many replicas on this host. Those that there are keep what they have, and go on meanwhile.
 
         It goes on to the end even if nobody waits for it any more. Where it raises, nothing has changed.
 
@@ -307,7 +334,7 @@ class DataParallelClient:
         """
         if self._busy is not None:
             raise ScalingError(f"{self._busy}; try again when that is done")
-        present = len(self._replicas)
+        present = len(self._local)
         if num_replicas == present:
             return
         if any(replica.is_asleep for replica in self._replicas):
@@ -321,12 +348,13 @@ class DataParallelClient:
     def _on_scaled(self, scaling: "asyncio.Task[None]") -> None:
         self._busy = None
         if not scaling.cancelled() and (error := scaling.exception()) is not None:
-            logger.error("the replicas stay %d: %s", len(self._replicas), error)
+            logger.error("the replicas stay %d: %s", len(self._local), error)
 
     async def _add_replicas(self, num_replicas: int) -> None:
-        first, num_blocks = len(self._replicas), min(replica.ready.num_blocks for replica in self._replicas)
-        require_room(self._replicas, num_replicas - first)
-        indices = range(first, num_replicas)
+        local = [self._replicas[index] for index in self._local]
+        num_blocks = min(replica.ready.num_blocks for replica in local)
+        require_room(local, num_replicas - len(local))
+        indices = [self._config.parallel.local_rank(number) for number in range(len(local), num_replicas)]
         try:
             makers = [
                 partial(
@@ -345,14 +373,20 @@ class DataParallelClient:
             if isinstance(error, ScalingError):
                 raise
             raise ScalingError(f"there cannot be {num_replicas} replicas: {error}") from error
-        self._replicas += new
+        replicas = list(self._replicas)
+        for index, replica in zip(indices, new, strict=True):
+            if index < len(replicas):
+                replicas[index] = replica
+            else:
+                replicas.append(replica)
+                self._router.add_replica()
+        self._replicas = replicas
         self._coming.are_taken()  # not before: a `shutdown` in another thread has to find them
         for index in indices:
-            self._router.add_replica()
             self._take_outputs_of(index)
         self._share_anew()
         if self._config.for_replica(0, num_replicas).parallel.routes_by_prefix:
-            self._asking = asyncio.get_running_loop().create_task(self._ask_for_prefixes(self._replicas[:first]))
+            self._asking = asyncio.get_running_loop().create_task(self._ask_for_prefixes(local))
         for index in indices:
             self._take_what_waits(index)
 
@@ -362,40 +396,56 @@ class DataParallelClient:
         await asyncio.gather(*calls, return_exceptions=True)  # the next engine does it unasked
 
     async def _remove_replicas(self, num_replicas: int) -> None:
-        leaving, staying = self._replicas[num_replicas:], self._replicas[:num_replicas]
+        indices = self._local[num_replicas:]
+        leaving = [self._replicas[index] for index in indices]
+        staying = [self._replicas[index] for index in self._present if index not in indices]
         if any(replica.is_isolating for replica in leaving):
             raise ScalingError(
                 "a request that may have killed engines runs alone on a replica that is to leave; try again in seconds"
             )
         if any(replica.num_live for replica in leaving) and not any(replica.is_alive for replica in staying):
             raise ScalingError("none of the replicas that are to stay is up, and requests run; try again when one is")
-        self._leaving = leaving  # before: a `shutdown` in another thread has to find them
-        self._replicas = staying
-        for task in self._tasks[num_replicas:]:
-            task.cancel()
-        del self._tasks[num_replicas:]
+        self._leaving = leaving
+        for index in indices:
+            self._tasks.pop(index).cancel()
+        retired = [
+            (index, self._replicas[index].retire()) for index in indices
+        ]  # nothing is routed to any from here on
         num_moved = Counter[int]()
-        for index, replica in enumerate(leaving, num_replicas):
-            entries, ended = replica.retire()
+        for index, (entries, ended) in retired:
             if ended:
                 self._outputs.put_nowait(EngineCoreOutputs(ended, engine_index=index))
-            for entry in entries:
-                taker = self._route(entry.request, self._candidates(), entry.output_token_ids)
-                self._replicas[taker].take_over(entry)
-                num_moved[taker] += 1
-        self._router.remove_replicas(num_replicas)
+            num_moved += self._move(entries)
+        num_left = 1 + max(index for index, replica in enumerate(self._replicas) if not replica.is_retired)
+        for index in indices:
+            if index < num_left:
+                self._router.replica_left(index)
+        self._router.remove_replicas(num_left)
+        self._replicas = self._replicas[:num_left]
         self._share_anew()
-        for index in range(num_replicas):
-            self._on_recovery(IterationStats(engine_index=index, num_requests_moved=num_moved[index]), ())
-        logger.info("%d requests go on on the %d replicas that stay", num_moved.total(), num_replicas)
+        self._count_moved(num_moved)
+        logger.info("%d requests go on on the %d replicas that stay", num_moved.total(), len(staying))
         await asyncio.gather(*(replica.end() for replica in leaving))
         self._leaving = []
+
+    def _move(self, entries: Sequence[JournalEntry]) -> Counter[int]:
+        """Have others go on with what a replica has given up that leaves. Returns how much each of them has got."""
+        num_moved = Counter[int]()
+        for entry in entries:
+            taker = self._route(entry.request, self._candidates(), entry.output_token_ids)
+            self._replicas[taker].take_over(entry)
+            num_moved[taker] += 1
+        return num_moved
+
+    def _count_moved(self, num_moved: Counter[int]) -> None:
+        for index in self._known:
+            self._on_recovery(IterationStats(engine_index=index, num_requests_moved=num_moved[index]), ())
 
     def _share_anew(self) -> None:
         """The replicas are others: an engine that is started again has its share of what there is for each of them."""
         self._make_ready()
-        for index, replica in enumerate(self._replicas):
-            replica.restart_with(self._config.for_replica(index, len(self._replicas)))
+        for index in self._local:
+            self._replicas[index].restart_with(self._config.for_replica(index, len(self._local)))
 
     # -- calls and outputs ---------------------------------------------------------------------------------------------
 
@@ -408,7 +458,7 @@ class DataParallelClient:
             EngineError: one could not do what it was told to.
             EngineUnavailableError: one does not stay alive.
         """
-        replicas = self._replicas
+        replicas = [replica for replica in self._replicas if not replica.is_retired]
         if isinstance(call, ResetPrefixCache):
             replicas = [replica for replica in self._replicas if replica.is_alive] or replicas
         num_live = sum(replica.num_live for replica in replicas)
@@ -441,7 +491,7 @@ class DataParallelClient:
         try:
             outputs = await self._outputs.get()
         except asyncio.CancelledError:  # nobody listens any more
-            for task in self._tasks:
+            for task in self._tasks.values():
                 task.cancel()
             raise
         if isinstance(outputs, Exception):

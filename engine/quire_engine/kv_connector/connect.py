@@ -50,13 +50,15 @@ def connect(
         store = open_store(transfer, namespace, 0)
     except OSError as error:
         raise ValueError(f"{transfer.place_setting}, which cannot be used: {error}") from None
+    text = json.dumps(description, indent=2) + "\n"
     try:
-        store.describe(json.dumps(description, indent=2) + "\n")
-    except OSError as error:
         if not transfer.is_remote:
-            raise ValueError(f"{transfer.place_setting}, which cannot be used: {error}") from None
-        logger.warning("no KV blocks are kept or loaded for the present: %s", error)
-    index = BlockIndex(store)
+            store.describe(text)
+    except OSError as error:
+        raise ValueError(f"{transfer.place_setting}, which cannot be used: {error}") from None
+    index = BlockIndex(store, description=text if transfer.is_remote else None)
     block_bytes = call_ranks(ConnectKV(namespace))
     logger.info("KV blocks are kept in %s; %d bytes each", store.place, sum(block_bytes))
-    return ConnectorScheduler(transfer, kv_cache, index, board, block_bytes)
+    scheduler = ConnectorScheduler(transfer, kv_cache, index, board, block_bytes)
+    scheduler.namespace = json.dumps(description, sort_keys=True)
+    return scheduler

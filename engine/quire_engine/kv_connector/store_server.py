@@ -25,7 +25,7 @@ import zmq
 from quire_engine.ipc.curve import Asked, bind, listen_for_questions, serve_securely
 from quire_engine.ipc.keys import HostKeys
 from quire_engine.kv_connector.block_file import MOST_TOGETHER, BlockFileError
-from quire_engine.kv_connector.folder_store import FolderStore
+from quire_engine.kv_connector.folder_store import FolderStore, require_writable
 from quire_engine.kv_connector.remote_store import Operation
 
 __all__ = ["StoreServer"]
@@ -68,11 +68,12 @@ class StoreServer:
 
     Raises:
         ValueError: it cannot listen there.
-        OSError: the folder cannot be made.
+        OSError: the folder cannot be made, or cannot be written.
     """
 
     def __init__(self, folder: Path, max_bytes: int, keys: HostKeys, host: str, port: int) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        require_writable(folder)
         self._folder = folder
         self._max_bytes = max_bytes
         self._keys = keys

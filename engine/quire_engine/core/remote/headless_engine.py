@@ -6,7 +6,8 @@
 
 It joins, starts the engine with as many KV blocks as the front says, and passes on what both say to each other. When it
 loses the front, it gives up its requests, which go on elsewhere, and keeps the engine, its weights and its prefix cache
-for the next session. When the engine dies, it says so, and joins again with the next one.
+for the next session. When the engine dies, it says so, and joins again with the next one. When it is to end, it says
+that it leaves.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ import zmq
 
 from quire_engine.config import EngineConfig
 from quire_engine.core.client import AsyncMPClient
-from quire_engine.core.remote.engine_digest import describe_engine
+from quire_engine.core.remote.engine_digest import describe_engine, difference_of_blocks
 from quire_engine.core.remote.front_connection import FrontConnection, FrontLostError
 from quire_engine.core.remote.wire import BEAT_SECONDS, Accepted, Beat, Gone, Join, MessageType, Refused
 from quire_engine.core.restart_policy import RestartPolicy
@@ -168,15 +169,22 @@ class HeadlessEngine:
         kind, payload = await front.receive()
         if kind == MessageType.REFUSED.value:
             _raise_refusal(payload)
-        num_blocks = msgspec.msgpack.decode(payload, type=Accepted).num_blocks
+        accepted = msgspec.msgpack.decode(payload, type=Accepted)
         beating = asyncio.ensure_future(self._beat(front))
         try:
-            client = await self._ready_engine(num_blocks)
+            client = await self._ready_engine(accepted.num_blocks)
+            if accepted.kv_namespace:
+                reason = difference_of_blocks(accepted.kv_namespace, client.ready.kv_namespace, platform.node())
+                if reason is not None:
+                    raise EngineError(f"the front does not take this engine: {reason}")
             front.send(MessageType.READY, msgspec.msgpack.encode(client.ready), str(client.pid).encode())
             self._front, self._num_received, self._said = front, 0, ("", 0.0)
             logger.info("engine %d has joined the front at %s", self._rank, front.address)
             self._on_joined(self._rank)
             await self._take_requests(front, client)
+        except asyncio.CancelledError:
+            front.send(MessageType.LEAVING)  # so that nobody waits for it, or looks for a fault
+            raise
         finally:
             beating.cancel()
             self._give_up()
