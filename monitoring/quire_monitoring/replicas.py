@@ -100,7 +100,7 @@ class ReplicaStatLoggers:
                 logger.start(partial(self._is_up, index), partial(self._workers_up, index), self._cache_config(index))
 
     def drop(self, indices: Collection[int]) -> list[TritonStatLogger]:
-        """These engines are not there any more. Returns their exporters, which the caller stops with `is_down=False`."""
+        """These engines are not there any more. Returns their exporters, for the caller to `stop(is_down=False)`."""
         leaving = [logger for index, logger in self._loggers.items() if index in indices]
         self._loggers = {index: logger for index, logger in self._loggers.items() if index not in indices}
         self._by_engine.drop(indices)

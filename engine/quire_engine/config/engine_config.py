@@ -402,8 +402,8 @@ class ParallelConfig:
         return range(self.num_local_replicas, self.num_ranks)
 
     def local_rank(self, number: int) -> int:
-        """The rank of the front's own replica of this number, from 0 on: those that are added while it serves have ranks
-        behind those of other hosts."""
+        """The rank of the front's own replica of this number. Those that are added while it serves have ranks behind
+        those of other hosts."""
         return number if number < self.num_local_replicas else number + len(self.remote_ranks)
 
     def with_local_replicas(self, num_local: int) -> "ParallelConfig":

@@ -93,7 +93,7 @@ def difference(own: Mapping[str, str], others: Mapping[str, str], host: str) -> 
     if name == STORE:
         return (
             f"KV blocks are kept in another place on {host} ({there[:40]}) than at the front ({here[:40]}), and with "
-            "disaggregation one loads what the other keeps; mount one folder on both, or have both ask one quire kv-store"
+            "disaggregation one loads what the other keeps; mount one folder on both, or let both ask one store"
         )
     if name == "quire":
         return f"Quire is {here} at the front and {there} on {host}; install the same version on both"

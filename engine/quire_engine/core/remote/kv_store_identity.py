@@ -1,7 +1,7 @@
 """Whether engines on two hosts keep KV blocks in the same place: what tells one such place from another.
 
-Its path says nothing: a folder of the same name may be another one on each host, and one may be mounted under two names.
-So a folder has a file with a number of its own, which whoever looks for it first makes up. A store that is asked over TCP
+Its path says nothing: folders of the same name may be different ones, and one may be mounted under two names. So a
+folder has a file with a number of its own, which whoever looks for it first makes up. A store that is asked over TCP
 shows that it has its secret key, so its public key stands for it.
 """
 
