@@ -27,7 +27,7 @@ from quire_engine.core.remote.wire import (
     Refused,
 )
 from quire_engine.ipc.curve import Asked, bind, listen_for_questions, serve_securely
-from quire_engine.ipc.keys import read_keys
+from quire_engine.ipc.keys import TrustedPeers, read_keys
 from quire_engine.messages import EngineCoreReady
 
 __all__ = ["Listener"]
@@ -75,7 +75,7 @@ class Listener:
         if not keys.peers:
             raise ValueError(f"data_parallel_key_file {path} trusts nobody, so that no engine can join; add the public "
                              f"key of its host with: quire key {path} --trust KEY")  # fmt: skip
-        self._keys = keys
+        self._keys, self._peers = keys, TrustedPeers(path, keys)
         self._ranks = parallel.remote_ranks
         self._has_roles = parallel.disaggregation is not None
         self._description = describe_engine(config.core)
@@ -156,7 +156,7 @@ class Listener:
 
     def _authenticate(self, frames: list[zmq.Frame]) -> None:
         """Answer libzmq, which asks whether a connection may be made."""
-        asked = Asked([frame.bytes for frame in frames], self._keys.peers)
+        asked = Asked([frame.bytes for frame in frames], self._peers.now)
         if not asked.is_known:
             self._strangers.warn(
                 "key",

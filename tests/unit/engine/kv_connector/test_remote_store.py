@@ -122,6 +122,10 @@ def test_whoever_is_not_trusted_gets_nothing(
         assert not plain.poll(200)
         context.destroy(linger=0)
         assert opened(KVTransferConfig.from_value(setting)).write(BLOCKS) == len(BLOCKS)
+        add_peers(tmp_path / "keys" / "front.json", [stranger.public_key.hex()])
+        store = RemoteStore(host, int(port), replace(stranger, peers=known.peers), NAMESPACE, 0)
+        with closing(store):
+            assert store.write(BLOCKS) == len(BLOCKS), "it is trusted from now on"
     assert stranger.public_key.hex() in caplog.text
     assert not list(tmp_path.glob("blocks/*/0/*/.*"))
 

@@ -2,12 +2,14 @@
 
 import asyncio
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 from quire_engine.core.remote import front_connection, remote_replica
 from quire_engine.core.remote.wire import MessageType
 from quire_engine.errors import EngineError, ScalingError
+from quire_engine.ipc.keys import add_peers, read_keys
 from support.engines import until
 from support.fleet import POISON, Engine
 from support.remote import Hosts, RemoteFleet, serve, tokens_are_right, until_all_have_ended
@@ -144,6 +146,41 @@ def test_a_suspect_waits_for_a_while_where_it_was_and_then_nobody_misses_the_eng
         await until(lambda: present(front) == [0])
 
     serve(hosts, main)
+
+
+def test_a_host_may_be_trusted_and_refused_while_the_front_serves(
+    hosts: Hosts, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    front_key, mine = read_keys(hosts.engine_keys).peers[0], tmp_path / "new-host.json"
+    add_peers(mine, [front_key.hex()])
+    before = hosts.front_keys.read_bytes()
+
+    async def main(front: RemoteFleet) -> None:
+        engine = hosts.engine(1, 1, **OPEN)
+        engine._keys = read_keys(mine)
+        running = hosts.run(engine)
+        await until(lambda: "have it do so with: quire key FILE --trust" in caplog.text)
+        add_peers(hosts.front_keys, [read_keys(mine).public_key.hex()])
+        await front.joined(1)
+        await hosts.end(running)
+        replacement = tmp_path / "replacement"
+        replacement.write_bytes(b"no JSON")
+        replacement.chmod(0o600)
+        replacement.replace(hosts.front_keys)
+        running = hosts.run(hosts.engine(2, 1, **OPEN))
+        await front.joined(2)
+        assert "whom this host trusts stays as it was: data_parallel_key_file" in caplog.text
+        replacement.write_bytes(before)
+        replacement.chmod(0o600)
+        replacement.replace(hosts.front_keys)
+        caplog.clear()
+        again = hosts.engine(1, 1, **OPEN)
+        again._keys = read_keys(mine)
+        hosts.run(again)
+        await until(lambda: "the front does not trust this host" in caplog.text)
+        assert front.client.replicas[2].is_alive
+
+    serve(hosts, main, 1, **OPEN)
 
 
 def test_no_rank_is_let_in_beyond_the_highest(hosts: Hosts) -> None:
