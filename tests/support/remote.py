@@ -75,7 +75,9 @@ def store_server(folder: Path, port: int = 0) -> Iterator[tuple[StoreServer, dic
     if not keys.exists():
         keys.mkdir()
         trusting_hosts(keys)
-    server = StoreServer(folder / "blocks", 1 << 30, read_keys(keys / "front.json"), "127.0.0.1", port, keys / "front.json")
+    server = StoreServer(
+        folder / "blocks", 1 << 30, read_keys(keys / "front.json"), "127.0.0.1", port, keys / "front.json"
+    )
     extra = {"address": server.endpoint.removeprefix("tcp://"), "key_file": str(keys / "engine.json")}
     try:
         yield server, {"kv_connector": "RemoteStorageConnector", "kv_connector_extra_config": extra}

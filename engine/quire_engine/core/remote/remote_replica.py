@@ -5,6 +5,7 @@ its host has one; and nobody waits for the first, as a front has to serve when a
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -94,6 +95,8 @@ class RemoteReplica(SupervisedClient):
         local: a replica of this host, which they have to be like.
     """
 
+    is_remote = True
+
     def __init__(
         self,
         config: EngineConfig,
@@ -116,8 +119,6 @@ class RemoteReplica(SupervisedClient):
         self._is_missed = self._is_expected
         self._outage = Outage(reason, "it is not waited for")
         self._gave_up_waiting.set()
-
-    is_remote = True
 
     @property
     def is_present(self) -> bool:
@@ -200,6 +201,9 @@ class RemoteReplica(SupervisedClient):
     def shutdown(self) -> None:
         """Let no engine join any more; those that have find that their front is gone."""
         super().shutdown()
+        if self._restart is not None:
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                self._restart.get_loop().call_soon_threadsafe(self._restart.cancel)
         self._listener.close()
 
     async def _start_again(self, outage: Outage, replayed_ids: Sequence[str]) -> None:

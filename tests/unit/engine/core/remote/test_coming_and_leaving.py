@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from quire_engine.core.remote import front_connection, remote_replica
 from quire_engine.core.remote.wire import MessageType
+from quire_engine.core.restart_policy import RestartPolicy
 from quire_engine.errors import EngineError, ScalingError
 from quire_engine.ipc.keys import add_peers, read_keys
 from support.engines import until
@@ -125,6 +126,25 @@ def test_one_that_is_taken_away_before_it_could_serve_is_not_missed(hosts: Hosts
         Engine.may_start.set()
         hosts.run(hosts.engine())
         await front.joined()
+
+    serve(hosts, main)
+
+
+def test_one_that_has_died_and_is_not_to_be_started_again_is_not_missed_either(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RestartPolicy, "delay_after_death", lambda self: 600.0)
+
+    async def main(front: RemoteFleet) -> None:
+        engine = hosts.engine()
+        running = hosts.run(engine)
+        await front.joined()
+        front.engines[1].kill()
+        await until(lambda: not front.client.replicas[1].is_alive)
+        assert present(front) == [0, 1]
+        await until(lambda: engine._front is None)
+        await hosts.end(running)
+        await until(lambda: present(front) == [0])
 
     serve(hosts, main)
 
