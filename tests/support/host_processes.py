@@ -54,12 +54,18 @@ class Site:
         }  # fmt: skip
         self._version = folder / "models" / "tinypy" / "1"
         self._version.mkdir(parents=True)
+        (self._version.parent / "config.pbtxt").write_text('backend: "quire"\n')
         model = {"model": str(checkpoint), "dtype": "float32", **self.settings}
         (self._version / "model.json").write_text(json.dumps(model))
 
+    @property
+    def repository(self) -> Path:
+        """The model repository, which holds tinypy."""
+        return self._version.parents[1]
+
     def headless(self, rank: int) -> Process:
         """An engine of the other host."""
-        options = {"model-repository": self._version.parents[1], "data-parallel-start-rank": rank,
+        options = {"model-repository": self.repository, "data-parallel-start-rank": rank,
                    "data-parallel-key-file": self._host_keys}  # fmt: skip
         return self._start("serve", "--headless", *(f"--{name}={value}" for name, value in options.items()))
 
