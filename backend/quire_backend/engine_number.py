@@ -5,9 +5,10 @@ engine has a stub process of its own. Two that wrote one series would overwrite 
 counts references to a series per stub, so the first stub that removes it frees what the other still writes to, and the
 server dies.
 
-So each engine takes the lowest number that is free among the engines of its model in its server: nearly always 0, 1 for
-its replacement, and then 0 again. A number is taken by binding an address in the kernel's abstract socket namespace,
-which is freed when the process ends, however it ends, and leaves no file.
+So each engine takes its index among the replicas of its model, or else the lowest number that is free among the engines
+of its model in its server: nearly always 0, 1 for its replacement, and then 0 again. A number is taken by binding an
+address in the kernel's abstract socket namespace, which is freed when the process ends, however it ends, and leaves no
+file.
 """
 
 import contextlib
@@ -27,14 +28,15 @@ class EngineNumber:
     Args:
         model: the model's name.
         version: its version.
+        index: of the engine, the number that it takes if that is free.
     """
 
-    def __init__(self, model: str, version: str) -> None:
+    def __init__(self, model: str, version: str, index: int = 0) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         # The stub's parent is the server. Containers that share a network share addresses, but not process ids.
         namespace = os.stat("/proc/self/ns/pid").st_ino
         name = hashlib.blake2b(f"{model}/{version}".encode(), digest_size=16).hexdigest()
-        for number in range(MAX_ENGINES):
+        for number in (index, *range(MAX_ENGINES)):
             with contextlib.suppress(OSError):
                 self._socket.bind(f"\0quire-engine-{namespace}-{os.getppid()}-{name}-{number}")
                 self.label = str(number)

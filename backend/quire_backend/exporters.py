@@ -1,11 +1,11 @@
 """EngineExporters: what exports the statistics of each engine of a model, to /metrics and by OTLP.
 
-Engines come and leave while the model is served (`scale`). Each has a number, which is the label `engine` of its
-series; they are there once it is up, and gone when it has left.
+Engines come and leave while the model is served (`scale`, and those of other hosts by themselves). Each has a number,
+which is the label `engine` of its series; they are there once it is up, and gone when it has left.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from quire_engine.stats import FinishedRequestStats, StatLogger
@@ -23,7 +23,7 @@ class EngineExporters:
     """Numbers and exporters, by the engine's index.
 
     Args:
-        make_number: takes the next number.
+        make_number: takes the number of an engine, by its index.
         make_metrics: makes the exporter of one engine to /metrics, by the value of its label.
         make_otel: likewise by OTLP; None if nothing is to go there.
         sends_totals: whether metrics go by OTLP, too, and not traces alone.
@@ -32,7 +32,7 @@ class EngineExporters:
 
     def __init__(
         self,
-        make_number: Callable[[], EngineNumber],
+        make_number: Callable[[int], EngineNumber],
         make_metrics: Callable[[str], TritonStatLogger],
         make_otel: "Callable[[str], OtelStatLogger | None]",
         *,
@@ -41,31 +41,35 @@ class EngineExporters:
     ) -> None:
         self._make_number, self._make_metrics, self._make_otel = make_number, make_metrics, make_otel
         self._sends_totals = sends_totals
-        self._numbers: list[EngineNumber] = []
-        self._otels: list[OtelStatLogger] = []
+        self._numbers: dict[int, EngineNumber] = {}
+        self._otels: dict[int, OtelStatLogger] = {}
         self.metrics = ReplicaStatLoggers([])
         self._traces = ByEngine([])
-        self._num_started = 0
+        self._started: set[int] = set()
         self._lock = threading.Lock()
+        """Held by whoever makes or removes series, which may take a while."""
+        self._listing = threading.Lock()
+        """Held only while it changes which engines there are: an event loop takes it."""
         self._has_stopped = False
-        self.expect(num_engines)
+        self.expect(range(num_engines))
 
     @property
     def stat_loggers(self) -> list[StatLogger]:
         """What is to hear of every step."""
         return [self.metrics, self._traces] if self._otels else [self.metrics]
 
-    def expect(self, num_engines: int) -> None:
-        """Have exporters for so many engines, before they are there: they only add up until `match`."""
-        with self._lock:
-            for _ in range(len(self._numbers), num_engines):
-                number = self._make_number()
-                self._numbers.append(number)
-                self.metrics.add(self._make_metrics(number.label))
+    def expect(self, indices: Collection[int]) -> None:
+        """Have exporters for these engines, before they are there: they only add up until `match`. Returns at once."""
+        with self._listing:
+            for index in indices:
+                if index in self._numbers or self._has_stopped:
+                    continue
+                number = self._numbers[index] = self._make_number(index)
+                self.metrics.add(index, self._make_metrics(number.label))
                 otel = self._make_otel(number.label)
                 if otel is not None:  # all have one, or none has
-                    self._otels.append(otel)
-                    self._traces.add(otel)
+                    self._otels[index] = otel
+                    self._traces.add(index, otel)
 
     def start(
         self,
@@ -78,31 +82,40 @@ class EngineExporters:
             self.metrics.start(is_up, workers_up, cache_config)
             self._start_otels()
 
-    def match(self, num_engines: int) -> None:
-        """There are so many engines now: those that have come have series from here on, those that left have none."""
+    def match(self, indices: Callable[[], Collection[int]]) -> None:
+        """Those that have come have series from here on, and those that left have none.
+
+        Args:
+            indices: says which engines there are, when it is asked.
+        """
         with self._lock:
             if self._has_stopped:
                 return
-            self._remove(num_engines)
+            present = indices()
+            self.expect(present)
+            self._remove([index for index in list(self._numbers) if index not in present])
             self.metrics.start_added()
             self._start_otels()
 
     def _start_otels(self) -> None:
         if self._sends_totals:
-            for index in range(self._num_started, len(self._otels)):
+            for index in [index for index in list(self._otels) if index not in self._started]:
                 self._otels[index].start(self.metrics.totals(index))
-        self._num_started = len(self._otels)
+        self._started = set(self._otels)
 
-    def _remove(self, num_left: int) -> None:
-        are_gone = self.metrics.remove(num_left)
-        self._traces.drop(num_left)
-        for otel in self._otels[num_left:]:
+    def _remove(self, indices: Collection[int]) -> None:
+        with self._listing:
+            leaving = self.metrics.drop(indices)
+            self._traces.drop(indices)
+            otels = [self._otels.pop(index) for index in indices if index in self._otels]
+            numbers = [self._numbers.pop(index) for index in indices]
+        are_gone = [logger.stop(is_down=False) for logger in leaving]
+        for otel in otels:
             otel.stop()
-        for number, is_gone in zip(self._numbers[num_left:], are_gone, strict=True):
+        for number, is_gone in zip(numbers, are_gone, strict=True):
             if is_gone:  # the next engine makes the same series
                 number.release()
-        del self._numbers[num_left:], self._otels[num_left:]
-        self._num_started = min(self._num_started, num_left)
+        self._started.difference_update(indices)
 
     def record_rejection(self, request: FinishedRequestStats) -> None:
         """Count a request that was refused before it reached an engine, with the first."""
@@ -113,10 +126,11 @@ class EngineExporters:
     def stop(self) -> None:
         """End all, and remove all series. Again, if the server did not take the last of them before."""
         with self._lock:
-            self._has_stopped = True
+            with self._listing:
+                self._has_stopped = True
             are_gone = self.metrics.stop()
             while self._otels:
-                self._otels.pop().stop()
+                self._otels.popitem()[1].stop()
             if are_gone:  # the next engine makes the same series
-                for number in self._numbers:
+                for number in self._numbers.values():
                     number.release()  # or else the end of this process does it

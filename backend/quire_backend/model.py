@@ -133,6 +133,7 @@ class TritonPythonModel:
                 "Triton's own request priority does not reach a Python backend, and has no effect: "
                 "clients say priority in sampling_parameters, or over HTTP as a parameter of generate"
             )
+        self._parallel = config.parallel
         pbtxt = json.loads(args["model_config"])
         self._num_instances = model_config.num_instances(pbtxt)
         labels = {"model": args["model_name"], "version": args["model_version"]}
@@ -153,7 +154,7 @@ class TritonPythonModel:
             )
 
         self._exporters = EngineExporters(
-            lambda: EngineNumber(labels["model"], labels["version"]),
+            lambda index: EngineNumber(labels["model"], labels["version"], index),
             make_metrics,
             lambda number: make_otel(config, {**labels, "engine": number}),
             sends_totals=frontend.metrics and not frontend.disable_log_stats,
@@ -187,6 +188,8 @@ class TritonPythonModel:
                 status.close()
             raise
         self._exporters.start(engine.is_engine_up, engine.workers_up, engine.cache_config_info)
+        if config.parallel.has_remote_replicas:
+            engine.watch_replicas(self._on_replicas_changed)
         logger.info("model %s is served by the Quire engine", args["model_name"])
 
     def execute(self, requests: Sequence[TritonRequest]) -> None:
@@ -209,11 +212,17 @@ class TritonPythonModel:
                 f"the model has {self._num_instances} instances (instance_group in its config.pbtxt), and this request "
                 "has reached one of them; give it one instance, and data_parallel_size replicas of the engine behind it"
             )
-        self._exporters.expect(num_replicas)
+        self._exporters.expect([self._parallel.local_rank(number) for number in range(num_replicas)])
         try:
             await self._engine.scale(num_replicas)
         finally:
-            await asyncio.to_thread(self._exporters.match, self._engine.num_replicas)
+            await asyncio.to_thread(self._exporters.match, lambda: self._engine.replica_indices)
+
+    def _on_replicas_changed(self) -> None:
+        """An engine of another host has come, or has gone. Returns at once: the server may take a while for series."""
+        self._exporters.expect(self._engine.replica_indices)
+        arguments = (lambda: self._engine.replica_indices,)
+        threading.Thread(target=self._exporters.match, args=arguments, name="quire-series", daemon=True).start()
 
     def is_ready(self) -> bool:
         """Whether the engine is up; newer servers call this."""

@@ -87,6 +87,7 @@ def _device_settings(settings: Mapping[str, Any], kind: str, device_id: int) -> 
             "device": ("auto", "cuda"),
             "gpu_device_ids": (None, [device_id]),
             "data_parallel_size": (1,),
+            "data_parallel_max_size": (None, 1),
             "disaggregation": (None,),
             "tensor_parallel_size": (1,),
             "pipeline_parallel_size": (1,),

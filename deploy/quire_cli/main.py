@@ -236,7 +236,9 @@ def serve(
     With --headless there is no server: this host's engines become replicas of a model that a front on another host
     serves (data_parallel_size, data_parallel_size_local and data_parallel_address in its model.json), over TCP and with
     keys on both sides. Each time that one has joined, there is a line on stdout: "quire: ready data_parallel_rank=N
-    front=HOST:PORT".
+    front=HOST:PORT". The front may be serving already; ranks that its data_parallel_size does not count join where its
+    data_parallel_max_size leaves room. SIGTERM, SIGINT and SIGHUP take the engines away again: their requests go on on
+    the others, and the front does not count them as down.
     """
     headless_options = {
         "--data-parallel-start-rank": data_parallel_start_rank,
@@ -498,6 +500,9 @@ def scale(
 
     It returns when it is so. New ones get requests once all of them are ready; if one does not start, all is as before.
     Those that leave hand their requests over to the others at once, and these go on with the same tokens.
+
+    Of a model with replicas on several hosts, N is how many the server's own host has. Those of other hosts come when
+    they join (quire serve --headless), and leave when they are asked to end (SIGTERM).
 
     QUIRE_INTROSPECTION_TOKEN has to be the model's introspection_token. A model that is loaded again has
     data_parallel_size replicas, as its model.json says. Example: quire scale tinypy 2

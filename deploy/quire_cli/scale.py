@@ -40,6 +40,8 @@ class ScaleOptions:
 def scale(options: ScaleOptions) -> None:
     """Have the model change the number of its replicas, and wait until it has. Says on stdout what has become of it.
 
+    Of a model with replicas on several hosts, they are those of the server's own host.
+
     Raises:
         CommandError: the server is away, the model has refused, and then its replicas are as they were, or Ctrl-C.
     """
@@ -52,12 +54,18 @@ def scale(options: ScaleOptions) -> None:
         raise CommandError("interrupted; what the model has begun, it brings to its end") from None
     try:
         present, before = int(answer["replicas"]), int(answer["before"])
+        others = None if answer.get("of_other_hosts") is None else int(answer["of_other_hosts"])
     except (KeyError, TypeError, ValueError):
         raise CommandError(
             f"{options.model} did not say how many replicas it has now; is it a model of Quire, of this version?"
         ) from None
-    count = f"{present} {'replica' if present == 1 else 'replicas'}"
-    print(f"quire: {options.model} has {count}" + (" already" if present == before else f", and had {before}"))
+    count = f"{present} {'replica' if present == 1 else 'replicas'}" + (
+        " on its own host" if others is not None else ""
+    )
+    text = f"quire: {options.model} has {count}" + (" already" if present == before else f", and had {before}")
+    if others is not None:
+        text += f"; {others or 'none'} of other hosts {'is' if others < 2 else 'are'} up"
+    print(text)
 
 
 async def _ask(options: ScaleOptions) -> dict[str, Any]:

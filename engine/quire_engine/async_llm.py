@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
@@ -110,7 +110,8 @@ class AsyncLLM:
     def is_engine_up(self, engine_index: int = 0) -> bool:
         """The same of one of several engines. One that has left is not down: it is not there."""
         replicas = self._client.replicas
-        return self.dead_error is None and (engine_index >= len(replicas) or replicas[engine_index].is_alive)
+        is_there = engine_index < len(replicas) and replicas[engine_index].is_present
+        return self.dead_error is None and (not is_there or replicas[engine_index].is_alive)
 
     @property
     def outage(self) -> str | None:
@@ -125,12 +126,12 @@ class AsyncLLM:
     @property
     def engine_pids(self) -> list[int]:
         """Process ids of the present engine cores."""
-        return [replica.pid for replica in self._client.replicas]
+        return [replica.pid for replica in self._client.replicas if replica.is_present]
 
     @property
     def worker_pids(self) -> list[int]:
         """Process ids of their workers; empty if the engine cores themselves are the only ones."""
-        return [pid for replica in self._client.replicas for pid in replica.worker_pids]
+        return [pid for replica in self._client.replicas if replica.is_present for pid in replica.worker_pids]
 
     def cache_config_info(self, engine_index: int = 0) -> dict[str, str]:
         """How the KV cache of an engine is made, under vLLM's names."""
@@ -360,11 +361,30 @@ class AsyncLLM:
 
     @property
     def num_replicas(self) -> int:
-        """Engines that there are at present."""
-        return len(self._client.replicas)
+        """Engines of this host that there are at present."""
+        return sum(replica.is_present and not replica.is_remote for replica in self._client.replicas)
+
+    @property
+    def num_remote_replicas(self) -> int | None:
+        """Those of other hosts that are up; None if there can be none."""
+        if not self.config.parallel.has_remote_replicas:
+            return None
+        return sum(replica.is_alive and replica.is_remote for replica in self._client.replicas)
+
+    @property
+    def replica_indices(self) -> list[int]:
+        """Of all of them, those that are down and missed included. Which come and go by themselves, `watch_replicas`
+        tells."""
+        return [index for index, replica in enumerate(self._client.replicas) if replica.is_present]
+
+    def watch_replicas(self, on_change: Callable[[], None]) -> None:
+        """Have something called now, and in the event loop whenever an engine of another host has come or gone."""
+        if isinstance(self._client, DataParallelClient):
+            self._client.on_change = on_change
+        on_change()
 
     async def scale(self, num_replicas: int) -> None:
-        """Have so many replicas, instead of `data_parallel_size` or what was wanted last. No request fails.
+        """Have so many replicas on this host, instead of what the settings say or was wanted last. No request fails.
 
         More are started beside those that there are, and get requests once all of them are ready. If there are to be
         fewer, the last ones leave: the others go on with their requests, with the same tokens. This goes on to the end
@@ -379,7 +399,7 @@ class AsyncLLM:
         if self.dead_error is not None:
             raise EngineDeadError(self.dead_error)
         try:
-            self.config.for_replica(num_replicas - 1, num_replicas)
+            self.config.for_replica(self.config.parallel.local_rank(num_replicas - 1), num_replicas)
         except ValueError as error:
             raise ScalingError(f"there cannot be {num_replicas} replicas: {error}") from None
         if isinstance(self._client, SupervisedClient) and num_replicas > 1:
@@ -399,11 +419,12 @@ class AsyncLLM:
             labels: callers' names for their requests, by request id.
         """
         await self.start()
-        client, ready, replicas = self._client, self._client.ready, list(self._client.replicas)
-        asked = [self._ask(index, replica) for index, replica in enumerate(replicas)]
+        client, ready = self._client, self._client.ready
+        present = [(index, replica) for index, replica in enumerate(client.replicas) if replica.is_present]
+        asked = [self._ask(index, replica) for index, replica in present]
         engines, answers = zip(*await asyncio.gather(*asked), strict=True)
         engine = combine_engines(engines)
-        answered = combine_cores(answers, [replica.ready.num_blocks for replica in replicas])
+        answered = combine_cores(answers, [replica.ready.num_blocks for _, replica in present])
         live = self._output_processor.live_requests(ready.max_model_len)
         now = time.monotonic()
         core_requests = [] if answered is None else answered.requests
@@ -425,7 +446,7 @@ class AsyncLLM:
         engine = EngineSnapshot(
             is_up, replica.pid, replica.num_restarts, scheduler.max_num_seqs, scheduler.max_num_batched_tokens,
             ranks=[RankSnapshot(rank, pid, is_up) for rank, pid in enumerate(replica.worker_pids or [replica.pid])],
-            queues=queues, host=replica.host,
+            queues=queues, host=replica.host, index=index,
         )  # fmt: skip
         if answered is not None:
             engine.answered, engine.ranks = True, answered.ranks

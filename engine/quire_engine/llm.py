@@ -39,9 +39,10 @@ class LLM:
 
     def __init__(self, model: str | Path, **settings: Any) -> None:
         config = EngineConfig.from_settings({"model": str(model), **settings})
-        if config.parallel.data_parallel_size > 1:
+        if config.parallel.num_ranks > 1:
+            name = "data_parallel_size" if config.parallel.data_parallel_size > 1 else "data_parallel_max_size"
             raise ValueError(
-                f"data_parallel_size is {config.parallel.data_parallel_size}; LLM runs one engine in its own process: "
+                f"{name} is {getattr(config.parallel, name)}; LLM runs one engine in its own process: "
                 "use AsyncLLM or the server for several"
             )
         tokenizer = load_tokenizer(Path(config.model.tokenizer_path))

@@ -300,6 +300,8 @@ class EngineCoreReady(msgspec.Struct):
     """Tokens of the longest request that the whole KV cache holds."""
     cpu_cache_bytes: int = 0
     """What its KV cache may take of the machine's memory once all of it is used; 0 if it is on GPUs, or Ray's."""
+    kv_namespace: str = ""
+    """What the KV blocks depend on that it keeps outside its cache, in JSON; empty: it keeps none."""
 
 
 class NewRequestData(msgspec.Struct, array_like=True):

@@ -84,7 +84,7 @@ class RequestSnapshot(msgspec.Struct):
     slo_slack_seconds: float | None = None
     """Until the first of its targets is missed, below 0 once one is; None without targets."""
     engine: int = 0
-    """Index of the engine that has it, of `data_parallel_size`."""
+    """Index of the engine that has it, as in `EngineSnapshot`."""
 
 
 class StepSeconds(msgspec.Struct):
@@ -175,6 +175,8 @@ class EngineSnapshot(msgspec.Struct):
     """Each by itself, if there are several."""
     host: str = ""
     """Where it runs, if it has joined from another host; of several together: empty."""
+    index: int = 0
+    """Its rank among the replicas, by which a request's `engine` names it. Those that have left leave gaps."""
 
 
 class BlocksSnapshot(msgspec.Struct):

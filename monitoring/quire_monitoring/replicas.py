@@ -5,7 +5,7 @@ less, and what one engine is doing can be told from what all do. Engines may com
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from quire_engine.stats import IterationStats, SchedulerStats, StatLogger
@@ -19,28 +19,28 @@ __all__ = ["ByEngine", "ReplicaStatLoggers"]
 class ByEngine:
     """Gives each engine's statistics to its exporter. What comes late of one that has left is not counted.
 
-    Exporters may come and leave in another thread than `record`, so the list of them is never changed, but another one.
+    Exporters may come and leave in another thread than `record`, so what holds them is never changed, but replaced.
 
     Args:
         loggers: by the engine's index.
     """
 
     def __init__(self, loggers: Sequence[StatLogger]) -> None:
-        self._by_engine = list(loggers)
+        self._by_engine = dict(enumerate(loggers))
 
-    def add(self, logger: StatLogger) -> None:
+    def add(self, index: int, logger: StatLogger) -> None:
         """There will be one more engine."""
-        self._by_engine = [*self._by_engine, logger]
+        self._by_engine = {**self._by_engine, index: logger}
 
-    def drop(self, num_left: int) -> None:
-        """There are only the first engines any more."""
-        self._by_engine = self._by_engine[:num_left]
+    def drop(self, indices: Collection[int]) -> None:
+        """These are not there any more."""
+        self._by_engine = {index: logger for index, logger in self._by_engine.items() if index not in indices}
 
     def record(self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats) -> None:
         """Record one step; returns at once."""
-        by_engine = self._by_engine
-        if iteration_stats.engine_index < len(by_engine):
-            by_engine[iteration_stats.engine_index].record(scheduler_stats, iteration_stats)
+        logger = self._by_engine.get(iteration_stats.engine_index)
+        if logger is not None:
+            logger.record(scheduler_stats, iteration_stats)
 
 
 class ReplicaStatLoggers:
@@ -51,9 +51,9 @@ class ReplicaStatLoggers:
     """
 
     def __init__(self, loggers: Sequence[TritonStatLogger]) -> None:
-        self._loggers = list(loggers)
+        self._loggers = dict(enumerate(loggers))
         self._by_engine = ByEngine(loggers)
-        self._num_started = 0
+        self._started: set[int] = set()
         self._is_up: Callable[[int], bool] = lambda index: False
         self._workers_up: Callable[[int], Sequence[bool]] = lambda index: ()
         self._cache_config: Callable[[int], Mapping[str, str]] = lambda index: {}
@@ -71,10 +71,10 @@ class ReplicaStatLoggers:
         """An engine's metrics, for another exporter; see `TritonStatLogger.totals`."""
         return self._loggers[index].totals()
 
-    def add(self, logger: TritonStatLogger) -> None:
+    def add(self, index: int, logger: TritonStatLogger) -> None:
         """There will be one more engine; what it does is added up, and has series after `start_added`."""
-        self._loggers.append(logger)
-        self._by_engine.add(logger)
+        self._loggers = {**self._loggers, index: logger}
+        self._by_engine.add(index, logger)
 
     def start(
         self,
@@ -94,22 +94,22 @@ class ReplicaStatLoggers:
 
     def start_added(self) -> None:
         """The same for those that were added since."""
-        for index in range(self._num_started, len(self._loggers)):
-            is_up, workers_up = partial(self._is_up, index), partial(self._workers_up, index)
-            self._loggers[index].start(is_up, workers_up, self._cache_config(index))
-        self._num_started = len(self._loggers)
+        for index, logger in self._loggers.items():
+            if index not in self._started:
+                self._started.add(index)
+                logger.start(partial(self._is_up, index), partial(self._workers_up, index), self._cache_config(index))
 
-    def remove(self, num_left: int) -> list[bool]:
-        """There are only the first engines any more. Returns for each other one whether its series were removed."""
-        leaving = self._loggers[num_left:]
-        del self._loggers[num_left:]
-        self._by_engine.drop(num_left)
-        self._num_started = min(self._num_started, num_left)
-        return [logger.stop(is_down=False) for logger in leaving]
+    def drop(self, indices: Collection[int]) -> list[TritonStatLogger]:
+        """These engines are not there any more. Returns their exporters, for the caller to `stop(is_down=False)`."""
+        leaving = [logger for index, logger in self._loggers.items() if index in indices]
+        self._loggers = {index: logger for index, logger in self._loggers.items() if index not in indices}
+        self._by_engine.drop(indices)
+        self._started.difference_update(indices)
+        return leaving
 
     def stop(self) -> bool:
         """End all; see `TritonStatLogger.stop`. Returns whether all series were removed."""
-        are_gone = [logger.stop() for logger in self._loggers]  # each of them, whatever comes of the others
+        are_gone = [logger.stop() for logger in self._loggers.values()]  # each of them, whatever comes of the others
         return all(are_gone)
 
     def record_rejection(self, slo_class: str | None = None) -> None:
@@ -118,7 +118,7 @@ class ReplicaStatLoggers:
 
     def when_written(self, callback: Callable[[], None]) -> None:
         """Call back when the counters of all include what was recorded until now."""
-        loggers = list(self._loggers)
+        loggers = list(self._loggers.values())
         if len(loggers) == 1:
             loggers[0].when_written(callback)
             return

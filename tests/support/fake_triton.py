@@ -46,6 +46,7 @@ class State:
         self.prompts: list[tuple[str, dict[str, Any]]] = []
         self.words = ["def ", "fib", "(n):", "\n    return n"]
         self.num_replicas = 1
+        self.num_remote_replicas: int | None = None
         self.num_readings = 0
         """Of /metrics."""
         self.traffic = 0
@@ -271,7 +272,10 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
                                 is_final=True)  # fmt: skip
             elif parameters["introspect"] == "scale":
                 before, state.num_replicas = state.num_replicas, parameters["replicas"]
-                text = json.dumps({"replicas": state.num_replicas, "before": before})
+                answer = {"replicas": state.num_replicas, "before": before}
+                if state.num_remote_replicas is not None:
+                    answer["of_other_hosts"] = state.num_remote_replicas
+                text = json.dumps(answer)
                 yield _response({"text_output": text}, is_final=True)
             else:
                 id_ = parameters["cancel_request_id"]

@@ -142,7 +142,9 @@ class Fleet:
         config = EngineConfig.from_settings({"model": "x", "data_parallel_size": num_replicas, **settings})
         self.counted = IterationStats()
         client = (
-            make_engine_client(config, self._count) if num_replicas > 1 else DataParallelClient(config, self._count)
+            make_engine_client(config, self._count)
+            if config.parallel.num_ranks > 1
+            else DataParallelClient(config, self._count)
         )
         assert isinstance(client, DataParallelClient)
         self.client = client

@@ -122,3 +122,19 @@ def open_descriptors() -> set[str]:
         with contextlib.suppress(FileNotFoundError):
             found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
     return {item for item in found if "/proc/" not in item}
+
+
+def error_in_a_child(work: Callable[[], None]) -> int:
+    """The number of the OSError that it raises in a process of its own; 0 if it raises none."""
+    pid = os.fork()
+    if not pid:
+        code = 0
+        try:
+            work()
+        except OSError as error:
+            code = error.errno or 255
+        except BaseException:
+            code = 254
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,17 @@ from quire_engine.kv_connector.store_server import StoreServer
 from quire_engine.messages import EngineCoreOutputs
 from support.fleet import Engine, Fleet
 
-__all__ = ["Hosts", "RemoteEngine", "RemoteFleet", "store_server", "trusting_hosts", "unused_port"]
+__all__ = [
+    "Hosts",
+    "RemoteEngine",
+    "RemoteFleet",
+    "serve",
+    "store_server",
+    "tokens_are_right",
+    "trusting_hosts",
+    "until_all_have_ended",
+    "unused_port",
+]
 
 
 class RemoteEngine(Engine):
@@ -64,7 +75,9 @@ def store_server(folder: Path, port: int = 0) -> Iterator[tuple[StoreServer, dic
     if not keys.exists():
         keys.mkdir()
         trusting_hosts(keys)
-    server = StoreServer(folder / "blocks", 1 << 30, read_keys(keys / "front.json"), "127.0.0.1", port)
+    server = StoreServer(
+        folder / "blocks", 1 << 30, read_keys(keys / "front.json"), "127.0.0.1", port, keys / "front.json"
+    )
     extra = {"address": server.endpoint.removeprefix("tcp://"), "key_file": str(keys / "engine.json")}
     try:
         yield server, {"kv_connector": "RemoteStorageConnector", "kv_connector_extra_config": extra}
@@ -123,3 +136,30 @@ class Hosts:
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
+
+
+def serve(hosts: Hosts, main: Callable[[RemoteFleet], Any], num_replicas: int = 2, **settings: Any) -> RemoteFleet:
+    """A front, as long as `main` runs."""
+    front = RemoteFleet(num_replicas, **hosts.settings(num_replicas, **settings))
+
+    async def ended() -> None:
+        try:
+            await main(front)
+        finally:
+            await hosts.end()
+
+    front.run(ended)
+    return front
+
+
+async def until_all_have_ended(front: RemoteFleet, *request_ids: str) -> None:
+    """Have all engines compute until these requests have all their tokens."""
+    deadline = time.monotonic() + 30
+    while not front.ended >= set(request_ids):
+        assert time.monotonic() < deadline, front.ended
+        await front.step()
+
+
+def tokens_are_right(front: RemoteFleet, *request_ids: str) -> bool:
+    """Whether each has those that it would have got from an engine that nobody disturbs."""
+    return all(front.tokens[request_id] == list(range(40)) for request_id in request_ids)

@@ -7,6 +7,7 @@ below; it knows nothing of where they came from (a file, `LLM(...)`, a command l
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ EXECUTOR_BACKENDS = ("uni", "mp", "ray")
 ROUTING_POLICIES = ("prefix", "least_loaded", "round_robin")
 MAX_REPLICAS = 64
 MAX_PORT = 65535
+CONNECTORS_OF_HOSTS = ("SharedStorageConnector", "RemoteStorageConnector")
+"""Those whose blocks several hosts can have."""
 METRIC_ALIASES = ("vllm", "none")
 TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral", "openai")
 REASONING_PARSERS = ("deepseek_r1", "qwen3", "openai_gptoss")
@@ -258,6 +261,9 @@ class ParallelConfig:
     data_parallel_size_local: int | None = None
     """How many of the replicas are on this host, those with the first ranks; unset: all. Engines of other hosts join as
     the others, by `quire serve --headless`."""
+    data_parallel_max_size: int | None = None
+    """One more than the highest rank that engines of other hosts may have: those from `data_parallel_size` on may come
+    and go while the model is served, and nobody misses them. Unset: there are none of these."""
     data_parallel_address: str | None = None
     """Where the front of replicas on several hosts listens for these engines: an address of its host. Unset: nowhere,
     and there are none."""
@@ -329,25 +335,27 @@ class ParallelConfig:
 
     def _check_hosts(self) -> None:
         size, num_local = self.data_parallel_size, self.data_parallel_size_local
+        if self.data_parallel_max_size is not None:
+            check_int("data_parallel_max_size", self.data_parallel_max_size, size, MAX_REPLICAS)
         if num_local is not None:
-            check_int("data_parallel_size_local", num_local, 1, size)
+            check_int(
+                "data_parallel_size_local", num_local, 1, self.num_ranks if self.data_parallel_start_rank else size
+            )
         kinds = {"data_parallel_address": str, "data_parallel_rpc_port": int, "data_parallel_key_file": str}
         for name, kind in kinds.items():
             value = getattr(self, name)
             if not self.has_remote_replicas:
                 check(value is None, name, value, f"unset where all of data_parallel_size={size} replicas are on this "
-                      "host; data_parallel_size_local says how many are")  # fmt: skip
+                      "host; data_parallel_size_local says how many are, and data_parallel_max_size how many more may "
+                      "come from others")  # fmt: skip
                 continue
-            needs = f"with data_parallel_size_local={num_local} of data_parallel_size={size}: engines of other hosts"
+            needs = f"with {self.num_local_replicas} of {self.num_ranks} replicas on this host: engines of other hosts"
             if kind is int:
                 check(is_int(value, 1) and value <= MAX_PORT, name, value, f"a port from 1 to {MAX_PORT} {needs} join "
                       "there")  # fmt: skip
             else:
                 what = "an address of the front's host" if name == "data_parallel_address" else "the path of a file"
                 check(isinstance(value, str) and value != "", name, value, f"{what} {needs} join by it")
-        if self.has_remote_replicas:
-            check(self.disaggregation is None, "disaggregation", self.disaggregation, "unset with replicas on several "
-                  "hosts (data_parallel_size_local)")  # fmt: skip
 
     def _check_eplb(self) -> None:
         has_ranks = self.enable_expert_parallel and self.tensor_parallel_size > 1
@@ -404,9 +412,45 @@ class ParallelConfig:
         return self.data_parallel_size if self.data_parallel_size_local is None else self.data_parallel_size_local
 
     @property
+    def num_ranks(self) -> int:
+        """Replicas that there may be, but for those that are added to this host while it serves."""
+        return self.data_parallel_max_size or self.data_parallel_size
+
+    @property
     def has_remote_replicas(self) -> bool:
         """Whether engines of other hosts join those of this one."""
-        return self.num_local_replicas < self.data_parallel_size
+        return self.num_local_replicas < self.num_ranks
+
+    @property
+    def remote_ranks(self) -> range:
+        """Those that engines of other hosts may have, as the front knows them."""
+        return range(self.num_local_replicas, self.num_ranks)
+
+    def local_rank(self, number: int) -> int:
+        """The rank of the front's own replica of this number. Those that are added while it serves have ranks behind
+        those of other hosts."""
+        return number if number < self.num_local_replicas else number + len(self.remote_ranks)
+
+    def with_local_replicas(self, num_local: int) -> "ParallelConfig":
+        """The same with another number of replicas on the front's host; those of other hosts are as many as before.
+
+        Raises:
+            ValueError: the other settings do not allow so many.
+        """
+        ids, num_ranks, added = self.gpu_device_ids, num_local * self.world_size, num_local - self.num_local_replicas
+        if ids is not None and len(ids) < num_ranks:
+            raise ValueError(
+                f"gpu_device_ids names {len(ids)} GPUs, and {num_local} replicas have {num_ranks} ranks; leave it "
+                "unset, so that each rank takes the next GPU, or set data_parallel_size and name them all"
+            )
+        most = self.data_parallel_max_size
+        return replace(
+            self,
+            data_parallel_size=self.data_parallel_size + added,
+            data_parallel_size_local=num_local if self.has_remote_replicas else None,
+            data_parallel_max_size=most + added if most is not None and self.has_remote_replicas else None,
+            gpu_device_ids=None if ids is None else ids[:num_ranks],
+        )
 
     @property
     def num_all_ranks(self) -> int:
@@ -416,7 +460,7 @@ class ParallelConfig:
     @property
     def routes_by_prefix(self) -> bool:
         """Whether the frontend wants to know what each replica has cached."""
-        return self.data_parallel_size > 1 and self.data_parallel_routing == "prefix"
+        return self.num_ranks > 1 and self.data_parallel_routing == "prefix"
 
     @property
     def executor_backend(self) -> str:
@@ -524,7 +568,8 @@ class EngineCoreConfig:
 
         if self.parallel.is_lockstep:
             self._check_lockstep()
-        if self.parallel.disaggregation is not None and self.cache.kv_transfer_config is None:
+        is_apart = self.parallel.disaggregation is not None and not self.parallel.has_remote_replicas
+        if is_apart and self.cache.kv_transfer_config is None:
             memory = KVTransferConfig.from_value({"kv_connector": "SharedMemoryConnector"})
             object.__setattr__(self, "cache", replace(self.cache, kv_transfer_config=memory))
         if self.cache.kv_transfer_config is not None:
@@ -532,8 +577,10 @@ class EngineCoreConfig:
         if self.parallel.disaggregation is not None:
             transfer = self.cache.kv_transfer_config
             check(transfer is not None and transfer.saves and transfer.loads, "kv_transfer_config",
-                  None if transfer is None else transfer.kv_role, "with kv_role 'kv_both', or unset: with "
-                  "disaggregation blocks go from prefill to decode replicas by it")  # fmt: skip
+                  None if transfer is None else transfer.kv_role, "with kv_role 'kv_both', or unset where all replicas "
+                  "are on one host: with disaggregation blocks go from prefill to decode replicas by it")  # fmt: skip
+            if transfer is not None and self.parallel.has_remote_replicas:
+                _check_reach(transfer, self.parallel.data_parallel_address or "")
 
     def _check_lockstep(self) -> None:
         several = f"with enable_expert_parallel and data_parallel_size={self.parallel.data_parallel_size}"
@@ -573,41 +620,30 @@ class EngineConfig(EngineCoreConfig):
         """What the engine core and its ranks are told: nothing of the frontend, whose secrets stay in its process."""
         return EngineCoreConfig(model=self.model, cache=self.cache, scheduler=self.scheduler, parallel=self.parallel)
 
-    def for_replica(self, rank: int, num_replicas: int | None = None) -> "EngineConfig":
+    def for_replica(self, rank: int, num_local: int | None = None) -> "EngineConfig":
         """The settings of one replica, which knows its place.
 
         Args:
             rank: which.
-            num_replicas: how many divide the machine; unset: `data_parallel_size`.
+            num_local: how many divide the front's host, where that is to change; this one is among them. Unset: as the
+                settings say.
 
         Raises:
             ValueError: the other settings do not allow so many.
         """
         parallel = self.parallel
-        if num_replicas is not None:
-            if parallel.has_remote_replicas:
-                raise ValueError(
-                    f"some of data_parallel_size={parallel.data_parallel_size} are on other hosts "
-                    f"(data_parallel_size_local={parallel.data_parallel_size_local}); change both in model.json, and "
-                    "load the model again"
-                )
-            if parallel.enable_expert_parallel and num_replicas != parallel.data_parallel_size:
-                raise ValueError(
-                    f"enable_expert_parallel is True with data_parallel_size={parallel.data_parallel_size}, and the "
-                    "experts are divided among the ranks that there are at the start; change data_parallel_size in "
-                    "model.json, and load the model again"
-                )
-            ids, num_ranks = parallel.gpu_device_ids, num_replicas * parallel.world_size
-            if ids is not None and len(ids) < num_ranks:
-                raise ValueError(
-                    f"gpu_device_ids names {len(ids)} GPUs, and {num_replicas} replicas have {num_ranks} ranks; leave "
-                    "it unset, so that each rank takes the next GPU, or set data_parallel_size and name them all"
-                )
-            ids = None if ids is None else ids[:num_ranks]
-            parallel = replace(
-                parallel, data_parallel_size=num_replicas, data_parallel_size_local=None, gpu_device_ids=ids
+        if num_local is None:
+            return replace(self, parallel=replace(parallel, data_parallel_rank=rank))
+        if parallel.enable_expert_parallel and num_local != parallel.num_local_replicas:
+            raise ValueError(
+                f"enable_expert_parallel is True with data_parallel_size={parallel.data_parallel_size}, and the "
+                "experts are divided among the ranks that there are at the start; change data_parallel_size in "
+                "model.json, and load the model again"
             )
-        return replace(self, parallel=replace(parallel, data_parallel_rank=rank))
+        # Its GPUs follow from its number on this host.
+        first = len(parallel.remote_ranks) if rank >= parallel.num_ranks else 0
+        parallel = parallel.with_local_replicas(num_local)
+        return replace(self, parallel=replace(parallel, data_parallel_rank=rank, data_parallel_start_rank=first))
 
     def for_headless(self, start_rank: int, data_parallel_size_local: int = 1, **settings: Any) -> "EngineConfig":
         """The settings of a host whose engines join a front on another one.
@@ -621,11 +657,12 @@ class EngineConfig(EngineCoreConfig):
         Raises:
             ValueError: the front has no such replicas, or a setting has a bad value.
         """
-        size, num_local = self.parallel.data_parallel_size, data_parallel_size_local
-        check(num_local < size, "data_parallel_size_local", num_local,
-              f"less than data_parallel_size={size}: the first replicas are the front's own")  # fmt: skip
-        check(1 <= start_rank <= size - num_local, "data_parallel_start_rank", start_rank, f"from 1 to "
-              f"{size - num_local} for {num_local} of data_parallel_size={size} replicas")  # fmt: skip
+        most, num_local = self.parallel.num_ranks, data_parallel_size_local
+        name = "data_parallel_size" if self.parallel.data_parallel_max_size is None else "data_parallel_max_size"
+        check(num_local < most, "data_parallel_size_local", num_local,
+              f"less than {name}={most}: the first replicas are the front's own")  # fmt: skip
+        check(1 <= start_rank <= most - num_local, "data_parallel_start_rank", start_rank, f"from 1 to "
+              f"{most - num_local} for {num_local} of {name}={most} replicas")  # fmt: skip
         parallel = replace(
             self.parallel,
             data_parallel_start_rank=start_rank,
@@ -706,6 +743,30 @@ def _group_of(name: str) -> str:
     near = get_close_matches(name, setting_names(), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(setting_names()))}"
     raise ValueError(f"unknown setting {name!r}{hint}")
+
+
+def _check_reach(transfer: KVTransferConfig, front: str) -> None:
+    """Prefill and decode replicas of several hosts have to reach the same blocks."""
+    hosts = "with disaggregation over several hosts"
+    tiers = [tier for tier in transfer.tiers if tier.kv_connector in CONNECTORS_OF_HOSTS]
+    check(tiers, "kv_transfer_config: kv_connector", transfer.kv_connector,
+          f"one of {', '.join(CONNECTORS_OF_HOSTS)} {hosts}, or one among several: others keep blocks on one host "
+          "alone")  # fmt: skip
+    for tier in tiers:
+        storage = tier.kv_connector_extra_config
+        check(not storage.shared_storage_path.startswith("/dev/shm"), "kv_transfer_config: shared_storage_path",
+              storage.shared_storage_path, f"a folder that all hosts have mounted {hosts}, and not memory of this one; "
+              "or take a RemoteStorageConnector and quire kv-store")  # fmt: skip
+        is_reached = tier.tier != "remote" or not _is_loopback(storage.host) or _is_loopback(front)
+        check(is_reached, "kv_transfer_config: address", storage.address,
+              f"an address that all of them reach {hosts}: that of quire kv-store --listen")  # fmt: skip
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _check_parsers(tool_call_parser: str | None, reasoning_parser: str | None) -> None:

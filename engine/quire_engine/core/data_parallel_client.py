@@ -14,8 +14,9 @@
    and kills no third.
 4. While no replica is up, requests wait, and the first that is up again takes them all. Where one does not stay up,
    they wait for another; where none does, they end.
-5. Replicas come and go (`scale`). New ones get requests once they are ready. Those that leave are the last ones; the
-   others go on with their requests as after a death, but nobody is to blame.
+5. Replicas come and go: those of this host when somebody says so (`scale`), the last of them first, and those of other
+   hosts by themselves. New ones get requests once they are ready. What those have that leave goes on on the others as
+   after a death, but nobody is to blame. Each has a place in the list, its rank, which stays free while it is away.
 
 A single replica has nothing between it and the frontend until it is scaled. Then one of these is put `around` it.
 
@@ -84,7 +85,7 @@ class DataParallelClient:
         self._make_replica = make_replica
         self._replicas = list(replicas)
         self._outputs: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[int, asyncio.Task[None]] = {}
         self._busy: str | None = None
         """What all are doing that must not be disturbed: falling asleep, or being scaled."""
         self._scaling: asyncio.Task[None] | None = None
@@ -92,12 +93,15 @@ class DataParallelClient:
         self._catch_up = CatchUp()
         self._coming = NewReplicas()
         self._leaving: list[SupervisedClient] = []
+        self._known: list[int] = []
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when others of the replicas are present than before, other than by `scale`."""
         self.ready = EngineCoreReady()
         roles = config.parallel.disaggregation
         self._disaggregation = None if roles is None else Disaggregation(roles)
-        self._router = Router(config.parallel.data_parallel_routing, config.parallel.data_parallel_size, 0)
+        self._router = Router(config.parallel.data_parallel_routing, config.parallel.num_ranks, 0)
         try:
-            for index in range(0 if replicas else config.parallel.data_parallel_size):
+            for index in range(0 if replicas else config.parallel.num_ranks):
                 self._replicas.append(make_replica(config.for_replica(index), *self._listeners(index)))
         except BaseException:
             self.shutdown()
@@ -135,8 +139,17 @@ class DataParallelClient:
 
     @property
     def replicas(self) -> Sequence[SupervisedClient]:
-        """The clients of the engines, by their index."""
+        """The clients of the engines, by their index; not all of them are present."""
         return self._replicas
+
+    @property
+    def _present(self) -> list[int]:
+        return [index for index, replica in enumerate(self._replicas) if replica.is_present]
+
+    @property
+    def _local(self) -> list[int]:
+        """Those of this host."""
+        return [index for index in self._present if not self._replicas[index].is_remote]
 
     @property
     def is_alive(self) -> bool:
@@ -149,7 +162,7 @@ class DataParallelClient:
         return (
             None
             if self.is_alive
-            else "; ".join(f"engine {index}: {replica.outage}" for index, replica in enumerate(self._replicas))
+            else "; ".join(f"engine {index}: {self._replicas[index].outage}" for index in self._present)
         )
 
     def wait_until_ready(self) -> EngineCoreReady:
@@ -165,7 +178,8 @@ class DataParallelClient:
         return self.ready
 
     def _make_ready(self) -> None:
-        ready = [replica.ready for replica in self._replicas]
+        self._known = self._present
+        ready = [self._replicas[index].ready for index in self._known]
         self.ready = msgspec.structs.replace(
             ready[0],
             num_blocks=sum(one.num_blocks for one in ready),
@@ -185,7 +199,7 @@ class DataParallelClient:
 
     def _take_outputs_of(self, index: int, first: "asyncio.Task[EngineCoreOutputs] | None" = None) -> None:
         taking = self._take_outputs(index, self._replicas[index], first)
-        self._tasks.append(asyncio.get_running_loop().create_task(taking, name=f"engine-outputs-{index}"))
+        self._tasks[index] = asyncio.get_running_loop().create_task(taking, name=f"engine-outputs-{index}")
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -197,7 +211,8 @@ class DataParallelClient:
             EngineUnavailableError: no engine is up, and engines do not stay alive.
         """
         if self._disaggregation is not None:
-            request = self._disaggregation.add(request, self.ready)
+            up = [index for index, replica in enumerate(self._replicas) if replica.is_alive]
+            request = self._disaggregation.add(request, self.ready, up)
         index = self._route(request, self._candidates())
         try:
             self._replicas[index].add_request(request)
@@ -250,8 +265,8 @@ class DataParallelClient:
         alive = [index for index, replica in enumerate(self._replicas) if replica.is_alive]
         serving = [index for index in alive if not self._replicas[index].is_isolating]
         moving = [index for index in serving if not self._router.is_stalled(index)]
-        waiting = [index for index, replica in enumerate(self._replicas) if not replica.has_given_up]
-        return moving or serving or alive or waiting or list(range(len(self._replicas)))
+        waiting = [index for index in self._present if not self._replicas[index].has_given_up]
+        return moving or serving or alive or waiting or self._present
 
     # -- engines that die, and come back -------------------------------------------------------------------------------
 
@@ -260,10 +275,16 @@ class DataParallelClient:
         anything."""
         self._router.replica_died(index)
         self._catch_up.end()  # what others have not caught up with yet may be among what this one had
-        return self._hand_over(index, is_gone=True)
+        if self._replicas[index].is_present:
+            return self._hand_over(index, is_gone=True)
+        num_moved = self._move(self._replicas[index].give_up_all())  # its host has taken it away
+        self._note_change()
+        self._count_moved(num_moved)
+        return None
 
     def _on_up(self, index: int, stats: IterationStats, replayed_ids: Sequence[str]) -> None:
-        """A replica is up again: it takes what waits for others."""
+        """A replica is up again, or for the first time: it takes what waits for others."""
+        self._note_change()
         stats.engine_index = index
         self._on_recovery(stats, replayed_ids)
         self._take_what_waits(index)
@@ -307,10 +328,16 @@ class DataParallelClient:
         engines = [replica for replica in self._replicas if replica.is_alive and not replica.host]
         return self._catch_up.begin((entry.request.request_id for entry in entries), engines)
 
+    def _note_change(self) -> None:
+        """Perhaps others are present now."""
+        if self._known != self._present:
+            self._make_ready()
+            self.on_change()
+
     # -- replicas that come, and leave ---------------------------------------------------------------------------------
 
     async def scale(self, num_replicas: int) -> None:
-        """Have so many replicas. Those that there are keep what they have, and go on meanwhile.
+        """Have so many replicas on this host. Those that there are keep what they have, and go on meanwhile.
 
         It goes on to the end even if nobody waits for it any more. Where it raises, nothing has changed.
 
@@ -319,7 +346,7 @@ class DataParallelClient:
         """
         if self._busy is not None:
             raise ScalingError(f"{self._busy}; try again when that is done")
-        present = len(self._replicas)
+        present = len(self._local)
         if num_replicas == present:
             return
         if any(replica.is_asleep for replica in self._replicas):
@@ -333,12 +360,13 @@ class DataParallelClient:
     def _on_scaled(self, scaling: "asyncio.Task[None]") -> None:
         self._busy = None
         if not scaling.cancelled() and (error := scaling.exception()) is not None:
-            logger.error("the replicas stay %d: %s", len(self._replicas), error)
+            logger.error("the replicas stay %d: %s", len(self._local), error)
 
     async def _add_replicas(self, num_replicas: int) -> None:
-        first, num_blocks = len(self._replicas), min(replica.ready.num_blocks for replica in self._replicas)
-        require_room(self._replicas, num_replicas - first)
-        indices = range(first, num_replicas)
+        local = [self._replicas[index] for index in self._local]
+        num_blocks = min(replica.ready.num_blocks for replica in local)
+        require_room(local, num_replicas - len(local))
+        indices = [self._config.parallel.local_rank(number) for number in range(len(local), num_replicas)]
         try:
             makers = [
                 partial(
@@ -357,14 +385,20 @@ class DataParallelClient:
             if isinstance(error, ScalingError):
                 raise
             raise ScalingError(f"there cannot be {num_replicas} replicas: {error}") from error
-        self._replicas += new
+        replicas = list(self._replicas)
+        for index, replica in zip(indices, new, strict=True):
+            if index < len(replicas):
+                replicas[index] = replica
+            else:
+                replicas.append(replica)
+                self._router.add_replica()
+        self._replicas = replicas
         self._coming.are_taken()  # not before: a `shutdown` in another thread has to find them
         for index in indices:
-            self._router.add_replica()
             self._take_outputs_of(index)
         self._share_anew()
         if self._config.for_replica(0, num_replicas).parallel.routes_by_prefix:
-            self._asking = asyncio.get_running_loop().create_task(self._ask_for_prefixes(self._replicas[:first]))
+            self._asking = asyncio.get_running_loop().create_task(self._ask_for_prefixes(local))
         for index in indices:
             self._take_what_waits(index)
 
@@ -374,43 +408,57 @@ class DataParallelClient:
         await asyncio.gather(*calls, return_exceptions=True)  # the next engine does it unasked
 
     async def _remove_replicas(self, num_replicas: int) -> None:
-        leaving, staying = self._replicas[num_replicas:], self._replicas[:num_replicas]
+        indices = self._local[num_replicas:]
+        leaving = [self._replicas[index] for index in indices]
+        staying = [self._replicas[index] for index in self._present if index not in indices]
         if any(replica.is_isolating for replica in leaving):
             raise ScalingError(
                 "a request that may have killed engines runs alone on a replica that is to leave; try again in seconds"
             )
         if any(replica.num_live for replica in leaving) and not any(replica.is_alive for replica in staying):
             raise ScalingError("none of the replicas that are to stay is up, and requests run; try again when one is")
-        self._leaving = leaving  # before: a `shutdown` in another thread has to find them
-        self._replicas = staying
-        for task in self._tasks[num_replicas:]:
-            task.cancel()
-        del self._tasks[num_replicas:]
-        num_moved = Counter[int]()
+        self._leaving = leaving
+        for index in indices:
+            self._tasks.pop(index).cancel()
+        # Nothing is routed to any of them from here on.
+        retired = [(index, self._replicas[index].retire()) for index in indices]
         given_up: list[JournalEntry] = []
-        for index, replica in enumerate(leaving, num_replicas):
-            entries, ended = replica.retire()
-            given_up += entries
+        for index, (entries, ended) in retired:
             if ended:
                 self._outputs.put_nowait(EngineCoreOutputs(ended, engine_index=index))
+            given_up += entries
         self._begin_to_catch_up(given_up)
-        for entry in given_up:
+        num_moved = self._move(given_up)
+        num_left = 1 + max(index for index, replica in enumerate(self._replicas) if not replica.is_retired)
+        for index in indices:
+            if index < num_left:
+                self._router.replica_left(index)
+        self._router.remove_replicas(num_left)
+        self._replicas = self._replicas[:num_left]
+        self._share_anew()
+        self._count_moved(num_moved)
+        logger.info("%d requests go on on the %d replicas that stay", num_moved.total(), len(staying))
+        await asyncio.gather(*(replica.end() for replica in leaving))
+        self._leaving = []
+
+    def _move(self, entries: Sequence[JournalEntry]) -> Counter[int]:
+        """Have others go on with what a replica has given up that leaves. Returns how much each of them has got."""
+        num_moved = Counter[int]()
+        for entry in entries:
             taker = self._route(entry.request, self._candidates(), entry.output_token_ids)
             self._replicas[taker].take_over(entry)
             num_moved[taker] += 1
-        self._router.remove_replicas(num_replicas)
-        self._share_anew()
-        for index in range(num_replicas):
+        return num_moved
+
+    def _count_moved(self, num_moved: Counter[int]) -> None:
+        for index in self._known:
             self._on_recovery(IterationStats(engine_index=index, num_requests_moved=num_moved[index]), ())
-        logger.info("%d requests go on on the %d replicas that stay", num_moved.total(), num_replicas)
-        await asyncio.gather(*(replica.end() for replica in leaving))
-        self._leaving = []
 
     def _share_anew(self) -> None:
         """The replicas are others: an engine that is started again has its share of what there is for each of them."""
         self._make_ready()
-        for index, replica in enumerate(self._replicas):
-            replica.restart_with(self._config.for_replica(index, len(self._replicas)))
+        for index in self._local:
+            self._replicas[index].restart_with(self._config.for_replica(index, len(self._local)))
 
     # -- calls and outputs ---------------------------------------------------------------------------------------------
 
@@ -423,7 +471,7 @@ class DataParallelClient:
             EngineError: one could not do what it was told to.
             EngineUnavailableError: one does not stay alive.
         """
-        replicas = self._replicas
+        replicas = [replica for replica in self._replicas if not replica.is_retired]
         if isinstance(call, ResetPrefixCache):
             replicas = [replica for replica in self._replicas if replica.is_alive] or replicas
         num_live = sum(replica.num_live for replica in replicas)
@@ -456,7 +504,7 @@ class DataParallelClient:
         try:
             outputs = await self._outputs.get()
         except asyncio.CancelledError:  # nobody listens any more
-            for task in self._tasks:
+            for task in self._tasks.values():
                 task.cancel()
             raise
         if isinstance(outputs, Exception):

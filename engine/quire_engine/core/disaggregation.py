@@ -15,7 +15,8 @@ The second replica gets the request when the first has sent the token, and often
 then it waits a little for them (`KVLoad.is_coming`).
 
 Requests of which no block is to be handed over go to a decode replica at once. Where no replica of a kind can take a
-request, one of the other kind does: all of them are whole engines.
+request, one of the other kind does: all of them are whole engines. On several hosts it is the same: a rank says which
+role an engine has, wherever it joins from, and ranks beyond those that the setting counts go on from prompts.
 """
 
 import time
@@ -56,16 +57,18 @@ class Disaggregation:
         self._clock = clock
         self._prefills: dict[str, _Prefill] = {}
 
-    def add(self, request: EngineCoreRequest, ready: EngineCoreReady) -> EngineCoreRequest:
+    def add(self, request: EngineCoreRequest, ready: EngineCoreReady, up: Sequence[int]) -> EngineCoreRequest:
         """A new request, as its first replica is to get it.
 
         Args:
             request: as the frontend made it.
             ready: of the engines.
+            up: the replicas that are up; where all of them have the same role, there is nobody to hand it over to.
         """
         num_prompt_tokens = len(request.prompt_token_ids)
         max_tokens = max_output_tokens(num_prompt_tokens, request.sampling_params, ready.max_model_len)
-        if num_prompt_tokens < ready.block_size or max_tokens <= 1:
+        num_prefill = sum(index < self._num_prefill for index in up)
+        if num_prompt_tokens < ready.block_size or max_tokens <= 1 or num_prefill in (0, len(up)):
             return request
         self._prefills[request.request_id] = _Prefill(request, self._clock(), max_tokens)
         return msgspec.structs.replace(request, max_new_tokens=1)

@@ -114,6 +114,7 @@ class EngineCore:
         if config.scheduler.speculative_config is not None:
             proposer = make_proposer(config.scheduler.speculative_config)
             self.scheduler.draft_with(proposer, checkpoint.vocab_size, config.scheduler.max_draft_tokens)
+        self._kv_namespace = ""
         if config.cache.kv_transfer_config is not None:
             self._connect(config, max_model_len)
         self._in_flight: deque[SchedulerOutput] = deque()
@@ -143,6 +144,7 @@ class EngineCore:
                 num_blocks, block_size, config.scheduler.max_num_batched_tokens, max_model_len
             ),
             cpu_cache_bytes=0 if config.parallel.executor_backend == "ray" else cpu_cache_bytes,
+            kv_namespace=self._kv_namespace,
         )
         self.structured_output = structured_output or StructuredOutputManager(
             CompilerArguments.for_model(config.model.tokenizer_path, checkpoint.vocab_size, checkpoint.eos_token_ids)
@@ -157,7 +159,9 @@ class EngineCore:
         assert board is not None
         try:
             rpc = self.executor.collective_rpc
-            self.scheduler.connect(connect(config, max_model_len, self.scheduler.kv_cache, board, rpc))
+            connector = connect(config, max_model_len, self.scheduler.kv_cache, board, rpc)
+            self.scheduler.connect(connector)
+            self._kv_namespace = connector.namespace
         except BaseException:
             self.executor.shutdown()
             raise

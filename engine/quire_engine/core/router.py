@@ -99,6 +99,12 @@ class Router:
             self.remove(request_id)
         del self._loads[num_left:]
 
+    def replica_left(self, replica: int) -> None:
+        """Its place stays, and nobody is in it. What it had is somewhere else, or has ended."""
+        for request_id in [one for one, route in self._routes.items() if route.replica == replica]:
+            self.remove(request_id)
+        self._loads[replica] = _Load(self._clock())
+
     def replica_of(self, request_id: str) -> int | None:
         """Where a live request is."""
         route = self._routes.get(request_id)

@@ -82,6 +82,8 @@ class SupervisedClient:
 
     _what_follows = "it is being started again"
     _is_up = "the engine is up again"
+    is_remote = False
+    """Whether its engines are another host's."""
 
     def __init__(
         self,
@@ -107,6 +109,7 @@ class SupervisedClient:
         """Ends of requests that no engine will report."""
         self._has_outputs = asyncio.Event()
         self.num_restarts = 0
+        self._is_retired = False
         self._sleep_level = 0
         self._falling_asleep: asyncio.Task[None] | None = None
         self._closing = threading.Event()
@@ -143,6 +146,16 @@ class SupervisedClient:
     def is_alive(self) -> bool:
         """Whether an engine core takes requests, and none is being started."""
         return self._restart is None and self._client.is_alive
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether it was removed: nothing is asked of it any more."""
+        return self._is_retired
+
+    @property
+    def is_present(self) -> bool:
+        """Whether it counts: its engine is there, or is missed."""
+        return not self._is_retired
 
     @property
     def is_isolating(self) -> bool:
@@ -266,6 +279,10 @@ class SupervisedClient:
         `take_over`."""
         return self._journal.give_up()
 
+    def give_up_all(self) -> list[JournalEntry]:
+        """Forget all requests, of which none may run alone: the engine leaves, and others `take_over`."""
+        return self._journal.give_up_all()
+
     def take_over(self, entry: JournalEntry) -> None:
         """Go on with a request that another one gave up. Never blocks."""
         self._journal.take_over(entry)
@@ -353,6 +370,7 @@ class SupervisedClient:
             What is known of the requests, for others to `take_over`; and ends of requests that were not taken yet.
         """
         self._closing.set()
+        self._is_retired = True
         if self._restart is not None:
             self._restart.cancel()
         self._client.abandon(REMOVED)

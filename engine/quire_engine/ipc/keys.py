@@ -8,6 +8,7 @@ Keys are those of CurveZMQ (Curve25519), 64 hexadecimal digits each.
 """
 
 import json
+import logging
 import os
 import re
 import stat
@@ -18,7 +19,9 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-__all__ = ["HostKeys", "add_peers", "make_keys", "read_keys"]
+__all__ = ["HostKeys", "TrustedPeers", "add_peers", "make_keys", "read_keys"]
+
+logger = logging.getLogger(__name__)
 
 KEY_BYTES = 32
 MAX_FILE_BYTES = 1 << 20
@@ -104,6 +107,43 @@ def read_keys(path: Path, setting: str = "data_parallel_key_file") -> HostKeys:
         raise ValueError(f"{name}: its public_key does not belong to its secret_key; make it with: quire key {path}")
     peers = tuple(_key(peer, f"one of the peers in {path}") for peer in fields["peers"])
     return HostKeys(public_key=public_key, secret_key=secret_key, peers=peers)
+
+
+class TrustedPeers:
+    """Whom a file of keys trusts at present: hosts may be added to it, or taken out, while somebody serves by it.
+
+    Args:
+        path: of the file.
+        keys: what was read from it.
+        setting: that names it, for messages.
+    """
+
+    def __init__(self, path: Path, keys: HostKeys, setting: str = "data_parallel_key_file") -> None:
+        self._path, self._setting = path, setting
+        self._keys = keys
+        self._seen = self._look()
+
+    @property
+    def now(self) -> tuple[bytes, ...]:
+        """Their public keys; a file that cannot be read any more trusts those whom it trusted before."""
+        seen = self._look()
+        if seen != self._seen:
+            self._seen = seen
+            try:
+                keys = read_keys(self._path, self._setting)
+                if keys.public_key != self._keys.public_key:
+                    raise ValueError(f"{self._setting} {self._path} has another public key than when it was read first")
+                self._keys = keys
+            except ValueError as error:
+                logger.warning("whom this host trusts stays as it was: %s", error)
+        return self._keys.peers
+
+    def _look(self) -> tuple[int, int, int] | None:
+        try:
+            status = self._path.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _key(value: object, what: str) -> bytes:

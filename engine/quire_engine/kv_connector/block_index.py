@@ -1,7 +1,8 @@
 """BlockIndex: which blocks are stored, as far as the engine core knows, without a look at the disk on a step's way.
 
-It knows what was there at the start, what this engine has saved since, and after a while what others have. It may be
-wrong: a file may have gone. Then the load says so, and the block is not looked for again until it is saved again.
+It knows what was there at the start, what this engine has saved since, and after a while what others have. A store that
+does not list its blocks at once holds up no start: they are known once it has. The index may be wrong: a file may have
+gone. Then the load says so, and the block is not looked for again until it is saved again.
 """
 
 import logging
@@ -17,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0
 """So often at most, and only while requests come, a thread looks for what others have saved."""
+FIRST_LOOK_SECONDS = 1.0
+"""How long an engine's start waits for the first list, so that its first requests find what is there."""
 MAX_BAD = 100_000
 """Hashes that are remembered because their blocks could not be loaded."""
 
@@ -27,9 +30,12 @@ class BlockIndex:
     Args:
         store: where they are.
         clock: seconds, monotonic.
+        description: what the store is to write down first; unset: nothing.
     """
 
-    def __init__(self, store: BlockStore, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, store: BlockStore, clock: Callable[[], float] = time.monotonic, description: str | None = None
+    ) -> None:
         self._store = store
         self._clock = clock
         self._folders: dict[str, int] = {}
@@ -39,8 +45,10 @@ class BlockIndex:
         self._saved_before: set[bytes] = set()
         self._bad: set[bytes] = set()
         self._looked_at = clock()
-        self._looking: threading.Thread | None = None
-        self._look_safely()
+        self._description = description
+        self._is_closed = False
+        self._looking = self._start_looking()
+        self._looking.join(FIRST_LOOK_SECONDS)
 
     def num_stored(self, block_hashes: Sequence[bytes]) -> int:
         """How many of these are there, up to the first that is not."""
@@ -71,21 +79,30 @@ class BlockIndex:
 
     def close(self) -> None:
         """Nobody looks any more."""
+        self._is_closed = True
         self._store.close()
 
     def _look_again(self) -> None:
         now = self._clock()
-        if now - self._looked_at < LOOK_SECONDS or (self._looking is not None and self._looking.is_alive()):
+        if now - self._looked_at < LOOK_SECONDS or self._looking.is_alive():
             return
         self._looked_at = now
-        self._looking = threading.Thread(target=self._look_safely, name="quire-kv-index", daemon=True)
-        self._looking.start()
+        self._looking = self._start_looking()
+
+    def _start_looking(self) -> threading.Thread:
+        looking = threading.Thread(target=self._look_safely, name="quire-kv-index", daemon=True)
+        looking.start()
+        return looking
 
     def _look_safely(self) -> None:
         try:
+            if self._description is not None:
+                self._store.describe(self._description)
+                self._description = None
             self._look()
         except OSError as error:
-            logger.warning("stored KV blocks cannot be listed: %s", error)
+            if not self._is_closed:
+                logger.warning("stored KV blocks cannot be listed: %s", error)
             self._folders, self._by_folder, self._bad = {}, {}, set()  # the next time it can be is a new beginning
 
     def _look(self) -> None:

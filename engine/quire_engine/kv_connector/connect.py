@@ -54,16 +54,20 @@ def connect(
     opened = [(tier, _open(tier, config, namespace)) for tier in transfer.tiers]
     text = json.dumps(description, indent=2) + "\n"
     for tier, store in opened:
-        _describe(tier, store, text)
+        if tier.tier != "remote":  # one on another host may be away: its index tells it
+            with _naming(tier):
+                store.describe(text)
     block_bytes = call_ranks(ConnectKV(namespace))
     for tier, store in opened:
         with _naming(tier):
             store.prepare(max(block_bytes))
-    indexes = [_index_of(tier, store) for tier, store in opened]
+    indexes = [_index_of(tier, store, text) for tier, store in opened]
     index = indexes[0] if len(indexes) == 1 else TieredIndex(indexes)
     places = ", then ".join(store.place for _, store in opened)
     logger.info("KV blocks are kept in %s; %d bytes each", places, sum(block_bytes))
-    return ConnectorScheduler(transfer, kv_cache, index, board, block_bytes)
+    scheduler = ConnectorScheduler(transfer, kv_cache, index, board, block_bytes)
+    scheduler.namespace = json.dumps(description, sort_keys=True)
+    return scheduler
 
 
 @contextlib.contextmanager
@@ -80,21 +84,10 @@ def _open(tier: TierConfig, config: EngineCoreConfig, namespace: bytes) -> Block
         return open_store(tier, config.cache.kv_memory, namespace, 0)
 
 
-def _describe(tier: TierConfig, store: BlockStore, text: str) -> None:
-    """A store on another host may be away; others have to be there."""
-    try:
-        with _naming(tier):
-            store.describe(text)
-    except ValueError as error:
-        if tier.tier != "remote":
-            raise
-        logger.warning("no KV blocks are kept or loaded for the present: %s", error)
-
-
-def _index_of(tier: TierConfig, store: BlockStore) -> StoredBlocks:
+def _index_of(tier: TierConfig, store: BlockStore, description: str) -> StoredBlocks:
     if tier.tier == "memory":
         from quire_engine.kv_connector.memory_store import MemoryIndex, MemoryStore
 
         assert isinstance(store, MemoryStore)
         return MemoryIndex(store)
-    return BlockIndex(store)
+    return BlockIndex(store, description=description if tier.tier == "remote" else None)

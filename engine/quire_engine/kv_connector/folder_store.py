@@ -23,6 +23,7 @@ computes the block.
 """
 
 import contextlib
+import errno
 import fcntl
 import io
 import logging
@@ -36,7 +37,7 @@ from typing import NamedTuple
 
 from quire_engine.kv_connector.block_file import HEADER_BYTES, MOST_TOGETHER, BlockFileError, check_block, encode_header
 
-__all__ = ["FolderStore"]
+__all__ = ["FolderStore", "require_writable"]
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,10 @@ class FolderStore:
         self._max_bytes = max_bytes
         self.path = folder / namespace.hex() / str(rank)
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        require_writable(self.path)
+        for entry in os.scandir(self.path):  # of another user, from an earlier time
+            if entry.is_dir() and not os.access(entry.path, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), entry.path)
         with self._lock() as usage:
             self._count(usage, 0)
 
@@ -294,6 +299,17 @@ class FolderStore:
                     with contextlib.suppress(FileNotFoundError):
                         status = os.stat(os.path.join(path, name), follow_symlinks=False)
                         yield status.st_mtime, status.st_size, os.path.join(path, name)
+
+
+def require_writable(folder: Path) -> None:
+    """Make sure that files can be made in a folder, now and not when the first block is to be kept.
+
+    Raises:
+        OSError: they cannot.
+    """
+    part = folder / f".probe.{os.urandom(4).hex()}{PART_SUFFIX}"
+    os.close(os.open(part, _NEW, 0o600))
+    part.unlink()
 
 
 def _read(descriptor: int, payload: memoryview) -> bytes:

@@ -23,9 +23,9 @@ import msgspec
 import zmq
 
 from quire_engine.ipc.curve import Asked, bind, listen_for_questions, serve_securely
-from quire_engine.ipc.keys import HostKeys
+from quire_engine.ipc.keys import HostKeys, TrustedPeers
 from quire_engine.kv_connector.block_file import MOST_TOGETHER, BlockFileError
-from quire_engine.kv_connector.folder_store import FolderStore
+from quire_engine.kv_connector.folder_store import FolderStore, require_writable
 from quire_engine.kv_connector.remote_store import Operation
 
 __all__ = ["StoreServer"]
@@ -65,17 +65,22 @@ class StoreServer:
         keys: of this host, which trust those that may come.
         host: where to listen.
         port: likewise; 0: any.
+        key_file: from where the keys are, and where more peers may be added; unset: there never will be others.
 
     Raises:
         ValueError: it cannot listen there.
-        OSError: the folder cannot be made.
+        OSError: the folder cannot be made, or cannot be written.
     """
 
-    def __init__(self, folder: Path, max_bytes: int, keys: HostKeys, host: str, port: int) -> None:
+    def __init__(
+        self, folder: Path, max_bytes: int, keys: HostKeys, host: str, port: int, key_file: Path | None = None
+    ) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        require_writable(folder)
         self._folder = folder
         self._max_bytes = max_bytes
         self._keys = keys
+        self._peers = None if key_file is None else TrustedPeers(key_file, keys, "--key-file")
         self._stores: dict[tuple[bytes, int], FolderStore] = {}
         self._context = zmq.Context()
         self._context.set(zmq.BLOCKY, 0)
@@ -124,7 +129,8 @@ class StoreServer:
     def _let_in(self, asked: "zmq.Socket[Any]") -> None:
         strangers: set[bytes] = set()
         while True:
-            question = Asked(asked.recv_multipart(), self._keys.peers)
+            frames = asked.recv_multipart()
+            question = Asked(frames, self._keys.peers if self._peers is None else self._peers.now)
             if not question.is_known and question.key not in strangers and len(strangers) < 100:
                 strangers.add(question.key)
                 logger.warning(

@@ -144,6 +144,7 @@ class FakeEngine:
     outage: str | None = None
     chat_template: str | None = "[TOOL_CALLS]"
     num_replicas: int = 1
+    num_remote_replicas: int | None = None
     events: list[str] = field(default_factory=list)
     sinks: dict[str, Callable[[RequestOutput], None]] = field(default_factory=dict)
     on_add: Callable[["FakeEngine", str], None] | None = None
@@ -216,6 +217,10 @@ class FakeEngine:
             self.changed.notify_all()
         if request_id in self.sinks:
             self.emit(request_id, finish_reason="abort")
+
+    @property
+    def replica_indices(self) -> list[int]:
+        return list(range(self.num_replicas))
 
     async def scale(self, num_replicas: int) -> None:
         self.num_replicas = num_replicas

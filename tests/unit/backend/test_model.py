@@ -26,6 +26,7 @@ from quire_backend.model_config import (
 from quire_backend.settings import load_engine_config
 from quire_backend.status_page import StubState, ask_to_end, read_status_pages
 from quire_engine.errors import CheckpointError, ScalingError
+from quire_engine.stats import IterationStats
 from quire_monitoring import METRICS, MetricKind, TritonStatLogger, triton
 from support.serving import wait_until
 
@@ -418,6 +419,72 @@ def test_an_engine_has_metrics_while_it_is_there(
     assert shown() == "0"
     command(2)
     assert (meanwhile, shown()) == (["0", "012", "012", "0"], "01")
+    model.finalize()
+    assert not shown()
+
+
+def test_engines_of_other_hosts_have_metrics_while_they_are_there(
+    engine: Any, arguments: Any, request_of: Any, monkeypatch: Any
+) -> None:
+    """Each has its rank as its number, whoever came before it; what it does from its first step on is counted."""
+    values: dict[str, float] = {}
+    series: weakref.WeakSet[Any] = weakref.WeakSet()
+    present, watching, loggers = [0], [], []
+
+    class Metric:
+        def __init__(self, definition, labels):
+            self.definition, self.engine = definition, labels["engine"]
+            series.add(self)
+
+        def increment(self, value):
+            if self.definition.name == "quire_generation_tokens_total":
+                values[self.engine] = values.get(self.engine, 0) + value
+
+        set = observe = lambda self, value: None
+
+    def shown():
+        return "".join(sorted({metric.engine for metric in series}))
+
+    def make_engine(config, stat_loggers):
+        loggers.extend(stat_loggers)
+        return engine
+
+    def change(*indices, computes=None):
+        present[:] = indices
+        watching[0]()
+        if computes is not None:
+            loggers[0].record(None, IterationStats(engine_index=computes, num_generation_tokens=7))
+
+    hosts = {"data_parallel_max_size": 4, "data_parallel_address": "10.0.0.1", "data_parallel_rpc_port": 29550,
+             "data_parallel_key_file": "keys"}  # fmt: skip
+    path = f"{arguments['model_repository']}/1/model.json"
+    with open(path, "w") as file:
+        json.dump({"model": "weights", **hosts}, file)
+    engine.num_remote_replicas = 2
+    monkeypatch.setattr(type(engine), "replica_indices", property(lambda self: list(present)))
+    engine.watch_replicas = lambda on_change: (watching.append(on_change), on_change())
+    monkeypatch.setenv("QUIRE_INTROSPECTION_TOKEN", "a token of the test")
+    monkeypatch.setattr(
+        triton_api,
+        "metric_family",
+        lambda definition: SimpleNamespace(Metric=lambda labels, buckets=None: Metric(definition, labels)),
+    )
+    monkeypatch.setattr(model_module, "make_engine", make_engine)
+    model = TritonPythonModel()
+    model.initialize(arguments)
+    wait_until(lambda: shown() == "0", "it is alone")
+    change(0, 3, computes=3)
+    wait_until(lambda: shown() == "03", "one has come")
+    change(0, 1, 3)
+    wait_until(lambda: shown() == "013", "another one has")
+    change(0, 1)
+    wait_until(lambda: shown() == "01", "the first has gone")
+    assert values["3"] == 7
+    change(0, 3, computes=3)
+    wait_until(lambda: shown() == "03", "and has come again")
+    request = request_of({"introspect": "scale", "replicas": 1, "introspection_token": "a token of the test"})
+    model.execute([request])
+    assert json.loads(request.sender.wait()[-1].text) == {"replicas": 1, "before": 1, "of_other_hosts": 2}
     model.finalize()
     assert not shown()
 

@@ -22,6 +22,22 @@ def test_it_says_what_has_become_of_the_replicas(
     ]
 
 
+def test_it_says_that_those_of_other_hosts_are_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUIRE_INTROSPECTION_TOKEN", TOKEN)
+    with fake_triton() as fake:
+        said = []
+        for number, fake.state.num_remote_replicas in (("2", 0), ("2", 1), ("3", 2)):
+            assert run(["scale", MODEL, number, "--url", fake.url]) == 0
+            said.append(capsys.readouterr().out)
+    assert said == [
+        "quire: tinypy has 2 replicas on its own host, and had 1; none of other hosts is up\n",
+        "quire: tinypy has 2 replicas on its own host already; 1 of other hosts is up\n",
+        "quire: tinypy has 3 replicas on its own host, and had 2; 2 of other hosts are up\n",
+    ]
+
+
 def test_what_fails_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("QUIRE_INTROSPECTION_TOKEN", raising=False)
     with fake_triton() as fake:

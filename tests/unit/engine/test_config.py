@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from quire_engine import LLM
 from quire_engine.config import DisaggregationConfig, EngineConfig, KVTransferConfig, ModelConfig, SchedulerConfig
 from quire_engine.config.engine_config import setting_names
 
@@ -216,13 +217,71 @@ def test_a_host_without_a_front_knows_its_ranks_and_its_share(tmp_path: Path) ->
     for rank, size in ((0, 1), (3, 2), (4, 1)):
         with pytest.raises(ValueError, match=f"data_parallel_start_rank is {rank}; it must be from 1 to {4 - size}"):
             front.for_headless(rank, data_parallel_size_local=size)
-    with pytest.raises(ValueError, match="some of data_parallel_size=4 are on other hosts"):
-        front.for_replica(0, 3)
     with pytest.raises(ValueError, match="data_parallel_size_local is 1; it must be less than data_parallel_size=1"):
         EngineConfig.from_settings({"model": "/m"}).for_headless(1, data_parallel_size_local=1)
 
 
+def test_replicas_that_are_added_to_the_front_have_ranks_behind_those_of_other_hosts() -> None:
+    front = EngineConfig.from_settings({"model": "/m", **HOSTS, "data_parallel_size_local": 2})
+    assert [front.parallel.local_rank(number) for number in range(4)] == [0, 1, 4, 5]
+    fourth = front.for_replica(5, 4).parallel
+    assert (fourth.data_parallel_rank, fourth.data_parallel_rank - fourth.data_parallel_start_rank) == (5, 3)
+    assert fourth.num_all_ranks == 4, "it has a share of four in this host"
+    assert front.for_replica(0, 1).parallel.num_all_ranks == 1
+    with pytest.raises(ValueError, match="data_parallel_size is 67; it must be an integer from 1 to 64"):
+        front.for_replica(0, 65)
+
+
+def test_other_hosts_may_have_ranks_that_nobody_misses(tmp_path: Path) -> None:
+    settings = {**HOSTS, "data_parallel_size": 1, "data_parallel_size_local": None}
+    config = EngineConfig.from_settings({"model": "/m", **settings, "data_parallel_max_size": 4})
+    assert (config.parallel.remote_ranks, config.parallel.num_all_ranks) == (range(1, 4), 1)
+    assert config.parallel.routes_by_prefix, "an engine that is alone at first tells what it has cached, too"
+    host = config.for_headless(2, data_parallel_size_local=2)
+    assert host.for_replica(3).parallel.num_all_ranks == 2
+    with pytest.raises(ValueError, match=r"it must be from 1 to 2 for 2 of data_parallel_max_size=4 replicas"):
+        config.for_headless(3, data_parallel_size_local=2)
+    with pytest.raises(ValueError, match="data_parallel_max_size is 1; it must be an integer from 2 to 64"):
+        EngineConfig.from_settings({"model": "/m", "data_parallel_size": 2, "data_parallel_max_size": 1})
+    with pytest.raises(ValueError, match=r"data_parallel_address is None; .* 1 of 4 replicas on this host"):
+        EngineConfig.from_settings({"model": "/m", "data_parallel_max_size": 4})
+    with pytest.raises(ValueError, match="data_parallel_max_size is 2; LLM runs one engine in its own process"):
+        LLM("/m", **{**settings, "data_parallel_max_size": 2})
+
+
 TRANSFER = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": "/kv"}}
+
+
+def remote_store(address: str) -> dict[str, Any]:
+    return {
+        "kv_connector": "RemoteStorageConnector",
+        "kv_connector_extra_config": {"address": address, "key_file": "k"},
+    }
+
+
+ROLES_ON_HOSTS = {
+    **HOSTS, "model": "/m", "data_parallel_size": 1, "disaggregation": {"prefill": 1, "decode": 2},
+    "kv_transfer_config": remote_store("10.0.0.5:29600"),
+}  # fmt: skip
+
+
+def test_roles_may_be_on_several_hosts_that_reach_the_same_blocks() -> None:
+    config = EngineConfig.from_settings(ROLES_ON_HOSTS)
+    assert (config.parallel.data_parallel_size, config.parallel.remote_ranks) == (3, range(1, 3))
+    assert config.for_headless(1, 2).parallel.disaggregation == DisaggregationConfig(prefill=1, decode=2)
+    with pytest.raises(ValueError, match="data_parallel_size is 4; it must be unset or 3 with disaggregation"):
+        config.for_replica(3, 2)
+    for own in (TRANSFER, remote_store("store:29600")):
+        EngineConfig.from_settings({**ROLES_ON_HOSTS, "kv_transfer_config": own})
+    for address in ("127.0.0.1", "[::1]", "localhost"):
+        here = {"data_parallel_address": "127.0.0.1", "kv_transfer_config": remote_store(f"{address}:29600")}
+        EngineConfig.from_settings({**ROLES_ON_HOSTS, **here})
+        with pytest.raises(ValueError, match=r"address is .*:29600'; it must be an address that all of them reach .*"
+                           "--listen"):  # fmt: skip
+            EngineConfig.from_settings({**ROLES_ON_HOSTS, "kv_transfer_config": here["kv_transfer_config"]})
+    memory = {**TRANSFER, "kv_connector_extra_config": {"shared_storage_path": "/dev/shm/kv"}}
+    with pytest.raises(ValueError, match=r"a folder that all hosts have mounted .* quire kv-store"):
+        EngineConfig.from_settings({**ROLES_ON_HOSTS, "kv_transfer_config": memory})
 
 
 def test_roles_of_replicas_are_counted() -> None:

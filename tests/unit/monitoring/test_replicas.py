@@ -60,12 +60,12 @@ def test_one_that_comes_is_counted_from_its_first_step_and_one_that_leaves_is_ne
     values: dict[Any, float] = {}
     loggers = ReplicaStatLoggers([logger_of(0, values)])
     loggers.start(lambda index: True, lambda index: [True], lambda index: {})
-    loggers.add(logger_of(1, values))
+    loggers.add(1, logger_of(1, values))
     loggers.record(None, IterationStats(engine_index=1, num_generation_tokens=7))
     assert not any(key[1] == "1" for key in values), "it is not up yet"
     loggers.start_added()
     loggers.record(None, IterationStats(engine_index=1, num_requests_moved=2))
-    assert loggers.remove(1) == [True]
+    assert [logger.stop(is_down=False) for logger in loggers.drop([1])] == [True]
     assert values["quire_generation_tokens_total", "1", None] == 7
     assert values["quire_requests_moved_total", "1", None] == 2
     assert values["quire_engine_up", "1", None] == values["quire_worker_up", "1", "0"] == 1

@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 
 from quire_engine.config import EngineCoreConfig
+from quire_engine.core.remote.kv_store_identity import STORE, describe_store
 from quire_engine.core.remote.wire import dialect
 from quire_engine.kv_connector.namespace import checkpoint_digest
 from quire_engine.models.files import TOKENIZER_FILES
 
-__all__ = ["describe_engine", "difference"]
+__all__ = ["describe_engine", "difference", "difference_of_blocks"]
 
 _OWN = {
     "model", "tokenizer", "device", "gpu_device_ids", "gpu_memory_utilization", "kv_cache_memory_bytes",
@@ -30,6 +31,7 @@ def describe_engine(config: EngineCoreConfig) -> dict[str, str]:
 
     Raises:
         OSError: a file cannot be read.
+        ValueError: the place where KV blocks are handed over cannot be used.
     """
     model = config.model
     described = {
@@ -47,7 +49,32 @@ def describe_engine(config: EngineCoreConfig) -> dict[str, str]:
                 if item.name == "speculative_config" and drafts is not None:
                     value = {key: one for key, one in value.items() if key != "model"}
                 described[item.name] = json.dumps(value, sort_keys=True)
+    if config.parallel.disaggregation is not None and config.cache.kv_transfer_config is not None:
+        described |= describe_store(config.cache.kv_transfer_config)
     return described
+
+
+def difference_of_blocks(own: str, others: str, host: str) -> str | None:
+    """Why an engine's KV blocks are of no use to those of the front; None if they are.
+
+    Args:
+        own: `EngineCoreReady.kv_namespace` of the front's.
+        others: of the engine.
+        host: the engine's.
+    """
+    here, there = json.loads(own or "{}"), json.loads(others or "{}")
+    names = [name for name in (*here, *there) if here.get(name) != there.get(name)]
+    if not names:
+        return None
+    mends = {
+        "checkpoint": "copy the folder with the times of its files (rsync -t, cp -p)",
+        "computed_with": "give both the same processors, versions of PyTorch, Triton and transformers, and number of "
+                         "threads (OMP_NUM_THREADS)",
+    }  # fmt: skip
+    return (
+        f"with disaggregation the KV blocks of one are the other's, and {names[0]} differs at the front and on {host}; "
+        + mends.get(names[0], "give both the same model.json")
+    )
 
 
 def difference(own: Mapping[str, str], others: Mapping[str, str], host: str) -> str | None:
@@ -63,6 +90,11 @@ def difference(own: Mapping[str, str], others: Mapping[str, str], host: str) -> 
         return None
     name = names[0]
     here, there = own.get(name, "not there"), others.get(name, "not there")
+    if name == STORE:
+        return (
+            f"KV blocks are kept in another place on {host} ({there[:40]}) than at the front ({here[:40]}), and with "
+            "disaggregation one loads what the other keeps; mount one folder on both, or let both ask one store"
+        )
     if name == "quire":
         return f"Quire is {here} at the front and {there} on {host}; install the same version on both"
     if own.keys() >= {name} and (name == "tokenizer" or name.endswith("checkpoint")):

@@ -124,7 +124,7 @@ class FrontConnection:
             self._wakes.set()
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self._lose("the front does not trust this host; have it do so with: quire key FILE --trust "
-                       f"{self._public_key.hex()}, and load the model again")  # fmt: skip
+                       f"{self._public_key.hex()}")  # fmt: skip
         elif event == zmq.EVENT_CLOSED:
             self._lose(f"nobody listens at {self.address}")
         elif self._is_connected:

@@ -6,7 +6,8 @@
 
 It joins, starts the engine with as many KV blocks as the front says, and passes on what both say to each other. When it
 loses the front, it gives up its requests, which go on elsewhere, and keeps the engine, its weights and its prefix cache
-for the next session. When the engine dies, it says so, and joins again with the next one.
+for the next session. When the engine dies, it says so, and joins again with the next one. When it is to end, it says
+that it leaves.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ import zmq
 
 from quire_engine.config import EngineConfig
 from quire_engine.core.client import AsyncMPClient
-from quire_engine.core.remote.engine_digest import describe_engine
+from quire_engine.core.remote.engine_digest import describe_engine, difference_of_blocks
 from quire_engine.core.remote.front_connection import FrontConnection, FrontLostError
 from quire_engine.core.remote.wire import BEAT_SECONDS, Accepted, Beat, Gone, Join, MessageType, Refused
 from quire_engine.core.restart_policy import RestartPolicy
@@ -37,6 +38,8 @@ __all__ = ["HeadlessEngine", "run_headless"]
 
 logger = logging.getLogger(__name__)
 
+LEAVE_SECONDS = 2.0
+"""How long the front may take to hear that an engine leaves that is not with it just then."""
 RETRY_SECONDS = 1.0
 """Between two attempts to join."""
 SAY_SECONDS = 60.0
@@ -127,6 +130,8 @@ class HeadlessEngine:
         self._relaying: asyncio.Task[None] | None = None
         self._calls: set[asyncio.Task[None]] = set()
         self._said: tuple[str, float] = ("", 0.0)
+        self._is_missed = False
+        """Whether the front has had this engine, and was not told that it leaves."""
 
     async def run(self) -> None:
         """Join, serve, and join again; until this is cancelled.
@@ -134,23 +139,37 @@ class HeadlessEngine:
         Raises:
             EngineError: the front will never take this engine, or the engine cannot start; the message says why.
         """
-        parallel = self._config.parallel
-        assert parallel.data_parallel_address is not None
-        assert parallel.data_parallel_rpc_port is not None
         try:
             while True:
                 try:
-                    async with FrontConnection(
-                        self._context, parallel.data_parallel_address, parallel.data_parallel_rpc_port, self._keys
-                    ) as front:
+                    async with self._connect() as front:
                         await self._serve(front)
                 except FrontLostError as loss:
                     self._say(str(loss))
                 await asyncio.sleep(max(RETRY_SECONDS, self._delay))
                 self._delay = 0.0
+        except asyncio.CancelledError:
+            if self._is_missed:  # it was ended between two sessions
+                await self._take_leave()
+            raise
         finally:
             await self._end_engine()
             self._context.destroy(linger=0)
+
+    def _connect(self) -> FrontConnection:
+        parallel = self._config.parallel
+        assert parallel.data_parallel_address is not None
+        assert parallel.data_parallel_rpc_port is not None
+        return FrontConnection(
+            self._context, parallel.data_parallel_address, parallel.data_parallel_rpc_port, self._keys
+        )
+
+    async def _take_leave(self) -> None:
+        """Tell the front that nobody need wait for this engine, if it can be told soon."""
+        with contextlib.suppress(FrontLostError, EngineError, TimeoutError):
+            async with asyncio.timeout(LEAVE_SECONDS), self._connect() as front:
+                await self._join(front)
+                front.send(MessageType.LEAVING)
 
     def _say(self, what: str) -> None:
         now = time.monotonic()
@@ -167,23 +186,41 @@ class HeadlessEngine:
             FrontLostError: the front is gone, or does not take this engine now.
             EngineError: it will never take it, or the engine cannot start.
         """
+        accepted = await self._join(front)
+        beating = asyncio.ensure_future(self._beat(front))
+        try:
+            client = await self._ready_engine(accepted.num_blocks)
+            if accepted.kv_namespace:
+                reason = difference_of_blocks(accepted.kv_namespace, client.ready.kv_namespace, platform.node())
+                if reason is not None:
+                    raise EngineError(f"the front does not take this engine: {reason}")
+            front.send(MessageType.READY, msgspec.msgpack.encode(client.ready), str(client.pid).encode())
+            self._front, self._num_received, self._said = front, 0, ("", 0.0)
+            logger.info("engine %d has joined the front at %s", self._rank, front.address)
+            self._is_missed = True
+            self._on_joined(self._rank)
+            await self._take_requests(front, client)
+        except asyncio.CancelledError:
+            front.send(MessageType.LEAVING)  # so that nobody waits for it, or looks for a fault
+            self._is_missed = False
+            raise
+        finally:
+            beating.cancel()
+            self._give_up()
+
+    async def _join(self, front: FrontConnection) -> Accepted:
+        """Ask to be a replica.
+
+        Raises:
+            FrontLostError: the front is gone, or does not take this engine now.
+            EngineError: it will never take it.
+        """
         join = Join(self._rank, platform.node(), self._description)
         front.send(MessageType.JOIN, msgspec.msgpack.encode(join))
         kind, payload = await front.receive()
         if kind == MessageType.REFUSED.value:
             _raise_refusal(payload)
-        num_blocks = msgspec.msgpack.decode(payload, type=Accepted).num_blocks
-        beating = asyncio.ensure_future(self._beat(front))
-        try:
-            client = await self._ready_engine(num_blocks)
-            front.send(MessageType.READY, msgspec.msgpack.encode(client.ready), str(client.pid).encode())
-            self._front, self._num_received, self._said = front, 0, ("", 0.0)
-            logger.info("engine %d has joined the front at %s", self._rank, front.address)
-            self._on_joined(self._rank)
-            await self._take_requests(front, client)
-        finally:
-            beating.cancel()
-            self._give_up()
+        return msgspec.msgpack.decode(payload, type=Accepted)
 
     async def _take_requests(self, front: FrontConnection, client: AsyncMPClient) -> None:
         """Pass on what the front says, until it or the engine is gone."""

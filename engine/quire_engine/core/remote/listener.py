@@ -13,7 +13,7 @@ import msgspec
 import zmq
 
 from quire_engine.config import EngineConfig
-from quire_engine.core.remote.engine_digest import describe_engine, difference
+from quire_engine.core.remote.engine_digest import describe_engine, difference, difference_of_blocks
 from quire_engine.core.remote.remote_connection import RemoteConnection
 from quire_engine.core.remote.sockets import LoopSocket, RareLog, monitor
 from quire_engine.core.remote.wire import (
@@ -27,7 +27,7 @@ from quire_engine.core.remote.wire import (
     Refused,
 )
 from quire_engine.ipc.curve import Asked, bind, listen_for_questions, serve_securely
-from quire_engine.ipc.keys import read_keys
+from quire_engine.ipc.keys import TrustedPeers, read_keys
 from quire_engine.messages import EngineCoreReady
 
 __all__ = ["Listener"]
@@ -55,13 +55,19 @@ class Listener:
     Args:
         config: of the front.
         on_ready: called with each engine that can take requests, in that loop.
+        on_left: called with each that its host has taken away, whether or not it could.
 
     Raises:
         ValueError: it cannot listen there, or the keys are not as they have to be.
         OSError: the checkpoint cannot be read.
     """
 
-    def __init__(self, config: EngineConfig, on_ready: Callable[[RemoteConnection], None]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_ready: Callable[[RemoteConnection], None],
+        on_left: Callable[[RemoteConnection], None],
+    ) -> None:
         parallel = config.parallel
         assert parallel.data_parallel_key_file is not None
         path = Path(parallel.data_parallel_key_file)
@@ -69,11 +75,13 @@ class Listener:
         if not keys.peers:
             raise ValueError(f"data_parallel_key_file {path} trusts nobody, so that no engine can join; add the public "
                              f"key of its host with: quire key {path} --trust KEY")  # fmt: skip
-        self._keys = keys
-        self._ranks = range(parallel.num_local_replicas, parallel.data_parallel_size)
+        self._keys, self._peers = keys, TrustedPeers(path, keys)
+        self._ranks = parallel.remote_ranks
+        self._has_roles = parallel.disaggregation is not None
         self._description = describe_engine(config.core)
         self._like = EngineCoreReady()
         self._on_ready = on_ready
+        self._on_left = on_left
         self._sessions: dict[bytes, _Session] = {}
         self._strangers = RareLog()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -148,7 +156,7 @@ class Listener:
 
     def _authenticate(self, frames: list[zmq.Frame]) -> None:
         """Answer libzmq, which asks whether a connection may be made."""
-        asked = Asked([frame.bytes for frame in frames], self._keys.peers)
+        asked = Asked([frame.bytes for frame in frames], self._peers.now)
         if not asked.is_known:
             self._strangers.warn(
                 "key",
@@ -182,7 +190,8 @@ class Listener:
             self._refuse(
                 identity,
                 f"data-parallel rank {join.rank} is none that engines of other hosts have: these are "
-                f"{_words(self._ranks)} (data_parallel_size and data_parallel_size_local of the front)",
+                f"{_words(self._ranks)} (data_parallel_size_local and data_parallel_size of the front, or its "
+                "data_parallel_max_size)",
                 True,
             )
         elif reason := difference(self._description, join.description, join.host):
@@ -197,7 +206,8 @@ class Listener:
         else:
             connection = RemoteConnection(join.rank, host, lambda frames: self._send(identity, frames))
             self._sessions[identity] = _Session(connection, frame.get(zmq.SRCFD))
-            self._send(identity, _message(MessageType.ACCEPTED, Accepted(self._like.num_blocks)))
+            namespace = self._like.kv_namespace if self._has_roles else ""
+            self._send(identity, _message(MessageType.ACCEPTED, Accepted(self._like.num_blocks, namespace)))
 
     def _refuse(self, identity: bytes, reason: str, is_final: bool) -> None:
         self._strangers.warn(reason, f"an engine may not join: {reason}")
@@ -230,20 +240,31 @@ class Listener:
             for name in ("num_blocks", "block_size", "max_model_len", "vocab_size", "num_kv_cache_tokens"):
                 if getattr(ready, name) != getattr(like, name):
                     raise ValueError(f"its {name} is {getattr(ready, name)}, and {getattr(like, name)} here")
+            if self._has_roles and (
+                reason := difference_of_blocks(like.kv_namespace, ready.kv_namespace, connection.host)
+            ):
+                self._refuse(identity, reason, True)
+                self._end(identity, reason)
+                return
             connection.note_ready(ready, int(frames[1]))
             self._on_ready(connection)
+        elif kind is MessageType.LEAVING:
+            self._end(identity, f"the engine on {connection.host} was taken away", has_left=True)
+            self._on_left(connection)
         elif kind is MessageType.GONE:
             gone = msgspec.msgpack.decode(frames[0], type=Gone)
             self._end(identity, f"{gone.reason} (on {connection.host})", frozenset(gone.begun))
         else:
             raise ValueError(f"an engine does not say {kind.value!r}")
 
-    def _end(self, identity: bytes, reason: str, begun: frozenset[int] = frozenset()) -> None:
+    def _end(
+        self, identity: bytes, reason: str, begun: frozenset[int] = frozenset(), *, has_left: bool = False
+    ) -> None:
         """A session is over; what still comes of it is not listened to."""
         session = self._sessions.pop(identity, None)
         if session is not None:
             self._send(identity, _message(MessageType.REFUSED, Refused(reason, False)))  # if it is still there
-            session.connection.note_end(reason, begun)
+            session.connection.note_end(reason, begun, has_left=has_left)
 
     def _send(self, identity: bytes, frames: Sequence[bytes]) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the monitor tells of a connection that has ended

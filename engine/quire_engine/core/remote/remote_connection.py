@@ -37,6 +37,8 @@ class RemoteConnection(EngineConnection):
         self._begun: Collection[int] = ()
         self._clock_offset: float | None = None
         self._num_messages_waiting = 0
+        self.has_left = False
+        """Whether its host has taken it away."""
 
     @classmethod
     def absent(cls, rank: int, reason: str) -> "RemoteConnection":
@@ -69,15 +71,17 @@ class RemoteConnection(EngineConnection):
         else:
             self._inbox.append(payload)
 
-    def note_end(self, reason: str, begun: Collection[int] = ()) -> None:
+    def note_end(self, reason: str, begun: Collection[int] = (), *, has_left: bool = False) -> None:
         """The session has ended.
 
         Args:
             reason: why.
             begun: if the engine has died, the messages whose requests it had begun to work for. A connection that ends
                 says nothing of any request.
+            has_left: whether its host has taken it away.
         """
         self._begun = begun
+        self.has_left = has_left
         self._die(reason)
 
     # -- what it is to the front ---------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ its host has one; and nobody waits for the first, as a front has to serve when a
 """
 
 import asyncio
+import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -30,8 +32,12 @@ from quire_engine.stats import IterationStats
 
 __all__ = ["RemoteReplica", "RemoteReplicas"]
 
+logger = logging.getLogger(__name__)
+
 HOLD_SECONDS = 30.0
 """How long requests that only this replica may get, since they may have killed engines, wait for its next engine."""
+MISS_SECONDS = 600.0
+"""How long an engine is missed that was lost, where the front does without (`data_parallel_max_size`)."""
 
 
 class RemoteReplicas:
@@ -46,28 +52,40 @@ class RemoteReplicas:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._listener = Listener(config, lambda connection: self._remote[connection.rank].has_joined(connection))
+        self._ranks = config.parallel.remote_ranks
+        self._listener = Listener(
+            config,
+            lambda connection: self._remote[connection.rank].has_joined(connection),
+            lambda connection: self._remote[connection.rank].has_left(connection),
+        )
         self._local: SupervisedClient | None = None
         self._remote: dict[int, RemoteReplica] = {}
 
-    def make(self, config: EngineConfig, on_recovery: OnRecovery, on_down: Callable[[], None]) -> SupervisedClient:
-        """One of them, by its settings; in their order."""
+    def make(
+        self, config: EngineConfig, on_recovery: OnRecovery, on_down: Callable[[], None], num_blocks: int | None = None
+    ) -> SupervisedClient:
+        """One of them, by its settings; the first of this host comes first."""
         try:
             rank = config.parallel.data_parallel_rank
-            if rank < config.parallel.num_local_replicas:
-                replica = SupervisedClient(config, on_recovery, on_down)
+            if rank not in self._ranks:
+                replica = SupervisedClient(config, on_recovery, on_down, num_blocks)
                 self._local = self._local or replica
                 return replica
             assert self._local is not None
             self._remote[rank] = RemoteReplica(config, on_recovery, on_down, self._listener, self._local)
             return self._remote[rank]
         except BaseException:
-            self._listener.close()
+            if not self._remote:  # else these close it when they end, and go on without the one that fails
+                self._listener.close()
             raise
 
 
 class RemoteReplica(SupervisedClient):
     """The same interface, over the engines that join as one rank, one after the other.
+
+    It is present while an engine is there, or is missed: one that the front's `data_parallel_size` counts, and one that
+    was lost. One that its host has taken away is not missed, whatever its rank, nor is one that never came of those
+    that the front does without.
 
     Args:
         config: all settings, which know the rank.
@@ -76,6 +94,8 @@ class RemoteReplica(SupervisedClient):
         listener: where they join.
         local: a replica of this host, which they have to be like.
     """
+
+    is_remote = True
 
     def __init__(
         self,
@@ -95,8 +115,14 @@ class RemoteReplica(SupervisedClient):
         self._local = local
         self._arrival = asyncio.Event()
         self._has_served = False
+        self._is_expected = self._rank < config.parallel.data_parallel_size
+        self._is_missed = self._is_expected
         self._outage = Outage(reason, "it is not waited for")
         self._gave_up_waiting.set()
+
+    @property
+    def is_present(self) -> bool:
+        return self._is_missed
 
     @property
     def host(self) -> str:
@@ -113,14 +139,45 @@ class RemoteReplica(SupervisedClient):
         """Let engines join, in the running event loop."""
         assert self._outage is not None
         self._listener.start(self.ready)
-        self._restart = asyncio.get_running_loop().create_task(
-            self._start_again(self._outage, ()), name=f"remote-engine-{self._rank}"
-        )
+        self._wait_for_engine(self._outage)
 
     def has_joined(self, connection: RemoteConnection) -> None:
         """An engine can take requests."""
         self._connection = connection
         self._arrival.set()
+
+    def has_left(self, connection: RemoteConnection) -> None:
+        """An engine was taken away by its host. If it had requests, whoever waits for its outputs hears of it."""
+        if connection is not self._client:
+            self._do_without()
+
+    def _do_without(self) -> None:
+        """Nobody waits for an engine of this rank any more."""
+        waits = self._journal.is_isolating and self.num_live > 0  # and nobody else may have what does
+        if self._is_missed and not self.is_alive and not waits:
+            self._is_missed = False
+            self._on_down()
+
+    @property
+    def _was_taken_away(self) -> bool:
+        """Whether the last one was."""
+        return isinstance(self._client, RemoteConnection) and self._client.has_left
+
+    def _handle_death(self, reason: str) -> None:
+        if not self._was_taken_away or self._journal.is_isolating:
+            super()._handle_death(reason)
+            return
+        logger.info("%s; %d requests go on elsewhere", reason, self.num_live)
+        self._is_missed = self._has_served = False
+        self._outage = Outage(reason, self._what_follows)
+        self._gave_up_waiting.set()
+        self._on_down()
+        self._wait_for_engine(self._outage)
+
+    def _wait_for_engine(self, outage: Outage) -> None:
+        self._restart = asyncio.get_running_loop().create_task(
+            self._start_again(outage, ()), name=f"remote-engine-{self._rank}"
+        )
 
     async def call_utility(self, call: UtilityCall) -> UtilityResult:
         """As of `SupervisedClient`; but an engine that is not there has nothing to do. If there is one again, it sleeps
@@ -144,19 +201,25 @@ class RemoteReplica(SupervisedClient):
     def shutdown(self) -> None:
         """Let no engine join any more; those that have find that their front is gone."""
         super().shutdown()
+        if self._restart is not None:
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                self._restart.get_loop().call_soon_threadsafe(self._restart.cancel)
         self._listener.close()
 
     async def _start_again(self, outage: Outage, replayed_ids: Sequence[str]) -> None:
         """Wait for an engine."""
         began_at, loop = time.monotonic(), asyncio.get_running_loop()
-        giving_up = loop.call_later(HOLD_SECONDS, self._give_up, outage)
+        turns = [loop.call_later(HOLD_SECONDS, self._give_up, outage)]
+        if not self._is_expected:
+            turns.append(loop.call_later(MISS_SECONDS, self._do_without))
         try:
             while not self._connection.is_alive:
                 self._arrival.clear()
                 await self._arrival.wait()
         finally:
-            giving_up.cancel()
-        self._client = self._connection
+            for turn in turns:
+                turn.cancel()
+        self._client, self._is_missed = self._connection, True
         self._policy.engine_is_ready()
         if self._config.parallel.routes_by_prefix:
             self._asking = loop.create_task(self._ask_for_prefixes())
@@ -168,6 +231,8 @@ class RemoteReplica(SupervisedClient):
     def _give_up(self, outage: Outage) -> None:
         if not self._gave_up_waiting.is_set():
             self._stop_waiting(outage)
+        if self._was_taken_away:  # and was missed for the sake of a request that had to run alone
+            self._do_without()
 
     async def _ask_for_prefixes(self) -> None:
         """An engine that has served another front has more cached than it will tell unasked."""

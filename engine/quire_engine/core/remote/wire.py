@@ -9,6 +9,7 @@
                                         ◄──────        a RequestType, id, payload     as to any engine core
     OUTPUTS   EngineCoreOutputs         ──────►        as of any engine core
     GONE      Gone                      ──────►        the engine has died, and this session ends
+    LEAVING                             ──────►        its host takes the engine away: likewise, and nobody is missed
     BEAT      Beat                      ◄─────►        each second; of the front, without content
 """
 
@@ -39,6 +40,7 @@ class MessageType(enum.Enum):
     READY = b"ready"
     OUTPUTS = b"outputs"
     GONE = b"gone"
+    LEAVING = b"leaving"
     BEAT = b"beat"
 
 
@@ -57,6 +59,8 @@ class Accepted(msgspec.Struct):
 
     num_blocks: int
     """Of its KV cache: each replica has as many as the others, so that it holds what any of them does."""
+    kv_namespace: str = ""
+    """What its KV blocks have to depend on, in JSON, if others are to load them; empty: nobody does."""
 
 
 class Refused(msgspec.Struct):

@@ -1,17 +1,20 @@
 """Files in a bounded folder: what is read is what was written, or nothing."""
 
+import errno
 import hashlib
 import os
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from quire_engine.kv_connector import folder_store
+from quire_engine.kv_connector import block_index, folder_store
 from quire_engine.kv_connector.block_file import HEADER_BYTES, BlockFileError, encode_header
 from quire_engine.kv_connector.block_index import LOOK_SECONDS, BlockIndex
 from quire_engine.kv_connector.folder_store import FolderStore
+from support.processes import error_in_a_child
 
 NAMESPACE = hashlib.sha256(b"a model").digest()
 SIZE = 1000
@@ -247,6 +250,50 @@ def test_the_index_knows_own_blocks_at_once_and_those_of_others_after_a_while(tm
     assert index.num_stored([hash_of(3)]) == 0
     now[0] += LOOK_SECONDS + 1
     index.num_stored([])
-    assert index._looking is not None
     index._looking.join(10)
     assert index.num_stored([hash_of(3), hash_of(1)]) == 2
+
+
+def test_a_store_that_does_not_list_its_blocks_at_once_holds_up_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_index, "FIRST_LOOK_SECONDS", 0.01)
+    store, may_answer, list_folders = make_store(tmp_path), threading.Event(), FolderStore.folders
+    write(store, 1)
+
+    def folders(self: FolderStore) -> dict[str, int]:
+        may_answer.wait()
+        return list_folders(self)
+
+    monkeypatch.setattr(FolderStore, "folders", folders)
+    index = BlockIndex(store, description="{}")
+    index.add(hash_of(2))
+    assert index.num_stored([hash_of(2), hash_of(1)]) == 1
+    may_answer.set()
+    index._looking.join(10)
+    assert index.num_stored([hash_of(2), hash_of(1)]) == 2
+    assert next(tmp_path.glob("*/namespace.json")).read_text() == "{}"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("place", ["the folder", "the rank's", "that of the blocks", "usage"])
+def test_a_folder_that_cannot_be_written_is_told_at_once(place: str) -> None:
+    """It was another user's before; what is in it may be read."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write(make_store(folder), 1)
+        everything = [folder, *folder.rglob("*")]
+        for path in everything:
+            path.chmod(0o777)
+        rank = next(folder.glob("*/0"))
+        closed = {"the folder": folder, "the rank's": rank, "that of the blocks": next(rank.iterdir())}.get(place)
+        (closed or folder / "usage").chmod(0o555)
+
+        def try_it() -> None:
+            os.setuid(65534)
+            if place == "the folder":
+                make_store(folder, hashlib.sha256(b"another model").digest())
+            else:
+                make_store(folder)
+
+        assert error_in_a_child(try_it) == errno.EACCES

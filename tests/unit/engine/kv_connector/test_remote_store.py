@@ -1,6 +1,9 @@
 """A store on another host: what is read is what was written; strangers, and a store that is away, disturb nothing."""
 
+import errno
 import hashlib
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -17,7 +20,9 @@ from quire_engine.kv_connector import remote_store
 from quire_engine.kv_connector.block_index import BlockIndex
 from quire_engine.kv_connector.block_store import BlockStore, open_store
 from quire_engine.kv_connector.remote_store import RemoteStore
-from support.remote import store_server, unused_port
+from quire_engine.kv_connector.store_server import StoreServer
+from support.processes import error_in_a_child
+from support.remote import store_server, trusting_hosts, unused_port
 
 NAMESPACE = hashlib.sha256(b"a model").digest()
 SIZE = 1000
@@ -117,6 +122,10 @@ def test_whoever_is_not_trusted_gets_nothing(
         assert not plain.poll(200)
         context.destroy(linger=0)
         assert opened(KVTransferConfig.from_value(setting)).write(BLOCKS) == len(BLOCKS)
+        add_peers(tmp_path / "keys" / "front.json", [stranger.public_key.hex()])
+        store = RemoteStore(host, int(port), replace(stranger, peers=known.peers), NAMESPACE, 0)
+        with closing(store):
+            assert store.write(BLOCKS) == len(BLOCKS), "it is trusted from now on"
     assert stranger.public_key.hex() in caplog.text
     assert not list(tmp_path.glob("blocks/*/0/*/.*"))
 
@@ -177,3 +186,17 @@ def test_keys_that_trust_nobody_are_refused_at_the_start(tmp_path: Path) -> None
     )
     with pytest.raises(ValueError, match="trusts nobody"):
         open_store(transfer.tiers[0], None, NAMESPACE, 0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_store_whose_folder_cannot_be_written_does_not_start(tmp_path: Path) -> None:
+    trusting_hosts(tmp_path)
+    keys = read_keys(tmp_path / "front.json")
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+
+        def start() -> None:
+            os.setuid(65534)
+            StoreServer(Path(name), 1 << 20, keys, "127.0.0.1", 0)
+
+        assert error_in_a_child(start) == errno.EACCES

@@ -4,7 +4,6 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import zmq
 from quire_engine.config import EngineConfig
-from quire_engine.core.remote import front_connection, headless_engine, listener, remote_replica
+from quire_engine.core.remote import front_connection, listener, remote_replica
 from quire_engine.core.remote.remote_replica import RemoteReplicas
 from quire_engine.core.remote.wire import MessageType
 from quire_engine.errors import EngineError
@@ -21,36 +20,8 @@ from quire_engine.ipc import curve
 from quire_engine.ipc.keys import add_peers, make_keys
 from quire_engine.messages import IsSleeping, Sleep, WakeUp
 from support.engines import until
-from support.fleet import POISON, Engine, Fleet
-from support.remote import Hosts, RemoteFleet
-
-
-@pytest.fixture
-def hosts(tmp_path: Path, fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch) -> Hosts:
-    for module in (front_connection, headless_engine, listener):
-        monkeypatch.setattr(module, "BEAT_SECONDS", 0.05)
-    for module in (front_connection, listener):
-        monkeypatch.setattr(module, "MAX_MISSED_BEATS", 400)  # a machine with other things to do is not a dead one
-    monkeypatch.setattr(headless_engine, "RETRY_SECONDS", 0.02)
-    return Hosts(tmp_path)
-
-
-def serve(hosts: Hosts, main: Callable[[RemoteFleet], Any], num_replicas: int = 2, **settings: Any) -> RemoteFleet:
-    """A front, as long as `main` runs."""
-    front = RemoteFleet(num_replicas, **hosts.settings(num_replicas, **settings))
-
-    async def ended() -> None:
-        try:
-            await main(front)
-        finally:
-            await hosts.end()
-
-    front.run(ended)
-    return front
-
-
-def tokens_are_right(front: RemoteFleet, *request_ids: str) -> bool:
-    return all(front.tokens[request_id] == list(range(40)) for request_id in request_ids)
+from support.fleet import POISON, Engine
+from support.remote import Hosts, RemoteFleet, serve, tokens_are_right, until_all_have_ended
 
 
 def test_a_front_serves_alone_and_with_whoever_joins(hosts: Hosts) -> None:
@@ -75,13 +46,6 @@ def test_a_front_serves_alone_and_with_whoever_joins(hosts: Hosts) -> None:
     serve(hosts, main)
 
 
-async def until_all_have_ended(front: RemoteFleet, *request_ids: str) -> None:
-    deadline = time.monotonic() + 30
-    while not front.ended >= set(request_ids):
-        assert time.monotonic() < deadline, front.ended
-        await front.step()
-
-
 @pytest.mark.parametrize("how", ["the engine is killed", "its host is gone", "it says nothing any more"])
 def test_what_an_engine_had_goes_on_at_once_and_it_may_join_again(
     hosts: Hosts, how: str, monkeypatch: pytest.MonkeyPatch
@@ -89,7 +53,7 @@ def test_what_an_engine_had_goes_on_at_once_and_it_may_join_again(
     ids, beats, beat = [str(number) for number in range(6)], asyncio.Event(), front_connection.FrontConnection.send
 
     def send(self: front_connection.FrontConnection, kind: MessageType, *frames: bytes) -> None:
-        if beats.is_set() or kind is not MessageType.BEAT:
+        if kind is not MessageType.LEAVING and (beats.is_set() or kind is not MessageType.BEAT):
             beat(self, kind, *frames)
 
     monkeypatch.setattr(front_connection.FrontConnection, "send", send)
