@@ -89,11 +89,13 @@ def test_prefill_here_and_decode_there_whatever_is_killed_or_cut_off(
     tmp_path: Path,
     host: Namespace | None,
 ) -> None:
-    """The engine of either side, the other host, the store, and the network between them, at random moments."""
+    """The engine of either side, the other host, the store, and the network between them, at random moments. What is
+    silent has open connections, and does not answer."""
     tinypy, random = checkpoint("tinypy"), Random(SEED)
     roles: dict[str, Any] = {"disaggregation": {"prefill": 1, "decode": 1}, "data_parallel_size_local": 1}
     site = Site(tmp_path, tinypy, host, has_store=True, **roles)
-    victims = ["decode engine", "prefill engine", "store", "other host", *(["network"] if host is not None else [])]
+    victims = ["decode engine", "prefill engine", "store", "silent store", "other host", "silent other host"]
+    victims += ["network"] if host is not None else []
     rounds = [victim for _ in range(NUM_KILLS) for victim in victims]
     random.shuffle(rounds)
     print(f"seed {SEED}: {rounds}")
@@ -116,12 +118,22 @@ def test_prefill_here_and_decode_there_whatever_is_killed_or_cut_off(
                 host.cut()
                 await until(lambda: not llm.is_engine_up(DECODE), 60)
                 host.mend()
+            elif victim == "silent store":
+                processes["store"].send_signal(signal.SIGSTOP)
+                await compare(streams, expected)
+                processes["store"].send_signal(signal.SIGCONT)
+            elif victim == "silent other host":
+                processes["other host"].send_signal(signal.SIGSTOP)
+                await until(lambda: not llm.is_engine_up(DECODE), 60)
+                await compare(streams, expected)
+                processes["other host"].send_signal(signal.SIGCONT)
             elif victim.endswith("engine"):
                 os.kill(llm.engine_pids[PREFILL if victim == "prefill engine" else DECODE], signal.SIGKILL)
             else:
                 processes[victim].kill()
                 processes[victim].communicate()
-            await compare(streams, expected)
+            if not victim.startswith("silent"):
+                await compare(streams, expected)
             if victim == "store":
                 processes[victim] = site.store()
             elif victim == "other host":
