@@ -749,7 +749,7 @@ def _check_reach(transfer: KVTransferConfig, front: str) -> None:
     """Prefill and decode replicas of several hosts have to reach the same blocks."""
     hosts = "with disaggregation over several hosts"
     tiers = [tier for tier in transfer.tiers if tier.kv_connector in CONNECTORS_OF_HOSTS]
-    check(tiers, "kv_transfer_config: kv_connector", transfer.kv_connector,
+    check(bool(tiers), "kv_transfer_config: kv_connector", transfer.kv_connector,
           f"one of {', '.join(CONNECTORS_OF_HOSTS)} {hosts}, or one among several: others keep blocks on one host "
           "alone")  # fmt: skip
     for tier in tiers:
