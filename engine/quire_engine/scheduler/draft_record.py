@@ -1,5 +1,6 @@
 """DraftRecord: how a request's drafts have fared, whether they were computed or not."""
 
+import math
 from collections.abc import Sequence
 
 from quire_engine.scheduler.proposer import NO_DRAFTS, Proposal
@@ -10,7 +11,7 @@ _WEIGHT_KEPT = 0.9
 """Of what is known, at each new proposal."""
 _PRIOR_WEIGHT = 2.0
 """How many drafts of the request's own weigh as much as the record of all requests."""
-_WORTH_WEIGHT = 0.125
+_WORTH_WEIGHT = 0.25
 """Of the last time that it was asked for drafts, in what asking is worth."""
 _FIRST_WANTED = 4
 """Drafts that a model is asked for first."""
@@ -31,6 +32,7 @@ class DraftRecord:
         "_accepted",
         "_expected",
         "_has_rested",
+        "_mean_worth",
         "_proposal",
         "_rest",
         "_rest_left",
@@ -50,6 +52,8 @@ class DraftRecord:
         self._has_rested = True
         self.catch_up_seconds = 0.0
         """What a model has computed for it before it could draft, the last time."""
+        self._mean_worth = _FIRST_WANTED - 1.0
+        """How many drafts were worth asking for."""
         self.num_wanted = _FIRST_WANTED
         """How many drafts are worth asking a model for, which takes longer for each of them."""
 
@@ -133,5 +137,7 @@ class DraftRecord:
 
     def was_worth(self, num_drafts: int) -> None:
         """Say how many of its drafts were worth asking for: next time one more is wanted, to see whether that is worth
-        it, too; but at most one fewer than the last time."""
-        self.num_wanted = max(num_drafts + 1, self.num_wanted - 1)
+        it, too; but at most one fewer than the last time, and one more than in the mean. The first draft is the dear
+        one: whoever asks for one alone because of a few bad guesses pays nearly as much for little."""
+        self._mean_worth += (num_drafts - self._mean_worth) * _WORTH_WEIGHT
+        self.num_wanted = max(num_drafts + 1, self.num_wanted - 1, math.ceil(self._mean_worth) + 1)

@@ -358,7 +358,7 @@ def test_more_are_wanted_of_those_whose_drafts_pay_off_and_fewer_of_others() -> 
     runner = FakeModelRunner.for_scheduler(scheduler)
     assert [scheduler_wants(scheduler, runner) for _ in range(5)][-1] == MOST
     runner.draft = draft_wrong
-    assert [scheduler_wants(scheduler, runner) for _ in range(40)][-1] == 1
+    assert [scheduler_wants(scheduler, runner) for _ in range(40)][-1] == 2
 
 
 def scheduler_wants(scheduler: Scheduler, runner: FakeModelRunner) -> int:
