@@ -1,6 +1,7 @@
 """Several ranks as threads of one process: communicators of lists and barriers, and an executor."""
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -125,6 +126,8 @@ def _result_or_error(call: Callable[[], Any]) -> Any:
 
 class ThreadExecutor:
     """See `Executor`. Messages are encoded and decoded as on their way to a process."""
+
+    clock = staticmethod(time.perf_counter)
 
     def __init__(
         self, config: EngineConfig, checkpoint: CheckpointConfig, max_model_len: int, expert_group: None = None

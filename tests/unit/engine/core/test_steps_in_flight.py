@@ -29,6 +29,7 @@ class RunnerExecutor:
     max_concurrent_batches = 2
     async_scheduling = True
     worker_pids: tuple[int, ...] = ()
+    clock = staticmethod(time.perf_counter)
 
     def __init__(self, block_size: int) -> None:
         self.runner = FakeModelRunner(NUM_BLOCKS, block_size, lambda request_id, number: request_id in self.poison)
