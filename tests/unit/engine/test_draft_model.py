@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from quire_engine import LLM, SamplingParams
 from quire_engine.scheduler.worker_drafts import WorkerDrafts
 from quire_engine.worker.drafting.chain import ChainDrafter
+from quire_engine.worker.drafting.known_positions import KnownPositions
 from support.checkpoints import edit_json
 from support.every_kind import core_of, make_llm
 from support.scheduling import draft_always
@@ -53,15 +53,20 @@ def drafter_of(llm: LLM) -> ChainDrafter:
 
 
 def count_computed(llm: LLM) -> list[int]:
-    """How many known tokens each pass of the drafting model computes from now on."""
-    model, counts = drafter_of(llm)._model, []
-    known_inputs = model.known_inputs
+    """How many known tokens the drafting model computes for each draft from now on."""
+    drafter, counts = drafter_of(llm), []
+    catch_up, known = drafter._catch_up, drafter._known
 
-    def spy(token_ids_T: torch.Tensor, slot_mapping_T: torch.Tensor) -> list[torch.Tensor]:
-        counts.append(len(token_ids_T))
-        return known_inputs(token_ids_T, slot_mapping_T)
+    def spy_on_draft(*arguments: Any) -> KnownPositions:
+        counts.append(0)
+        return catch_up(*arguments)
 
-    model.known_inputs = spy  # type: ignore[method-assign]
+    def spy_on_pass(*arguments: Any) -> KnownPositions:
+        positions = known(*arguments)
+        counts[-1] += len(positions.positions)
+        return positions
+
+    drafter._catch_up, drafter._known = spy_on_draft, spy_on_pass  # type: ignore[method-assign]
     return counts
 
 
