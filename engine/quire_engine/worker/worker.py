@@ -1,7 +1,8 @@
 """Worker: loads the model, sizes and owns the KV cache, executes steps."""
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -193,7 +194,7 @@ class Worker:
         logger.info("drafts: %s, %d bytes per KV block", self.config.scheduler.draft_checkpoint, method.bytes_per_block)
         spec = self.config.scheduler.speculative_config
         by_chance = spec is not None and spec.acceptance == "rejection"
-        runner.drafting = Drafting(method, runner.batch, runner.lock, self.device, by_chance)
+        runner.drafting = Drafting(method, runner.batch, runner.lock, self.device, by_chance, self.clock)
 
     def _prepare_cpu(self, model: CausalLM, cache: torch.Tensor) -> str:
         """Set the number of threads; returns a description for the log."""
@@ -296,6 +297,12 @@ class Worker:
         used_bytes = (lambda: 0) if memory is None else lambda: -memory.free_bytes()
         graphs.capture(sizes, used_bytes, self.config.cache.cuda_graph_memory_bytes)
         runner.graphs = graphs
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """See `Executor.clock`. Of several ranks, others wait for the slowest, whose thread is not theirs."""
+        is_alone = self.device.type == "cpu" and self.parallel.world_size == 1
+        return time.thread_time if is_alone else time.perf_counter
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step, and wait for it."""

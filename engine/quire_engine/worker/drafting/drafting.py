@@ -41,10 +41,17 @@ class Drafting:
         device: of the model.
         by_chance: whether drafts of sampled requests are accepted by chance. Not those with a grammar: drafts
             that leave it are cut, and that depends on which token they are.
+        clock: of the steps, see `Executor.clock`.
     """
 
     def __init__(
-        self, method: DraftMethod, batch: InputBatch, lock: threading.Lock, device: torch.device, by_chance: bool
+        self,
+        method: DraftMethod,
+        batch: InputBatch,
+        lock: threading.Lock,
+        device: torch.device,
+        by_chance: bool,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.method = method
         self._batch = batch
@@ -54,8 +61,7 @@ class Drafting:
         self._num_failures = 0
         self._first_drawn_at: float | None = None
         """By the clock, in the last step that drafted; None: it failed."""
-        # What `Executor.clock` is about: on the CPU this thread computes.
-        self._clock = time.thread_time if device.type == "cpu" else time.perf_counter
+        self._clock = clock
         self._drawn: dict[int, _Drawn] = {}
         """By slot."""
 
