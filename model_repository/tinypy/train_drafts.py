@@ -3,7 +3,7 @@
     python train_drafts.py eagle3 --target 1/model --out 1/eagle3
     python train_drafts.py medusa --target 1/model --out 1/medusa
     python train_drafts.py draft --target 1/model --out 1/draft
-    python train_drafts.py eagle3 --target 1/model --out 1/eagle3 --resume --own-contexts 3072
+    python train_drafts.py eagle3 --target 1/model --out 1/eagle3 --resume --own-contexts 1536 --steps 600
 
 - ``draft``: a Llama of one narrow layer with tinypy's vocabulary.
 - ``eagle3``: an EAGLE-3 head (Li et al., 2025, https://arxiv.org/abs/2503.01840), which reads hidden states of three

@@ -82,7 +82,7 @@ class UniProcExecutor(Executor):
 
     @property
     def clock(self) -> Callable[[], float]:
-        return time.thread_time if self._device.type == "cpu" else time.perf_counter
+        return self._worker.clock
 
     def submit(self, scheduler_output: SchedulerOutput) -> None:
         self._submitted.append(self._begin(scheduler_output) if self._async_scheduling else scheduler_output)

@@ -300,9 +300,10 @@ class Worker:
 
     @property
     def clock(self) -> Callable[[], float]:
-        """See `Executor.clock`. Of several ranks, others wait for the slowest, whose thread is not theirs."""
-        is_alone = self.device.type == "cpu" and self.parallel.world_size == 1
-        return time.thread_time if is_alone else time.perf_counter
+        """See `Executor.clock`. Of several ranks, others wait for the slowest, whose thread is not theirs; and steps
+        that are slowed down for a test sleep."""
+        computes_all = self.device.type == "cpu" and self.parallel.world_size == 1 and self._fault_injection is None
+        return time.thread_time if computes_all else time.perf_counter
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Compute one step, and wait for it."""
