@@ -102,20 +102,29 @@ inline char* slot_of(Header* header, uint64_t slot) {
   return bytes_of(header) + header->slots_at + slot * header->slot_bytes;
 }
 
-// When a process started, in the kernel's ticks; 0: it is not there, or has ended and nobody has waited for it yet.
+constexpr uint64_t UNKNOWN_START = UINT64_MAX;
+
+// When a process started, in the kernel's ticks; 0: it is not there, or has ended and nobody has waited for it yet. If
+// this process cannot look, as it has no descriptors left, it is unknown, and the other one counts as alive.
 inline uint64_t started_at(uint32_t pid) {
   char path[32], text[1024];
   std::snprintf(path, sizeof path, "/proc/%u/stat", pid);
   const int file = open(path, O_RDONLY | O_CLOEXEC);
-  if (file < 0) return 0;
+  if (file < 0) return errno == ENOENT || errno == ESRCH ? 0 : UNKNOWN_START;
   const ssize_t size = read(file, text, sizeof text - 1);
   close(file);
-  if (size <= 0) return 0;
+  if (size < 0) return errno == ESRCH ? 0 : UNKNOWN_START;
+  if (size == 0) return 0;
   text[size] = 0;
   char* place = std::strrchr(text, ')');  // behind its name, which may hold anything
   if (place == nullptr || place[1] == 0 || place[2] == 'Z' || place[2] == 'X') return 0;
   for (int field = 2; field < 22 && place != nullptr; field++) place = std::strchr(place + 1, ' ');
   return place == nullptr ? 0 : std::strtoull(place, nullptr, 10);
+}
+
+inline bool is_alive(uint32_t pid, uint64_t started) {
+  const uint64_t now = started_at(pid);
+  return now == started || now == UNKNOWN_START;
 }
 
 // -- the books, under the lock ---------------------------------------------------------------------------------------
@@ -198,7 +207,7 @@ class Books {
   bool sweep() {
     bool found = false;
     for (Attachment& one : header->attachments) {
-      if (one.pid == 0 || started_at(one.pid) == one.started_at) continue;
+      if (one.pid == 0 || is_alive(one.pid, one.started_at)) continue;
       detach(one);
       found = true;
     }
@@ -220,7 +229,7 @@ class Books {
 
   bool is_gone(uint32_t attachment) const {
     const Attachment& one = header->attachments[attachment];
-    return one.pid == 0 || started_at(one.pid) != one.started_at;
+    return one.pid == 0 || !is_alive(one.pid, one.started_at);
   }
 
   // A slot for a new block, + 1; 0: all are being written or read.
@@ -256,7 +265,7 @@ class Books {
     std::vector<bool> written(header->num_used, false);
     for (Attachment& one : header->attachments) {
       if (one.pid == 0) continue;
-      if (started_at(one.pid) != one.started_at) {
+      if (!is_alive(one.pid, one.started_at)) {
         std::memset(static_cast<void*>(&one), 0, sizeof one);
         continue;
       }
@@ -356,10 +365,10 @@ inline int64_t attach(Header* header, int64_t total_bytes, double seconds) {
   if (header->slot_bytes != 0) Books(header).sweep();
   const uint32_t pid = static_cast<uint32_t>(getpid());
   const uint64_t own_start = started_at(pid);
-  if (own_start == 0) return NO_PROC;
+  if (own_start == 0 || own_start == UNKNOWN_START) return NO_PROC;
   for (uint32_t i = 0; i < MAX_ATTACHMENTS; i++) {
     Attachment& one = header->attachments[i];
-    if (one.pid != 0 && (header->slot_bytes != 0 || started_at(one.pid) == one.started_at)) continue;
+    if (one.pid != 0 && (header->slot_bytes != 0 || is_alive(one.pid, one.started_at))) continue;
     std::memset(static_cast<void*>(&one), 0, sizeof one);
     one.started_at = own_start;
     std::atomic_thread_fence(std::memory_order_release);

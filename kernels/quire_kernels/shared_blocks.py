@@ -11,7 +11,7 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -116,6 +116,10 @@ class SharedBlocks:
         for name in ("write", "read", "reserve", "commit", "pin", "unpin", "count", "list", "attach", "detach",
                      "divide", "describe"):  # fmt: skip
             getattr(self._library, f"quire_shared_{name}").restype = ctypes.c_int64
+        self._guard = threading.Lock()
+        self._num_inside = 0
+        """Calls that are being made, without the interpreter's lock: the memory stays mapped until they are over."""
+        self._is_closed = False
         self._map = mmap.mmap(descriptor, 0)
         with contextlib.suppress(OSError):  # a kernel without huge pages for shared memory
             self._map.madvise(mmap.MADV_HUGEPAGE)
@@ -232,26 +236,56 @@ class SharedBlocks:
         return memoryview(self._map)[start : start + stats.slot_bytes]
 
     def close(self) -> None:
-        """Let go of all that this one has reserved or pinned, and of the memory."""
-        if self._memory:
+        """Let go of all that this one has reserved or pinned, and of the memory: at once, or when the calls that other
+        threads are making are over."""
+        with self._guard:
+            self._is_closed = True
+            is_over = self._num_inside == 0
+        if is_over:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        with self._guard:
+            memory, self._memory = self._memory, 0
+        if memory:
             with contextlib.suppress(OSError):
-                self._ask("detach", ctypes.c_int64(self._attachment))
-            self._memory = 0
+                self._check(
+                    self._library.quire_shared_detach(
+                        ctypes.c_void_p(memory), ctypes.c_int64(self._attachment), self._seconds
+                    )
+                )
             del self._first_byte
             with contextlib.suppress(BufferError):  # somebody has a view of it
                 self._map.close()
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[int]:
+        """The memory's address, which is mapped inside the block."""
+        with self._guard:
+            if self._is_closed:
+                raise OSError("the engine ends")
+            self._num_inside += 1
+        try:
+            yield self._memory
+        finally:
+            with self._guard:
+                self._num_inside -= 1
+                is_last = self._is_closed and self._num_inside == 0
+            if is_last:
+                self._let_go()
 
     def _finish(self, name: str, hashes: Sequence[bytes], slots: Sequence[int | None], num_bytes: int) -> int:
         numbers = (ctypes.c_uint32 * len(slots))(*(0 if slot is None else slot + 1 for slot in slots))
         digests = (ctypes.c_uint64 * (2 * len(slots)))()
         stats = self.stats()
-        for i, slot in enumerate(slots):
-            if slot is not None:
-                place = self._memory + stats.slots_at + slot * stats.slot_bytes
-                self._library.quire_copy_digest(
-                    ctypes.c_void_p(place), None, ctypes.c_int64(num_bytes), ctypes.c_int64(0),
-                    ctypes.byref(digests, 16 * i),
-                )  # fmt: skip
+        with self._inside() as memory:
+            for i, slot in enumerate(slots):
+                if slot is not None:
+                    place = memory + stats.slots_at + slot * stats.slot_bytes
+                    self._library.quire_copy_digest(
+                        ctypes.c_void_p(place), None, ctypes.c_int64(num_bytes), ctypes.c_int64(0),
+                        ctypes.byref(digests, 16 * i),
+                    )  # fmt: skip
         return self._call(name, hashes[: len(slots)], (), num_bytes, numbers, digests)
 
     def _call(
@@ -276,10 +310,8 @@ class SharedBlocks:
         self, hashes: "ctypes.c_char_p | ctypes.Array[ctypes.c_char]", blocks: int, num_bytes: int,
         seconds: float = LOCK_SECONDS,
     ) -> _SharedBlocksCall:  # fmt: skip
-        if not self._memory:
-            raise OSError("the engine ends")
         call = _SharedBlocksCall(
-            memory=self._memory, attachment=self._attachment, group=ctypes.addressof(self._group),
+            attachment=self._attachment, group=ctypes.addressof(self._group),
             hashes=ctypes.cast(hashes, ctypes.c_void_p), blocks=blocks, bytes=num_bytes, seconds=seconds,
         )  # fmt: skip
         call.keep_alive = hashes
@@ -287,16 +319,17 @@ class SharedBlocks:
 
     def _run(self, name: str, call: _SharedBlocksCall, *extra: object) -> int:
         function: Callable[..., int] = getattr(self._library, f"quire_shared_{name}")
-        result = function(ctypes.byref(call), *extra)
-        if result < 0:
-            _fail(result)
-        return result
+        with self._inside() as memory:
+            call.memory = memory
+            return self._check(function(ctypes.byref(call), *extra))
 
     def _ask(self, name: str, argument: object) -> int:
-        if not self._memory:
-            raise OSError("the engine ends")
         function: Callable[..., int] = getattr(self._library, f"quire_shared_{name}")
-        result = function(ctypes.c_void_p(self._memory), argument, self._seconds)
+        with self._inside() as memory:
+            return self._check(function(ctypes.c_void_p(memory), argument, self._seconds))
+
+    @staticmethod
+    def _check(result: int) -> int:
         if result < 0:
             _fail(result)
         return result
@@ -310,6 +343,7 @@ def _fail(result: int) -> NoReturn:
             _LOCKED: f"another process holds the lock for more than {LOCK_SECONDS:.0f} s; is it stopped?",
             _TOO_MANY: "512 ranks use it already",
             _NOT_ATTACHED: "this process was taken for dead",
-            _NO_PROC: "this process cannot read /proc/self/stat, by which others see whether it lives",
+            _NO_PROC: "this process cannot read /proc/self/stat, by which others see whether it lives; has it "
+            "no descriptors left?",
         }[result]
     )

@@ -96,8 +96,12 @@ class ReplicaStatLoggers:
         """The same for those that were added since."""
         for index, logger in self._loggers.items():
             if index not in self._started:
+                try:
+                    config = self._cache_config(index)
+                except IndexError:  # it is not there yet: whoever adds it calls this again
+                    continue
                 self._started.add(index)
-                logger.start(partial(self._is_up, index), partial(self._workers_up, index), self._cache_config(index))
+                logger.start(partial(self._is_up, index), partial(self._workers_up, index), config)
 
     def drop(self, indices: Collection[int]) -> list[TritonStatLogger]:
         """These engines are not there any more. Returns their exporters, for the caller to `stop(is_down=False)`."""

@@ -310,7 +310,7 @@ class DataParallelClient:
             return None
         moved: dict[int, list[str]] = {}
         entries, caught_up = self._replicas[source].give_up(), None
-        if is_gone and not self._replicas[source].host and self._replicas[candidates[0]].is_alive:
+        if is_gone and not self._replicas[source].is_remote and self._replicas[candidates[0]].is_alive:
             caught_up = self._begin_to_catch_up(entries)
         for entry in entries:
             index = self._route(entry.request, candidates, entry.output_token_ids)
@@ -323,9 +323,9 @@ class DataParallelClient:
 
     def _begin_to_catch_up(self, entries: Sequence[JournalEntry]) -> asyncio.Event | None:
         """An engine of this host is gone: let those that are up use its cores while they compute what it had."""
-        if not entries:
+        engines = [replica for replica in self._replicas if replica.is_alive and not replica.is_remote]
+        if not entries or not engines:
             return None
-        engines = [replica for replica in self._replicas if replica.is_alive and not replica.host]
         return self._catch_up.begin((entry.request.request_id for entry in entries), engines)
 
     def _note_change(self) -> None:

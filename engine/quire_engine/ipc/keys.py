@@ -138,12 +138,13 @@ class TrustedPeers:
                 logger.warning("whom this host trusts stays as it was: %s", error)
         return self._keys.peers
 
-    def _look(self) -> tuple[int, int, int] | None:
+    def _look(self) -> tuple[int, ...] | None:
         try:
             status = self._path.stat()
         except OSError:
             return None
-        return status.st_ino, status.st_mtime_ns, status.st_size
+        # The last one changes with the file's mode and owner, too, for which a file may have been refused.
+        return status.st_ino, status.st_mtime_ns, status.st_size, status.st_ctime_ns
 
 
 def _key(value: object, what: str) -> bytes:

@@ -252,11 +252,18 @@ class _Writer:
     def _run(self) -> None:
         while (queued := self._queue.get()) is not None:
             block_hashes, rows, mark = queued
-            content = self._copies.to_host(rows, mark).numpy()
-            self._write([(block_hash, row.data) for block_hash, row in zip(block_hashes, content, strict=True)])
-            with self._lock:
-                self.pending_bytes -= rows.numel()
-            del queued, rows, content
+            try:
+                content = self._copies.to_host(rows, mark).numpy()
+                self._write([(block_hash, row.data) for block_hash, row in zip(block_hashes, content, strict=True)])
+                del content
+            except Exception as error:  # no memory for them on the host; the next ones may find some
+                logger.warning("KV blocks cannot be saved: %r", error)
+                for _ in block_hashes:
+                    self._board.count_not_saved(self._rank)
+            finally:
+                with self._lock:
+                    self.pending_bytes -= rows.numel()
+            del queued, rows
 
     def _write(self, blocks: list[tuple[bytes, memoryview]]) -> None:
         for first in range(0, len(blocks), MOST_TOGETHER):

@@ -6,6 +6,7 @@ middle of it, others find sound blocks or none.
 
 import ctypes
 import hashlib
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,6 +22,8 @@ MAX_BAD = 100_000
 """Hashes that are remembered because their blocks could not be loaded."""
 HURRY_SECONDS = 0.02
 """How long the engine core waits for the lock, which is held for microseconds; then it does without."""
+BLIND_SECONDS = 1.0
+"""How long it then does without."""
 
 
 class MemoryStore:
@@ -80,11 +83,12 @@ class MemoryStore:
         return set(self.blocks.hashes())
 
     def num_stored(self, block_hashes: Sequence[bytes]) -> int:
-        """How many of these are there now, up to the first that is not. Takes microseconds."""
-        try:
-            return self.blocks.count(block_hashes, HURRY_SECONDS) if block_hashes else 0
-        except OSError:
-            return 0
+        """How many of these are there now, up to the first that is not. Takes microseconds.
+
+        Raises:
+            OSError: another process holds the lock for longer than `HURRY_SECONDS`.
+        """
+        return self.blocks.count(block_hashes, HURRY_SECONDS) if block_hashes else 0
 
     def stats(self) -> SharedBlocksStats:
         """The present numbers, of all ranks and namespaces."""
@@ -105,13 +109,21 @@ class MemoryIndex:
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
         self._bad: set[bytes] = set()
+        self._blind_until = 0.0
+        """By `time.monotonic`; until then nobody is asked, as somebody holds the lock and does not go on."""
 
     def num_stored(self, block_hashes: Sequence[bytes]) -> int:
         """How many of these are there, up to the first that is not."""
+        if time.monotonic() < self._blind_until:
+            return 0
         if self._bad:
             first_bad = next((i for i, one in enumerate(block_hashes) if one in self._bad), len(block_hashes))
             block_hashes = block_hashes[:first_bad]
-        return self._store.num_stored(block_hashes)
+        try:
+            return self._store.num_stored(block_hashes)
+        except OSError:
+            self._blind_until = time.monotonic() + BLIND_SECONDS
+            return 0
 
     def is_kept(self, block_hash: bytes) -> bool:
         """Whether it is there."""

@@ -34,10 +34,14 @@ class TieredStore:
     Args:
         stores: in the order in which they are asked.
         count: hears what each of them does.
+        saves: whether what is found in one store is kept in those before it.
     """
 
-    def __init__(self, stores: Sequence[BlockStore], count: Count = lambda tier, outcome, number: None) -> None:
+    def __init__(
+        self, stores: Sequence[BlockStore], count: Count = lambda tier, outcome, number: None, saves: bool = True
+    ) -> None:
         self._stores = stores
+        self._saves = saves
         self._count = count
         self._lock = threading.Lock()
         self._paused_until = [0.0] * len(stores)
@@ -119,8 +123,9 @@ class TieredStore:
 
     def _keep_before(self, tier: int, blocks: Sequence[Block]) -> None:
         """What was found in one store is wanted soon again: the ones before it keep it, too."""
-        for earlier in range(tier):
-            self._write_to(earlier, blocks)
+        if self._saves:
+            for earlier in range(tier):
+                self._write_to(earlier, blocks)
 
 
 class TieredIndex:

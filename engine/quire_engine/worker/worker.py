@@ -423,7 +423,7 @@ class Worker:
         else:
             from quire_engine.kv_connector.tiered_store import TieredStore
 
-            store = TieredStore(stores, partial(board.count_tier, rank))
+            store = TieredStore(stores, partial(board.count_tier, rank), transfer.saves)
         staging_bytes = transfer.kv_connector_extra_config.staging_bytes
         self._connector = ConnectorWorker(partial(getattr, self.runner, "kv_caches"), store, board, rank, staging_bytes)
         return self._connector.block_bytes

@@ -4,10 +4,12 @@ Requests are divided among them, and go on on another when theirs dies, as those
 but those of all wait until the dead one is up again. Where it does not stay up, all end, and new ones are refused.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 from quire_engine.config import EngineConfig
 from quire_engine.core.data_parallel_client import DataParallelClient
+from quire_engine.core.journal import JournalEntry
 from quire_engine.core.lockstep.owner import LockstepOwner
 from quire_engine.core.supervised_client import OnRecovery, SupervisedClient
 
@@ -54,6 +56,9 @@ class LockstepClient(DataParallelClient):
                 if not other.has_given_up:
                     other.end_all(error)
         super()._on_down(index)
+
+    def _begin_to_catch_up(self, entries: Sequence[JournalEntry]) -> None:
+        """Nobody goes on before the dead one is up again, so nobody has a use for its cores."""
 
     def shutdown(self) -> None:
         """End all engine cores, or the attempts to start them. Idempotent; may be called from any thread."""

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -352,7 +353,7 @@ def test_a_store_that_is_closed_says_so(memory: Memory) -> None:
     other.close()
     with pytest.raises(OSError, match="the engine ends"):
         memory.read(1, other)
-    assert other.num_stored([hash_of(1)]) == 0
+    assert MemoryIndex(other).num_stored([hash_of(1)]) == 0
 
 
 def test_the_index_forgets_what_could_not_be_loaded_until_it_is_saved_again(memory: Memory) -> None:
@@ -373,3 +374,93 @@ def test_nothing_in_dev_shm_and_no_memory_before_it_is_written() -> None:
     assert set(os.listdir("/dev/shm")) == before
     assert os.fstat(memory.descriptor).st_blocks * 512 < 8 << 20
     memory.close()
+
+
+def test_who_is_reading_while_the_memory_is_let_go_of_ends_in_peace() -> None:
+    """In a process of its own: the memory is unmapped, and a fault would take all tests with it."""
+    code = """
+import threading
+payloads = [(hash_of(i), memoryview(bytearray(4_000_000))) for i in range(4)]
+store.prepare(4_000_000)
+assert store.write(payloads) == 4
+is_reading, errors = threading.Event(), []
+
+def read():
+    try:
+        while True:
+            store.read(payloads)
+            is_reading.set()
+    except OSError as error:
+        errors.append(str(error))
+
+threads = [threading.Thread(target=read) for _ in range(2)]
+for thread in threads:
+    thread.start()
+is_reading.wait()
+store.close()
+for thread in threads:
+    thread.join()
+assert errors == ["the engine ends"] * 2, errors
+here()
+"""
+    memory = SharedMemory.create("test-blocks", 40_000_000)
+    prelude = (
+        "import os, hashlib\nfrom quire_engine.kv_connector.memory_store import MemoryStore\n"
+        f"store = MemoryStore({memory}, {NAMESPACE!r}, 0)\n"
+        "hash_of = lambda number: hashlib.sha256(str(number).encode()).digest()\n"
+        "def here():\n    os.write(1, b'!')\n"
+    )
+    try:
+        for _ in range(3):
+            ended = subprocess.run([sys.executable, "-c", prelude + code], pass_fds=[memory], capture_output=True)
+            assert (ended.returncode, ended.stdout) == (0, b"!"), ended.stderr.decode()
+    finally:
+        os.close(memory)
+
+
+def test_who_has_no_descriptors_left_takes_nobody_for_dead() -> None:
+    code = """
+import resource, sys
+own = int(sys.argv[1])
+slots = store.blocks.reserve([hash_of(0)], 40_000)
+here()
+sys.stdin.read(1)
+store.blocks.commit([hash_of(0)], slots, 40_000)
+here()
+sys.stdin.read(1)
+"""
+    memory = Memory(1_000_000)
+    other = memory.run(code, 0)
+    assert other.stdout is not None
+    assert other.stdin is not None
+    assert other.stdout.read(1) == b"!"
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        assert memory.write(0) == 1, "the other one is writing it"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    other.stdin.write(b"!")
+    other.stdin.flush()
+    assert other.stdout.read(1) == b"!", "it was not taken for dead"
+    assert memory.stored([0]) == [0]
+    other.communicate(b"!")
+
+
+def test_nobody_is_asked_for_a_while_after_the_lock_could_not_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Locked:
+        def num_stored(self, block_hashes: Sequence[bytes]) -> int:
+            asked.append(len(block_hashes))
+            raise OSError("another process holds the lock")
+
+    now = 100.0
+    monkeypatch.setattr("quire_engine.kv_connector.memory_store.time.monotonic", lambda: now)
+    index = MemoryIndex(Locked())  # type: ignore[arg-type]
+    assert [index.num_stored([hash_of(i)]) for i in range(500)] == [0] * 500
+    assert not index.is_kept(hash_of(1))
+    assert len(asked) == 1
+    now = 101.5
+    assert index.num_stored([hash_of(0)]) == 0
+    assert len(asked) == 2

@@ -63,6 +63,14 @@ def test_blocks_come_from_the_first_that_has_them_and_are_kept_there_again(tmp_p
     assert tiers.read(7) == 0
 
 
+def test_who_only_loads_keeps_nothing_again(tmp_path: Path) -> None:
+    tiers = Tiers(tmp_path)
+    write(tiers.second, 0)
+    tiers.both = TieredStore([tiers.first, tiers.second], tiers.count, saves=False)
+    assert [tiers.read(0), tiers.read(0)] == [1, 1]
+    assert tiers.counts == [[0, 0, 0, 0], [0, 2, 0, 0]]
+
+
 def test_all_keep_what_is_written_as_far_as_they_have_room(tmp_path: Path) -> None:
     tiers = Tiers(tmp_path, max_blocks=2)
     assert write(tiers.both, *range(6)) == 6
