@@ -114,7 +114,11 @@ def operators_run(folder: Path) -> Iterator[OperatorsRun]:
     version.mkdir(parents=True)
     (version.parent / "config.pbtxt").write_text('backend: "quire"\n')
     files = {"shared_storage_path": str(folder / "kv"), "max_bytes": 1 << 30}
-    connector = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": files}
+    tiers = [
+        {"kv_connector": "SharedMemoryConnector", "kv_connector_extra_config": {"max_bytes": 32 << 20}},
+        {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": files},
+    ]
+    connector = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": tiers}}
     (version / "model.json").write_text(json.dumps({**SETTINGS, "kv_transfer_config": connector}))
     with ExitStack() as stack:
         server = stack.enter_context(serve("--model-repository", str(folder / "models"), step_seconds=STEP_SECONDS))
