@@ -15,7 +15,7 @@ from quire_engine.sampling import Sampler, SamplerOutput
 from quire_engine.sampling.prompt_logprobs import compute_prompt_logprobs
 from quire_engine.worker.batch.input_batch import NO_LOGPROBS, InputBatch
 from quire_engine.worker.batch.sampling_inputs import sampling_metadata
-from quire_engine.worker.batch.step_inputs import SampledRows, StepInputs
+from quire_engine.worker.batch.step_inputs import StepInputs
 from quire_engine.worker.drafting.drafting import Drafting
 from quire_engine.worker.forward.base import Forward
 from quire_engine.worker.forward.decode_graphs import DecodeGraphs
@@ -84,10 +84,9 @@ class ModelRunner:
         self._kv_caches = kv_caches
         self._eager = self._recorded = self.graphs = None  # they point to the old caches and weights
 
-    @property
-    def recorded_bytes(self) -> int:
-        """Memory that the recording of small steps takes at most."""
-        return 0 if self._recorded is None else self._recorded.num_bytes
+    def recorded_bytes(self, num_layers: int) -> int:
+        """Memory that the recording of small steps takes at most, with so many layers for each that there is now."""
+        return 0 if self._recorded is None else self._recorded.num_bytes(num_layers)
 
     @torch.inference_mode()
     def submit(self, scheduler_output: SchedulerOutput) -> SubmittedStep:
@@ -118,8 +117,7 @@ class ModelRunner:
             if inputs.sampled.request_ids:
                 if not inputs.samples_every_token:
                     hidden_TE = hidden_TE[upload(self.device, inputs.sampled.token_rows)[0]]
-                graphs = self.graphs if forward is self.graphs else None
-                step = self._sample(inputs.sampled, hidden_TE, scheduler_output.grammar_bitmask, graphs)
+                step = self._sample(inputs, hidden_TE, scheduler_output.grammar_bitmask, forward)
                 if self.drafting is not None and scheduler_output.num_drafts_wanted:
                     step.draft = self.drafting.after(scheduler_output, inputs.sampled, hidden_TE)
             step.prompt_logprobs = prompt_logprobs
@@ -140,24 +138,27 @@ class ModelRunner:
 
     def _sample(
         self,
-        sampled: SampledRows,
+        inputs: StepInputs,
         hidden_RE: torch.Tensor,
         bitmask: GrammarBitmask | None,
-        graphs: DecodeGraphs | None,
+        forward: Forward,
     ) -> SubmittedStep:
         """Sample, and let the batch count the tokens.
 
         Args:
-            sampled: the rows.
-            hidden_RE: the hidden states of their tokens.
+            inputs: of the step.
+            hidden_RE: the hidden states of the rows that it samples.
             bitmask: of the requests with a grammar.
-            graphs: the graphs that computed the hidden states; None if none did.
+            forward: what computed the hidden states.
         """
-        batch, output, is_stored = self.batch, None, False
+        batch, sampled, output, is_stored = self.batch, inputs.sampled, None, False
         verified = None if self.drafting is None else self.drafting.to_verify(sampled)
-        are_plain = bitmask is None and verified is None and batch.are_plain(sampled.slots)
-        if graphs is not None and graphs.samples and are_plain:
-            output, is_stored = SamplerOutput(graphs.sample(len(sampled.slots))), True
+        own = forward if isinstance(forward, (DecodeGraphs, RecordedForward)) and forward.samples else None
+        if (
+            own is not None and inputs.samples_every_token and bitmask is None and verified is None
+            and batch.are_plain(sampled.slots)
+        ):  # fmt: skip
+            output, is_stored = SamplerOutput(own.sample(inputs)), own is self.graphs
         else:
             logits_RV = self.model.compute_logits(hidden_RE)
             if logits_RV is not None:

@@ -515,7 +515,7 @@ class Worker:
             for requests in batches:
                 self._profile_batch(requests, *((num_drafts, num_wanted) if requests is many else (0, 0)))
             del parts
-        self._recorded_bytes = num_layers * self.runner.recorded_bytes  # an upper bound if there are several kinds
+        self._recorded_bytes = self.runner.recorded_bytes(num_layers)  # an upper bound if there are several kinds
         if self.runner.drafting is not None:
             self._recorded_bytes += self.runner.drafting.method.recorded_bytes
         self._allocate(0)

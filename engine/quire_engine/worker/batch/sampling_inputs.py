@@ -1,6 +1,7 @@
 """The sampler's inputs for the rows of a step."""
 
 from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,18 @@ from quire_engine.sampling import DraftsToVerify, SamplingMetadata
 from quire_engine.worker.batch.input_batch import NO_LOGPROBS, InputBatch
 from quire_engine.worker.batch.step_inputs import SampledRows
 
-__all__ = ["sampling_metadata"]
+__all__ = ["SamplingArrays", "sampling_arrays", "sampling_metadata"]
+
+SamplingArrays: TypeAlias = tuple[npt.NDArray[Any], ...]
+"""Temperature, min-p, top-k, top-p, seed and position of rows, [R] each: what `quire_kernels.sample` takes."""
+
+
+def sampling_arrays(batch: InputBatch, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> SamplingArrays:
+    """The parameters of slots, [R], at these positions, [R]."""
+    return (
+        batch.temperature[slots], batch.min_p[slots], batch.top_k[slots], batch.top_p[slots],
+        batch.seed[slots].view(np.int64), positions,
+    )  # fmt: skip
 
 
 def sampling_metadata(
@@ -38,11 +50,7 @@ def sampling_metadata(
     constrained = set(grammar[0]) if grammar is not None else ()  # there the bitmask covers it
     num_logprobs = batch.num_logprobs[slots]
     rows_with_logprobs = np.flatnonzero(num_logprobs != NO_LOGPROBS)
-    columns = (
-        batch.temperature[slots], batch.top_p[slots], batch.top_k[slots], batch.min_p[slots],
-        batch.seed[slots].view(np.int64), num_tokens,
-    )  # fmt: skip
-    temperature, top_p, top_k, min_p, seeds, positions = upload(device, *columns)
+    temperature, min_p, top_k, top_p, seeds, positions = upload(device, *sampling_arrays(batch, slots, num_tokens))
     # Only penalties look at the drafts before a row.
     drafts = batch.drafts(slots, sampled.offsets) if sampled.drafts and batch.penalties.is_used[slots].any() else {}
     tails = partial(_output_tail, batch, sampled)

@@ -300,15 +300,17 @@ class DecodeGraphs:
         self._graphs[size].forward()
         return self._hidden[:num_rows]
 
-    def sample(self, num_rows: int) -> torch.Tensor:
-        """Sample for the step that was computed last.
+    def sample(self, inputs: StepInputs) -> torch.Tensor:
+        """Sample for the step that was computed last, which samples after each of its tokens. Its requests have no
+        parameters but those of `quire_kernels.sample`.
 
         Args:
-            num_rows: T, of that step.
+            inputs: that step.
 
         Returns:
             [T] int64, a token for each row.
         """
+        num_rows = len(inputs.token_ids)
         replay = self._graphs[self._sizes[bisect_left(self._sizes, num_rows)]].sample
         assert replay is not None
         replay()

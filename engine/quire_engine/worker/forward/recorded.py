@@ -7,15 +7,16 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from quire_kernels import NotRecordableError, StandingPlan, record, standing_plan
+from quire_kernels import NotRecordableError, Recording, StandingPlan, record, sample, standing_plan
 from quire_kernels.kv_cache import is_tiled
 
 from quire_engine.models.base import AttentionSpec, ForwardContext, KVCaches, RecordableLM
 from quire_engine.worker.batch.input_batch import InputBatch
+from quire_engine.worker.batch.sampling_inputs import SamplingArrays, sampling_arrays
 from quire_engine.worker.batch.step_inputs import StepInputs
 from quire_engine.worker.forward.base import key_caches_by_group, with_contexts
 
-__all__ = ["RECORDED_TOKENS", "RecordedContext", "RecordedForward", "RecordedLayers"]
+__all__ = ["RECORDED_TOKENS", "RecordedColumns", "RecordedContext", "RecordedForward", "RecordedLayers"]
 
 RECORDED_TOKENS = 64
 """Steps of more tokens are computed op by op: they take so long that Python's overhead does not matter."""
@@ -117,6 +118,24 @@ class RecordedContext:
         return any(plan.has_shared_sequences for plan in self._plans)
 
 
+class RecordedColumns:
+    """The parameters of `quire_kernels.sample` in tensors that do not move, for `RECORDED_TOKENS` rows."""
+
+    def __init__(self) -> None:
+        floats = [torch.zeros(RECORDED_TOKENS) for _ in range(3)]
+        integers = [torch.zeros(RECORDED_TOKENS, dtype=torch.int64) for _ in range(3)]
+        self.positions = integers[2]
+        self.tensors = floats[0], floats[1], integers[0], floats[2], integers[1], self.positions
+        """In the order in which `sample` takes them."""
+        self._arrays = [tensor.numpy() for tensor in self.tensors]
+
+    def set(self, arrays: SamplingArrays) -> None:
+        """Write those of the first rows."""
+        num_rows = len(arrays[0])
+        for own, given in zip(self._arrays, arrays, strict=True):
+            own[:num_rows] = given
+
+
 class RecordedLayers:
     """Layers, recorded over at most `RECORDED_TOKENS` tokens.
 
@@ -134,7 +153,8 @@ class RecordedLayers:
         self.context = context
         self._inputs = [torch.empty(RECORDED_TOKENS, width, dtype=dtype) for width in widths]
         with record(RECORDED_TOKENS) as self._recording:
-            self._out = layers(self._inputs, context.context)
+            self.out = layers(self._inputs, context.context)
+            """[RECORDED_TOKENS, E], written by each call."""
 
     @property
     def num_bytes(self) -> int:
@@ -147,11 +167,11 @@ class RecordedLayers:
         for own, given in zip(self._inputs, inputs, strict=True):
             own[:num_tokens] = given
         self._recording.run(num_tokens)
-        return self._out[:num_tokens]
+        return self.out[:num_tokens]
 
 
 class RecordedForward:
-    """A `Forward` that takes small steps, if the model's ops can be recorded with these caches.
+    """A `Forward` that takes small steps, if the model's ops can be recorded with these caches; and can sample them.
 
     Args:
         model: of a single rank: communication cannot be recorded.
@@ -177,6 +197,7 @@ class RecordedForward:
             return model.final_norm(*model.run_layers(inputs[0], None, context, kv_caches))
 
         self._layers: RecordedLayers | None = None
+        self._head: Recording | None = None
         if not is_tiled(kv_caches[0][0]):  # only attention in C++ can be recorded
             return
         tables = batch.block_tables
@@ -185,6 +206,16 @@ class RecordedForward:
             self._layers = RecordedLayers(layers, [model.hidden_size], model.dtype, context)
         except NotRecordableError as error:  # not logged itself: it refers to the caches
             logger.warning("steps are computed op by op, which takes longer where they are small: %s", str(error))
+            return
+        self._columns = RecordedColumns()
+        try:
+            with record(RECORDED_TOKENS) as head:
+                logits = model.compute_logits(self._layers.out)
+                assert logits is not None, "of several ranks"
+                self._sampled = sample(logits, *self._columns.tensors)
+            self._head = head
+        except NotRecordableError as error:
+            logger.info("tokens are sampled op by op: %s", error)
 
     def takes(self, inputs: StepInputs) -> bool:
         """Whether there is a recording, and the step is small enough for it."""
@@ -204,6 +235,19 @@ class RecordedForward:
         return self._layers([self._model.embed(torch.from_numpy(token_ids))])
 
     @property
-    def num_bytes(self) -> int:
-        """Memory of the results that the recorded ops write."""
-        return 0 if self._layers is None else self._layers.num_bytes
+    def samples(self) -> bool:
+        """Whether `sample` can be called."""
+        return self._head is not None
+
+    def sample(self, inputs: StepInputs) -> torch.Tensor:
+        """See `DecodeGraphs.sample`."""
+        assert self._head is not None
+        num_rows = len(inputs.token_ids)
+        self._columns.set(sampling_arrays(self._batch, inputs.token_slots, inputs.positions + 1))
+        self._head.run(num_rows)
+        return self._sampled[:num_rows].clone()
+
+    def num_bytes(self, num_times: int = 1) -> int:
+        """Memory of the results that the recorded ops write, if there were all layers so many times."""
+        layer_bytes = 0 if self._layers is None else self._layers.num_bytes
+        return num_times * layer_bytes + (0 if self._head is None else self._head.num_bytes)

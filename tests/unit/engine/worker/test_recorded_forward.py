@@ -53,6 +53,29 @@ def test_the_same_to_the_last_bit(
     assert [(one.token_ids, one.logprobs) for one in recorded] == [(one.token_ids, one.logprobs) for one in op_by_op]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_tokens_are_sampled_from_a_recording_unless_more_is_asked_for(
+    temperature: float, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cpu.library() is None:
+        pytest.skip(cpu.status().reason)
+    sampled: list[int] = []
+    sample = RecordedForward.sample
+    monkeypatch.setattr(
+        RecordedForward, "sample", lambda self, inputs: (sampled.append(len(inputs.slots)), sample(self, inputs))[1]
+    )
+    params = [
+        SamplingParams(temperature=temperature, top_p=0.9, seed=5, max_tokens=12, ignore_eos=True, logprobs=logprobs)
+        for logprobs in (None, 1)
+    ]
+    llm, prompts = LLM(checkpoint("tied-gqa"), dtype="float32"), make_prompts(6, 515, max_length=30)
+    plain, with_logprobs = (
+        [one.outputs[0].token_ids for one in llm.generate(prompts, own, use_tqdm=False)] for own in params
+    )
+    assert plain == with_logprobs
+    assert sampled == [6] * 11, "the first tokens come of steps with whole prompts; those with log-probabilities of none"
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_made_anew_after_sleep(level: int, checkpoint: Callable[[str], Path], runs: list[int]) -> None:
     llm = LLM(checkpoint("tied-gqa"), dtype="float32")
@@ -102,18 +125,19 @@ def test_its_memory_is_counted(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    counted = []
+    counted: list[RecordedForward] = []
     create = RecordedForward.__init__
 
     def note(forward: RecordedForward, *args: Any) -> None:
         create(forward, *args)
-        counted.append(forward.num_bytes)
+        counted.append(forward)
 
     monkeypatch.setattr(RecordedForward, "__init__", note)
     monkeypatch.setattr(cache_memory, "peak_memory_growth", lambda function: (function(), 0)[1])
     with caplog.at_level(logging.INFO, worker.__name__):
         generate(LLM(checkpoint("untied-mha"), dtype="float32"))
-    of_one_layer, of_all = counted
+    with_one_layer, whole = counted
     num_layers = CheckpointConfig.from_folder(checkpoint("untied-mha")).num_layers
-    assert of_one_layer < of_all <= num_layers * of_one_layer
-    assert f"activations at their peak: {num_layers * of_one_layer / 2**20:.1f} MiB" in caplog.text
+    planned = with_one_layer.num_bytes(num_layers)
+    assert with_one_layer.num_bytes() < whole.num_bytes() <= planned < num_layers * with_one_layer.num_bytes()
+    assert f"activations at their peak: {planned / 2**20:.1f} MiB" in caplog.text
