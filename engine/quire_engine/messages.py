@@ -408,6 +408,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     num_drafts_wanted: dict[str, int] = {}
     """How many tokens the workers are to draft for requests that this step samples, once it has. The requests have
     blocks for them."""
+    least_draft_chance: float = 0.0
+    """A draft is not worth its time if the chance that it and those before it are accepted is below this."""
     kv_connector_metadata: KVConnectorMetadata | None = None
     generation: int | None = None
     """Of the meetings with other engines in this step, if they share the experts; see `ipc/lockstep.py`."""

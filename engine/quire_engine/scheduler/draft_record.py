@@ -37,6 +37,7 @@ class DraftRecord:
         "_rest",
         "_rest_left",
         "_start",
+        "_stops",
         "_worth",
         "catch_up_seconds",
         "num_wanted",
@@ -56,6 +57,7 @@ class DraftRecord:
         """How many drafts were worth asking for."""
         self.num_wanted = _FIRST_WANTED
         """How many drafts are worth asking a model for, which takes longer for each of them."""
+        self._stops = False
 
     def is_passed_over(self) -> bool:
         """Whether it is not asked for drafts in this step; counts the step."""
@@ -139,5 +141,11 @@ class DraftRecord:
         """Say how many of its drafts were worth asking for: next time one more is wanted, to see whether that is worth
         it, too; but at most one fewer than the last time, and one more than in the mean. The first draft is the dear
         one: whoever asks for one alone because of a few bad guesses pays nearly as much for little."""
+        if self._stops:
+            return
         self._mean_worth += (num_drafts - self._mean_worth) * _WORTH_WEIGHT
         self.num_wanted = max(num_drafts + 1, self.num_wanted - 1, math.ceil(self._mean_worth) + 1)
+
+    def stops_by_itself(self, most: int) -> None:
+        """Say that its model stops where a draft has too little chance: it may be asked for as many as there may be."""
+        self._stops, self.num_wanted = True, most

@@ -54,6 +54,8 @@ _LEAST_REST = 16
 hardly more than one is asked in vain in each step."""
 _VAIN_SHARE = 0.01
 """Of the time of all steps, that may go to asking requests in vain."""
+_FEWEST_FOR_SLOPE = 2
+"""Steps, with 0 drafts, 1, …, to know what a further draft costs: the first one of a step costs more."""
 _GOLDEN_RATIO = 0.618033988749895
 _RECORD_KEPT = 0.998
 """Of the record of all requests, at each proposal."""
@@ -111,6 +113,8 @@ class Drafter:
         """Requests so far that are drafted for."""
         self._refresh_after = _REFRESH_STEPS[0]
         self._seconds_of_drafting = 0.0
+        self._least_chance = 0.0
+        """What a further draft of a model has to have to be worth drafting and computing; see `SchedulerOutput`."""
         self._catching_up: dict[int, list[str]] = {}
         """By step in flight, the requests for which a model drafts for the first time after it, or the first time in
         long. It computes what it lacks then, which is part of what it costs to ask these."""
@@ -182,6 +186,9 @@ class Drafter:
         counts, share = self._most_profitable(candidates, num_rows, seconds)
         token_seconds = float(seconds[0]) / num_rows
         least = self._costs.draft_seconds / token_seconds
+        if len(seconds) > _FEWEST_FOR_SLOPE:
+            row_seconds = float(seconds[-1] - seconds[1]) / (len(seconds) - 2)
+            self._least_chance = min((self._costs.draft_seconds + row_seconds) / token_seconds, _HIGHEST_CHANCE)
         for candidate, count in zip(candidates, counts, strict=True):
             num_asked = 1 if self._worker_drafts is None else len(candidate.token_ids)
             if num_asked == 0:
@@ -241,12 +248,15 @@ class Drafter:
         records = [self._records[request_id] for request_id in catching_up if request_id in self._records]
         for record in records:
             record.catch_up_seconds = max(first_seconds - len(drafts) * self._costs.ask_seconds, 0.0) / len(records)
-        for request_id in output.num_drafts_wanted:
+        for request_id, num_wanted in output.num_drafts_wanted.items():
             request, own_record = requests.get(request_id), self._records.get(request_id)
             if request is None or own_record is None or request.last_stale_step >= output.step:
                 continue
             if request_id in drafts:
-                worker_drafts.take(request_id, drafts[request_id])
+                own = drafts[request_id]
+                if len(own.token_ids) < num_wanted and math.prod(own.chances) < output.least_draft_chance:
+                    own_record.stops_by_itself(self._max_draft_tokens)
+                worker_drafts.take(request_id, own)
             else:  # drafting failed: it is tried again, but not in every step
                 self._note_asking(own_record, 0.0, 1.0, len(output.num_scheduled_tokens))
 
@@ -271,6 +281,7 @@ class Drafter:
             return
         block_ids = dict(zip(output.cached_requests.request_ids, output.cached_requests.new_block_ids, strict=True))
         block_ids |= {new.request_id: new.block_ids for new in output.new_requests}
+        output.least_draft_chance = self._least_chance
         for record, request in awake:
             request_id = request.request_id
             # All drafts of this step may be accepted, and it samples one more token.

@@ -112,6 +112,8 @@ class ChainDrafter:
             out_SE = self._pass(known)
             token_ids = sampling.draw(model.logits(out_SE))
             for context in self._contexts(slots, ends, sampling):
+                if not sampling.goes_on():
+                    break
                 num_rows = len(context.positions)
                 out_SE = self._run(model.drafted_inputs(token_ids[:num_rows], out_SE[:num_rows]), context)
                 token_ids = sampling.draw(model.logits(out_SE))

@@ -12,7 +12,7 @@ it is (see `sampling/rejection.py`).
 import time
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import cached_property
 from operator import neg
 from typing import Any
 
@@ -25,47 +25,15 @@ from quire_engine.device.transfer import Download, upload
 from quire_engine.messages import DraftTokens
 from quire_engine.sampling.rejection import draft_positions
 from quire_engine.worker.batch.input_batch import InputBatch
+from quire_engine.worker.batch.sampling_inputs import sampling_arrays
 
-__all__ = ["DraftSampling", "SamplingColumns"]
+__all__ = ["DraftSampling"]
 
 Int64Array = npt.NDArray[np.int64]
 _LEAST_CHANCE = 1e-3
 """Chances are above 0."""
 _ANY_CHANCE = 0.8
 """Of every draft that is accepted by chance. The scheduler corrects it by how they fared."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingColumns:
-    """The parameters that tokens are drawn with, see `quire_kernels.sample`; [S] each."""
-
-    temperature: torch.Tensor
-    min_p: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    seeds: torch.Tensor
-    positions: torch.Tensor
-
-    @classmethod
-    def empty(cls, num_rows: int) -> "SamplingColumns":
-        """Greedy rows, to be written over."""
-        floats = [torch.zeros(num_rows) for _ in range(3)]
-        integers = [torch.zeros(num_rows, dtype=torch.int64) for _ in range(3)]
-        return cls(floats[0], floats[1], integers[0], floats[2], integers[1], integers[2])
-
-    @property
-    def tensors(self) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]":
-        """In the order in which `sample` takes them."""
-        return self.temperature, self.min_p, self.top_k, self.top_p, self.seeds, self.positions
-
-    def copy_(self, other: "SamplingColumns") -> None:
-        """Write the rows of another over the first ones; both on the CPU, where numpy takes a quarter of the time."""
-        for own, given in zip(self.tensors, other.tensors, strict=True):
-            own.numpy()[: given.shape[0]] = given.numpy()
-
-    def rows(self, num_rows: int) -> "SamplingColumns":
-        """A view of the first rows."""
-        return SamplingColumns(*(column[:num_rows] for column in self.tensors))
 
 
 class DraftSampling:
@@ -78,6 +46,7 @@ class DraftSampling:
         device: of the logits.
         by_chance: [S], whether the drafts are to be accepted by chance; None: none are.
         clock: seconds.
+        least_chance: see `goes_on`; 0: every place is drawn.
     """
 
     def __init__(
@@ -88,23 +57,21 @@ class DraftSampling:
         device: torch.device,
         by_chance: npt.NDArray[np.bool_] | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        least_chance: float = 0.0,
     ) -> None:
         self._starts = batch.num_known_tokens[slots]
         self._counts: list[int] = counts.tolist()
-        columns = (
-            batch.temperature[slots], batch.min_p[slots], batch.top_k[slots], batch.top_p[slots],
-            batch.seed[slots].view(np.int64),
-        )  # fmt: skip
         self.by_chance = by_chance
-        *others, positions = upload(device, *columns, self._starts)
-        if by_chance is not None:
-            positions = torch.where(upload(device, by_chance)[0], draft_positions(positions), positions)
-        temperature, min_p, top_k, top_p, seeds = others
-        self.columns = SamplingColumns(temperature, min_p, top_k, top_p, seeds, positions)
-        """With the positions of the first drafts."""
+        self.arrays = sampling_arrays(batch, slots, self._starts)
+        """What the first place is drawn with, if no draft is accepted by chance."""
+        self._device = device
         self.first_drawn_at: float | None = None
         """When the first place was drawn."""
         self._clock = clock
+        self._least_chance = least_chance
+        self._num_drawn = 0
+        self._reach: npt.NDArray[np.float32] | None = None
+        """Of each request that has the place drawn last, the chance that its drafts so far are all accepted."""
         self._token_ids: list[torch.Tensor] = []
         self._chances: list[torch.Tensor] = []
         self._distributions: list[torch.Tensor] = []
@@ -118,10 +85,33 @@ class DraftSampling:
         """How many requests have a draft at a place: the first so many."""
         return bisect_left(self._counts, -place, key=neg)
 
-    def note_drawn(self) -> None:
-        """A place was drawn."""
+    def goes_on(self) -> bool:
+        """Whether one more place is to be drawn: somebody wants it, and has drafts so far that are all accepted with at
+        least `least_chance`. That of drafts to be accepted by chance is not looked at: it would depend on the token."""
+        num_rows = self.num_rows(self._num_drawn)
+        return num_rows > 0 and (self._reach is None or bool(self._reach[:num_rows].max() >= self._least_chance))
+
+    def note_drawn(self, chances_N: npt.NDArray[np.float32] | None) -> None:
+        """A place was drawn.
+
+        Args:
+            chances_N: of its drafts; None if they are not on the host, and then all places are drawn.
+        """
+        self._num_drawn += 1
         if self.first_drawn_at is None:
             self.first_drawn_at = self._clock()
+        if self._least_chance and chances_N is not None:
+            if self.by_chance is not None:
+                chances_N = np.where(self.by_chance[: len(chances_N)], np.float32(1), chances_N)
+            self._reach = chances_N.copy() if self._reach is None else self._reach[: len(chances_N)] * chances_N
+
+    @cached_property
+    def _columns(self) -> list[torch.Tensor]:
+        """`arrays` where the logits are, with the positions of drafts that are accepted by chance."""
+        *others, positions = upload(self._device, *self.arrays)
+        if self.by_chance is not None:
+            positions = torch.where(upload(self._device, self.by_chance)[0], draft_positions(positions), positions)
+        return [*others, positions]
 
     def draw(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """Draw the tokens of the next place.
@@ -132,13 +122,14 @@ class DraftSampling:
         Returns:
             [N] int64 on the logits' device.
         """
-        temperature, min_p, top_k, top_p, seeds, starts = self.columns.rows(len(logits_NV)).tensors
+        temperature, min_p, top_k, top_p, seeds, starts = (column[: len(logits_NV)] for column in self._columns)
         token_ids = sample(logits_NV, temperature, min_p, top_k, top_p, seeds, starts + len(self._token_ids))
         if self.by_chance is not None:
             self._distributions.append(probabilities(logits_NV, temperature, min_p, top_k, top_p))
-        self.note_drawn()
+        chances = token_probabilities(logits_NV, token_ids)
         self._token_ids.append(token_ids)
-        self._chances.append(token_probabilities(logits_NV, token_ids))
+        self._chances.append(chances)
+        self.note_drawn(chances.numpy() if chances.device.type == "cpu" else None)
         return token_ids
 
     def drafts(self) -> list[DraftTokens]:
@@ -151,14 +142,14 @@ class DraftSampling:
         return self.drafts_of(token_ids_PS, chances_PS)
 
     def drafts_of(self, token_ids_PS: Int64Array, chances_PS: npt.NDArray[np.floating[Any]]) -> list[DraftTokens]:
-        """The same for tokens that were drawn elsewhere with these `columns`.
+        """The same for tokens that were drawn elsewhere with these `arrays`.
 
         Args:
             token_ids_PS: by place.
             chances_PS: of each.
         """
         starts = self._starts.tolist()
-        chances_PS = np.fmax(chances_PS, _LEAST_CHANCE).clip(max=1)  # also of a model whose logits are not finite
+        chances_PS = np.minimum(np.fmax(chances_PS, _LEAST_CHANCE), 1)  # also of a model whose logits are not finite
         if self.by_chance is not None:
             chances_PS = np.where(self.by_chance, _ANY_CHANCE, chances_PS)
         token_ids, chances = token_ids_PS.T.tolist(), chances_PS.T.tolist()

@@ -117,6 +117,7 @@ class Drafting:
             hidden_RE: their hidden states; overwritten by the next step.
         """
         wanted, bitmask = scheduler_output.num_drafts_wanted, scheduler_output.grammar_bitmask
+        least_chance = scheduler_output.least_draft_chance
         with_grammar = frozenset(() if bitmask is None else bitmask.request_ids)
         generations = {request_id: self._generation(request_id) for request_id in wanted}
         kept = hidden_RE.clone() if self.method.needs_hidden else None
@@ -130,7 +131,8 @@ class Drafting:
                     live.sort(key=lambda name: -wanted[name])
                     if live:
                         hidden_SE = None if kept is None else self._last_rows(live, sampled, kept, output)
-                        self._draft(live, [wanted[name] for name in live], with_grammar, hidden_SE, output)
+                        counts = [wanted[name] for name in live]
+                        self._draft(live, counts, least_chance, with_grammar, hidden_SE, output)
             except Exception as error:
                 self._num_failures += 1
                 logger.log(
@@ -162,18 +164,19 @@ class Drafting:
         self,
         request_ids: list[str],
         counts: list[int],
+        least_chance: float,
         with_grammar: Set[str],
         hidden_SE: torch.Tensor | None,
         output: ModelRunnerOutput,
     ) -> None:
-        """Draft so many tokens for each of these requests, descending."""
+        """Draft so many tokens for each of these requests, descending, or up to where their chance is too small."""
         batch = self._batch
         slots = np.array([batch.slots[name] for name in request_ids])
         by_chance = None
         if self._by_chance:
             by_chance = (batch.temperature[slots] > 0) & np.array([name not in with_grammar for name in request_ids])
             by_chance = by_chance if by_chance.any() else None
-        sampling = DraftSampling(batch, slots, np.array(counts), self._device, by_chance, self._clock)
+        sampling = DraftSampling(batch, slots, np.array(counts), self._device, by_chance, self._clock, least_chance)
         drafts = self.method.draft(slots, hidden_SE, sampling)
         self._first_drawn_at = sampling.first_drawn_at
         output.drafts = dict(zip(request_ids, drafts, strict=True))

@@ -42,15 +42,16 @@ class KnownPositions:
             ends: see above.
             token_offset: the input at position p is token p + `token_offset`.
         """
-        query_start_loc = np.zeros(len(slots) + 1, dtype=np.int64)
-        lens = ends - starts
-        lens.cumsum(out=query_start_loc[1:])
-        places = np.arange(query_start_loc[-1])
-        positions, owners = places + starts[0], slots
-        if len(slots) > 1:
-            positions = places + np.repeat(starts - query_start_loc[:-1], lens)
+        size, owners = batch.block_size, slots
+        if len(slots) == 1:
+            positions = np.arange(starts[0], ends[0])
+            query_start_loc = np.array([0, len(positions)])
+        else:
+            query_start_loc = np.zeros(len(slots) + 1, dtype=np.int64)
+            lens = ends - starts
+            lens.cumsum(out=query_start_loc[1:])
+            positions = np.arange(query_start_loc[-1]) + np.repeat(starts - query_start_loc[:-1], lens)
             owners = np.repeat(slots, lens)
-        size = batch.block_size
         return cls(
             slots=slots,
             ends=ends,

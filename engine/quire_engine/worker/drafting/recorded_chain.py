@@ -16,9 +16,9 @@ from quire_kernels import DraftState, advance_drafts, load_rows, record, sample,
 from quire_engine.models.base import KVCaches
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.drafting.chain_model import ChainModel
-from quire_engine.worker.drafting.draft_sampling import DraftSampling, SamplingColumns
+from quire_engine.worker.drafting.draft_sampling import DraftSampling
 from quire_engine.worker.drafting.known_positions import KnownPositions
-from quire_engine.worker.forward.recorded import RECORDED_TOKENS, RecordedContext
+from quire_engine.worker.forward.recorded import RECORDED_TOKENS, RecordedColumns, RecordedContext
 
 __all__ = ["RecordedChain"]
 
@@ -44,7 +44,7 @@ class RecordedChain:
         self._known = RecordedContext(specs, kv_caches, max_blocks)
         self._context = RecordedContext(specs, kv_caches, max_blocks)
         context = self._context.context
-        self._columns = SamplingColumns.empty(rows)
+        self._columns = RecordedColumns()
         self._state = DraftState(
             next_token_ids=torch.zeros(rows, dtype=torch.int64),
             positions=context.positions,
@@ -84,7 +84,8 @@ class RecordedChain:
             sampling: how many drafts each request gets, and with which parameters; all as the target's.
 
         Returns:
-            [places, S] each: the drafts, and how likely the model finds them; valid until the next call.
+            [places that were drawn, S] each: the drafts, and how likely the model finds them; valid until the next
+            call.
         """
         num_rows, num_places, context = len(known.slots), sampling.num_places, self._context
         width = -(-(int(known.ends.max()) + num_places) // self._batch.block_size)
@@ -93,7 +94,7 @@ class RecordedChain:
         self._known.set(known.positions, [known.slot_mapping], [table], known.query_start_loc, known.ends)
         self._last_rows[:num_rows] = known.query_start_loc[1:] - 1
         self._catch_up.run(len(known.positions))
-        self._columns.copy_(sampling.columns)
+        self._columns.set(sampling.arrays)
         self._state.place.zero_()
         context.positions[:num_rows] = known.ends - 1
         context.block_tables[0][:num_rows, :width] = table
@@ -101,13 +102,17 @@ class RecordedChain:
         context.seq_lens[:num_rows] = known.ends + num_places
         context.plan_for(num_rows)
         self._first.run(num_rows)
-        sampling.note_drawn()
-        for place in range(1, num_places):
+        token_ids, probabilities = self._drawn
+        sampling.note_drawn(probabilities[0, :num_rows])
+        place = 1
+        while sampling.goes_on():
             if context.has_shared_sequences:
                 context.plan_for(num_rows)
-            self._next.run(sampling.num_rows(place))
-        token_ids, probabilities = self._drawn
-        return token_ids[:num_places, :num_rows], probabilities[:num_places, :num_rows]
+            num_here = sampling.num_rows(place)
+            self._next.run(num_here)
+            sampling.note_drawn(probabilities[place, :num_here])
+            place += 1
+        return token_ids[:place, :num_rows], probabilities[:place, :num_rows]
 
     def _head(self, model: ChainModel, out: torch.Tensor) -> None:
         """Record how tokens are drawn."""
