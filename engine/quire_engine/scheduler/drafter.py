@@ -23,9 +23,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
-import numpy as np
-import numpy.typing as npt
-
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
 from quire_engine.scheduler.draft_record import DraftRecord
@@ -57,6 +54,7 @@ _VAIN_SHARE = 0.01
 _FEWEST_FOR_SLOPE = 2
 """Steps, with 0 drafts, 1, …, to know what a further draft costs: the first one of a step costs more."""
 _GOLDEN_RATIO = 0.618033988749895
+_CURVE_STEPS = 4
 _RECORD_KEPT = 0.998
 """Of the record of all requests, at each proposal."""
 
@@ -119,6 +117,9 @@ class Drafter:
         """By step in flight, the requests for which a model drafts for the first time after it, or the first time in
         long. It computes what it lacks then, which is part of what it costs to ask these."""
         self._costs = costs
+        self._curve: list[float] = []
+        """See `_step_seconds`."""
+        self._curve_tokens = self._curve_steps_left = 0
         self.stats = DraftStats()
 
     def take_note(self, request: Request) -> None:
@@ -181,13 +182,12 @@ class Drafter:
         if self._worker_drafts is None:
             self._costs.record_asking(len(due), time.thread_time() - began_at)
         num_drafts = sum(len(candidate.token_ids) for candidate in candidates)
-        seconds = self._costs.seconds(computed, min(room, num_drafts))
-        assert seconds is not None, "they are known"
+        seconds = self._step_seconds(computed, min(room, num_drafts))
         counts, share = self._most_profitable(candidates, num_rows, seconds)
-        token_seconds = float(seconds[0]) / num_rows
+        token_seconds = seconds[0] / num_rows
         least = self._costs.draft_seconds / token_seconds
         if len(seconds) > _FEWEST_FOR_SLOPE:
-            row_seconds = float(seconds[-1] - seconds[1]) / (len(seconds) - 2)
+            row_seconds = (seconds[-1] - seconds[1]) / (len(seconds) - 2)
             self._least_chance = min((self._costs.draft_seconds + row_seconds) / token_seconds, _HIGHEST_CHANCE)
         for candidate, count in zip(candidates, counts, strict=True):
             num_asked = 1 if self._worker_drafts is None else len(candidate.token_ids)
@@ -199,6 +199,15 @@ class Drafter:
             cost = self._costs.asking_seconds(num_asked) / token_seconds
             self._note_asking(record, worth, cost, num_rows, record.take_catch_up_seconds() / token_seconds)
             record.was_worth(sum(share * chance >= least for chance in candidate.chances) if share else 0)
+
+    def _step_seconds(self, num_tokens: int, num_drafts: int) -> list[float]:
+        """How long a step takes with 0, 1, 2, … drafts. What was learned is looked at anew every few steps."""
+        if num_tokens != self._curve_tokens or num_drafts >= len(self._curve) or self._curve_steps_left == 0:
+            seconds = self._costs.seconds(num_tokens, max(num_drafts, self._max_draft_tokens))
+            assert seconds is not None, "they are known"
+            self._curve, self._curve_tokens, self._curve_steps_left = seconds.tolist(), num_tokens, _CURVE_STEPS
+        self._curve_steps_left -= 1
+        return self._curve[: num_drafts + 1]
 
     def _note_asking(
         self, record: DraftRecord, worth: float, cost: float, num_rows: int, catch_up: float = 0.0
@@ -289,7 +298,7 @@ class Drafter:
             most = min(record.num_wanted, self._most(request, num_more))
             if most < 1:
                 continue
-            added = self._kv_cache.allocate_slots(request, most)
+            added = self._allocate(request, most)
             if added is not None:
                 block_ids[request_id] += added
                 output.num_drafts_wanted[request_id] = most
@@ -354,7 +363,7 @@ class Drafter:
             return NO_DRAFTS
 
     def _most_profitable(
-        self, candidates: list[_Candidate], num_rows: int, seconds: npt.NDArray[np.float64]
+        self, candidates: list[_Candidate], num_rows: int, seconds: list[float]
     ) -> tuple[list[int], float]:
         """How many drafts of each candidate make the step yield the most tokens per second.
 
@@ -377,10 +386,11 @@ class Drafter:
             ),
             key=lambda entry: (-entry[0], entry[1]),
         )[: len(seconds) - 1]
-        num_yielded = num_rows + np.cumsum([0.0, *(chance for chance, _, _ in ranked)])
-        rates = num_yielded / seconds[: len(num_yielded)]
-        best = int(rates.argmax())
-        gain = rates[best] / rates[0]
+        num_yielded = list(accumulate((chance for chance, _, _ in ranked), initial=float(num_rows)))
+        rates = [tokens / took for tokens, took in zip(num_yielded, seconds, strict=False)]
+        gain = max(rates)
+        best = rates.index(gain)
+        gain /= rates[0]
         soon, late = _REFRESH_STEPS
         self._refresh_after = int(min(max(late * (gain - 1), soon), late))
         if gain <= _LEAST_GAIN:
@@ -388,12 +398,18 @@ class Drafter:
         for _, _, number in ranked[:best]:
             counts[number] += 1
         extra_seconds = seconds[best] - seconds[0]
-        return counts, float(1 - extra_seconds / ((num_yielded[best] - num_rows) * seconds[0] / num_rows))
+        return counts, 1 - extra_seconds / ((num_yielded[best] - num_rows) * seconds[0] / num_rows)
+
+    def _allocate(self, request: Request, number: int) -> list[int] | None:
+        """Blocks for so many drafts after the tokens that are scheduled; None if there is no room."""
+        if request.num_computed_tokens + number <= request.no_allocation_until:
+            return []
+        return self._kv_cache.allocate_slots(request, number)
 
     def _add(self, output: SchedulerOutput, candidate: _Candidate, count: int) -> bool:
         """Add a request's first `count` drafts, if there are blocks for them."""
         request, drafts = candidate.request, candidate.token_ids[:count]
-        block_ids = self._kv_cache.allocate_slots(request, count)
+        block_ids = self._allocate(request, count)
         if block_ids is None:
             return False
         cached = output.cached_requests
