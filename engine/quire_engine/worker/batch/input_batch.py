@@ -123,6 +123,15 @@ class InputBatch:
 
     def settle_lists(self, slots: Int64Array, positions: Int64Array, token_ids: Sequence[Sequence[int]]) -> None:
         """Store the tokens that were sampled for each slot, any number of them, from a position on."""
+        if len(slots) == 1:
+            start, count = int(positions[0]), len(token_ids[0])
+            self.token_ids[slots[0], start : start + count] = token_ids[0]
+            if count:
+                self._count_up_to(slots, positions + count)
+            if self.penalties.is_used[slots[0]]:
+                for token_id in token_ids[0]:
+                    self.penalties.append(slots, np.array([token_id]))
+            return
         counts = np.fromiter(map(len, token_ids), dtype=np.int64)
         flat = np.fromiter(chain.from_iterable(token_ids), dtype=np.int64)
         places = np.arange(len(flat)) - np.repeat(counts.cumsum() - counts, counts)  # within each list

@@ -19,7 +19,9 @@ SamplingArrays: TypeAlias = tuple[npt.NDArray[Any], ...]
 """Temperature, min-p, top-k, top-p, seed and position of rows, [R] each: what `quire_kernels.sample` takes."""
 
 
-def sampling_arrays(batch: InputBatch, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> SamplingArrays:
+def sampling_arrays(
+    batch: InputBatch, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]
+) -> SamplingArrays:
     """The parameters of slots, [R], at these positions, [R]."""
     return (
         batch.temperature[slots], batch.min_p[slots], batch.top_k[slots], batch.top_p[slots],

@@ -99,6 +99,8 @@ class StepInputs:
             block_size: tokens per KV block.
         """
         scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.draft_token_ids
+        if len(scheduled) == 1:
+            return cls._of_one(batch, *next(iter(scheduled.items())), drafts, block_size)
         request_ids = list(scheduled)
         slots = np.fromiter((batch.slots[request_id] for request_id in scheduled), dtype=np.int64)
         num_scheduled = np.fromiter(scheduled.values(), dtype=np.int64)
@@ -129,6 +131,41 @@ class StepInputs:
             ],
             is_on_device=is_on_device,
             sampled=_sampled_rows(request_ids, slots, query_start_loc, seq_lens - num_tokens, drafts),
+        )
+
+    @classmethod
+    def _of_one(
+        cls, batch: InputBatch, request_id: str, number: int, drafts: Mapping[str, Sequence[int]], block_size: int
+    ) -> "StepInputs":
+        """The same of a step with a single request: a small model's steps are hardly longer than what `of` takes."""
+        slot = batch.slots[request_id]
+        start, num_tokens = int(batch.num_computed_tokens[slot]), int(batch.num_tokens[slot])
+        end = start + number
+        positions, slots = np.arange(start, end), np.full(number, slot)
+        block_indices, places_in_block = np.divmod(positions, block_size)
+        is_on_device = positions >= batch.num_known_tokens[slot]
+        if drafts:
+            is_on_device &= positions < num_tokens
+        num_rows = min(max(end - num_tokens + 1, 0), number if drafts else 1)
+        offsets = np.arange(num_rows)
+        return cls(
+            request_ids=[request_id],
+            slots=slots[:1],
+            num_scheduled=np.array([number]),
+            query_start_loc=np.array([0, number]),
+            seq_lens=np.array([end]),
+            token_ids=batch.token_ids[slot, start:end].copy(),
+            token_slots=slots,
+            positions=positions,
+            slot_mappings=[table[slot, block_indices] * block_size + places_in_block for table in batch.block_tables],
+            is_on_device=is_on_device,
+            sampled=SampledRows(
+                request_ids=[request_id] if num_rows else [],
+                token_rows=offsets + (number - num_rows),
+                slots=slots[:num_rows],
+                offsets=offsets,
+                drafts=drafts,
+            ),
         )
 
 

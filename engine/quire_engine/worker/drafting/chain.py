@@ -166,14 +166,15 @@ class ChainDrafter:
         if self._model.token_offset == 0:
             self._keep_accepted(slots)
         starts = np.minimum(self._drafted.counts(slots), ends - 1)
-        first_starts = starts.copy()
-        while (ends - starts).sum() > max(self._max_tokens, len(slots)):  # one long part after the other
+        first_starts, num_left = starts.copy(), int((ends - starts).sum())
+        while num_left > max(self._max_tokens, len(slots)):  # one long part after the other
             row = int((ends - starts).argmax())
             part = slice(row, row + 1)
             until = np.minimum(starts[part] + self._max_tokens, ends[part] - 1)
             self._pass(self._known(slots[part], starts[part], until))
+            num_left -= int((until - starts[part])[0])
             starts[part] = until
-        if (ends - starts).sum() > most:
+        if num_left > most:
             is_behind = ends - starts > 1
             self._pass(self._known(slots[is_behind], starts[is_behind], ends[is_behind] - 1))
             starts = ends - 1

@@ -11,9 +11,9 @@ it is (see `sampling/rejection.py`).
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from operator import neg
+from operator import mul, neg
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,7 @@ class DraftSampling:
         self._clock = clock
         self._least_chance = least_chance
         self._num_drawn = 0
-        self._reach: npt.NDArray[np.float32] | None = None
+        self._reach = [1.0] * len(self._counts)
         """Of each request that has the place drawn last, the chance that its drafts so far are all accepted."""
         self._token_ids: list[torch.Tensor] = []
         self._chances: list[torch.Tensor] = []
@@ -89,21 +89,22 @@ class DraftSampling:
         """Whether one more place is to be drawn: somebody wants it, and has drafts so far that are all accepted with at
         least `least_chance`. That of drafts to be accepted by chance is not looked at: it would depend on the token."""
         num_rows = self.num_rows(self._num_drawn)
-        return num_rows > 0 and (self._reach is None or bool(self._reach[:num_rows].max() >= self._least_chance))
+        return num_rows > 0 and max(self._reach[:num_rows]) >= self._least_chance
 
-    def note_drawn(self, chances_N: npt.NDArray[np.float32] | None) -> None:
+    def note_drawn(self, chances: Sequence[float]) -> None:
         """A place was drawn.
 
         Args:
-            chances_N: of its drafts; None if they are not on the host, and then all places are drawn.
+            chances: of its drafts; empty if they are not on the host, and then all places are drawn.
         """
         self._num_drawn += 1
         if self.first_drawn_at is None:
             self.first_drawn_at = self._clock()
-        if self._least_chance and chances_N is not None:
-            if self.by_chance is not None:
-                chances_N = np.where(self.by_chance[: len(chances_N)], np.float32(1), chances_N)
-            self._reach = chances_N.copy() if self._reach is None else self._reach[: len(chances_N)] * chances_N
+        if not chances:
+            return
+        self._reach = list(map(mul, self._reach, chances))
+        if self.by_chance is not None:
+            self._reach = np.where(self.by_chance[: len(chances)], 1.0, self._reach).tolist()
 
     @cached_property
     def _columns(self) -> list[torch.Tensor]:
@@ -129,7 +130,7 @@ class DraftSampling:
         chances = token_probabilities(logits_NV, token_ids)
         self._token_ids.append(token_ids)
         self._chances.append(chances)
-        self.note_drawn(chances.numpy() if chances.device.type == "cpu" else None)
+        self.note_drawn(chances.tolist() if self._least_chance and chances.device.type == "cpu" else ())
         return token_ids
 
     def drafts(self) -> list[DraftTokens]:

@@ -103,14 +103,14 @@ class RecordedChain:
         context.plan_for(num_rows)
         self._first.run(num_rows)
         token_ids, probabilities = self._drawn
-        sampling.note_drawn(probabilities[0, :num_rows])
+        sampling.note_drawn(probabilities[0, :num_rows].tolist())
         place = 1
         while sampling.goes_on():
             if context.has_shared_sequences:
                 context.plan_for(num_rows)
             num_here = sampling.num_rows(place)
             self._next.run(num_here)
-            sampling.note_drawn(probabilities[place, :num_here])
+            sampling.note_drawn(probabilities[place, :num_here].tolist())
             place += 1
         return token_ids[:place, :num_rows], probabilities[:place, :num_rows]
 

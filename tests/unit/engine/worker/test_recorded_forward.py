@@ -73,7 +73,7 @@ def test_tokens_are_sampled_from_a_recording_unless_more_is_asked_for(
         [one.outputs[0].token_ids for one in llm.generate(prompts, own, use_tqdm=False)] for own in params
     )
     assert plain == with_logprobs
-    assert sampled == [6] * 11, "the first tokens come of steps with whole prompts; those with log-probabilities of none"
+    assert sampled == [6] * 11, "the first token comes of a step with whole prompts; log-probabilities are not recorded"
 
 
 @pytest.mark.parametrize("level", [1, 2])
