@@ -11,6 +11,7 @@ import enum
 import msgspec
 
 from quire_engine.config import EngineCoreConfig
+from quire_engine.draft_chances import DraftChances
 from quire_engine.ipc.lockstep import LockstepHandle
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.slo import DEFAULT_CLASS, SLOTargets
@@ -409,7 +410,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     """How many tokens the workers are to draft for requests that this step samples, once it has. The requests have
     blocks for them."""
     least_draft_chance: float = 0.0
-    """A draft is not worth its time if the chance that it and those before it are accepted is below this."""
+    """Behind drafts that are all accepted with less than this chance, no further one is worth its time."""
+    draft_chances: list[DraftChances] = []
+    """What drafts' chances are worth, if any are wanted: of sampled requests, and of greedy ones."""
     kv_connector_metadata: KVConnectorMetadata | None = None
     generation: int | None = None
     """Of the meetings with other engines in this step, if they share the experts; see `ipc/lockstep.py`."""

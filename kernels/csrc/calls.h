@@ -394,6 +394,7 @@ struct SharedBlocksState {
 struct RecordedCall {
   KernelFunction* kernel;
   const void* call;
+  int64_t* rows;  // of the call; null if it has none
 };
 
 )  // QUIRE_MIRRORED

@@ -122,9 +122,12 @@ QUIRE_API int quire_select(const char* name) {
 QUIRE_API void quire_set_threads(int64_t threads) { pool().set_threads(threads); }
 QUIRE_API int64_t quire_threads() { return pool().threads(); }
 
-// Several kernels, one after the other.
-QUIRE_API void quire_run(const RecordedCall* calls, int64_t count) {
-  for (int64_t i = 0; i < count; i++) calls[i].kernel(calls[i].call);
+// Several kernels, one after the other, with so many rows.
+QUIRE_API void quire_run(const RecordedCall* calls, int64_t count, int64_t rows) {
+  for (int64_t i = 0; i < count; i++) {
+    if (calls[i].rows != nullptr) *calls[i].rows = rows;
+    calls[i].kernel(calls[i].call);
+  }
 }
 
 QUIRE_API void quire_linear(const LinearCall* call) { kernels.linear(*call); }

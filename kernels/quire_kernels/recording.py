@@ -41,7 +41,7 @@ class NotRecordableError(Exception):
 class _RecordedCall(Call):
     """`RecordedCall` of kernels/csrc/calls.h."""
 
-    _fields_ = (("kernel", ctypes.c_void_p), ("call", ctypes.c_void_p))
+    _fields_ = (("kernel", ctypes.c_void_p), ("call", ctypes.c_void_p), ("rows", ctypes.c_void_p))
 
 
 class Recording:
@@ -53,10 +53,8 @@ class Recording:
 
     def __init__(self, max_rows: int) -> None:
         self.max_rows = max_rows
-        self._rows = max_rows
         self._kernels: list[int] = []
         self._calls: list[Call] = []
-        self._calls_with_rows: list[Any] = []
         self._tensors: list[torch.Tensor] = []
         self._array: ctypes.Array[_RecordedCall] | None = None
 
@@ -68,10 +66,8 @@ class Recording:
         """
         copy = type(call).from_buffer_copy(call)
         rows = getattr(copy, "rows", None)
-        if rows is not None:
-            if rows != self.max_rows:
-                raise NotRecordableError(f"{type(call).__name__} of {rows} rows in a recording of {self.max_rows}")
-            self._calls_with_rows.append(copy)
+        if rows is not None and rows != self.max_rows:
+            raise NotRecordableError(f"{type(call).__name__} of {rows} rows in a recording of {self.max_rows}")
         self._kernels.append(_address(kernel))
         self._calls.append(copy)
         self._tensors += tensors
@@ -85,23 +81,25 @@ class Recording:
     def run(self, rows: int) -> None:
         """Run all calls for the first `rows` rows, at most `max_rows`."""
         assert 0 < rows <= self.max_rows
-        if rows != self._rows:
-            self._rows = 0  # neither the old nor the new number, in case this is interrupted
-            for call in self._calls_with_rows:
-                call.rows = rows
-            self._rows = rows
         if self._array is None:
-            calls = zip(self._kernels, map(ctypes.addressof, self._calls), strict=True)
-            self._array = (_RecordedCall * len(self._calls))(*(_RecordedCall(*call) for call in calls))
+            calls = zip(self._kernels, self._calls, strict=True)
+            self._array = (_RecordedCall * len(self._calls))(
+                *(_RecordedCall(kernel, ctypes.addressof(call), _rows_address(call)) for kernel, call in calls)
+            )
         handle = library()
         assert handle is not None
-        handle.quire_run(self._array, ctypes.c_int64(len(self._array)))
+        handle.quire_run(self._array, ctypes.c_int64(len(self._array)), ctypes.c_int64(rows))
 
 
 def _address(kernel: Kernel) -> int:
     address = ctypes.cast(kernel, ctypes.c_void_p).value  # type: ignore[arg-type]
     assert address is not None
     return address
+
+
+def _rows_address(call: Call) -> int | None:
+    rows = getattr(type(call), "rows", None)
+    return None if rows is None else ctypes.addressof(call) + int(rows.offset)
 
 
 class _NothingComputed(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -69,9 +69,6 @@ NUM_DRAFT_TOKENS = 4
 PLACE_DECAY = 0.8
 """Each place's weight in the loss relative to the one before (the paper of Medusa, section 2.2.1)."""
 
-OWN_TEXT = (128, 384)
-"""Tokens of a context, and of the target's own continuation."""
-
 ROW_STRIDE = 4
 """EAGLE-3's places after the first, and all of Medusa's, are trained on every so many rows only. A place of all rows
 takes about half the arithmetic of running the target, which is better spent on more text."""
@@ -452,7 +449,7 @@ def save_module(module: nn.Module, config: LlamaConfig | dict[str, object], out:
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
 
 
-def own_text(target: Path, stream: TokenIds, num_contexts: int, seed: int) -> TokenIds:
+def own_text(target: Path, stream: TokenIds, num_contexts: int, lengths: tuple[int, int], seed: int) -> TokenIds:
     """Contexts out of the stream, each with the target's own continuation, one after the other.
 
     Quire generates them, for which it has to be installed: as the model is served, in bfloat16.
@@ -461,14 +458,15 @@ def own_text(target: Path, stream: TokenIds, num_contexts: int, seed: int) -> To
         target: its folder.
         stream: what contexts are taken from.
         num_contexts: how many.
+        lengths: of a context, and of the target's own continuation, in tokens.
         seed: of what they are.
 
     Returns:
-        Shape [num_contexts * sum(OWN_TEXT)].
+        Shape [num_contexts * sum(lengths)].
     """
     from quire_engine import LLM, SamplingParams
 
-    context_length, own_length = OWN_TEXT
+    context_length, own_length = lengths
     starts = np.random.default_rng(seed).integers(0, len(stream) - context_length, num_contexts).tolist()
     contexts = [stream[start : start + context_length].tolist() for start in starts]
     params = [
@@ -545,6 +543,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--own-contexts", type=int, default=0, help="learn from the target's own continuations of so many contexts"
     )
+    parser.add_argument(
+        "--own-text",
+        type=int,
+        nargs=2,
+        default=(128, 384),
+        metavar=("CONTEXT", "OWN"),
+        help="tokens of each of those contexts, and of the continuation",
+    )
+    parser.add_argument(
+        "--long-from", type=float, default=0.9, help="share of the steps after which windows are of 1,024 tokens"
+    )
     parser.add_argument("--seed", type=int, default=default.seed, help="seed of weights and data order")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads that torch computes with")
     parser.add_argument(
@@ -565,7 +574,7 @@ def train_drafter(drafter: Drafter, stream: TokenIds, arguments: argparse.Namesp
         steps=arguments.steps,
         warmup_steps=50,
         matrix_learning_rate=drafter.matrix_learning_rate,
-        window_stages=((0.0, 256), (0.9, 1024)),
+        window_stages=((0.0, 256), (arguments.long_from, 1024)),
     )
 
     def save() -> None:
@@ -617,7 +626,9 @@ def main() -> None:
     if arguments.resume:
         drafter.load(arguments.out)
     if arguments.own_contexts:
-        training = own_text(arguments.target, training, arguments.own_contexts, arguments.seed)
+        training = own_text(
+            arguments.target, training, arguments.own_contexts, tuple(arguments.own_text), arguments.seed
+        )
     if arguments.steps:
         training_loss = round(train_drafter(drafter, training, arguments), 4)
     minutes = (time.monotonic() - began) / 60

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from quire_engine.draft_chances import DraftChances
 from quire_engine.scheduler.proposer import NO_DRAFTS, Proposal
 
 __all__ = ["DraftRecord"]
@@ -10,9 +11,11 @@ __all__ = ["DraftRecord"]
 _WEIGHT_KEPT = 0.9
 """Of what is known, at each new proposal."""
 _PRIOR_WEIGHT = 2.0
-"""How many drafts of the request's own weigh as much as the record of all requests."""
-_WORTH_WEIGHT = 0.25
-"""Of the last time that it was asked for drafts, in what asking is worth."""
+"""How many drafts of the request's own weigh as much as that they fare as those of all requests."""
+_WORTH_WEIGHT = 0.1
+"""Of the last time that it was asked for drafts, in what asking is worth: in any text some are worth nothing."""
+_WANTED_WEIGHT = 0.25
+"""Of the last time, in how many drafts were worth asking for."""
 _FIRST_WANTED = 4
 """Drafts that a model is asked for first."""
 
@@ -77,37 +80,33 @@ class DraftRecord:
         seconds, self.catch_up_seconds = self.catch_up_seconds, 0.0
         return seconds
 
-    def learn(self, token_ids: Sequence[int]) -> tuple[float, float]:
-        """Compare the last proposal with the tokens that followed, as far as they are known.
+    def learn(self, token_ids: Sequence[int], chances: DraftChances) -> None:
+        """Compare the last proposal with the tokens that followed, as far as they are known: up to the first wrong one.
 
         Args:
             token_ids: all of the request.
-
-        Returns:
-            How many drafts were right, and how many should have been by their chances: up to the first wrong one.
+            chances: of all requests of its kind; they learn, too.
         """
         accepted = expected = 0.0
-        chances = self._proposal.chances
-        for place, draft in enumerate(self._proposal.token_ids):
-            if self._start + place >= len(token_ids):
+        proposal, self._proposal = self._proposal, NO_DRAFTS
+        is_right = True
+        for token_id, draft, chance in zip(
+            token_ids[self._start : self._start + len(proposal.token_ids)], proposal.token_ids, proposal.chances,
+            strict=False,
+        ):  # fmt: skip
+            is_right = token_id == draft
+            expected += chances.of(chance)
+            accepted += is_right
+            chances.learn(chance, is_right)
+            if not is_right:
                 break
-            expected += chances[place]
-            if token_ids[self._start + place] != draft:
-                break
-            accepted += 1.0
-        self._proposal = NO_DRAFTS
         if expected:
             self._accepted = _WEIGHT_KEPT * self._accepted + accepted
             self._expected = _WEIGHT_KEPT * self._expected + expected
-        return accepted, expected
 
-    def factor(self, prior: float) -> float:
-        """By what its proposals' chances are to be multiplied.
-
-        Args:
-            prior: the same for all requests together.
-        """
-        return (self._accepted + _PRIOR_WEIGHT * prior) / (self._expected + _PRIOR_WEIGHT)
+    def factor(self) -> float:
+        """By what the chances of its proposals are to be multiplied, next to what they are for all."""
+        return (self._accepted + _PRIOR_WEIGHT) / (self._expected + _PRIOR_WEIGHT)
 
     def note(self, proposal: Proposal, start: int) -> None:
         """Remember a proposal, to compare it with what follows.
@@ -143,7 +142,7 @@ class DraftRecord:
         one: whoever asks for one alone because of a few bad guesses pays nearly as much for little."""
         if self._stops:
             return
-        self._mean_worth += (num_drafts - self._mean_worth) * _WORTH_WEIGHT
+        self._mean_worth += (num_drafts - self._mean_worth) * _WANTED_WEIGHT
         self.num_wanted = max(num_drafts + 1, self.num_wanted - 1, math.ceil(self._mean_worth) + 1)
 
     def stops_by_itself(self, most: int) -> None:

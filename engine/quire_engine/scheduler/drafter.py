@@ -3,9 +3,9 @@
 For each step:
 
 1. Each request's last proposal is compared with the tokens that came (`draft_record`), and it gets a new one. With it
-   come chances; what the request's and everybody's drafts have been worth so far corrects them. That takes time, too: a
-   request of which little comes is asked less often. A model that drafts is asked one step before, as it runs on the
-   workers (`worker_drafts`).
+   come chances; how everybody's drafts of such a chance have fared (`draft_chances`), and the request's own, corrects
+   them. That takes time, too: a request of which little comes is asked less often. A model that drafts is asked one
+   step before, as it runs on the workers (`worker_drafts`); it stops where a further draft has too little chance.
 2. All drafts of all requests are put in the order of the chance that they are accepted: the product of their own chance
    and those of the drafts before them.
 3. So many of them are computed that tokens per second are highest, by what steps of each size have taken so far
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
+from quire_engine.draft_chances import DraftChances
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
 from quire_engine.scheduler.draft_record import DraftRecord
@@ -55,8 +56,8 @@ _FEWEST_FOR_SLOPE = 2
 """Steps, with 0 drafts, 1, …, to know what a further draft costs: the first one of a step costs more."""
 _GOLDEN_RATIO = 0.618033988749895
 _CURVE_STEPS = 4
-_RECORD_KEPT = 0.998
-"""Of the record of all requests, at each proposal."""
+_NEXT_CHANCE = 0.7
+"""Of a further draft, about: the chance is known when it has been drafted."""
 
 
 @dataclass(slots=True)
@@ -100,7 +101,8 @@ class Drafter:
         self._max_draft_tokens = max_draft_tokens
         self._max_num_rows = max_num_rows
         self._records: dict[str, DraftRecord] = {}
-        self._accepted = self._expected = 0.0
+        self._chances = [DraftChances(), DraftChances()]
+        """Of sampled requests, and of greedy ones."""
         self._worth = 1.0
         """What asking a request yields, in the mean of all; see `DraftRecord`. At first a guess."""
         self._cost = 0.0
@@ -112,7 +114,7 @@ class Drafter:
         self._refresh_after = _REFRESH_STEPS[0]
         self._seconds_of_drafting = 0.0
         self._least_chance = 0.0
-        """What a further draft of a model has to have to be worth drafting and computing; see `SchedulerOutput`."""
+        """See `SchedulerOutput`."""
         self._catching_up: dict[int, list[str]] = {}
         """By step in flight, the requests for which a model drafts for the first time after it, or the first time in
         long. It computes what it lacks then, which is part of what it costs to ask these."""
@@ -188,7 +190,8 @@ class Drafter:
         least = self._costs.draft_seconds / token_seconds
         if len(seconds) > _FEWEST_FOR_SLOPE:
             row_seconds = (seconds[-1] - seconds[1]) / (len(seconds) - 2)
-            self._least_chance = min((self._costs.draft_seconds + row_seconds) / token_seconds, _HIGHEST_CHANCE)
+            least_next = (self._costs.draft_seconds + row_seconds) / token_seconds
+            self._least_chance = min(least_next / _NEXT_CHANCE, _HIGHEST_CHANCE)
         for candidate, count in zip(candidates, counts, strict=True):
             num_asked = 1 if self._worker_drafts is None else len(candidate.token_ids)
             if num_asked == 0:
@@ -263,7 +266,7 @@ class Drafter:
                 continue
             if request_id in drafts:
                 own = drafts[request_id]
-                if len(own.token_ids) < num_wanted and math.prod(own.chances) < output.least_draft_chance:
+                if len(own.token_ids) < num_wanted:
                     own_record.stops_by_itself(self._max_draft_tokens)
                 worker_drafts.take(request_id, own)
             else:  # drafting failed: it is tried again, but not in every step
@@ -290,7 +293,7 @@ class Drafter:
             return
         block_ids = dict(zip(output.cached_requests.request_ids, output.cached_requests.new_block_ids, strict=True))
         block_ids |= {new.request_id: new.block_ids for new in output.new_requests}
-        output.least_draft_chance = self._least_chance
+        output.least_draft_chance, output.draft_chances = self._least_chance, self._chances
         for record, request in awake:
             request_id = request.request_id
             # All drafts of this step may be accepted, and it samples one more token.
@@ -336,13 +339,12 @@ class Drafter:
             room: drafts that the step may have.
         """
         record = self._records[request.request_id]
-        accepted, expected = record.learn(request.all_token_ids)
-        self._accepted = _RECORD_KEPT * self._accepted + accepted
-        self._expected = _RECORD_KEPT * self._expected + expected
+        of_kind = self._chances[request.sampling_params.temperature == 0]
+        record.learn(request.all_token_ids, of_kind)
         proposal = self._propose(request, min(room, self._most(request)))
         record.note(proposal, request.num_tokens)
-        factor = record.factor((self._accepted + 1.0) / (self._expected + 1.0))
-        chances = [min(chance * factor, _HIGHEST_CHANCE) for chance in proposal.chances]
+        factor = record.factor()
+        chances = [min(of_kind.of(chance) * factor, _HIGHEST_CHANCE) for chance in proposal.chances]
         return _Candidate(index, request, proposal.token_ids, list(accumulate(chances, mul)))
 
     def _propose(self, request: Request, max_tokens: int) -> Proposal:

@@ -29,6 +29,10 @@ _LARGEST_RATIO = 2.0
 """A measurement counts as at most this many times the mean: other programs may have had the cores."""
 _FORGOTTEN_AFTER = 64
 """Steps after which a size is unknown again, for each measurement of it: one slow step must not decide for long."""
+_REFRESHED_AFTER = 16
+"""Steps after which one without drafts is wanted again, likewise: an engine's first steps are slow."""
+_FEW_MEASUREMENTS = 4
+"""Up to so many the fastest counts, and then a moving mean: it can only have been slowed down."""
 _MOST_MEASUREMENTS = 16
 """That count for this: contexts grow, and the machine's other load changes."""
 _UNKNOWN_SLOPE = 0.5
@@ -83,7 +87,10 @@ class StepCosts:
             sizes[_size_class(num_tokens)] = _Size(self._step)
             return
         if size.is_known(self._step, _OLDEST):
-            size.seconds = moved_mean(size.seconds, seconds)
+            if size.num_measurements < _FEW_MEASUREMENTS:
+                size.seconds = min(size.seconds, seconds)
+            else:
+                size.seconds = moved_mean(size.seconds, seconds)
             size.num_measurements = min(size.num_measurements + 1, _MOST_MEASUREMENTS)
         else:
             size.seconds, size.num_measurements = seconds, 1
@@ -114,7 +121,7 @@ class StepCosts:
     def is_unknown(self, num_tokens: int, max_age: int) -> bool:
         """Whether no step of about this size without drafts was among the last `max_age`, or too few of them."""
         size = self._plain.get(_size_class(num_tokens))
-        return size is None or not size.is_known(self._step, max_age)
+        return size is None or not size.is_known(self._step, min(max_age, _REFRESHED_AFTER * size.num_measurements))
 
     def are_known(self) -> bool:
         """Whether anything is known of steps without drafts."""

@@ -94,33 +94,6 @@ def test_all_calls_have_the_rows_of_the_recording() -> None:
         linear(x, weight)
 
 
-def test_rows_are_never_mixed() -> None:
-    block = Block(torch.float32, quantize=False)
-    hidden, residual = torch.ones(ROWS, SIZE), torch.zeros(ROWS, SIZE)
-    with record(ROWS) as recording:
-        out = block(hidden, residual)
-    recording.run(ROWS)
-    expected = out.clone()
-
-    class Interrupted:
-        @property
-        def rows(self) -> int:
-            return 0
-
-        @rows.setter
-        def rows(self, rows: int) -> None:
-            raise KeyboardInterrupt
-
-    calls = recording._calls_with_rows
-    calls.insert(2, Interrupted())
-    with pytest.raises(KeyboardInterrupt):
-        recording.run(1)
-    del calls[2]
-    hidden[:], residual[:] = 1.0, 0.0
-    recording.run(ROWS)
-    assert torch.equal(out, expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_normed_heads_are_recorded_as_one_kernel(dtype: torch.dtype) -> None:
     heads = torch.empty(ROWS, 8, 32, dtype=dtype)  # of queries, keys and values

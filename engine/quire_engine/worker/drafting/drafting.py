@@ -3,13 +3,14 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from quire_engine.device.transfer import upload
+from quire_engine.draft_chances import DraftChances
 from quire_engine.messages import DraftTokens, ModelRunnerOutput, SchedulerOutput
 from quire_engine.sampling import DraftsToVerify
 from quire_engine.worker.batch.input_batch import InputBatch
@@ -117,7 +118,7 @@ class Drafting:
             hidden_RE: their hidden states; overwritten by the next step.
         """
         wanted, bitmask = scheduler_output.num_drafts_wanted, scheduler_output.grammar_bitmask
-        least_chance = scheduler_output.least_draft_chance
+        least, chances = scheduler_output.least_draft_chance, scheduler_output.draft_chances
         with_grammar = frozenset(() if bitmask is None else bitmask.request_ids)
         generations = {request_id: self._generation(request_id) for request_id in wanted}
         kept = hidden_RE.clone() if self.method.needs_hidden else None
@@ -131,8 +132,8 @@ class Drafting:
                     live.sort(key=lambda name: -wanted[name])
                     if live:
                         hidden_SE = None if kept is None else self._last_rows(live, sampled, kept, output)
-                        counts = [wanted[name] for name in live]
-                        self._draft(live, counts, least_chance, with_grammar, hidden_SE, output)
+                        sampling = self._sampling(live, [wanted[name] for name in live], with_grammar, least, chances)
+                        self._draft(live, sampling, hidden_SE, output)
             except Exception as error:
                 self._num_failures += 1
                 logger.log(
@@ -160,27 +161,37 @@ class Drafting:
         rows = [firsts[name] + len(output.sampled_token_ids[name]) - 1 for name in request_ids]
         return hidden_RE[upload(self._device, np.array(rows))[0]]
 
-    def _draft(
+    def _sampling(
         self,
         request_ids: list[str],
         counts: list[int],
-        least_chance: float,
         with_grammar: Set[str],
-        hidden_SE: torch.Tensor | None,
-        output: ModelRunnerOutput,
-    ) -> None:
-        """Draft so many tokens for each of these requests, descending, or up to where their chance is too small."""
+        least_chance: float,
+        chances: Sequence[DraftChances],
+    ) -> DraftSampling:
+        """Of so many drafts for each of these requests, descending, or up to where their chance is too small."""
         batch = self._batch
         slots = np.array([batch.slots[name] for name in request_ids])
         by_chance = None
         if self._by_chance:
             by_chance = (batch.temperature[slots] > 0) & np.array([name not in with_grammar for name in request_ids])
             by_chance = by_chance if by_chance.any() else None
-        sampling = DraftSampling(batch, slots, np.array(counts), self._device, by_chance, self._clock, least_chance)
+        return DraftSampling(
+            batch, slots, np.array(counts), self._device, by_chance, self._clock, least_chance, chances
+        )
+
+    def _draft(
+        self,
+        request_ids: list[str],
+        sampling: DraftSampling,
+        hidden_SE: torch.Tensor | None,
+        output: ModelRunnerOutput,
+    ) -> None:
+        batch, slots = self._batch, sampling.slots
         drafts = self.method.draft(slots, hidden_SE, sampling)
         self._first_drawn_at = sampling.first_drawn_at
         output.drafts = dict(zip(request_ids, drafts, strict=True))
-        if by_chance is not None:
+        if sampling.by_chance is not None:
             for row, slot in enumerate(slots.tolist()):
                 distributions_KV = sampling.distributions(row)
                 if distributions_KV is not None:

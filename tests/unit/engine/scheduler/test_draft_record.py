@@ -1,34 +1,39 @@
 """What a request's drafts have been worth, by the tokens that came in their place."""
 
 import pytest
+from quire_engine.draft_chances import DraftChances
 from quire_engine.scheduler.draft_record import DraftRecord
 from quire_engine.scheduler.proposer import Proposal
 
 
 def test_a_proposal_is_compared_up_to_its_first_wrong_token() -> None:
-    record = DraftRecord(worth=1.0)
+    record, chances = DraftRecord(worth=1.0), DraftChances()
     record.note(Proposal([5, 6, 7, 8], [0.5, 0.25, 0.75, 1.0]), start=2)
-    assert record.learn([1, 2, 5, 6, 9, 8]) == (2.0, 1.5)
+    record.learn([1, 2, 5, 6, 9, 8], chances)
+    assert (sum(chances.accepted), sum(chances.compared)) == (2.0, 3.0)
+    assert record.factor() == (2.0 + 2.0) / (1.5 + 2.0), "what a request begins with weighs as much as two drafts"
 
 
 def test_what_is_not_known_yet_does_not_count() -> None:
-    record = DraftRecord(worth=1.0)
+    record, chances = DraftRecord(worth=1.0), DraftChances()
     record.note(Proposal([5, 6, 7], [0.5, 0.5, 0.5]), start=2)
-    assert record.learn([1, 2, 5]) == (1.0, 0.5)
-    assert record.learn([1, 2, 5, 6, 7]) == (0.0, 0.0), "once"
+    record.learn([1, 2, 5], chances)
+    assert (sum(chances.accepted), sum(chances.compared)) == (1.0, 1.0)
+    record.learn([1, 2, 5, 6, 7], chances)
+    assert sum(chances.compared) == 1.0, "once"
 
 
 def test_the_factor_goes_from_that_of_all_to_its_own() -> None:
     record = DraftRecord(worth=1.0)
-    assert record.factor(prior=0.4) == pytest.approx(0.4)
+    assert record.factor() == 1.0
     for _ in range(100):
         record.note(Proposal([5], [0.5]), start=0)
-        record.learn([6])
-    assert record.factor(prior=1.0) < 0.4
+        record.learn([6], DraftChances())
+    assert record.factor() < 0.4
     for _ in range(100):
         record.note(Proposal([5], [0.5]), start=0)
-        record.learn([5])
-    assert 1.5 < record.factor(prior=1.0) < 2.0
+        record.learn([5], DraftChances())
+    assert 1.5 < record.factor() < 2.0
 
 
 def rest_of(record: DraftRecord) -> int:
@@ -44,9 +49,9 @@ def test_it_rests_longer_each_time_while_asking_it_is_worth_too_little() -> None
     for _ in range(30):
         record.was_asked(0.0, least=0.25, longest_rest=16)
         rests.append(rest_of(record))
-    assert rests[:5] == [0] * 4 + [1], "it is given some time"
-    assert rests[5:8] == [3, 7, 15]
-    assert set(rests[8:]) == {16}
+    assert rests[:14] == [0] * 13 + [1], "it is given some time"
+    assert rests[14:17] == [3, 7, 15]
+    assert set(rests[17:]) == {16}
     record.was_asked(8.0, least=0.25, longest_rest=16)
     assert rest_of(record) == 0, "one draft that is worth much"
 
@@ -80,6 +85,13 @@ def test_as_many_are_wanted_as_were_worth_it_and_one_more(worth: list[int], want
         record.was_worth(num_drafts)
         told.append(record.num_wanted)
     assert told == wanted
+
+
+def test_a_model_that_stops_by_itself_may_draft_as_many_as_there_may_be() -> None:
+    record = DraftRecord(worth=1.0)
+    record.stops_by_itself(7)
+    record.was_worth(1)
+    assert record.num_wanted == 7
 
 
 def test_it_is_asked_again_at_once_after_a_time_that_was_worth_it_and_then_rests_for_half_as_long() -> None:

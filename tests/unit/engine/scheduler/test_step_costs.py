@@ -60,8 +60,13 @@ def test_large_sizes_share_a_mean() -> None:
     assert costs.is_unknown(95, 16)
 
 
+def test_of_the_first_steps_the_fastest_counts() -> None:
+    """What they need was in no cache."""
+    assert seconds_of(costs_of((1, 4.0), (1, 1.0), (1, 3.0)), 1, 0) == [1.0]
+
+
 def test_means_follow_what_is_measured_but_not_one_outlier() -> None:
-    costs = costs_of((1, 1.0), (1, 100.0))
+    costs = costs_of((1, 1.0), (1, 2.0), (1, 1.5), (1, 2.0), (1, 100.0))
     assert seconds_of(costs, 1, 0) == pytest.approx([1.2])
     for _ in range(100):
         plain(costs, 1, 3.0)
@@ -71,12 +76,17 @@ def test_means_follow_what_is_measured_but_not_one_outlier() -> None:
 @pytest.mark.parametrize(("num_measurements", "num_steps"), [(1, 64), (3, 3 * 64), (50, 16 * 64)])
 def test_what_was_measured_often_is_remembered_longer(num_measurements: int, num_steps: int) -> None:
     costs = costs_of(*[(8, 100.0)] * num_measurements)
-    for _ in range(num_steps):
+    until_refreshed = num_steps // 4
+    for _ in range(until_refreshed):
         plain(costs, 1, 1.0)
     assert not costs.is_unknown(8, 2000)
-    assert costs.is_unknown(8, num_steps - 1)
+    assert costs.is_unknown(8, until_refreshed - 1)
     plain(costs, 1, 1.0)
     assert costs.is_unknown(8, 2000)
+    for _ in range(num_steps - until_refreshed - 1):
+        plain(costs, 1, 1.0)
+    assert seconds_of(costs, 8, 0) == [100.0], "wanted again, but not forgotten"
+    plain(costs, 1, 1.0)
     assert seconds_of(costs, 1, 1) == pytest.approx([1.0, 1.0 + 0.5 / 16])
     plain(costs, 8, 2.0)
     assert seconds_of(costs, 8, 0) == [2.0]

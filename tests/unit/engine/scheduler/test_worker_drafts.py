@@ -302,7 +302,7 @@ def wanted_steps(scheduler: Scheduler, runner: FakeModelRunner, num_steps: int) 
 
 def test_a_request_rests_while_its_drafts_are_worth_too_little() -> None:
     (request,) = make_requests(1, max_tokens=2000)
-    scheduler = drafting([request], Costs(ask_seconds=0.05), num_blocks=600)
+    scheduler = drafting([request], Costs(ask_seconds=0.25), num_blocks=600)
     runner = FakeModelRunner.for_scheduler(scheduler)
     runner.draft = draft_wrong
     first, later = wanted_steps(scheduler, runner, 40), wanted_steps(scheduler, runner, 60)
@@ -366,6 +366,33 @@ def scheduler_wants(scheduler: Scheduler, runner: FakeModelRunner) -> int:
     step = scheduler.schedule()
     finish(scheduler, runner, step)
     return step.num_drafts_wanted["r0"]
+
+
+def test_a_model_that_stops_by_itself_may_draft_as_many_as_there_may_be() -> None:
+    scheduler = drafting(make_requests(1, max_tokens=150), FixedCosts(0.3), num_blocks=400)
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    runner.draft = lambda token_ids, num_tokens: draft_right(token_ids, 1)
+    assert [scheduler_wants(scheduler, runner) for _ in range(4)] == [4, MOST, MOST, MOST]
+
+
+def test_the_workers_are_told_what_drafts_are_worth_and_how_they_fared() -> None:
+    """Those of greedy requests and of others, by themselves."""
+    scheduler = drafting([], FixedCosts(0.3), num_blocks=400)
+    for name, temperature in (("r0", 0.0), ("r1", 1.0)):
+        params = SamplingParams(max_tokens=60, temperature=temperature)
+        scheduler.add_request(make_request([5, 6], request_id=name, params=params))
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    runner.draft = draft_wrong
+    step = scheduler.schedule()
+    assert step.least_draft_chance == 0, "all are drafted while nothing is known"
+    for _ in range(4):
+        finish(scheduler, runner, step)
+        step = scheduler.schedule()
+    # A token takes 0.3 of the 1.6 seconds of a step of two.
+    assert step.least_draft_chance == pytest.approx(0.3 / (1.6 / 2) / 0.7)
+    for of_kind in step.draft_chances:
+        assert sum(of_kind.compared) > 0
+        assert sum(of_kind.accepted) == 0
 
 
 def test_a_suspect_has_no_drafts_computed_and_none_wanted() -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from quire_engine.device.transfer import CPU
+from quire_engine.draft_chances import DraftChances
 from quire_engine.sampling import draft_positions
 from quire_engine.worker.batch.input_batch import InputBatch
 from quire_engine.worker.drafting.draft_sampling import DraftSampling
@@ -73,6 +74,40 @@ def test_a_method_may_have_fewer_places_than_are_wanted() -> None:
     for logits_NV in make_logits()[:2]:
         sampling.draw(logits_NV)
     assert [len(own.token_ids) for own in sampling.drafts()] == [2, 2, 2, 1]
+
+
+def unlikely(chance: float) -> DraftChances:
+    """Where drafts of this chance were all wrong."""
+    chances = DraftChances()
+    for _ in range(100):
+        chances.learn(chance, is_accepted=False)
+    return chances
+
+
+@pytest.mark.parametrize("by_chance", [None, np.array([True, False, False, True])])
+def test_no_further_place_is_drawn_where_all_have_too_little_chance(by_chance: np.ndarray | None) -> None:
+    """Of greedy requests' drafts, where sampled ones' are all accepted; but for those to be accepted by chance, which
+    must not depend on the token."""
+    batch, slots = make_requests()
+    certain = torch.zeros(4, VOCAB_SIZE)
+    certain[:, 5] = 100.0
+    # The second of them is greedy.
+    for greedy, sampled, order, stops in (
+        (unlikely(1.0), DraftChances(), [0, 1, 2, 3], False),
+        (unlikely(1.0), DraftChances(), [1], True),
+        (DraftChances(), unlikely(1.0), [0, 2, 3], by_chance is None),
+        (unlikely(1.0), unlikely(1.0), [0, 1, 2, 3], by_chance is None),
+    ):
+        own = None if by_chance is None else by_chance[order]
+        sampling = DraftSampling(
+            batch, slots[order], np.array([3] * len(order)), CPU, own, least_chance=0.5, chances=[sampled, greedy]
+        )
+        assert sampling.goes_on(), "the first is always drawn"
+        sampling.draw(certain[: len(order)])
+        assert sampling.goes_on() != stops
+    ends = DraftSampling(batch, slots[:1], np.array([1]), CPU, least_chance=0.5, chances=[DraftChances()] * 2)
+    ends.draw(certain[:1])
+    assert not ends.goes_on(), "nobody wants more"
 
 
 def test_a_token_without_a_chance_has_a_little() -> None:
