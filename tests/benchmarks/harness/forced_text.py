@@ -14,11 +14,17 @@ rows behind drafts, too::
 Only for an `LLM` that computes on the CPU, in this process.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
+import numpy as np
 import torch
 from quire_engine import LLM
 from quire_engine.sampling import Sampler, SamplerOutput, SamplingMetadata
+from quire_engine.worker.batch.input_batch import InputBatch
+from quire_engine.worker.batch.step_inputs import StepInputs
+from quire_engine.worker.forward.base import Forward
+from quire_engine.worker.forward.recorded import RecordedForward
 
 __all__ = ["ForcedTexts", "force_texts"]
 
@@ -43,11 +49,24 @@ class ForcedTexts(Sampler):
         if not self._texts:
             return output
         token_ids_S = output.token_ids_S.clone()
-        for row, (seed, position) in enumerate(zip(metadata.seeds.tolist(), metadata.positions.tolist(), strict=True)):
+        self._replace(token_ids_S, metadata.seeds.tolist(), metadata.positions.tolist())
+        return SamplerOutput(token_ids_S)
+
+    def sample(
+        self, recorded: Callable[[StepInputs], torch.Tensor], batch: InputBatch, inputs: StepInputs
+    ) -> torch.Tensor:
+        """The same of a step that is sampled from a recording."""
+        token_ids_S = recorded(inputs)
+        if self._texts:
+            seeds = batch.seed[inputs.token_slots].view(np.int64)
+            self._replace(token_ids_S, seeds.tolist(), (inputs.positions + 1).tolist())
+        return token_ids_S
+
+    def _replace(self, token_ids_S: torch.Tensor, seeds: list[int], positions: list[int]) -> None:
+        for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
             start, text = self._texts.get(seed, (0, ()))
             if 0 <= position - start < len(text):
                 token_ids_S[row] = text[position - start]
-        return SamplerOutput(token_ids_S)
 
 
 def force_texts(llm: LLM) -> ForcedTexts:
@@ -61,5 +80,16 @@ def force_texts(llm: LLM) -> ForcedTexts:
     worker = getattr(llm._core._core.executor, "_worker", None)
     if worker is None or worker.device.type != "cpu":
         raise TypeError("texts can be forced only where one rank computes on the CPU, in this process")
-    worker.runner.sampler = texts = ForcedTexts()
+    runner = worker.runner
+    runner.sampler = texts = ForcedTexts()
+    forwards = runner._forwards
+
+    def with_texts() -> list[Forward]:
+        found: list[Forward] = forwards()
+        for forward in found:
+            if isinstance(forward, RecordedForward) and "sample" not in vars(forward):
+                forward.sample = partial(texts.sample, forward.sample, runner.batch)  # type: ignore[method-assign]
+        return found
+
+    runner._forwards = with_texts
     return texts
