@@ -554,6 +554,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--long-from", type=float, default=0.9, help="share of the steps after which windows are of 1,024 tokens"
     )
+    parser.add_argument(
+        "--mean-with",
+        type=Path,
+        help="folder of an earlier run, whose weights and the new ones are averaged at the end",
+    )
     parser.add_argument("--seed", type=int, default=default.seed, help="seed of weights and data order")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads that torch computes with")
     parser.add_argument(
@@ -634,6 +639,14 @@ def main() -> None:
     minutes = (time.monotonic() - began) / 60
 
     drafter.load(arguments.out)
+    if arguments.mean_with is not None:
+        own = drafter.module.state_dict()
+        drafter.load(arguments.mean_with)
+        for name, other in drafter.module.state_dict().items():
+            if other.is_floating_point():
+                other.add_(own[name]).div_(2)
+        drafter.save(arguments.out)
+        drafter.load(arguments.out)
     summary = {
         "method": arguments.method,
         "parameters": num_parameters,

@@ -25,20 +25,21 @@ ENGINE = {
     "errors snapshot ipc system",
     "spec_decode": "scheduler config",
     "structured_output": "scheduler frontend messages structured_outputs_params errors system",
-    "scheduler": "kv_cache config messages sampling_params slo stats errors snapshot",
+    "scheduler": "kv_cache config messages sampling_params slo stats errors snapshot draft_chances",
     "kv_cache": "sampling_params snapshot",
     "kv_connector": "scheduler kv_cache models config messages stats errors ipc system",
     # The workers.
     "executor": "worker kv_connector distributed models device config messages errors ipc system",
     "worker": "models kv_cache kv_connector sampling distributed device config messages sampling_params errors ipc "
-    "system",
+    "system draft_chances",
     "models": "distributed device errors system",
     "sampling": "device messages sampling_params",
     "distributed": "errors ipc",
     "device": "config errors",
     # The vocabulary.
     "outputs": "messages stats",
-    "messages": "config sampling_params slo snapshot stats ipc",
+    "messages": "config sampling_params slo snapshot stats ipc draft_chances",
+    "draft_chances": "",
     "config": "slo errors",
     "sampling_params": "structured_outputs_params errors",
     "structured_outputs_params": "errors",
@@ -53,7 +54,7 @@ ENGINE = {
 
 TENSOR_FREE = {
     "scheduler", "spec_decode", "kv_cache", "outputs", "messages", "config", "sampling_params", "slo", "snapshot",
-    "stats", "errors",
+    "stats", "errors", "draft_chances",
 }  # fmt: skip
 """They never import torch."""
 

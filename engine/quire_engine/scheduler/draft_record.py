@@ -89,7 +89,6 @@ class DraftRecord:
         """
         accepted = expected = 0.0
         proposal, self._proposal = self._proposal, NO_DRAFTS
-        is_right = True
         for token_id, draft, chance in zip(
             token_ids[self._start : self._start + len(proposal.token_ids)], proposal.token_ids, proposal.chances,
             strict=False,

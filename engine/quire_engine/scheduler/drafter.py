@@ -56,6 +56,7 @@ _FEWEST_FOR_SLOPE = 2
 """Steps, with 0 drafts, 1, …, to know what a further draft costs: the first one of a step costs more."""
 _GOLDEN_RATIO = 0.618033988749895
 _CURVE_STEPS = 4
+"""For which steps' times are looked up once."""
 _NEXT_CHANCE = 0.7
 """Of a further draft, about: the chance is known when it has been drafted."""
 

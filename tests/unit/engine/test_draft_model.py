@@ -133,7 +133,8 @@ def test_it_drafts_again_after_sleep(level: int, checkpoint: Callable[[str], Pat
     llm.wake_up()
     computed = count_computed(llm)
     assert generate(llm, [PROMPT], [params(seed=3)]) == expected
-    assert drafts_of(llm) == (2 * before[0], 2 * before[1])
+    after = drafts_of(llm)
+    assert after[0] == after[1] > before[0] + 20
     assert computed[0] > 16, "nothing is left of before"
     llm.shutdown()
 

@@ -215,7 +215,7 @@ class RecordedForward:
                 self._sampled = sample(logits, *self._columns.tensors)
             self._head = head
         except NotRecordableError as error:
-            logger.info("tokens are sampled op by op: %s", error)
+            logger.info("tokens are sampled op by op: %s", str(error))
 
     def takes(self, inputs: StepInputs) -> bool:
         """Whether there is a recording, and the step is small enough for it."""
