@@ -434,6 +434,8 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     """How long drafting took, after all else."""
     first_draft_seconds: float = 0.0
     """Of these, until the first draft of each request was there, with all that had to be computed before."""
+    drafting_stopped: bool = False
+    """Whether requests have fewer drafts than wanted because a further one had too little chance."""
 
 
 class DetermineNumBlocks(Call):

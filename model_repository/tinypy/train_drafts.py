@@ -640,7 +640,7 @@ def main() -> None:
 
     drafter.load(arguments.out)
     if arguments.mean_with is not None:
-        own = drafter.module.state_dict()
+        own = {name: tensor.clone() for name, tensor in drafter.module.state_dict().items()}  # loading writes to it
         drafter.load(arguments.mean_with)
         for name, other in drafter.module.state_dict().items():
             if other.is_floating_point():

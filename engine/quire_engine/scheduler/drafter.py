@@ -52,8 +52,9 @@ _LEAST_REST = 16
 hardly more than one is asked in vain in each step."""
 _VAIN_SHARE = 0.01
 """Of the time of all steps, that may go to asking requests in vain."""
-_FEWEST_FOR_SLOPE = 2
-"""Steps, with 0 drafts, 1, …, to know what a further draft costs: the first one of a step costs more."""
+_ALL_WANTED_EVERY = 32
+"""Times that a model drafts, it does not stop before it has drafted what is wanted: else nobody would see that drafting
+has become cheaper, or its drafts better."""
 _GOLDEN_RATIO = 0.618033988749895
 _CURVE_STEPS = 4
 """For which steps' times are looked up once."""
@@ -123,6 +124,8 @@ class Drafter:
         self._curve: list[float] = []
         """See `_step_seconds`."""
         self._curve_tokens = self._curve_steps_left = 0
+        self._num_wanted = 0
+        """Steps that drafts were wanted after."""
         self.stats = DraftStats()
 
     def take_note(self, request: Request) -> None:
@@ -189,10 +192,10 @@ class Drafter:
         counts, share = self._most_profitable(candidates, num_rows, seconds)
         token_seconds = seconds[0] / num_rows
         least = self._costs.draft_seconds / token_seconds
-        if len(seconds) > _FEWEST_FOR_SLOPE:
-            row_seconds = (seconds[-1] - seconds[1]) / (len(seconds) - 2)
-            least_next = (self._costs.draft_seconds + row_seconds) / token_seconds
-            self._least_chance = min(least_next / _NEXT_CHANCE, _HIGHEST_CHANCE)
+        # The first draft of a step costs more than the others.
+        row_seconds = (self._curve[-1] - self._curve[1]) / max(len(self._curve) - 2, 1)
+        least_next = (self._costs.draft_seconds + row_seconds) / token_seconds
+        self._least_chance = min(least_next / _NEXT_CHANCE, _HIGHEST_CHANCE)
         for candidate, count in zip(candidates, counts, strict=True):
             num_asked = 1 if self._worker_drafts is None else len(candidate.token_ids)
             if num_asked == 0:
@@ -267,7 +270,7 @@ class Drafter:
                 continue
             if request_id in drafts:
                 own = drafts[request_id]
-                if len(own.token_ids) < num_wanted:
+                if runner_output.drafting_stopped and len(own.token_ids) < num_wanted:
                     own_record.stops_by_itself(self._max_draft_tokens)
                 worker_drafts.take(request_id, own)
             else:  # drafting failed: it is tried again, but not in every step
@@ -294,7 +297,10 @@ class Drafter:
             return
         block_ids = dict(zip(output.cached_requests.request_ids, output.cached_requests.new_block_ids, strict=True))
         block_ids |= {new.request_id: new.block_ids for new in output.new_requests}
-        output.least_draft_chance, output.draft_chances = self._least_chance, self._chances
+        self._num_wanted += 1
+        may_stop = self._num_wanted % _ALL_WANTED_EVERY > 0
+        output.least_draft_chance = self._least_chance if may_stop else 0.0
+        output.draft_chances = self._chances
         for record, request in awake:
             request_id = request.request_id
             # All drafts of this step may be accepted, and it samples one more token.

@@ -71,6 +71,7 @@ class StepCosts:
         """What it takes to ask for a request's drafts: to look them up, or until a model has made the first one."""
         self.draft_seconds = 0.0
         """What each further draft of a model takes."""
+        self._num_draftings = 0
 
     def record(self, num_tokens: int, seconds: float, *, has_drafts: bool) -> None:
         """Take note of a step.
@@ -112,7 +113,11 @@ class StepCosts:
 
     def record_drafting(self, number: int, seconds: float) -> None:
         """Take note of how long a model took for so many further drafts."""
-        self.draft_seconds = moved_mean(self.draft_seconds or seconds / number, seconds / number)
+        self._num_draftings += 1
+        if self._num_draftings <= _FEW_MEASUREMENTS:
+            self.draft_seconds = min(self.draft_seconds or seconds / number, seconds / number)
+        else:
+            self.draft_seconds = moved_mean(self.draft_seconds, seconds / number)
 
     def asking_seconds(self, num_drafts: int) -> float:
         """What it takes to ask a request for so many drafts, at least one."""

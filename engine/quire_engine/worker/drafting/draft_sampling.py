@@ -77,6 +77,8 @@ class DraftSampling:
         self._chances_of = [chances[own] for own in is_greedy]
         """By request."""
         self._num_drawn = 0
+        self.has_stopped = False
+        """Whether more places were wanted than are worth it; see `goes_on`."""
         self._reach = [1.0] * len(self._counts)
         """Of each request that has the place drawn last, the chance that its drafts so far are all accepted."""
         self._token_ids: list[torch.Tensor] = []
@@ -96,7 +98,8 @@ class DraftSampling:
         """Whether one more place is to be drawn: somebody wants it, and has drafts so far that are all accepted with at
         least `least_chance`. That of drafts to be accepted by chance is not looked at: it would depend on the token."""
         num_rows = self.num_rows(self._num_drawn)
-        return num_rows > 0 and max(self._reach[:num_rows]) >= self._least_chance
+        self.has_stopped = num_rows > 0 and max(self._reach[:num_rows]) < self._least_chance
+        return num_rows > 0 and not self.has_stopped
 
     def note_drawn(self, chances: Sequence[float]) -> None:
         """A place was drawn.
@@ -109,7 +112,9 @@ class DraftSampling:
             self.first_drawn_at = self._clock()
         if not chances or not self._chances_of:
             return
-        chances = [own.of(chance) for own, chance in zip(self._chances_of, chances, strict=False)]
+        # The chance of a model whose logits are not finite may be none.
+        sound = (min(max(_LEAST_CHANCE, chance), 1.0) for chance in chances)
+        chances = [own.of(chance) for own, chance in zip(self._chances_of, sound, strict=False)]
         self._reach = list(map(mul, self._reach, chances))
         if self.by_chance is not None:
             self._reach = np.where(self.by_chance[: len(chances)], 1.0, self._reach).tolist()

@@ -190,6 +190,7 @@ class Drafting:
         batch, slots = self._batch, sampling.slots
         drafts = self.method.draft(slots, hidden_SE, sampling)
         self._first_drawn_at = sampling.first_drawn_at
+        output.drafting_stopped = sampling.has_stopped
         output.drafts = dict(zip(request_ids, drafts, strict=True))
         if sampling.by_chance is not None:
             for row, slot in enumerate(slots.tolist()):

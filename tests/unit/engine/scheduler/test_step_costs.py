@@ -110,5 +110,8 @@ def test_a_models_first_draft_takes_longer_than_the_others() -> None:
     costs.record_drafting(6, 0.75)
     assert costs.asking_seconds(1) == 0.5
     assert costs.asking_seconds(4) == 0.5 + 3 * 0.125
+    for seconds in (100.0, 0.125, 0.25):
+        costs.record_drafting(1, seconds)
+    assert costs.draft_seconds == 0.125, "of the first times the fastest counts"
     costs.record_drafting(1, 100.0)
     assert costs.draft_seconds == pytest.approx(0.125 * 1.2), "the core was another program's"

@@ -372,7 +372,30 @@ def test_a_model_that_stops_by_itself_may_draft_as_many_as_there_may_be() -> Non
     scheduler = drafting(make_requests(1, max_tokens=150), FixedCosts(0.3), num_blocks=400)
     runner = FakeModelRunner.for_scheduler(scheduler)
     runner.draft = lambda token_ids, num_tokens: draft_right(token_ids, 1)
-    assert [scheduler_wants(scheduler, runner) for _ in range(4)] == [4, MOST, MOST, MOST]
+    wanted = []
+    for has_stopped in (False, True, True, False):
+        step = scheduler.schedule()
+        result = runner.execute_model(step)
+        result.drafting_stopped = has_stopped
+        scheduler.update_from_output(step, result)
+        wanted.append(step.num_drafts_wanted["r0"])
+    assert wanted == [4, 4, MOST, MOST], "fewer than wanted may also be all that it can"
+
+
+def test_now_and_then_a_model_does_not_stop_so_that_what_drafts_cost_is_seen() -> None:
+    """A first measurement that is far too high must not decide for ever."""
+    costs = FixedCosts(0.1)
+    costs.draft_seconds = 1.0
+    scheduler = drafting(make_requests(1, max_tokens=150), costs, num_blocks=400)
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    runner.draft = lambda token_ids, num_tokens: draft_right(token_ids, 1)
+    least = []
+    for _ in range(40):
+        step = scheduler.schedule()
+        finish(scheduler, runner, step)
+        least.append(step.least_draft_chance)
+    assert max(least) > 0.9
+    assert 0 in least[5:]
 
 
 def test_the_workers_are_told_what_drafts_are_worth_and_how_they_fared() -> None:

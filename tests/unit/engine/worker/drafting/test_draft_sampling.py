@@ -105,9 +105,26 @@ def test_no_further_place_is_drawn_where_all_have_too_little_chance(by_chance: n
         assert sampling.goes_on(), "the first is always drawn"
         sampling.draw(certain[: len(order)])
         assert sampling.goes_on() != stops
+        assert sampling.has_stopped == stops
     ends = DraftSampling(batch, slots[:1], np.array([1]), CPU, least_chance=0.5, chances=[DraftChances()] * 2)
     ends.draw(certain[:1])
     assert not ends.goes_on(), "nobody wants more"
+    assert not ends.has_stopped
+
+
+def test_logits_that_are_not_finite_take_no_drafts_from_others() -> None:
+    batch, slots = make_requests()
+    sampling = DraftSampling(
+        batch, slots[:2], np.array([2, 2]), CPU, least_chance=0.1, chances=[DraftChances(), DraftChances()]
+    )
+    logits = torch.zeros(2, VOCAB_SIZE)
+    logits[0], logits[1, 5] = float("nan"), 100.0
+    sampling.draw(logits)
+    assert sampling.goes_on(), "for the other"
+    sampling.draw(logits)
+    first, second = sampling.drafts()
+    assert first.chances == [pytest.approx(1e-3)] * 2
+    assert second.token_ids == [5, 5]
 
 
 def test_a_token_without_a_chance_has_a_little() -> None:
