@@ -197,8 +197,8 @@ class KVCacheManager:
         Args:
             request: `num_computed_tokens` does not yet include the prefix hit.
             num_new_tokens: tokens to compute in the coming step, including those in flight. If `num_computed_tokens`
-                plus these do not exceed `request.no_allocation_until`, the call may be skipped: it would change
-                nothing.
+                plus these do not exceed `request.no_allocation_until`, nothing is to be done, and the call may be
+                skipped.
             computed_blocks: the prefix hit, for a request that is just being admitted.
 
         Returns:
@@ -207,6 +207,8 @@ class KVCacheManager:
         """
         computed_blocks = computed_blocks or []
         blocks = self._blocks.get(request.request_id, [])
+        if blocks and request.num_computed_tokens + num_new_tokens <= request.no_allocation_until:
+            return []
         num_groups, num_hits = self._num_groups, len(computed_blocks) // self._num_groups
         num_tokens = request.num_computed_tokens + num_hits * self.block_size + num_new_tokens
         num_new_blocks = -(-num_tokens // self.block_size) * num_groups - len(blocks) - len(computed_blocks)

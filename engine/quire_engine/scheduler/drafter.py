@@ -308,7 +308,7 @@ class Drafter:
             most = min(record.num_wanted, self._most(request, num_more))
             if most < 1:
                 continue
-            added = self._allocate(request, most)
+            added = self._kv_cache.allocate_slots(request, most)
             if added is not None:
                 block_ids[request_id] += added
                 output.num_drafts_wanted[request_id] = most
@@ -409,16 +409,10 @@ class Drafter:
         extra_seconds = seconds[best] - seconds[0]
         return counts, 1 - extra_seconds / ((num_yielded[best] - num_rows) * seconds[0] / num_rows)
 
-    def _allocate(self, request: Request, number: int) -> list[int] | None:
-        """Blocks for so many drafts after the tokens that are scheduled; None if there is no room."""
-        if request.num_computed_tokens + number <= request.no_allocation_until:
-            return []
-        return self._kv_cache.allocate_slots(request, number)
-
     def _add(self, output: SchedulerOutput, candidate: _Candidate, count: int) -> bool:
         """Add a request's first `count` drafts, if there are blocks for them."""
         request, drafts = candidate.request, candidate.token_ids[:count]
-        block_ids = self._allocate(request, count)
+        block_ids = self._kv_cache.allocate_slots(request, count)
         if block_ids is None:
             return False
         cached = output.cached_requests

@@ -88,10 +88,7 @@ class StepCosts:
             sizes[_size_class(num_tokens)] = _Size(self._step)
             return
         if size.is_known(self._step, _OLDEST):
-            if size.num_measurements < _FEW_MEASUREMENTS:
-                size.seconds = min(size.seconds, seconds)
-            else:
-                size.seconds = moved_mean(size.seconds, seconds)
+            size.seconds = _after_one_more(size.seconds, seconds, size.num_measurements)
             size.num_measurements = min(size.num_measurements + 1, _MOST_MEASUREMENTS)
         else:
             size.seconds, size.num_measurements = seconds, 1
@@ -113,11 +110,9 @@ class StepCosts:
 
     def record_drafting(self, number: int, seconds: float) -> None:
         """Take note of how long a model took for so many further drafts."""
+        each = seconds / number
+        self.draft_seconds = _after_one_more(self.draft_seconds or each, each, self._num_draftings)
         self._num_draftings += 1
-        if self._num_draftings <= _FEW_MEASUREMENTS:
-            self.draft_seconds = min(self.draft_seconds or seconds / number, seconds / number)
-        else:
-            self.draft_seconds = moved_mean(self.draft_seconds, seconds / number)
 
     def asking_seconds(self, num_drafts: int) -> float:
         """What it takes to ask a request for so many drafts, at least one."""
@@ -159,6 +154,11 @@ class StepCosts:
 def moved_mean(mean: float, seconds: float) -> float:
     """A mean of seconds after one more measurement, of which too much does not count."""
     return mean + MEAN_WEIGHT * (min(seconds, _LARGEST_RATIO * mean) - mean)
+
+
+def _after_one_more(known: float, seconds: float, num_measurements: int) -> float:
+    """What is known after one more measurement than so many."""
+    return min(known, seconds) if num_measurements < _FEW_MEASUREMENTS else moved_mean(known, seconds)
 
 
 def _on_line(num_tokens: int, known: dict[int, float]) -> float:
