@@ -323,8 +323,8 @@ def continue_greedily(model: LlamaForCausalLM, contexts: torch.Tensor, num_token
     tokens, cache = contexts, None
     continuation = []
     for _ in range(num_tokens):
-        output = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = output.past_key_values
+        output = model(input_ids=tokens, cache=cache, use_cache=True, logits_to_keep=1)
+        cache = output.cache
         tokens = output.logits.argmax(dim=-1)
         continuation.append(tokens)
     return torch.cat(continuation, dim=1)

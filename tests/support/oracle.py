@@ -200,8 +200,8 @@ def generate_greedily(model: PreTrainedModel, prompt: list[int], max_tokens: int
     logprobs: list[float] = []
     inputs, cache = torch.tensor([prompt]), None
     for _ in range(max_tokens):
-        output = model(inputs, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = model(inputs, cache=cache, use_cache=True)
+        cache = output.cache
         scores = output.logits[0, -1].float().log_softmax(-1)
         token_ids.append(int(scores.argmax()))
         logprobs.append(float(scores[token_ids[-1]]))

@@ -17,6 +17,7 @@ SIZES: dict[str, Any] = {
 DECODERS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 60, "n_layer": 3, "n_head": 6, "n_positions": 512},
     "gpt_bigcode": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
+    "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "rotary_dim": 8},
     "gpt_neox": {**SIZES, "hidden_size": 96, "rotary_pct": 0.25},
     "opt": {
         "hidden_size": 60, "ffn_dim": 101, "num_hidden_layers": 2, "num_attention_heads": 6, "init_std": 0.2,

@@ -35,8 +35,8 @@ def reference(model: LlamaForCausalLM, prompt: list[int], params: SamplingParams
     output: list[int] = []
     cached, inputs = None, torch.tensor([prompt])
     for _ in range(params.max_tokens):
-        result = model(inputs, past_key_values=cached, use_cache=True)
-        cached, logits = result.past_key_values, result.logits[0, -1].clone()
+        result = model(inputs, cache=cached, use_cache=True)
+        cached, logits = result.cache, result.logits[0, -1].clone()
         if params.allowed_token_ids is not None:
             forbidden = torch.ones(len(logits), dtype=torch.bool)
             forbidden[params.allowed_token_ids] = False
