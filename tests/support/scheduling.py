@@ -228,9 +228,14 @@ def draft_partly_right(token_ids: Sequence[int], num_tokens: int) -> list[int] |
     ]
 
 
-def draft_always(scheduler: Scheduler, proposer: Proposer, vocab_size: int = VOCAB_SIZE, most: int = 7) -> None:
-    """Draft at most so many tokens of a request in a step, whatever they are worth."""
-    scheduler.draft_with(proposer, vocab_size, most, FixedCosts())
+def draft_always(
+    scheduler: Scheduler, proposer: Proposer, vocab_size: int = VOCAB_SIZE, most: int = 7, ask_seconds: float = 0.0
+) -> None:
+    """Draft at most so many tokens of a request in a step, whatever they are worth; but where asking for them takes
+    time, in steps without drafts, a request rests now and then."""
+    costs = FixedCosts()
+    costs.ask_seconds = ask_seconds
+    scheduler.draft_with(proposer, vocab_size, most, costs)
 
 
 def true_continuation(request: Request, num_tokens: int) -> list[int]:

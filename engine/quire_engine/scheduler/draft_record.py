@@ -70,6 +70,11 @@ class DraftRecord:
         self._has_rested = True
         return True
 
+    @property
+    def rests(self) -> bool:
+        """Whether it is passed over in the next step."""
+        return self._rest_left > 0
+
     def has_rested(self) -> bool:
         """Whether it was passed over since the last time that this was asked, or this was never asked."""
         has_rested, self._has_rested = self._has_rested, False

@@ -136,14 +136,14 @@ class Drafter:
             request.is_drafted = self._proposer.drafts_for(request)
         except Exception:
             logger.exception("no tokens are drafted for request %s", request.request_id)
-        request.needs_token_values |= request.is_drafted  # a draft follows the last token
         if request.is_drafted:
             self._num_drafted += 1
             is_poor = self._worth < self._cost
             # Spread evenly over the time of a rest, so that some are asked soon however many requests come and go.
             longest = _longest_rest(self._cost + self._catch_up) if is_poor else 0
             first_rest = int(self._num_drafted * _GOLDEN_RATIO % 1 * longest)
-            self._records[request.request_id] = DraftRecord(self._worth, first_rest)
+            record = self._records[request.request_id] = DraftRecord(self._worth, first_rest)
+            request.waits_for_drafts = not record.rests
 
     def forget(self, request: Request) -> None:
         """A request has ended."""
@@ -153,7 +153,9 @@ class Drafter:
         except Exception:
             logger.exception("the end of request %s", request.request_id)
 
-    def add_drafts(self, output: SchedulerOutput, requests: Mapping[str, Request], num_tokens: int) -> None:
+    def add_drafts(
+        self, output: SchedulerOutput, requests: Mapping[str, Request], num_tokens: int, runs_ahead: bool = False
+    ) -> None:
         """Add drafts to a step, after the last tokens of requests that ran before; and say for whom the workers are to
         draft at its end.
 
@@ -161,21 +163,25 @@ class Drafter:
             output: the step.
             requests: by id.
             num_tokens: how many tokens the step has room for.
+            runs_ahead: whether the next step may go on after tokens that are not known yet.
         """
         room = min(num_tokens, self._max_num_rows - len(output.num_scheduled_tokens))
         due = self._due(output, requests) if room > 0 else []
         if due:
-            self._add_drafts_of(due, output, room)
+            self._add_drafts_of(due, output, room, runs_ahead)
         if self._worker_drafts is not None and room > 0:
             self._want_drafts(output, requests)
 
-    def _add_drafts_of(self, due: list[tuple[int, Request]], output: SchedulerOutput, room: int) -> None:
+    def _add_drafts_of(
+        self, due: list[tuple[int, Request]], output: SchedulerOutput, room: int, runs_ahead: bool
+    ) -> None:
         """Ask these requests, and add as many of their drafts as pay off.
 
         Args:
             due: requests, with their indices in the step's columns.
             output: the step.
             room: drafts that it may have.
+            runs_ahead: see `add_drafts`.
         """
         num_rows = len(output.num_scheduled_tokens)
         computed = sum(output.num_scheduled_tokens.values())
@@ -204,7 +210,10 @@ class Drafter:
             worth = share * sum(candidate.chances[:count]) if is_added else 0.0
             record = self._records[candidate.request.request_id]
             cost = self._costs.asking_seconds(num_asked) / token_seconds
-            self._note_asking(record, worth, cost, num_rows, record.take_catch_up_seconds() / token_seconds)
+            catch_up = record.take_catch_up_seconds() / token_seconds
+            self._note_asking(candidate.request, record, worth, cost, num_rows, catch_up)
+            if runs_ahead and not is_added and record.rests:
+                candidate.request.add_output_placeholder()
             record.was_worth(sum(share * chance >= least for chance in candidate.chances) if share else 0)
 
     def _step_seconds(self, num_tokens: int, num_drafts: int) -> list[float]:
@@ -217,7 +226,7 @@ class Drafter:
         return self._curve[: num_drafts + 1]
 
     def _note_asking(
-        self, record: DraftRecord, worth: float, cost: float, num_rows: int, catch_up: float = 0.0
+        self, request: Request, record: DraftRecord, worth: float, cost: float, num_rows: int, catch_up: float = 0.0
     ) -> None:
         """Note what it was worth to ask a request, and what it cost, in a step of so many rows; see `DraftRecord`.
 
@@ -229,6 +238,7 @@ class Drafter:
         if catch_up:
             self._catch_up += (catch_up - self._catch_up) * _MEAN_WEIGHT
         record.was_asked(worth, cost, max(num_rows, _longest_rest(cost + catch_up)))
+        request.waits_for_drafts = request.is_drafted and not record.rests
 
     def take_result(
         self, output: SchedulerOutput, runner_output: ModelRunnerOutput, requests: Mapping[str, Request]
@@ -274,7 +284,7 @@ class Drafter:
                     own_record.stops_by_itself(self._max_draft_tokens)
                 worker_drafts.take(request_id, own)
             else:  # drafting failed: it is tried again, but not in every step
-                self._note_asking(own_record, 0.0, 1.0, len(output.num_scheduled_tokens))
+                self._note_asking(request, own_record, 0.0, 1.0, len(output.num_scheduled_tokens))
 
     def note_step_seconds(self, step: StepStats, seconds: float) -> None:
         """Note how long a step took in all, on the executor's clock: it decides what drafts are worth."""
@@ -291,7 +301,7 @@ class Drafter:
             (record, requests[request_id])
             for request_id in output.num_scheduled_tokens
             if (record := self._records.get(request_id)) is not None and _is_sampled(requests[request_id])
-            and not record.is_passed_over()
+            and not _is_passed_over(requests[request_id], record)
         ]  # fmt: skip
         if not awake or not self._costs.are_known():
             return
@@ -303,8 +313,8 @@ class Drafter:
         output.draft_chances = self._chances
         for record, request in awake:
             request_id = request.request_id
-            # All drafts of this step may be accepted, and it samples one more token.
-            num_more = len(output.draft_token_ids.get(request_id, ())) + 1
+            # All drafts of this step may be accepted, it samples one more token, and one may be in flight.
+            num_more = len(output.draft_token_ids.get(request_id, ())) + 1 + request.num_output_placeholders
             most = min(record.num_wanted, self._most(request, num_more))
             if most < 1:
                 continue
@@ -330,9 +340,13 @@ class Drafter:
             record = self._records.get(request_id)
             if record is None:
                 continue
-            if record.is_passed_over() if self._worker_drafts is None else request_id not in self._worker_drafts:
-                continue
             request = requests[request_id]
+            if (
+                _is_passed_over(request, record)
+                if self._worker_drafts is None
+                else request_id not in self._worker_drafts
+            ):
+                continue
             if request.is_drafted and request.num_computed_tokens == request.num_tokens:
                 due.append((index, request))
         return due
@@ -368,7 +382,7 @@ class Drafter:
             return Proposal(proposal.token_ids[:num_tokens], proposal.chances[:num_tokens])
         except Exception:
             logger.exception("no more tokens are drafted for request %s", request.request_id)
-            request.is_drafted = False
+            request.is_drafted = request.waits_for_drafts = False
             return NO_DRAFTS
 
     def _most_profitable(
@@ -430,6 +444,14 @@ def cut_drafts(output: SchedulerOutput, request: Request, num_left: int) -> None
         output.draft_token_ids[request.request_id] = drafts[:num_left]
     output.num_scheduled_tokens[request.request_id] -= len(drafts) - num_left
     request.num_computed_tokens -= len(drafts) - num_left
+
+
+def _is_passed_over(request: Request, record: DraftRecord) -> bool:
+    """Whether a request is not asked in this step; counts the step. As long as it rests, the next one need not wait for
+    its tokens."""
+    is_passed_over = record.is_passed_over()
+    request.waits_for_drafts = not record.rests
+    return is_passed_over
 
 
 def _is_sampled(request: Request) -> bool:

@@ -88,6 +88,7 @@ class Request:
         "slo_targets",
         "status",
         "stop_token_ids",
+        "waits_for_drafts",
         "was_looked_up",
         "was_prefilled",
     )
@@ -117,6 +118,9 @@ class Request:
         """Whether the engine has to know each token before the next is sampled; then there are no placeholders."""
         self.is_drafted = False
         """Whether tokens are drafted for it: then a step may sample several of its positions."""
+        self.waits_for_drafts = False
+        """Whether it is to be asked for drafts in its next step, which follow the last token: no placeholders either.
+        """
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache when the request was first scheduled."""
         self.num_preemptions = 0
@@ -189,7 +193,7 @@ class Request:
     def add_output_placeholder(self) -> None:
         """Let the next step go on after the token about to be sampled, if it may and more tokens are to come."""
         num_output_tokens = len(self.all_token_ids) - self.num_prompt_tokens + self.num_output_placeholders + 1
-        if num_output_tokens < self.max_tokens and not self.needs_token_values:
+        if num_output_tokens < self.max_tokens and not (self.needs_token_values or self.waits_for_drafts):
             self.num_output_placeholders += 1
 
     def note_event(self, kind: EventKind, time: float, num_tokens: int) -> None:

@@ -19,9 +19,10 @@ Several steps may be in flight; the chunks of a prompt follow each other at once
 - With a pipeline, a request whose next token is in flight has nothing left to compute and is passed over. A step takes
   at most its share of the decodes, so that each stage has something to compute.
 - With async scheduling, such a token counts as left to compute (`num_output_placeholders`): the worker has it where the
-  next step needs it. Two kinds of requests are passed over: those whose last token is in flight, and those whose next
-  token depends on the values of earlier ones in ways that the host has to compute (`needs_token_values`). A stop token
-  is seen one step late; what was computed for the request in the meantime is dropped.
+  next step needs it. Three kinds of requests are passed over: those whose last token is in flight, those whose next
+  token depends on the values of earlier ones in ways that the host has to compute (`needs_token_values`), and those
+  that are to be drafted for (`waits_for_drafts`). A stop token is seen one step late; what was computed for the request
+  in the meantime is dropped.
 
 Tokens left in a step's budget may go to drafts (`drafter`). No step goes on after them until the result is known, which
 takes back the rejected ones::
@@ -264,7 +265,7 @@ class Scheduler:
             self.finish_request(request.request_id)
         self._ended += [self._limits.excess_output(request, self._num_queued) for request in excess]
         if self._drafter is not None and not isolation.is_active:  # a suspect must not fail because of a draft
-            self._drafter.add_drafts(output, self.requests, budget.num_tokens)
+            self._drafter.add_drafts(output, self.requests, budget.num_tokens, self._runs_ahead)
         if self._connector is not None:
             self._connector.end_step(output)
         self._worker_knowledge.complete(output, self.requests)

@@ -69,14 +69,16 @@ class Undisturbed:
 
 
 class Accepted:
-    """How many drafts were accepted, and how many were not.
+    """How many drafts were accepted, how many were not, and after how many steps a request that is drafted for had gone
+    on before its token was known.
 
     Args:
         core: whose.
     """
 
     def __init__(self, core: EngineCore) -> None:
-        self.num_accepted = self.num_rejected = 0
+        self.num_accepted = self.num_rejected = self.num_ahead = 0
+        self._scheduler = core.scheduler
         self._update = core.scheduler.update_from_output
         core.scheduler.update_from_output = self._note  # type: ignore[method-assign]
 
@@ -85,6 +87,8 @@ class Accepted:
             num_accepted = len(runner_output.sampled_token_ids[request_id]) - 1
             self.num_accepted += num_accepted
             self.num_rejected += len(drafts) - num_accepted
+        running = self._scheduler.running
+        self.num_ahead += any(request.is_drafted and request.num_output_placeholders for request in running)
         return self._update(scheduler_output, runner_output)
 
 
@@ -113,25 +117,28 @@ DRAFTING_WAYS: dict[str, dict[str, Any]] = {
     "two ranks ahead": {"tensor_parallel_size": 2, "async_scheduling": True},
     "two stages": {"pipeline_parallel_size": 2},
 }
+RESTING = "ahead", "two ranks ahead"
+"""Ways in which requests that rest go on before their tokens are known."""
 
 
-@pytest.mark.parametrize("way", DRAFTING_WAYS)
+@pytest.mark.parametrize("way", [*DRAFTING_WAYS, *(f"{way}, resting" for way in RESTING)])
 def test_every_kind_of_request_gets_what_it_gets_without(
     way: str, undisturbed: Callable[..., Undisturbed], checkpoint: Callable[[str], Path]
 ) -> None:
-    settings = DRAFTING_WAYS[way]
+    settings, rests = DRAFTING_WAYS[way.removesuffix(", resting")], way.endswith(", resting")
     expected = undisturbed(**{name: settings[name] for name in ("quantization",) if name in settings})
     llm = make_llm(checkpoint("tinypy"), **{"async_scheduling": False, **settings})
     scheduler, accepted = core_of(llm).scheduler, Accepted(core_of(llm))
     proposer = RandomProposer(Random(way), expected.continuation, VOCAB_SIZE)
     proposer.share = 0.7
-    draft_always(scheduler, proposer, VOCAB_SIZE)
+    draft_always(scheduler, proposer, VOCAB_SIZE, ask_seconds=1.5 if rests else 0.0)
     outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     for output, want, name in zip(outputs, expected.told, [*KINDS] * 2, strict=True):
         told = Told(output)
         assert (told.text, told.end, told.ranks) == (want.text, want.end, want.ranks), name
         assert told.logprobs == pytest.approx(want.logprobs, abs=1e-4), name
     assert accepted.num_accepted > 5
+    assert (accepted.num_ahead > 0) == rests
     # In small steps there is only room beside requests with a grammar, which cuts what is wrong.
     assert accepted.num_rejected > 5 or way == "small steps"
     stats = llm.get_stats()

@@ -1,9 +1,10 @@
 """What drafts may take of a step, and what a proposer cannot do to it."""
 
+from collections import deque
 from collections.abc import Sequence
 
 import pytest
-from quire_engine.messages import EngineCoreOutput, FinishReason
+from quire_engine.messages import EngineCoreOutput, FinishReason, SchedulerOutput
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
 from quire_engine.scheduler.proposer import Proposal
@@ -267,3 +268,32 @@ def test_requests_are_asked_less_often_where_no_request_had_drafts() -> None:
         asked.append(proposer.num_asked - before)
     assert asked[0] > asked[-1] > 0
     assert asked[-1] <= 6, "the first time, and then after 1, 3, 7, 15 steps"
+
+
+def test_a_request_that_rests_goes_on_before_its_token_is_known() -> None:
+    class Asked(Certain):
+        """Has no drafts."""
+
+        num_asked = 0
+
+        def propose(self, request: Request, max_tokens: int) -> Proposal:
+            self.num_asked += 1
+            assert request.num_computed_tokens == request.num_tokens, "it is asked for what follows its last token"
+            return super().propose(request, max_tokens)
+
+    scheduler, proposer = make_scheduler(async_scheduling=True), Asked()
+    draft_always(scheduler, proposer, ask_seconds=2.0)
+    scheduler.add_request(make_request([7] * 8, request_id="r0", params=SamplingParams(max_tokens=40)))
+    (request,) = scheduler.requests.values()
+    runner, in_flight, waits = FakeModelRunner.for_scheduler(scheduler), deque[SchedulerOutput](), []
+    while scheduler.has_requests():
+        step = scheduler.schedule()
+        if step.num_scheduled_tokens:
+            runner.submit(step)
+            in_flight.append(step)
+        waits.append(not step.num_scheduled_tokens)
+        if len(in_flight) == 2 or not step.num_scheduled_tokens:
+            scheduler.update_from_output(in_flight.popleft(), runner.collect())
+    assert request.all_token_ids[8:] == undisturbed_output(request)[0]
+    assert 3 <= proposer.num_asked <= 6, "after 1, 3, 7, 15 steps"
+    assert proposer.num_asked <= sum(waits) <= proposer.num_asked + 2, "where it is to be asked, and at its end"

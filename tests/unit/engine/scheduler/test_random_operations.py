@@ -95,24 +95,35 @@ class AnythingGoes:
 
 class Follower(FakeModelRunner):
     """A rank that does not sample: it knows only the tokens that it is told of. With steps ahead the one that samples
-    tells it at once, of requests that no tokens are drafted for."""
+    tells it at once which token the next step goes on after; but not of a request with drafts in that step. The tokens
+    of all requests that are drafted for, the scheduler tells again."""
 
     scheduler: Scheduler
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._num_told: dict[str, int] = {}
+        """By request, the tokens that the scheduler told of."""
 
     def submit(self, scheduler_output: SchedulerOutput) -> None:
         super().submit(scheduler_output)
         result = self._results[-1]
         if isinstance(result, ModelRunnerOutput):
             for request_id, token_ids in result.sampled_token_ids.items():
-                if not self.scheduler.async_scheduling or self.scheduler.requests[request_id].is_drafted:
+                if not self.scheduler.async_scheduling or request_id in scheduler_output.draft_token_ids:
                     del self._requests[request_id].token_ids[-len(token_ids) :]
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_states(scheduler_output)
+        for request in scheduler_output.new_requests:
+            self._num_told[request.request_id] = len(request.token_ids)
         cached = scheduler_output.cached_requests
         if cached.new_token_ids or not self.scheduler.async_scheduling:
             for request_id, token_ids in zip(cached.request_ids, cached.new_token_ids, strict=True):
-                self._requests[request_id].token_ids += token_ids
+                start, known = self._num_told[request_id], self._requests[request_id].token_ids
+                assert known[start : start + len(token_ids)] == token_ids[: max(len(known) - start, 0)]
+                known[start : start + len(token_ids)] = token_ids
+                self._num_told[request_id] = start + len(token_ids)
 
 
 class Life:
@@ -178,7 +189,7 @@ class Life:
         self.workers_draft = drafts == "workers"
         if drafts is not None:
             proposer = WorkerDrafts() if self.workers_draft else RandomProposer(rng, true_continuation)
-            draft_always(self.scheduler, proposer)
+            draft_always(self.scheduler, proposer, ask_seconds=rng.choice([0.0, 1.5]))
         self.runners = [FakeModelRunner.for_scheduler(self.scheduler, self.is_poisoned)]
         if num_batches > 1:
             follower = Follower.for_scheduler(self.scheduler, self.is_poisoned)
@@ -207,6 +218,8 @@ class Life:
         """Tokens that were sampled for a request after its end."""
         if ahead:
             self.counts |= {"wasted": 0, "unknown": 0}
+        if ahead and drafts is not None:
+            self.counts |= {"rested": 0}
         if stores:
             self.counts |= {"saved": 0, "loaded": 0, "not loaded": 0, "gone": 0}
         if drafts is not None:
@@ -338,7 +351,11 @@ class Life:
                     len(step.draft_token_ids.get(request.request_id, ()))
                     for step in (*self.in_flight, scheduler_output)
                 ]
-                assert request.num_computed_tokens <= request.num_tokens + sum(own)
+                num_unknown = request.num_computed_tokens - request.num_tokens - sum(own)
+                if num_unknown > 0:
+                    assert self.ahead, "computed from what is not known yet"
+                    assert not any(own), "behind drafts whose fate is unknown, or drafts behind what is not known"
+                    self.counts["rested"] += 1
                 assert sum(map(bool, own)) <= 1, "behind drafts whose fate is unknown"
             elif request.needs_token_values or scheduler._isolation.isolated is request or not self.ahead:
                 assert request.num_computed_tokens <= request.num_tokens, "computed from what is not known yet"
@@ -351,7 +368,9 @@ class Life:
         drafts, wanted = scheduler_output.draft_token_ids, scheduler_output.num_drafts_wanted
         for request_id in {**drafts, **wanted}:
             request, own = self.scheduler.requests[request_id], len(drafts.get(request_id, ()))
-            left = request.max_tokens - request.num_output_tokens - own - 1
+            num_unknown = len([step for step in self.in_flight if request_id in step.num_scheduled_tokens])
+            is_ahead = request.num_computed_tokens > request.num_tokens + own
+            left = request.max_tokens - request.num_output_tokens - own - 1 - (num_unknown if is_ahead else 0)
             assert left >= 0
             assert wanted.get(request_id, 0) <= max(left - 1, 0)
             most = request.sampling_params.num_speculative_tokens
