@@ -111,6 +111,8 @@ class Drafter:
         """What it costs, in the mean of all."""
         self._catch_up = 0.0
         """What a model computes first for a request that is new or has rested, in the mean of these."""
+        self._num_rows = 0
+        """Of the last step in which a request was asked."""
         self._num_drafted = 0
         """Requests so far that are drafted for."""
         self._refresh_after = _REFRESH_STEPS[0]
@@ -140,7 +142,7 @@ class Drafter:
             self._num_drafted += 1
             is_poor = self._worth < self._cost
             # Spread evenly over the time of a rest, so that some are asked soon however many requests come and go.
-            longest = _longest_rest(self._cost + self._catch_up) if is_poor else 0
+            longest = self._longest_rest(self._cost + self._catch_up) if is_poor else 0
             first_rest = int(self._num_drafted * _GOLDEN_RATIO % 1 * longest)
             record = self._records[request.request_id] = DraftRecord(self._worth, first_rest)
             request.waits_for_drafts = not record.rests
@@ -237,8 +239,13 @@ class Drafter:
         self._cost += (cost - self._cost) * _MEAN_WEIGHT
         if catch_up:
             self._catch_up += (catch_up - self._catch_up) * _MEAN_WEIGHT
-        record.was_asked(worth, cost, max(num_rows, _longest_rest(cost + catch_up)))
+        self._num_rows = num_rows
+        record.was_asked(worth, cost, self._longest_rest(cost + catch_up))
         request.waits_for_drafts = request.is_drafted and not record.rests
+
+    def _longest_rest(self, cost: float) -> int:
+        """How many steps a request rests at most, if asking it costs so much, in the time of a token without drafts."""
+        return max(min(max(_LEAST_REST, math.ceil(cost / _VAIN_SHARE)), _LONGEST_REST), self._num_rows)
 
     def take_result(
         self, output: SchedulerOutput, runner_output: ModelRunnerOutput, requests: Mapping[str, Request]
@@ -457,8 +464,3 @@ def _is_passed_over(request: Request, record: DraftRecord) -> bool:
 def _is_sampled(request: Request) -> bool:
     """Whether a request that may be drafted for has all of its tokens computed by the step, which samples the next."""
     return request.is_drafted and request.num_computed_tokens >= request.num_tokens
-
-
-def _longest_rest(cost: float) -> int:
-    """How many steps a request rests at most, if asking it costs so much, in the time of a token without drafts."""
-    return min(max(_LEAST_REST, math.ceil(cost / _VAIN_SHARE)), _LONGEST_REST)

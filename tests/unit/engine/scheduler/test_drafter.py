@@ -270,6 +270,32 @@ def test_requests_are_asked_less_often_where_no_request_had_drafts() -> None:
     assert asked[-1] <= 6, "the first time, and then after 1, 3, 7, 15 steps"
 
 
+def test_hardly_more_than_one_request_is_asked_in_vain_in_each_step_of_a_large_batch() -> None:
+    class Counted(Certain):
+        """Has no drafts."""
+
+        num_asked = 0
+
+        def propose(self, request: Request, max_tokens: int) -> Proposal:
+            self.num_asked += 1
+            return super().propose(request, max_tokens)
+
+    number, max_tokens = 64, 48
+    scheduler, proposer = make_scheduler(num_blocks=2000, max_num_seqs=2 * number, max_num_batched_tokens=640), Counted()
+    draft_always(scheduler, proposer, ask_seconds=1e-3)
+    runner, asked = FakeModelRunner.for_scheduler(scheduler), []
+    for wave in range(8):
+        before, num_steps = proposer.num_asked, runner.num_steps
+        for place in range(number):
+            params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+            scheduler.add_request(make_request([wave, place], request_id=f"r{wave}-{place}", params=params))
+        while scheduler.has_requests():
+            run_step(scheduler, runner)
+        asked.append((proposer.num_asked - before) / (runner.num_steps - num_steps))
+    assert asked[0] > 3, "at first nobody knows that it is in vain"
+    assert 0 < asked[-1] < 1.5
+
+
 def test_a_request_that_rests_goes_on_before_its_token_is_known() -> None:
     class Asked(Certain):
         """Has no drafts."""
