@@ -334,7 +334,7 @@ class CachedRequestData(msgspec.Struct, array_like=True):
     """Before this step; with async scheduling this includes tokens that only the ranks know yet."""
     new_token_ids: list[list[int]] = []
     """Tokens sampled since each request's last step, for the ranks that do not sample. Empty with one rank. With async
-    scheduling the ranks exchange them, except for requests with drafts."""
+    scheduling the ranks exchange them, and only those of requests that are drafted for are here."""
 
 
 class GrammarBitmask(msgspec.Struct, array_like=True):

@@ -112,7 +112,7 @@ class Drafter:
         self._catch_up = 0.0
         """What a model computes first for a request that is new or has rested, in the mean of these."""
         self._num_rows = 0
-        """Of the last step in which a request was asked."""
+        """Of the last step."""
         self._num_drafted = 0
         """Requests so far that are drafted for."""
         self._refresh_after = _REFRESH_STEPS[0]
@@ -142,7 +142,7 @@ class Drafter:
             self._num_drafted += 1
             is_poor = self._worth < self._cost
             # Spread evenly over the time of a rest, so that some are asked soon however many requests come and go.
-            longest = self._longest_rest(self._cost + self._catch_up) if is_poor else 0
+            longest = _longest_rest(self._cost + self._catch_up, self._num_rows) if is_poor else 0
             first_rest = int(self._num_drafted * _GOLDEN_RATIO % 1 * longest)
             record = self._records[request.request_id] = DraftRecord(self._worth, first_rest)
             request.waits_for_drafts = not record.rests
@@ -167,7 +167,8 @@ class Drafter:
             num_tokens: how many tokens the step has room for.
             runs_ahead: whether the next step may go on after tokens that are not known yet.
         """
-        room = min(num_tokens, self._max_num_rows - len(output.num_scheduled_tokens))
+        self._num_rows = len(output.num_scheduled_tokens)
+        room = min(num_tokens, self._max_num_rows - self._num_rows)
         due = self._due(output, requests) if room > 0 else []
         if due:
             self._add_drafts_of(due, output, room, runs_ahead)
@@ -210,7 +211,9 @@ class Drafter:
                 continue  # its drafts were of no use any more: that says nothing of what they are worth
             is_added = count > 0 and self._add(output, candidate, count)
             worth = share * sum(candidate.chances[:count]) if is_added else 0.0
-            record = self._records[candidate.request.request_id]
+            record = self._records.get(candidate.request.request_id)
+            if record is None:
+                continue  # asking it failed
             cost = self._costs.asking_seconds(num_asked) / token_seconds
             catch_up = record.take_catch_up_seconds() / token_seconds
             self._note_asking(candidate.request, record, worth, cost, num_rows, catch_up)
@@ -239,13 +242,8 @@ class Drafter:
         self._cost += (cost - self._cost) * _MEAN_WEIGHT
         if catch_up:
             self._catch_up += (catch_up - self._catch_up) * _MEAN_WEIGHT
-        self._num_rows = num_rows
-        record.was_asked(worth, cost, self._longest_rest(cost + catch_up))
-        request.waits_for_drafts = request.is_drafted and not record.rests
-
-    def _longest_rest(self, cost: float) -> int:
-        """How many steps a request rests at most, if asking it costs so much, in the time of a token without drafts."""
-        return max(min(max(_LEAST_REST, math.ceil(cost / _VAIN_SHARE)), _LONGEST_REST), self._num_rows)
+        record.was_asked(worth, cost, _longest_rest(cost + catch_up, num_rows))
+        request.waits_for_drafts = not record.rests
 
     def take_result(
         self, output: SchedulerOutput, runner_output: ModelRunnerOutput, requests: Mapping[str, Request]
@@ -354,7 +352,7 @@ class Drafter:
                 else request_id not in self._worker_drafts
             ):
                 continue
-            if request.is_drafted and request.num_computed_tokens == request.num_tokens:
+            if request.num_computed_tokens == request.num_tokens:
                 due.append((index, request))
         return due
 
@@ -389,7 +387,8 @@ class Drafter:
             return Proposal(proposal.token_ids[:num_tokens], proposal.chances[:num_tokens])
         except Exception:
             logger.exception("no more tokens are drafted for request %s", request.request_id)
-            request.is_drafted = request.waits_for_drafts = False
+            del self._records[request.request_id]
+            request.waits_for_drafts = False
             return NO_DRAFTS
 
     def _most_profitable(
@@ -462,5 +461,11 @@ def _is_passed_over(request: Request, record: DraftRecord) -> bool:
 
 
 def _is_sampled(request: Request) -> bool:
-    """Whether a request that may be drafted for has all of its tokens computed by the step, which samples the next."""
-    return request.is_drafted and request.num_computed_tokens >= request.num_tokens
+    """Whether a request has all of its tokens computed by the step, which samples the next."""
+    return request.num_computed_tokens >= request.num_tokens
+
+
+def _longest_rest(cost: float, num_requests: int) -> int:
+    """How many steps a request rests at most, if asking it costs so much, in the time of a token without drafts, and
+    there are so many requests."""
+    return max(min(max(_LEAST_REST, math.ceil(cost / _VAIN_SHARE)), _LONGEST_REST), num_requests)

@@ -119,8 +119,7 @@ class Request:
         self.is_drafted = False
         """Whether tokens are drafted for it: then a step may sample several of its positions."""
         self.waits_for_drafts = False
-        """Whether it is to be asked for drafts in its next step, which follow the last token: no placeholders either.
-        """
+        """Whether it is to be asked for drafts before it goes on: they follow its last token, so no placeholders."""
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache when the request was first scheduled."""
         self.num_preemptions = 0

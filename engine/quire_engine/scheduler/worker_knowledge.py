@@ -23,8 +23,9 @@ class WorkerKnowledge:
 
     Args:
         sends_new_token_ids: whether to send sampled tokens, because there are ranks that do not sample.
-        ranks_tell_each_other: whether the rank that samples sends its tokens to the others at once. It does not do so
-            for requests with drafts: only the step's result says which of their tokens count.
+        ranks_tell_each_other: whether the rank that samples sends its tokens to the others at once. Behind drafts that
+            is of no use: only the step's result says which of the tokens count. So those of requests that are drafted
+            for are sent here, too.
     """
 
     def __init__(self, sends_new_token_ids: bool, ranks_tell_each_other: bool) -> None:

@@ -87,8 +87,10 @@ class Accepted:
             num_accepted = len(runner_output.sampled_token_ids[request_id]) - 1
             self.num_accepted += num_accepted
             self.num_rejected += len(drafts) - num_accepted
-        running = self._scheduler.running
-        self.num_ahead += any(request.is_drafted and request.num_output_placeholders for request in running)
+        self.num_ahead += any(
+            request.is_drafted and request.num_output_placeholders and request.num_computed_tokens > request.num_tokens
+            for request in self._scheduler.running
+        )
         return self._update(scheduler_output, runner_output)
 
 

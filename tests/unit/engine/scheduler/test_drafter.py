@@ -90,6 +90,31 @@ def test_a_proposer_that_raises_is_not_asked_again_and_nobody_notices(question: 
     assert proposer.num_asked == (3 if question == "propose" else 0)
 
 
+def test_the_ranks_hear_what_was_accepted_before_the_proposer_raised() -> None:
+    class RaisesLater(Proposer):
+        num_asked = 0
+
+        def propose(self, request: Request, max_tokens: int) -> Proposal:
+            self.num_asked += 1
+            if self.num_asked == 2:
+                raise RuntimeError("the second time")
+            return super().propose(request, max_tokens)
+
+    scheduler, proposer = make_scheduler(async_scheduling=True, sends_new_token_ids=True), RaisesLater()
+    draft_always(scheduler, proposer)
+    scheduler.add_request(make_request([7] * 8, request_id="r0", params=SamplingParams(max_tokens=30)))
+    (request,) = scheduler.requests.values()
+    runner, told = FakeModelRunner.for_scheduler(scheduler), []
+    for _ in range(4):
+        step = scheduler.schedule()
+        told += [token_id for token_ids in step.cached_requests.new_token_ids for token_id in token_ids]
+        assert told == request.all_token_ids[8:], "before the step computes behind them"
+        scheduler.update_from_output(step, runner.execute_model(step))
+    assert proposer.num_asked == 2
+    assert len(told) > 7, "some were accepted"
+    assert request.all_token_ids[8:] == undisturbed_output(request)[0][: request.num_output_tokens]
+
+
 @pytest.mark.parametrize("outside", [VOCAB_SIZE, -1])
 def test_a_draft_ends_before_what_is_no_token(outside: int) -> None:
     scheduler = drafting(Proposer([5, outside, 6]))
@@ -281,7 +306,10 @@ def test_hardly_more_than_one_request_is_asked_in_vain_in_each_step_of_a_large_b
             return super().propose(request, max_tokens)
 
     number, max_tokens = 64, 48
-    scheduler, proposer = make_scheduler(num_blocks=2000, max_num_seqs=2 * number, max_num_batched_tokens=640), Counted()
+    scheduler, proposer = (
+        make_scheduler(num_blocks=2000, max_num_seqs=2 * number, max_num_batched_tokens=640),
+        Counted(),
+    )
     draft_always(scheduler, proposer, ask_seconds=1e-3)
     runner, asked = FakeModelRunner.for_scheduler(scheduler), []
     for wave in range(8):

@@ -353,7 +353,9 @@ class Life:
                 ]
                 num_unknown = request.num_computed_tokens - request.num_tokens - sum(own)
                 if num_unknown > 0:
+                    has_to_wait = request.needs_token_values or scheduler._isolation.isolated is request
                     assert self.ahead, "computed from what is not known yet"
+                    assert not has_to_wait, "computed from what the host has to know"
                     assert not any(own), "behind drafts whose fate is unknown, or drafts behind what is not known"
                     self.counts["rested"] += 1
                 assert sum(map(bool, own)) <= 1, "behind drafts whose fate is unknown"
