@@ -156,7 +156,7 @@ class Drafter:
             logger.exception("the end of request %s", request.request_id)
 
     def add_drafts(
-        self, output: SchedulerOutput, requests: Mapping[str, Request], num_tokens: int, runs_ahead: bool = False
+        self, output: SchedulerOutput, requests: Mapping[str, Request], num_tokens: int, runs_ahead: bool
     ) -> None:
         """Add drafts to a step, after the last tokens of requests that ran before; and say for whom the workers are to
         draft at its end.

@@ -271,14 +271,17 @@ def test_the_proposer_is_told_of_every_end() -> None:
     assert sorted(proposer.forgotten) == ["r0", "r1", "r2"]
 
 
+class Counted(Certain):
+    """Counts how often it is asked; has no drafts."""
+
+    num_asked = 0
+
+    def propose(self, request: Request, max_tokens: int) -> Proposal:
+        self.num_asked += 1
+        return super().propose(request, max_tokens)
+
+
 def test_requests_are_asked_less_often_where_no_request_had_drafts() -> None:
-    class Counted(Certain):
-        num_asked = 0
-
-        def propose(self, request: Request, max_tokens: int) -> Proposal:
-            self.num_asked += 1
-            return super().propose(request, max_tokens)
-
     scheduler, proposer = make_scheduler(num_blocks=400), Counted()
     costs = FixedCosts(0.0)
     costs.ask_seconds = 0.1  # a tenth of a step
@@ -296,20 +299,9 @@ def test_requests_are_asked_less_often_where_no_request_had_drafts() -> None:
 
 
 def test_hardly_more_than_one_request_is_asked_in_vain_in_each_step_of_a_large_batch() -> None:
-    class Counted(Certain):
-        """Has no drafts."""
-
-        num_asked = 0
-
-        def propose(self, request: Request, max_tokens: int) -> Proposal:
-            self.num_asked += 1
-            return super().propose(request, max_tokens)
-
     number, max_tokens = 64, 48
-    scheduler, proposer = (
-        make_scheduler(num_blocks=2000, max_num_seqs=2 * number, max_num_batched_tokens=640),
-        Counted(),
-    )
+    scheduler = make_scheduler(num_blocks=2000, max_num_seqs=2 * number, max_num_batched_tokens=640)
+    proposer = Counted()
     draft_always(scheduler, proposer, ask_seconds=1e-3)
     runner, asked = FakeModelRunner.for_scheduler(scheduler), []
     for wave in range(8):
@@ -325,13 +317,8 @@ def test_hardly_more_than_one_request_is_asked_in_vain_in_each_step_of_a_large_b
 
 
 def test_a_request_that_rests_goes_on_before_its_token_is_known() -> None:
-    class Asked(Certain):
-        """Has no drafts."""
-
-        num_asked = 0
-
+    class Asked(Counted):
         def propose(self, request: Request, max_tokens: int) -> Proposal:
-            self.num_asked += 1
             assert request.num_computed_tokens == request.num_tokens, "it is asked for what follows its last token"
             return super().propose(request, max_tokens)
 
