@@ -1,7 +1,8 @@
 """What speculative decoding gains, and that it changes no token: by model, method, workload and number of streams.
 
     python tests/benchmarks/speculation.py [--models m400 …] [--quantizations bf16 int8] [--methods ngram suffix …]
-                                           [--workloads copy …] [--streams 1 4 16 64] [--rounds 2] [--out FOLDER]
+                                           [--workloads copy …] [--streams 1 4 16 64] [--rounds 2] [--processes 1]
+                                           [--out FOLDER]
     python tests/benchmarks/speculation.py --models tinypy --methods draft_model eagle3 medusa --workloads files
                                            files_sampled --streams 1 4 16     # drafts by models, on what they know
 
@@ -10,6 +11,10 @@ what was said before could be drafted from, and goes through the engines in the 
 before the clock starts; the column `with prompt` is the ratio if their time counts, too. A ratio is taken within each
 round: the median is quoted, with the smallest and the largest. The acceptance length is the mean number of tokens that
 a step yields for a request that has a draft.
+
+Two engines of one process may differ by a few per cent for as long as it lives, even where both do the same. Small
+differences therefore take `--processes 7`: each cell is measured in so many fresh ones, every other of which makes its
+engines in the other order; the ratio is then the median of the processes' own, with the smallest and the largest.
 
 Which text is forced, and why. m400 and s60 have random weights, whose text never repeats, so that no draft would ever
 be right. In the workloads `copy`, `agentic`, `chat` and `misleading` their text, and tinypy's, is therefore given:
@@ -43,7 +48,9 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +99,8 @@ MIN_SECONDS, MAX_ROUNDS = 4.0, 8
 """Cells whose rounds together take less have more of them, up to this number."""
 MEMORY_SHARE = 0.8
 """Of the free memory, for all engines of one process."""
+OFF = "off"
+"""The engine without drafts, among the names of ways to draft."""
 Config = dict[str, Any]
 """A `speculative_config`."""
 
@@ -191,9 +200,17 @@ class Model:
 
 @contextmanager
 def open_engines(
-    model: Model, quantization: str, configs: dict[str, Config], streams: int
+    model: Model, quantization: str, configs: dict[str, Config], streams: int, is_reversed: bool
 ) -> Iterator[dict[str, tuple[LLM, ForcedTexts]]]:
-    """An engine without drafts, `off`, and one for each way of drafting that the engine has."""
+    """An engine without drafts, `off`, and one for each way of drafting that the engine has.
+
+    Args:
+        model: that all have.
+        quantization: `bf16` for none.
+        configs: by way of drafting.
+        streams: the most at once.
+        is_reversed: makes `off` the last one; each has its memory where those before it have left some.
+    """
     settings: dict[str, Any] = {
         "dtype": "bfloat16",
         "quantization": None if quantization == "bf16" else quantization,
@@ -204,19 +221,19 @@ def open_engines(
         "enable_prefix_caching": True,
     }
     engines: dict[str, tuple[LLM, ForcedTexts]] = {}
+    wanted: list[tuple[str, Config | None]] = [(OFF, None), *configs.items()]
     with ExitStack() as stack:
-        llm = LLM(model.folder, kv_cache_memory_bytes=model.cache_bytes(streams), **settings)
-        stack.callback(llm.shutdown)
-        engines["off"] = llm, force_texts(llm)
-        for way, config in configs.items():
+        for name, config in wanted[:: -1 if is_reversed else 1]:
             cache_bytes = model.cache_bytes(streams, config)
             try:
                 llm = LLM(model.folder, speculative_config=config, kv_cache_memory_bytes=cache_bytes, **settings)
             except ValueError as error:
-                say(f"{way} is passed over: {error}")
+                if config is None:
+                    raise
+                say(f"{name} is passed over: {error}")
                 continue
             stack.callback(llm.shutdown)
-            engines[way] = llm, force_texts(llm)
+            engines[name] = llm, force_texts(llm)
         yield engines
 
 
@@ -236,12 +253,24 @@ def measure(
     workload: str,
     streams: int,
     num_rounds: int,
+    process: int,
 ) -> dict[Cell, Figures]:
-    """The figures of each way of drafting with one workload; none if there are not enough texts for all rounds."""
+    """The figures of each way of drafting with one workload; none if there are not enough texts for all rounds.
+
+    Args:
+        model: of all engines.
+        quantization: theirs.
+        engines: by way of drafting, and `off`; they take turns in this order and its reverse.
+        configs: of the ways to draft.
+        workload: of `WORKLOADS`, or the model's own.
+        streams: at once.
+        num_rounds: the fewest.
+        process: whose figures these are: its number, from 0.
+    """
     ways = [way for way, config in configs.items() if way in engines and is_measured(config, workload)]
     if not ways:
         return {}
-    engines = {name: engines[name] for name in ("off", *ways)}
+    engines = {name: engine for name, engine in engines.items() if name in (OFF, *ways)}
     figures: dict[str, tuple[Cell, Figures]] = {}
     for way in ways:
         method, acceptance = configs[way]["method"], configs[way].get("acceptance", "exact")
@@ -268,13 +297,13 @@ def measure(
             num_first_tokens = FIRST_TOKENS if "model" in configs.get(name, {}) else 1
             batches[name] = run_batch(
                 llm, texts, tasks, model.num_tokens, temperature=temperature, first=first,
-                num_first_tokens=num_first_tokens, number=number + 1,
+                num_first_tokens=num_first_tokens, number=number + 1, process=process,
             )  # fmt: skip
-        done += batches["off"].seconds
+        done += batches[OFF].seconds
         for way, (_, own) in figures.items():
-            own.off.append(batches["off"])
+            own.off.append(batches[OFF])
             own.on.append(batches[way])
-        ratios = ", ".join(f"{name} {batches['off'].seconds / batches[name].seconds:.2f}" for name in figures)
+        ratios = ", ".join(f"{name} {batches[OFF].seconds / batches[name].seconds:.2f}" for name in figures)
         say(f"round {number + 1}  {model.name} {quantization} {workload}, {streams} streams: {ratios}")
     return dict(figures.values())
 
@@ -291,8 +320,11 @@ def groups(model: Model, configs: dict[str, Config], streams: int) -> list[dict[
     return [{way: config} for way, config in configs.items()]
 
 
-def measure_model(model: Model, quantization: str, arguments: argparse.Namespace) -> dict[Cell, Figures]:
-    """All cells of one model and quantization."""
+def measure_model(
+    name: str, folder: Path, quantization: str, arguments: argparse.Namespace, process: int = 0
+) -> dict[Cell, Figures]:
+    """All cells of one model and quantization, in this process, which has this number."""
+    model = Model(name, folder, arguments.tokens)
     figures: dict[Cell, Figures] = {}
     streams = sorted(set(arguments.streams))
     workloads = [
@@ -301,11 +333,27 @@ def measure_model(model: Model, quantization: str, arguments: argparse.Namespace
     ]  # fmt: skip
     all_configs = model.configs(arguments.methods, arguments.acceptance, arguments.speculative)
     for configs in groups(model, all_configs, streams[-1]):
-        with open_engines(model, quantization, configs, streams[-1]) as engines:
+        with open_engines(model, quantization, configs, streams[-1], is_reversed=process % 2 == 1) as engines:
             for workload in workloads:
                 for number in streams:
-                    figures |= measure(model, quantization, engines, configs, workload, number, arguments.rounds)
+                    figures |= measure(
+                        model, quantization, engines, configs, workload, number, arguments.rounds, process
+                    )
         gc.collect()
+    return figures
+
+
+def measure_in_processes(
+    name: str, folder: Path, quantization: str, arguments: argparse.Namespace
+) -> dict[Cell, Figures]:
+    """All cells of one model and quantization, in as many fresh processes as wanted, one after the other."""
+    figures: dict[Cell, Figures] = {}
+    for process in range(arguments.processes):
+        say(f"process {process + 1} of {arguments.processes}")
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            own = pool.submit(measure_model, name, folder, quantization, arguments, process).result()
+        for cell, more in own.items():
+            figures.setdefault(cell, Figures()).add(more)
     return figures
 
 
@@ -343,6 +391,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 4, 16, 64], help="at most 64")
     parser.add_argument("--tokens", type=int, default=384, help="of each output")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=1, help="that measure each cell, one after the other")
     parser.add_argument("--threads", type=int, default=min(2, len(os.sched_getaffinity(0))))
     parser.add_argument("--speculative", action="append", default=[], metavar="NAME=JSON",
                         help="a further setting of speculative_config, for all methods")  # fmt: skip
@@ -355,6 +404,8 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     if not 1 <= min(arguments.streams) <= max(arguments.streams) <= MAX_NUM_SEQS:
         parser.error(f"--streams are {arguments.streams}, and may be 1 to {MAX_NUM_SEQS}")
+    if arguments.processes < 1:
+        parser.error(f"--processes is {arguments.processes}, and must be at least 1")
     pairs = (item.partition("=") for item in arguments.speculative)
     arguments.speculative = {name: json.loads(value) for name, _, value in pairs}
     return arguments
@@ -367,8 +418,9 @@ def main() -> int:
     logs.mkdir(parents=True, exist_ok=True)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
     machine = describe_machine()
+    of_processes = f" in each of {arguments.processes} processes" if arguments.processes > 1 else ""
     report = [f"{machine['processor']}, {arguments.threads} threads, {arguments.tokens} tokens each, medians of "
-              f"{arguments.rounds} rounds, {machine['date']}\n"]  # fmt: skip
+              f"{arguments.rounds} rounds{of_processes}, {machine['date']}\n"]  # fmt: skip
     print(report[0], flush=True)
     figures: dict[Cell, Figures] = {}
 
@@ -381,7 +433,8 @@ def main() -> int:
         checkpoints = arguments.cache / "checkpoints"
         folder = TINYPY if name == "tinypy" else make_checkpoint(name, checkpoints)
         for quantization in arguments.quantizations:
-            own = measure_model(Model(name, folder, arguments.tokens), quantization, arguments)
+            measure_all = measure_model if arguments.processes == 1 else measure_in_processes
+            own = measure_all(name, folder, quantization, arguments)
             figures |= own
             tell(f"### {name}, {quantization}\n\n{table(own)}")
     if not arguments.no_lookups and not LOOKUPS.keys().isdisjoint(arguments.methods):

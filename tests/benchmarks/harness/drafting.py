@@ -1,7 +1,7 @@
 """What drafts gain: one batch of one engine, and the figures of many of these in turn."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from quire_engine import LLM, SamplingParams
@@ -34,6 +34,8 @@ class Batch:
     num_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int
+    process: int = 0
+    """In which this was: its number."""
 
 
 def run_batch(
@@ -46,6 +48,7 @@ def run_batch(
     first: int = 1,
     num_first_tokens: int = 1,
     number: int = 0,
+    process: int = 0,
 ) -> Batch:
     """Carry out tasks all at once.
 
@@ -58,6 +61,7 @@ def run_batch(
         first: prompts that are computed one by one, before the others, which share blocks with them.
         num_first_tokens: that are generated with the prompts, before decoding is timed.
         number: of the batch. Seeds depend on it: random weights say nearly the same to any prompt with the same seed.
+        process: this one's number.
     """
     texts.clear()
     prompts = [{"prompt_token_ids": task.prompt} for task in tasks]
@@ -93,6 +97,7 @@ def run_batch(
         num_drafts=after.num_drafts - before.num_drafts,
         num_draft_tokens=after.num_draft_tokens - before.num_draft_tokens,
         num_accepted_tokens=after.num_accepted_tokens - before.num_accepted_tokens,
+        process=process,
     )
 
 
@@ -144,18 +149,21 @@ class Figures:
         """With drafts."""
         return spread(self.num_tokens / batch.seconds for batch in self.on).median
 
+    def add(self, more: "Figures") -> None:
+        """Take in those of another process."""
+        self.off += more.off
+        self.on += more.on
+
     @property
     def ratio(self) -> Spread:
-        """How many times as fast it is with drafts, by rounds."""
-        return spread(off.seconds / on.seconds for off, on in zip(self.off, self.on, strict=True))
+        """How many times as fast it is with drafts: by rounds, or by processes if there were several, each with the
+        median of its rounds."""
+        return self._spread(lambda batch: batch.seconds)
 
     @property
     def ratio_with_prompt(self) -> Spread:
         """The same, if the prompts are to be computed, too."""
-        return spread(
-            (off.prompt_seconds + off.seconds) / (on.prompt_seconds + on.seconds)
-            for off, on in zip(self.off, self.on, strict=True)
-        )
+        return self._spread(lambda batch: batch.prompt_seconds + batch.seconds)
 
     @property
     def acceptance_length(self) -> float | None:
@@ -175,6 +183,14 @@ class Figures:
     def num_differing(self) -> int:
         """Tokens that are not the same with drafts and without, of all rounds."""
         return sum(count_differing(off.outputs, on.outputs) for off, on in zip(self.off, self.on, strict=True))
+
+    def _spread(self, seconds: Callable[[Batch], float]) -> Spread:
+        rounds: dict[int, list[float]] = {}
+        for off, on in zip(self.off, self.on, strict=True):
+            rounds.setdefault(off.process, []).append(seconds(off) / seconds(on))
+        if len(rounds) == 1:
+            return spread(*rounds.values())
+        return spread(spread(own).median for own in rounds.values())
 
 
 def way_name(method: str, acceptance: str) -> str:
@@ -204,7 +220,7 @@ def table(figures: dict[Cell, Figures]) -> str:
 
 
 def judge(figures: dict[Cell, Figures]) -> list[str]:
-    """A line for each bar and cell that it is for: the median of the rounds meets it or not."""
+    """A line for each bar and cell that it is for: the median ratio meets it or not."""
     lines = []
     for cell, own in figures.items():
         bar = None

@@ -6,11 +6,15 @@ from benchmarks.harness.results import Spread
 
 
 def batch(
-    seconds: float, prompt_seconds: float = 1.0, last: int = 3, drafts: tuple[int, int, int] = (0, 0, 0)
+    seconds: float,
+    prompt_seconds: float = 1.0,
+    last: int = 3,
+    drafts: tuple[int, int, int] = (0, 0, 0),
+    process: int = 0,
 ) -> Batch:
     return Batch(
         prompt_seconds=prompt_seconds, seconds=seconds, outputs=[[1, 2, 3, 4, 5], [1, 2, 3, 4, last]],
-        num_drafts=drafts[0], num_draft_tokens=drafts[1], num_accepted_tokens=drafts[2],
+        num_drafts=drafts[0], num_draft_tokens=drafts[1], num_accepted_tokens=drafts[2], process=process,
     )  # fmt: skip
 
 
@@ -33,6 +37,14 @@ def test_rates_are_medians_and_ratios_are_within_rounds() -> None:
     assert (FIGURES.off_rate, FIGURES.on_rate) == (2.0, 5.0)
     assert FIGURES.ratio == Spread(2.0, 1.0, 3.0)
     assert FIGURES.ratio_with_prompt == Spread(5 / 3, 1.0, 7 / 3)
+
+
+def test_processes_are_compared_by_their_medians() -> None:
+    own = Figures()
+    for process, ratios in enumerate([(1.0, 1.1, 9.0), (2.0, 2.2), (0.5,)]):
+        more = Figures([batch(ratio, 0.0, process=process) for ratio in ratios], [batch(1.0, 0.0)] * len(ratios))
+        own.add(more)
+    assert own.ratio == own.ratio_with_prompt == Spread(1.1, 0.5, 2.1)
 
 
 def test_acceptance() -> None:

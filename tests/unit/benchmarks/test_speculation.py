@@ -74,6 +74,26 @@ def test_another_token_is_a_failure(
     assert "tokens that differ between on and off: 1" in capsys.readouterr().out
 
 
+def test_processes_measure_one_after_the_other(
+    speculation: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--processes", "2", "--methods", "ngram", "--streams", "1", "--workloads", "random"]
+    assert run(speculation, monkeypatch, tmp_path, options) == 0
+    told = capsys.readouterr()
+    assert "medians of 1 rounds in each of 2 processes" in told.out
+    assert "tokens that differ between on and off: 0" in told.out
+    (cell,) = json.loads((tmp_path / "results.json").read_text())["cells"]
+    assert {batch["process"] for batch in cell["on"]} == {0, 1}
+
+
+def test_without_a_process_nothing_is_measured(
+    speculation: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(speculation, monkeypatch, tmp_path, ["--processes", "0"])
+    assert "must be at least 1" in capsys.readouterr().err
+
+
 def test_models_draft_the_models_own_text(
     speculation: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
