@@ -56,7 +56,7 @@ from typing import Any
 
 from checkpoints import make_checkpoint
 from harness.checkpoint_size import draft_bytes_per_token, kv_bytes_per_token, weight_bytes
-from harness.drafting import Cell, Figures, count_wrong, judge, run_batch, table, way_name
+from harness.drafting import FIRST_SEED, Cell, Figures, count_wrong, judge, run_batch, table, way_name
 from harness.engines import Job, cache_folder
 from harness.forced_text import ForcedTexts, force_texts
 from harness.lookups import lookup_table, lookups, run_lookups
@@ -131,6 +131,12 @@ class Model:
             vocab_size, num_tokens, self.max_prompt_tokens,
         )  # fmt: skip
         self._num_walks = 0
+        self._next_seed = FIRST_SEED + MAX_NUM_SEQS  # those before it are for warming up
+
+    def seeds(self, streams: int) -> int:
+        """The first of so many seeds that no other tasks have."""
+        first, self._next_seed = self._next_seed, self._next_seed + streams
+        return first
 
     def tasks(self, workload: str, streams: int) -> list[Task]:
         """New ones.
@@ -292,12 +298,13 @@ def measure(
             say(f"{model.name}, {workload}, {streams} streams: {error}")
             return {}
         batches = {}
+        first_seed = model.seeds(streams)
         for name, (llm, texts) in list(engines.items())[:: -1 if number % 2 else 1]:
             gc.collect()
             num_first_tokens = FIRST_TOKENS if "model" in configs.get(name, {}) else 1
             batches[name] = run_batch(
                 llm, texts, tasks, model.num_tokens, temperature=temperature, first=first,
-                num_first_tokens=num_first_tokens, number=number + 1, process=process,
+                num_first_tokens=num_first_tokens, first_seed=first_seed, process=process,
             )  # fmt: skip
         done += batches[OFF].seconds
         for way, (_, own) in figures.items():

@@ -28,7 +28,7 @@ class DraftRecord:
 
     Args:
         worth: what asking such a request for drafts yields in the mean; see `was_asked`.
-        first_rest: steps for which it is passed over at first.
+        first_rest: steps for which it rests at first.
     """
 
     __slots__ = (
@@ -38,7 +38,6 @@ class DraftRecord:
         "_mean_worth",
         "_proposal",
         "_rest",
-        "_rest_left",
         "_start",
         "_stops",
         "_worth",
@@ -52,7 +51,7 @@ class DraftRecord:
         self._proposal = NO_DRAFTS
         self._start = 0
         self._worth = worth
-        self._rest = self._rest_left = first_rest
+        self._rest = first_rest
         self._has_rested = True
         self.catch_up_seconds = 0.0
         """What a model has computed for it before it could draft, the last time."""
@@ -62,21 +61,8 @@ class DraftRecord:
         """How many drafts are worth asking a model for, which takes longer for each of them."""
         self._stops = False
 
-    def is_passed_over(self) -> bool:
-        """Whether it is not asked for drafts in this step; counts the step."""
-        if self._rest_left == 0:
-            return False
-        self._rest_left -= 1
-        self._has_rested = True
-        return True
-
-    @property
-    def rests(self) -> bool:
-        """Whether it is passed over in the next step."""
-        return self._rest_left > 0
-
     def has_rested(self) -> bool:
-        """Whether it was passed over since the last time that this was asked, or this was never asked."""
+        """Whether it has rested since the last time that this was asked, or this was never asked."""
         has_rested, self._has_rested = self._has_rested, False
         return has_rested
 
@@ -121,7 +107,7 @@ class DraftRecord:
         """
         self._proposal, self._start = proposal, start
 
-    def was_asked(self, worth: float, least: float, longest_rest: int) -> None:
+    def was_asked(self, worth: float, least: float, longest_rest: int) -> int:
         """Say what it was worth to ask the request for drafts. If too little, also in the mean, it rests: longer each
         time, and half as long for each time that was worth it. After such a time it is asked again at once: what a
         model had to compute first is computed then.
@@ -131,14 +117,20 @@ class DraftRecord:
                 it has none.
             least: the time that asking takes, likewise.
             longest_rest: in steps.
+
+        Returns:
+            For how many steps it is not to be asked now.
         """
         self._worth += (worth - self._worth) * _WORTH_WEIGHT
         if self._worth >= least:
-            self._rest = self._rest_left = 0
+            self._rest = 0
         elif worth > least:
-            self._rest, self._rest_left = self._rest // 2, 0
+            self._rest //= 2
+            return 0
         else:
-            self._rest = self._rest_left = min(2 * self._rest + 1, longest_rest)
+            self._rest = min(2 * self._rest + 1, longest_rest)
+            self._has_rested = True
+        return self._rest
 
     def was_worth(self, num_drafts: int) -> None:
         """Say how many of its drafts were worth asking for: next time one more is wanted, to see whether that is worth

@@ -20,6 +20,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import accumulate
 from operator import mul
 
@@ -50,7 +51,7 @@ _LONGEST_REST = 1024
 _LEAST_REST = 16
 """Steps for which a request may be passed over at least. In larger batches as many as there are requests, so that
 hardly more than one is asked in vain in each step."""
-_VAIN_SHARE = 0.01
+_VAIN_SHARE = 0.005
 """Of the time of all steps, that may go to asking requests in vain."""
 _ALL_WANTED_EVERY = 32
 """Times that a model drafts, it does not stop before it has drafted what is wanted: else nobody would see that drafting
@@ -119,6 +120,12 @@ class Drafter:
         self._seconds_of_drafting = 0.0
         self._least_chance = 0.0
         """See `SchedulerOutput`."""
+        self._step = 0
+        """How many have had their chance of drafts."""
+        self._awake: dict[str, None] = {}
+        """Requests that are asked; in order."""
+        self._resting: list[tuple[int, str]] = []
+        """Heap of the others, and of some that have ended: the step from which on each is asked again."""
         self._catching_up: dict[int, list[str]] = {}
         """By step in flight, the requests for which a model drafts for the first time after it, or the first time in
         long. It computes what it lacks then, which is part of what it costs to ask these."""
@@ -144,12 +151,13 @@ class Drafter:
             # Spread evenly over the time of a rest, so that some are asked soon however many requests come and go.
             longest = _longest_rest(self._cost + self._catch_up, self._num_rows) if is_poor else 0
             first_rest = int(self._num_drafted * _GOLDEN_RATIO % 1 * longest)
-            record = self._records[request.request_id] = DraftRecord(self._worth, first_rest)
-            request.waits_for_drafts = not record.rests
+            self._records[request.request_id] = DraftRecord(self._worth, first_rest)
+            self._pass_over(request, first_rest)
 
     def forget(self, request: Request) -> None:
         """A request has ended."""
         self._records.pop(request.request_id, None)
+        self._awake.pop(request.request_id, None)
         try:
             self._proposer.forget(request)
         except Exception:
@@ -172,8 +180,31 @@ class Drafter:
         due = self._due(output, requests) if room > 0 else []
         if due:
             self._add_drafts_of(due, output, room, runs_ahead)
-        if self._worker_drafts is not None and room > 0:
+        if self._worker_drafts is not None and room > 0 and self._awake:
             self._want_drafts(output, requests)
+        self._step += 1
+        while self._resting and self._resting[0][0] <= self._step:
+            self._wake(heappop(self._resting)[1], requests)
+
+    def _pass_over(self, request: Request, num_steps: int) -> None:
+        """Do not ask a request in about so many of the next steps. The step in which it is asked again is one of few,
+        so that requests are asked together: the first brings what this takes into the processor's caches, where the
+        steps have left their weights. As long as a request rests, no step need wait for its tokens.
+        """
+        request.waits_for_drafts = num_steps == 0
+        if num_steps == 0:
+            self._awake[request.request_id] = None
+            return
+        self._awake.pop(request.request_id, None)
+        apart = 1 << num_steps.bit_length() - 1  # more than half of the rest
+        step = (self._step + 1 + num_steps + apart // 2) // apart * apart
+        heappush(self._resting, (step, request.request_id))
+
+    def _wake(self, request_id: str, requests: Mapping[str, Request]) -> None:
+        """Ask a request again from the next step on, if it is still there."""
+        if request_id in self._records:
+            self._awake[request_id] = None
+            requests[request_id].waits_for_drafts = True
 
     def _add_drafts_of(
         self, due: list[tuple[int, Request]], output: SchedulerOutput, room: int, runs_ahead: bool
@@ -194,11 +225,11 @@ class Drafter:
             return
         began_at = time.thread_time()
         candidates = [self._candidate(index, request, room) for index, request in due]
-        if self._worker_drafts is None:
-            self._costs.record_asking(len(due), time.thread_time() - began_at)
         num_drafts = sum(len(candidate.token_ids) for candidate in candidates)
         seconds = self._step_seconds(computed, min(room, num_drafts))
         counts, share = self._most_profitable(candidates, num_rows, seconds)
+        if self._worker_drafts is None:
+            self._costs.record_asking(len(due), time.thread_time() - began_at)
         token_seconds = seconds[0] / num_rows
         least = self._costs.draft_seconds / token_seconds
         # The first draft of a step costs more than the others.
@@ -217,7 +248,7 @@ class Drafter:
             cost = self._costs.asking_seconds(num_asked) / token_seconds
             catch_up = record.take_catch_up_seconds() / token_seconds
             self._note_asking(candidate.request, record, worth, cost, num_rows, catch_up)
-            if runs_ahead and not is_added and record.rests:
+            if runs_ahead and not is_added:  # if it rests now, and so does not wait
                 candidate.request.add_output_placeholder()
             record.was_worth(sum(share * chance >= least for chance in candidate.chances) if share else 0)
 
@@ -242,8 +273,7 @@ class Drafter:
         self._cost += (cost - self._cost) * _MEAN_WEIGHT
         if catch_up:
             self._catch_up += (catch_up - self._catch_up) * _MEAN_WEIGHT
-        record.was_asked(worth, cost, _longest_rest(cost + catch_up, num_rows))
-        request.waits_for_drafts = not record.rests
+        self._pass_over(request, record.was_asked(worth, cost, _longest_rest(cost + catch_up, num_rows)))
 
     def take_result(
         self, output: SchedulerOutput, runner_output: ModelRunnerOutput, requests: Mapping[str, Request]
@@ -303,11 +333,10 @@ class Drafter:
         They get blocks for the drafts now: the drafting model computes keys and values of its own for them.
         """
         awake = [
-            (record, requests[request_id])
+            (self._records[request_id], requests[request_id])
             for request_id in output.num_scheduled_tokens
-            if (record := self._records.get(request_id)) is not None and _is_sampled(requests[request_id])
-            and not _is_passed_over(requests[request_id], record)
-        ]  # fmt: skip
+            if request_id in self._awake and _is_sampled(requests[request_id])
+        ]
         if not awake or not self._costs.are_known():
             return
         block_ids = dict(zip(output.cached_requests.request_ids, output.cached_requests.new_block_ids, strict=True))
@@ -340,20 +369,15 @@ class Drafter:
     def _due(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> list[tuple[int, Request]]:
         """The requests that are to be asked for drafts, with their indices in the step's columns. Others rest, or go on
         without their last token, or the workers did not draft for them."""
+        asked = self._awake if self._worker_drafts is None else self._worker_drafts
+        if not asked:
+            return []
         due = []
         for index, request_id in enumerate(output.cached_requests.request_ids):
-            record = self._records.get(request_id)
-            if record is None:
-                continue
-            request = requests[request_id]
-            if (
-                _is_passed_over(request, record)
-                if self._worker_drafts is None
-                else request_id not in self._worker_drafts
-            ):
-                continue
-            if request.num_computed_tokens == request.num_tokens:
-                due.append((index, request))
+            if request_id in asked and request_id in self._records:
+                request = requests[request_id]
+                if request.num_computed_tokens == request.num_tokens:
+                    due.append((index, request))
         return due
 
     def _candidate(self, index: int, request: Request, room: int) -> _Candidate:
@@ -388,6 +412,7 @@ class Drafter:
         except Exception:
             logger.exception("no more tokens are drafted for request %s", request.request_id)
             del self._records[request.request_id]
+            self._awake.pop(request.request_id, None)
             request.waits_for_drafts = False
             return NO_DRAFTS
 
@@ -450,14 +475,6 @@ def cut_drafts(output: SchedulerOutput, request: Request, num_left: int) -> None
         output.draft_token_ids[request.request_id] = drafts[:num_left]
     output.num_scheduled_tokens[request.request_id] -= len(drafts) - num_left
     request.num_computed_tokens -= len(drafts) - num_left
-
-
-def _is_passed_over(request: Request, record: DraftRecord) -> bool:
-    """Whether a request is not asked in this step; counts the step. As long as it rests, the next one need not wait for
-    its tokens."""
-    is_passed_over = record.is_passed_over()
-    request.waits_for_drafts = not record.rests
-    return is_passed_over
 
 
 def _is_sampled(request: Request) -> bool:

@@ -143,7 +143,8 @@ class StepCosts:
         sizes = np.arange(num_tokens, num_tokens + num_drafts + 1)
         means = _rising(known)
         seconds: npt.NDArray[np.float64] = np.interp(sizes, list(known), means)
-        seconds += np.maximum(sizes - next(reversed(known)), 0) * _slope_beyond(known, means)
+        slope = max(_slope_beyond(known, means), _slope_before(num_tokens, without, plain))
+        seconds += np.maximum(sizes - next(reversed(known)), 0) * slope
         return seconds
 
     def _known(self, sizes: dict[int, _Size]) -> dict[int, float]:
@@ -182,6 +183,13 @@ def _rising(known: dict[int, float]) -> list[float]:
 def _slope_beyond(known: dict[int, float], means: list[float]) -> float:
     """What a token costs beyond the largest known size."""
     return _UNKNOWN_SLOPE * means[-1] / max(next(reversed(known)), _SMALL_STEP)
+
+
+def _slope_before(num_tokens: int, seconds: float, known: dict[int, float]) -> float:
+    """What a token has cost in smaller steps than this one, of half its size at most. As the curve bends upwards, those
+    of larger steps cost no less. 0 where no smaller step is known: noise would make a slope of two that are near."""
+    smaller = [size for size in known if 2 * size <= num_tokens]
+    return max(seconds - known[smaller[-1]], 0.0) / (num_tokens - smaller[-1]) if smaller else 0.0
 
 
 def _size_class(num_tokens: int) -> int:

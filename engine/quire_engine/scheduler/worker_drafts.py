@@ -25,6 +25,10 @@ class WorkerDrafts:
         """Whether drafts have come for a request."""
         return request_id in self._drafts
 
+    def __len__(self) -> int:
+        """Requests for which drafts have come."""
+        return len(self._drafts)
+
     def take(self, request_id: str, drafts: DraftTokens) -> None:
         """Keep what was drafted for a request, in place of what came before."""
         self._drafts[request_id] = drafts

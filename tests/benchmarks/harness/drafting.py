@@ -11,7 +11,18 @@ from .forced_text import ForcedTexts
 from .results import Spread, spread
 from .texts import Task
 
-__all__ = ["Batch", "Cell", "Figures", "count_differing", "count_wrong", "judge", "run_batch", "table", "way_name"]
+__all__ = [
+    "FIRST_SEED",
+    "Batch",
+    "Cell",
+    "Figures",
+    "count_differing",
+    "count_wrong",
+    "judge",
+    "run_batch",
+    "table",
+    "way_name",
+]
 
 FIRST_SEED = 2**40
 """Far from the seed 0 of requests that have none."""
@@ -47,7 +58,7 @@ def run_batch(
     temperature: float = 0.0,
     first: int = 1,
     num_first_tokens: int = 1,
-    number: int = 0,
+    first_seed: int = FIRST_SEED,
     process: int = 0,
 ) -> Batch:
     """Carry out tasks all at once.
@@ -60,12 +71,13 @@ def run_batch(
         temperature: of the tasks.
         first: prompts that are computed one by one, before the others, which share blocks with them.
         num_first_tokens: that are generated with the prompts, before decoding is timed.
-        number: of the batch. Seeds depend on it: random weights say nearly the same to any prompt with the same seed.
+        first_seed: that of the first task; each has the next one. Random weights say nearly the same to any prompt with
+            the same seed, so other tasks of the same engine should have others.
         process: this one's number.
     """
     texts.clear()
     prompts = [{"prompt_token_ids": task.prompt} for task in tasks]
-    seeds = range(FIRST_SEED + number * len(tasks), FIRST_SEED + (number + 1) * len(tasks))
+    seeds = range(first_seed, first_seed + len(tasks))
     for seed, task in zip(seeds, tasks, strict=True):
         if task.text is not None:
             texts.add(seed, len(task.prompt), task.text)

@@ -36,37 +36,24 @@ def test_the_factor_goes_from_that_of_all_to_its_own() -> None:
     assert 1.5 < record.factor() < 2.0
 
 
-def rest_of(record: DraftRecord) -> int:
-    steps = 0
-    while record.is_passed_over():
-        steps += 1
-    return steps
-
-
 def test_it_rests_longer_each_time_while_asking_it_is_worth_too_little() -> None:
     record = DraftRecord(worth=1.0)
-    rests = []
-    for _ in range(30):
-        record.was_asked(0.0, least=0.25, longest_rest=16)
-        rests.append(rest_of(record))
+    rests = [record.was_asked(0.0, least=0.25, longest_rest=16) for _ in range(30)]
     assert rests[:14] == [0] * 13 + [1], "it is given some time"
     assert rests[14:17] == [3, 7, 15]
     assert set(rests[17:]) == {16}
-    record.was_asked(8.0, least=0.25, longest_rest=16)
-    assert rest_of(record) == 0, "one draft that is worth much"
+    assert record.was_asked(8.0, least=0.25, longest_rest=16) == 0, "one draft that is worth much"
 
 
 def test_it_never_rests_where_asking_costs_nothing() -> None:
     record = DraftRecord(worth=1.0)
     for _ in range(100):
-        record.was_asked(0.0, least=0.0, longest_rest=16)
-        assert rest_of(record) == 0
+        assert record.was_asked(0.0, least=0.0, longest_rest=16) == 0
 
 
 def test_it_rests_at_once_where_asking_is_worth_nothing_to_others() -> None:
     record = DraftRecord(worth=0.0)
-    record.was_asked(0.0, least=0.25, longest_rest=16)
-    assert rest_of(record) == 1
+    assert record.was_asked(0.0, least=0.25, longest_rest=16) == 1
 
 
 @pytest.mark.parametrize(
@@ -97,24 +84,19 @@ def test_a_model_that_stops_by_itself_may_draft_as_many_as_there_may_be() -> Non
 def test_it_is_asked_again_at_once_after_a_time_that_was_worth_it_and_then_rests_for_half_as_long() -> None:
     record = DraftRecord(worth=0.0)
     for _ in range(4):
-        record.was_asked(0.0, least=2.0, longest_rest=100)
-        assert rest_of(record) > 0
-    record.was_asked(3.0, least=2.0, longest_rest=100)
-    assert rest_of(record) == 0, "it was 15"
-    record.was_asked(0.0, least=2.0, longest_rest=100)
-    assert rest_of(record) == 15, "twice the half, and one"
+        assert record.was_asked(0.0, least=2.0, longest_rest=100) > 0
+    assert record.was_asked(3.0, least=2.0, longest_rest=100) == 0, "it was 15"
+    assert record.was_asked(0.0, least=2.0, longest_rest=100) == 15, "twice the half, and one"
 
 
-def test_its_first_rest_may_be_given() -> None:
-    assert rest_of(DraftRecord(worth=0.0, first_rest=5)) == 5
+def test_its_next_rest_is_longer_than_the_one_that_it_begins_with() -> None:
+    assert DraftRecord(worth=0.0, first_rest=5).was_asked(0.0, least=0.25, longest_rest=16) == 11
 
 
 def test_it_says_once_that_it_has_rested_and_at_first() -> None:
     record = DraftRecord(worth=0.0)
     assert [record.has_rested(), record.has_rested()] == [True, False]
-    assert not record.is_passed_over()
+    assert record.was_asked(1.0, least=0.25, longest_rest=16) == 0
     assert not record.has_rested()
-    record.was_asked(0.0, least=0.25, longest_rest=16)
-    assert not record.has_rested(), "not yet"
-    assert rest_of(record) == 1
+    assert record.was_asked(0.0, least=0.25, longest_rest=16) == 1
     assert [record.has_rested(), record.has_rested()] == [True, False]

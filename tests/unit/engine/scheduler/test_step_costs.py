@@ -44,6 +44,16 @@ def test_drafts_cost_little_enough_to_try_where_nothing_is_known_of_them() -> No
     assert seconds_of(costs_of((1, 2.0)), 1, 2) == pytest.approx([2.0, 2.0 + 1 / 16, 2.0 + 2 / 16])
 
 
+def test_drafts_cost_no_less_than_tokens_did_in_smaller_steps() -> None:
+    assert seconds_of(costs_of((2, 1.0), (4, 2.0)), 4, 2) == pytest.approx([2.0, 2.5, 3.0])
+    assert seconds_of(costs_of((3, 1.0), (4, 2.0)), 4, 1) == pytest.approx([2.0, 2.0 + 1 / 16]), "too near to tell"
+    assert seconds_of(costs_of((2, 2.0), (4, 1.0)), 4, 1) == pytest.approx([2.0, 2.0 + 1 / 16])
+    costs = costs_of((2, 1.0), (4, 2.0))
+    for _ in range(2):
+        costs.record(5, 2.25, has_drafts=True)
+    assert seconds_of(costs, 4, 2) == pytest.approx([2.0, 2.25, 2.75])
+
+
 def test_steps_with_drafts_are_known_by_themselves() -> None:
     costs = costs_of((1, 1.0), (3, 100.0))
     for _ in range(2):
