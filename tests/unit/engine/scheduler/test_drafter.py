@@ -298,6 +298,22 @@ def test_requests_are_asked_less_often_where_no_request_had_drafts() -> None:
     assert asked[-1] <= 6, "the first time, and then after 1, 3, 7, 15 steps"
 
 
+def test_requests_that_rest_are_asked_in_the_same_steps() -> None:
+    scheduler, proposer = make_scheduler(num_blocks=2000), Counted()
+    draft_always(scheduler, proposer, ask_seconds=0.01)
+    runner, asked = FakeModelRunner.for_scheduler(scheduler), []
+    for number in range(300):
+        if number in (0, 5, 9, 13):
+            params = SamplingParams(max_tokens=400, ignore_eos=True)
+            scheduler.add_request(make_request([number], request_id=f"r{number}", params=params))
+        before = proposer.num_asked
+        run_step(scheduler, runner)
+        asked.append(proposer.num_asked - before)
+    late = [number for number in asked[150:] if number]
+    assert late
+    assert sum(late) >= 2 * len(late), "they came at four different times"
+
+
 def test_hardly_more_than_one_request_is_asked_in_vain_in_each_step_of_a_large_batch() -> None:
     number, max_tokens = 64, 48
     scheduler = make_scheduler(num_blocks=2000, max_num_seqs=2 * number, max_num_batched_tokens=640)
