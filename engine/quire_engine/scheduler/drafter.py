@@ -49,7 +49,7 @@ _MEAN_WEIGHT = 0.02
 _LONGEST_REST = 1024
 """Steps, whatever asking takes: a measurement may be wrong."""
 _LEAST_REST = 16
-"""Steps for which a request may be passed over at least. In larger batches as many as there are requests, so that
+"""What the longest rest is at least, in steps. In larger batches as many as there are requests, so that
 hardly more than one is asked in vain in each step."""
 _VAIN_SHARE = 0.005
 """Of the time of all steps, that may go to asking requests in vain."""

@@ -86,14 +86,6 @@ def test_processes_measure_one_after_the_other(
     assert {batch["process"] for batch in cell["on"]} == {0, 1}
 
 
-def test_without_a_process_nothing_is_measured(
-    speculation: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        run(speculation, monkeypatch, tmp_path, ["--processes", "0"])
-    assert "must be at least 1" in capsys.readouterr().err
-
-
 def test_models_draft_the_models_own_text(
     speculation: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,9 +123,17 @@ def test_every_walk_is_another_one_until_there_are_no_more(speculation: ModuleTy
         model.tasks("walk", 64)
 
 
-def test_streams_that_do_not_fit_are_refused(
-    speculation: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("options", "error"), [(["--streams", "65"], "may be 1 to 64"), (["--processes", "0"], "must be at least 1")]
+)
+def test_what_cannot_be_measured_is_refused(
+    speculation: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    error: str,
 ) -> None:
     with pytest.raises(SystemExit):
-        run(speculation, monkeypatch, tmp_path, ["--streams", "65"])
-    assert "may be 1 to 64" in capsys.readouterr().err
+        run(speculation, monkeypatch, tmp_path, options)
+    assert error in capsys.readouterr().err
