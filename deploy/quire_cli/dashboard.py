@@ -15,7 +15,7 @@ from quire_cli import process
 from quire_cli.companion import Companion
 from quire_cli.console import Console
 from quire_cli.errors import CommandError, UsageError
-from quire_cli.ports import Endpoint, is_loopback, reserve, resolve
+from quire_cli.ports import Endpoint, ReservedPorts, is_loopback, resolve
 
 __all__ = ["Dashboard", "DashboardOptions", "how_to_install", "run_dashboard", "run_top"]
 
@@ -82,9 +82,10 @@ def run_dashboard(options: DashboardOptions) -> int:
             f"give it a token with --token or {DASHBOARD_TOKEN}"
         )
     _check(token)
-    port = reserve({"port": Endpoint(options.host, options.port)})["port"].port
-    print(f"quire: dashboard at http://{Endpoint(options.host, port)}/", flush=True)
-    return os.execve(sys.executable, options.command(port), {**os.environ, DASHBOARD_TOKEN: token})
+    with ReservedPorts(inheritable=True) as ports:
+        port = ports.take({"port": Endpoint(options.host, options.port)})["port"].port
+        print(f"quire: dashboard at http://{Endpoint(options.host, port)}/", flush=True)
+        return os.execve(sys.executable, options.command(port), {**os.environ, DASHBOARD_TOKEN: token})
 
 
 def run_top(metrics: str, *, interval_s: float, once: bool) -> int:

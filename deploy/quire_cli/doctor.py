@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from quire_cli.errors import CommandError
-from quire_cli.ports import Endpoint, reserve
+from quire_cli.ports import Endpoint, ReservedPorts
 from quire_cli.run_directory import SHARED_MEMORY, leftovers
 from quire_cli.tritonserver import find_tritonserver
 
@@ -204,7 +204,8 @@ def _ports() -> Check:
 
 def _is_free(option: str, port: int) -> bool:
     try:
-        reserve({option: Endpoint("127.0.0.1", port)})
+        with ReservedPorts() as ports:
+            ports.take({option: Endpoint("127.0.0.1", port)})
     except CommandError:
         return False
     return True

@@ -17,7 +17,7 @@ from quire_engine.system.crash_loop import STABLE_SECONDS, CrashLoop
 from quire_cli.companion import Companion
 from quire_cli.console import Console
 from quire_cli.errors import CommandError, UsageError
-from quire_cli.ports import Endpoint, is_loopback, reserve, resolve
+from quire_cli.ports import Endpoint, ReservedPorts, is_loopback, resolve
 
 __all__ = ["Gateway", "GatewayOptions", "how_to_install", "print_new_key", "read_api_keys", "run_gateway"]
 
@@ -108,10 +108,11 @@ def run_gateway(options: GatewayOptions) -> int:
     host = resolve(options.host)
     if not is_loopback(host) and not options.api_keys:
         print(f"quire: on {host} others reach the models without a key; --api-key asks for one", file=sys.stderr)
-    endpoint = reserve({"port": Endpoint(host, options.port)})["port"]
-    print(f"quire: OpenAI gateway at http://{endpoint}/v1", flush=True)
-    options = replace(options, host=host, port=endpoint.port)
-    return os.execve(sys.executable, options.command(), options.environment())
+    with ReservedPorts(inheritable=True) as ports:
+        endpoint = ports.take({"port": Endpoint(host, options.port)})["port"]
+        print(f"quire: OpenAI gateway at http://{endpoint}/v1", flush=True)
+        options = replace(options, host=host, port=endpoint.port)
+        return os.execve(sys.executable, options.command(), options.environment())
 
 
 class Gateway:

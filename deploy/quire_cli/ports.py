@@ -1,4 +1,4 @@
-"""Ports that a server will listen on, checked before anything is started."""
+"""Ports that a server will listen on, checked before anything is started, and kept for it."""
 
 import errno
 import ipaddress
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from quire_cli.errors import CommandError, UsageError
 
-__all__ = ["Endpoint", "is_loopback", "reserve", "resolve"]
+__all__ = ["Endpoint", "ReservedPorts", "is_loopback", "resolve"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,10 @@ class Endpoint:
     def client_host(self) -> str:
         """The host at which a client on this machine reaches it."""
         return "127.0.0.1" if self.host == "0.0.0.0" else self.host
+
+    def is_also(self, other: "Endpoint") -> bool:
+        """Whether only one server can listen at both: 0.0.0.0 is every address of this machine."""
+        return self.port == other.port and (self.host == other.host or "0.0.0.0" in (self.host, other.host))
 
 
 def is_loopback(host: str) -> bool:
@@ -53,30 +57,59 @@ def resolve(host: str) -> str:
     return str(found[0][4][0])
 
 
-def reserve(wanted: Mapping[str, Endpoint]) -> dict[str, Endpoint]:
-    """Check that every endpoint is free, and replace each port 0 by a free one.
+class ReservedPorts:
+    """Ports that servers will listen on, kept for them until `close`, or until the process ends.
+
+    Between the choice of a port and its use lie seconds, for a tritonserver those in which it loads its models, and
+    again those in which it is restarted. Without more ado the system could give the port to a connection of anybody
+    meanwhile. So each is held by a socket of our own that is bound and does not listen:
+
+        who comes for the port                          what he gets
+        any connection or server, port 0                another port
+        a server that names it, with SO_REUSEADDR       this port, if nobody listens there: so do the servers kept for
+        a client                                        refused, as without the socket, until a server listens
 
     Args:
-        wanted: option name without its dashes, such as `grpc-port` → endpoint.
-
-    Raises:
-        CommandError: a port is taken, or the host is not one of this machine.
-        UsageError: two options name one port.
+        inheritable: they outlive `exec`, for a process that becomes the server itself.
     """
-    found: dict[str, Endpoint] = {}
-    sockets: list[socket.socket] = []
-    try:
-        # All stay bound until the last is, or the system could hand out one free port twice. Fixed ports go first,
-        # so that a free one never takes theirs.
+
+    def __init__(self, *, inheritable: bool = False) -> None:
+        self._inheritable = inheritable
+        self._sockets: list[socket.socket] = []
+        self._endpoints: list[Endpoint] = []
+
+    def __enter__(self) -> "ReservedPorts":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Keep them no longer."""
+        while self._sockets:
+            self._sockets.pop().close()
+        self._endpoints.clear()
+
+    def take(self, wanted: Mapping[str, Endpoint]) -> dict[str, Endpoint]:
+        """Check that every endpoint is free, replace each port 0 by a free one, and keep them all.
+
+        Args:
+            wanted: option name without its dashes, such as `grpc-port` → endpoint.
+
+        Raises:
+            CommandError: a port is taken, or the host is not one of this machine.
+            UsageError: two options name one port.
+        """
+        found: dict[str, Endpoint] = {}
+        # Fixed ports go first, so that a free one never takes theirs.
         for option, endpoint in sorted(wanted.items(), key=lambda item: item[1].port == 0):
-            if endpoint in found.values():
+            if any(endpoint.is_also(other) for other in self._endpoints):
                 raise UsageError(f"--{option} {endpoint.port} is given twice; each needs a port of its own")
-            sockets.append(_bind(option, endpoint))
-            found[option] = Endpoint(endpoint.host, sockets[-1].getsockname()[1])
-    finally:
-        for bound in sockets:
-            bound.close()
-    return {option: found[option] for option in wanted}
+            self._sockets.append(_bind(option, endpoint))
+            self._sockets[-1].set_inheritable(self._inheritable)
+            found[option] = Endpoint(endpoint.host, self._sockets[-1].getsockname()[1])
+            self._endpoints.append(found[option])
+        return {option: found[option] for option in wanted}
 
 
 def _bind(option: str, endpoint: Endpoint) -> socket.socket:
@@ -85,7 +118,6 @@ def _bind(option: str, endpoint: Endpoint) -> socket.socket:
         # As servers do: connections of an earlier server in TIME_WAIT do not matter, a listener does.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((endpoint.host, endpoint.port))
-        bound.listen(1)
         return bound
     except OSError as error:
         bound.close()

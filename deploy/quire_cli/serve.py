@@ -16,7 +16,7 @@ from quire_cli.loaded_models import LoadedModels
 from quire_cli.model_config import check_model_configs
 from quire_cli.model_repository import default_repository, write_model
 from quire_cli.openai import Gateway
-from quire_cli.ports import Endpoint, reserve, resolve
+from quire_cli.ports import Endpoint, ReservedPorts, resolve
 from quire_cli.restricted_apis import opens_logging, restrictions
 from quire_cli.run_directory import RunDirectory, is_plain, sweep
 from quire_cli.supervisor import Supervisor, blocked_signals
@@ -85,41 +85,42 @@ def serve(options: ServeOptions) -> int:
     removed = sweep()
     if removed:
         console.line(f"quire: removed what an earlier run left behind: {removed}")
-    endpoints = _endpoints(options, flags)
-    health = Health()
-    with (
-        blocked_signals(),
-        console,
-        RunDirectory() as run,
-        HealthServer(_own_endpoint("health", 8003, options.health_port, options.host, endpoints), health) as address,
-        _beside(options, {**endpoints, "health": address.endpoint}, console) as (gateway, dashboard),
-    ):
-        if options.model is not None:
-            repository = run.path / "models"
-            write_model(repository, options.model, options.name)
-        served = repository and _plain_path(repository, run)
-        defaults = _defaults(options, flags, server, run, served, endpoints)
-        models = _loaded_models(flags, repository)
-        return Supervisor(
-            command=lambda: [str(server.binary), *(models.flags(flags) if models else flags).merge(defaults)],
-            environment=server_environment(
-                server, {**run.environment, **(dashboard.server_environment if dashboard else {})}
-            ),
-            endpoints=endpoints,
-            ready_line=_ready_line({**endpoints, "health": address.endpoint}),
-            health=health,
-            status_folder=run.temporary,
-            drain_timeout_s=options.drain_timeout_s,
-            console=console,
-            what=f"loading {options.model or repository or 'the models'}",
-            show_whole_log=(
-                options.verbose or opens_logging(flags) or any(name.startswith("log-") for name in flags.values)
-            ),
-            clean_up=run.clean_up,
-            needs_stub=_needs_stub(repository, flags),
-            ready_word=_ready_word(*(beside.ready_word for beside in (gateway, dashboard) if beside)),
-            models=models,
-        ).run()
+    with ReservedPorts() as ports:
+        endpoints = _endpoints(options, flags, ports)
+        health = Health()
+        with (
+            blocked_signals(),
+            console,
+            RunDirectory() as run,
+            HealthServer(_own_endpoint("health", 8003, options.health_port, options.host, ports), health) as address,
+            _beside(options, {**endpoints, "health": address.endpoint}, ports, console) as (gateway, dashboard),
+        ):
+            if options.model is not None:
+                repository = run.path / "models"
+                write_model(repository, options.model, options.name)
+            served = repository and _plain_path(repository, run)
+            defaults = _defaults(options, flags, server, run, served, endpoints)
+            models = _loaded_models(flags, repository)
+            return Supervisor(
+                command=lambda: [str(server.binary), *(models.flags(flags) if models else flags).merge(defaults)],
+                environment=server_environment(
+                    server, {**run.environment, **(dashboard.server_environment if dashboard else {})}
+                ),
+                endpoints=endpoints,
+                ready_line=_ready_line({**endpoints, "health": address.endpoint}),
+                health=health,
+                status_folder=run.temporary,
+                drain_timeout_s=options.drain_timeout_s,
+                console=console,
+                what=f"loading {options.model or repository or 'the models'}",
+                show_whole_log=(
+                    options.verbose or opens_logging(flags) or any(name.startswith("log-") for name in flags.values)
+                ),
+                clean_up=run.clean_up,
+                needs_stub=_needs_stub(repository, flags),
+                ready_word=_ready_word(*(beside.ready_word for beside in (gateway, dashboard) if beside)),
+                models=models,
+            ).run()
 
 
 def _repository(options: ServeOptions) -> Path | None:
@@ -180,11 +181,11 @@ def _needs_stub(repository: Path | None, flags: ServerFlags) -> bool:
     return any('"quire"' in file.read_text(errors="replace") for file in repository.glob("*/config.pbtxt"))
 
 
-def _endpoints(options: ServeOptions, flags: ServerFlags) -> dict[str, Endpoint]:
+def _endpoints(options: ServeOptions, flags: ServerFlags, ports: ReservedPorts) -> dict[str, Endpoint]:
     """Where each service will listen, by name; services that are turned off are left out."""
     if flags.is_off("allow-http"):
         raise UsageError("--allow-http=false cannot be used here, readiness is asked for over HTTP; leave it out")
-    ports = {"grpc": options.grpc_port, "http": options.http_port, "metrics": options.metrics_port}
+    numbers = {"grpc": options.grpc_port, "http": options.http_port, "metrics": options.metrics_port}
     wanted = {}
     for service, allow in _SERVICES.items():
         if not flags.is_off(allow):
@@ -194,22 +195,24 @@ def _endpoints(options: ServeOptions, flags: ServerFlags) -> dict[str, Endpoint]
                 raise UsageError(
                     f"--{service}-address is {given}: tritonserver takes an address there, not a name; give {host}"
                 )
-            wanted[f"{service}-port"] = Endpoint(host, _port(f"{service}-port", flags, ports[service]))
-    return {option.removesuffix("-port"): endpoint for option, endpoint in reserve(wanted).items()}
+            wanted[f"{service}-port"] = Endpoint(host, _port(f"{service}-port", flags, numbers[service]))
+    return {option.removesuffix("-port"): endpoint for option, endpoint in ports.take(wanted).items()}
 
 
 @contextmanager
 def _beside(
-    options: ServeOptions, endpoints: dict[str, Endpoint], console: Console
+    options: ServeOptions, endpoints: dict[str, Endpoint], ports: ReservedPorts, console: Console
 ) -> Iterator[tuple[Gateway | None, Dashboard | None]]:
-    """What runs beside the server. Both have found their ports before one of them takes its own."""
-    gateway = _gateway(options, endpoints, console)
-    dashboard = _dashboard(options, endpoints | ({"openai": gateway.endpoint} if gateway else {}), console)
+    """What runs beside the server."""
+    gateway = _gateway(options, endpoints, ports, console)
+    dashboard = _dashboard(options, endpoints, ports, console)
     with gateway or nullcontext(), dashboard or nullcontext():
         yield gateway, dashboard
 
 
-def _gateway(options: ServeOptions, endpoints: dict[str, Endpoint], console: Console) -> Gateway | None:
+def _gateway(
+    options: ServeOptions, endpoints: dict[str, Endpoint], ports: ReservedPorts, console: Console
+) -> Gateway | None:
     """The OpenAI gateway to start beside the server; None if it is off, or something is missing for it."""
     if not options.openai:
         return None
@@ -219,7 +222,7 @@ def _gateway(options: ServeOptions, endpoints: dict[str, Endpoint], console: Con
     if missing:
         console.line(f"quire: no OpenAI gateway: {missing}")
         return None
-    endpoint = _own_endpoint("openai", 9000, options.openai_port, options.host, endpoints)
+    endpoint = _own_endpoint("openai", 9000, options.openai_port, options.host, ports)
     return Gateway(endpoint, endpoints["grpc"], options.api_keys, console)
 
 
@@ -233,7 +236,9 @@ def _ready_word(*words: Callable[[], str | None]) -> Callable[[], str | None]:
     return all_words
 
 
-def _dashboard(options: ServeOptions, endpoints: dict[str, Endpoint], console: Console) -> Dashboard | None:
+def _dashboard(
+    options: ServeOptions, endpoints: dict[str, Endpoint], ports: ReservedPorts, console: Console
+) -> Dashboard | None:
     """The dashboard to start beside the server; None if it is off, or something is missing for it."""
     if not options.dashboard:
         return None
@@ -243,25 +248,20 @@ def _dashboard(options: ServeOptions, endpoints: dict[str, Endpoint], console: C
     if missing:
         console.line(f"quire: no dashboard: {missing}")
         return None
-    endpoint = _own_endpoint("dashboard", 8501, options.dashboard_port, options.host, endpoints)
+    endpoint = _own_endpoint("dashboard", 8501, options.dashboard_port, options.host, ports)
     return Dashboard(endpoint, endpoints, console)
 
 
-def _own_endpoint(
-    service: str, default: int, wanted: int | None, host: str, endpoints: dict[str, Endpoint]
-) -> Endpoint:
+def _own_endpoint(service: str, default: int, wanted: int | None, host: str, ports: ReservedPorts) -> Endpoint:
     """Where a service of `quire serve` itself listens."""
     option, host = f"{service}-port", resolve(host)
-    # These ports are only reserved yet, and must not be taken; the others are taken already.
-    reserved = (*_SERVICES, "openai")
-    others = {f"{name}-port": endpoint for name, endpoint in endpoints.items() if name in reserved}
     try:
-        return reserve({**others, option: Endpoint(host, default if wanted is None else wanted)})[option]
+        return ports.take({option: Endpoint(host, default if wanted is None else wanted)})[option]
     except CommandError:
         if wanted is not None:
             raise
         # With two servers on one machine, the second must not fail because of a page.
-        return reserve({**others, option: Endpoint(host, 0)})[option]
+        return ports.take({option: Endpoint(host, 0)})[option]
 
 
 def _port(flag: str, flags: ServerFlags, default: int) -> int:

@@ -13,6 +13,7 @@ import os
 import random
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from typing import Any
 
 import pytest
 from quire_cli import process
-from quire_cli.ports import Endpoint, reserve
+from quire_cli.ports import Endpoint, ReservedPorts
 from quire_engine.system import process_state
 from quire_engine.system.memory import resident_memory_bytes
 from quire_engine.worker.fault_injection import FAULT_INJECTION_VARIABLE
@@ -122,11 +123,22 @@ def shared_memory(server: Server) -> set[Path]:
     return found
 
 
+def ports_of(server: Server) -> list[int]:
+    return [int(endpoint.rpartition(":")[2]) for endpoint in (server.grpc, server.http, server.metrics)]
+
+
+def assert_kept(server: Server) -> None:
+    """Its ports cannot go to a connection of somebody else's, whether it listens at the moment or not."""
+    for port in ports_of(server):
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+
+
 def assert_nothing_left(server: Server, memory: set[Path]) -> None:
     server.assert_nothing_left()
     assert not [path for path in memory if path.exists()]
-    ports = [int(endpoint.rpartition(":")[2]) for endpoint in (server.grpc, server.http, server.metrics)]
-    reserve({f"port-{port}": Endpoint("127.0.0.1", port) for port in ports})
+    with ReservedPorts() as ports:
+        ports.take({f"port-{port}": Endpoint("127.0.0.1", port) for port in ports_of(server)})
 
 
 def cycle(server: Server, name: str, num_responses: int) -> None:
@@ -144,6 +156,7 @@ def cycle(server: Server, name: str, num_responses: int) -> None:
     if name in ("stop", "engine"):
         assert [len(answer.token_ids) for answer in streams.answers] == [NUM_TOKENS] * NUM_STREAMS
     if name in ("server", "stub"):
+        assert_kept(server)
         server.wait_for_ready_line()
         assert run(server, text_input="x", max_tokens=1).text != ""
     if name == "serve":

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from support.namespaces import Namespace
-from support.remote import trusting_hosts, unused_port
+from support.ports import unused_port
+from support.remote import trusting_hosts
 
 __all__ = ["Site", "started"]
 

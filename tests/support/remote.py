@@ -1,7 +1,6 @@
 """Hosts of a model for tests: files of keys that trust each other, a front, and engines that join it over loopback."""
 
 import asyncio
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from quire_engine.ipc.keys import HostKeys, add_peers, read_keys
 from quire_engine.kv_connector.store_server import StoreServer
 from quire_engine.messages import EngineCoreOutputs
 from support.fleet import Engine, Fleet
+from support.ports import unused_port
 
 __all__ = [
     "Hosts",
@@ -27,7 +27,6 @@ __all__ = [
     "tokens_are_right",
     "trusting_hosts",
     "until_all_have_ended",
-    "unused_port",
 ]
 
 
@@ -83,13 +82,6 @@ def store_server(folder: Path, port: int = 0) -> Iterator[tuple[StoreServer, dic
         yield server, {"kv_connector": "RemoteStorageConnector", "kv_connector_extra_config": extra}
     finally:
         server.close()
-
-
-def unused_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens at."""
-    with socket.socket() as held:
-        held.bind((host, 0))
-        return int(held.getsockname()[1])
 
 
 @dataclass

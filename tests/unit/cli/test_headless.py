@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 from quire_cli.main import run
-from support.remote import trusting_hosts, unused_port
+from support.ports import unused_port
+from support.remote import trusting_hosts
 
 CHECKPOINT = Path(__file__).resolve().parents[3] / "model_repository" / "tinypy" / "1" / "model"
 

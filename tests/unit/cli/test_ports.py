@@ -1,40 +1,85 @@
 """Ports are checked, and free ones found, before anything starts."""
 
 import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 
 import pytest
 from quire_cli.errors import CommandError, UsageError
-from quire_cli.ports import Endpoint, reserve, resolve
+from quire_cli.ports import Endpoint, ReservedPorts, resolve
 
 HOST = "127.0.0.1"
+ANY = Endpoint(HOST, 0)
 
 
-def test_zero_becomes_a_free_port_and_order_is_kept() -> None:
-    found = reserve({"grpc-port": Endpoint(HOST, 0), "http-port": Endpoint(HOST, 0)})
+@pytest.fixture
+def ports() -> Iterator[ReservedPorts]:
+    with ReservedPorts() as taken:
+        yield taken
+
+
+def test_zero_becomes_a_free_port_and_order_is_kept(ports: ReservedPorts) -> None:
+    found = ports.take({"grpc-port": ANY, "http-port": ANY})
     assert list(found) == ["grpc-port", "http-port"]
-    ports = {endpoint.port for endpoint in found.values()}
-    assert len(ports) == 2
-    assert 0 not in ports
-    assert reserve({"grpc-port": found["grpc-port"]}) == {"grpc-port": found["grpc-port"]}, "the port is free again"
+    numbers = {endpoint.port for endpoint in found.values()}
+    assert len(numbers) == 2
+    assert 0 not in numbers
+    ports.close()
+    assert ports.take({"grpc-port": found["grpc-port"]}) == {"grpc-port": found["grpc-port"]}, "the port is free again"
 
 
-def test_taken_port_is_named_with_its_option() -> None:
+def test_a_port_is_kept_until_its_server_listens(ports: ReservedPorts) -> None:
+    """Loading models takes tritonserver seconds, in which a connection of anybody's could have got its port."""
+    port = ports.take({"http-port": ANY})["http-port"].port
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind((HOST, port))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((HOST, port))
+    for _ in ("the server", "the server that is started again"):
+        with socket.create_server((HOST, port)), socket.create_connection((HOST, port)):
+            pass
+    ports.close()
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the connections above are in TIME_WAIT
+        other.bind((HOST, port))
+
+
+BECOMES_A_SERVER = """
+import os, socket, sys
+from quire_cli.ports import Endpoint, ReservedPorts
+
+ports = ReservedPorts(inheritable=sys.argv[1] == "inheritable")
+port = ports.take({"port": Endpoint("127.0.0.1", 0)})["port"].port
+other = "import socket, sys; socket.socket().bind(('127.0.0.1', int(sys.argv[1])))"
+os.execv(sys.executable, [sys.executable, "-c", other, str(port)])
+"""
+
+
+@pytest.mark.parametrize("kind", ["inheritable", "not"])
+def test_a_port_outlives_exec_where_that_is_asked(kind: str) -> None:
+    result = subprocess.run([sys.executable, "-c", BECOMES_A_SERVER, kind], capture_output=True, text=True, check=False)
+    assert ("Address already in use" in result.stderr) == (kind == "inheritable"), result.stderr
+
+
+def test_taken_port_is_named_with_its_option(ports: ReservedPorts) -> None:
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(CommandError, match=f"port {port} is in use.*--http-port"):
-            reserve({"grpc-port": Endpoint(HOST, 0), "http-port": Endpoint(HOST, port)})
+            ports.take({"grpc-port": ANY, "http-port": Endpoint(HOST, port)})
 
 
-def test_one_port_for_two_services_is_refused() -> None:
-    free = reserve({"grpc-port": Endpoint(HOST, 0)})["grpc-port"]
-    with pytest.raises(UsageError, match=str(free.port)):
-        reserve({"grpc-port": free, "http-port": free})
+@pytest.mark.parametrize("host", [HOST, "0.0.0.0"])
+def test_one_port_for_two_services_is_refused(ports: ReservedPorts, host: str) -> None:
+    free = ports.take({"grpc-port": ANY})["grpc-port"]
+    with pytest.raises(UsageError, match=f"--http-port {free.port} is given twice"):
+        ports.take({"http-port": Endpoint(host, free.port)})
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
-def test_host_that_is_not_ours(host: str) -> None:
+def test_host_that_is_not_ours(ports: ReservedPorts, host: str) -> None:
     with pytest.raises(CommandError, match=f"--host {host}"):
-        reserve({"grpc-port": Endpoint(host, 0)})
+        ports.take({"grpc-port": Endpoint(host, 0)})
 
 
 def test_clients_reach_a_server_on_all_addresses_over_loopback() -> None:

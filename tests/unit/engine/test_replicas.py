@@ -18,8 +18,9 @@ from quire_engine import LLM, CompletionOutput, RequestOutput
 from quire_engine.errors import EngineError
 from support.engines import Stream, assert_same, engine, params, run, until
 from support.namespaces import Namespace, namespaces
+from support.ports import unused_port
 from support.processes import is_gone
-from support.remote import trusting_hosts, unused_port
+from support.remote import trusting_hosts
 
 pytestmark = pytest.mark.slow
 

@@ -21,8 +21,9 @@ from quire_engine.kv_connector.block_index import BlockIndex
 from quire_engine.kv_connector.block_store import BlockStore, open_store
 from quire_engine.kv_connector.remote_store import RemoteStore
 from quire_engine.kv_connector.store_server import StoreServer
+from support.ports import unused_port
 from support.processes import error_in_a_child
-from support.remote import store_server, trusting_hosts, unused_port
+from support.remote import store_server, trusting_hosts
 
 NAMESPACE = hashlib.sha256(b"a model").digest()
 SIZE = 1000
