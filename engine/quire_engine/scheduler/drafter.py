@@ -46,6 +46,8 @@ _REFRESH_STEPS = 16, 256
 gain little, and after the second where they more than double the tokens per second."""
 _MEAN_WEIGHT = 0.02
 """Of the last time that a request was asked, in what asking is worth to all, and costs."""
+_GUESSED_TIMES = 8
+"""That the guess which each begins with counts for: so it soon gives way to what was measured."""
 _LONGEST_REST = 1024
 """Steps, whatever asking takes: a measurement may be wrong."""
 _LEAST_REST = 16
@@ -112,6 +114,8 @@ class Drafter:
         """What it costs, in the mean of all."""
         self._catch_up = 0.0
         """What a model computes first for a request that is new or has rested, in the mean of these."""
+        self._num_asked = 0
+        """How many times a request was asked so far."""
         self._num_rows = 0
         """Of the last step."""
         self._num_drafted = 0
@@ -269,10 +273,12 @@ class Drafter:
         What a model had to compute first, `catch_up`, is spent whether it is asked again or not. So it does not count
         against asking again, but for how long a request rests.
         """
-        self._worth += (worth - self._worth) * _MEAN_WEIGHT
-        self._cost += (cost - self._cost) * _MEAN_WEIGHT
+        self._num_asked += 1
+        weight = max(_MEAN_WEIGHT, 1 / (_GUESSED_TIMES + self._num_asked))
+        self._worth += (worth - self._worth) * weight
+        self._cost += (cost - self._cost) * weight
         if catch_up:
-            self._catch_up += (catch_up - self._catch_up) * _MEAN_WEIGHT
+            self._catch_up += (catch_up - self._catch_up) * weight
         self._pass_over(request, record.was_asked(worth, cost, _longest_rest(cost + catch_up, num_rows)))
 
     def take_result(
