@@ -58,6 +58,8 @@ _VAIN_SHARE = 0.005
 _ALL_WANTED_EVERY = 32
 """Times that a model drafts, it does not stop before it has drafted what is wanted: else nobody would see that drafting
 has become cheaper, or its drafts better."""
+_MEASURED_EVERY = 4
+"""Steps, while all requests rest: what steps take is needed only when one is asked again."""
 _GOLDEN_RATIO = 0.618033988749895
 _CURVE_STEPS = 4
 """For which steps' times are looked up once."""
@@ -330,7 +332,7 @@ class Drafter:
     def note_step_seconds(self, step: StepStats, seconds: float) -> None:
         """Note how long a step took in all, on the executor's clock: it decides what drafts are worth."""
         seconds, self._seconds_of_drafting = seconds - self._seconds_of_drafting, 0.0
-        if step.num_decode_tokens:
+        if step.num_decode_tokens and (self._awake or step.num_draft_tokens or self._step % _MEASURED_EVERY == 0):
             self._costs.record(step.num_tokens, seconds, has_drafts=step.num_draft_tokens > 0)
 
     def _want_drafts(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
