@@ -64,10 +64,14 @@ class ReservedPorts:
     again those in which it is restarted. Without more ado the system could give the port to a connection of anybody
     meanwhile. So each is held by a socket of our own that is bound and does not listen:
 
-        who comes for the port                          what he gets
-        any connection or server, port 0                another port
-        a server that names it, with SO_REUSEADDR       this port, if nobody listens there: so do the servers kept for
-        a client                                        refused, as without the socket, until a server listens
+        who comes for the port                            what he gets
+        any connection, and any server with port 0        another port
+        a server that names it, and sets SO_REUSEADDR     the port, if nobody listens there
+        a server that names it, and does not set that     "in use"
+        a client, before a server listens                 refused, as without the socket
+
+    The servers that ports are kept for have to set SO_REUSEADDR: tritonserver, uvicorn and Streamlit do. Another server
+    that names the port and sets it has it if it listens first; the second then fails.
 
     Args:
         inheritable: they outlive `exec`, for a process that becomes the server itself.
@@ -76,7 +80,7 @@ class ReservedPorts:
     def __init__(self, *, inheritable: bool = False) -> None:
         self._inheritable = inheritable
         self._sockets: list[socket.socket] = []
-        self._endpoints: list[Endpoint] = []
+        self._endpoints: dict[str, Endpoint] = {}
 
     def __enter__(self) -> "ReservedPorts":
         return self
@@ -93,6 +97,8 @@ class ReservedPorts:
     def take(self, wanted: Mapping[str, Endpoint]) -> dict[str, Endpoint]:
         """Check that every endpoint is free, replace each port 0 by a free one, and keep them all.
 
+        If one cannot be had, those before it are kept all the same, until `close`.
+
         Args:
             wanted: option name without its dashes, such as `grpc-port` → endpoint.
 
@@ -100,16 +106,17 @@ class ReservedPorts:
             CommandError: a port is taken, or the host is not one of this machine.
             UsageError: two options name one port.
         """
-        found: dict[str, Endpoint] = {}
-        # Fixed ports go first, so that a free one never takes theirs.
+        # Those that are named go first, so that a free one never takes theirs.
         for option, endpoint in sorted(wanted.items(), key=lambda item: item[1].port == 0):
-            if any(endpoint.is_also(other) for other in self._endpoints):
-                raise UsageError(f"--{option} {endpoint.port} is given twice; each needs a port of its own")
+            for other, kept in self._endpoints.items():
+                if endpoint.is_also(kept):
+                    raise UsageError(
+                        f"--{option} and --{other} are both {endpoint.port}; each needs a port of its own (0: any free)"
+                    )
             self._sockets.append(_bind(option, endpoint))
             self._sockets[-1].set_inheritable(self._inheritable)
-            found[option] = Endpoint(endpoint.host, self._sockets[-1].getsockname()[1])
-            self._endpoints.append(found[option])
-        return {option: found[option] for option in wanted}
+            self._endpoints[option] = Endpoint(endpoint.host, self._sockets[-1].getsockname()[1])
+        return {option: self._endpoints[option] for option in wanted}
 
 
 def _bind(option: str, endpoint: Endpoint) -> socket.socket:

@@ -6,6 +6,7 @@ The life of processes is tested with a small model of the plain Python backend, 
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -197,6 +198,22 @@ def test_stops_while_a_model_loads(tmp_path: Path, start: Start) -> None:
     wait_until(lambda: "loading slowly" in server.log(), "loading")
     assert server.stop(signal.SIGINT) == 0, server.log()
     server.assert_nothing_left()
+
+
+def test_its_ports_are_kept_while_a_model_loads(tmp_path: Path, start: Start) -> None:
+    """Or the system could give one to a connection of somebody else's, before tritonserver listens there."""
+    repository = write_echo(tmp_path / "slow", at_start="print('loading slowly', file=sys.stderr); time.sleep(600)")
+    server = start("--model-repository", str(repository), "--verbose", ready=False)
+    wait_until(lambda: "loading slowly" in server.log(), "loading")
+    command = Path(f"/proc/{find_server(server)}/cmdline").read_text().replace("\0", " ")
+    ports = [int(found) for found in re.findall(r"--(?:grpc|http|metrics)-port[= ](\d+)", command)]
+    assert len(ports) == 3, command
+    for port in ports:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+    assert server.stop() == 0, server.log()
 
 
 def test_stubs_end_cleanly(tmp_path: Path) -> None:

@@ -20,11 +20,11 @@ def free_port() -> Iterator[int]:
 
 
 def unused_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens at and nobody keeps. It is none of those that the system gives to connections."""
+    """A port that nobody listens at and nobody keeps; if possible one that the system gives to no connection."""
     first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     choice = range(1024, first_given) or range(1024, 1 << 16)
     while True:
-        port = random.SystemRandom().choice(choice)  # two processes of tests draw different ones
+        port = random.SystemRandom().choice(choice)  # a seed of the tests would have all processes draw the same
         with socket.socket() as held:
             try:
                 held.bind((host, port))

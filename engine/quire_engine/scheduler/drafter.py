@@ -118,11 +118,15 @@ class Drafter:
         """What a model computes first for a request that is new or has rested, in the mean of these."""
         self._num_asked = 0
         """How many times a request was asked so far."""
+        self._num_caught_up = 0
+        """Those of which a model computed what it lacked."""
         self._num_rows = 0
         """Of the last step."""
         self._num_drafted = 0
         """Requests so far that are drafted for."""
         self._refresh_after = _REFRESH_STEPS[0]
+        self._num_unmeasured = 0
+        """Steps since the last that was measured."""
         self._seconds_of_drafting = 0.0
         self._least_chance = 0.0
         """See `SchedulerOutput`."""
@@ -276,11 +280,12 @@ class Drafter:
         against asking again, but for how long a request rests.
         """
         self._num_asked += 1
-        weight = max(_MEAN_WEIGHT, 1 / (_GUESSED_TIMES + self._num_asked))
+        weight = _weight_after(self._num_asked)
         self._worth += (worth - self._worth) * weight
         self._cost += (cost - self._cost) * weight
         if catch_up:
-            self._catch_up += (catch_up - self._catch_up) * weight
+            self._num_caught_up += 1
+            self._catch_up += (catch_up - self._catch_up) * _weight_after(self._num_caught_up)
         self._pass_over(request, record.was_asked(worth, cost, _longest_rest(cost + catch_up, num_rows)))
 
     def take_result(
@@ -332,7 +337,11 @@ class Drafter:
     def note_step_seconds(self, step: StepStats, seconds: float) -> None:
         """Note how long a step took in all, on the executor's clock: it decides what drafts are worth."""
         seconds, self._seconds_of_drafting = seconds - self._seconds_of_drafting, 0.0
-        if step.num_decode_tokens and (self._awake or step.num_draft_tokens or self._step % _MEASURED_EVERY == 0):
+        if not step.num_decode_tokens:
+            return
+        self._num_unmeasured += 1
+        if self._awake or step.num_draft_tokens or self._num_unmeasured == _MEASURED_EVERY:
+            self._num_unmeasured = 0
             self._costs.record(step.num_tokens, seconds, has_drafts=step.num_draft_tokens > 0)
 
     def _want_drafts(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
@@ -488,6 +497,11 @@ def cut_drafts(output: SchedulerOutput, request: Request, num_left: int) -> None
 def _is_sampled(request: Request) -> bool:
     """Whether a request has all of its tokens computed by the step, which samples the next."""
     return request.num_computed_tokens >= request.num_tokens
+
+
+def _weight_after(number: int) -> float:
+    """Of the last of so many measurements, in a mean that began with a guess."""
+    return max(_MEAN_WEIGHT, 1 / (_GUESSED_TIMES + number))
 
 
 def _longest_rest(cost: float, num_requests: int) -> int:

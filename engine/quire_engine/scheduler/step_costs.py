@@ -28,9 +28,9 @@ MEAN_WEIGHT = 0.2
 _LARGEST_RATIO = 2.0
 """A measurement counts as at most this many times the mean: other programs may have had the cores."""
 _FORGOTTEN_AFTER = 64
-"""Steps after which a size is unknown again, for each measurement of it: one slow step must not decide for long."""
+"""Recorded steps after which a size is unknown again, for each measurement: one slow step must not decide for long."""
 _REFRESHED_AFTER = 16
-"""Steps after which one without drafts is wanted again, likewise: an engine's first steps are slow."""
+"""Recorded steps after which one without drafts is wanted again, likewise: an engine's first steps are slow."""
 _FEW_MEASUREMENTS = 4
 """Up to so many the fastest counts, and then a moving mean: it can only have been slowed down."""
 _MOST_MEASUREMENTS = 16

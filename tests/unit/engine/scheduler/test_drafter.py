@@ -330,14 +330,16 @@ def test_few_steps_are_measured_while_all_requests_rest() -> None:
     scheduler.add_request(make_request([1], request_id="r", params=params))
     noted, asked = [], []
     for _ in range(500):
-        run_step(scheduler, runner)
+        output = scheduler.schedule()
+        assert not scheduler.schedule().num_scheduled_tokens, "where steps overlap, one may be empty: it is no step"
+        scheduler.update_from_output(output, runner.execute_model(output))
         scheduler.note_step_seconds(StepStats(num_tokens=1), 1.0, 1.0)
         noted.append(costs.num_noted)
         asked.append(proposer.num_asked)
     num_resting = 300
     num_noted, num_asked = noted[-1] - noted[-num_resting], asked[-1] - asked[-num_resting]
     assert noted[3] == 4, "all while it is asked"
-    assert num_resting / 5 < num_noted < num_resting / 3 + 2 * num_asked
+    assert num_resting / 5 < num_noted <= num_resting / 4 + num_asked
 
 
 def test_hardly_more_than_one_request_is_asked_in_vain_in_each_step_of_a_large_batch() -> None:
