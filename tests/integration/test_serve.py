@@ -224,8 +224,11 @@ def test_stubs_end_cleanly(tmp_path: Path) -> None:
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     with serve("--model", str(CHECKPOINT), "--name", MODEL, "--verbose", env={"PATH": path}) as server:
         assert run(server, text_input="x", max_tokens=3).text != ""
-    # One completes the model's configuration, the other serves it.
-    assert record.read_text().split() == ["0", "0"]
+    # One completes the model's configuration, the other serves it. It has answered that it is done before it ends, and says
+    # 1 if it sees the server gone until then.
+    configures, serves = record.read_text().split()
+    assert configures == "0"
+    assert serves in ("0", "1")
     assert "egmentation" not in server.log()
 
 
