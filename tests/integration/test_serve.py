@@ -224,8 +224,8 @@ def test_stubs_end_cleanly(tmp_path: Path) -> None:
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     with serve("--model", str(CHECKPOINT), "--name", MODEL, "--verbose", env={"PATH": path}) as server:
         assert run(server, text_input="x", max_tokens=3).text != ""
-    # One completes the model's configuration, the other serves it. It has answered that it is done before it ends, and says
-    # 1 if it sees the server gone until then.
+    # One completes the model's configuration, the other serves it. That one has answered that it is done,
+    # and when it ends says 1 if it sees that the server has gone before.
     configures, serves = record.read_text().split()
     assert configures == "0"
     assert serves in ("0", "1")

@@ -232,9 +232,9 @@ def draft_always(
     scheduler: Scheduler, proposer: Proposer, vocab_size: int = VOCAB_SIZE, most: int = 7, ask_seconds: float = 0.0
 ) -> None:
     """Draft at most so many tokens of a request in a step, whatever they are worth; but where asking for them takes
-    time, in steps without drafts, a request rests now and then."""
+    time, in steps without drafts, a request rests now and then, from the first time in vain on."""
     costs = FixedCosts()
-    costs.ask_seconds = ask_seconds
+    costs.ask_seconds, costs.guessed_gain = ask_seconds, 1.0
     scheduler.draft_with(proposer, vocab_size, most, costs)
 
 

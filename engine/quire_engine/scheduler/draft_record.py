@@ -12,8 +12,8 @@ _WEIGHT_KEPT = 0.9
 """Of what is known, at each new proposal."""
 _PRIOR_WEIGHT = 2.0
 """How many drafts of the request's own weigh as much as that they fare as those of all requests."""
-_WORTH_WEIGHT = 0.1
-"""Of the last time that it was asked for drafts, in what asking is worth: in any text some are worth nothing."""
+_GAIN_WEIGHT = 0.1
+"""Of the last time that it was asked for drafts, in what asking gains: in any text some are worth nothing."""
 _WANTED_WEIGHT = 0.25
 """Of the last time, in how many drafts were worth asking for."""
 _FIRST_WANTED = 4
@@ -27,30 +27,30 @@ class DraftRecord:
     computing is watched, and drafted for again once they would have been right.
 
     Args:
-        worth: what asking such a request for drafts yields in the mean; see `was_asked`.
+        gain: of asking such a request for drafts, in the mean; see `was_asked`.
         first_rest: steps for which it rests at first.
     """
 
     __slots__ = (
         "_accepted",
         "_expected",
+        "_gain",
         "_has_rested",
         "_mean_worth",
         "_proposal",
         "_rest",
         "_start",
         "_stops",
-        "_worth",
         "catch_up_seconds",
         "num_wanted",
     )
 
-    def __init__(self, worth: float, first_rest: int = 0) -> None:
+    def __init__(self, gain: float, first_rest: int = 0) -> None:
         self._accepted = 0.0
         self._expected = 0.0
         self._proposal = NO_DRAFTS
         self._start = 0
-        self._worth = worth
+        self._gain = gain
         self._rest = first_rest
         self._has_rested = True
         self.catch_up_seconds = 0.0
@@ -107,24 +107,23 @@ class DraftRecord:
         """
         self._proposal, self._start = proposal, start
 
-    def was_asked(self, worth: float, least: float, longest_rest: int) -> int:
-        """Say what it was worth to ask the request for drafts. If too little, also in the mean, it rests: longer each
+    def was_asked(self, gain: float, longest_rest: int) -> int:
+        """Say what it gained to ask the request for drafts. If too little, also in the mean, it rests: longer each
         time, and half as long for each time that was worth it. After such a time it is asked again at once: what a
         model had to compute first is computed then.
 
         Args:
-            worth: the time that its drafts are expected to save in this step, in that of a token without drafts; 0 if
-                it has none.
-            least: the time that asking takes, likewise.
+            gain: the time that its drafts are expected to save in this step, by the time that asking takes; 0 if it has
+                none.
             longest_rest: in steps.
 
         Returns:
             For how many steps it is not to be asked now.
         """
-        self._worth += (worth - self._worth) * _WORTH_WEIGHT
-        if self._worth >= least:
+        self._gain += (gain - self._gain) * _GAIN_WEIGHT
+        if self._gain >= 1:
             self._rest = 0
-        elif worth > least:
+        elif gain > 1:
             self._rest //= 2
             return 0
         else:

@@ -47,7 +47,7 @@ gain little, and after the second where they more than double the tokens per sec
 _MEAN_WEIGHT = 0.02
 """Of the last time that a request was asked, in what asking is worth to all, and costs."""
 _GUESSED_TIMES = 8
-"""That the guess which each begins with counts for: so it soon gives way to what was measured."""
+"""That a guess counts for: so it soon gives way to what was measured."""
 _LONGEST_REST = 1024
 """Steps, whatever asking takes: a measurement may be wrong."""
 _LEAST_REST = 16
@@ -110,10 +110,10 @@ class Drafter:
         self._records: dict[str, DraftRecord] = {}
         self._chances = [DraftChances(), DraftChances()]
         """Of sampled requests, and of greedy ones."""
-        self._worth = 1.0
-        """What asking a request yields, in the mean of all; see `DraftRecord`. At first a guess."""
+        self._gain = costs.guessed_gain
+        """What asking a request is worth by what it costs, in the mean of all; see `DraftRecord`."""
         self._cost = 0.0
-        """What it costs, in the mean of all."""
+        """What it costs, in the time of a token without drafts, in the mean of all."""
         self._catch_up = 0.0
         """What a model computes first for a request that is new or has rested, in the mean of these."""
         self._num_asked = 0
@@ -157,11 +157,10 @@ class Drafter:
             logger.exception("no tokens are drafted for request %s", request.request_id)
         if request.is_drafted:
             self._num_drafted += 1
-            is_poor = self._worth < self._cost
             # Spread evenly over the time of a rest, so that some are asked soon however many requests come and go.
-            longest = _longest_rest(self._cost + self._catch_up, self._num_rows) if is_poor else 0
+            longest = _longest_rest(self._cost + self._catch_up, self._num_rows) if self._gain < 1 else 0
             first_rest = int(self._num_drafted * _GOLDEN_RATIO % 1 * longest)
-            self._records[request.request_id] = DraftRecord(self._worth, first_rest)
+            self._records[request.request_id] = DraftRecord(self._gain, first_rest)
             self._pass_over(request, first_rest)
 
     def forget(self, request: Request) -> None:
@@ -281,12 +280,13 @@ class Drafter:
         """
         self._num_asked += 1
         weight = _weight_after(self._num_asked)
-        self._worth += (worth - self._worth) * weight
+        gain = worth / cost if cost else 1.0  # what costs nothing is worth it
+        self._gain += (gain - self._gain) * weight
         self._cost += (cost - self._cost) * weight
         if catch_up:
             self._num_caught_up += 1
             self._catch_up += (catch_up - self._catch_up) * _weight_after(self._num_caught_up)
-        self._pass_over(request, record.was_asked(worth, cost, _longest_rest(cost + catch_up, num_rows)))
+        self._pass_over(request, record.was_asked(gain, _longest_rest(cost + catch_up, num_rows)))
 
     def take_result(
         self, output: SchedulerOutput, runner_output: ModelRunnerOutput, requests: Mapping[str, Request]

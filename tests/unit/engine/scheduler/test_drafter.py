@@ -299,6 +299,14 @@ def test_requests_are_asked_less_often_where_no_request_had_drafts() -> None:
     assert asked[5] <= 6, "the first guess has given way after fifty askings"
 
 
+def test_a_request_is_asked_in_every_step_where_that_costs_nothing() -> None:
+    scheduler, proposer = make_scheduler(num_blocks=400), Counted()
+    draft_always(scheduler, proposer)
+    scheduler.add_request(make_request([1], params=SamplingParams(max_tokens=40, ignore_eos=True)))
+    run(scheduler)
+    assert proposer.num_asked >= 38
+
+
 def test_requests_that_rest_are_asked_in_the_same_steps() -> None:
     scheduler, proposer = make_scheduler(num_blocks=2000), Counted()
     draft_always(scheduler, proposer, ask_seconds=0.01)
