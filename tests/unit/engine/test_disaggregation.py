@@ -134,7 +134,7 @@ def test_damaged_blocks_are_computed_again(
     expected = undisturbed(prompts)
     if place == "memory":
         damage_slots(shared.llm._kv_memory.config.cache.kv_memory)
-    for path in folder.glob("*/0/*/*"):
+    for path in folder.glob("*/0/*/[!.]*"):  # an engine that was killed may have left one that is not whole
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
