@@ -20,7 +20,7 @@ CHECKPOINT = Path(__file__).resolve().parents[3] / "model_repository" / "tinypy"
         (["serve", "--model", "a", "--model-repository", "b"], "give one of them"),
         (["serve", "--name", "a"], "--name"),
         (["serve", "--", "--allow-http=false"], "--allow-http=false"),
-        (["serve", "--grpc-port", "18765", "--http-port", "18765"], "given twice"),
+        (["serve", "--grpc-port", "18765", "--http-port", "18765"], "are both 18765"),
         (["serve", "--", "--http-port=seven"], "'seven'"),
         (["nonsense"], "nonsense"),
         (["model", "add"], "PATH"),
