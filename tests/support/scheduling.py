@@ -31,6 +31,7 @@ from quire_engine.messages import (
 )
 from quire_engine.sampling_params import SamplingParams
 from quire_engine.scheduler import Scheduler
+from quire_engine.scheduler.draft_record import AskingYield
 from quire_engine.scheduler.proposer import Proposal, Proposer
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.step_costs import StepCosts
@@ -234,8 +235,8 @@ def draft_always(
     """Draft at most so many tokens of a request in a step, whatever they are worth; but where asking for them takes
     time, in steps without drafts, a request rests now and then, from the first time in vain on."""
     costs = FixedCosts()
-    costs.ask_seconds, costs.guessed_gain = ask_seconds, 1.0
-    scheduler.draft_with(proposer, vocab_size, most, costs)
+    costs.ask_seconds = ask_seconds
+    scheduler.draft_with(proposer, vocab_size, most, costs, AskingYield(ask_seconds, ask_seconds, guessed_share=0.0))
 
 
 def true_continuation(request: Request, num_tokens: int) -> list[int]:

@@ -2,22 +2,51 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from quire_engine.draft_chances import DraftChances
 from quire_engine.scheduler.proposer import NO_DRAFTS, Proposal
 
-__all__ = ["DraftRecord"]
+__all__ = ["AskingYield", "DraftRecord"]
 
 _WEIGHT_KEPT = 0.9
 """Of what is known, at each new proposal."""
 _PRIOR_WEIGHT = 2.0
 """How many drafts of the request's own weigh as much as that they fare as those of all requests."""
-_GAIN_WEIGHT = 0.1
-"""Of the last time that it was asked for drafts, in what asking gains: in any text some are worth nothing."""
+_GUESSED_GAIN = 2.0
+"""What asking for drafts is worth, by what it costs, before anybody was asked."""
+_YIELD_WEIGHT = 0.1
+"""Of the last time that it was asked for drafts, in what asking yields: in any text some are worth nothing."""
 _WANTED_WEIGHT = 0.25
 """Of the last time, in how many drafts were worth asking for."""
 _FIRST_WANTED = 4
 """Drafts that a model is asked for first."""
+
+
+@dataclass(slots=True)
+class AskingYield:
+    """What asking a request for drafts was worth and what it cost, in the mean.
+
+    Both begin with a guess. It is in what asking costs, so that it gives way as soon whatever that is.
+    """
+
+    worth: float = 0.0
+    """Time that the drafts were expected to save in the step; in that of a token without drafts, as the cost."""
+    cost: float = 0.0
+    guessed_share: float = 1.0
+    """Of the means, that is the guess: that it is worth `_GUESSED_GAIN` times what it costs."""
+
+    def pays(self) -> bool:
+        """Whether asking is worth what it costs."""
+        return self.worth + self.guessed_share * _GUESSED_GAIN * self.cost >= self.cost
+
+    def learn(self, worth: float, cost: float, weight: float) -> None:
+        """Take note of one asking, which counts so much against all those before it."""
+        if self.guessed_share == 1.0:
+            self.cost = cost
+        self.guessed_share *= 1 - weight
+        self.worth += (worth - self.worth) * weight
+        self.cost += (cost - self.cost) * weight
 
 
 class DraftRecord:
@@ -27,32 +56,33 @@ class DraftRecord:
     computing is watched, and drafted for again once they would have been right.
 
     Args:
-        gain: of asking such a request for drafts, in the mean; see `was_asked`.
+        of_all: what asking yields, of all requests.
         first_rest: steps for which it rests at first.
     """
 
     __slots__ = (
         "_accepted",
+        "_asking",
         "_expected",
-        "_gain",
-        "_has_rested",
         "_mean_worth",
         "_proposal",
         "_rest",
         "_start",
         "_stops",
         "catch_up_seconds",
+        "is_behind",
         "num_wanted",
     )
 
-    def __init__(self, gain: float, first_rest: int = 0) -> None:
+    def __init__(self, of_all: AskingYield, first_rest: int = 0) -> None:
         self._accepted = 0.0
         self._expected = 0.0
         self._proposal = NO_DRAFTS
         self._start = 0
-        self._gain = gain
+        self._asking = replace(of_all)
         self._rest = first_rest
-        self._has_rested = True
+        self.is_behind = True
+        """Whether a model has more to compute of it, before it can draft, than the last step's tokens."""
         self.catch_up_seconds = 0.0
         """What a model has computed for it before it could draft, the last time."""
         self._mean_worth = _FIRST_WANTED - 1.0
@@ -60,11 +90,6 @@ class DraftRecord:
         self.num_wanted = _FIRST_WANTED
         """How many drafts are worth asking a model for, which takes longer for each of them."""
         self._stops = False
-
-    def has_rested(self) -> bool:
-        """Whether it has rested since the last time that this was asked, or this was never asked."""
-        has_rested, self._has_rested = self._has_rested, False
-        return has_rested
 
     def take_catch_up_seconds(self) -> float:
         """Those that no asking was charged with yet."""
@@ -107,28 +132,33 @@ class DraftRecord:
         """
         self._proposal, self._start = proposal, start
 
-    def was_asked(self, gain: float, longest_rest: int) -> int:
-        """Say what it gained to ask the request for drafts. If too little, also in the mean, it rests: longer each
+    def was_asked(self, worth: float, cost: float, longest_rest: int) -> int:
+        """Say what it yielded to ask the request for drafts. If too little, also in the mean, it rests: longer each
         time, and half as long for each time that was worth it. After such a time it is asked again at once: what a
         model had to compute first is computed then.
 
         Args:
-            gain: the time that its drafts are expected to save in this step, by the time that asking takes; 0 if it has
-                none.
+            worth: the time that its drafts are expected to save in this step, in that of a token without drafts; 0 if
+                it has none.
+            cost: the time that asking takes, likewise.
             longest_rest: in steps.
 
         Returns:
             For how many steps it is not to be asked now.
         """
-        self._gain += (gain - self._gain) * _GAIN_WEIGHT
-        if self._gain >= 1:
+        self._asking.learn(worth, cost, _YIELD_WEIGHT)
+        if self._asking.pays():
             self._rest = 0
-        elif gain > 1:
+            return 0
+        if worth > cost:
             self._rest //= 2
             return 0
-        else:
-            self._rest = min(2 * self._rest + 1, longest_rest)
-            self._has_rested = True
+        return self.failed(longest_rest)
+
+    def failed(self, longest_rest: int) -> int:
+        """Say that it was asked in vain, whatever asking yields otherwise; see `was_asked`."""
+        self._rest = min(2 * self._rest + 1, longest_rest)
+        self.is_behind = True
         return self._rest
 
     def was_worth(self, num_drafts: int) -> None:

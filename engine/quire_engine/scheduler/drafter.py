@@ -27,7 +27,7 @@ from operator import mul
 from quire_engine.draft_chances import DraftChances
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.messages import ModelRunnerOutput, SchedulerOutput
-from quire_engine.scheduler.draft_record import DraftRecord
+from quire_engine.scheduler.draft_record import AskingYield, DraftRecord
 from quire_engine.scheduler.proposer import NO_DRAFTS, Proposal, Proposer
 from quire_engine.scheduler.request import Request
 from quire_engine.scheduler.step_costs import StepCosts
@@ -45,11 +45,12 @@ _REFRESH_STEPS = 16, 256
 """After so many steps with drafts one goes without, to know how long that takes: after the first number where drafts
 gain little, and after the second where they more than double the tokens per second."""
 _MEAN_WEIGHT = 0.02
-"""Of the last time that a request was asked, in what asking is worth to all, and costs."""
+"""Of the last time that a request was asked, in what asking is worth to all, and costs, and in what a model computes
+first."""
 _GUESSED_TIMES = 8
 """That a guess counts for: so it soon gives way to what was measured."""
 _LONGEST_REST = 1024
-"""Steps, whatever asking takes: a measurement may be wrong."""
+"""Steps, whatever asking takes, and where it fails: a measurement may be wrong."""
 _LEAST_REST = 16
 """What the longest rest is at least, in steps. In larger batches as many as there are requests, so that
 hardly more than one is asked in vain in each step."""
@@ -90,6 +91,7 @@ class Drafter:
         max_draft_tokens: of a request in a step.
         max_num_rows: positions that a step may sample: the number that the memory was measured with.
         costs: how long steps take.
+        asking: what it yields to ask for drafts, in the mean of all requests; it learns.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Drafter:
         max_draft_tokens: int,
         max_num_rows: int,
         costs: StepCosts,
+        asking: AskingYield,
     ) -> None:
         self._proposer = proposer
         self._worker_drafts = proposer if isinstance(proposer, WorkerDrafts) else None
@@ -110,10 +113,7 @@ class Drafter:
         self._records: dict[str, DraftRecord] = {}
         self._chances = [DraftChances(), DraftChances()]
         """Of sampled requests, and of greedy ones."""
-        self._gain = costs.guessed_gain
-        """What asking a request is worth by what it costs, in the mean of all; see `DraftRecord`."""
-        self._cost = 0.0
-        """What it costs, in the time of a token without drafts, in the mean of all."""
+        self._asking = asking
         self._catch_up = 0.0
         """What a model computes first for a request that is new or has rested, in the mean of these."""
         self._num_asked = 0
@@ -158,9 +158,10 @@ class Drafter:
         if request.is_drafted:
             self._num_drafted += 1
             # Spread evenly over the time of a rest, so that some are asked soon however many requests come and go.
-            longest = _longest_rest(self._cost + self._catch_up, self._num_rows) if self._gain < 1 else 0
+            of_all = self._asking
+            longest = 0 if of_all.pays() else _longest_rest(of_all.cost + self._catch_up, self._num_rows)
             first_rest = int(self._num_drafted * _GOLDEN_RATIO % 1 * longest)
-            self._records[request.request_id] = DraftRecord(self._gain, first_rest)
+            self._records[request.request_id] = DraftRecord(of_all, first_rest)
             self._pass_over(request, first_rest)
 
     def forget(self, request: Request) -> None:
@@ -189,8 +190,10 @@ class Drafter:
         due = self._due(output, requests) if room > 0 else []
         if due:
             self._add_drafts_of(due, output, room, runs_ahead)
-        if self._worker_drafts is not None and room > 0 and self._awake:
-            self._want_drafts(output, requests)
+        if self._worker_drafts is not None:
+            self._note_new(output)
+            if room > 0 and self._awake:
+                self._want_drafts(output, requests)
         self._step += 1
         while self._resting and self._resting[0][0] <= self._step:
             self._wake(heappop(self._resting)[1], requests)
@@ -271,7 +274,7 @@ class Drafter:
         return self._curve[: num_drafts + 1]
 
     def _note_asking(
-        self, request: Request, record: DraftRecord, worth: float, cost: float, num_rows: int, catch_up: float = 0.0
+        self, request: Request, record: DraftRecord, worth: float, cost: float, num_rows: int, catch_up: float
     ) -> None:
         """Note what it was worth to ask a request, and what it cost, in a step of so many rows; see `DraftRecord`.
 
@@ -279,14 +282,11 @@ class Drafter:
         against asking again, but for how long a request rests.
         """
         self._num_asked += 1
-        weight = _weight_after(self._num_asked)
-        gain = worth / cost if cost else 1.0  # what costs nothing is worth it
-        self._gain += (gain - self._gain) * weight
-        self._cost += (cost - self._cost) * weight
+        self._asking.learn(worth, cost, _weight_after(self._num_asked))
         if catch_up:
             self._num_caught_up += 1
             self._catch_up += (catch_up - self._catch_up) * _weight_after(self._num_caught_up)
-        self._pass_over(request, record.was_asked(gain, _longest_rest(cost + catch_up, num_rows)))
+        self._pass_over(request, record.was_asked(worth, cost, _longest_rest(cost + catch_up, num_rows)))
 
     def take_result(
         self, output: SchedulerOutput, runner_output: ModelRunnerOutput, requests: Mapping[str, Request]
@@ -332,7 +332,7 @@ class Drafter:
                     own_record.stops_by_itself(self._max_draft_tokens)
                 worker_drafts.take(request_id, own)
             else:  # drafting failed: it is tried again, but not in every step
-                self._note_asking(request, own_record, 0.0, 1.0, len(output.num_scheduled_tokens))
+                self._pass_over(request, own_record.failed(_LONGEST_REST))
 
     def note_step_seconds(self, step: StepStats, seconds: float) -> None:
         """Note how long a step took in all, on the executor's clock: it decides what drafts are worth."""
@@ -343,6 +343,12 @@ class Drafter:
         if self._awake or step.num_draft_tokens or self._num_unmeasured == _MEASURED_EVERY:
             self._num_unmeasured = 0
             self._costs.record(step.num_tokens, seconds, has_drafts=step.num_draft_tokens > 0)
+
+    def _note_new(self, output: SchedulerOutput) -> None:
+        """A request that was preempted has no keys and values of the drafting model either."""
+        for new in output.new_requests:
+            if new.request_id in self._records:
+                self._records[new.request_id].is_behind = True
 
     def _want_drafts(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
         """Let the workers draft after this step, for the requests that it samples, but for those that rest.
@@ -373,7 +379,8 @@ class Drafter:
             if added is not None:
                 block_ids[request_id] += added
                 output.num_drafts_wanted[request_id] = most
-                if record.has_rested():
+                if record.is_behind:
+                    record.is_behind = False
                     self._catching_up.setdefault(output.step, []).append(request_id)
 
     def _most(self, request: Request, num_more: int = 0) -> int:

@@ -37,6 +37,7 @@ from itertools import chain, count, islice
 from quire_engine.config import SchedulerConfig
 from quire_engine.kv_cache import KVCacheManager
 from quire_engine.messages import EngineCoreOutput, FinishReason, ModelRunnerOutput, SchedulerOutput
+from quire_engine.scheduler.draft_record import AskingYield
 from quire_engine.scheduler.drafter import Drafter
 from quire_engine.scheduler.fault_isolation import FaultIsolation
 from quire_engine.scheduler.kv_connector import KVConnector
@@ -112,7 +113,12 @@ class Scheduler:
         """Outputs of requests that ended without a step: refused, or overdue."""
 
     def draft_with(
-        self, proposer: Proposer, vocab_size: int, max_draft_tokens: int, costs: StepCosts | None = None
+        self,
+        proposer: Proposer,
+        vocab_size: int,
+        max_draft_tokens: int,
+        costs: StepCosts | None = None,
+        asking: AskingYield | None = None,
     ) -> None:
         """Draft tokens for requests that are added from now on.
 
@@ -121,10 +127,16 @@ class Scheduler:
             vocab_size: of the model.
             max_draft_tokens: of a request in a step.
             costs: how long steps take; unset: that is learned.
+            asking: what it yields to ask for drafts; unset: that is guessed at first.
         """
-        num_rows = self.config.max_num_sampled_rows
         self._drafter = Drafter(
-            proposer, self.kv_cache, vocab_size, max_draft_tokens, num_rows, costs if costs is not None else StepCosts()
+            proposer,
+            self.kv_cache,
+            vocab_size,
+            max_draft_tokens,
+            max_num_rows=self.config.max_num_sampled_rows,
+            costs=StepCosts() if costs is None else costs,
+            asking=AskingYield() if asking is None else asking,
         )
 
     def connect(self, connector: KVConnector) -> None:

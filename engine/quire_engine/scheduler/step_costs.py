@@ -67,8 +67,6 @@ class StepCosts:
         self._plain: dict[int, _Size] = {}
         self._drafted: dict[int, _Size] = {}
         self._step = 0
-        self.guessed_gain = 2.0
-        """What asking a request for drafts is worth by what it costs, before any was asked."""
         self.ask_seconds = 0.0
         """What it takes to ask for a request's drafts: to look them up, or until a model has made the first one."""
         self.draft_seconds = 0.0

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import pairwise
+from random import Random
 
 import pytest
 from quire_engine.messages import FinishReason, ModelRunnerOutput, SchedulerOutput
@@ -336,6 +337,74 @@ def test_after_a_rest_a_model_has_to_make_up_for_it_again() -> None:
     wanted = wanted_steps(scheduler, runner, 100)
     usual = sum(now and before for before, now in pairwise(wanted))
     assert sum(not is_upper_bound for _, _, is_upper_bound in costs.asked) == usual < sum(wanted) - 3
+
+
+def test_after_a_preemption_too() -> None:
+    costs = Costs()
+    scheduler = drafting(make_requests(3, max_tokens=30), costs, num_blocks=12, enable_prefix_caching=False)
+    run(scheduler, FakeModelRunner.for_scheduler(scheduler))
+    assert scheduler.make_stats().num_preemptions > 1
+    num_behind = sum(is_upper_bound for _, _, is_upper_bound in costs.asked)
+    assert 1 < num_behind < len(costs.asked), "not only in the first step"
+
+
+@pytest.mark.parametrize(("prompt_seconds", "fewest", "most"), [(0.0, 20, 80), (3.0, 0, 8)])
+def test_the_longer_its_prompt_takes_the_fewer_are_asked_in_vain(prompt_seconds: float, fewest: int, most: int) -> None:
+    scheduler = drafting([], Costs(ask_seconds=0.05), num_blocks=400)
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    runner.draft, num_asked = draft_wrong, [0] * 60
+    for number in range(60):
+        params = SamplingParams(max_tokens=16, ignore_eos=True)
+        scheduler.add_request(make_request([number], request_id=f"r{number}", params=params))
+        while scheduler.has_requests():
+            step = scheduler.schedule()
+            result = runner.execute_model(step)
+            if step.num_drafts_wanted:
+                num_asked[number] += 1
+                result.first_draft_seconds = result.draft_seconds = prompt_seconds
+            scheduler.update_from_output(step, result)
+    assert num_asked[0] >= 5, "at first nobody knows that it is in vain"
+    assert fewest <= sum(num_asked[20:]) <= most
+
+
+@pytest.mark.parametrize("num_good", [0, 30])
+@pytest.mark.parametrize("ask_seconds", [0.25, 0.01])
+def test_where_drafting_fails_it_is_tried_more_and_more_rarely(ask_seconds: float, num_good: int) -> None:
+    """However well it went before, and however little asking takes: each failure is a page in the log."""
+    scheduler = drafting(make_requests(1, max_tokens=2000), Costs(ask_seconds), num_blocks=600)
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    assert all(wanted_steps(scheduler, runner, num_good))
+    runner.draft = lambda token_ids, num_tokens: None
+    assert sum(wanted_steps(scheduler, runner, 100)) <= 7, "and after rests of 1, 3, 7, 15, 31 steps"
+    runner.draft = draft_right
+    wanted = wanted_steps(scheduler, runner, 200)
+    assert all(wanted[wanted.index(True) :]), "at once as before, once it works"
+
+
+def test_few_dear_times_that_are_worth_it_pay_for_many_cheap_ones_in_vain() -> None:
+    """A model that stops by itself takes little time where it has nothing to draft."""
+    costs = Costs(ask_seconds=0.3)
+    costs.draft_seconds = 0.1
+    requests = make_requests(4, max_tokens=900)
+    scheduler = drafting([], costs, num_blocks=400)
+    runner, is_hit = FakeModelRunner.for_scheduler(scheduler), Random(0)
+    seconds = num_tokens = 0.0
+    for request in requests:
+        scheduler.add_request(request)
+        while scheduler.has_requests():
+            step = scheduler.schedule()
+            hit = is_hit.random() < 0.2
+            runner.draft = draft_right if hit else lambda token_ids, num_tokens: draft_wrong(token_ids, 1)
+            result = runner.execute_model(step)
+            seconds += 1.0
+            for drafts in result.drafts.values():
+                num_drafts = len(drafts.token_ids)
+                drafts.chances[:] = [0.95 if hit else 0.03] * num_drafts
+                seconds += 0.3 + (num_drafts - 1) * 0.1
+                result.drafting_stopped = not hit
+            num_tokens += sum(map(len, result.sampled_token_ids.values()))
+            scheduler.update_from_output(step, result)
+    assert num_tokens / seconds > 1.3, "tokens in the time of one without drafts; 1.7 if it were asked in all steps"
 
 
 def test_nothing_is_wanted_while_it_is_not_known_how_long_steps_take() -> None:
