@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from quire_engine.draft_chances import DraftChances
 from quire_engine.scheduler.proposer import NO_DRAFTS, Proposal
+from quire_engine.scheduler.step_costs import MEAN_WEIGHT
 
 __all__ = ["AskingYield", "DraftRecord"]
 
@@ -15,8 +16,8 @@ _PRIOR_WEIGHT = 2.0
 """How many drafts of the request's own weigh as much as that they fare as those of all requests."""
 _GUESSED_GAIN = 2.0
 """What asking for drafts is worth, by what it costs, before anybody was asked."""
-_YIELD_WEIGHT = 0.1
-"""Of the last time that it was asked for drafts, in what asking yields: in any text some are worth nothing."""
+_WORTH_WEIGHT = 0.1
+"""Of the last time that it was asked for drafts, in what asking is worth: in any text some are worth nothing."""
 _WANTED_WEIGHT = 0.25
 """Of the last time, in how many drafts were worth asking for."""
 _FIRST_WANTED = 4
@@ -27,26 +28,27 @@ _FIRST_WANTED = 4
 class AskingYield:
     """What asking a request for drafts was worth and what it cost, in the mean.
 
-    Both begin with a guess. It is in what asking costs, so that it gives way as soon whatever that is.
+    What it is worth is a matter of many times, as only some have drafts. What it costs is known after a few, and the
+    first of all are dear. The guess of the worth is so many times the cost: it gives way as soon whatever that is.
     """
 
     worth: float = 0.0
     """Time that the drafts were expected to save in the step; in that of a token without drafts, as the cost."""
     cost: float = 0.0
     guessed_share: float = 1.0
-    """Of the means, that is the guess: that it is worth `_GUESSED_GAIN` times what it costs."""
+    """Of the worth, that is the guess: `_GUESSED_GAIN` times the cost."""
 
     def pays(self) -> bool:
         """Whether asking is worth what it costs."""
         return self.worth + self.guessed_share * _GUESSED_GAIN * self.cost >= self.cost
 
     def learn(self, worth: float, cost: float, weight: float) -> None:
-        """Take note of one asking, which counts so much against all those before it."""
+        """Take note of one asking, whose worth counts so much against all those before it."""
         if self.guessed_share == 1.0:
             self.cost = cost
+        self.cost += (cost - self.cost) * MEAN_WEIGHT
         self.guessed_share *= 1 - weight
         self.worth += (worth - self.worth) * weight
-        self.cost += (cost - self.cost) * weight
 
 
 class DraftRecord:
@@ -146,7 +148,7 @@ class DraftRecord:
         Returns:
             For how many steps it is not to be asked now.
         """
-        self._asking.learn(worth, cost, _YIELD_WEIGHT)
+        self._asking.learn(worth, cost, _WORTH_WEIGHT)
         if self._asking.pays():
             self._rest = 0
             return 0

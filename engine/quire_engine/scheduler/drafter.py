@@ -44,11 +44,10 @@ _HIGHEST_CHANCE = 0.98
 _REFRESH_STEPS = 16, 256
 """After so many steps with drafts one goes without, to know how long that takes: after the first number where drafts
 gain little, and after the second where they more than double the tokens per second."""
-_MEAN_WEIGHT = 0.02
-"""Of the last time that a request was asked, in what asking is worth to all, and costs, and in what a model computes
-first."""
-_GUESSED_TIMES = 8
-"""That a guess counts for: so it soon gives way to what was measured."""
+_WORTH_WEIGHT = 0.02
+"""Of the last time that a request was asked, in what asking is worth to all."""
+_CATCH_UP_WEIGHT = 0.05
+"""Of the last time that a model caught up with a request, in what that takes."""
 _LONGEST_REST = 1024
 """Steps, whatever asking takes, and where it fails: a measurement may be wrong."""
 _LEAST_REST = 16
@@ -116,10 +115,6 @@ class Drafter:
         self._asking = asking
         self._catch_up = 0.0
         """What a model computes first for a request that is new or has rested, in the mean of these."""
-        self._num_asked = 0
-        """How many times a request was asked so far."""
-        self._num_caught_up = 0
-        """Those of which a model computed what it lacked."""
         self._num_rows = 0
         """Of the last step."""
         self._num_drafted = 0
@@ -281,11 +276,9 @@ class Drafter:
         What a model had to compute first, `catch_up`, is spent whether it is asked again or not. So it does not count
         against asking again, but for how long a request rests.
         """
-        self._num_asked += 1
-        self._asking.learn(worth, cost, _weight_after(self._num_asked))
+        self._asking.learn(worth, cost, _WORTH_WEIGHT)
         if catch_up:
-            self._num_caught_up += 1
-            self._catch_up += (catch_up - self._catch_up) * _weight_after(self._num_caught_up)
+            self._catch_up += (catch_up - self._catch_up) * _CATCH_UP_WEIGHT
         self._pass_over(request, record.was_asked(worth, cost, _longest_rest(cost + catch_up, num_rows)))
 
     def take_result(
@@ -504,11 +497,6 @@ def cut_drafts(output: SchedulerOutput, request: Request, num_left: int) -> None
 def _is_sampled(request: Request) -> bool:
     """Whether a request has all of its tokens computed by the step, which samples the next."""
     return request.num_computed_tokens >= request.num_tokens
-
-
-def _weight_after(number: int) -> float:
-    """Of the last of so many measurements, in a mean that began with a guess."""
-    return max(_MEAN_WEIGHT, 1 / (_GUESSED_TIMES + number))
 
 
 def _longest_rest(cost: float, num_requests: int) -> int:
