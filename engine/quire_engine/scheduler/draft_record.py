@@ -29,7 +29,8 @@ class AskingYield:
     """What asking a request for drafts was worth and what it cost, in the mean.
 
     What it is worth is a matter of many times, as only some have drafts. What it costs is known after a few, and the
-    first of all are dear. The guess of the worth is so many times the cost: it gives way as soon whatever that is.
+    first of all are dear. The worth begins with a guess, some times the cost: so cheap askings refute it as soon as
+    dear ones.
     """
 
     worth: float = 0.0
@@ -155,10 +156,10 @@ class DraftRecord:
         if worth > cost:
             self._rest //= 2
             return 0
-        return self.failed(longest_rest)
+        return self.rest_longer(longest_rest)
 
-    def failed(self, longest_rest: int) -> int:
-        """Say that it was asked in vain, whatever asking yields otherwise; see `was_asked`."""
+    def rest_longer(self, longest_rest: int) -> int:
+        """Let it rest, for longer than the last time, whatever asking yields otherwise; see `was_asked`."""
         self._rest = min(2 * self._rest + 1, longest_rest)
         self.is_behind = True
         return self._rest

@@ -49,7 +49,7 @@ _WORTH_WEIGHT = 0.02
 _CATCH_UP_WEIGHT = 0.05
 """Of the last time that a model caught up with a request, in what that takes."""
 _LONGEST_REST = 1024
-"""Steps, whatever asking takes, and where it fails: a measurement may be wrong."""
+"""Steps, whatever asking takes, and where it fails: a measurement may be wrong, and a failure pass."""
 _LEAST_REST = 16
 """What the longest rest is at least, in steps. In larger batches as many as there are requests, so that
 hardly more than one is asked in vain in each step."""
@@ -114,7 +114,7 @@ class Drafter:
         """Of sampled requests, and of greedy ones."""
         self._asking = asking
         self._catch_up = 0.0
-        """What a model computes first for a request that is new or has rested, in the mean of these."""
+        """What a model computed first for the last requests that were new or had rested, in the mean."""
         self._num_rows = 0
         """Of the last step."""
         self._num_drafted = 0
@@ -325,7 +325,8 @@ class Drafter:
                     own_record.stops_by_itself(self._max_draft_tokens)
                 worker_drafts.take(request_id, own)
             else:  # drafting failed: it is tried again, but not in every step
-                self._pass_over(request, own_record.failed(_LONGEST_REST))
+                self._asking.learn(0.0, self._asking.cost or 1.0, _WORTH_WEIGHT)
+                self._pass_over(request, own_record.rest_longer(_LONGEST_REST))
 
     def note_step_seconds(self, step: StepStats, seconds: float) -> None:
         """Note how long a step took in all, on the executor's clock: it decides what drafts are worth."""
@@ -338,7 +339,7 @@ class Drafter:
             self._costs.record(step.num_tokens, seconds, has_drafts=step.num_draft_tokens > 0)
 
     def _note_new(self, output: SchedulerOutput) -> None:
-        """A request that was preempted has no keys and values of the drafting model either."""
+        """New requests, and those that were preempted, have no keys and values of the drafting model."""
         for new in output.new_requests:
             if new.request_id in self._records:
                 self._records[new.request_id].is_behind = True

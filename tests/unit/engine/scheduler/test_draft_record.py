@@ -111,7 +111,7 @@ def test_its_next_rest_is_longer_than_the_one_that_it_begins_with() -> None:
 
 def test_it_rests_whatever_asking_yields_where_that_fails() -> None:
     record = DraftRecord(AskingYield())
-    assert [record.failed(longest_rest=5) for _ in range(4)] == [1, 3, 5, 5]
+    assert [record.rest_longer(longest_rest=5) for _ in range(4)] == [1, 3, 5, 5]
     assert record.was_asked(4.0, 1.0, longest_rest=5) == 0, "that says nothing of what it is worth"
     assert record.was_asked(0.0, 1.0, longest_rest=5) == 0
 

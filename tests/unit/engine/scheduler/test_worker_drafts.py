@@ -348,7 +348,7 @@ def test_after_a_preemption_too() -> None:
     assert 1 < num_behind < len(costs.asked), "not only in the first step"
 
 
-@pytest.mark.parametrize(("prompt_seconds", "fewest", "most"), [(0.0, 20, 80), (3.0, 0, 8)])
+@pytest.mark.parametrize(("prompt_seconds", "fewest", "most"), [(0.0, 20, 80), (3.0, 1, 8)])
 def test_the_longer_its_prompt_takes_the_fewer_are_asked_in_vain(prompt_seconds: float, fewest: int, most: int) -> None:
     scheduler = drafting([], Costs(ask_seconds=0.05), num_blocks=400)
     runner = FakeModelRunner.for_scheduler(scheduler)
@@ -370,7 +370,7 @@ def test_the_longer_its_prompt_takes_the_fewer_are_asked_in_vain(prompt_seconds:
 @pytest.mark.parametrize("num_good", [0, 30])
 @pytest.mark.parametrize("ask_seconds", [0.25, 0.01])
 def test_where_drafting_fails_it_is_tried_more_and_more_rarely(ask_seconds: float, num_good: int) -> None:
-    """However well it went before, and however little asking takes: each failure is a page in the log."""
+    """However well it went before, and however little asking takes."""
     scheduler = drafting(make_requests(1, max_tokens=2000), Costs(ask_seconds), num_blocks=600)
     runner = FakeModelRunner.for_scheduler(scheduler)
     assert all(wanted_steps(scheduler, runner, num_good))
@@ -379,6 +379,21 @@ def test_where_drafting_fails_it_is_tried_more_and_more_rarely(ask_seconds: floa
     runner.draft = draft_right
     wanted = wanted_steps(scheduler, runner, 200)
     assert all(wanted[wanted.index(True) :]), "at once as before, once it works"
+
+
+@pytest.mark.parametrize("num_good", [0, 30])
+def test_where_drafting_fails_for_all_new_requests_rest_from_the_start(num_good: int) -> None:
+    scheduler = drafting(make_requests(1, max_tokens=num_good + 1), Costs(ask_seconds=0.25), num_blocks=400)
+    runner = FakeModelRunner.for_scheduler(scheduler)
+    run(scheduler, runner)
+    runner.draft, num_wanted = lambda token_ids, num_tokens: None, [0] * 60
+    for number in range(60):
+        params = SamplingParams(max_tokens=16, ignore_eos=True)
+        scheduler.add_request(make_request([number], request_id=f"n{number}", params=params))
+        while scheduler.has_requests():
+            num_wanted[number] += sum(wanted_steps(scheduler, runner, 1))
+    assert num_wanted[0] == 3, "and after rests of 1 and 3 steps, and then of more than are left"
+    assert sum(num_wanted[-20:]) < 20
 
 
 def test_few_dear_times_that_are_worth_it_pay_for_many_cheap_ones_in_vain() -> None:
