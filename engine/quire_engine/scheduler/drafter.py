@@ -324,7 +324,7 @@ class Drafter:
                 if runner_output.drafting_stopped and len(own.token_ids) < num_wanted:
                     own_record.stops_by_itself(self._max_draft_tokens)
                 worker_drafts.take(request_id, own)
-            else:  # drafting failed: it is tried again, but not in every step
+            else:  # drafting failed: it is tried again, but not in every step. If no cost is known, it is guessed
                 self._asking.learn(0.0, self._asking.cost or 1.0, _WORTH_WEIGHT)
                 self._pass_over(request, own_record.rest_longer(_LONGEST_REST))
 

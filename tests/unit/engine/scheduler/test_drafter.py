@@ -287,7 +287,7 @@ def test_requests_are_asked_less_often_where_no_request_had_drafts() -> None:
     costs.ask_seconds = 0.1  # a tenth of a step
     scheduler.draft_with(proposer, VOCAB_SIZE, 7, costs)
     runner = FakeModelRunner.for_scheduler(scheduler)
-    asked: list[int] = []
+    asked = []
     for number in range(60):
         before = proposer.num_asked
         scheduler.add_request(make_request([number], request_id=f"r{number}", params=SamplingParams(max_tokens=40)))

@@ -35,11 +35,15 @@ def draft_wrong(token_ids: Sequence[int], num_tokens: int) -> list[int]:
     return [(next_token(token_ids) + 1) % VOCAB_SIZE] * num_tokens
 
 
+def draft_failing(token_ids: Sequence[int], num_tokens: int) -> None:
+    """There are no drafts."""
+
+
 DRAFTS = {
     "right": draft_right,
     "wrong": draft_wrong,
     "partly right": draft_partly_right,
-    "failed": lambda token_ids, num_tokens: None,
+    "failed": draft_failing,
     "none": lambda token_ids, num_tokens: [],
     "no tokens": lambda token_ids, num_tokens: [VOCAB_SIZE] * num_tokens,
     "too many": lambda token_ids, num_tokens: draft_right(token_ids, num_tokens + 3),
@@ -248,7 +252,7 @@ def test_a_new_request_with_an_old_id_gets_none_of_the_old_ones_drafts(prompt_le
     assert result.drafts["r0"].start == 9
     step = scheduler.schedule()
     assert not step.draft_token_ids
-    runner.draft = lambda token_ids, num_tokens: None
+    runner.draft = draft_failing
     finish(scheduler, runner, step)
     assert new.num_tokens == prompt_length + 1
     assert not scheduler.schedule().draft_token_ids
@@ -259,7 +263,7 @@ def test_drafts_that_were_left_out_are_not_used_once_the_request_has_gone_on() -
     scheduler = drafting(make_requests(1, max_tokens=30), costs)
     runner = FakeModelRunner.for_scheduler(scheduler)
     finish(scheduler, runner, scheduler.schedule())
-    runner.draft = lambda token_ids, num_tokens: None
+    runner.draft = draft_failing
     costs.unknown = {1}
     finish(scheduler, runner, scheduler.schedule())
     costs.unknown = set()
@@ -299,6 +303,28 @@ def wanted_steps(scheduler: Scheduler, runner: FakeModelRunner, num_steps: int) 
         wanted.append(bool(step.num_drafts_wanted))
         finish(scheduler, runner, step)
     return wanted
+
+
+def num_wanted_of_each(scheduler: Scheduler, runner: FakeModelRunner, seconds: float = 0.0) -> list[int]:
+    """In how many steps drafts are wanted of each of 60 requests of 16 tokens, one after the other.
+
+    Args:
+        scheduler: has no requests.
+        runner: carries out its steps.
+        seconds: that a model takes until its first draft.
+    """
+    num_wanted = [0] * 60
+    for number in range(60):
+        params = SamplingParams(max_tokens=16, ignore_eos=True)
+        scheduler.add_request(make_request([number], request_id=f"n{number}", params=params))
+        while scheduler.has_requests():
+            step = scheduler.schedule()
+            result = runner.execute_model(step)
+            if step.num_drafts_wanted:
+                num_wanted[number] += 1
+                result.first_draft_seconds = result.draft_seconds = seconds
+            scheduler.update_from_output(step, result)
+    return num_wanted
 
 
 def test_a_request_rests_while_its_drafts_are_worth_too_little() -> None:
@@ -352,19 +378,10 @@ def test_after_a_preemption_too() -> None:
 def test_the_longer_its_prompt_takes_the_fewer_are_asked_in_vain(prompt_seconds: float, fewest: int, most: int) -> None:
     scheduler = drafting([], Costs(ask_seconds=0.05), num_blocks=400)
     runner = FakeModelRunner.for_scheduler(scheduler)
-    runner.draft, num_asked = draft_wrong, [0] * 60
-    for number in range(60):
-        params = SamplingParams(max_tokens=16, ignore_eos=True)
-        scheduler.add_request(make_request([number], request_id=f"r{number}", params=params))
-        while scheduler.has_requests():
-            step = scheduler.schedule()
-            result = runner.execute_model(step)
-            if step.num_drafts_wanted:
-                num_asked[number] += 1
-                result.first_draft_seconds = result.draft_seconds = prompt_seconds
-            scheduler.update_from_output(step, result)
-    assert num_asked[0] >= 5, "at first nobody knows that it is in vain"
-    assert fewest <= sum(num_asked[20:]) <= most
+    runner.draft = draft_wrong
+    num_wanted = num_wanted_of_each(scheduler, runner, prompt_seconds)
+    assert num_wanted[0] >= 5, "at first nobody knows that it is in vain"
+    assert fewest <= sum(num_wanted[20:]) <= most
 
 
 @pytest.mark.parametrize("num_good", [0, 30])
@@ -374,7 +391,7 @@ def test_where_drafting_fails_it_is_tried_more_and_more_rarely(ask_seconds: floa
     scheduler = drafting(make_requests(1, max_tokens=2000), Costs(ask_seconds), num_blocks=600)
     runner = FakeModelRunner.for_scheduler(scheduler)
     assert all(wanted_steps(scheduler, runner, num_good))
-    runner.draft = lambda token_ids, num_tokens: None
+    runner.draft = draft_failing
     assert sum(wanted_steps(scheduler, runner, 100)) <= 7, "and after rests of 1, 3, 7, 15, 31 steps"
     runner.draft = draft_right
     wanted = wanted_steps(scheduler, runner, 200)
@@ -386,12 +403,8 @@ def test_where_drafting_fails_for_all_new_requests_rest_from_the_start(num_good:
     scheduler = drafting(make_requests(1, max_tokens=num_good + 1), Costs(ask_seconds=0.25), num_blocks=400)
     runner = FakeModelRunner.for_scheduler(scheduler)
     run(scheduler, runner)
-    runner.draft, num_wanted = lambda token_ids, num_tokens: None, [0] * 60
-    for number in range(60):
-        params = SamplingParams(max_tokens=16, ignore_eos=True)
-        scheduler.add_request(make_request([number], request_id=f"n{number}", params=params))
-        while scheduler.has_requests():
-            num_wanted[number] += sum(wanted_steps(scheduler, runner, 1))
+    runner.draft = draft_failing
+    num_wanted = num_wanted_of_each(scheduler, runner)
     assert num_wanted[0] == 3, "and after rests of 1 and 3 steps, and then of more than are left"
     assert sum(num_wanted[-20:]) < 20
 
