@@ -5,10 +5,13 @@
     shared_storage_path/
       usage                         bytes in use, as text; who reads or writes it holds a lock on it
       0f3a…/                        a namespace, in hex
-        namespace.json              what it stands for, for people
+        namespace.json              what it stands for, for people; without it the folder is another program's
         0/                          a rank
           a7/a7c0…                  a block file, by its hash in hex; it was last used at its time of modification
           a7/.a7c0….91be03c2.tmp    one that is being written
+
+Other programs may keep files in the same folder. Only files at exactly these places are listed, counted, read and
+deleted, and no symbolic link below `shared_storage_path` is followed.
 
 The folder never holds more than `max_bytes`, whoever writes:
 
@@ -48,36 +51,35 @@ SHARE_KEPT = 0.9
 """Of `max_bytes`, after files were deleted: each time all files are looked at."""
 STALE_SECONDS = 600.0
 """After so long a file that was never finished is deleted: its writer is gone."""
-_OWN_NAME = re.compile(r"[0-9a-f]{64}|\..+\.tmp")
-"""Of blocks, and of those that are being written. Whatever else is in the folder is not touched."""
+USAGE_BYTES = 32
+"""A longer `usage` is another program's file."""
+_NAMESPACE_NAME = re.compile(r"[0-9a-f]{64}")
+_RANK_NAME = re.compile(r"0|[1-9][0-9]{0,4}")
+_PART_NAME = re.compile(r"[0-9a-f]{2}")
+_BLOCK_NAME = re.compile(r"[0-9a-f]{64}|\.[0-9a-f]{64}\.[0-9a-f]{8}\.tmp")
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class _NewFile(NamedTuple):
     """A block that is to be written."""
 
-    path: str
+    folder: int
+    """A descriptor."""
+    name: str
     part: str
     """Its name until it is written."""
     block_hash: bytes
     payload: memoryview
-
-    @classmethod
-    def of(cls, path: str, block_hash: bytes, payload: memoryview) -> "_NewFile":
-        folder, name = os.path.split(path)
-        return cls(path, f"{folder}/.{name}.{os.urandom(4).hex()}{PART_SUFFIX}", block_hash, payload)
 
     @property
     def num_bytes(self) -> int:
         return HEADER_BYTES + len(self.payload)
 
     def make(self) -> io.BufferedWriter:
-        """It has all its bytes from its beginning on. The folder that it belongs in may not be there yet."""
-        try:
-            descriptor = os.open(self.part, _NEW, 0o600)
-        except FileNotFoundError:
-            os.makedirs(os.path.dirname(self.part), mode=0o700, exist_ok=True)
-            descriptor = os.open(self.part, _NEW, 0o600)
+        """It has all its bytes from its beginning on."""
+        descriptor = os.open(self.part, _NEW, 0o600, dir_fd=self.folder)
         file = open(descriptor, "wb")  # noqa: SIM115
         try:
             os.truncate(descriptor, self.num_bytes)
@@ -104,12 +106,15 @@ class FolderStore:
         self._folder = folder
         self._namespace = namespace
         self._max_bytes = max_bytes
-        self.path = folder / namespace.hex() / str(rank)
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        require_writable(self.path)
-        for entry in os.scandir(self.path):  # of another user, from an earlier time
-            if entry.is_dir() and not os.access(entry.path, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), entry.path)
+        self._description = ""
+        self._names = namespace.hex(), str(rank)
+        self.path = folder.joinpath(*self._names)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self._made() as own:
+            require_writable(self.path)
+            for entry in _entries(own, _PART_NAME):  # of another user, from an earlier time
+                if entry.is_dir(follow_symlinks=False) and not os.access(entry.name, os.W_OK | os.X_OK, dir_fd=own):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path / entry.name))
         with self._lock() as usage:
             self._count(usage, 0)
 
@@ -133,37 +138,45 @@ class FolderStore:
         """
         num_read = 0
         try:
-            for block_hash, payload in blocks:
-                if not self._read_one(self._path_of(block_hash), block_hash, payload):
-                    break
-                num_read += 1
+            with self._opened(*self._names) as own:
+                for block_hash, payload in blocks:
+                    if not self._read_one(own, block_hash, payload):
+                        break
+                    num_read += 1
+        except FileNotFoundError:  # the folder is gone
+            return num_read
         except (BlockFileError, OSError) as error:
             if num_read == 0:
                 raise
             logger.warning("a KV block cannot be read: %s", error)
         return num_read
 
-    def _read_one(self, path: str, block_hash: bytes, payload: memoryview) -> bool:
+    def _read_one(self, own: int, block_hash: bytes, payload: memoryview) -> bool:
+        name = block_hash.hex()
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with _inside(own, name[:2]) as folder:
+                descriptor = os.open(name, os.O_RDONLY | _FILE, dir_fd=folder)
+                try:
+                    self._read_open(descriptor, block_hash, payload)
+                except BlockFileError as error:
+                    with contextlib.suppress(OSError):
+                        os.unlink(name, dir_fd=folder)  # else it would stand in the way of the block that is saved next
+                    raise BlockFileError(f"{self.path}/{name[:2]}/{name}: {error}") from None
+                finally:
+                    os.close(descriptor)
         except FileNotFoundError:
             return False
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise BlockFileError("it is not a file")
-            if status.st_size != HEADER_BYTES + len(payload):
-                raise BlockFileError(f"it has {status.st_size} bytes instead of {HEADER_BYTES + len(payload)}")
-            check_block(_read(descriptor, payload), block_hash, self._namespace, payload)
-            with contextlib.suppress(OSError):
-                os.utime(descriptor)
-        except BlockFileError as error:
-            with contextlib.suppress(OSError):
-                os.unlink(path)  # else it would stand in the way of the block that is saved next
-            raise BlockFileError(f"{path}: {error}") from None
-        finally:
-            os.close(descriptor)
         return True
+
+    def _read_open(self, descriptor: int, block_hash: bytes, payload: memoryview) -> None:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise BlockFileError("it is not a file")
+        if status.st_size != HEADER_BYTES + len(payload):
+            raise BlockFileError(f"it has {status.st_size} bytes instead of {HEADER_BYTES + len(payload)}")
+        check_block(_read(descriptor, payload), block_hash, self._namespace, payload)
+        with contextlib.suppress(OSError):
+            os.utime(descriptor)
 
     def write(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
         """Keep blocks that are not there already.
@@ -185,11 +198,17 @@ class FolderStore:
         return len(blocks)
 
     def _write_together(self, blocks: Sequence[tuple[bytes, memoryview]]) -> bool:
-        found = [_NewFile.of(self._path_of(block_hash), block_hash, payload) for block_hash, payload in blocks]
-        new = [one for one in found if not os.path.exists(one.path)]
-        if not new:
-            return True
         with contextlib.ExitStack() as stack:
+            own = stack.enter_context(self._made())
+            new: list[_NewFile] = []
+            for block_hash, payload in blocks:
+                name = block_hash.hex()
+                folder = stack.enter_context(_inside(own, name[:2], makes=True))
+                if not _is_there(name, folder):
+                    part = f".{name}.{os.urandom(4).hex()}{PART_SUFFIX}"
+                    new.append(_NewFile(folder, name, part, block_hash, payload))
+            if not new:
+                return True
             try:
                 with self._lock() as usage:
                     if not self._count(usage, sum(one.num_bytes for one in new)):
@@ -201,7 +220,7 @@ class FolderStore:
                     file.close()
                 with self._lock():
                     for one in new:
-                        os.rename(one.part, one.path)
+                        os.rename(one.part, one.name, src_dir_fd=one.folder, dst_dir_fd=one.folder)
             except BaseException:
                 self._take_back(new)
                 raise
@@ -216,7 +235,11 @@ class FolderStore:
         Raises:
             OSError: it cannot be written.
         """
-        (self.path.parent / NAMESPACE).write_text(text)
+        self._description = text
+        with self._opened(self._names[0]) as namespace:
+            part = f".{NAMESPACE}.{os.urandom(4).hex()}{PART_SUFFIX}"
+            _write_new(part, text, namespace)
+            os.rename(part, NAMESPACE, src_dir_fd=namespace, dst_dir_fd=namespace)
 
     def folders(self) -> dict[str, int]:
         """Those of blocks, and when each last changed, in nanoseconds.
@@ -224,7 +247,12 @@ class FolderStore:
         Raises:
             OSError: the folder cannot be read.
         """
-        return {entry.name: entry.stat().st_mtime_ns for entry in os.scandir(self.path)}
+        with self._opened(*self._names) as own:
+            return {
+                entry.name: entry.stat(follow_symlinks=False).st_mtime_ns
+                for entry in _entries(own, _PART_NAME)
+                if entry.is_dir(follow_symlinks=False)
+            }
 
     def hashes(self, folder: str) -> set[bytes]:
         """Of the blocks that are in one of them now.
@@ -232,21 +260,40 @@ class FolderStore:
         Raises:
             OSError: it cannot be read.
         """
-        names = os.listdir(self.path / folder)
-        return {bytes.fromhex(name) for name in names if len(name) == 64 and not name.startswith(".")}
+        with self._opened(*self._names, folder) as part:
+            return {bytes.fromhex(entry.name) for entry in _files(part, folder) if not entry.name.startswith(".")}
 
     def close(self) -> None:
         """Nothing is open between two calls."""
 
-    def _path_of(self, block_hash: bytes) -> str:
-        name = block_hash.hex()
-        return f"{self.path}/{name[:2]}/{name}"
+    @contextlib.contextmanager
+    def _opened(self, *names: str) -> Iterator[int]:
+        """A descriptor of a folder below this one; no symbolic link leads there."""
+        with contextlib.ExitStack() as stack:
+            folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, folder)
+            for name in names:
+                folder = stack.enter_context(_inside(folder, name))
+            yield folder
+
+    @contextlib.contextmanager
+    def _made(self) -> Iterator[int]:
+        """A descriptor of the rank's folder, which is made if it is not there, as is what marks its namespace."""
+        with self._opened() as root, _inside(root, self._names[0], makes=True) as namespace:
+            if not _is_there(NAMESPACE, namespace):
+                with contextlib.suppress(FileExistsError):
+                    _write_new(NAMESPACE, self._description, namespace)
+            with _inside(namespace, self._names[1], makes=True) as own:
+                yield own
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[io.FileIO]:
         """`usage`, while no other process changes it or which files there are."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(self._folder / USAGE, flags, 0o600), "r+b", buffering=0) as usage:
+        descriptor = os.open(self._folder / USAGE, os.O_RDWR | os.O_CREAT | _FILE, 0o600)
+        with open(descriptor, "r+b", buffering=0) as usage:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > USAGE_BYTES:
+                raise FileExistsError(errno.EEXIST, "it is another program's file", str(self._folder / USAGE))
             fcntl.flock(usage, fcntl.LOCK_EX)
             yield usage
 
@@ -255,7 +302,7 @@ class FolderStore:
         are gone. Returns whether there is room."""
         if num_bytes > self._max_bytes:
             return False
-        text = usage.read(32)
+        text = usage.read(USAGE_BYTES)
         used = int(text) if text.isdigit() else self._make_room(self._max_bytes)
         if num_bytes > 0 and used + num_bytes > self._max_bytes:
             used = self._make_room(max(min(int(self._max_bytes * SHARE_KEPT), self._max_bytes - num_bytes), 0))
@@ -271,7 +318,7 @@ class FolderStore:
             num_bytes = 0
             for one in new:
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(one.part)
+                    os.unlink(one.part, dir_fd=one.folder)
                     num_bytes += one.num_bytes
             self._count(usage, -num_bytes)
 
@@ -281,24 +328,52 @@ class FolderStore:
         Returns:
             How many are left.
         """
-        files = sorted(self._files())
-        used, began_at = sum(size for _, size, _ in files), time.time()
-        for used_at, size, path in files:
-            is_left_over = path.endswith(PART_SUFFIX) and used_at < began_at - STALE_SECONDS
-            if (used > max_bytes and not path.endswith(PART_SUFFIX)) or is_left_over:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-                used -= size
+        with self._opened() as root:
+            files = sorted(_all_files(root))
+            used, began_at = sum(file.num_bytes for file in files), time.time()
+            for file in files:
+                is_part = file.name.endswith(PART_SUFFIX)
+                is_left_over = is_part and file.used_at < began_at - STALE_SECONDS
+                if (used > max_bytes and not is_part) or is_left_over:
+                    try:
+                        file.delete(root)
+                    except FileNotFoundError:
+                        pass
+                    except OSError:  # of another user: it stays, and counts
+                        continue
+                    used -= file.num_bytes
         return used
 
-    def _files(self) -> Iterator[tuple[float, int, str]]:
-        """All files of blocks in the folder, of any namespace: when each was last used, its size and its path."""
-        for path, _, names in os.walk(self._folder):
-            for name in names:
-                if _OWN_NAME.fullmatch(name):
-                    with contextlib.suppress(FileNotFoundError):
-                        status = os.stat(os.path.join(path, name), follow_symlinks=False)
-                        yield status.st_mtime, status.st_size, os.path.join(path, name)
+
+class _File(NamedTuple):
+    """A file of a block, finished or not, of any namespace."""
+
+    used_at: float
+    num_bytes: int
+    folders: tuple[str, str, str]
+    name: str
+
+    def delete(self, root: int) -> None:
+        namespace, rank, part = self.folders
+        with _inside(root, namespace) as a, _inside(a, rank) as b, _inside(b, part) as folder:
+            os.unlink(self.name, dir_fd=folder)
+
+
+def _all_files(root: int) -> Iterator[_File]:
+    """What is not there any more, or belongs to another user, is left out."""
+    for namespace in _folders(root, _NAMESPACE_NAME):
+        with contextlib.suppress(OSError), _inside(root, namespace) as of_namespace:
+            if not _is_there(NAMESPACE, of_namespace):
+                continue
+            for rank in _folders(of_namespace, _RANK_NAME):
+                with contextlib.suppress(OSError), _inside(of_namespace, rank) as of_rank:
+                    for part in _folders(of_rank, _PART_NAME):
+                        with contextlib.suppress(OSError), _inside(of_rank, part) as folder:
+                            for entry in _files(folder, part):
+                                with contextlib.suppress(OSError):
+                                    status = entry.stat(follow_symlinks=False)
+                                    place = namespace, rank, part
+                                    yield _File(status.st_mtime, status.st_size, place, entry.name)
 
 
 def require_writable(folder: Path) -> None:
@@ -321,3 +396,49 @@ def _read(descriptor: int, payload: memoryview) -> bytes:
             break
         place += more
     return bytes(header)
+
+
+@contextlib.contextmanager
+def _inside(folder: int, name: str, makes: bool = False) -> Iterator[int]:
+    """A descriptor of a folder in a folder; no symbolic link."""
+    try:
+        descriptor = os.open(name, _FOLDER, dir_fd=folder)
+    except FileNotFoundError:
+        if not makes:
+            raise
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=folder)
+        descriptor = os.open(name, _FOLDER, dir_fd=folder)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _is_there(name: str, folder: int) -> bool:
+    try:
+        os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _write_new(name: str, text: str, folder: int) -> None:
+    with open(os.open(name, _NEW, 0o600, dir_fd=folder), "w") as file:
+        file.write(text)
+
+
+def _entries(folder: int, pattern: "re.Pattern[str]") -> "list[os.DirEntry[str]]":
+    with os.scandir(folder) as entries:
+        return [entry for entry in entries if pattern.fullmatch(entry.name)]
+
+
+def _folders(folder: int, pattern: "re.Pattern[str]") -> list[str]:
+    return [entry.name for entry in _entries(folder, pattern) if entry.is_dir(follow_symlinks=False)]
+
+
+def _files(folder: int, part: str) -> "Iterator[os.DirEntry[str]]":
+    """Those of blocks, in the folder in which they belong."""
+    for entry in _entries(folder, _BLOCK_NAME):
+        if entry.name.lstrip(".").startswith(part) and entry.is_file(follow_symlinks=False):
+            yield entry

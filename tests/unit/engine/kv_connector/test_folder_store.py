@@ -125,6 +125,172 @@ def test_what_others_have_in_the_folder_stays(tmp_path: Path) -> None:
     assert (tmp_path / "theirs.txt").exists()
 
 
+def blob(path: Path, size: int = 20 * SIZE) -> Path:
+    """A file of another program that was not used for long."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes(size))
+    os.utime(path, (1, 1))
+    return path
+
+
+def other_programs_files(folder: Path, store: FolderStore) -> list[Path]:
+    """Each has a name that a block, or one that is being written, could have."""
+    name, hub = hash_of(77).hex(), folder / "models--org--name"
+    part = f".{name}.0123abcd.tmp"
+    places = [
+        hub / "blobs" / name,
+        hub / "blobs" / f".{name}.tmp",
+        folder / name,
+        folder / part,
+        store.path.parent / name,
+        store.path / name,
+        store.path / part,
+        store.path / name[:2] / "deeper" / name,
+        store.path / ("00" if name[:2] != "00" else "01") / name,  # of blocks that begin otherwise
+        store.path / name[:2] / name.upper(),
+        store.path / name[:2] / f"{name}.bak",
+        store.path / name[:2] / f".{name}.tmp",
+        store.path.parent / "one" / name[:2] / name,
+        store.path.parent / "00" / name[:2] / name,
+        folder / hash_of(78).hex() / "0" / name[:2] / name,  # no store has marked this folder as a namespace
+        folder / "ab" / "0" / name[:2] / name,
+    ]
+    return [blob(place) for place in places]
+
+
+def test_files_of_other_programs_are_neither_counted_nor_listed_nor_deleted(tmp_path: Path) -> None:
+    """A cache of Hugging Face's hub names its files as blocks are named: by 64 hexadecimal digits."""
+    store = make_store(tmp_path, max_blocks=10)
+    theirs = other_programs_files(tmp_path, store)
+    (tmp_path / "usage").unlink()  # all files are counted again
+    for number in range(40):
+        assert write(store, number) == 1
+    assert [path for path in theirs if not path.exists() or path.stat().st_size != 20 * SIZE] == []
+    own = sum(path_of(store, number).stat().st_size for number in range(40) if path_of(store, number).exists())
+    assert int((tmp_path / "usage").read_text()) == own > 5 * SIZE
+    listed = {one for part in store.folders() for one in store.hashes(part)}
+    assert listed == {hash_of(number) for number in range(40) if path_of(store, number).exists()}
+
+
+@pytest.mark.parametrize("place", ["namespace", "rank", "part", "block"])
+def test_symbolic_links_lead_nowhere(tmp_path: Path, place: str) -> None:
+    """What they point to is what another program keeps in the layout of this store, older than all blocks."""
+    folder, elsewhere = tmp_path / "kv", tmp_path / "theirs"
+    store, there = make_store(folder, max_blocks=5), make_store(elsewhere, bytes(32), max_blocks=100)
+    write(there, *range(100, 120))
+    for number in range(100, 120):
+        os.utime(path_of(there, number), (1, 1))
+    theirs = path_of(there, 100)
+    linked = {"namespace": theirs.parents[2], "rank": theirs.parents[1], "part": theirs.parent, "block": theirs}[place]
+    link = folder / linked.relative_to(elsewhere)
+    for marked in (folder / bytes(32).hex(),) if place != "namespace" else ():
+        marked.mkdir()
+        (marked / "namespace.json").touch()
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(linked)
+    for number in range(20):
+        write(store, number)
+    assert all(path_of(there, number).exists() for number in range(100, 120))
+    assert link.is_symlink()
+    assert int((folder / "usage").read_text()) <= 5 * (HEADER_BYTES + SIZE)
+    if place in ("namespace", "rank"):
+        with pytest.raises(NotADirectoryError):
+            make_store(folder, bytes(32))
+        return
+    through = make_store(folder, bytes(32), max_blocks=5)
+    assert {one for part in through.folders() for one in through.hashes(part)} == set()
+    with pytest.raises(OSError, match=r"Not a directory|symbolic"):
+        read(through, hash_of(100))
+    assert theirs.exists()
+
+
+def test_a_namespaces_description_is_not_written_through_a_link(tmp_path: Path) -> None:
+    store, theirs = make_store(tmp_path / "kv"), blob(tmp_path / "theirs", 7)
+    marker = store.path.parent / "namespace.json"
+    marker.unlink(missing_ok=True)
+    marker.symlink_to(theirs)
+    store.describe("{}")
+    assert theirs.read_bytes() == bytes(7)
+    assert marker.read_text() == "{}"
+
+
+def test_a_hard_link_elsewhere_keeps_a_blocks_content(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "kv", max_blocks=5)
+    write(store, 1)
+    os.link(path_of(store, 1), tmp_path / "kept")
+    content = (tmp_path / "kept").read_bytes()
+    for number in range(2, 30):
+        write(store, number)
+    assert not path_of(store, 1).exists()
+    write(store, 1)
+    assert (tmp_path / "kept").read_bytes() == content
+    theirs = blob(tmp_path / "theirs", 300)
+    path_of(store, 1).unlink()
+    os.link(theirs, path_of(store, 1))
+    with pytest.raises(BlockFileError, match="300 bytes"):
+        read(store, hash_of(1))
+    assert theirs.read_bytes() == bytes(300)
+
+
+@pytest.mark.parametrize("kind", ["text", "pipe"])
+def test_another_programs_usage_file_is_not_overwritten(tmp_path: Path, kind: str) -> None:
+    usage = tmp_path / "usage"
+    if kind == "pipe":
+        os.mkfifo(usage)
+    else:
+        usage.write_text("how to use this program, in many words\n")
+    with pytest.raises(OSError, match="another program's file"):
+        make_store(tmp_path)
+    assert usage.is_fifo() or usage.read_text().startswith("how to use")
+
+
+def test_a_folder_that_vanishes_holds_no_blocks_and_is_used_again_once_it_is_back(tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    store = make_store(folder)
+    write(store, 1)
+    os.rename(folder, tmp_path / "away")
+    assert read(store, hash_of(1)) is None
+    for ask in (lambda: write(store, 2), store.folders, lambda: store.hashes("ab"), lambda: store.describe("{}")):
+        with pytest.raises(FileNotFoundError):
+            ask()
+    assert not folder.exists(), "it may be where a disk is mounted"
+    os.rename(tmp_path / "away", folder)
+    assert read(store, hash_of(1)) == payload_of(1)
+    for path in sorted(folder.rglob("*"), reverse=True):  # emptied, with the store open
+        path.rmdir() if path.is_dir() else path.unlink()
+    assert read(store, hash_of(1)) is None
+    assert write(store, 1)
+    assert read(store, hash_of(1)) == payload_of(1)
+    assert int((folder / "usage").read_text()) == path_of(store, 1).stat().st_size
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_blocks_of_another_user_stay_and_hinder_no_saves() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        other = make_store(folder, bytes(32), max_blocks=100)
+        write(other, *range(100, 110))
+        for path in (folder, other.path.parent, other.path):
+            path.chmod(0o755)
+        (folder / "usage").chmod(0o666)
+        for number, part in enumerate(other.path.iterdir()):
+            part.chmod(0o755 if number % 2 else 0o700)
+        for number in range(100, 110):
+            os.utime(path_of(other, number), (1, 1))
+        mine = folder / NAMESPACE.hex()
+        mine.mkdir()
+        os.chown(mine, 65534, 65534)
+
+        def fill() -> None:
+            os.setuid(65534)
+            store = make_store(folder, max_blocks=20)
+            assert sum(write(store, number) for number in range(60)) == 60
+            assert read(store, hash_of(59)) == payload_of(59)
+
+        assert error_in_a_child(fill) == 0
+        assert all(path_of(other, number).exists() for number in range(100, 110))
+
+
 def test_a_file_in_the_place_of_another_is_found(tmp_path: Path) -> None:
     store, other = make_store(tmp_path), make_store(tmp_path, namespace=bytes(32))
     for one in (store, other):
@@ -211,7 +377,7 @@ def test_the_room_of_a_file_that_is_being_written_is_not_given_away(
 def test_what_a_crash_leaves_is_counted_again(tmp_path: Path) -> None:
     store = make_store(tmp_path, max_blocks=10)
     write(store, 1)
-    left_over = path_of(store, 1).with_name(".abc.1234.tmp")
+    left_over = path_of(store, 1).with_name(f".{path_of(store, 1).name}.0123abcd.tmp")
     left_over.write_bytes(bytes(SIZE))
     os.utime(left_over, (1, 1))
     for usage in ("rubbish", str(10**9)):
@@ -226,7 +392,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
     store = make_store(tmp_path)
     write(store, 1)
 
-    def disk_is_full(*_: object) -> None:
+    def disk_is_full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "rename", disk_is_full)
